@@ -1,0 +1,44 @@
+# One command each: `make demo`, `make test`. Both set up everything they need in .venv first.
+
+PYTHON ?= python3
+# A plain `torch` pulls gigabytes of CUDA packages; override to install another build.
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+BIN := $(VENV)/bin
+SOURCES := aiocomms transports tests examples benchmarks
+
+.PHONY: demo serve test lint format conformance mutation bench docs clean
+
+$(VENV)/setup.stamp: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[demo,test]"
+	touch $@
+
+## Start the embedding server on 2 ranks, post the sentences of a file, check every vector, print a table.
+demo: $(VENV)/setup.stamp
+	HF_HUB_OFFLINE=1 $(BIN)/python -m examples.embedding_server.demo
+
+## Leave the embedding server running on 2 ranks.
+serve: $(VENV)/setup.stamp
+	HF_HUB_OFFLINE=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m examples.embedding_server
+
+## Everything: lint, types, tests, conformance of every transport, docs and examples.
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/setup.stamp
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy
+
+format: $(VENV)/setup.stamp
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+## Overhead of the core alone, as ratios to asyncio.sleep(0) in the same run.
+bench: $(VENV)/setup.stamp
+	$(BIN)/python -m benchmarks.core
+
+clean:
+	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis

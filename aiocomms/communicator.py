@@ -1,0 +1,469 @@
+"""The class users hold: one rank's handle on a fixed, ordered group of ranks."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import anyio
+
+from aiocomms import checks, groups, lowering, ops
+from aiocomms.collectives import Collectives
+from aiocomms.deadlines import watchdog
+from aiocomms.driver import Driver, Promise
+from aiocomms.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    BufferBusyError,
+    CommAbortedError,
+    CommClosedError,
+    CommError,
+    CommTimeoutError,
+    MismatchError,
+    PeerDiedError,
+    UnsupportedOperation,
+)
+from aiocomms.issuer import Timeout
+from aiocomms.objects import Objects
+from aiocomms.ops import Op
+from aiocomms.p2p import PointToPoint
+from aiocomms.registry import Plan, open_transports
+from aiocomms.rma import OneSided
+from aiocomms.streams import Streams
+from aiocomms.transport import Completion, Rendezvous, Transport
+from aiocomms.work import Work
+
+CLOSE_GRACE = 5.0
+"""Seconds that :meth:`Communicator.aclose` waits for ops which are already under way."""
+
+_POISONS = (CommAbortedError, CommTimeoutError, MismatchError, PeerDiedError)
+
+
+class _Routes(dict[type[Op], Callable[[Op, Completion], None]]):
+    """How each op type is done, decided when the first op of that type is called."""
+
+    def __init__(self, decide: Callable[[type[Op]], Callable[[Op, Completion], None]]) -> None:
+        self._decide = decide
+
+    def __missing__(self, cls: type[Op]) -> Callable[[Op, Completion], None]:
+        route = self[cls] = self._decide(cls)
+        return route
+
+
+class Hook:
+    """A registered hook; :meth:`remove` undoes the registration."""
+
+    def __init__(self, hooks: list[Any], fn: Callable[..., object]) -> None:
+        self._hooks = hooks
+        self._fn = fn
+        hooks.append(fn)
+
+    def remove(self) -> None:
+        """Do not call the hook any more. Twice is once."""
+        if self._fn in self._hooks:
+            self._hooks.remove(self._fn)
+
+
+class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
+    """One rank's handle on a fixed, ordered group of ranks; made by :func:`aiocomms.new_comm`.
+
+    Every operation is started by its call and returns a :class:`~aiocomms.work.Work` at once. A communicator belongs
+    to the event loop, thread and process that made it; only :meth:`abort` may be called from anywhere.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, plan: Plan, transports: Mapping[ops.Family, Transport]) -> None:
+        self.rank = rendezvous.rank
+        self.size = rendezvous.size
+        self.name = rendezvous.name
+        self.device = rendezvous.device
+        self.timeout = rendezvous.timeout
+        self.driver = Driver.current()
+        self._rendezvous = rendezvous
+        self._plan = plan
+        self._by_family = dict(transports)
+        self._seq = 0
+        self._calls = 0  # collectives called so far: the same on all ranks, so it tells their messages apart
+        self._children = 0
+        self._refusal: CommError | None = None  # why nothing can be started any more; the first reason stays
+        self._lock = threading.Lock()  # guards the step from no refusal to one
+        self._queues: dict[float, dict[Work[Any], float]] = {}  # pending works and deadlines, by timeout: each in order
+        self._drained: Promise | None = None
+        self._closing: Promise | None = None
+        self._pre_hooks: list[Callable[[Op, int], object]] = []
+        self._post_hooks: list[Callable[[Work[Any]], object]] = []
+        self._abort_hooks: list[Callable[[CommError], object]] = []
+        self._debug = os.environ.get("AIOCOMMS_DEBUG", "0") not in ("", "0")
+        self._runs: weakref.WeakKeyDictionary[Completion, lowering.Run] = weakref.WeakKeyDictionary()
+        self._spinning = [t for t in self._transports() if t.capabilities.spin]
+        self._routes = _Routes(self._route)
+        for transport in self._transports():
+            transport.on_failure = self._fail
+            self.driver.attach(transport)
+        watchdog.register(self)
+        _live.add(self)
+        groups.register(self)
+
+    def __repr__(self) -> str:
+        state = f" ({self._refusal.message})" if self._refusal else ""
+        return f"<Communicator '{self.name}' rank {self.rank} of {self.size} on {self.device}{state}>"
+
+    @property
+    def transports(self) -> dict[str, str]:
+        """Which transport carries what: transport names by family (``"p2p"``, ``"collectives"``, ``"rma"``)."""
+        return {str(family): name for family, name in self._plan.names.items()}
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed on this rank."""
+        return self._closing is not None
+
+    @property
+    def aborted(self) -> bool:
+        """Whether it is poisoned: aborted here or elsewhere, a peer died, a deadline passed, or ranks disagreed."""
+        return self._refusal is not None and not isinstance(self._refusal, CommClosedError)
+
+    # ----------------------------------------------------------------------------------------- an op's way down
+
+    def _issue(self, op: Op, hints: Mapping[str, Any] | None = None, timeout: Timeout = None) -> Work[Any]:
+        """Check an op, post it, and return its work."""
+        if self._refusal is not None or threading.get_ident() != self.driver.thread:
+            raise self._refused(op)
+        seq = self._seq
+        try:
+            op.check(self)
+            seconds = self.timeout if timeout is None else checks.seconds("timeout", timeout)
+            if self._debug:
+                self._check_busy(op)
+        except CommError as error:
+            raise error.about(comm=self.name, op=op.name, rank=self.rank) from None
+        for hook in self._pre_hooks:
+            hook(op, seq)
+        work: Work[Any] = Work(op, seq, self, hints)
+        self._seq = seq + 1
+        if op.family == "collectives":
+            self._calls += 1
+        self._routes[type(op)](op, work)
+        if not work.done():
+            self._track(work, seconds)
+        elif self._post_hooks or work.fault is not None:
+            self._after(work)
+        return work
+
+    def post(self, op: Op, work: Completion) -> None:
+        """Hand one message of a lowered op to the transport that carries it."""
+        self._routes[type(op)](op, work)
+
+    def _route(self, cls: type[Op]) -> Callable[[Op, Completion], None]:
+        """How ops of a type are done, decided once: by their transport, lowered, or not at all."""
+        transport = self._by_family.get(cls.family)
+        p2p = self._by_family.get("p2p")
+        can_lower = cls in lowering.SCHEDULES and p2p is not None and ops.Send in p2p.capabilities.ops
+        if transport is None or cls not in transport.capabilities.ops:
+            return self._lower if can_lower else self._unsupported
+        if transport.capabilities.reductions is None or "op" not in cls.__struct_fields__:
+            return transport.post
+        capabilities, post = transport.capabilities, transport.post
+        other = self._lower if can_lower else self._unsupported
+
+        def reduce(op: Any, work: Completion) -> None:
+            dtype = (op.writes() or op.reads())[0][1].dtype
+            (post if capabilities.reduces(op.op, dtype) else other)(op, work)
+
+        return reduce
+
+    def _lower(self, op: Op, work: Completion) -> None:
+        schedule = lowering.SCHEDULES[type(op)]
+        run = lowering.Run(self, schedule(lowering.Context(self, self._calls & 0x7FFFFFFF), op), work)
+        if op.withdrawable:
+            self._runs[work] = run
+        run.advance()
+
+    def _unsupported(self, op: Op, work: Completion) -> None:
+        carrier = self._plan.names.get(op.family)
+        raise UnsupportedOperation(
+            f"{f'transport {carrier!r} does' if carrier else 'no transport of this communicator does'} not carry it, "
+            f"and it cannot be expressed in other ops; transports: {self.transports}",
+            comm=self.name, op=op.name, rank=self.rank,
+        )  # fmt: skip
+
+    def _track(self, work: Work[Any], seconds: float) -> None:
+        """Keep a pending work, and its tensors, until it is done; watch its deadline."""
+        queue = self._queues.get(seconds)
+        if queue is None:
+            self._queues = {s: q for s, q in self._queues.items() if q}
+            queue = self._queues[seconds] = {}
+        deadline = time.monotonic() + seconds
+        queue[work] = deadline
+        work.queue = queue
+        if deadline < watchdog.wakes_at:
+            watchdog.wake_by(deadline)
+        for transport in self._spinning:
+            self.driver.kick(transport)
+
+    def _refused(self, op: Op) -> Exception:
+        refusal = self._refusal
+        if refusal is None:
+            return RuntimeError(
+                f"{op.name} on '{self.name}' was called on another thread than the communicator's; "
+                "only abort() may be, use loop.call_soon_threadsafe"
+            )
+        error: CommError = CommClosedError(refusal.message)
+        if not isinstance(refusal, CommClosedError):
+            error = CommAbortedError(f"the communicator is lost: {refusal}", peer=refusal.peer)
+            error.__cause__ = refusal
+        return error.about(comm=self.name, op=op.name, rank=self.rank)
+
+    def _check_busy(self, op: Op) -> None:
+        """Debug mode: refuse buffers that an unfinished op still writes, or that this one would write."""
+        for queue in self._queues.values():
+            for work in queue:
+                try:
+                    checks.disjoint(op.writes(), work.op.reads() + work.op.writes())
+                    checks.disjoint(work.op.writes(), op.reads())
+                except ArgumentError as error:
+                    raise BufferBusyError(f"a buffer still belongs to {work!r}: {error.message}") from None
+
+    # ------------------------------------------------------------------------------------------ and back up
+
+    def settled(self, work: Work[Any]) -> None:
+        """Forget a pending work that has just become done."""
+        assert work.queue is not None
+        del work.queue[work]
+        work.queue = None
+        if self._post_hooks or work.fault is not None:
+            self._after(work)
+        if self._drained is not None and not any(self._queues.values()):
+            self._drained.set()
+
+    def withdraw(self, work: Completion) -> bool:
+        """Take an unmatched receive or wait back from its transport."""
+        run = self._runs.get(work)
+        if run is not None:
+            return run.withdraw()
+        return self._by_family[work.op.family].try_cancel(work)
+
+    def _after(self, work: Work[Any]) -> None:
+        for hook in list(self._post_hooks):
+            hook(work)
+        if isinstance(work.fault, _POISONS):
+            self._fail(work.fault)
+
+    # ------------------------------------------------------------------------------------- failing and closing
+
+    def abort(self, reason: str | BaseException) -> None:
+        """Give up, on every rank: all pending works of all ranks fail with :class:`CommAbortedError`.
+
+        Synchronous, from any thread or signal handler; the first reason stays, so twice is once.
+
+        :param reason: why; the peers are told.
+        """
+        if isinstance(reason, BaseException):
+            reason = f"{type(reason).__name__}: {reason}" if str(reason) else type(reason).__name__
+        self._fail(CommAbortedError(f"aborted by rank {self.rank}: {reason}", peer=self.rank))
+
+    def _fail(self, error: CommError) -> None:
+        """The communicator is lost; any thread."""
+        with self._lock:
+            if self._refusal is not None:
+                return
+            self._refusal = error
+        for transport in self._transports():
+            transport.abort(error)
+        if threading.get_ident() == self.driver.thread:
+            self._give_up(error)
+        else:
+            self.driver.call_threadsafe(self._give_up, error)
+
+    def _give_up(self, error: CommError) -> None:
+        """End every pending work. The op at fault gets the error itself, the others one that quotes it."""
+        watchdog.unregister(self)
+        quote = error
+        if not isinstance(error, (CommAbortedError, CommClosedError, PeerDiedError)):
+            quote = CommAbortedError(f"the communicator is lost: {error}", peer=error.peer)
+        for queue in list(self._queues.values()):
+            for work in list(queue):
+                work.give_up(error if work.seq == error.seq else quote)
+        if not isinstance(error, CommClosedError):
+            for hook in list(self._abort_hooks):
+                hook(error)
+
+    def expire(self, now: float) -> float:
+        """See :class:`aiocomms.deadlines.Watched`; on the watchdog's thread, while the loop may be busy."""
+        earliest = float("inf")
+        for queue in list(self._queues.values()):
+            for work, deadline in list(queue.items()):
+                if deadline > now:
+                    earliest = min(earliest, deadline)
+                    break
+                if work.op.withdrawable:
+                    self.driver.call_threadsafe(self._expire_alone, work)
+                else:
+                    self._fail(self._late(work))
+                    return float("inf")
+        return earliest
+
+    def _expire_alone(self, work: Work[Any]) -> None:
+        """A receive or wait is late: it fails alone if nothing has matched it, with everything else if it is under way."""
+        if not work.done():
+            if self.withdraw(work):
+                work.give_up(CommTimeoutError("nothing matched it before its deadline; it was withdrawn"))
+            else:
+                self._fail(self._late(work))
+
+    def _late(self, work: Work[Any]) -> CommTimeoutError:
+        transport = self._by_family.get(work.op.family)
+        absent = list(transport.missing(work)) if transport is not None else []
+        who = f"; waiting for rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}" if absent else ""
+        return CommTimeoutError(
+            f"its deadline passed{who}", comm=self.name, op=work.op.name, seq=work.seq, rank=self.rank
+        )
+
+    async def aclose(self) -> None:
+        """Close: let ops that are under way end, withdraw receives that nothing matched, release everything.
+
+        Waits at most :data:`CLOSE_GRACE` seconds for the former. A cancelled close still releases everything. Twice
+        is once.
+        """
+        if self._closing is not None:
+            await self._closing
+            return
+        self._closing = Promise(self.driver)
+        try:
+            await self._drain()
+        finally:
+            self._fail_closed()
+            groups.unregister(self)
+            _live.discard(self)
+            with anyio.move_on_after(CLOSE_GRACE, shield=True):
+                for transport in self._transports():
+                    self.driver.detach(transport)
+                    await transport.aclose()
+            self._closing.set()
+
+    async def _drain(self) -> None:
+        with self._lock:
+            if self._refusal is not None:
+                return
+            self._refusal = CommClosedError("it was closed on this rank")
+        for work in [w for queue in self._queues.values() for w in queue if w.op.withdrawable]:
+            if self.withdraw(work):
+                work.give_up(CommClosedError("the communicator was closed, and the op withdrawn"))
+        if any(self._queues.values()):
+            self._drained = Promise(self.driver)
+            with anyio.move_on_after(CLOSE_GRACE):
+                await self._drained
+
+    def _fail_closed(self) -> None:
+        refusal = self._refusal
+        assert refusal is not None
+        if any(self._queues.values()):
+            for transport in self._transports():
+                transport.abort(CommAbortedError(f"closed by rank {self.rank} with ops unfinished", peer=self.rank))
+        self._give_up(refusal if isinstance(refusal, CommClosedError) else CommClosedError(refusal.message))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.abort(error)  # the peers may be waiting for ops that this rank will never call
+        await self.aclose()
+
+    # ------------------------------------------------------------------------------------ hooks and children
+
+    def register_pre_hook(self, fn: Callable[[Op, int], object]) -> Hook:
+        """Have ``fn(op, seq)`` called before each op is posted, after its checks; what it raises stops the op.
+
+        :returns: a handle with ``.remove()``.
+        """
+        return Hook(self._pre_hooks, fn)
+
+    def register_post_hook(self, fn: Callable[[Work[Any]], object]) -> Hook:
+        """Have ``fn(work)`` called on the loop's thread when an op is done, before its awaiters go on.
+
+        :returns: a handle with ``.remove()``.
+        """
+        return Hook(self._post_hooks, fn)
+
+    def register_abort_hook(self, fn: Callable[[CommError], object]) -> Hook:
+        """Have ``fn(error)`` called on the loop's thread when the communicator is lost; ``error`` is the first reason.
+
+        :returns: a handle with ``.remove()``.
+        """
+        return Hook(self._abort_hooks, fn)
+
+    def set_timeout(self, timeout: Timeout) -> None:
+        """Set the deadline of ops that name none.
+
+        :param timeout: seconds, more than 0.
+        :raises ArgumentError: it is not.
+        """
+        if timeout is None:
+            raise ArgumentTypeError("timeout is None, wanted seconds as a number, or a timedelta")
+        self.timeout = checks.seconds("timeout", timeout)
+
+    async def split(self, ranks: Sequence[int], name: str | None = None) -> Communicator | None:
+        """Form communicators of some of the ranks. Collective over this one.
+
+        :param ranks: the new communicator's members, as ranks of this one, in their new order; the same on each of
+        them, and with this rank among them. Empty on a rank that joins none.
+        :param name: the new communicator's name; None: this one's with a number.
+        :returns: the new communicator, or None where ``ranks`` is empty.
+        :raises ArgumentError: ``ranks`` is no list of distinct ranks, or leaves this rank out.
+        :raises MismatchError: two ranks name groups that overlap and differ.
+        """
+        members = self._check_members(ranks)
+        self._children += 1
+        child = name or f"{self.name}/{self._children}"
+        claims: list[list[int]] = await self.all_gather_object(members)
+        for rank, claim in enumerate(claims):
+            if claim != members and set(claim) & set(members):
+                error = MismatchError(
+                    f"ranks is {members} on rank {self.rank} and {claim} on rank {rank}; wanted groups that are the "
+                    "same or have no rank in common", comm=self.name, op="split", rank=self.rank, peer=rank,
+                )  # fmt: skip
+                self._fail(error)
+                raise error
+        if not members:
+            return None
+        key = f"{child}#{self._children}.{members[0]}"
+        rendezvous = self._rendezvous.child(key, child, members.index(self.rank), len(members))
+        return Communicator(rendezvous, self._plan, await open_transports(self._plan, rendezvous))
+
+    def _check_members(self, ranks: Sequence[int]) -> list[int]:
+        if not isinstance(ranks, (list, tuple, range)):
+            raise ArgumentTypeError(f"ranks is {checks.short(ranks)}, wanted a list of ranks", op="split")
+        members = list(ranks)
+        for i, rank in enumerate(members):
+            checks.index(f"ranks[{i}]", rank, self)
+        if len(set(members)) != len(members):
+            raise ArgumentError(f"ranks is {members}, wanted each rank once", op="split")
+        if members and self.rank not in members:
+            raise ArgumentError(
+                f"ranks is {members} and leaves out this rank, {self.rank}; wanted it among them, or an empty list",
+                op="split",
+            )
+        return members
+
+    def _transports(self) -> list[Transport]:
+        """Each transport once: one may carry several families."""
+        return list(dict.fromkeys(self._by_family.values()))
+
+
+_live: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+def _disown_in_child() -> None:
+    """A forked child shares its parent's sockets, and must not use or close them."""
+    for comm in list(_live):
+        comm._refusal = CommClosedError(f"it was created in process {os.getppid()} and cannot be used after a fork")
+
+
+os.register_at_fork(after_in_child=_disown_in_child)

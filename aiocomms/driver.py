@@ -1,0 +1,183 @@
+"""Per-loop progress: poll for a few turns of the loop, then park on file descriptors.
+
+One driver serves all communicators of one event loop. With nothing pending it schedules nothing; with ops pending and
+nothing happening it sleeps in the loop's own selector, on each transport's descriptor. asyncio's timers sleep in
+whole milliseconds, so there is no timer here at all.
+"""
+
+from __future__ import annotations
+
+import select
+import threading
+import time
+from collections.abc import Callable, Generator
+from typing import Any
+
+from aiocomms.errors import CommError
+from aiocomms.loops import Loop, Parkable, running_loop
+from aiocomms.transport import Transport
+from aiocomms.work import Work
+
+_local = threading.local()
+
+
+class Driver:
+    """Turns "something happened below" into completed works, for one event loop."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self.thread = threading.get_ident()
+        self.park: Callable[[Parkable], Generator[Any, Any, None]] = loop.park
+        self.unpark: Callable[[Any], None] = loop.unpark
+        self.call_soon: Callable[..., None] = loop.call_soon
+        self.call_threadsafe: Callable[..., None] = loop.call_threadsafe
+        self.report: Callable[[str, BaseException], None] = loop.report
+        self._fds: dict[Transport, int | None] = {}
+        self._turns: dict[Transport, int] = {}  # how many more turns each transport is polled
+        self._scheduled = False
+
+    @classmethod
+    def current(cls) -> Driver:
+        """The driver of the running loop.
+
+        :raises RuntimeError: no loop is running.
+        """
+        loop = running_loop()
+        driver: Driver | None = getattr(_local, "driver", None)
+        if driver is None or driver._loop.token is not loop.token:
+            driver = _local.driver = cls(loop)
+        return driver
+
+    def attach(self, transport: Transport) -> None:
+        """Serve a transport from now on."""
+        fd = self._fds[transport] = transport.fileno()
+        if fd is not None:
+            self._loop.watch(fd, lambda: self._ready(transport))
+
+    def detach(self, transport: Transport) -> None:
+        """Stop serving a transport. Twice is once."""
+        fd = self._fds.pop(transport, None)
+        self._turns.pop(transport, None)
+        if fd is not None:
+            self._loop.unwatch(fd)
+        if not self._fds and getattr(_local, "driver", None) is self:
+            _local.driver = None
+
+    def kick(self, transport: Transport) -> None:
+        """Something is pending on a transport: poll it for as many turns as it says it is worth."""
+        spin = transport.capabilities.spin
+        if spin:
+            self._turns[transport] = spin
+            if not self._scheduled:
+                self._scheduled = True
+                self.call_soon(self._turn)
+
+    def block(self, work: Work[Any], timeout: float | None) -> None:
+        """Wait for a work in synchronous code.
+
+        :param timeout: seconds; None: as long as it takes.
+        :raises TimeoutError: it took longer.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if threading.get_ident() == self.thread:
+            self._block_here(work, deadline)
+        else:
+            done = threading.Event()
+            self.call_threadsafe(work.add_done_callback, lambda _: done.set())
+            done.wait(timeout)
+        if not work.done():
+            raise TimeoutError(f"{work!r} was not done within {timeout} s; it goes on")
+
+    def _block_here(self, work: Work[Any], deadline: float | None) -> None:
+        poller = select.poll()
+        for fd in self._fds.values():
+            if fd is not None:
+                poller.register(fd, select.POLLIN)
+        while not work.done():
+            for transport in list(self._fds):
+                self._progress(transport)
+            left = None if deadline is None else deadline - time.monotonic()
+            if work.done() or (left is not None and left <= 0):
+                return
+            poller.poll(None if left is None else left * 1000)
+
+    def _ready(self, transport: Transport) -> None:
+        if self._progress(transport):
+            self.kick(transport)  # where one thing has happened, the next is near
+
+    def _turn(self) -> None:
+        turns = self._turns
+        for transport in list(turns):
+            if self._progress(transport):
+                turns[transport] = transport.capabilities.spin
+            elif turns.get(transport, 0) > 1:
+                turns[transport] -= 1
+            else:
+                turns.pop(transport, None)
+        self._scheduled = bool(turns)
+        if turns:
+            self.call_soon(self._turn)
+
+    def _progress(self, transport: Transport) -> bool:
+        try:
+            return transport.progress()
+        except Exception as error:
+            self.report(f"{type(transport).__name__}.progress() raised", error)
+            failure = CommError(f"the transport broke: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            transport.on_failure(failure)
+            return False
+
+
+class Promise:
+    """An event that happens once, awaited by one loop's tasks and set on that loop's thread."""
+
+    __slots__ = ("_driver", "_set", "_waiters")
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._set = False
+        self._waiters: list[object] = []
+
+    def set(self) -> None:
+        """Let every waiter go on."""
+        self._set = True
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            self._driver.unpark(waiter)
+
+    def attach(self, waiter: object) -> None:
+        """See :class:`aiocomms.loops.Parkable`."""
+        self._waiters.append(waiter)
+
+    def detach(self, waiter: object) -> None:
+        """See :class:`aiocomms.loops.Parkable`."""
+        if waiter in self._waiters:
+            self._waiters.remove(waiter)
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        if not self._set:
+            yield from self._driver.park(self)
+
+
+async def run_in_thread(driver: Driver, call: Callable[[], Any]) -> Any:
+    """Run a blocking call in a daemon thread of its own.
+
+    A cancelled wait leaves the thread behind: some calls, such as those of a store whose server has stopped, come back
+    long after their own timeout, and neither the loop nor the interpreter's exit may wait for them.
+    """
+    promise = Promise(driver)
+    outcome: list[Any] = [None, None]
+
+    def target() -> None:
+        try:
+            outcome[0] = call()
+        except BaseException as error:  # it is raised where it is awaited
+            outcome[1] = error
+        driver.call_threadsafe(promise.set)
+
+    threading.Thread(target=target, name="aiocomms blocking call", daemon=True).start()
+    await promise
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]

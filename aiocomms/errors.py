@@ -1,0 +1,158 @@
+"""Every exception of aiocomms.
+
+All derive from :class:`CommError` and carry, where they are known, the communicator's name, the operation's name and
+sequence number, this rank and the peer. What becomes of the communicator is part of each description: *usable* (nothing
+was sent, go on), or *poisoned* (every later call fails at once with the first reason).
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+__all__ = [
+    "ArgumentError",
+    "ArgumentTypeError",
+    "AuthError",
+    "BufferBusyError",
+    "CapturedWorkError",
+    "CommAbortedError",
+    "CommClosedError",
+    "CommError",
+    "CommTimeoutError",
+    "MessageTruncatedError",
+    "MismatchError",
+    "PeerDiedError",
+    "ProtocolError",
+    "StoreLostError",
+    "UnsupportedOperation",
+    "WorkCancelledError",
+]
+
+
+class CommError(Exception):
+    """Raised when communication fails; the base of every error of aiocomms.
+
+    :param message: what happened and what to do about it.
+    :param comm: the communicator's name.
+    :param op: the operation's name, such as ``"all_reduce"``.
+    :param seq: the operation's sequence number on its communicator.
+    :param rank: the rank on which it happened.
+    :param peer: the other rank it happened with.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        comm: str | None = None,
+        op: str | None = None,
+        seq: int | None = None,
+        rank: int | None = None,
+        peer: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.comm = comm
+        self.op = op
+        self.seq = seq
+        self.rank = rank
+        self.peer = peer
+
+    def __str__(self) -> str:
+        where = self.op or ""
+        if self.seq is not None:
+            where += f" #{self.seq}"
+        if self.comm is not None:
+            where += f" on '{self.comm}'"
+        if self.rank is not None:
+            where += f" (rank {self.rank})"
+        return f"{where.strip()}: {self.message}" if where else self.message
+
+    def about(
+        self, *, comm: str | None = None, op: str | None = None, seq: int | None = None, rank: int | None = None
+    ) -> Self:
+        """A fresh copy for one operation, so that no two awaiters share a traceback.
+
+        What this error already knows wins over what is given.
+
+        :returns: an error of the same class, caused by this one's cause.
+        """
+        copy = type(self)(
+            self.message,
+            comm=self.comm if self.comm is not None else comm,
+            op=self.op if self.op is not None else op,
+            seq=self.seq if self.seq is not None else seq,
+            rank=self.rank if self.rank is not None else rank,
+            peer=self.peer,
+        )
+        copy.__cause__ = self.__cause__
+        return copy
+
+
+class ArgumentError(CommError, ValueError):
+    """Raised when an argument is wrong. Nothing was sent; the communicator stays usable."""
+
+
+class ArgumentTypeError(ArgumentError, TypeError):
+    """Raised when an argument has the wrong type. Nothing was sent; the communicator stays usable."""
+
+
+class UnsupportedOperation(CommError):  # noqa: N818 - the name io.UnsupportedOperation gave it
+    """Raised when the transport, device or dtype cannot do this operation. The communicator stays usable."""
+
+
+class MessageTruncatedError(CommError):
+    """Raised when a message is not of the receive buffer's size. The communicator stays usable.
+
+    The message is consumed; a larger one loses its tail, a shorter one leaves the rest of the buffer as it was.
+    """
+
+
+class BufferBusyError(CommError):
+    """Raised in debug mode when a buffer still belongs to an unfinished operation. The communicator stays usable."""
+
+
+class CapturedWorkError(CommError):
+    """Raised when a work that lives in a CUDA graph is awaited. The communicator stays usable."""
+
+
+class WorkCancelledError(CommError):
+    """Raised when the result of a withdrawn operation is asked for: it did not happen. The communicator stays usable.
+
+    Deliberately no :class:`asyncio.CancelledError`, which a task group or a timeout would take for its own.
+    """
+
+
+class CommClosedError(CommError):
+    """Raised when the communicator was closed on this rank."""
+
+
+class CommAbortedError(CommError):
+    """Raised when the communicator was aborted, here or elsewhere; carries the first reason. It is poisoned."""
+
+
+class CommTimeoutError(CommError, TimeoutError):
+    """Raised when an operation's deadline passed; says who was missing where the transport knows.
+
+    The communicator is poisoned on every rank, except when the operation was a ``recv`` that nothing had matched yet.
+    """
+
+
+class PeerDiedError(CommError):
+    """Raised when a rank is gone. The communicator is poisoned."""
+
+
+class MismatchError(CommError):
+    """Raised when ranks disagree on what they are doing. The communicator is poisoned."""
+
+
+class StoreLostError(CommError):
+    """Raised when the rendezvous store is gone. Established communicators go on."""
+
+
+class ProtocolError(CommError):
+    """Raised when bytes from a stranger or a broken peer make no sense. That connection is dropped."""
+
+
+class AuthError(ProtocolError):
+    """Raised when a peer does not prove that it belongs to the job. That connection is dropped."""

@@ -1,0 +1,163 @@
+"""The forms that return a new tensor and leave their arguments alone.
+
+Each takes ``group``: a communicator or its name; ``""`` or None for the default one, ``"world"``. Each starts its
+operation at once and returns a :class:`~aiocomms.work.Work` whose result is the new tensor. Arguments need not be
+contiguous and may require grad; gradients do not flow through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from aiocomms import checks, codec, groups
+from aiocomms.checks import Group
+from aiocomms.errors import ArgumentError
+from aiocomms.lowering import Context, Steps, broadcast_tree, schedule
+from aiocomms.ops import Op
+from aiocomms.reductions import ReduceOp
+from aiocomms.work import Work
+
+if TYPE_CHECKING:
+    from aiocomms.communicator import Communicator
+
+    AnyGroup: TypeAlias = Communicator | str | None
+
+
+def send(tensor: Tensor, dst: int, tag: int = 0, group: AnyGroup = None) -> Work[Tensor]:
+    """Send a tensor to rank ``dst``; see :meth:`Communicator.send`."""
+    return groups.get(group).send(_dense("tensor", tensor), dst, tag)
+
+
+def recv(
+    shape: Sequence[int], src: int, tag: int = 0, group: AnyGroup = None, *, dtype: torch.dtype = torch.float32
+) -> Work[Tensor]:
+    """Receive a tensor of known shape and dtype from rank ``src``.
+
+    :returns: the work; its result is a new tensor.
+    """
+    comm = groups.get(group)
+    return comm.recv(torch.empty(tuple(shape), dtype=dtype, device=comm.device), src, tag)
+
+
+def broadcast(tensor: Tensor, root: int, group: AnyGroup = None) -> Work[Tensor]:
+    """The root's tensor on every rank.
+
+    :param tensor: on the root what is sent; elsewhere only its shape and dtype matter.
+    """
+    return groups.get(group).broadcast(_copy("tensor", tensor), root)
+
+
+def all_reduce(tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, group: AnyGroup = None) -> Work[Tensor]:
+    """The reduction of all ranks' tensors, on every rank.
+
+    :param op: a :class:`ReduceOp`, or ``"sum" "mean" "max" "min" "product"``.
+    """
+    return groups.get(group).all_reduce(_copy("tensor", tensor), ReduceOp.parse(op))
+
+
+def reduce(tensor: Tensor, root: int, op: ReduceOp | str = ReduceOp.SUM, group: AnyGroup = None) -> Work[Tensor]:
+    """The reduction of all ranks' tensors on the root; elsewhere a copy of ``tensor``."""
+    return groups.get(group).reduce(_copy("tensor", tensor), root, ReduceOp.parse(op))
+
+
+def all_gather(tensor: Tensor, group: AnyGroup = None) -> Work[Tensor]:
+    """All ranks' tensors, on every rank.
+
+    :returns: the work; its result has the shape ``(size, *tensor.shape)``.
+    """
+    comm = groups.get(group)
+    mine = _dense("tensor", tensor)
+    return comm.all_gather_single(mine.new_empty((comm.size, *mine.shape)), mine)
+
+
+def gather(tensor: Tensor, dst: int, group: AnyGroup = None) -> Work[Tensor | None]:
+    """All ranks' tensors, on rank ``dst``.
+
+    :returns: the work; its result has the shape ``(size, *tensor.shape)`` on ``dst`` and is None elsewhere.
+    """
+    comm = groups.get(group)
+    mine = _dense("tensor", tensor)
+    out = mine.new_empty((comm.size, *mine.shape)) if comm.rank == dst else None
+    return comm.gather_single(out, mine, dst)
+
+
+def scatter(tensor: Tensor | None, src: int, group: AnyGroup = None) -> Work[Tensor]:
+    """This rank's chunk of rank ``src``'s tensor, cut along dimension 0 into ``size`` equal chunks.
+
+    :param tensor: on ``src`` what is cut; not looked at elsewhere, where shape and dtype come with the chunk.
+    """
+    comm = groups.get(group)
+    mine = _dense("tensor", tensor) if comm.rank == src else None
+    return comm._issue(ScatterNew(src, mine))
+
+
+def reduce_scatter(tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, group: AnyGroup = None) -> Work[Tensor]:
+    """This rank's chunk of the reduction of all ranks' tensors, cut along dimension 0 into ``size`` equal chunks."""
+    comm = groups.get(group)
+    mine = _dense("tensor", tensor)
+    return comm.reduce_scatter_single(mine.new_empty(_chunk(mine, comm.size)), mine, ReduceOp.parse(op))
+
+
+def all_to_all(tensor: Tensor, group: AnyGroup = None) -> Work[Tensor]:
+    """Chunk ``r`` of the result is rank ``r``'s chunk for this rank; chunks are cut along dimension 0."""
+    mine = _dense("tensor", tensor)
+    return groups.get(group).all_to_all_single(torch.empty_like(mine), mine)
+
+
+def barrier(group: AnyGroup = None) -> Work[None]:
+    """Wait until every rank has called it."""
+    return groups.get(group).barrier()
+
+
+class ScatterNew(Op, frozen=True, eq=False):
+    """Every rank gets a chunk whose shape and dtype only the source knows."""
+
+    name = kind = "scatter"
+    src: int
+    tensor: Tensor | None
+
+    def check(self, group: Group) -> None:
+        """See :meth:`Op.check`."""
+        checks.index("src", self.src, group)
+        if self.tensor is not None:
+            checks.readable("tensor", self.tensor, group)
+            _chunk(self.tensor, group.size)
+
+
+@schedule(ScatterNew)
+def _scatter_new(g: Context, op: ScatterNew) -> Steps:
+    """The outline down a tree, then the chunks straight from the source."""
+    outline = torch.empty(codec.TENSOR_BYTES, dtype=torch.uint8, device=g.device)
+    if op.tensor is not None:
+        outline = codec.to_tensor(codec.describe_tensor(op.tensor), g.device)
+    yield from broadcast_tree(g, outline, op.src)
+    dtype, shape, _ = codec.parse_tensor(codec.to_bytes(outline))
+    out = torch.empty((shape[0] // g.size, *shape[1:]), dtype=dtype, device=g.device)
+    if op.tensor is None:
+        yield [g.recv(out, op.src)]
+        return out
+    chunks = list(op.tensor.tensor_split(g.size))
+    out.copy_(chunks[g.rank])
+    yield [g.send(chunk, r) for r, chunk in enumerate(chunks) if r != g.rank]
+    return out
+
+
+def _dense(name: str, tensor: Any) -> Tensor:
+    checks.is_tensor(name, tensor)
+    dense: Tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return dense
+
+
+def _copy(name: str, tensor: Any) -> Tensor:
+    dense = _dense(name, tensor)
+    return dense.clone() if dense.data_ptr() == tensor.data_ptr() else dense
+
+
+def _chunk(tensor: Tensor, size: int) -> tuple[int, ...]:
+    if not tensor.dim() or tensor.shape[0] % size:
+        raise ArgumentError(f"tensor is {checks.describe(tensor)}, wanted dimension 0 divisible by the {size} ranks")
+    return (tensor.shape[0] // size, *tensor.shape[1:])

@@ -1,0 +1,207 @@
+"""What differs between asyncio (with or without uvloop) and trio, and nothing else.
+
+anyio would serve both, but an ``await`` through it costs several times the 2 µs that an op may take; so suspending
+and waking a task is done with each loop's own primitives, here, and everything slower is done with anyio elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import asyncio
+
+    import trio
+
+logger = logging.getLogger("aiocomms")
+
+
+class Parkable(Protocol):
+    """Something a task can wait for: it notes waiters and hands each to :meth:`Loop.unpark` once."""
+
+    def attach(self, waiter: object) -> None:
+        """Note a waiter."""
+
+    def detach(self, waiter: object) -> None:
+        """Forget a waiter whose task was cancelled."""
+
+
+class Loop(ABC):
+    """One running event loop."""
+
+    token: object
+    """Identifies the loop."""
+
+    @abstractmethod
+    def park(self, what: Parkable) -> Generator[Any, Any, None]:
+        """Suspend the current task until ``what`` unparks it."""
+
+    @abstractmethod
+    def unpark(self, waiter: Any) -> None:
+        """Let a suspended task go on."""
+
+    @abstractmethod
+    def call_soon(self, fn: Callable[..., object], *args: object) -> None:
+        """Call ``fn`` on the loop's next turn."""
+
+    @abstractmethod
+    def call_threadsafe(self, fn: Callable[..., object], *args: object) -> None:
+        """Call ``fn`` on the loop, from any thread. Nothing happens if the loop is gone."""
+
+    @abstractmethod
+    def watch(self, fd: int, fn: Callable[[], object]) -> None:
+        """Call ``fn`` whenever ``fd`` is readable."""
+
+    @abstractmethod
+    def unwatch(self, fd: int) -> None:
+        """Undo :meth:`watch`."""
+
+    @abstractmethod
+    def report(self, message: str, error: BaseException) -> None:
+        """Tell the program of an error that has nowhere else to go."""
+
+
+class AsyncioLoop(Loop):
+    """asyncio's loops, uvloop's among them."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        from asyncio import get_running_loop
+
+        self.token = self._loop = loop
+        self._running = get_running_loop
+
+    def park(self, what: Parkable) -> Generator[Any, Any, None]:
+        """See :meth:`Loop.park`."""
+        if self._running() is not self._loop:
+            raise RuntimeError(f"{what!r} belongs to {self._loop!r}, and was awaited in {self._running()!r}")
+        future = self._loop.create_future()
+        what.attach(future)
+        try:
+            yield from future
+        except BaseException:
+            what.detach(future)
+            raise
+
+    def unpark(self, waiter: asyncio.Future[None]) -> None:
+        """See :meth:`Loop.unpark`."""
+        if not waiter.done():  # it is, when its task was cancelled in this same turn
+            waiter.set_result(None)
+
+    def call_soon(self, fn: Callable[..., object], *args: object) -> None:
+        """See :meth:`Loop.call_soon`."""
+        self._loop.call_soon(fn, *args)
+
+    def call_threadsafe(self, fn: Callable[..., object], *args: object) -> None:
+        """See :meth:`Loop.call_threadsafe`."""
+        try:
+            self._loop.call_soon_threadsafe(fn, *args)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
+
+    def watch(self, fd: int, fn: Callable[[], object]) -> None:
+        """See :meth:`Loop.watch`."""
+        self._loop.add_reader(fd, fn)
+
+    def unwatch(self, fd: int) -> None:
+        """See :meth:`Loop.unwatch`."""
+        if not self._loop.is_closed():
+            self._loop.remove_reader(fd)
+
+    def report(self, message: str, error: BaseException) -> None:
+        """See :meth:`Loop.report`."""
+        self._loop.call_exception_handler({"message": message, "exception": error})
+
+
+class TrioLoop(Loop):
+    """A trio run."""
+
+    def __init__(self, token: trio.lowlevel.TrioToken) -> None:
+        import trio
+
+        self._trio = trio
+        self.token = self._token = token
+        self._readers: dict[int, trio.CancelScope] = {}
+
+    def park(self, what: Parkable) -> Generator[Any, Any, None]:
+        """See :meth:`Loop.park`."""
+        lowlevel = self._trio.lowlevel
+        if lowlevel.current_trio_token() is not self._token:
+            raise RuntimeError(f"{what!r} belongs to another trio run and cannot be awaited in this one")
+        task = lowlevel.current_task()
+
+        succeeded: trio.lowlevel.Abort = lowlevel.Abort.SUCCEEDED
+
+        def abort(_: object) -> trio.lowlevel.Abort:
+            what.detach(task)
+            return succeeded
+
+        what.attach(task)
+        yield from lowlevel.wait_task_rescheduled(abort).__await__()
+
+    def unpark(self, waiter: trio.lowlevel.Task) -> None:
+        """See :meth:`Loop.unpark`."""
+        self._trio.lowlevel.reschedule(waiter)
+
+    def call_soon(self, fn: Callable[..., object], *args: object) -> None:
+        """See :meth:`Loop.call_soon`."""
+        self.call_threadsafe(fn, *args)
+
+    def call_threadsafe(self, fn: Callable[..., object], *args: object) -> None:
+        """See :meth:`Loop.call_threadsafe`."""
+        try:
+            self._token.run_sync_soon(self._guarded, fn, *args)
+        except self._trio.RunFinishedError:
+            pass
+
+    def watch(self, fd: int, fn: Callable[[], object]) -> None:
+        """See :meth:`Loop.watch`."""
+        scope = self._readers[fd] = self._trio.CancelScope()
+        self._trio.lowlevel.spawn_system_task(self._reader, fd, fn, scope, name=f"aiocomms reader of {fd}")
+
+    def unwatch(self, fd: int) -> None:
+        """See :meth:`Loop.unwatch`."""
+        scope = self._readers.pop(fd, None)
+        if scope is not None:
+            try:
+                scope.cancel()
+            except RuntimeError:
+                pass  # the run is over, and its tasks with it
+
+    def report(self, message: str, error: BaseException) -> None:
+        """See :meth:`Loop.report`."""
+        logger.error(message, exc_info=error)
+
+    async def _reader(self, fd: int, fn: Callable[[], object], scope: trio.CancelScope) -> None:
+        with scope:
+            while not scope.cancel_called:  # before the first turn too: the descriptor may be closed by now
+                await self._trio.lowlevel.wait_readable(fd)
+                self._guarded(fn)
+
+    def _guarded(self, fn: Callable[..., object], *args: object) -> None:
+        try:
+            fn(*args)
+        except Exception as error:  # trio would end the whole run
+            self.report(f"{fn!r} raised", error)
+
+
+def running_loop() -> Loop:
+    """The loop that runs the caller.
+
+    :raises RuntimeError: none does.
+    """
+    trio = sys.modules.get("trio")
+    if trio is not None and trio.lowlevel.in_trio_run():
+        return TrioLoop(trio.lowlevel.current_trio_token())
+    import asyncio
+
+    try:
+        return AsyncioLoop(asyncio.get_running_loop())
+    except RuntimeError:
+        raise RuntimeError(
+            "aiocomms needs a running event loop (asyncio, uvloop or trio): call it in a coroutine"
+        ) from None

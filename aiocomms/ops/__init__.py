@@ -1,0 +1,132 @@
+"""The vocabulary: one record per operation, with its argument checks and its result.
+
+A record says what was asked, as data; transports and :mod:`aiocomms.lowering` say how it is done. Records of one
+``kind`` move the same data and differ only in how the caller holds it: ``all_gather``, ``all_gather_v`` and
+``all_gather_single`` are all of kind ``"all_gather"``, with one output chunk per rank. So a transport that handles
+the kinds handles all.
+"""
+
+from __future__ import annotations
+
+from aiocomms.ops._base import (
+    COLLECTIVE,
+    OBJECT,
+    OBJECT_DATA,
+    STREAM,
+    STREAM_DATA,
+    USER,
+    Family,
+    Op,
+)
+from aiocomms.ops._moving import (
+    AllGather,
+    AllGatherSingle,
+    AllGatherV,
+    AllToAll,
+    AllToAllSingle,
+    AllToAllVSingle,
+    Gather,
+    GatherSingle,
+    Scatter,
+)
+from aiocomms.ops._p2p import Batch, Recv, Send
+from aiocomms.ops._reducing import (
+    AllReduce,
+    Barrier,
+    Broadcast,
+    Reduce,
+    ReduceScatter,
+    ReduceScatterSingle,
+    ReduceScatterV,
+)
+from aiocomms.ops._rma import (
+    CompareSwap,
+    FetchAdd,
+    Flush,
+    Get,
+    MapRemoteTensor,
+    Put,
+    Signal,
+    WaitSignal,
+    WindowClose,
+    WindowOpen,
+)
+
+P2P: frozenset[type[Op]] = frozenset({Send, Recv, Batch})
+COLLECTIVES: frozenset[type[Op]] = frozenset(
+    {
+        AllGather,
+        AllGatherSingle,
+        AllGatherV,
+        AllReduce,
+        AllToAll,
+        AllToAllSingle,
+        AllToAllVSingle,
+        Barrier,
+        Broadcast,
+        Gather,
+        GatherSingle,
+        Reduce,
+        ReduceScatter,
+        ReduceScatterSingle,
+        ReduceScatterV,
+        Scatter,
+    }
+)
+RMA: frozenset[type[Op]] = frozenset(
+    {
+        CompareSwap,
+        FetchAdd,
+        Flush,
+        Get,
+        MapRemoteTensor,
+        Put,
+        Signal,
+        WaitSignal,
+        WindowClose,
+        WindowOpen,
+    }
+)
+
+__all__ = [
+    "COLLECTIVE",
+    "COLLECTIVES",
+    "OBJECT",
+    "OBJECT_DATA",
+    "P2P",
+    "RMA",
+    "STREAM",
+    "STREAM_DATA",
+    "USER",
+    "AllGather",
+    "AllGatherSingle",
+    "AllGatherV",
+    "AllReduce",
+    "AllToAll",
+    "AllToAllSingle",
+    "AllToAllVSingle",
+    "Barrier",
+    "Batch",
+    "Broadcast",
+    "CompareSwap",
+    "Family",
+    "FetchAdd",
+    "Flush",
+    "Gather",
+    "GatherSingle",
+    "Get",
+    "MapRemoteTensor",
+    "Op",
+    "Put",
+    "Recv",
+    "Reduce",
+    "ReduceScatter",
+    "ReduceScatterSingle",
+    "ReduceScatterV",
+    "Scatter",
+    "Send",
+    "Signal",
+    "WaitSignal",
+    "WindowClose",
+    "WindowOpen",
+]

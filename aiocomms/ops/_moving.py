@@ -1,0 +1,341 @@
+"""Records of the collectives that move data without changing it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from aiocomms import checks
+from aiocomms.checks import Group
+from aiocomms.errors import ArgumentError
+from aiocomms.ops._base import Buffers, Op, chunks, named, shapes
+
+
+class _AllGather(Op, frozen=True, eq=False):
+    """Kind ``all_gather``: ``outs(size)[r]`` becomes rank ``r``'s ``input``."""
+
+    kind = "all_gather"
+
+    def outs(self, size: int) -> Sequence[Tensor]:
+        raise NotImplementedError
+
+
+class AllGather(_AllGather, frozen=True, eq=False):
+    """``outputs[r]`` becomes rank ``r``'s ``input``; all of one shape."""
+
+    name = "all_gather"
+    equal: ClassVar[bool] = True
+    outputs: tuple[Tensor, ...]
+    input: Tensor
+
+    def check(self, group: Group) -> None:
+        checks.readable("tensor", self.input, group)
+        checks.listed("outputs", self.outputs, group, write=True, equal=self.equal)
+        checks.same(f"outputs[{group.rank}]", self.outputs[group.rank], "tensor", self.input)
+        mine = self.outputs[group.rank]
+        inside = self.input.data_ptr() == mine.data_ptr()
+        checks.disjoint(self.writes(), [] if inside else self.reads())
+
+    def outs(self, size: int) -> Sequence[Tensor]:
+        return self.outputs
+
+    def result(self) -> list[Tensor]:
+        return list(self.outputs)
+
+    def reads(self) -> Buffers:
+        return [("tensor", self.input)]
+
+    def writes(self) -> Buffers:
+        return named("outputs", self.outputs)
+
+    def signature(self) -> tuple[object, ...]:
+        return (self.name, self.input.dtype, shapes(self.outputs))
+
+
+class AllGatherV(AllGather, frozen=True, eq=False):
+    """As :class:`AllGather`, with a shape of its own for each rank."""
+
+    name = "all_gather_v"
+    equal = False
+
+
+class AllGatherSingle(_AllGather, frozen=True, eq=False):
+    """``output``, in ``size`` equal chunks, becomes the ranks' inputs in rank order."""
+
+    name = "all_gather_single"
+    output: Tensor
+    input: Tensor
+
+    def check(self, group: Group) -> None:
+        checks.readable("input", self.input, group)
+        checks.writable("output", self.output, group)
+        checks.multiple("output", self.output, "input", self.input, group.size)
+        mine = self.output.data_ptr() + group.rank * self.input.nbytes
+        checks.disjoint(self.writes(), [] if self.input.data_ptr() == mine else self.reads())
+
+    def outs(self, size: int) -> Sequence[Tensor]:
+        return chunks(self.output, size)
+
+    def result(self) -> Tensor:
+        return self.output
+
+    def reads(self) -> Buffers:
+        return [("input", self.input)]
+
+    def writes(self) -> Buffers:
+        return [("output", self.output)]
+
+    def signature(self) -> tuple[object, ...]:
+        return (self.name, self.input.dtype, tuple(self.input.shape))
+
+
+class _Gather(Op, frozen=True, eq=False):
+    """Kind ``gather``: on the root, ``outs(size)[r]`` becomes rank ``r``'s ``input``."""
+
+    kind = "gather"
+
+    def outs(self, size: int) -> Sequence[Tensor]:
+        raise NotImplementedError
+
+
+class Gather(_Gather, frozen=True, eq=False):
+    """On the root ``outputs[r]`` becomes rank ``r``'s ``input``; elsewhere ``outputs`` is None."""
+
+    name = "gather"
+    outputs: tuple[Tensor, ...] | None
+    input: Tensor
+    root: int
+
+    def check(self, group: Group) -> None:
+        checks.readable("input", self.input, group)
+        checks.index("root", self.root, group)
+        if group.rank != self.root:
+            if self.outputs:
+                raise ArgumentError(f"outputs is given on rank {group.rank}; wanted it on the root {self.root} only")
+            return
+        if self.outputs is None:
+            raise ArgumentError(f"outputs is None on the root {self.root}, wanted a tensor per rank")
+        checks.listed("outputs", self.outputs, group, write=True, equal=True)
+        checks.same("outputs[0]", self.outputs[0], "input", self.input)
+        inside = self.outputs[group.rank].data_ptr() == self.input.data_ptr()
+        checks.disjoint(self.writes(), [] if inside else self.reads())
+
+    def outs(self, size: int) -> Sequence[Tensor]:
+        return self.outputs or ()
+
+    def result(self) -> list[Tensor] | None:
+        return list(self.outputs) if self.outputs else None
+
+    def reads(self) -> Buffers:
+        return [("input", self.input)]
+
+    def writes(self) -> Buffers:
+        return named("outputs", self.outputs or ())
+
+    def signature(self) -> tuple[object, ...]:
+        return (self.name, self.root, self.input.dtype, tuple(self.input.shape))
+
+
+class GatherSingle(_Gather, frozen=True, eq=False):
+    """On the root ``output``, in ``size`` equal chunks, becomes the inputs; elsewhere ``output`` is None."""
+
+    name = "gather_single"
+    output: Tensor | None
+    input: Tensor
+    root: int
+
+    def check(self, group: Group) -> None:
+        checks.readable("input", self.input, group)
+        checks.index("root", self.root, group)
+        if group.rank != self.root:
+            if self.output is not None:
+                raise ArgumentError(f"output is given on rank {group.rank}; wanted it on the root {self.root} only")
+            return
+        if self.output is None:
+            raise ArgumentError(f"output is None on the root {self.root}, wanted a tensor")
+        checks.writable("output", self.output, group)
+        checks.multiple("output", self.output, "input", self.input, group.size)
+        mine = self.output.data_ptr() + group.rank * self.input.nbytes
+        checks.disjoint(self.writes(), [] if self.input.data_ptr() == mine else self.reads())
+
+    def outs(self, size: int) -> Sequence[Tensor]:
+        return () if self.output is None else chunks(self.output, size)
+
+    def result(self) -> Tensor | None:
+        return self.output
+
+    def reads(self) -> Buffers:
+        return [("input", self.input)]
+
+    def writes(self) -> Buffers:
+        return [] if self.output is None else [("output", self.output)]
+
+    def signature(self) -> tuple[object, ...]:
+        return (self.name, self.root, self.input.dtype, tuple(self.input.shape))
+
+
+class Scatter(Op, frozen=True, eq=False):
+    """Every rank's ``output`` becomes the root's ``inputs[rank]``; elsewhere ``inputs`` is None."""
+
+    name = kind = "scatter"
+    output: Tensor
+    inputs: tuple[Tensor, ...] | None
+    root: int
+
+    def check(self, group: Group) -> None:
+        checks.writable("output", self.output, group)
+        checks.index("root", self.root, group)
+        if group.rank != self.root:
+            if self.inputs:
+                raise ArgumentError(f"inputs is given on rank {group.rank}; wanted it on the root {self.root} only")
+            return
+        if self.inputs is None:
+            raise ArgumentError(f"inputs is None on the root {self.root}, wanted a tensor per rank")
+        checks.listed("inputs", self.inputs, group, write=False, equal=True)
+        checks.same("inputs[0]", self.inputs[0], "output", self.output)
+        inside = self.inputs[group.rank].data_ptr() == self.output.data_ptr()
+        checks.disjoint([] if inside else self.writes(), self.reads())
+
+    def ins(self, size: int) -> Sequence[Tensor]:
+        """On the root, one chunk per rank."""
+        return self.inputs or ()
+
+    def result(self) -> Tensor:
+        return self.output
+
+    def reads(self) -> Buffers:
+        return named("inputs", self.inputs or ())
+
+    def writes(self) -> Buffers:
+        return [("output", self.output)]
+
+    def signature(self) -> tuple[object, ...]:
+        return (self.name, self.root, self.output.dtype, tuple(self.output.shape))
+
+
+class _AllToAll(Op, frozen=True, eq=False):
+    """Kind ``all_to_all``: ``outs(size)[r]`` becomes rank ``r``'s ``ins(size)[this rank]``."""
+
+    kind = "all_to_all"
+
+    def ins(self, size: int) -> Sequence[Tensor]:
+        raise NotImplementedError
+
+    def outs(self, size: int) -> Sequence[Tensor]:
+        raise NotImplementedError
+
+
+class AllToAll(_AllToAll, frozen=True, eq=False):
+    """``outputs[r]`` becomes rank ``r``'s ``inputs[this rank]``; shapes may differ from pair to pair."""
+
+    name = "all_to_all"
+    outputs: tuple[Tensor, ...]
+    inputs: tuple[Tensor, ...]
+
+    def check(self, group: Group) -> None:
+        checks.listed("outputs", self.outputs, group, write=True, equal=False)
+        checks.listed("inputs", self.inputs, group, write=False, equal=False)
+        mine = self.outputs[group.rank]
+        checks.same(f"outputs[{group.rank}]", mine, f"inputs[{group.rank}]", self.inputs[group.rank])
+        checks.disjoint(self.writes(), self.reads())
+
+    def ins(self, size: int) -> Sequence[Tensor]:
+        return self.inputs
+
+    def outs(self, size: int) -> Sequence[Tensor]:
+        return self.outputs
+
+    def result(self) -> list[Tensor]:
+        return list(self.outputs)
+
+    def reads(self) -> Buffers:
+        return named("inputs", self.inputs)
+
+    def writes(self) -> Buffers:
+        return named("outputs", self.outputs)
+
+    def signature(self) -> tuple[object, ...]:
+        return (self.name, self.inputs[0].dtype)
+
+
+class AllToAllSingle(_AllToAll, frozen=True, eq=False):
+    """Chunk ``r`` of ``output`` becomes chunk ``this rank`` of rank ``r``'s ``input``; equal chunks."""
+
+    name = "all_to_all_single"
+    output: Tensor
+    input: Tensor
+
+    def check(self, group: Group) -> None:
+        checks.writable("output", self.output, group)
+        checks.readable("input", self.input, group)
+        checks.same("output", self.output, "input", self.input)
+        if not self.input.dim() or self.input.shape[0] % group.size:
+            raise ArgumentError(
+                f"input is {checks.describe(self.input)}, wanted dimension 0 divisible by the {group.size} ranks"
+            )
+        checks.disjoint(self.writes(), self.reads())
+
+    def ins(self, size: int) -> Sequence[Tensor]:
+        return chunks(self.input, size)
+
+    def outs(self, size: int) -> Sequence[Tensor]:
+        return chunks(self.output, size)
+
+    def result(self) -> Tensor:
+        return self.output
+
+    def reads(self) -> Buffers:
+        return [("input", self.input)]
+
+    def writes(self) -> Buffers:
+        return [("output", self.output)]
+
+    def signature(self) -> tuple[object, ...]:
+        return (self.name, self.input.dtype, tuple(self.input.shape))
+
+
+class AllToAllVSingle(_AllToAll, frozen=True, eq=False):
+    """As :class:`AllToAllSingle`, with a number of rows of its own for each pair of ranks."""
+
+    name = "all_to_all_v_single"
+    output: Tensor
+    input: Tensor
+    output_split_sizes: tuple[int, ...]
+    input_split_sizes: tuple[int, ...]
+
+    def check(self, group: Group) -> None:
+        checks.writable("output", self.output, group)
+        checks.readable("input", self.input, group)
+        checks.same("output", self.output, "input", self.input, shape=False)
+        for name, tensor in (("output", self.output), ("input", self.input)):
+            if not tensor.dim():
+                raise ArgumentError(f"{name} has no dimension to split, wanted at least one")
+        if self.output.shape[1:] != self.input.shape[1:]:
+            raise ArgumentError(
+                f"output has rows of shape {list(self.output.shape[1:])}, "
+                f"wanted {list(self.input.shape[1:])} as in input"
+            )
+        checks.splits("output_split_sizes", self.output_split_sizes, self.output.shape[0], group)
+        checks.splits("input_split_sizes", self.input_split_sizes, self.input.shape[0], group)
+        checks.disjoint(self.writes(), self.reads())
+
+    def ins(self, size: int) -> Sequence[Tensor]:
+        return torch.split(self.input, list(self.input_split_sizes))
+
+    def outs(self, size: int) -> Sequence[Tensor]:
+        return torch.split(self.output, list(self.output_split_sizes))
+
+    def result(self) -> Tensor:
+        return self.output
+
+    def reads(self) -> Buffers:
+        return [("input", self.input)]
+
+    def writes(self) -> Buffers:
+        return [("output", self.output)]
+
+    def signature(self) -> tuple[object, ...]:
+        return (self.name, self.input.dtype, tuple(self.input.shape[1:]))

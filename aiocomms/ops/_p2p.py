@@ -1,0 +1,76 @@
+"""Point-to-point records."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from aiocomms import checks
+from aiocomms.checks import Group
+from aiocomms.ops._base import USER, Buffers, Op
+
+
+class Send(Op, frozen=True, eq=False):
+    """Send ``tensor`` to rank ``dst``; matched by source, channel and tag, first come first served."""
+
+    name = kind = "send"
+    family = "p2p"
+    tensor: Tensor
+    dst: int
+    tag: int = 0
+    channel: int = USER
+
+    def check(self, group: Group) -> None:
+        checks.readable("tensor", self.tensor, group)
+        checks.other("dst", self.dst, group)
+        checks.tagged(self.tag)
+
+    def result(self) -> Tensor:
+        return self.tensor
+
+    def reads(self) -> Buffers:
+        return [("tensor", self.tensor)]
+
+
+class Recv(Op, frozen=True, eq=False):
+    """Receive into ``tensor`` from rank ``src``."""
+
+    name = kind = "recv"
+    family = "p2p"
+    withdrawable = True
+    tensor: Tensor
+    src: int
+    tag: int = 0
+    channel: int = USER
+
+    def check(self, group: Group) -> None:
+        checks.writable("tensor", self.tensor, group)
+        checks.other("src", self.src, group)
+        checks.tagged(self.tag)
+
+    def result(self) -> Tensor:
+        return self.tensor
+
+    def writes(self) -> Buffers:
+        return [("tensor", self.tensor)]
+
+
+class Batch(Op, frozen=True, eq=False):
+    """Sends and receives started together, in any order of matching."""
+
+    name = kind = "batch"
+    family = "p2p"
+    parts: tuple[Send | Recv, ...]
+
+    def check(self, group: Group) -> None:
+        for part in self.parts:
+            part.check(group)
+        checks.disjoint(self.writes(), self.reads())
+
+    def result(self) -> list[Tensor]:
+        return [part.tensor for part in self.parts]
+
+    def reads(self) -> Buffers:
+        return [(f"part {i}'s tensor", p.tensor) for i, p in enumerate(self.parts) if isinstance(p, Send)]
+
+    def writes(self) -> Buffers:
+        return [(f"part {i}'s tensor", p.tensor) for i, p in enumerate(self.parts) if isinstance(p, Recv)]

@@ -1,0 +1,162 @@
+"""Records of the collectives that reduce, and of those that work on one tensor in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from torch import Tensor
+
+from aiocomms import checks
+from aiocomms.checks import Group
+from aiocomms.errors import ArgumentTypeError, UnsupportedOperation
+from aiocomms.ops._base import Buffers, Op, chunks, named, shapes
+from aiocomms.reductions import ReduceOp
+
+
+def _reducible(op: ReduceOp, tensor: Tensor) -> None:
+    if type(op) is not ReduceOp:
+        raise ArgumentTypeError(f"op is {checks.short(op)} ({type(op).__name__}), wanted an aiocomms.ReduceOp")
+    if not op.supports(tensor.dtype):
+        raise UnsupportedOperation(f"op {op} is not defined for dtype {tensor.dtype}")
+
+
+class _InPlace(Op, frozen=True, eq=False):
+    tensor: Tensor
+
+    def result(self) -> Tensor:
+        return self.tensor
+
+    def writes(self) -> Buffers:
+        return [("tensor", self.tensor)]
+
+
+class AllReduce(_InPlace, frozen=True, eq=False):
+    """Every rank's ``tensor`` becomes the reduction of all."""
+
+    name = kind = "all_reduce"
+    op: ReduceOp
+
+    def check(self, group: Group) -> None:
+        checks.writable("tensor", self.tensor, group)
+        _reducible(self.op, self.tensor)
+
+    def signature(self) -> tuple[object, ...]:
+        return (self.name, str(self.op), self.tensor.dtype, tuple(self.tensor.shape))
+
+
+class Reduce(_InPlace, frozen=True, eq=False):
+    """The root's ``tensor`` becomes the reduction of all; the others' stay as they are."""
+
+    name = kind = "reduce"
+    root: int
+    op: ReduceOp
+
+    def check(self, group: Group) -> None:
+        checks.writable("tensor", self.tensor, group)
+        checks.index("root", self.root, group)
+        _reducible(self.op, self.tensor)
+
+    def signature(self) -> tuple[object, ...]:
+        return (self.name, self.root, str(self.op), self.tensor.dtype, tuple(self.tensor.shape))
+
+
+class Broadcast(_InPlace, frozen=True, eq=False):
+    """Every rank's ``tensor`` becomes the root's."""
+
+    name = kind = "broadcast"
+    root: int
+
+    def check(self, group: Group) -> None:
+        checks.writable("tensor", self.tensor, group)
+        checks.index("root", self.root, group)
+
+    def signature(self) -> tuple[object, ...]:
+        return (self.name, self.root, self.tensor.dtype, tuple(self.tensor.shape))
+
+
+class Barrier(Op, frozen=True, eq=False):
+    """Nobody leaves before everybody has come."""
+
+    name = kind = "barrier"
+
+
+class _ReduceScatter(Op, frozen=True, eq=False):
+    """Kind ``reduce_scatter``: rank ``r``'s ``output`` becomes the reduction of all ranks' ``ins(size)[r]``."""
+
+    kind = "reduce_scatter"
+
+    def ins(self, size: int) -> Sequence[Tensor]:
+        raise NotImplementedError
+
+
+class ReduceScatter(_ReduceScatter, frozen=True, eq=False):
+    """Rank ``r``'s ``output`` becomes the reduction of all ranks' ``inputs[r]``; all of one shape."""
+
+    name = "reduce_scatter"
+    equal: ClassVar[bool] = True
+    output: Tensor
+    inputs: tuple[Tensor, ...]
+    op: ReduceOp
+
+    def check(self, group: Group) -> None:
+        checks.writable("output", self.output, group)
+        checks.listed("inputs", self.inputs, group, write=False, equal=self.equal)
+        checks.same(f"inputs[{group.rank}]", self.inputs[group.rank], "output", self.output)
+        _reducible(self.op, self.output)
+        inside = self.inputs[group.rank].data_ptr() == self.output.data_ptr()
+        checks.disjoint([] if inside else self.writes(), self.reads())
+
+    def ins(self, size: int) -> Sequence[Tensor]:
+        return self.inputs
+
+    def result(self) -> Tensor:
+        return self.output
+
+    def reads(self) -> Buffers:
+        return named("inputs", self.inputs)
+
+    def writes(self) -> Buffers:
+        return [("output", self.output)]
+
+    def signature(self) -> tuple[object, ...]:
+        return (self.name, str(self.op), self.output.dtype, shapes(self.inputs))
+
+
+class ReduceScatterV(ReduceScatter, frozen=True, eq=False):
+    """As :class:`ReduceScatter`, with a shape of its own for each rank."""
+
+    name = "reduce_scatter_v"
+    equal = False
+
+
+class ReduceScatterSingle(_ReduceScatter, frozen=True, eq=False):
+    """Rank ``r``'s ``output`` becomes the reduction of all ranks' ``r``-th chunk of ``input``."""
+
+    name = "reduce_scatter_single"
+    output: Tensor
+    input: Tensor
+    op: ReduceOp
+
+    def check(self, group: Group) -> None:
+        checks.writable("output", self.output, group)
+        checks.readable("input", self.input, group)
+        checks.multiple("input", self.input, "output", self.output, group.size)
+        _reducible(self.op, self.output)
+        mine = self.input.data_ptr() + group.rank * self.output.nbytes
+        checks.disjoint([] if self.output.data_ptr() == mine else self.writes(), self.reads())
+
+    def ins(self, size: int) -> Sequence[Tensor]:
+        return chunks(self.input, size)
+
+    def result(self) -> Tensor:
+        return self.output
+
+    def reads(self) -> Buffers:
+        return [("input", self.input)]
+
+    def writes(self) -> Buffers:
+        return [("output", self.output)]
+
+    def signature(self) -> tuple[object, ...]:
+        return (self.name, str(self.op), self.output.dtype, tuple(self.input.shape))

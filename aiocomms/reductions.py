@@ -1,0 +1,150 @@
+"""Reduction operators, and what they do to tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+from aiocomms.errors import ArgumentError, ArgumentTypeError
+
+_FLOAT = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+_COMPLEX = {torch.complex64, torch.complex128}
+_INTEGER = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+_BOOL = {torch.bool}
+
+# A bool has no sum that is a bool, an integer no mean that is an integer, a complex number no order.
+_SUPPORTED = {
+    "sum": _INTEGER | _FLOAT | _COMPLEX,
+    "product": _INTEGER | _FLOAT | _COMPLEX,
+    "min": _BOOL | _INTEGER | _FLOAT,
+    "max": _BOOL | _INTEGER | _FLOAT,
+    "band": _BOOL | _INTEGER,
+    "bor": _BOOL | _INTEGER,
+    "bxor": _BOOL | _INTEGER,
+    "avg": _FLOAT | _COMPLEX,
+    "premul_sum": _FLOAT | _COMPLEX,
+}
+
+_COMBINE: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+    "avg": torch.add,
+    "premul_sum": torch.add,
+}
+
+
+class ReduceOp(msgspec.Struct, frozen=True):
+    """How values of several ranks become one: ``ReduceOp.SUM`` and its siblings, ``ReduceOp.PREMUL_SUM(factor)``.
+
+    ======================  ============================================
+    operator                dtypes
+    ======================  ============================================
+    SUM, PRODUCT            integers, floating point, complex
+    MIN, MAX                bool, integers, floating point
+    BAND, BOR, BXOR         bool, integers
+    AVG, PREMUL_SUM         floating point, complex
+    ======================  ============================================
+
+    float16 and bfloat16 accumulate in float32; integers wrap around.
+    """
+
+    kind: str
+    factor: float = 1.0
+    SUM: ClassVar[ReduceOp]
+    PRODUCT: ClassVar[ReduceOp]
+    MIN: ClassVar[ReduceOp]
+    MAX: ClassVar[ReduceOp]
+    BAND: ClassVar[ReduceOp]
+    BOR: ClassVar[ReduceOp]
+    BXOR: ClassVar[ReduceOp]
+    AVG: ClassVar[ReduceOp]
+
+    @staticmethod
+    def PREMUL_SUM(factor: float) -> ReduceOp:  # noqa: N802 - the field's name for it
+        """The sum of the values, each multiplied by ``factor`` first.
+
+        :raises ArgumentTypeError: ``factor`` is no number.
+        """
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)):
+            raise ArgumentTypeError(f"factor is {factor!r} ({type(factor).__name__}), wanted a number")
+        return ReduceOp("premul_sum", float(factor))
+
+    @classmethod
+    def parse(cls, value: ReduceOp | str) -> ReduceOp:
+        """An operator from its lower-case name: ``"sum" "mean" "max" "min" "product"``.
+
+        :raises ArgumentError: there is no such name.
+        """
+        if isinstance(value, ReduceOp):
+            return value
+        try:
+            return _NAMES[value]
+        except (KeyError, TypeError):
+            raise ArgumentError(
+                f"op is {value!r}, wanted an aiocomms.ReduceOp or one of {', '.join(map(repr, _NAMES))}"
+            ) from None
+
+    def supports(self, dtype: torch.dtype) -> bool:
+        """Whether the operator is defined for ``dtype``."""
+        return dtype in _SUPPORTED[self.kind]
+
+    def __str__(self) -> str:
+        return f"{self.kind}({self.factor!r})" if self.kind == "premul_sum" else self.kind
+
+
+ReduceOp.SUM = ReduceOp("sum")
+ReduceOp.PRODUCT = ReduceOp("product")
+ReduceOp.MIN = ReduceOp("min")
+ReduceOp.MAX = ReduceOp("max")
+ReduceOp.BAND = ReduceOp("band")
+ReduceOp.BOR = ReduceOp("bor")
+ReduceOp.BXOR = ReduceOp("bxor")
+ReduceOp.AVG = ReduceOp("avg")
+
+_NAMES = {
+    "sum": ReduceOp.SUM,
+    "mean": ReduceOp.AVG,
+    "max": ReduceOp.MAX,
+    "min": ReduceOp.MIN,
+    "product": ReduceOp.PRODUCT,
+}
+
+
+def lift(op: ReduceOp, tensor: Tensor) -> Tensor:
+    """A private copy of one rank's contribution, in the dtype that accumulates and with PREMUL_SUM's factor applied."""
+    half = tensor.dtype in (torch.float16, torch.bfloat16)
+    copy = tensor.detach().to(torch.float32 if half else tensor.dtype, copy=True)
+    return copy.mul_(op.factor) if op.kind == "premul_sum" else copy
+
+
+def combine(op: ReduceOp, accumulator: Tensor, tensor: Tensor) -> None:
+    """``accumulator = accumulator op tensor``, both lifted."""
+    _COMBINE[op.kind](accumulator, tensor, out=accumulator)
+
+
+def lower(op: ReduceOp, accumulator: Tensor, size: int, out: Tensor) -> None:
+    """Finish a reduction over ``size`` ranks and write it to ``out``."""
+    if op.kind == "avg":
+        accumulator.div_(size)
+    out.copy_(accumulator.view(out.shape))
+
+
+def reduce(op: ReduceOp, tensors: Sequence[Tensor], out: Tensor) -> None:
+    """Reduce one tensor per rank, in rank order, into ``out``, which may be one of them."""
+    if len(tensors) == 1 and op.kind != "premul_sum":
+        if out.data_ptr() != tensors[0].data_ptr():
+            out.copy_(tensors[0].view(out.shape))
+        return
+    accumulator = lift(op, tensors[0])
+    for tensor in tensors[1:]:
+        combine(op, accumulator, lift(op, tensor) if op.kind == "premul_sum" else tensor.view(accumulator.shape))
+    lower(op, accumulator, len(tensors), out)

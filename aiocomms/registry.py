@@ -1,0 +1,178 @@
+"""Finds transports by entry point, chooses among them, and says why one is not available."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, cast
+
+import msgspec
+import torch
+
+from aiocomms import ops
+from aiocomms.errors import ArgumentError, ArgumentTypeError, UnsupportedOperation
+from aiocomms.transport import Rendezvous, Transport
+
+GROUP = "aiocomms.transports"
+"""The entry-point group: one entry per transport, ``name = "module:Class"``."""
+
+FAMILIES: dict[ops.Family, frozenset[type[ops.Op]]] = {
+    "p2p": ops.P2P,
+    "collectives": ops.COLLECTIVES,
+    "rma": ops.RMA,
+}
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """Which transport carries which family of ops."""
+
+    names: dict[ops.Family, str]
+    classes: dict[ops.Family, type[Transport]]
+    options: Mapping[str, Any]
+
+
+def entries() -> dict[str, EntryPoint]:
+    """Every installed transport's entry point, by name."""
+    return {entry.name: entry for entry in entry_points(group=GROUP)}
+
+
+@functools.cache
+def _load(entry: EntryPoint) -> type[Transport]:
+    cls = entry.load()
+    if not (isinstance(cls, type) and issubclass(cls, Transport)):
+        raise TypeError(f"entry point {entry.value!r} is not a subclass of aiocomms.transport.Transport")
+    return cls
+
+
+def find(name: str, device: torch.device) -> type[Transport] | str:
+    """A transport's class, or the reason why it is not available for tensors on ``device``."""
+    try:
+        cls = _load(entries()[name])
+        if device.type not in cls.capabilities.devices:
+            return f"it carries tensors on {', '.join(sorted(cls.capabilities.devices))}, not on {device.type}"
+        return cls.probe(device) or cls
+    except Exception as error:  # a broken plug-in must not take the others with it
+        return f"{type(error).__name__}: {error}"
+
+
+def available(device: torch.device) -> dict[str, str | None]:
+    """Every installed transport, with None, or the reason why it is not available for tensors on ``device``."""
+    found = {name: find(name, device) for name in sorted(entries())}
+    return {name: it if isinstance(it, str) else None for name, it in found.items()}
+
+
+def choose(transport: str | Mapping[str, str], device: torch.device, size: int, options: Mapping[str, Any]) -> Plan:
+    """Choose the transports of a communicator.
+
+    :param transport: a name, for all families that it carries; ``"auto"``; or a name for each of some families.
+    :raises ArgumentError: a name or family is unknown; lists the known ones.
+    :raises UnsupportedOperation: a transport is not available; lists why, for each.
+    """
+    if isinstance(transport, str):
+        picks = _auto(device, size) if transport == "auto" else _all_of(transport, device)
+    elif isinstance(transport, Mapping):
+        picks = {_family(family): (name, _named(name, device, family)) for family, name in transport.items()}
+    else:
+        raise ArgumentTypeError(f"transport is {transport!r}, wanted a name, 'auto', or a mapping of families to names")
+    return Plan({f: name for f, (name, _) in picks.items()}, {f: cls for f, (_, cls) in picks.items()}, options)
+
+
+def choose_adopter(foreign: object, device: torch.device, options: Mapping[str, Any]) -> Plan:
+    """Choose the transport that can run over another library's communicator.
+
+    :raises ArgumentTypeError: none can.
+    """
+    for name in sorted(entries()):
+        cls = find(name, device)
+        if not isinstance(cls, str) and cls.adopts(foreign):
+            names = {family: name for family in FAMILIES if _carries(cls, family)}
+            return Plan(names, dict.fromkeys(names, cls), {**options, "adopt": foreign})
+    raise ArgumentTypeError(
+        f"pg is a {type(foreign).__name__}, which no available transport can adopt\n{_listing(device)}"
+    )
+
+
+def in_process() -> str:
+    """The name of the transport that is best at running all ranks as tasks of one process.
+
+    :raises UnsupportedOperation: none can.
+    """
+    device = torch.device("cpu")
+    found = ((name, find(name, device)) for name in entries())
+    fit = [
+        (cls.preference(device, 1), name)
+        for name, cls in found
+        if not isinstance(cls, str) and cls.capabilities.in_process
+    ]
+    if not fit:
+        raise UnsupportedOperation(f"no transport runs several ranks in one process\n{_listing(device)}")
+    return max(fit)[1]
+
+
+async def open_transports(plan: Plan, rendezvous: Rendezvous) -> dict[ops.Family, Transport]:
+    """Open each transport of a plan once.
+
+    :returns: the transports by family.
+    """
+    opened: dict[type[Transport], Transport] = {}
+    try:
+        for cls in dict.fromkeys(plan.classes.values()):
+            opened[cls] = await cls.open(rendezvous, plan.options)
+    except BaseException:
+        for transport in opened.values():
+            await transport.aclose()
+        raise
+    return {family: opened[cls] for family, cls in plan.classes.items()}
+
+
+def _auto(device: torch.device, size: int) -> dict[ops.Family, tuple[str, type[Transport]]]:
+    found = {name: find(name, device) for name in entries()}
+    ranked = sorted(
+        ((cls.preference(device, size), name, cls) for name, cls in found.items() if not isinstance(cls, str)),
+        key=lambda item: item[:2],
+        reverse=True,
+    )
+    picks = {}
+    for family in FAMILIES:
+        fit = [(name, cls) for preference, name, cls in ranked if preference > 0 and _carries(cls, family)]
+        if fit:
+            picks[family] = fit[0]
+    if "p2p" not in picks and "collectives" not in picks:
+        raise UnsupportedOperation(
+            f"transport is 'auto', and none can serve {size} ranks on {device}\n{_listing(device)}"
+        )
+    return picks
+
+
+def _all_of(name: str, device: torch.device) -> dict[ops.Family, tuple[str, type[Transport]]]:
+    cls = _named(name, device, None)
+    return {family: (name, cls) for family in FAMILIES if _carries(cls, family)}
+
+
+def _carries(cls: type[Transport], family: ops.Family) -> bool:
+    """Whether a transport carries a family, by itself or lowered to the sends and receives that it has."""
+    own = cls.capabilities.ops
+    return bool(own & FAMILIES[family]) or (family == "collectives" and ops.Send in own)
+
+
+def _family(name: str) -> ops.Family:
+    if name not in FAMILIES:
+        raise ArgumentError(f"transport names the family {name!r}, wanted some of {', '.join(map(repr, FAMILIES))}")
+    return name
+
+
+def _named(name: str, device: torch.device, family: str | None) -> type[Transport]:
+    if name not in entries():
+        raise ArgumentError(f"transport is {name!r}, which is not installed\n{_listing(device)}")
+    cls = find(name, device)
+    if isinstance(cls, str):
+        raise UnsupportedOperation(f"transport {name!r} is not available: {cls}\n{_listing(device)}")
+    if family is not None and not _carries(cls, cast("ops.Family", family)):
+        raise ArgumentError(f"transport {name!r} does not carry {family!r}")
+    return cls
+
+
+def _listing(device: torch.device) -> str:
+    rows = (f"  {name}: {'available' if why is None else why}" for name, why in available(device).items())
+    return "\n".join((f"installed transports (for device {device}):", *rows))

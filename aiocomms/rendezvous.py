@@ -1,0 +1,263 @@
+"""Ranks meet: from a launcher's environment, through a store, or alone."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import anyio
+import torch
+from torch.distributed import PrefixStore, Store
+
+from aiocomms import checks
+from aiocomms.communicator import Communicator
+from aiocomms.driver import Driver, run_in_thread
+from aiocomms.errors import ArgumentError, ArgumentTypeError, CommError, CommTimeoutError, StoreLostError
+from aiocomms.groups import DEFAULT
+from aiocomms.issuer import Timeout
+from aiocomms.launchers import read_environment
+from aiocomms.registry import Plan, choose, choose_adopter, open_transports
+from aiocomms.stores import connect_store
+
+
+class StoreRendezvous:
+    """Ranks that share a ``torch.distributed.Store``; see :class:`aiocomms.transport.Rendezvous`."""
+
+    def __init__(
+        self, store: Store | None, rank: int, size: int, *, name: str, device: torch.device, timeout: float
+    ) -> None:
+        self.store = store
+        self.rank = rank
+        self.size = size
+        self.name = name
+        self.device = device
+        self.timeout = timeout
+        self._ends = time.monotonic() + timeout
+
+    def child(self, key: str, name: str, rank: int, size: int) -> StoreRendezvous:
+        """See :meth:`aiocomms.transport.Rendezvous.child`."""
+        store = None if self.store is None else PrefixStore(key, self.store)
+        return StoreRendezvous(store, rank, size, name=name, device=self.device, timeout=self.timeout)
+
+    async def run(self, what: str, call: Callable[[], Any]) -> Any:
+        """See :meth:`aiocomms.transport.Rendezvous.run`."""
+        with anyio.move_on_after(self._left()):
+            return await run_in_thread(Driver.current(), call)
+        raise CommTimeoutError(f"{what} took longer than {self.timeout} s", comm=self.name, rank=self.rank)
+
+    async def exchange(self, key: str, value: bytes) -> list[bytes]:
+        """See :meth:`aiocomms.transport.Rendezvous.exchange`."""
+        if self.size == 1:
+            return [value]
+        store = self._store()
+        got: dict[int, bytes] = {self.rank: value}
+
+        def meet() -> None:
+            store.set(f"{key}/{self.rank}", value)  # type: ignore[arg-type]  # bytes are fine
+            for rank in range(self.size):
+                if rank != self.rank:
+                    store.wait([f"{key}/{rank}"], timedelta(seconds=max(self._left(), 0.001)))
+                    got[rank] = store.get(f"{key}/{rank}")
+
+        try:
+            await self.run(f"meeting the other ranks ({key})", meet)
+        except CommTimeoutError as error:
+            raise self._absent(got) from error
+        except torch.distributed.DistStoreError as error:
+            raise self._absent(got) from error
+        except (
+            RuntimeError
+        ) as error:  # also the base of torch's store errors; "Wait timeout" comes as one from some stores
+            if "timeout" in str(error).lower():
+                raise self._absent(got) from error
+            raise StoreLostError(f"the rendezvous store is gone: {error}", comm=self.name, rank=self.rank) from error
+        return [got[rank] for rank in range(self.size)]
+
+    def _left(self) -> float:
+        return self._ends - time.monotonic()
+
+    def _store(self) -> Store:
+        if self.store is None:
+            raise ArgumentError(
+                f"store is None, and {self.size} ranks need one to meet", comm=self.name, rank=self.rank
+            )
+        return self.store
+
+    def _absent(self, got: Mapping[int, bytes]) -> CommTimeoutError:
+        absent = [rank for rank in range(self.size) if rank not in got]
+        return CommTimeoutError(
+            f"after {self.timeout} s these ranks had not come: {', '.join(map(str, absent))}; first waiting for rank "
+            f"{absent[0]}. Was every rank started, with the same size and name?",
+            comm=self.name, rank=self.rank,
+        )  # fmt: skip
+
+
+class new_comm:  # noqa: N801 - it is called like a function, as asyncpg.create_pool is
+    """Form a communicator with the other ranks; collective.
+
+    Await it for a :class:`~aiocomms.communicator.Communicator`, or use it as ``async with new_comm(...) as comm:``,
+    which closes the communicator at the end, and aborts it on all ranks if the body raises.
+
+    :param transport: a transport's name; ``"auto"`` for the best that is available; or a name for each of some of the
+        families ``"collectives"``, ``"p2p"`` and ``"rma"``.
+    :param device: the device of all tensors.
+    :param store: where the ranks meet, with ``rank`` and ``size``. With none of the three the launcher's environment
+    says (torchrun, Open MPI, MPICH, Slurm), and without a launcher it is a world of one.
+    :param rank: this rank.
+    :param size: how many ranks there are.
+    :param name: the communicator's name, the same on all ranks; tells apart communicators that share a store.
+    :param timeout: the deadline in seconds for forming it, and afterwards that of ops that name none.
+    :param hints: advice to the transports, by name.
+    :raises ArgumentError: an argument is wrong, or the environment is incomplete; one error lists all that is.
+    :raises UnsupportedOperation: the transport is not available; says why, and what else there is.
+    :raises CommTimeoutError: some rank did not come in time; says which.
+    :raises StoreLostError: the store cannot be reached.
+    """
+
+    def __init__(
+        self,
+        transport: str | Mapping[str, str] = "auto",
+        device: str | torch.device = "cpu",
+        *,
+        store: Store | None = None,
+        rank: int | None = None,
+        size: int | None = None,
+        name: str = DEFAULT,
+        timeout: float | timedelta = 600.0,
+        hints: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._transport = transport
+        self._device = _device(device)
+        self._where = (store, rank, size)
+        self._name = _name(name)
+        self._timeout = checks.seconds("timeout", timeout)
+        self._options = dict(hints or {})
+        self._comm: Communicator | None = None
+        _check_place(store, rank, size)
+
+    def __await__(self) -> Generator[Any, Any, Communicator]:
+        return self._open().__await__()
+
+    async def __aenter__(self) -> Communicator:
+        self._comm = await self._open()
+        return await self._comm.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._comm is not None
+        await self._comm.__aexit__(kind, error, trace)
+
+    async def _open(self) -> Communicator:
+        store, rank, size = self._where
+        if rank is None or size is None:
+            store, rank, size = await self._launched()
+        plan = choose(self._transport, self._device, size, self._options)
+        return await _form(plan, store, rank, size, self._name, self._device, self._timeout)
+
+    async def _launched(self) -> tuple[Store | None, int, int]:
+        launch = read_environment(os.environ)
+        if launch is None or launch.host is None or launch.port is None:
+            return None, 0, 1
+        host, port = launch.host, launch.port
+        alone = StoreRendezvous(
+            None, launch.rank, launch.size, name=self._name, device=self._device, timeout=self._timeout
+        )
+        if (host, port) not in _launched:
+            _launched[host, port] = await alone.run(
+                f"reaching the store at {host}:{port}",
+                lambda: connect_store(
+                    host, port, launch.rank, launch.size, agent_store=launch.agent_store, timeout=self._timeout
+                ),
+            )
+        return _launched[host, port], launch.rank, launch.size
+
+
+async def from_process_group(
+    pg: Any, device: str | torch.device = "cpu", *, name: str = DEFAULT, timeout: Timeout = 600.0
+) -> Communicator:
+    """Form a communicator over a ``torch.distributed`` process group that exists already; collective.
+
+    The group stays its owner's: it is neither closed nor aborted, and may go on being used.
+
+    :param pg: the process group.
+    :param device: the device of all tensors.
+    :param name: the communicator's name.
+    :param timeout: the deadline in seconds for forming it, and afterwards that of ops that name none.
+    :raises ArgumentTypeError: no available transport can run over it.
+    """
+    where = _device(device)
+    plan = choose_adopter(pg, where, {})
+    seconds = checks.seconds("timeout", 600.0 if timeout is None else timeout)
+    return await _form(plan, None, pg.rank(), pg.size(), _name(name), where, seconds)
+
+
+async def _form(
+    plan: Plan, store: Store | None, rank: int, size: int, name: str, device: torch.device, timeout: float
+) -> Communicator:
+    scoped = None if store is None else PrefixStore(f"aiocomms/{name}/{_generation(store, name, rank)}", store)
+    rendezvous = StoreRendezvous(scoped, rank, size, name=name, device=device, timeout=timeout)
+    try:
+        return Communicator(rendezvous, plan, await open_transports(plan, rendezvous))
+    except CommError as error:
+        raise error.about(comm=name, rank=rank) from error.__cause__
+
+
+_generations: weakref.WeakKeyDictionary[Store, Counter[tuple[str, int]]] = weakref.WeakKeyDictionary()
+
+
+def _generation(store: Store, name: str, rank: int) -> int:
+    """How often this rank has met on this store under this name; keeps a new communicator off an old one's keys."""
+    count = _generations.setdefault(store, Counter())
+    count[name, rank] += 1
+    return count[name, rank]
+
+
+_launched: dict[tuple[str, int], Store] = {}
+"""The launcher's store, which outlives each communicator: its host cannot know when the last rank has done with it."""
+
+
+def _check_place(store: Store | None, rank: int | None, size: int | None) -> None:
+    """Check that rank, size and store fit together; one error lists all that does not."""
+    if store is None and rank is None and size is None:
+        return
+    wrong = [f"{what} is missing" for what, value in (("rank", rank), ("size", size)) if value is None]
+    wrong += [
+        f"{what} is {value!r}, wanted an int"
+        for what, value in (("rank", rank), ("size", size))
+        if value is not None and type(value) is not int
+    ]
+    if type(size) is int and size < 1:
+        wrong.append(f"size is {size}, wanted at least 1")
+    elif type(size) is int and type(rank) is int and not 0 <= rank < size:
+        wrong.append(f"rank is {rank}, wanted 0 <= rank < size = {size}")
+    if store is None and size != 1:
+        wrong.append("store is missing")
+    elif store is not None and not isinstance(store, Store):
+        wrong.append(f"store is a {type(store).__name__}, wanted a torch.distributed.Store")
+    if wrong:
+        raise ArgumentError(f"rank, size and store belong together: {'; '.join(wrong)}")
+
+
+def _device(value: str | torch.device) -> torch.device:
+    try:
+        device = torch.device(value)
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentError(f"device is {value!r}, wanted a torch.device or its name: {error}") from None
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _name(value: str) -> str:
+    if not isinstance(value, str):
+        raise ArgumentTypeError(f"name is {value!r}, wanted a str")
+    if not value or len(value) > 200:
+        raise ArgumentError(f"name has {len(value)} characters, wanted 1 to 200")
+    return value

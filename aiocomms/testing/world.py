@@ -1,0 +1,55 @@
+"""Worlds of several ranks in one process."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+import anyio
+from torch.distributed import HashStore
+
+from aiocomms.communicator import Communicator
+from aiocomms.errors import ArgumentError
+from aiocomms.registry import in_process
+from aiocomms.rendezvous import new_comm
+
+
+@asynccontextmanager
+async def local_world(
+    size: int, transport: str | Mapping[str, str] | None = None, *, name: str = "world", timeout: float = 30.0
+) -> AsyncIterator[list[Communicator]]:
+    """A world whose ranks all live in this process and event loop.
+
+    ``async with local_world(4) as comms:`` gives one communicator per rank; run the ranks' code concurrently, with an
+    :func:`asyncio.gather` or a task group. At the end all are closed, or aborted if the body raises.
+
+    :param size: how many ranks.
+    :param transport: a transport that can run several ranks in one process; None: the simplest such.
+    :param name: the communicators' name.
+    :param timeout: the deadline in seconds of every op, so that a test that hangs fails.
+    """
+    if type(size) is not int or size < 1:
+        raise ArgumentError(f"size is {size!r}, wanted at least 1 rank")
+    store = HashStore()
+    comms: list[Communicator | None] = [None] * size
+
+    async def open_rank(rank: int) -> None:
+        comms[rank] = await new_comm(
+            transport or in_process(), store=store, rank=rank, size=size, name=name, timeout=timeout
+        )
+
+    async with anyio.create_task_group() as tasks:
+        for rank in range(size):
+            tasks.start_soon(open_rank, rank)
+    world = [comm for comm in comms if comm is not None]
+    try:
+        yield world
+    except BaseException as error:
+        for comm in world:
+            comm.abort(error)
+        raise
+    finally:
+        with anyio.CancelScope(shield=True):
+            async with anyio.create_task_group() as tasks:
+                for comm in world:
+                    tasks.start_soon(comm.aclose)

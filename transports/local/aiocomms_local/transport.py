@@ -1,0 +1,182 @@
+"""The plug-in itself: one rank's end of a hub."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+
+from aiocomms import ops
+from aiocomms.errors import ArgumentError, CommAbortedError, CommError
+from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport
+from aiocomms.waker import Waker
+from aiocomms_local.hub import Done, Hub
+from aiocomms_local.meaning import perform
+
+_forming: dict[str, Hub] = {}
+"""Hubs that not all of their ranks have found yet, by a token that rank 0 hands out."""
+_forming_lock = threading.Lock()
+
+_COLLECTIVE = ops.COLLECTIVES | {ops.WindowOpen, ops.WindowClose}
+
+
+class LocalTransport(Transport):
+    """Ranks that are tasks of one process, in one event loop or in several threads' loops.
+
+    What happens, happens inside ``post``: of the two ends of a message, or of all calls of a collective, the last one
+    to come moves the data and completes the others' works. Sends wait for their receive, whatever their size, so a
+    program that relies on buffering hangs here first.
+    """
+
+    capabilities = Capabilities(
+        ops=(ops.P2P - {ops.Batch}) | ops.COLLECTIVES | ops.RMA, devices=frozenset({"cpu", "cuda"}), in_process=True
+    )
+
+    def __init__(self, hub: Hub, rank: int) -> None:
+        self._hub = hub
+        self._rank = rank
+        self._thread = threading.get_ident()
+        self._calls = 0
+        self._inbox: deque[tuple[Completion, Any]] = deque()  # what another thread's rank has done for this one
+        self._waker = Waker()
+        self._solo = hub.size == 1
+        self._handlers: dict[type[ops.Op], Callable[[Any, Completion], Done]] = {
+            ops.Send: lambda op, work: hub.send(rank, op, work),
+            ops.Recv: lambda op, work: hub.recv(rank, op, work),
+            **dict.fromkeys(_COLLECTIVE, self._join),
+            **dict.fromkeys(ops.RMA - _COLLECTIVE, lambda op, work: op.window.act(op, rank, work)),
+        }
+
+    @classmethod
+    def probe(cls, device: torch.device) -> str | None:
+        """See :meth:`Transport.probe`: it can always run."""
+        return None
+
+    @classmethod
+    def preference(cls, device: torch.device, size: int) -> int:
+        """See :meth:`Transport.preference`: the obvious choice for a world of one."""
+        return 100 if size == 1 else 0
+
+    @classmethod
+    async def open(cls, rendezvous: Rendezvous, options: Mapping[str, Any]) -> Self:
+        """See :meth:`Transport.open`."""
+        token = f"{os.getpid()} {secrets.token_hex(16)}"
+        hub = Hub(rendezvous.size)
+        with _forming_lock:
+            _forming[token] = hub
+        try:
+            tokens = [value.decode() for value in await rendezvous.exchange("local", token.encode())]
+            processes = [int(value.split()[0]) for value in tokens]
+            if len(set(processes)) > 1 or tokens[0] not in _forming:
+                raise ArgumentError(
+                    f"transport 'local' joins ranks of one process, and these are in the processes {processes}"
+                )
+            hub = _forming[tokens[0]]
+            self = cls(hub, rendezvous.rank)
+            with hub.lock:
+                hub.ranks[rendezvous.rank] = self
+            # Nobody looks for rank 0's hub once all have found it.
+            await rendezvous.exchange("local-found", b"")
+        finally:
+            with _forming_lock:
+                del _forming[token]
+        return self
+
+    def post(self, op: ops.Op, work: Completion) -> None:
+        """See :meth:`Transport.post`."""
+        if self._solo and type(op) in ops.COLLECTIVES:
+            perform((op,))
+            work.complete()
+            return
+        hub = self._hub
+        with hub.lock:
+            if hub.failure is not None:
+                done: Done = [(self._rank, work, hub.failure)]
+            else:
+                done = self._handlers[type(op)](op, work)
+                hub.failure = hub.failure or hub.needs_left()
+            failure = hub.failure
+        self._deliver(done)
+        if failure is not None:
+            self._spread(failure)
+
+    def progress(self) -> bool:
+        """See :meth:`Transport.progress`: complete what other threads' ranks have done."""
+        self._waker.clear()
+        inbox = self._inbox
+        any_done = bool(inbox)
+        while inbox:
+            _complete(*inbox.popleft())
+        return any_done
+
+    def fileno(self) -> int | None:
+        """See :meth:`Transport.fileno`."""
+        return self._waker.fileno()
+
+    def try_cancel(self, work: Completion) -> bool:
+        """See :meth:`Transport.try_cancel`."""
+        with self._hub.lock:
+            return self._hub.withdraw(self._rank, work.op, work)
+
+    def missing(self, work: Completion) -> Sequence[int]:
+        """See :meth:`Transport.missing`."""
+        with self._hub.lock:
+            return self._hub.missing(work.op, work)
+
+    def abort(self, error: CommError) -> None:
+        """See :meth:`Transport.abort`."""
+        with self._hub.lock:
+            if self._hub.failure is not None:
+                return
+            if not isinstance(error, CommAbortedError):
+                error = CommAbortedError(f"aborted by rank {self._rank}: {error}", peer=self._rank)
+            self._hub.failure = error
+        self._spread(error)
+
+    async def aclose(self) -> None:
+        """See :meth:`Transport.aclose`."""
+        hub = self._hub
+        with hub.lock:
+            hub.left.add(self._rank)
+            hub.ranks[self._rank] = None
+            failure = hub.failure = hub.failure or hub.needs_left()
+        if failure is not None:
+            self._spread(failure)
+        self.progress()
+        self._waker.close()
+
+    def _join(self, op: ops.Op, work: Completion) -> Done:
+        self._calls += 1
+        return self._hub.join(self._rank, self._calls, op, work)
+
+    def _deliver(self, done: Done) -> None:
+        """Complete works of this rank and others, each on its own rank's thread."""
+        for rank, work, value in done:
+            transport = self._hub.ranks[rank]
+            if transport is None or transport._thread == threading.get_ident():
+                _complete(work, value)
+            else:
+                transport._inbox.append((work, value))
+                transport._waker.wake()
+
+    def _spread(self, failure: CommError) -> None:
+        """Tell every other rank that the communicator is lost."""
+        for transport in list(self._hub.ranks):
+            if transport is not None and transport is not self:
+                transport.on_failure(failure)
+        if self._hub.ranks[self._rank] is self:
+            self.on_failure(failure)
+
+
+def _complete(work: Completion, value: Any) -> None:
+    if work.done():
+        return  # given up by its communicator
+    if isinstance(value, CommError):
+        work.fail(value)
+    else:
+        work.complete(value)

@@ -1,0 +1,76 @@
+"""What the one-sided operations mean: each acts on the target's tensor itself."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from typing import Any
+
+from torch import Tensor
+
+from aiocomms import ops
+from aiocomms.transport import OP_RESULT, Completion
+
+
+class Window:
+    """Every rank's part of one window, and the signals between them."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors = tensors
+        self.signals: Counter[tuple[int, int]] = Counter()
+        """Signals that nobody has waited for yet, by source and destination."""
+        self.waiting: defaultdict[tuple[int, int], deque[Completion]] = defaultdict(deque)
+        """Waits that no signal has ended yet, by source and destination."""
+
+    def act(self, op: Any, rank: int, work: Completion) -> list[tuple[int, Completion, Any]]:
+        """Do what rank ``rank`` asks for.
+
+        :returns: the ranks and works that are complete now, and their values.
+        """
+        match op:
+            case ops.Put():
+                self._span(op.dst, op.offset, op.tensor).copy_(op.tensor.view(-1))
+            case ops.Get():
+                op.tensor.view(-1).copy_(self._span(op.src, op.offset, op.tensor))
+            case ops.FetchAdd():
+                element = self.tensors[op.dst].view(-1)[op.offset]
+                before = int(element.item())
+                element.add_(op.value)
+                return [(rank, work, before)]
+            case ops.CompareSwap():
+                element = self.tensors[op.dst].view(-1)[op.offset]
+                before = int(element.item())
+                if before == op.expected:
+                    element.fill_(op.value)
+                return [(rank, work, before)]
+            case ops.MapRemoteTensor():
+                return [(rank, work, self.tensors[op.rank].detach())]
+            case ops.Signal():
+                return [(rank, work, OP_RESULT), *self._signal(rank, op.dst)]
+            case ops.WaitSignal():
+                return self._wait(op.src, rank, work)
+        return [(rank, work, OP_RESULT)]  # a put or get is done above, and a flush has nothing left to wait for
+
+    def withdraw(self, op: ops.WaitSignal, rank: int, work: Completion) -> bool:
+        """Forget a wait that no signal has ended; False if one has."""
+        waiting = self.waiting[op.src, rank]
+        if work not in waiting:
+            return False
+        waiting.remove(work)
+        return True
+
+    def _span(self, rank: int, offset: int, like: Tensor) -> Tensor:
+        return self.tensors[rank].view(-1)[offset : offset + like.numel()]
+
+    def _signal(self, src: int, dst: int) -> list[tuple[int, Completion, Any]]:
+        waiting = self.waiting[src, dst]
+        if waiting:
+            return [(dst, waiting.popleft(), OP_RESULT)]
+        self.signals[src, dst] += 1
+        return []
+
+    def _wait(self, src: int, dst: int, work: Completion) -> list[tuple[int, Completion, Any]]:
+        if self.signals[src, dst]:
+            self.signals[src, dst] -= 1
+            return [(dst, work, OP_RESULT)]
+        self.waiting[src, dst].append(work)
+        return []
