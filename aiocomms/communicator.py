@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -12,9 +11,8 @@ from typing import Any, Self
 
 import anyio
 
-from aiocomms import checks, groups, lowering, ops
+from aiocomms import checks, groups, ops
 from aiocomms.collectives import Collectives
-from aiocomms.deadlines import watchdog
 from aiocomms.driver import Driver, Promise
 from aiocomms.errors import (
     ArgumentError,
@@ -26,33 +24,24 @@ from aiocomms.errors import (
     CommTimeoutError,
     MismatchError,
     PeerDiedError,
-    UnsupportedOperation,
 )
 from aiocomms.issuer import Timeout
 from aiocomms.objects import Objects
 from aiocomms.ops import Op
 from aiocomms.p2p import PointToPoint
+from aiocomms.pending import Pending
 from aiocomms.registry import Plan, open_transports
 from aiocomms.rma import OneSided
+from aiocomms.routing import Router
 from aiocomms.streams import Streams
 from aiocomms.transport import Completion, Rendezvous, Transport
+from aiocomms.twosided import TwoSided
 from aiocomms.work import Work
 
 CLOSE_GRACE = 5.0
 """Seconds that :meth:`Communicator.aclose` waits for ops which are already under way."""
 
-_POISONS = (CommAbortedError, CommTimeoutError, MismatchError, PeerDiedError)
-
-
-class _Routes(dict[type[Op], Callable[[Op, Completion], None]]):
-    """How each op type is done, decided when the first op of that type is called."""
-
-    def __init__(self, decide: Callable[[type[Op]], Callable[[Op, Completion], None]]) -> None:
-        self._decide = decide
-
-    def __missing__(self, cls: type[Op]) -> Callable[[Op, Completion], None]:
-        route = self[cls] = self._decide(cls)
-        return route
+_POISONS = (CommTimeoutError, MismatchError, PeerDiedError)
 
 
 class Hook:
@@ -86,25 +75,24 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
         self._rendezvous = rendezvous
         self._plan = plan
         self._by_family = dict(transports)
+        if "rma" not in self._by_family and "p2p" in self._by_family:
+            self._by_family["rma"] = TwoSided(self)
         self._seq = 0
-        self._calls = 0  # collectives called so far: the same on all ranks, so it tells their messages apart
+        self.calls = 0  # collectives called so far: the same on all ranks, so it tells their messages apart
         self._children = 0
         self._refusal: CommError | None = None  # why nothing can be started any more; the first reason stays
         self._lock = threading.Lock()  # guards the step from no refusal to one
-        self._queues: dict[float, dict[Work[Any], float]] = {}  # pending works and deadlines, by timeout: each in order
-        self._drained: Promise | None = None
+        self._pending = Pending(self)
         self._closing: Promise | None = None
         self._pre_hooks: list[Callable[[Op, int], object]] = []
         self._post_hooks: list[Callable[[Work[Any]], object]] = []
         self._abort_hooks: list[Callable[[CommError], object]] = []
         self._debug = os.environ.get("AIOCOMMS_DEBUG", "0") not in ("", "0")
-        self._runs: weakref.WeakKeyDictionary[Completion, lowering.Run] = weakref.WeakKeyDictionary()
         self._spinning = [t for t in self._transports() if t.capabilities.spin]
-        self._routes = _Routes(self._route)
+        self._router = Router(self, self._by_family)
         for transport in self._transports():
             transport.on_failure = self._fail
             self.driver.attach(transport)
-        watchdog.register(self)
         _live.add(self)
         groups.register(self)
 
@@ -115,7 +103,10 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
     @property
     def transports(self) -> dict[str, str]:
         """Which transport carries what: transport names by family (``"p2p"``, ``"collectives"``, ``"rma"``)."""
-        return {str(family): name for family, name in self._plan.names.items()}
+        names: dict[str, str] = {str(family): name for family, name in self._plan.names.items()}
+        if "rma" not in names and "p2p" in names:
+            names["rma"] = f"two-sided over {names['p2p']}"
+        return names
 
     @property
     def closed(self) -> bool:
@@ -146,64 +137,19 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
         work: Work[Any] = Work(op, seq, self, hints)
         self._seq = seq + 1
         if op.family == "collectives":
-            self._calls += 1
-        self._routes[type(op)](op, work)
+            self.calls += 1
+        self._router[type(op)](op, work)
         if not work.done():
-            self._track(work, seconds)
+            self._pending.add(work, seconds)
+            for transport in self._spinning:
+                self.driver.kick(transport)
         elif self._post_hooks or work.fault is not None:
             self._after(work)
         return work
 
     def post(self, op: Op, work: Completion) -> None:
         """Hand one message of a lowered op to the transport that carries it."""
-        self._routes[type(op)](op, work)
-
-    def _route(self, cls: type[Op]) -> Callable[[Op, Completion], None]:
-        """How ops of a type are done, decided once: by their transport, lowered, or not at all."""
-        transport = self._by_family.get(cls.family)
-        p2p = self._by_family.get("p2p")
-        can_lower = cls in lowering.SCHEDULES and p2p is not None and ops.Send in p2p.capabilities.ops
-        if transport is None or cls not in transport.capabilities.ops:
-            return self._lower if can_lower else self._unsupported
-        if transport.capabilities.reductions is None or "op" not in cls.__struct_fields__:
-            return transport.post
-        capabilities, post = transport.capabilities, transport.post
-        other = self._lower if can_lower else self._unsupported
-
-        def reduce(op: Any, work: Completion) -> None:
-            dtype = (op.writes() or op.reads())[0][1].dtype
-            (post if capabilities.reduces(op.op, dtype) else other)(op, work)
-
-        return reduce
-
-    def _lower(self, op: Op, work: Completion) -> None:
-        schedule = lowering.SCHEDULES[type(op)]
-        run = lowering.Run(self, schedule(lowering.Context(self, self._calls & 0x7FFFFFFF), op), work)
-        if op.withdrawable:
-            self._runs[work] = run
-        run.advance()
-
-    def _unsupported(self, op: Op, work: Completion) -> None:
-        carrier = self._plan.names.get(op.family)
-        raise UnsupportedOperation(
-            f"{f'transport {carrier!r} does' if carrier else 'no transport of this communicator does'} not carry it, "
-            f"and it cannot be expressed in other ops; transports: {self.transports}",
-            comm=self.name, op=op.name, rank=self.rank,
-        )  # fmt: skip
-
-    def _track(self, work: Work[Any], seconds: float) -> None:
-        """Keep a pending work, and its tensors, until it is done; watch its deadline."""
-        queue = self._queues.get(seconds)
-        if queue is None:
-            self._queues = {s: q for s, q in self._queues.items() if q}
-            queue = self._queues[seconds] = {}
-        deadline = time.monotonic() + seconds
-        queue[work] = deadline
-        work.queue = queue
-        if deadline < watchdog.wakes_at:
-            watchdog.wake_by(deadline)
-        for transport in self._spinning:
-            self.driver.kick(transport)
+        self._router[type(op)](op, work)
 
     def _refused(self, op: Op) -> Exception:
         refusal = self._refusal
@@ -220,38 +166,31 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
 
     def _check_busy(self, op: Op) -> None:
         """Debug mode: refuse buffers that an unfinished op still writes, or that this one would write."""
-        for queue in self._queues.values():
-            for work in queue:
-                try:
-                    checks.disjoint(op.writes(), work.op.reads() + work.op.writes())
-                    checks.disjoint(work.op.writes(), op.reads())
-                except ArgumentError as error:
-                    raise BufferBusyError(f"a buffer still belongs to {work!r}: {error.message}") from None
+        for work in self._pending:
+            try:
+                checks.disjoint(op.writes(), work.op.reads() + work.op.writes())
+                checks.disjoint(work.op.writes(), op.reads())
+            except ArgumentError as error:
+                raise BufferBusyError(f"a buffer still belongs to {work!r}: {error.message}") from None
 
     # ------------------------------------------------------------------------------------------ and back up
 
     def settled(self, work: Work[Any]) -> None:
         """Forget a pending work that has just become done."""
-        assert work.queue is not None
-        del work.queue[work]
-        work.queue = None
+        self._pending.remove(work)
         if self._post_hooks or work.fault is not None:
             self._after(work)
-        if self._drained is not None and not any(self._queues.values()):
-            self._drained.set()
 
     def withdraw(self, work: Completion) -> bool:
         """Take an unmatched receive or wait back from its transport."""
-        run = self._runs.get(work)
-        if run is not None:
-            return run.withdraw()
-        return self._by_family[work.op.family].try_cancel(work)
+        return self._router.withdraw(work)
 
     def _after(self, work: Work[Any]) -> None:
         for hook in list(self._post_hooks):
             hook(work)
-        if isinstance(work.fault, _POISONS):
-            self._fail(work.fault)
+        fault = work.fault
+        if isinstance(fault, _POISONS) or (isinstance(fault, CommAbortedError) and work.op.family == "collectives"):
+            self._fail(fault)
 
     # ------------------------------------------------------------------------------------- failing and closing
 
@@ -281,34 +220,25 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
 
     def _give_up(self, error: CommError) -> None:
         """End every pending work. The op at fault gets the error itself, the others one that quotes it."""
-        watchdog.unregister(self)
+        self._pending.unwatch()
         quote = error
         if not isinstance(error, (CommAbortedError, CommClosedError, PeerDiedError)):
             quote = CommAbortedError(f"the communicator is lost: {error}", peer=error.peer)
-        for queue in list(self._queues.values()):
-            for work in list(queue):
-                work.give_up(error if work.seq == error.seq else quote)
+        for work in list(self._pending):
+            work.give_up(error if work.seq == error.seq else quote)
         if not isinstance(error, CommClosedError):
             for hook in list(self._abort_hooks):
                 hook(error)
 
-    def expire(self, now: float) -> float:
-        """See :class:`aiocomms.deadlines.Watched`; on the watchdog's thread, while the loop may be busy."""
-        earliest = float("inf")
-        for queue in list(self._queues.values()):
-            for work, deadline in list(queue.items()):
-                if deadline > now:
-                    earliest = min(earliest, deadline)
-                    break
-                if work.op.withdrawable:
-                    self.driver.call_threadsafe(self._expire_alone, work)
-                else:
-                    self._fail(self._late(work))
-                    return float("inf")
-        return earliest
+    def expire(self, work: Work[Any]) -> None:
+        """The deadline of a pending op has passed; on the watchdog's thread, while the loop may be busy."""
+        if work.op.withdrawable:
+            self.driver.call_threadsafe(self._expire_alone, work)
+        else:
+            self._fail(self._late(work))
 
     def _expire_alone(self, work: Work[Any]) -> None:
-        """A receive or wait is late: it fails alone if nothing has matched it, with everything else if it is under way."""
+        """A receive or wait is late: it fails alone, or with everything else if something has matched it."""
         if not work.done():
             if self.withdraw(work):
                 work.give_up(CommTimeoutError("nothing matched it before its deadline; it was withdrawn"))
@@ -350,18 +280,16 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
             if self._refusal is not None:
                 return
             self._refusal = CommClosedError("it was closed on this rank")
-        for work in [w for queue in self._queues.values() for w in queue if w.op.withdrawable]:
-            if self.withdraw(work):
+        for work in list(self._pending):
+            if work.op.withdrawable and self.withdraw(work):
                 work.give_up(CommClosedError("the communicator was closed, and the op withdrawn"))
-        if any(self._queues.values()):
-            self._drained = Promise(self.driver)
-            with anyio.move_on_after(CLOSE_GRACE):
-                await self._drained
+        with anyio.move_on_after(CLOSE_GRACE):
+            await self._pending.drained()
 
     def _fail_closed(self) -> None:
         refusal = self._refusal
         assert refusal is not None
-        if any(self._queues.values()):
+        if self._pending:
             for transport in self._transports():
                 transport.abort(CommAbortedError(f"closed by rank {self.rank} with ops unfinished", peer=self.rank))
         self._give_up(refusal if isinstance(refusal, CommClosedError) else CommClosedError(refusal.message))

@@ -30,7 +30,10 @@ class Poster(Protocol):
 
     rank: int
     size: int
+    name: str
     device: torch.device
+    calls: int
+    """Collectives called so far: the same on all ranks, so it tells their messages apart."""
 
     def post(self, op: ops.Op, work: Completion) -> None:
         """Hand an op to the transport that carries it."""
@@ -42,22 +45,21 @@ class Poster(Protocol):
 class Context:
     """One schedule's view of its communicator: the messages of this op and of no other."""
 
-    __slots__ = ("channel", "device", "rank", "size", "tag")
+    __slots__ = ("device", "rank", "size", "tag")
 
-    def __init__(self, comm: Poster, tag: int, channel: int = ops.COLLECTIVE) -> None:
+    def __init__(self, comm: Poster) -> None:
         self.rank = comm.rank
         self.size = comm.size
         self.device = comm.device
-        self.tag = tag
-        self.channel = channel
+        self.tag = comm.calls & 0x7FFFFFFF
 
     def send(self, tensor: Tensor, dst: int) -> ops.Op:
         """A message to rank ``dst``."""
-        return ops.Send(tensor, dst, self.tag, self.channel)
+        return ops.Send(tensor, dst, self.tag, ops.COLLECTIVE)
 
     def recv(self, tensor: Tensor, src: int) -> ops.Op:
         """A message from rank ``src``."""
-        return ops.Recv(tensor, src, self.tag, self.channel)
+        return ops.Recv(tensor, src, self.tag, ops.COLLECTIVE)
 
 
 Schedule = Callable[[Context, Any], Steps]
@@ -136,7 +138,7 @@ class Run:
 class _Part:
     """One message of a schedule, completed by the transport."""
 
-    __slots__ = ("_done", "_run", "op")
+    __slots__ = ("__weakref__", "_done", "_run", "op")
 
     def __init__(self, run: Run, op: ops.Op) -> None:
         self._run = run

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+import msgspec
+
 from aiocomms.errors import CommError, UnsupportedOperation, WorkCancelledError
 from aiocomms.transport import OP_RESULT
 
@@ -31,46 +33,29 @@ class Owner(Protocol):
         """Take an unmatched receive or wait back from the transport; False if it is under way."""
 
 
-class Work(Generic[T_co]):
+class Work(msgspec.Struct, Generic[T_co], eq=False, weakref=True):
     """One operation under way: await it, share it, or leave it alone; it completes all the same.
 
     Behaves as an :class:`asyncio.Future` where the two overlap. A cancelled ``await`` detaches that awaiter and nothing
     else; only when the last awaiter of a receive that nothing has matched yet is gone is the receive withdrawn.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_callbacks",
-        "_error",
-        "_state",
-        "_unseen",
-        "_value",
-        "_waiters",
-        "fault",
-        "hints",
-        "op",
-        "owner",
-        "queue",
-        "seq",
-    )
-
     op: Op
+    """What was asked."""
     seq: int
-
-    def __init__(self, op: Op, seq: int, owner: Owner, hints: Mapping[str, Any] | None = None) -> None:
-        self.op = op
-        self.seq = seq
-        self.owner = owner
-        self.hints = hints
-        self._state = _PENDING
-        self.fault: CommError | None = None
-        """How the transport said that it failed; not set where the work was given up or withdrawn."""
-        self._value: Any = OP_RESULT
-        self._error: CommError | None = None
-        self._waiters: list[Any] | None = None
-        self._callbacks: list[Callable[[Work[Any]], object]] | None = None
-        self.queue: dict[Work[Any], float] | None = None  # where the communicator keeps it while it is pending
-        self._unseen: _UnseenError | None = None
+    """Its number among the ops of its communicator on this rank, from 0."""
+    owner: Owner
+    hints: Mapping[str, Any] | None = None
+    fault: CommError | None = None
+    """How the transport said that it failed; not set where the work was given up or withdrawn."""
+    queue: dict[Work[Any], float] | None = None
+    """Where the communicator keeps it while it is pending."""
+    _state: int = _PENDING
+    _value: Any = OP_RESULT
+    _error: CommError | None = None
+    _waiters: list[Any] | None = None
+    _callbacks: list[Callable[[Work[Any]], object]] | None = None
+    _unseen: _UnseenError | None = None
 
     def __repr__(self) -> str:
         state = "pending" if not self._state else f"failed {self._error!r}" if self._error else "done"
@@ -176,7 +161,10 @@ class Work(Generic[T_co]):
         if self._state:
             return self._refuse_second()
         self.fault = error.about(seq=self.seq)
+        asked = self._waiters is not None or self._callbacks is not None
         self._end(error, _DONE)
+        if not asked and self._error is not None:
+            self._unseen = _UnseenError(self.owner.driver, self._error)
         return None
 
     def give_up(self, error: CommError) -> None:
@@ -189,7 +177,6 @@ class Work(Generic[T_co]):
         if self._state or not self.op.withdrawable or not self.owner.withdraw(self):
             return False
         self._end(WorkCancelledError("it was withdrawn before it happened, and its buffer is untouched"), _DONE)
-        self._unseen = None  # whoever withdrew it knows
         return True
 
     def detach(self, waiter: object) -> None:
@@ -217,8 +204,6 @@ class Work(Generic[T_co]):
         self._error = error.about(comm=owner.name, op=self.op.name, seq=self.seq, rank=owner.rank)
         if self.queue is not None:
             owner.settled(self)
-        if state == _DONE and self._waiters is None and self._callbacks is None:
-            self._unseen = _UnseenError(owner.driver, self._error)
         self._notify()
 
     def _notify(self) -> None:
@@ -235,7 +220,8 @@ class Work(Generic[T_co]):
             import asyncio
 
             return asyncio.InvalidStateError(f"{self!r} is not done")
-        self._unseen = None
+        if self._unseen is not None:
+            self._unseen.error = None
         error = self._error
         assert error is not None
         return error.with_traceback(None)
@@ -260,11 +246,12 @@ class _Parked:
 class _UnseenError:
     """Reports the failure of a work that nobody asks; separate, so that works that succeed need no finalizer."""
 
-    __slots__ = ("_driver", "_error")
+    __slots__ = ("_driver", "error")
 
     def __init__(self, driver: Driver, error: CommError) -> None:
         self._driver = driver
-        self._error = error
+        self.error: CommError | None = error
 
     def __del__(self) -> None:
-        self._driver.report(f"nobody asked for the result of a work that failed: {self._error}", self._error)
+        if self.error is not None:
+            self._driver.report(f"nobody asked for the result of a work that failed: {self.error}", self.error)

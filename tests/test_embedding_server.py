@@ -195,20 +195,22 @@ def test_a_client_that_leaves_takes_its_texts_along(pair, expected):
     assert_equal(pair, expected.result())
 
 
-def test_the_death_of_a_stage_is_a_503():
-    with serving(2) as server, ThreadPoolExecutor(4) as threads:
-        server.ranks[-1].send_signal(signal.SIGSTOP)
+def test_the_death_of_a_stage_is_a_503_and_the_other_stages_end():
+    with serving(3) as server, ThreadPoolExecutor(4) as threads:
+        first, middle, last = server.ranks
+        last.send_signal(signal.SIGSTOP)  # nothing is answered any more
         requests = [threads.submit(server.embed, "never answered") for _ in range(4)]
         server.wait_for(in_flight=True)
         killed = time.monotonic()
-        server.ranks[-1].kill()
+        last.kill()
         for response in [*(request.result() for request in requests), server.embed("too late")]:
             assert response.status_code == 503
             assert "lost one of its stages" in response.json()["error"]
-        assert time.monotonic() - killed < 2
+        assert middle.wait(STOP) == 1
+        assert time.monotonic() - killed < STOP
         assert server.http.get("/healthz").status_code == 503
-        server.ranks[0].send_signal(signal.SIGINT)
-        assert server.ranks[0].wait(STOP) == 0
+        first.send_signal(signal.SIGINT)
+        assert first.wait(STOP) == 0
 
 
 @pytest.mark.timeout(150)

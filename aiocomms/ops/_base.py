@@ -12,7 +12,7 @@ from aiocomms.checks import Group
 
 Family = Literal["p2p", "collectives", "rma"]
 
-USER, COLLECTIVE, STREAM, STREAM_DATA, OBJECT, OBJECT_DATA = range(6)
+USER, COLLECTIVE, STREAM, STREAM_DATA, OBJECT, OBJECT_DATA, RMA_REQUEST, RMA_DATA, RMA_REPLY = range(9)
 """Channels keep the messages of the library's own protocols apart from the user's tags; at most 16."""
 
 Buffers = list[tuple[str, Tensor]]

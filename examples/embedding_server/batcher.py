@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from .model import load_tokenizer
 
 if TYPE_CHECKING:
-    from anyio.abc import ObjectReceiveStream, ObjectStream
+    from anyio.abc import ObjectStream
 
 MICRO_BATCH_TOKENS = 1024
 """Most tokens in one micro-batch, padding included: about a tenth of a second of work for a stage."""
@@ -80,7 +80,7 @@ class Batcher:
             await pipeline.send(pad_sequence([torch.tensor(text.tokens) for text in batch], batch_first=True))
         await pipeline.send_eof()
 
-    async def collect(self, pipeline: ObjectReceiveStream[Tensor]) -> None:
+    async def collect(self, pipeline: ObjectStream[Tensor]) -> None:
         """Hand out the vectors that come back from the pipeline, until its stream ends."""
         async for header in pipeline:
             vectors = await pipeline.receive()

@@ -32,7 +32,8 @@ class Stage(nn.Module):
         config = BertConfig.from_pretrained(MODEL, attn_implementation="sdpa")
         first, end = (r * config.num_hidden_layers // size for r in (rank, rank + 1))
         self.embeddings = BertEmbeddings(config) if rank == 0 else None
-        self.encoder = nn.ModuleDict({"layer": nn.ModuleDict({str(i): BertLayer(config) for i in range(first, end)})})
+        layers = nn.ModuleDict({str(i): BertLayer(config) for i in range(first, end)})
+        self.encoder = nn.ModuleDict({"layer": layers})  # so that the tensors are called as in the file
         self.pools = rank == size - 1
         with safe_open(MODEL / "model.safetensors", "pt") as weights:
             self.load_state_dict({name: weights.get_tensor(name) for name in self.state_dict()})

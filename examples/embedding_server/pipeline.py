@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 from anyio import to_thread
-from anyio.abc import ObjectReceiveStream, ObjectSendStream, ObjectStream
+from anyio.abc import ObjectStream
 from anyio.streams.stapled import StapledObjectStream
 from torch import Tensor
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .model import Stage
 
 
-async def open_ring(comm: Communicator) -> tuple[ObjectReceiveStream[Tensor], ObjectSendStream[Tensor]]:
+async def open_ring(comm: Communicator) -> tuple[ObjectStream[Tensor], ObjectStream[Tensor]]:
     """Connect every rank with the rank before it and the rank behind it.
 
     :returns: the stream to receive from and the stream to send to
@@ -53,7 +53,7 @@ def loopback() -> ObjectStream[Tensor]:
     return StapledObjectStream(*anyio.create_memory_object_stream[Tensor](math.inf))
 
 
-async def run_stage(stage: Stage, inbound: ObjectReceiveStream[Tensor], outbound: ObjectStream[Tensor]) -> None:
+async def run_stage(stage: Stage, inbound: ObjectStream[Tensor], outbound: ObjectStream[Tensor]) -> None:
     """Take each micro-batch from `inbound` through `stage` and on to `outbound`, until the stream ends."""
     async for header in inbound:
         data = await inbound.receive()

@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import socket
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import anyio
@@ -25,8 +25,7 @@ from .pipeline import loopback, open_ring, run_stage
 from .server import create_app
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from contextlib import AbstractContextManager
+    from collections.abc import Generator, Iterator
 
     from anyio.abc import ObjectStream
     from torch import Tensor
@@ -89,8 +88,9 @@ def listen(host: str, port: int) -> socket.socket:
 class Server(uvicorn.Server):
     """uvicorn without its signal handlers: a signal is for the whole rank."""
 
-    def capture_signals(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
 
 
 async def serve(

@@ -45,6 +45,8 @@ class Hub:
         key = (rank, op.dst, op.channel, op.tag)
         recvs = self._recvs.get(key)
         if not recvs:
+            if op.dst in self.left:
+                return [(rank, work, _closed(op.dst))]
             self._sends[key].append((op, work))
             return []
         recv, its_work = recvs.popleft()
@@ -57,6 +59,8 @@ class Hub:
         key = (op.src, rank, op.channel, op.tag)
         sends = self._sends.get(key)
         if not sends:
+            if op.src in self.left:
+                return [(rank, work, _closed(op.src))]
             self._recvs[key].append((op, work))
             return []
         send, its_work = sends.popleft()
@@ -93,6 +97,9 @@ class Hub:
                 )
             break  # those already here agree with each other
         meeting[rank] = (op, work)
+        for absent in self.left - meeting.keys():
+            self.failure = _closed(absent)
+            return [(r, w, self.failure) for r, (_, w) in meeting.items()]
         if len(meeting) < self.size:
             return []
         del self._meetings[index]
@@ -123,17 +130,30 @@ class Hub:
 
     # -------------------------------------------------------------------------------------------- losing ranks
 
-    def needs_left(self) -> CommError | None:
-        """The failure of a communicator of which something pending needs a rank that has closed."""
-        if self.left:
-            waited = {key[0] for key in self._recvs} | {key[1] for key in self._sends}
-            for meeting in self._meetings.values():
-                waited |= set(range(self.size)) - set(meeting)
-            for window in self._windows:
-                waited |= {src for (src, _), waits in window.waiting.items() if waits}
-            for rank in sorted(waited & self.left):
-                return CommAbortedError(f"closed by rank {rank}, which an op still needed", peer=rank)
-        return None
+    def leave(self, rank: int) -> Done:
+        """A rank closes: what still needs it fails, and only that; a collective takes the communicator with it."""
+        self.left.add(rank)
+        self.ranks[rank] = None
+        error = _closed(rank)
+        done: Done = []
+        for recv_key in [key for key in self._recvs if key[0] == rank]:
+            done += [(recv_key[1], work, error) for _, work in self._recvs.pop(recv_key)]
+        for send_key in [key for key in self._sends if key[1] == rank]:
+            done += [(send_key[0], work, error) for _, work in self._sends.pop(send_key)]
+        for window in self._windows:
+            for (src, dst), waiting in window.waiting.items():
+                if src == rank:
+                    done += [(dst, work, error) for work in waiting]
+                    waiting.clear()
+        for meeting in self._meetings.values():
+            if rank not in meeting:
+                self.failure = self.failure or error
+                done += [(r, work, error) for r, (_, work) in meeting.items()]
+        return done
+
+
+def _closed(rank: int) -> CommAbortedError:
+    return CommAbortedError(f"closed by rank {rank}, which this op needs", peer=rank)
 
 
 def _transfer(send: ops.Send, recv: ops.Recv, src: int) -> Any:
@@ -150,7 +170,7 @@ def _transfer(send: ops.Send, recv: ops.Recv, src: int) -> Any:
             f"the message from rank {src} is {describe(given)}, {given.nbytes} bytes, and the buffer "
             f"{describe(wanted)}, {wanted.nbytes} bytes", peer=src,
         )  # fmt: skip
-    wanted.view(-1).copy_(given.view(-1))
+    wanted.copy_(given.view(wanted.shape))
     return OP_RESULT
 
 

@@ -99,7 +99,6 @@ class LocalTransport(Transport):
                 done: Done = [(self._rank, work, hub.failure)]
             else:
                 done = self._handlers[type(op)](op, work)
-                hub.failure = hub.failure or hub.needs_left()
             failure = hub.failure
         self._deliver(done)
         if failure is not None:
@@ -142,9 +141,9 @@ class LocalTransport(Transport):
         """See :meth:`Transport.aclose`."""
         hub = self._hub
         with hub.lock:
-            hub.left.add(self._rank)
-            hub.ranks[self._rank] = None
-            failure = hub.failure = hub.failure or hub.needs_left()
+            done = hub.leave(self._rank)
+            failure = hub.failure
+        self._deliver(done)
         if failure is not None:
             self._spread(failure)
         self.progress()

@@ -1,0 +1,82 @@
+"""The works of one communicator that are pending, and their deadlines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from aiocomms.deadlines import watchdog
+from aiocomms.driver import Driver, Promise
+from aiocomms.work import Work
+
+
+class Expirer(Protocol):
+    """What acts on a deadline that has passed."""
+
+    driver: Driver
+
+    def expire(self, work: Work[Any]) -> None:
+        """A work is late; called on the watchdog's thread."""
+
+
+class Pending:
+    """Keeps works, and with them their tensors, until they are done.
+
+    Timeouts are few, so there is a queue per timeout: each is in the order of its deadlines by itself, and an op costs
+    one insertion and one deletion whatever else is pending.
+    """
+
+    def __init__(self, comm: Expirer) -> None:
+        self._comm = comm
+        self._queues: dict[float, dict[Work[Any], float]] = {}
+        self._drained: Promise | None = None
+        watchdog.register(self)
+
+    def __bool__(self) -> bool:
+        return any(self._queues.values())
+
+    def __iter__(self) -> Iterator[Work[Any]]:
+        for queue in list(self._queues.values()):
+            yield from list(queue)
+
+    def add(self, work: Work[Any], seconds: float) -> None:
+        """Keep a work, and watch its deadline, ``seconds`` from now."""
+        queue = self._queues.get(seconds)
+        if queue is None:
+            self._queues = {s: q for s, q in self._queues.items() if q}
+            queue = self._queues[seconds] = {}
+        deadline = time.monotonic() + seconds
+        queue[work] = deadline
+        work.queue = queue
+        if deadline < watchdog.wakes_at:
+            watchdog.wake_by(deadline)
+
+    def remove(self, work: Work[Any]) -> None:
+        """Forget a work that has just become done."""
+        assert work.queue is not None
+        del work.queue[work]
+        work.queue = None
+        if self._drained is not None and not self:
+            self._drained.set()
+
+    async def drained(self) -> None:
+        """Wait until nothing is pending."""
+        if self:
+            self._drained = Promise(self._comm.driver)
+            await self._drained
+
+    def unwatch(self) -> None:
+        """Watch no deadlines any more. Twice is once."""
+        watchdog.unregister(self)
+
+    def expire(self, now: float) -> float:
+        """See :class:`aiocomms.deadlines.Watched`; copies before it looks, for the loop's thread goes on meanwhile."""
+        earliest = float("inf")
+        for queue in list(self._queues.values()):
+            for work, deadline in list(queue.items()):
+                if deadline > now:
+                    earliest = min(earliest, deadline)
+                    break
+                self._comm.expire(work)
+        return earliest

@@ -1,0 +1,66 @@
+"""How an op of each type is done on one communicator: by a transport, lowered to sends and receives, or not at all."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from aiocomms import ops
+from aiocomms.errors import UnsupportedOperation
+from aiocomms.lowering import SCHEDULES, Context, Poster, Run
+from aiocomms.transport import Completion, Transport
+
+Route = Callable[[ops.Op, Completion], None]
+
+
+class Router(dict[type[ops.Op], Route]):
+    """Routes by op type, each decided when the first op of its type is called."""
+
+    def __init__(self, comm: Poster, transports: Mapping[ops.Family, Transport]) -> None:
+        self._comm = comm
+        self._transports = transports
+        self._runs: weakref.WeakKeyDictionary[Completion, Run] = weakref.WeakKeyDictionary()
+        """The schedules of lowered ops that may be withdrawn."""
+
+    def __missing__(self, cls: type[ops.Op]) -> Route:
+        route = self[cls] = self._decide(cls)
+        return route
+
+    def withdraw(self, work: Completion) -> bool:
+        """Take an unmatched receive or wait back; False if it is under way."""
+        run = self._runs.get(work)
+        return run.withdraw() if run is not None else self._transports[work.op.family].try_cancel(work)
+
+    def _decide(self, cls: type[ops.Op]) -> Route:
+        transport = self._transports.get(cls.family)
+        p2p = self._transports.get("p2p")
+        can_lower = cls in SCHEDULES and p2p is not None and ops.Send in p2p.capabilities.ops
+        otherwise = self._lower if can_lower else self._refuse
+        if transport is None or cls not in transport.capabilities.ops:
+            return otherwise
+        if transport.capabilities.reductions is None or "op" not in cls.__struct_fields__:
+            return transport.post
+        capabilities, post = transport.capabilities, transport.post
+
+        def reduce(op: Any, work: Completion) -> None:
+            dtype = op.writes()[0][1].dtype
+            (post if capabilities.reduces(op.op, dtype) else otherwise)(op, work)
+
+        return reduce
+
+    def _lower(self, op: ops.Op, work: Completion) -> None:
+        steps = SCHEDULES[type(op)](Context(self._comm), op)
+        run = Run(self._comm, steps, work)
+        if op.withdrawable:
+            self._runs[work] = run
+        run.advance()
+
+    def _refuse(self, op: ops.Op, work: Completion) -> None:
+        carriers = {family: type(transport).__name__ for family, transport in self._transports.items()}
+        raise UnsupportedOperation(
+            f"no transport of this communicator carries it, nor can it be expressed in other ops; transports: {carriers}",
+            comm=self._comm.name,
+            op=op.name,
+            rank=self._comm.rank,
+        )

@@ -1,0 +1,92 @@
+"""A torch.distributed process group, as far as collectives go: started by calls, ended by futures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from aiocomms.reductions import ReduceOp
+
+_OPS: Final[dict[str, Any]] = {
+    "sum": dist.ReduceOp.SUM,
+    "product": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "band": dist.ReduceOp.BAND,
+    "bor": dist.ReduceOp.BOR,
+    "bxor": dist.ReduceOp.BXOR,
+    "avg": dist.ReduceOp.AVG,
+}
+# What gloo gets right. It loses NaN in MIN and MAX, adds float16 in float16 and bool to nothing sensible, and refuses
+# int16 and most of complex.
+_INTEGER: Final = frozenset({"sum", "product", "min", "max", "band", "bor", "bxor"})
+_RIGHT: Final = {
+    torch.uint8: _INTEGER,
+    torch.int8: _INTEGER,
+    torch.int32: _INTEGER,
+    torch.int64: _INTEGER,
+    torch.float32: frozenset({"sum", "product", "avg"}),
+    torch.float64: frozenset({"sum", "product", "avg"}),
+    torch.complex64: frozenset({"sum", "avg"}),
+    torch.complex128: frozenset({"sum", "avg"}),
+}
+
+
+class Group:
+    """Starts collectives; each call returns a ``torch.distributed.Work``. Data is moved as bytes, of any dtype."""
+
+    def __init__(self, group: Any, rank: int, size: int) -> None:
+        self._group = group
+        self.rank = rank
+        self.size = size
+
+    def reduces(self, op: ReduceOp, dtype: torch.dtype) -> bool:
+        """Whether it reduces ``dtype`` with ``op`` as torch does."""
+        return op.kind in _RIGHT.get(dtype, ())
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp) -> Any:
+        """Reduce in place."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = _OPS[op.kind]
+        return self._group.allreduce([tensor], options)
+
+    def reduce(self, tensor: Tensor, root: int, op: ReduceOp) -> Any:
+        """Reduce in place on the root; elsewhere ``tensor`` is left undefined."""
+        options = dist.ReduceOptions()
+        options.reduceOp = _OPS[op.kind]
+        options.rootRank = root
+        return self._group.reduce([tensor], options)
+
+    def broadcast(self, tensor: Tensor, root: int) -> Any:
+        """Copy the root's bytes to all."""
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        return self._group.broadcast([tensor], options)
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Any:
+        """Gather equal numbers of bytes into one tensor."""
+        return self._group._allgather_base(output, tensor)
+
+    def all_gather_list(self, outputs: Sequence[Tensor], tensor: Tensor) -> Any:
+        """Gather equal numbers of bytes into a tensor per rank."""
+        return self._group.allgather([list(outputs)], [tensor])
+
+    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> Any:
+        """Gather equal numbers of bytes on the root."""
+        options = dist.GatherOptions()
+        options.rootRank = root
+        return self._group.gather([list(outputs)] if self.rank == root else [], [tensor], options)
+
+    def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int) -> Any:
+        """Scatter equal numbers of bytes from the root."""
+        options = dist.ScatterOptions()
+        options.rootRank = root
+        return self._group.scatter([output], [list(inputs)] if self.rank == root else [], options)
+
+    def exchange(self, output: Tensor, tensor: Tensor, gets: Sequence[int], gives: Sequence[int]) -> Any:
+        """Give every rank ``gives[rank]`` bytes and get ``gets[rank]``."""
+        return self._group.alltoall_base(output, tensor, list(gets), list(gives))

@@ -1,0 +1,46 @@
+"""What other threads have done for the loop's thread to hear of."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from aiocomms.errors import CommError
+from aiocomms.transport import OP_RESULT, Completion
+from aiocomms.waker import Waker
+
+
+class Inbox:
+    """Calls to be made on the loop's thread, in order."""
+
+    def __init__(self) -> None:
+        self._waker = Waker()
+        self._calls: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
+        self.fileno = self._waker.fileno
+        self.close = self._waker.close
+
+    def put(self, call: Callable[..., object], *args: Any) -> None:
+        """Have ``call(*args)`` called on the loop's thread. Any thread."""
+        self._calls.append((call, args))
+        self._waker.wake()
+
+    def drain(self) -> bool:
+        """Make the calls; returns whether there was any."""
+        self._waker.clear()
+        calls = self._calls
+        any_done = bool(calls)
+        while calls:
+            call, args = calls.popleft()
+            call(*args)
+        return any_done
+
+
+def complete(work: Completion, outcome: Any = OP_RESULT) -> None:
+    """Complete a work with its result, or with the :class:`CommError` that it failed with; on the loop's thread."""
+    if work.done():
+        return  # given up by its communicator
+    if isinstance(outcome, CommError):
+        work.fail(outcome)
+    else:
+        work.complete(outcome)

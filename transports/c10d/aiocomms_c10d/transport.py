@@ -1,0 +1,254 @@
+"""The plug-in itself: one rank's links, its collectives and its end."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Final, Self
+
+import torch
+from torch._C._distributed_c10d import Backend, ProcessGroup
+
+from aiocomms import ops
+from aiocomms.driver import Driver, run_in_thread
+from aiocomms.errors import CommAbortedError, CommError, MismatchError, PeerDiedError
+from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport
+from aiocomms_c10d import bringup, wire
+from aiocomms_c10d.group import Group
+from aiocomms_c10d.inbox import Inbox
+from aiocomms_c10d.link import Link
+from aiocomms_c10d.mailbox import Mailbox
+from aiocomms_c10d.meeting import Meeting
+from aiocomms_c10d.wire import Frame, Header
+
+_LAST_WORDS: Final = 0.1
+"""Seconds in which the peers are told the reason of an abort."""
+_GOODBYE: Final = 2.0
+"""Seconds in which each peer confirms that it has got everything; it does so without its loop."""
+
+
+class C10dTransport(Transport):
+    """Runs over a gloo process group, of its own or a user's.
+
+    Point-to-point messages and the agreement on collectives are frames between threads, two of them per peer; large
+    collectives are gloo's own. Nothing of this waits for a rank's loop, but for the completion of that rank's works.
+    """
+
+    capabilities = Capabilities(ops=(ops.P2P - {ops.Batch}) | ops.COLLECTIVES)
+
+    def __init__(self, rank: int, size: int, gloo: Any, group: Any) -> None:
+        """Begin.
+
+        :param gloo: our own group, for frames; None in a world of one.
+        :param group: the group that collectives run on; the same one, or the user's.
+        """
+        self._rank = rank
+        self._gloo = gloo
+        self._adopted = None if group is gloo else group
+        self._inbox = Inbox()
+        self._lost = threading.Event()
+        self._reason: CommError | None = None  # of the first abort
+        self._stopping = threading.Lock()
+        self._stopped = False  # no peer is missed any more
+        self._closed: frozenset[int] = frozenset()  # peers that have
+        peers = [] if gloo is None else [peer for peer in range(size) if peer != rank]
+        self._links = {peer: self._link(peer, size) for peer in peers}
+        self._mail = {peer: Mailbox(link, self._inbox) for peer, link in self._links.items()}
+        self._meeting = Meeting(Group(group, rank, size), self._links, self._inbox, self._fail, self._lost)
+        for link in self._links.values():
+            link.start()
+        _open.add(self)
+
+    def _link(self, peer: int, size: int) -> Link:
+        return Link(
+            self._gloo, peer, size, lambda frame: self._hear(peer, frame), lambda error: self._lose(peer, error)
+        )
+
+    @classmethod
+    def probe(cls, device: torch.device) -> str | None:
+        """See :meth:`Transport.probe`: where torch has no gloo, this module is not imported."""
+        return None
+
+    @classmethod
+    def preference(cls, device: torch.device, size: int) -> int:
+        """See :meth:`Transport.preference`: what there is where nothing faster is."""
+        return 10 if device.type == "cpu" else 0
+
+    @classmethod
+    def adopts(cls, foreign: object) -> bool:
+        """See :meth:`Transport.adopts`."""
+        return isinstance(foreign, (ProcessGroup, Backend))
+
+    @classmethod
+    async def open(cls, rendezvous: Rendezvous, options: Mapping[str, Any]) -> Self:
+        """See :meth:`Transport.open`. Hint ``"adopt"``: a process group for the collectives; it stays its owner's."""
+        rank, size = rendezvous.rank, rendezvous.size
+        if size == 1:
+            return cls(rank, size, None, None)
+        adopted = options.get("adopt")
+        if not cls.adopts(adopted) or any(other._adopted is adopted for other in _open):
+            adopted = None  # a second communicator over one group would mix up its collectives with the first one's
+        if rendezvous.store is None and adopted is not None:
+            device, timeout = rendezvous.device, rendezvous.timeout
+            rendezvous.store = await rendezvous.run(
+                "meeting over the adopted group", lambda: bringup.store_over(adopted, device, timeout)
+            )
+        gloo = await bringup.open_gloo(rendezvous)
+        return cls(rank, size, gloo, adopted or gloo)
+
+    # ---------------------------------------------------------------------------------------- on the loop's thread
+
+    def post(self, op: ops.Op, work: Completion) -> None:
+        """See :meth:`Transport.post`."""
+        if isinstance(op, ops.Send):
+            if op.dst in self._closed:
+                self._fail(_closed(op.dst))
+            else:
+                self._mail[op.dst].send(op, work)
+        elif isinstance(op, ops.Recv):
+            self._mail[op.src].recv(op, work)
+        else:
+            self._meeting.post(op, work)
+        for peer in self._closed:
+            self._miss(peer)
+
+    def progress(self) -> bool:
+        """See :meth:`Transport.progress`."""
+        return self._inbox.drain()
+
+    def fileno(self) -> int | None:
+        """See :meth:`Transport.fileno`."""
+        return self._inbox.fileno()
+
+    def try_cancel(self, work: Completion) -> bool:
+        """See :meth:`Transport.try_cancel`."""
+        return isinstance(work.op, ops.Recv) and self._mail[work.op.src].try_cancel(work)
+
+    def missing(self, work: Completion) -> Sequence[int]:
+        """See :meth:`Transport.missing`."""
+        op = work.op
+        if isinstance(op, ops.Recv):
+            return [op.src]
+        return [op.dst] if isinstance(op, ops.Send) else self._meeting.missing(work)
+
+    # ---------------------------------------------------------------------------------------- on a reader's thread
+
+    def _hear(self, peer: int, frame: Frame) -> None:
+        kind = frame.header.kind
+        if kind == wire.CALL:
+            self._meeting.hear(peer, frame)
+        elif kind == wire.ABORT:
+            self._hear_abort(frame)
+        elif kind == wire.BYE:
+            self._closed |= {peer}
+            self._links[peer].send(wire.pack(Header(wire.BYE_ACK)))
+            self._mail[peer].close()
+            self._miss(peer)
+        elif kind == wire.BYE_ACK:
+            self._links[peer].parted.set()
+        else:
+            self._mail[peer].hear(frame)
+
+    def _hear_abort(self, frame: Frame) -> None:
+        error = wire.unpack_error(frame)
+        if isinstance(error, MismatchError):
+            self._meeting.dispute(frame.header.ident, error)
+        self._fail(error)
+
+    def _lose(self, peer: int, error: CommError | None) -> None:
+        """A peer will say nothing more."""
+        if self._stopped:
+            return
+        if error is not None:
+            self._fail(error)
+        elif peer in self._closed:
+            self._miss(peer)
+        else:
+            self._fail(PeerDiedError(f"rank {peer} is gone: its connection broke without a goodbye", peer=peer))
+
+    def _miss(self, peer: int) -> None:
+        """A peer has closed. That matters when something needs it."""
+        if self._mail[peer].pending() or self._meeting.waits_for(peer):
+            self._fail(_closed(peer))
+
+    def _fail(self, error: CommError) -> None:
+        """The communicator is lost; behind what was complete before."""
+        self._lost.set()
+        self._inbox.put(lambda: self.on_failure(error))
+
+    # ------------------------------------------------------------------------------------------------- the end
+
+    def abort(self, error: CommError) -> None:
+        """See :meth:`Transport.abort`."""
+        if self._reason is None:
+            self._reason = error
+            self._lost.set()
+            threading.Thread(target=self._stop, name="aiocomms c10d aborts", daemon=True).start()
+
+    async def aclose(self) -> None:
+        """See :meth:`Transport.aclose`."""
+        await run_in_thread(Driver.current(), self._close)
+        self._inbox.drain()
+        self._inbox.close()
+
+    def _close(self) -> None:
+        if self._reason is None:
+            self._part()
+        self._stop()
+        for link in self._links.values():
+            link.join()
+        self._meeting.join(None if self._adopted is None else 0.0)
+        for mail in self._mail.values():
+            mail.clear()
+        self._gloo = None
+        _open.discard(self)
+
+    def _part(self) -> None:
+        """Say goodbye, and stay until everybody has got all that was sent."""
+        for link in self._links.values():
+            link.send(wire.pack(Header(wire.BYE)))
+        ends = time.monotonic() + _GOODBYE
+        for link in self._links.values():
+            link.parted.wait(max(0.0, ends - time.monotonic()))
+
+    def _stop(self) -> None:
+        """Tell the peers why, if there is a reason, and break all connections. Twice is once."""
+        with self._stopping:
+            if self._stopped:
+                return
+            self._stopped = True
+            if self._reason is not None:
+                self._say_why(self._reason)
+            if self._gloo is not None:
+                bringup.poison(self._gloo)
+
+    def _say_why(self, error: CommError) -> None:
+        frame = wire.pack_error(error, self._rank, self._meeting.disputed)
+        ends = time.monotonic() + _LAST_WORDS
+        for work in [link.last_words(frame) for link in self._links.values()]:
+            with contextlib.suppress(RuntimeError):
+                if work is not None:
+                    work.wait(timedelta(seconds=max(0.001, ends - time.monotonic())))
+
+
+_open: weakref.WeakSet[C10dTransport] = weakref.WeakSet()
+
+
+def _stop_all() -> None:
+    """Without this a reader might wake up in an interpreter that is half gone, and take the process with it."""
+    for transport in list(_open):
+        transport._stop()
+        for link in transport._links.values():
+            link.join()
+
+
+def _closed(peer: int) -> CommError:
+    return CommAbortedError(f"closed by rank {peer}, which an op still needed", peer=peer)
+
+
+atexit.register(_stop_all)
