@@ -7,7 +7,7 @@ common case is decided by one chain of cheap attribute reads and only a failure 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -211,6 +211,12 @@ def tagged(value: int) -> None:
         raise ArgumentTypeError(f"tag is {short(value)} ({type(value).__name__}), wanted an int")
     if not TAG_MIN <= value <= TAG_MAX:
         raise ArgumentError(f"tag is {value}, wanted a 32-bit signed integer: {TAG_MIN} <= tag <= {TAG_MAX}")
+
+
+def mapping(name: str, value: object) -> None:
+    """Check that a value is a mapping."""
+    if not isinstance(value, Mapping):
+        raise ArgumentTypeError(f"{name} is {short(value)} ({type(value).__name__}), wanted a mapping or None")
 
 
 def offset(value: int) -> None:

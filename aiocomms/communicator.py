@@ -25,6 +25,7 @@ from aiocomms.errors import (
     MismatchError,
     PeerDiedError,
 )
+from aiocomms.hooks import Hook, Hooks
 from aiocomms.issuer import Timeout
 from aiocomms.objects import Objects
 from aiocomms.ops import Op
@@ -42,20 +43,6 @@ CLOSE_GRACE = 5.0
 """Seconds that :meth:`Communicator.aclose` waits for ops which are already under way."""
 
 _POISONS = (CommTimeoutError, MismatchError, PeerDiedError)
-
-
-class Hook:
-    """A registered hook; :meth:`remove` undoes the registration."""
-
-    def __init__(self, hooks: list[Any], fn: Callable[..., object]) -> None:
-        self._hooks = hooks
-        self._fn = fn
-        hooks.append(fn)
-
-    def remove(self) -> None:
-        """Do not call the hook any more. Twice is once."""
-        if self._fn in self._hooks:
-            self._hooks.remove(self._fn)
 
 
 class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
@@ -81,12 +68,12 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
         self.calls = 0  # collectives called so far: the same on all ranks, so it tells their messages apart
         self._children = 0
         self._refusal: CommError | None = None  # why nothing can be started any more; the first reason stays
-        self._lock = threading.Lock()  # guards the step from no refusal to one
+        self._lock = threading.RLock()  # guards the step to a refusal; a signal handler may abort what it interrupts
         self._pending = Pending(self)
         self._closing: Promise | None = None
-        self._pre_hooks: list[Callable[[Op, int], object]] = []
-        self._post_hooks: list[Callable[[Work[Any]], object]] = []
-        self._abort_hooks: list[Callable[[CommError], object]] = []
+        self._pre_hooks = Hooks()
+        self._post_hooks = Hooks()
+        self._abort_hooks = Hooks()
         self._debug = os.environ.get("AIOCOMMS_DEBUG", "0") not in ("", "0")
         self._spinning = [t for t in self._transports() if t.capabilities.spin]
         self._router = Router(self, self._by_family)
@@ -127,6 +114,8 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
         seq = self._seq
         try:
             op.check(self)
+            if hints is not None:
+                checks.mapping("hints", hints)
             seconds = self.timeout if timeout is None else checks.seconds("timeout", timeout)
             if self._debug:
                 self._check_busy(op)
@@ -141,6 +130,8 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
         self._router[type(op)](op, work)
         if not work.done():
             self._pending.add(work, seconds)
+            if self._refusal is not None:  # it was lost while this op was being posted
+                self._give_up(self._refusal)
             for transport in self._spinning:
                 self.driver.kick(transport)
         elif self._post_hooks or work.fault is not None:
@@ -186,8 +177,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
         return self._router.withdraw(work)
 
     def _after(self, work: Work[Any]) -> None:
-        for hook in list(self._post_hooks):
-            hook(work)
+        self._post_hooks.call(self.driver, work)
         fault = work.fault
         if isinstance(fault, _POISONS) or (isinstance(fault, CommAbortedError) and work.op.family == "collectives"):
             self._fail(fault)
@@ -227,8 +217,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
         for work in list(self._pending):
             work.give_up(error if work.seq == error.seq else quote)
         if not isinstance(error, CommClosedError):
-            for hook in list(self._abort_hooks):
-                hook(error)
+            self._abort_hooks.call(self.driver, error)
 
     def expire(self, work: Work[Any]) -> None:
         """The deadline of a pending op has passed; on the watchdog's thread, while the loop may be busy."""
@@ -266,14 +255,10 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
         try:
             await self._drain()
         finally:
-            self._fail_closed()
-            groups.unregister(self)
-            _live.discard(self)
-            with anyio.move_on_after(CLOSE_GRACE, shield=True):
-                for transport in self._transports():
-                    self.driver.detach(transport)
-                    await transport.aclose()
-            self._closing.set()
+            try:
+                await self._release()
+            finally:
+                self._closing.set()
 
     async def _drain(self) -> None:
         with self._lock:
@@ -286,13 +271,19 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
         with anyio.move_on_after(CLOSE_GRACE):
             await self._pending.drained()
 
-    def _fail_closed(self) -> None:
+    async def _release(self) -> None:
+        groups.unregister(self)
+        _live.discard(self)
         refusal = self._refusal
         assert refusal is not None
         if self._pending:
             for transport in self._transports():
                 transport.abort(CommAbortedError(f"closed by rank {self.rank} with ops unfinished", peer=self.rank))
         self._give_up(refusal if isinstance(refusal, CommClosedError) else CommClosedError(refusal.message))
+        with anyio.move_on_after(CLOSE_GRACE, shield=True):
+            for transport in self._transports():
+                self.driver.detach(transport)
+                await transport.aclose()
 
     async def __aenter__(self) -> Self:
         return self
@@ -311,21 +302,21 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
 
         :returns: a handle with ``.remove()``.
         """
-        return Hook(self._pre_hooks, fn)
+        return self._pre_hooks.register(fn)
 
     def register_post_hook(self, fn: Callable[[Work[Any]], object]) -> Hook:
         """Have ``fn(work)`` called on the loop's thread when an op is done, before its awaiters go on.
 
         :returns: a handle with ``.remove()``.
         """
-        return Hook(self._post_hooks, fn)
+        return self._post_hooks.register(fn)
 
     def register_abort_hook(self, fn: Callable[[CommError], object]) -> Hook:
         """Have ``fn(error)`` called on the loop's thread when the communicator is lost; ``error`` is the first reason.
 
         :returns: a handle with ``.remove()``.
         """
-        return Hook(self._abort_hooks, fn)
+        return self._abort_hooks.register(fn)
 
     def set_timeout(self, timeout: Timeout) -> None:
         """Set the deadline of ops that name none.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import weakref
 from typing import TYPE_CHECKING
 
 from aiocomms.errors import ArgumentError, ArgumentTypeError
@@ -15,7 +16,7 @@ DEFAULT = "world"
 
 _open: dict[str, list[Communicator]] = {}
 # Ranks that are tasks of one process have communicators of the same names; each task sees those it opened itself first.
-_mine: contextvars.ContextVar[dict[str, Communicator]] = contextvars.ContextVar("aiocomms_groups")
+_mine: contextvars.ContextVar[dict[str, weakref.ref[Communicator]]] = contextvars.ContextVar("aiocomms_groups")
 
 
 def register(comm: Communicator) -> None:
@@ -26,7 +27,7 @@ def register(comm: Communicator) -> None:
 
 def enter(comm: Communicator) -> None:
     """Let the current task, and those it starts, find this one among communicators of the same name."""
-    _mine.set({**_mine.get({}), comm.name: comm})
+    _mine.set({**_mine.get({}), comm.name: weakref.ref(comm)})
 
 
 def unregister(comm: Communicator) -> None:
@@ -50,7 +51,7 @@ def get(group: Communicator | str | None = None) -> Communicator:
         raise ArgumentTypeError(f"group is {group!r}, wanted a Communicator or its name")
     name = group or DEFAULT
     same = _open.get(name, [])
-    mine = _mine.get({}).get(name)
+    mine = _mine.get({}).get(name, lambda: None)()
     if mine is not None and mine in same:
         return mine
     if len(same) == 1:

@@ -6,9 +6,10 @@ Every pytest run in an environment with aiocomms imports this module, so it impo
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import pytest
 
@@ -16,87 +17,103 @@ if TYPE_CHECKING:
     from aiocomms.communicator import Communicator
 
 DEFAULT_RANKS = 2
-"""How many ranks a test has that no marker ``ranks`` says otherwise of."""
+"""How many ranks the world of a test has that has no marker ``ranks``."""
 
-_LOOP_SCOPES = ("function", "class", "module", "package", "session")
+_Scope = Literal["function", "class", "module", "package", "session"]
 _failed = pytest.StashKey[bool]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Describe the marker, and let pytest-asyncio drive the fixture if it is there."""
-    config.addinivalue_line("markers", f"ranks(n): how many ranks the fixture `world` has, {DEFAULT_RANKS} by default")
+    config.addinivalue_line("markers", f"ranks(n): how many ranks the fixture 'world' has; {DEFAULT_RANKS} by default")
     if config.pluginmanager.has_plugin("asyncio") or config.pluginmanager.has_plugin("pytest_asyncio"):
         config.pluginmanager.register(_asyncio_worlds(), "aiocomms-asyncio")
 
 
-@pytest.fixture
-def world(request: pytest.FixtureRequest) -> list[Communicator]:
-    """The communicators of a local world, one per rank, opened and closed in the test's own event loop.
-
-    For ``async def`` tests under pytest-asyncio or anyio's plug-in; ``@pytest.mark.ranks(4)`` says how many ranks
-    there are. If the test fails the world is aborted, else closed.
-    """
-    _count(request)  # here already, so that a wrong marker is said without a loop's traceback around it
-    function: Any = getattr(request, "function", None)
-    if not inspect.iscoroutinefunction(inspect.unwrap(function)):
-        _refuse(request, "needs an event loop, and the test is no coroutine function: write `async def`")
-    marker = request.node.get_closest_marker("asyncio")
-    if marker is not None:
-        return request.getfixturevalue(f"_aiocomms_world_asyncio_{_loop_scope(request, marker)}")  # type: ignore[no-any-return]
-    if "anyio_backend" in request.fixturenames:
-        return request.getfixturevalue("_aiocomms_world_anyio")  # type: ignore[no-any-return]
-    _refuse(
-        request,
-        "needs an event loop, and nothing runs the test in one: mark it with pytest.mark.anyio, or with "
-        "pytest.mark.asyncio of pytest-asyncio",
-    )
-
-
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     """Note that a test failed: its ranks may be left with operations that will never end."""
     if call.when == "call" and call.excinfo is not None:
         item.stash[_failed] = True
     return (yield)
 
 
-async def _world(request: pytest.FixtureRequest) -> AsyncIterator[list[Communicator]]:
+@pytest.fixture
+def world(request: pytest.FixtureRequest) -> list[Communicator]:
+    """A world whose ranks all live in the test's own event loop: its communicators, in rank order.
+
+    For ``async def`` tests under pytest-asyncio, or under anyio's plug-in with any backend.
+    ``@pytest.mark.ranks(4)`` says how many ranks there are. At the end the world is closed, or aborted if the test
+    failed.
+    """
+    _count(request)  # not only inside the loop, whose traceback would bury what is wrong with the marker
+    return cast("list[Communicator]", request.getfixturevalue(_driven(request)))
+
+
+def _driven(request: pytest.FixtureRequest) -> str:
+    """The name of the fixture that opens the world in the loop which runs the test."""
+    function: Any = getattr(request, "function", None)
+    if hasattr(function, "hypothesis"):
+        function = function.hypothesis.inner_test
+    if not inspect.iscoroutinefunction(function):
+        raise _refusal(request, "needs an event loop, and the test is no coroutine function: write 'async def'")
+    marker = request.node.get_closest_marker("asyncio")
+    if marker is not None and request.config.pluginmanager.has_plugin("aiocomms-asyncio"):
+        return _asyncio_name(_loop_scope(request, marker))
+    if "anyio_backend" in request.fixturenames:
+        return "_aiocomms_anyio_world"
+    raise _refusal(
+        request,
+        "needs an event loop, and nothing runs the test in one: mark it with pytest.mark.anyio, or install "
+        "pytest-asyncio and mark it with pytest.mark.asyncio",
+    )
+
+
+@asynccontextmanager
+async def _opened(request: pytest.FixtureRequest) -> AsyncIterator[list[Communicator]]:
     from aiocomms.testing import local_world
 
     async with local_world(_count(request)) as comms:
-        yield list(comms)
+        yield comms
         if request.node.stash.get(_failed, False):
             for comm in comms:
                 comm.abort("the test failed")
 
 
-@pytest.fixture(name="_aiocomms_world_anyio")
-async def _anyio_world(request: pytest.FixtureRequest) -> AsyncIterator[list[Communicator]]:
-    async for comms in _world(request):
+@pytest.fixture
+async def _aiocomms_anyio_world(request: pytest.FixtureRequest) -> AsyncIterator[list[Communicator]]:
+    async with _opened(request) as comms:
         yield comms
 
 
 def _asyncio_worlds() -> ModuleType:
-    """A plug-in with one fixture for each scope that a test's loop may have: fixture and test must share the loop."""
+    """A plug-in with one fixture for each scope that a test's loop may have, as fixture and test must share the loop.
+
+    pytest-asyncio has imported itself by now.
+    """
     import pytest_asyncio
 
     plugin = ModuleType("aiocomms-asyncio")
-    for scope in _LOOP_SCOPES:
+    for scope in cast("tuple[_Scope, ...]", get_args(_Scope)):
 
         async def opened(request: pytest.FixtureRequest) -> AsyncIterator[list[Communicator]]:
-            async for comms in _world(request):
+            async with _opened(request) as comms:
                 yield comms
 
-        name = f"_aiocomms_world_asyncio_{scope}"
+        name = _asyncio_name(scope)
         setattr(plugin, name, pytest_asyncio.fixture(loop_scope=scope, name=name)(opened))
     return plugin
+
+
+def _asyncio_name(scope: str) -> str:
+    return f"_aiocomms_asyncio_world_of_{scope}"
 
 
 def _loop_scope(request: pytest.FixtureRequest, marker: pytest.Mark) -> str:
     scope = marker.kwargs.get("loop_scope") or marker.kwargs.get("scope")
     try:
-        return str(scope or request.config.getini("asyncio_default_test_loop_scope") or "function")
-    except ValueError:  # a pytest-asyncio without this setting
+        return scope or request.config.getini("asyncio_default_test_loop_scope") or "function"
+    except ValueError:  # pytest-asyncio before 0.26 has no such setting
         return "function"
 
 
@@ -104,12 +121,12 @@ def _count(request: pytest.FixtureRequest) -> int:
     marker = request.node.get_closest_marker("ranks")
     if marker is None:
         return DEFAULT_RANKS
+    match marker.args:
+        case (int(count),) if type(count) is int and count > 0 and not marker.kwargs:
+            return count
     given = ", ".join([*map(repr, marker.args), *(f"{name}={value!r}" for name, value in marker.kwargs.items())])
-    if marker.kwargs or len(marker.args) != 1 or type(marker.args[0]) is not int or marker.args[0] < 1:
-        _refuse(request, f"got the marker ranks({given}), wanted the number of ranks: ranks(4)")
-    count: int = marker.args[0]
-    return count
+    raise _refusal(request, f"got the marker ranks({given}), wanted the number of ranks: ranks(4)")
 
 
-def _refuse(request: pytest.FixtureRequest, why: str) -> Any:
-    pytest.fail(f"{request.node.nodeid}: the fixture 'world' of aiocomms {why}", pytrace=False)
+def _refusal(request: pytest.FixtureRequest, why: str) -> BaseException:
+    return pytest.fail.Exception(f"{request.node.nodeid}: the fixture 'world' of aiocomms {why}", pytrace=False)

@@ -59,7 +59,7 @@ class Router(dict[type[ops.Op], Route]):
     def _refuse(self, op: ops.Op, work: Completion) -> None:
         carriers = {family: type(transport).__name__ for family, transport in self._transports.items()}
         raise UnsupportedOperation(
-            f"no transport of this communicator carries it, nor can it be expressed in other ops; transports: {carriers}",
+            f"no transport of this communicator carries it, nor can other ops express it; transports: {carriers}",
             comm=self._comm.name,
             op=op.name,
             rank=self._comm.rank,

@@ -50,6 +50,8 @@ async def run(host: str, port: int) -> None:
                     await serve(listen(host, port), Batcher(comm.size), stage, inbound, outbound, stopping)
                 else:
                     await run_stage(stage, inbound, outbound)
+                if not comm.aborted:
+                    await comm.barrier()  # leave together: whoever leaves early is missed by those still at work
             print(f"rank {comm.rank} has ended", flush=True)
     except CommError as error:
         raise SystemExit(f"{type(error).__name__}: {error}") from None

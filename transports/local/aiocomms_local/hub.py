@@ -27,7 +27,8 @@ class Hub:
     """The state shared by the ranks, which may live in several threads. Every method is called under :attr:`lock`."""
 
     def __init__(self, size: int) -> None:
-        self.lock = threading.Lock()
+        # Reentrant for a signal handler that aborts: all an abort does under the lock is to note the failure.
+        self.lock = threading.RLock()
         self.size = size
         self.ranks: list[LocalTransport | None] = [None] * size
         self.failure: CommError | None = None

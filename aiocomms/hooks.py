@@ -1,0 +1,38 @@
+"""Functions that a program has asked to have called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from aiocomms.driver import Driver
+
+
+class Hook:
+    """A registered hook; :meth:`remove` undoes the registration."""
+
+    def __init__(self, hooks: Hooks, fn: Callable[..., object]) -> None:
+        self._hooks = hooks
+        self._fn = fn
+
+    def remove(self) -> None:
+        """Do not call the hook any more. Twice is once."""
+        if self._fn in self._hooks:
+            self._hooks.remove(self._fn)
+
+
+class Hooks(list[Callable[..., object]]):
+    """The hooks for one kind of event, called in the order registered."""
+
+    def register(self, fn: Callable[..., object]) -> Hook:
+        """Add a hook."""
+        self.append(fn)
+        return Hook(self, fn)
+
+    def call(self, driver: Driver, *about: Any) -> None:
+        """Call them; no caller stands behind who could handle what they raise, so that is reported."""
+        for fn in list(self):
+            try:
+                fn(*about)
+            except Exception as error:
+                driver.report(f"the hook {fn!r} raised", error)
