@@ -4,7 +4,7 @@ PYTHON ?= python3
 # A plain `torch` pulls gigabytes of CUDA packages; override to install another build.
 TORCH ?= torch==2.13.0
 VENV ?= .venv
-BIN := $(VENV)/bin
+BIN := $(abspath $(VENV))/bin
 SOURCES := aiocomms transports tests examples benchmarks
 
 .PHONY: demo serve test lint format conformance mutation bench docs clean
@@ -17,11 +17,11 @@ $(VENV)/setup.stamp: pyproject.toml
 
 ## Start the embedding server on 2 ranks, post the sentences of a file, check every vector, print a table.
 demo: $(VENV)/setup.stamp
-	HF_HUB_OFFLINE=1 $(BIN)/python -m examples.embedding_server.demo
+	cd examples && $(BIN)/python -m embedding_server.demo
 
 ## Leave the embedding server running on 2 ranks.
 serve: $(VENV)/setup.stamp
-	HF_HUB_OFFLINE=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m examples.embedding_server
+	cd examples && $(BIN)/torchrun --standalone --nproc-per-node 2 -m embedding_server --port 8000
 
 ## Everything: lint, types, tests, conformance of every transport, docs and examples.
 test: lint

@@ -121,8 +121,9 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
                 self._check_busy(op)
         except CommError as error:
             raise error.about(comm=self.name, op=op.name, rank=self.rank) from None
-        for hook in self._pre_hooks:
-            hook(op, seq)
+        if self._pre_hooks:
+            for hook in list(self._pre_hooks):
+                hook(op, seq)
         work: Work[Any] = Work(op, seq, self, hints)
         self._seq = seq + 1
         if op.family == "collectives":
@@ -383,6 +384,8 @@ def _disown_in_child() -> None:
     """A forked child shares its parent's sockets, and must not use or close them."""
     for comm in list(_live):
         comm._refusal = CommClosedError(f"it was created in process {os.getppid()} and cannot be used after a fork")
+        comm._closing = Promise(comm.driver)
+        comm._closing.set()
 
 
 os.register_at_fork(after_in_child=_disown_in_child)

@@ -10,12 +10,14 @@ from __future__ import annotations
 import select
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any
 
 from aiocomms.errors import CommError
 from aiocomms.loops import Loop, Parkable, running_loop
 from aiocomms.transport import Transport
+from aiocomms.waker import Waker
 from aiocomms.work import Work
 
 _local = threading.local()
@@ -30,11 +32,12 @@ class Driver:
         self.park: Callable[[Parkable], Generator[Any, Any, None]] = loop.park
         self.unpark: Callable[[Any], None] = loop.unpark
         self.call_soon: Callable[..., None] = loop.call_soon
-        self.call_threadsafe: Callable[..., None] = loop.call_threadsafe
         self.report: Callable[[str, BaseException], None] = loop.report
         self._fds: dict[Transport, int | None] = {}
         self._turns: dict[Transport, int] = {}  # how many more turns each transport is polled
         self._scheduled = False
+        self._calls: deque[tuple[Callable[..., object], tuple[object, ...]]] = deque()  # from other threads
+        self._blocked: Waker | None = None  # while the loop's thread waits in block()
 
     @classmethod
     def current(cls) -> Driver:
@@ -72,6 +75,22 @@ class Driver:
                 self._scheduled = True
                 self.call_soon(self._turn)
 
+    def call_threadsafe(self, fn: Callable[..., object], *args: object) -> None:
+        """Call ``fn`` on the loop's thread, from any thread or signal handler, also while that thread blocks in here.
+
+        Nothing happens if the loop is gone.
+        """
+        self._calls.append((fn, args))
+        blocked = self._blocked
+        if blocked is not None:
+            blocked.wake()
+        self._loop.call_threadsafe(self._call)
+
+    def _call(self) -> None:
+        if self._calls:  # else block() has done it already
+            fn, args = self._calls.popleft()
+            fn(*args)
+
     def block(self, work: Work[Any], timeout: float | None) -> None:
         """Wait for a work in synchronous code.
 
@@ -90,16 +109,24 @@ class Driver:
 
     def _block_here(self, work: Work[Any], deadline: float | None) -> None:
         poller = select.poll()
-        for fd in self._fds.values():
+        waker = self._blocked = Waker()
+        for fd in (waker.fileno(), *self._fds.values()):
             if fd is not None:
                 poller.register(fd, select.POLLIN)
-        while not work.done():
-            for transport in list(self._fds):
-                self._progress(transport)
-            left = None if deadline is None else deadline - time.monotonic()
-            if work.done() or (left is not None and left <= 0):
-                return
-            poller.poll(None if left is None else left * 1000)
+        try:
+            while not work.done():
+                waker.clear()
+                while self._calls:
+                    self._call()
+                for transport in list(self._fds):
+                    self._progress(transport)
+                left = None if deadline is None else deadline - time.monotonic()
+                if work.done() or (left is not None and left <= 0):
+                    return
+                poller.poll(None if left is None else left * 1000)
+        finally:
+            self._blocked = None
+            waker.close()
 
     def _ready(self, transport: Transport) -> None:
         if self._progress(transport):
@@ -123,6 +150,7 @@ class Driver:
             return transport.progress()
         except Exception as error:
             self.report(f"{type(transport).__name__}.progress() raised", error)
+            self.detach(transport)  # its descriptor may stay readable for ever
             failure = CommError(f"the transport broke: {type(error).__name__}: {error}")
             failure.__cause__ = error
             transport.on_failure(failure)

@@ -180,7 +180,8 @@ class TrioLoop(Loop):
         with scope:
             while not scope.cancel_called:  # before the first turn too: the descriptor may be closed by now
                 await self._trio.lowlevel.wait_readable(fd)
-                self._guarded(fn)
+                if not scope.cancel_called:  # else unwatched in the very turn in which it became readable
+                    self._guarded(fn)
 
     def _guarded(self, fn: Callable[..., object], *args: object) -> None:
         try:

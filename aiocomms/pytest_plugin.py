@@ -23,6 +23,15 @@ _Scope = Literal["function", "class", "module", "package", "session"]
 _failed = pytest.StashKey[bool]()
 
 
+def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) -> None:
+    """Know the options of the conformance suite where that is what is run.
+
+    By its package's name (``--pyargs``) pytest finds the suite's conftest only after it has read the command line.
+    """
+    if any("aiocomms.testing.conformance" in arg for arg in args):
+        early_config.pluginmanager.import_plugin("aiocomms.testing.conformance.options")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Describe the marker, and let pytest-asyncio drive the fixture if it is there."""
     config.addinivalue_line("markers", f"ranks(n): how many ranks the fixture 'world' has; {DEFAULT_RANKS} by default")

@@ -146,5 +146,6 @@ def reduce(op: ReduceOp, tensors: Sequence[Tensor], out: Tensor) -> None:
         return
     accumulator = lift(op, tensors[0])
     for tensor in tensors[1:]:
-        combine(op, accumulator, lift(op, tensor) if op.kind == "premul_sum" else tensor.view(accumulator.shape))
+        scaled = lift(op, tensor) if op.kind == "premul_sum" else tensor
+        combine(op, accumulator, scaled.view(accumulator.shape))
     lower(op, accumulator, len(tensors), out)

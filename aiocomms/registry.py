@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, cast
@@ -34,6 +35,12 @@ class Plan(msgspec.Struct, frozen=True):
 
 def entries() -> dict[str, EntryPoint]:
     """Every installed transport's entry point, by name."""
+    return _entries(tuple(sys.path))
+
+
+@functools.cache
+def _entries(path: tuple[str, ...]) -> dict[str, EntryPoint]:
+    """Reads the metadata of every installed distribution: many milliseconds on the loop, so once for each path."""
     return {entry.name: entry for entry in entry_points(group=GROUP)}
 
 
@@ -71,7 +78,7 @@ def choose(transport: str | Mapping[str, str], device: torch.device, size: int, 
     """
     if isinstance(transport, str):
         picks = _auto(device, size) if transport == "auto" else _all_of(transport, device)
-    elif isinstance(transport, Mapping):
+    elif isinstance(transport, Mapping) and transport and all(isinstance(name, str) for name in transport.values()):
         picks = {_family(family): (name, _named(name, device, family)) for family, name in transport.items()}
     else:
         raise ArgumentTypeError(f"transport is {transport!r}, wanted a name, 'auto', or a mapping of families to names")

@@ -193,8 +193,9 @@ class TensorStream(ObjectStream[Tensor]):
     # ------------------------------------------------------------------------------------------------- receiving
 
     def _fetch(self) -> None:
-        work = self._post(ops.Recv(self._header, self.peer, self._in_tag, ops.STREAM_DATA))
-        work.add_done_callback(self._on_header)
+        if self._usable():
+            work = self._post(ops.Recv(self._header, self.peer, self._in_tag, ops.STREAM_DATA))
+            work.add_done_callback(self._on_header)
 
     def _on_header(self, work: Work[Any]) -> None:
         if self._failed(work):
@@ -208,6 +209,8 @@ class TensorStream(ObjectStream[Tensor]):
         if data[0] == _EOF:
             self._eof_received = True
             self._notify()
+            return
+        if not self._usable():
             return
         message = torch.empty(shape, dtype=dtype, device=self._comm.device)
         if nbytes:
@@ -232,7 +235,7 @@ class TensorStream(ObjectStream[Tensor]):
 
     def _return_credits(self) -> None:
         """Return what is owed, in one message at a time; a closed end returns that it is closed."""
-        if self._returning or not self._is_open or not (self._owed or self._closed):
+        if self._returning or not self._is_open or not self._usable() or not (self._owed or self._closed):
             return
         owed, self._owed = self._owed, 0
         credit = torch.tensor([_CLOSED if self._closed else owed], device=self._comm.device)
@@ -247,8 +250,9 @@ class TensorStream(ObjectStream[Tensor]):
             self._return_credits()
 
     def _await_credits(self) -> None:
-        work = self._post(ops.Recv(self._credit, self.peer, self._in_tag + 2, ops.STREAM_DATA))
-        work.add_done_callback(self._on_credits)
+        if self._usable():
+            work = self._post(ops.Recv(self._credit, self.peer, self._in_tag + 2, ops.STREAM_DATA))
+            work.add_done_callback(self._on_credits)
 
     def _on_credits(self, work: Work[Any]) -> None:
         if self._failed(work):
@@ -265,6 +269,10 @@ class TensorStream(ObjectStream[Tensor]):
 
     # ---------------------------------------------------------------------------------------------------- common
 
+    def _usable(self) -> bool:
+        """Whether anything can still be said to the other end; if not, the failure comes by the works under way."""
+        return self._failure is None and not self._comm.closed and not self._comm.aborted
+
     def _post(self, op: ops.Op) -> Work[Any]:
         work: Work[Any] = self._comm._issue(op, None, _FOREVER)
         return work
@@ -275,7 +283,7 @@ class TensorStream(ObjectStream[Tensor]):
     def _finish(self) -> None:
         if not self._eof_sent:
             self._eof_sent = True
-            if self._is_open and self._failure is None and not self._comm.closed and not self._comm.aborted:
+            if self._is_open and self._usable():
                 self._post(ops.Send(self._make_header(_EOF, torch.empty(0)), self.peer, self._out_tag, ops.STREAM_DATA))
 
     def _check_sending(self) -> None:

@@ -79,7 +79,8 @@ class Work(msgspec.Struct, Generic[T_co], eq=False, weakref=True):
         :raises CommError: the op failed.
         """
         if self._error is None and self._state:
-            return self.op.result() if self._value is OP_RESULT else self._value  # type: ignore[no-any-return]
+            value = self._value
+            return self.op.result() if value is OP_RESULT else value  # type: ignore[no-any-return]
         raise self._seen()
 
     def exception(self) -> CommError | None:
@@ -182,7 +183,7 @@ class Work(msgspec.Struct, Generic[T_co], eq=False, weakref=True):
     def detach(self, waiter: object) -> None:
         """Forget an awaiter that was cancelled; withdraw the op with the last one if it can be."""
         waiters = self._waiters
-        if self._state or waiters is None or waiter not in waiters:
+        if waiters is None or waiter not in waiters:
             return
         waiters.remove(waiter)
         if not waiters:

@@ -32,24 +32,30 @@ async def local_world(
         raise ArgumentError(f"size is {size!r}, wanted at least 1 rank")
     store = HashStore()
     comms: list[Communicator | None] = [None] * size
+    failures: list[Exception] = []
 
     async def open_rank(rank: int) -> None:
-        comms[rank] = await new_comm(
-            transport or in_process(), store=store, rank=rank, size=size, name=name, timeout=timeout
-        )
+        try:
+            comms[rank] = await new_comm(
+                transport or in_process(), store=store, rank=rank, size=size, name=name, timeout=timeout
+            )
+        except Exception as error:
+            failures.append(error)
+            tasks.cancel_scope.cancel()
 
-    async with anyio.create_task_group() as tasks:
-        for rank in range(size):
-            tasks.start_soon(open_rank, rank)
-    world = [comm for comm in comms if comm is not None]
     try:
-        yield world
+        async with anyio.create_task_group() as tasks:
+            for rank in range(size):
+                tasks.start_soon(open_rank, rank)
+        if failures:
+            raise failures[0]
+        yield [comm for comm in comms if comm is not None]
     except BaseException as error:
-        for comm in world:
+        for comm in filter(None, comms):
             comm.abort(error)
         raise
     finally:
         with anyio.CancelScope(shield=True):
             async with anyio.create_task_group() as tasks:
-                for comm in world:
+                for comm in filter(None, comms):
                     tasks.start_soon(comm.aclose)

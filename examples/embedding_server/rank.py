@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from anyio.abc import ObjectStream
     from torch import Tensor
 
-DRAIN = 0.8  # seconds that the requests in flight have after Ctrl-C; then they get a 503
+DRAIN = 0.6  # seconds that the requests in flight have after Ctrl-C; then they get a 503
 GRACE = 1.5  # seconds after Ctrl-C when a rank leaves, whatever is left to do
 
 
@@ -104,9 +104,7 @@ async def serve(
     stopping: anyio.Event,
 ) -> None:
     """Serve HTTP until `stopping` is set, then end the streams of all ranks."""
-    config = uvicorn.Config(
-        create_app(batcher), lifespan="off", log_level="warning", limit_concurrency=1000, timeout_graceful_shutdown=1
-    )
+    config = uvicorn.Config(create_app(batcher), lifespan="off", log_level="warning", limit_concurrency=1000)
     server = Server(config)
     async with anyio.create_task_group() as pipeline:
         pipeline.start_soon(run_pipeline, batcher, stage, inbound, outbound)
@@ -139,3 +137,6 @@ async def drain(server: uvicorn.Server, batcher: Batcher, stopping: anyio.Event)
     server.should_exit = True
     await anyio.sleep(DRAIN)
     batcher.fail("The server is stopping.")
+    await anyio.sleep(0.1)  # for these answers to be written
+    for connection in server.server_state.connections:
+        connection.transport.close()  # what is left is half a request

@@ -137,6 +137,8 @@ class Hub:
         self.ranks[rank] = None
         error = _closed(rank)
         done: Done = []
+        self._recvs = defaultdict(deque, {key: q for key, q in self._recvs.items() if key[1] != rank})
+        self._sends = defaultdict(deque, {key: q for key, q in self._sends.items() if key[0] != rank})
         for recv_key in [key for key in self._recvs if key[0] == rank]:
             done += [(recv_key[1], work, error) for _, work in self._recvs.pop(recv_key)]
         for send_key in [key for key in self._sends if key[1] == rank]:

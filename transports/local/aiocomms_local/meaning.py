@@ -40,6 +40,8 @@ def _broadcast(records: Records) -> None:
 
 def _all_reduce(records: Records) -> None:
     first = records[0]
+    if len(records) == 1 and first.op.kind != "premul_sum":
+        return  # one value is its own reduction
     reductions.reduce(first.op, [r.tensor for r in records], first.tensor)
     for record in records[1:]:
         _copy(record.tensor, first.tensor)

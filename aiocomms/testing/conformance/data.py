@@ -1,0 +1,200 @@
+"""Random tensors that every rank can draw for all ranks, tensors with guarded surroundings, and what torch says."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import operator
+import zlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from aiocomms import ReduceOp
+from aiocomms.checks import DTYPES, describe
+
+ALL_DTYPES = tuple(sorted(DTYPES, key=str))
+HALVES = (torch.float16, torch.bfloat16)
+
+SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (2, 0, 3), (7,), (8, 8), (257,), (1031,))
+"""Nothing, one, primes, powers of two and what no number of ranks divides; with 0 to 3 dimensions."""
+
+LARGE = (40_009,)
+"""More than any transport sends in one piece, and prime."""
+
+_POISON = 0xA5
+_GUARD = 3
+"""Elements on each side of a tensor; odd, so that it is aligned to its element size and to nothing more."""
+
+
+def bits(seed: int, dtype: torch.dtype, shape: tuple[int, ...], *key: object) -> Tensor:
+    """Random bit patterns, NaNs among them: for operations that only move data. Not to be changed.
+
+    :param key: what the content depends on, beside the seed; the same on every rank.
+    """
+    pool = _bools(seed) if dtype == torch.bool else _bits(seed)
+    nbytes = math.prod(shape) * dtype.itemsize
+    if 2 * nbytes > len(pool):
+        pool = pool.repeat(2 * nbytes // len(pool) + 1)
+    begin = _place(key) % (len(pool) - nbytes) & -16
+    return pool[begin : begin + nbytes].view(dtype).view(shape)
+
+
+def numbers(seed: int, dtype: torch.dtype, shape: tuple[int, ...], *key: object) -> Tensor:
+    """Random numbers to calculate with: integers over their whole range, others between 1/2 and 2 of either sign.
+
+    :param key: what the content depends on, beside the seed; the same on every rank.
+    """
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return bits(seed, dtype, shape, *key)
+    pool, count = _numbers(seed, dtype), math.prod(shape)
+    begin = _place(key) % (len(pool) - count)
+    return pool[begin : begin + count].view(shape)
+
+
+# Each content is a piece of a pool: drawing it anew would take most of the suite's time.
+
+
+@functools.cache
+def _bits(seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-(2**63), 2**63 - 1, (2**17,), generator=generator).view(torch.uint8)
+
+
+@functools.cache
+def _bools(seed: int) -> Tensor:
+    return _bits(seed) & 1
+
+
+@functools.cache
+def _numbers(seed: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    size, angle = torch.rand((2, 2**17), generator=generator, dtype=torch.float64)
+    if dtype.is_complex:
+        return torch.polar(size * 1.5 + 0.5, angle * math.tau).to(dtype)
+    return ((size * 1.5 + 0.5) * (angle - 0.5).sign()).to(dtype)
+
+
+def _place(key: tuple[object, ...]) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")
+
+
+@functools.cache
+def _poison(nbytes: int, device: torch.device) -> Tensor:
+    return torch.full((nbytes,), _POISON, dtype=torch.uint8, device=device)
+
+
+class Slot:
+    """A tensor inside a larger allocation whose other bytes nobody may write.
+
+    Holds ``content``, or where there is none a pattern that no result equals.
+    """
+
+    def __init__(self, content: Tensor | None, dtype: torch.dtype, shape: Sequence[int], device: torch.device) -> None:
+        guard = _GUARD * dtype.itemsize
+        nbytes = math.prod(shape) * dtype.itemsize
+        self._memory = torch.full((nbytes + 2 * guard,), _POISON, dtype=torch.uint8, device=device)
+        self._content = content
+        self._guards = self._memory[:guard], self._memory[guard + nbytes :]
+        self.tensor = self._memory[guard : guard + nbytes].view(dtype).view(tuple(shape))
+        if content is not None:
+            self.tensor.copy_(content)
+
+    def expect(self, want: Tensor, allowance: Tensor | None = None) -> None:
+        """Check the content, bit by bit or within an allowance per element, and that nothing around it was written."""
+        got = self.tensor.cpu()
+        if allowance is None:
+            same_bits(got, want)
+        else:
+            error = (got.to(_wide(got.dtype)) - want).abs()
+            if not bool((error <= allowance).all()):  # so that a NaN is wrong
+                raise AssertionError(f"{_difference(got, want)}; error {_brief(error)}, allowed {_brief(allowance)}")
+        for guard in self._guards:
+            if not torch.equal(guard, _poison(len(guard), guard.device)):
+                raise AssertionError(f"memory around {describe(self.tensor)} was written")
+
+    def expect_untouched(self) -> None:
+        """Check that nothing was written at all."""
+        poison = torch.full((self.tensor.nbytes,), _POISON, dtype=torch.uint8)
+        self.expect(poison.view(self.tensor.dtype).view(self.tensor.shape) if self._content is None else self._content)
+
+
+def same_bits(got: Tensor, want: Tensor) -> None:
+    """Check that two tensors agree in dtype, shape and every bit."""
+    got = got.detach().cpu()
+    if got.dtype != want.dtype or got.shape != want.shape or not torch.equal(_raw(got), _raw(want)):
+        raise AssertionError(f"{describe(got)}: {_difference(got, want)}")
+
+
+def checksum(tensor: Tensor) -> int:
+    """A number that tells contents apart."""
+    return zlib.crc32(_raw(tensor.cpu()).numpy())
+
+
+class Expected(NamedTuple):
+    """A result, and by how much each element may differ from it; None: not at all."""
+
+    value: Tensor
+    allowance: Tensor | None
+
+
+def reduced(op: ReduceOp, tensors: Sequence[Tensor]) -> Expected:
+    """What torch makes of one tensor per rank.
+
+    Sums and products may be taken in any order, but float16 and bfloat16 are accumulated in float32.
+    """
+    stack = torch.stack(list(tensors))
+    dtype, n = stack.dtype, len(tensors)
+    if op.kind in ("min", "max") or not (dtype.is_floating_point or dtype.is_complex):
+        return Expected(_exactly(op, stack), None)
+    wide = stack.to(_wide(dtype))
+    factor = {"avg": 1 / n, "premul_sum": op.factor}.get(op.kind, 1.0)
+    value = wide.prod(0) if op.kind == "product" else wide.sum(0) * factor
+    magnitude = value.abs() if op.kind == "product" else wide.abs().sum(0) * abs(factor)
+    info = torch.finfo(dtype)
+    accumulates = torch.finfo(torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32).eps
+    allowance = 2 * (n + 1) * accumulates * magnitude
+    if n > 1 or factor != 1:
+        allowance = allowance + info.eps * value.abs() + info.smallest_normal * info.eps
+    return Expected(value, allowance)
+
+
+_EXACT = {
+    "min": lambda stack: functools.reduce(torch.minimum, stack),
+    "max": lambda stack: functools.reduce(torch.maximum, stack),
+    "band": lambda stack: functools.reduce(operator.and_, stack),
+    "bor": lambda stack: functools.reduce(operator.or_, stack),
+    "bxor": lambda stack: functools.reduce(operator.xor, stack),
+    "sum": lambda stack: stack.sum(0, dtype=stack.dtype),
+    "product": lambda stack: stack.prod(0, dtype=stack.dtype),
+}
+
+
+def _exactly(op: ReduceOp, stack: Tensor) -> Tensor:
+    value: Tensor = _EXACT[op.kind](stack)
+    return value
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.complex128 if dtype.is_complex else torch.float64
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _brief(tensor: Tensor) -> str:
+    text = str(tensor.detach().cpu().flatten()[:8].tolist())
+    return text if tensor.numel() <= 8 else f"{text[:-1]}, ...]"
+
+
+def _difference(got: Tensor, want: Tensor) -> str:
+    if got.shape != want.shape:
+        return f"got the shape {list(got.shape)}, wanted {list(want.shape)}"
+    mine, theirs = got.flatten(), want.flatten()
+    wrong = [i for i in range(min(mine.numel(), 2000)) if not torch.equal(_raw(mine[i]), _raw(theirs[i].to(got.dtype)))]
+    where = f", first at element {wrong[0]}" if wrong else ""
+    return f"got {_brief(mine[wrong[0] :] if wrong else mine)}, wanted {_brief(theirs[wrong[0] :] if wrong else theirs)}{where}"

@@ -1,0 +1,163 @@
+"""Worlds of real processes, which stay for as long as their checks pass."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pkgutil
+import signal
+import tempfile
+import time
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from aiocomms.testing import conformance
+from aiocomms.testing.conformance import worker
+from aiocomms.testing.conformance.case import Outcome, Place
+from aiocomms.testing.conformance.rank import Request
+from aiocomms.testing.conformance.world import GRACE, STOP, World
+
+_DUMP = 0.3
+"""Seconds that a process has to write down what its threads are doing."""
+
+
+def _context() -> Any:
+    """Forks from a server that has imported everything, so that a rank starts in milliseconds."""
+    context = multiprocessing.get_context("forkserver")
+    modules = [f"{conformance.__name__}.{module.name}" for module in pkgutil.iter_modules(conformance.__path__)]
+    context.set_forkserver_preload(["trio", "uvloop", *(m for m in modules if ".test_" in m), worker.__name__])
+    return context
+
+
+class Processes(World):
+    """Runs checks in one process for each rank."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        self._members: list[_Member] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="aiocomms")
+        self._runs = 0
+        self._fresh = False
+
+    def run(self, request: Request) -> list[Outcome]:
+        """See :meth:`World.run`."""
+        if not self._members:
+            self._members = [_Member(self.place, rank, Path(self._folder.name)) for rank in range(self.place.size)]
+        self._runs += 1
+        store = str(Path(self._folder.name) / f"store{self._runs}")
+        for member in self._members:
+            member.send("run", request, store, self._fresh)
+        outcomes = _Conversation(self._members, self.place.deadline).outcomes()
+        if any(outcome.status not in ("passed", "skipped") for outcome in outcomes):
+            self._kill()
+        self._fresh = not all(outcome.usable for outcome in outcomes)
+        return outcomes
+
+    def close(self) -> None:
+        """See :meth:`World.close`. A rank that does not end by itself is an error."""
+        for member in self._members:
+            member.send("close")
+        ends = time.monotonic() + self.place.deadline
+        codes = [member.end(ends) for member in self._members]
+        self._kill()
+        self._folder.cleanup()
+        assert not any(codes), f"the ranks' processes should have ended with 0, and ended with {codes}; -9: too late"
+
+    def _kill(self) -> None:
+        for member in self._members:
+            member.kill()
+        self._members = []
+
+
+class _Member:
+    """One rank's process."""
+
+    def __init__(self, place: Place, rank: int, folder: Path) -> None:
+        context = _context()
+        self.pipe: Connection
+        self.pipe, theirs = context.Pipe()
+        self._dump = folder / f"dump{rank}"
+        self._process = context.Process(
+            target=worker.work, args=(place, rank, theirs, str(self._dump)), name=f"rank {rank}", daemon=True
+        )
+        self._process.start()
+        theirs.close()
+
+    def send(self, *message: object) -> None:
+        """Tell it something; if it is gone, that is noticed where its answer is waited for."""
+        try:
+            self.pipe.send(message)
+        except OSError:
+            pass
+
+    def died(self) -> str:
+        """How it ended, and what it wrote down."""
+        self._process.join(STOP)
+        return f"its process ended with {self._process.exitcode}\n{self._dump.read_text()}"
+
+    def stuck(self) -> str:
+        """What its threads are doing."""
+        os.kill(self._process.pid, signal.SIGUSR1)
+        time.sleep(_DUMP)
+        return f"it does not answer:\n{self._dump.read_text()}"
+
+    def end(self, deadline: float) -> int:
+        """Wait for its end; its exit code, and -9 if it was too late."""
+        self._process.join(max(deadline - time.monotonic(), 0))
+        self._process.kill()
+        self._process.join()
+        return self._process.exitcode or 0
+
+    def kill(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.join()
+        self._process.close()
+        self.pipe.close()
+
+
+class _Conversation:
+    """Listens to the ranks while they run one check, and passes on what they tell each other."""
+
+    def __init__(self, members: list[_Member], deadline: float) -> None:
+        self._members = members
+        self._ends = time.monotonic() + deadline
+        self._outcomes: dict[int, Outcome] = {}
+        self._stopped = False
+
+    def outcomes(self) -> list[Outcome]:
+        """What became of the check, by rank."""
+        ranks = {member.pipe: rank for rank, member in enumerate(self._members)}
+        while len(self._outcomes) < len(ranks):
+            left = self._ends - time.monotonic()
+            if left > 0:
+                for pipe in wait([p for p, rank in ranks.items() if rank not in self._outcomes], left):
+                    self._listen(ranks[pipe], pipe)  # type: ignore[index,arg-type]
+            elif self._stopped:
+                for rank in set(ranks.values()) - set(self._outcomes):
+                    self._outcomes[rank] = Outcome("stopped", self._members[rank].stuck(), usable=False)
+            else:
+                self._stop()
+        return [self._outcomes[rank] for rank in range(len(ranks))]
+
+    def _listen(self, rank: int, pipe: Connection) -> None:
+        try:
+            kind, what = pipe.recv()
+        except (EOFError, OSError):
+            kind, what = "done", Outcome("failed", self._members[rank].died(), usable=False)
+        if kind == "note":
+            for other, member in enumerate(self._members):
+                if other != rank:
+                    member.send("note", rank, what)
+            return
+        self._outcomes[rank] = what
+        if what.status == "failed" and not self._stopped:
+            self._ends = min(self._ends, time.monotonic() + GRACE)
+
+    def _stop(self) -> None:
+        self._stopped = True
+        self._ends = time.monotonic() + STOP
+        for rank, member in enumerate(self._members):
+            if rank not in self._outcomes:
+                member.send("stop")

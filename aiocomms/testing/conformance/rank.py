@@ -1,0 +1,184 @@
+"""One rank's side: opens a communicator, runs checks on it, and says what became of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import traceback
+import unittest
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
+
+import anyio
+from torch.distributed import Store
+
+from aiocomms import new_comm
+from aiocomms.communicator import Communicator
+from aiocomms.testing.conformance.case import Board, Case, Outcome, Place
+
+SETTLE = 2.0
+"""Seconds in which what a check has started must be done after its end."""
+
+Check = Callable[..., Awaitable[None]]
+
+
+class Request(NamedTuple):
+    """A check to be run."""
+
+    check: Check
+    arguments: dict[str, Any]
+    """What it takes beside ``comm`` and ``case``."""
+    name: str
+    """Tells checks apart, and the same check with other arguments."""
+    seed: int
+
+
+class Reports(logging.Handler):
+    """Collects what is reported to the loop: errors with nowhere else to go."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.texts: list[str] = []
+
+    def install(self) -> None:
+        """Listen to the running loop, and to the log that serves trio."""
+        logging.getLogger("aiocomms").addHandler(self)
+        loop = _asyncio_loop()
+        if loop is not None:
+            loop.set_exception_handler(self._hear)
+
+    def remove(self) -> None:
+        """Do not listen any more."""
+        logging.getLogger("aiocomms").removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take a record of the log."""
+        error = record.exc_info[1] if record.exc_info else None
+        self._add(record.getMessage(), error)
+
+    def _hear(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        self._add(context["message"], context.get("exception"))
+
+    def _add(self, message: str, error: BaseException | None) -> None:
+        self.texts.append(message + "\n" + "".join(traceback.format_exception(error) if error else []))
+
+
+class Rank:
+    """One rank of a world."""
+
+    def __init__(self, place: Place, rank: int, store: Store, board: Board, reports: Reports) -> None:
+        self._place = place
+        self._rank = rank
+        self._store = store
+        self._board = board
+        self._reports = reports
+        self._scope = anyio.CancelScope()
+        self._waiting = ""
+        self._case: Case | None = None
+        self.comm: Communicator | None = None
+        """Stays open from check to check."""
+
+    def prepare(self, store: Store, board: Board) -> None:
+        """Make ready for another check."""
+        self._store, self._board = store, board
+        self._scope = anyio.CancelScope()
+        self._waiting = ""
+
+    async def run(self, request: Request) -> Outcome:
+        """Run a check, and see that it leaves nothing behind."""
+        with self._scope:
+            try:
+                case = await self._begin(request)
+                await request.check(case.comm, case, **request.arguments)
+                await _settled(case)
+                return self._passed(case)
+            except unittest.SkipTest as skip:
+                return Outcome("skipped", str(skip), usable=self._usable())
+            except anyio.get_cancelled_exc_class() as error:
+                if not self._scope.cancel_called:
+                    return Outcome("failed", "a cancellation came out that nobody asked for\n" + _trace(error), False)
+                self._waiting += "it was waiting here:\n" + _trace(error)
+                raise
+            except Exception as error:
+                return Outcome("failed", _trace(error) + self._reported(), usable=False)
+        return Outcome("stopped", self._waiting + self._reported(), usable=False)
+
+    def stop(self) -> None:
+        """End a check that will not end by itself."""
+        works = [] if self.comm is None else pending(self.comm)
+        self._waiting = "".join(f"{work}\n" for work in works)
+        self._scope.cancel()
+
+    async def close(self) -> None:
+        """Close what is open, whatever state it is in."""
+        comms = [*(self._case.opened if self._case else []), *([self.comm] if self.comm else [])]
+        self.comm = self._case = None
+        for comm in comms:
+            if not self._settled(comm):
+                comm.abort("its check has failed")
+            await comm.aclose()
+
+    async def _begin(self, request: Request) -> Case:
+        place = self._place
+        if self.comm is None:
+            self.comm = await new_comm(
+                place.transport, place.device, store=self._store, rank=self._rank, size=place.size,
+                timeout=0.8 * place.deadline,
+            )  # fmt: skip
+        self._reports.texts = []
+        self._case = case = Case(self.comm, place, self._board, self._store, request.name, request.seed)
+        case.reports = self._reports.texts
+        return case
+
+    def _passed(self, case: Case) -> Outcome:
+        if case.reports:
+            return Outcome("failed", self._reported(), usable=False)
+        return Outcome("passed", "", self._usable(), tuple(case.agreed), tuple(case.spans))
+
+    def _usable(self) -> bool:
+        return self.comm is not None and not self.comm.closed and not self.comm.aborted
+
+    def _settled(self, comm: Communicator) -> bool:
+        return comm.closed or comm.aborted or not pending(comm)
+
+    def _reported(self) -> str:
+        return "".join(f"reported to the loop: {text}" for text in self._reports.texts)
+
+
+def pending(comm: Communicator) -> list[str]:
+    """What is under way on a communicator."""
+    return [repr(work) for work in comm._pending]
+
+
+async def _settled(case: Case) -> None:
+    """See that a check leaves nothing under way."""
+    left: list[str] = []
+    with anyio.move_on_after(SETTLE):
+        while left := [work for comm in (case.comm, *case.opened) for work in pending(comm)]:
+            await anyio.sleep(0.001)
+    assert not left, f"the check has ended and left under way: {', '.join(left)}"
+    unclosed = [comm for comm in case.opened if not comm.closed]
+    assert not unclosed, f"the check has left open: {unclosed}"
+
+
+def other_tasks() -> set[str]:
+    """The asyncio tasks of this loop beside the current one."""
+    if _asyncio_loop() is None:
+        return set()
+    return {repr(task) for task in asyncio.all_tasks() - {asyncio.current_task()}}
+
+
+def _asyncio_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None  # it is trio
+
+
+def _trace(error: BaseException) -> str:
+    return "".join(traceback.format_exception(type(error), error, _skip_frame(error)))
+
+
+def _skip_frame(error: BaseException) -> Any:
+    trace = error.__traceback__
+    return trace.tb_next if trace is not None and trace.tb_next is not None else trace

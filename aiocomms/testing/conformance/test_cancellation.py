@@ -1,0 +1,355 @@
+"""Cancelling an await, withdrawing a receive, and the one rule: it has happened, or it has not; never both or neither.
+
+The order of the ranks is never left to the scheduler: whoever must be second waits for the other's word.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import unittest
+from collections.abc import Awaitable
+
+import anyio
+import pytest
+import torch
+
+from aiocomms import Work
+from aiocomms.communicator import Communicator
+from aiocomms.errors import WorkCancelledError
+from aiocomms.testing.conformance.case import Case, ranks
+from aiocomms.testing.conformance.data import Slot
+
+SHAPE = (6,)
+
+
+async def wait_for(awaitable: Awaitable[object], scope: anyio.CancelScope, outcome: list[object]) -> None:
+    """Await within a scope, and note what came of it."""
+    with scope:
+        outcome.append(await awaitable)
+
+
+async def cancel_await(work: Work[object]) -> None:
+    """Have one task begin to await a work, and cancel it."""
+    scope, outcome = anyio.CancelScope(), list[object]()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(wait_for, work, scope, outcome)
+        await anyio.wait_all_tasks_blocked()
+        scope.cancel()
+    assert scope.cancelled_caught and not outcome
+
+
+def incoming(comm: Communicator, case: Case, tag: int = 0) -> tuple[Slot, Work[torch.Tensor]]:
+    """A receive on rank 1 that rank 0 has not sent to yet."""
+    slot = case.empty(torch.int32, SHAPE)
+    return slot, comm.recv(slot.tensor, 0, tag)
+
+
+async def send_when_told(comm: Communicator, case: Case, note: str = "cancelled", tag: int = 0) -> None:
+    """Rank 0's part: send when rank 1 says so."""
+    await case.told(note, 1)
+    await comm.send(case.bits(torch.int32, SHAPE).to(comm.device), 1, tag)
+
+
+async def expect_in_next(comm: Communicator, case: Case, withdrawn: Slot, tag: int = 0) -> None:
+    """Rank 1's part: the message goes to the next receive, and the withdrawn one is left alone."""
+    case.tell("cancelled")
+    slot, work = incoming(comm, case, tag)
+    await work
+    slot.expect(case.bits(torch.int32, SHAPE))
+    withdrawn.expect_untouched()
+
+
+@ranks(2)
+async def test_withdrawn_receive_did_not_happen(comm: Communicator, case: Case) -> None:
+    case.need("p2p")
+    if comm.rank == 0:
+        await send_when_told(comm, case, tag=-5)
+        return
+    slot, work = incoming(comm, case, tag=-5)
+    assert await work.cancel() is True
+    assert work.done() and await work.cancel() is True
+    with pytest.raises(WorkCancelledError):
+        await work
+    assert isinstance(work.exception(), WorkCancelledError)
+    await expect_in_next(comm, case, slot, tag=-5)
+
+
+@ranks(2)
+async def test_cancelling_the_only_await_withdraws_a_receive(comm: Communicator, case: Case) -> None:
+    case.need("p2p")
+    if comm.rank == 0:
+        await send_when_told(comm, case)
+        return
+    slot, work = incoming(comm, case)
+    await cancel_await(work)
+    assert isinstance(work.exception(), WorkCancelledError)
+    await expect_in_next(comm, case, slot)
+
+
+@ranks(2)
+@pytest.mark.parametrize("seconds", [0, 0.01])
+async def test_time_that_runs_out_withdraws_a_receive(comm: Communicator, case: Case, seconds: float) -> None:
+    case.need("p2p")
+    if comm.rank == 0:
+        await send_when_told(comm, case)
+        return
+    slot = case.empty(torch.int32, SHAPE)
+    with anyio.move_on_after(seconds) as scope:
+        await comm.recv(slot.tensor, 0)
+    assert scope.cancelled_caught
+    await expect_in_next(comm, case, slot)
+
+
+@ranks(2)
+async def test_asyncio_timeout_withdraws_a_receive(comm: Communicator, case: Case) -> None:
+    case.need("p2p")
+    if case.place.loop == "trio":
+        raise unittest.SkipTest("asyncio's own timeout")
+    if comm.rank == 0:
+        await send_when_told(comm, case)
+        return
+    slot, work = incoming(comm, case)
+    with pytest.raises(TimeoutError) as caught:
+        async with asyncio.timeout(0.01):
+            await work
+    assert type(caught.value) is TimeoutError
+    await expect_in_next(comm, case, slot)
+
+
+@ranks(2)
+async def test_one_of_two_awaits_is_cancelled(comm: Communicator, case: Case) -> None:
+    """The other one notices nothing."""
+    case.need("p2p")
+    if comm.rank == 0:
+        await send_when_told(comm, case)
+        return
+    slot, work = incoming(comm, case)
+    scopes, outcomes = [anyio.CancelScope() for _ in range(3)], [list[object]() for _ in range(3)]
+    async with anyio.create_task_group() as tasks:
+        for scope, outcome in zip(scopes, outcomes, strict=True):
+            tasks.start_soon(wait_for, work, scope, outcome)
+        await anyio.wait_all_tasks_blocked()
+        scopes[1].cancel()
+        await anyio.wait_all_tasks_blocked()
+        assert scopes[1].cancelled_caught and not work.done()
+        case.tell("cancelled")
+    assert outcomes == [[slot.tensor], [], [slot.tensor]]
+    slot.expect(case.bits(torch.int32, SHAPE))
+
+
+@ranks(2)
+async def test_the_middle_one_of_three_receives_is_withdrawn(comm: Communicator, case: Case) -> None:
+    """The messages go to the other two, in their order."""
+    case.need("p2p")
+    contents = [case.bits(torch.int32, SHAPE, i) for i in range(3)]
+    if comm.rank == 0:
+        await case.told("cancelled", 1)
+        for content in contents:
+            await comm.send(content.to(comm.device), 1)
+        return
+    receives = [incoming(comm, case) for _ in range(3)]
+    assert await receives[1][1].cancel()
+    case.tell("cancelled")
+    slot, work = incoming(comm, case)
+    for (given, its_work), content in zip([receives[0], receives[2], (slot, work)], contents, strict=True):
+        await its_work
+        given.expect(content)
+    receives[1][0].expect_untouched()
+
+
+@ranks(2)
+async def test_a_receive_that_is_done_cannot_be_withdrawn(comm: Communicator, case: Case) -> None:
+    case.need("p2p")
+    if comm.rank == 0:
+        case.tell("cancelled")
+        await comm.send(case.bits(torch.int32, SHAPE).to(comm.device), 1)
+        return
+    slot, work = incoming(comm, case)
+    await work
+    assert await work.cancel() is False
+    assert await work is slot.tensor
+    slot.expect(case.bits(torch.int32, SHAPE))
+
+
+@ranks(2)
+@pytest.mark.parametrize("count", [3, 40_009])
+async def test_cancel_races_with_the_message(comm: Communicator, case: Case, count: int) -> None:
+    """True: the next receive gets it. False: this one has it. Never both, never neither."""
+    case.need("p2p")
+    draw = random.Random(f"{case.seed}")
+    for turn in range(30):
+        content, delay = case.bits(torch.int32, (count,), turn), draw.choice([0, 0, 1, 2, 5])
+        if comm.rank == 0:
+            await case.told(f"posted {turn}", 1)
+            await comm.send(content.to(comm.device), 1)
+            continue
+        slot = case.empty(torch.int32, (count,))
+        work = comm.recv(slot.tensor, 0)
+        case.tell(f"posted {turn}")
+        for _ in range(delay):
+            await anyio.lowlevel.checkpoint()
+        if await work.cancel():
+            slot.expect_untouched()
+            second = case.empty(torch.int32, (count,))
+            await comm.recv(second.tensor, 0)
+            second.expect(content)
+            slot.expect_untouched()
+        else:
+            assert await work is slot.tensor
+            slot.expect(content)
+
+
+@ranks(2)
+async def test_cancelled_when_it_has_just_happened(comm: Communicator, case: Case) -> None:
+    """The awaiter is cancelled between the op's end and its own waking: the message is not lost."""
+    case.need("p2p")
+    contents = [case.bits(torch.int32, SHAPE, i) for i in range(2)]
+    if comm.rank == 0:
+        await case.told("waiting", 1)
+        for content in contents:
+            await comm.send(content.to(comm.device), 1)
+        return
+    slot, work = incoming(comm, case)
+    scope, outcome = anyio.CancelScope(), list[object]()
+    hook = comm.register_post_hook(lambda done: scope.cancel() if done is work else None)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(wait_for, work, scope, outcome)
+        await anyio.wait_all_tasks_blocked()
+        case.tell("waiting")
+    hook.remove()
+    assert work.done() and work.result() is slot.tensor
+    assert outcome in ([], [slot.tensor])
+    slot.expect(contents[0])
+    after, work = incoming(comm, case)
+    await work
+    after.expect(contents[1])
+
+
+@ranks(2)
+@pytest.mark.parametrize("count", [3, 40_009])
+async def test_a_send_is_not_withdrawn(comm: Communicator, case: Case, count: int) -> None:
+    """Its await is cancelled and its tensor dropped; the message arrives whole all the same."""
+    case.need("p2p")
+    contents = [case.bits(torch.int32, (count,), i) for i in range(3)]
+    if comm.rank == 1:
+        await case.told("cancelled", 0)
+        for content in contents:
+            slot = case.empty(torch.int32, (count,))
+            await comm.recv(slot.tensor, 0)
+            slot.expect(content)
+        return
+    for content in contents[:2]:
+        with anyio.move_on_after(0):
+            await comm.send(content.clone().to(comm.device), 1)
+    gc.collect()
+    [torch.full((count,), -1, dtype=torch.int32) for _ in range(4)]  # where it may have been
+    work = comm.send(contents[2].to(comm.device), 1)
+    case.tell("cancelled")
+    assert await work.cancel() is False
+    assert work.exception() is None
+
+
+@ranks(2, 3, 7)
+async def test_a_collective_is_not_withdrawn(comm: Communicator, case: Case) -> None:
+    """One rank's await is cancelled before the others have come: they complete, it completes, and the next is right."""
+    for victim in range(comm.size):
+        content = case.numbers(torch.int64, SHAPE, victim, comm.rank)
+        want = sum(case.numbers(torch.int64, SHAPE, victim, r) for r in range(comm.size))
+        slot = case.full(content)
+        if comm.rank == victim:
+            work = comm.all_reduce(slot.tensor)
+            await cancel_await(work)
+            assert not work.done()
+            case.tell(f"cancelled {victim}")
+            await work
+        else:
+            await case.told(f"cancelled {victim}", victim)
+            await comm.all_reduce(slot.tensor)
+        slot.expect(torch.as_tensor(want))
+    await comm.barrier()
+
+
+@ranks(2, 3)
+async def test_cancel_of_a_collective_waits_for_its_end(comm: Communicator, case: Case) -> None:
+    content = case.bits(torch.int32, SHAPE)
+    slot = case.empty(torch.int32, SHAPE) if comm.rank == 0 else case.full(content)
+    if comm.rank:
+        await case.told("called", 0)
+    work = comm.broadcast(slot.tensor, 1)
+    case.tell("called")
+    if comm.rank == 0:
+        assert await work.cancel() is False
+        assert work.result() is slot.tensor
+    await work
+    slot.expect(content)
+
+
+@ranks(2)
+async def test_a_cancelled_object_receive_is_withdrawn(comm: Communicator, case: Case) -> None:
+    case.need("p2p")
+    for text in ("short", "long" * 1000):
+        if comm.rank == 0:
+            await case.told(f"cancelled {len(text)}", 1)
+            await comm.send_object(text, 1)
+            continue
+        assert await comm.recv_object(0).cancel()
+        with anyio.move_on_after(0):
+            await comm.recv_object(0)
+        case.tell(f"cancelled {len(text)}")
+        assert await comm.recv_object(0) == text
+
+
+@ranks(2)
+async def test_a_sibling_that_fails_cancels_a_receive(comm: Communicator, case: Case) -> None:
+    """A task group ends at once with the sibling's error, and the communicator stays usable."""
+    case.need("p2p")
+    if comm.rank == 0:
+        await send_when_told(comm, case)
+        return
+    slot, work = incoming(comm, case)
+
+    async def fail() -> None:
+        await anyio.wait_all_tasks_blocked()
+        raise KeyError("sibling")
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(wait_for, work, anyio.CancelScope(), [])
+            tasks.start_soon(fail)
+    assert caught.group_contains(KeyError)
+    await expect_in_next(comm, case, slot)
+
+
+@ranks(2)
+async def test_a_batch_completes_on_its_own(comm: Communicator, case: Case) -> None:
+    case.need("p2p")
+    peer = 1 - comm.rank
+    slot = case.empty(torch.int32, SHAPE)
+    if comm.rank:
+        await case.told("cancelled", 0)
+    work = comm.batch().send(case.bits(torch.int32, SHAPE, comm.rank).to(comm.device), peer).recv(slot.tensor, peer).issue()
+    if comm.rank == 0:
+        await cancel_await(work)
+        case.tell("cancelled")
+    await work
+    slot.expect(case.bits(torch.int32, SHAPE, peer))
+
+
+@ranks(2)
+async def test_cancelled_again_and_again(comm: Communicator, case: Case) -> None:
+    case.need("p2p")
+    if comm.rank == 1:
+        slots = [incoming(comm, case) for _ in range(200)]
+        for i, (_, work) in enumerate(slots):
+            if i % 2:
+                assert await work.cancel()
+            else:
+                await cancel_await(work)
+        await expect_in_next(comm, case, slots[-1][0])
+        for slot, _ in slots:
+            slot.expect_untouched()
+    else:
+        await send_when_told(comm, case)
+    await comm.barrier()

@@ -1,0 +1,251 @@
+"""Every collective against plain torch: every dtype, odd sizes, in place, many at once, and who waits for whom."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterable
+
+import anyio
+import pytest
+import torch
+
+from aiocomms import ReduceOp, Work
+from aiocomms.communicator import Communicator
+from aiocomms.errors import UnsupportedOperation
+from aiocomms.testing.conformance import data
+from aiocomms.testing.conformance.case import ALL_SIZES, Case, ranks, reductions, refusable
+from aiocomms.testing.conformance.trials import EVERY, MOVING, REDUCING, Setting, Trial
+
+
+def start(name: str, comm: Communicator, case: Case, setting: Setting) -> Trial | None:
+    """Start a trial; None if the transport refuses the dtype, which it may."""
+    try:
+        return EVERY[name](comm, case, setting)
+    except UnsupportedOperation as error:
+        refusable(setting.dtype, error)
+        return None
+    except Exception as error:
+        error.add_note(f"{name}: {setting}")
+        raise
+
+
+async def check(name: str, setting: Setting, trial: Trial) -> None:
+    """Wait for a trial and check it."""
+    try:
+        await trial.check()
+    except Exception as error:
+        error.add_note(f"{name}: {setting}")
+        raise
+
+
+async def check_all(name: str, comm: Communicator, case: Case, settings: Iterable[Setting]) -> None:
+    """Start some trials at once, then check them in the same order."""
+    started = [(setting, start(name, comm, case, setting)) for setting in settings]
+    for setting, trial in started:
+        if trial is not None:
+            await check(name, setting, trial)
+
+
+def every_shape(dtype: torch.dtype, size: int) -> list[Setting]:
+    """Settings of every shape; with many ranks every other one, in turn, for the time it takes."""
+    settings = [Setting(dtype, shape, i % size, ReduceOp.SUM, i) for i, shape in enumerate(data.SHAPES)]
+    return settings if size < 4 else settings[data.ALL_DTYPES.index(dtype) % 2 :: 2]
+
+
+@ranks(*ALL_SIZES)
+@pytest.mark.parametrize("name", MOVING)
+async def test_data_arrives_unchanged(comm: Communicator, case: Case, name: str) -> None:
+    for dtype in data.ALL_DTYPES:
+        await check_all(name, comm, case, every_shape(dtype, comm.size))
+
+
+@ranks(*ALL_SIZES)
+@pytest.mark.parametrize("name", REDUCING)
+async def test_every_operator_on_every_dtype(comm: Communicator, case: Case, name: str) -> None:
+    """The shapes take turns, so that each dtype meets each shape, too."""
+    for i, dtype in enumerate(data.ALL_DTYPES):
+        defined = [op for op in reductions() if op.supports(dtype)]
+        shapes = itertools.cycle(data.SHAPES[i % len(data.SHAPES) :] + data.SHAPES[: i % len(data.SHAPES)])
+        settings = [Setting(dtype, next(shapes), k % comm.size, op, k) for k, op in enumerate(defined)]
+        await check_all(name, comm, case, settings)
+
+
+@ranks(*ALL_SIZES)
+@pytest.mark.parametrize("name", EVERY)
+async def test_large(comm: Communicator, case: Case, name: str) -> None:
+    setting = Setting(torch.float32, data.LARGE, comm.size - 1, ReduceOp.SUM, "large")
+    await check_all(name, comm, case, [setting])
+
+
+@ranks(*ALL_SIZES)
+async def test_every_root(comm: Communicator, case: Case) -> None:
+    for name in ("broadcast", "reduce", "gather", "gather_single", "scatter"):
+        settings = [Setting(torch.int32, (5,), root, ReduceOp.SUM, name) for root in range(comm.size)]
+        await check_all(name, comm, case, settings)
+
+
+@ranks(2, 3, 7)
+async def test_all_reduce_gives_every_rank_the_same_bits(comm: Communicator, case: Case) -> None:
+    for i, dtype in enumerate(d for d in data.ALL_DTYPES if d.is_floating_point or d.is_complex):
+        for shape in ((11,), (4099,), (70_001,)):
+            slot = case.full(case.numbers(dtype, shape, comm.rank))
+            try:
+                await comm.all_reduce(slot.tensor)
+            except UnsupportedOperation as error:
+                refusable(dtype, error)
+                continue
+            case.agree(f"all_reduce of {dtype}{shape}, number {i}", slot.tensor)
+
+
+@ranks(2, 3, 7)
+async def test_half_precision_is_accumulated_in_single(comm: Communicator, case: Case) -> None:
+    """Adding little to much gets nowhere in half precision."""
+    for dtype, much in ((torch.float16, 2048.0), (torch.bfloat16, 256.0)):
+        tensor = torch.full((9,), much if comm.rank == 0 else 1.0, dtype=dtype, device=comm.device)
+        try:
+            await comm.all_reduce(tensor)
+        except UnsupportedOperation:
+            continue
+        data.same_bits(tensor, torch.full((9,), much + comm.size - 1).to(dtype))
+
+
+@ranks(*ALL_SIZES)
+async def test_in_place(comm: Communicator, case: Case) -> None:
+    """An input may be this rank's part of the output, and the other way round."""
+    everyone, root = range(comm.size), comm.size - 1
+    contents = [case.bits(torch.int32, (13,), r) for r in everyone]
+    outs = [case.full(contents[r]) if r == comm.rank else case.empty(torch.int32, (13,)) for r in everyone]
+    tensors = [out.tensor for out in outs]
+    for gather in (comm.all_gather, comm.all_gather_v):
+        await gather(tensors, tensors[comm.rank])
+        for out, content in zip(outs, contents, strict=True):
+            out.expect(content)
+    whole = case.empty(torch.int32, (comm.size, 13))
+    whole.tensor[comm.rank] = contents[comm.rank].to(comm.device)
+    await comm.all_gather_single(whole.tensor, whole.tensor[comm.rank])
+    whole.expect(torch.stack(contents))
+    mine = comm.rank == root
+    await comm.gather(tensors if mine else None, tensors[comm.rank], root)
+    await comm.gather_single(whole.tensor if mine else None, whole.tensor[comm.rank], root)
+    out = outs[root] if mine else case.empty(torch.int32, (13,))
+    await comm.scatter(out.tensor, tensors if mine else None, root)
+    out.expect(contents[comm.rank])
+    whole.expect(torch.stack(contents))
+
+
+@ranks(*ALL_SIZES)
+async def test_reduce_scatter_in_place(comm: Communicator, case: Case) -> None:
+    contents = [[case.numbers(torch.int64, (13,), r, dst) for dst in range(comm.size)] for r in range(comm.size)]
+    want = data.reduced(ReduceOp.SUM, [theirs[comm.rank] for theirs in contents]).value
+    for scatter in (comm.reduce_scatter, comm.reduce_scatter_v):
+        ins = [case.full(content) for content in contents[comm.rank]]
+        await scatter(ins[comm.rank].tensor, [slot.tensor for slot in ins])
+        ins[comm.rank].expect(want)
+        for r, slot in enumerate(ins):
+            if r != comm.rank:
+                slot.expect_untouched()
+    whole = case.full(torch.stack(contents[comm.rank]))
+    await comm.reduce_scatter_single(whole.tensor[comm.rank], whole.tensor)
+    after = torch.stack(contents[comm.rank])
+    after[comm.rank] = want
+    whole.expect(after)
+
+
+@ranks(2, 3, 4, 7)
+@pytest.mark.parametrize("name", EVERY)
+async def test_many_at_once(comm: Communicator, case: Case, name: str) -> None:
+    """The order of the calls is the same on all ranks; that of the awaits is not."""
+    settings = [Setting(torch.int32, (n,), n % comm.size, ReduceOp.BXOR, n) for n in range(10)]
+    started = [(setting, EVERY[name](comm, case, setting)) for setting in settings]
+    random.Random(f"{case.seed} {case.name} {comm.rank}").shuffle(started)
+    async with anyio.create_task_group() as tasks:
+        for setting, trial in started:
+            tasks.start_soon(check, name, setting, trial)
+
+
+@ranks(2, 3, 7)
+async def test_different_ones_at_once(comm: Communicator, case: Case) -> None:
+    draw = random.Random(f"{case.seed} {case.name}")
+    started: list[tuple[str, Setting, Trial]] = []
+    for i in range(60):
+        name, dtype = draw.choice(list(EVERY)), draw.choice(data.ALL_DTYPES)
+        op = draw.choice([op for op in reductions() if op.supports(dtype)])
+        setting = Setting(dtype, draw.choice(data.SHAPES), draw.randrange(comm.size), op, i)
+        trial = start(name, comm, case, setting)
+        if trial is not None:
+            started.append((name, setting, trial))
+        if len(started) > 8:
+            await check(*started.pop(0))
+    for item in started:
+        await check(*item)
+
+
+Synchronising = Callable[[Communicator], Work[object]]
+
+SYNCHRONISING: dict[str, Synchronising] = {
+    "barrier": lambda comm: comm.barrier(),
+    "all_reduce": lambda comm: comm.all_reduce(_nothing(comm)),
+    "all_gather": lambda comm: comm.all_gather([_nothing(comm) for _ in range(comm.size)], _nothing(comm)),
+    "all_gather_single": lambda comm: comm.all_gather_single(_nothing(comm), _nothing(comm)),
+    "all_to_all": lambda comm: comm.all_to_all(
+        [_nothing(comm) for _ in range(comm.size)], [_nothing(comm) for _ in range(comm.size)]
+    ),
+    "all_to_all_single": lambda comm: comm.all_to_all_single(_nothing(comm), _nothing(comm)),
+    "reduce_scatter": lambda comm: comm.reduce_scatter(_nothing(comm), [_nothing(comm) for _ in range(comm.size)]),
+    "reduce_scatter_single": lambda comm: comm.reduce_scatter_single(_nothing(comm), _nothing(comm)),
+}
+
+
+def _nothing(comm: Communicator) -> torch.Tensor:
+    return torch.empty(0, device=comm.device)
+
+
+@ranks(2, 3, 4, 7)
+@pytest.mark.parametrize("name", SYNCHRONISING)
+async def test_nobody_leaves_before_everybody_has_come(comm: Communicator, case: Case, name: str) -> None:
+    """Each rank in turn is late: it comes when the others are there already. Empty tensors synchronise too."""
+    for late in range(comm.size):
+        if comm.rank == late:
+            await case.told(f"called {late}")
+        called = time.monotonic()
+        work = SYNCHRONISING[name](comm)
+        case.tell(f"called {late}")
+        await work
+        case.synchronised(f"{name} with rank {late} late", called)
+
+
+@ranks(2, 3, 7)
+async def test_a_root_waits_for_data_only(comm: Communicator, case: Case) -> None:
+    """What a collective returns does not depend on ranks that are late; they find their data when they come."""
+    contents = [case.bits(torch.int16, (6,), root) for root in range(comm.size)]
+    for root, content in enumerate(contents):
+        slot = case.full(content) if comm.rank == root else case.empty(torch.int16, (6,))
+        if comm.rank != root:
+            await case.told(f"called {root}", root)
+        work = comm.broadcast(slot.tensor, root)
+        case.tell(f"called {root}")
+        await work
+        slot.expect(content)
+
+
+@ranks(2, 3)
+async def test_a_work_that_nobody_awaits_completes(comm: Communicator, case: Case) -> None:
+    slots = [case.full(case.numbers(torch.int32, (3,), i, comm.rank)) for i in range(5)]
+    done: list[object] = []
+    all_done = anyio.Event()
+
+    def note(work: Work[object]) -> None:
+        done.append(work.result())
+        if len(done) == len(slots):
+            all_done.set()
+
+    hook = comm.register_post_hook(note)
+    for slot in slots:
+        comm.all_reduce(slot.tensor)
+    await all_done.wait()
+    hook.remove()
+    for i, slot in enumerate(slots):
+        contents = [case.numbers(torch.int32, (3,), i, r) for r in range(comm.size)]
+        slot.expect(data.reduced(ReduceOp.SUM, contents).value)

@@ -1,0 +1,288 @@
+"""Messages between two ranks: content, tags and the order of matching, sizes that differ, many at once, batches."""
+
+from __future__ import annotations
+
+import random
+import unittest
+
+import anyio
+import pytest
+import torch
+
+from aiocomms import Work
+from aiocomms.communicator import Communicator
+from aiocomms.errors import ArgumentError, MessageTruncatedError, UnsupportedOperation
+from aiocomms.testing.conformance import data
+from aiocomms.testing.conformance.case import Case, ranks, refusable
+
+HUGE = (1_250_003,)
+
+TAGS = (0, 1, -1, 255, 256, 65_535, 65_536, 65_537, -65_536, 2**31 - 1, -(2**31), 2**30, -(2**30))
+"""Some that are the same in fewer than 32 bits, or without their sign."""
+
+
+def neighbours(comm: Communicator) -> tuple[int, int]:
+    """The ranks on both sides, in a ring."""
+    return (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+
+
+@ranks(2, 3, 4, 7)
+async def test_data_arrives_unchanged(comm: Communicator, case: Case) -> None:
+    """Around a ring, all sizes at once."""
+    case.need_any_order()
+    right, left = neighbours(comm)
+    for dtype in data.ALL_DTYPES:
+        works: list[Work[torch.Tensor]] = []
+        slots = []
+        try:
+            for tag, shape in enumerate(data.SHAPES):
+                slot, want = case.empty(dtype, shape), case.bits(dtype, shape, left)
+                given = case.full(case.bits(dtype, shape, comm.rank))
+                works += [comm.recv(slot.tensor, left, tag), comm.send(given.tensor, right, tag)]
+                slots += [(slot, want), (given, given.tensor.cpu().clone())]
+        except UnsupportedOperation as error:
+            refusable(dtype, error)
+            continue
+        for work, (slot, want) in zip(works, slots, strict=True):
+            assert await work is slot.tensor
+            slot.expect(want)
+
+
+@ranks(2)
+async def test_huge_ones_both_ways_at_once(comm: Communicator, case: Case) -> None:
+    case.need("p2p")
+    peer = 1 - comm.rank
+    for dtype in (torch.uint8, torch.float32):
+        slot = case.empty(dtype, (HUGE[0] // dtype.itemsize,))
+        shape = tuple(slot.tensor.shape)
+        receiving = comm.recv(slot.tensor, peer)
+        sending = comm.send(case.full(case.bits(dtype, shape, comm.rank)).tensor, peer)
+        await receiving
+        slot.expect(case.bits(dtype, shape, peer))
+        await sending
+
+
+@ranks(2)
+@pytest.mark.parametrize("early", ["send", "recv"])
+@pytest.mark.parametrize("shape", [(0,), (5,), (40_009,)], ids=str)
+async def test_either_side_may_be_first(comm: Communicator, case: Case, early: str, shape: tuple[int, ...]) -> None:
+    case.need("p2p")
+    content = case.bits(torch.int32, shape)
+    if (comm.rank == 0) != (early == "send"):
+        await case.told("posted", 1 - comm.rank)
+    slot = case.full(content) if comm.rank == 0 else case.empty(torch.int32, shape)
+    work = comm.send(slot.tensor, 1, 7) if comm.rank == 0 else comm.recv(slot.tensor, 0, 7)
+    case.tell("posted")
+    assert await work is slot.tensor
+    slot.expect(content)
+
+
+@ranks(2)
+@pytest.mark.parametrize("early", ["send", "recv"])
+async def test_one_tag_keeps_the_order(comm: Communicator, case: Case, early: str) -> None:
+    """Large and small messages do not overtake each other."""
+    case.need("p2p")
+    contents = [case.bits(torch.int16, ((3, 40_009, 0, 2048)[i % 4],), i) for i in range(40)]
+    if (comm.rank == 0) != (early == "send"):
+        await case.told("posted", 1 - comm.rank)
+    sender = comm.rank == 0
+    slots = [case.full(c) if sender else case.empty(c.dtype, tuple(c.shape)) for c in contents]
+    works = [comm.send(slot.tensor, 1) if sender else comm.recv(slot.tensor, 0) for slot in slots]
+    case.tell("posted")
+    for work, slot, content in zip(works, slots, contents, strict=True):
+        await work
+        slot.expect(content)
+
+
+@ranks(2)
+@pytest.mark.parametrize("early", ["send", "recv"])
+async def test_tags_choose_the_message(comm: Communicator, case: Case, early: str) -> None:
+    """Receives find their messages by tag, in whatever order either is posted."""
+    case.need_any_order()
+    tags = list(TAGS)
+    random.Random(f"{case.seed} {comm.rank}").shuffle(tags)
+    if (comm.rank == 0) != (early == "send"):
+        await case.told("posted", 1 - comm.rank)
+    sender = comm.rank == 0
+    slots = {tag: case.full(case.bits(torch.int64, (9,), tag)) if sender else case.empty(torch.int64, (9,)) for tag in tags}
+    works = [comm.send(slots[t].tensor, 1, t) if sender else comm.recv(slots[t].tensor, 0, t) for t in tags]
+    case.tell("posted")
+    for work in works:
+        await work
+    for tag, slot in slots.items():
+        slot.expect(case.bits(torch.int64, (9,), tag))
+
+
+@ranks(3, 4, 7)
+async def test_sources_do_not_mix(comm: Communicator, case: Case) -> None:
+    """One tag, many senders: each receive takes the message of the rank it names."""
+    case.need_any_order()
+    if comm.rank:
+        await comm.send(case.full(case.bits(torch.int32, (4,), comm.rank)).tensor, 0, 3)
+        return
+    slots = {r: case.empty(torch.int32, (4,)) for r in range(comm.size - 1, 0, -1)}
+    works = [comm.recv(slot.tensor, r, 3) for r, slot in slots.items()]
+    for work in works:
+        await work
+    for r, slot in slots.items():
+        slot.expect(case.bits(torch.int32, (4,), r))
+
+
+@ranks(2)
+@pytest.mark.parametrize("count", [1, 100, 2049, 40_009])
+async def test_a_sent_tensor_may_be_changed(comm: Communicator, case: Case, count: int) -> None:
+    """Once its send is done; also if that is before the receive is posted."""
+    case.need("p2p")
+    content = case.bits(torch.int32, (count,))
+    if comm.rank == 0:
+        tensor = content.to(comm.device, copy=True)
+        work = comm.send(tensor, 1)
+        if work.done():
+            tensor.fill_(-1)
+        case.tell("go")
+        await work
+        tensor.fill_(-2)
+        return
+    await case.told("go", 0)
+    slot = case.empty(torch.int32, (count,))
+    await comm.recv(slot.tensor, 0)
+    slot.expect(content)
+
+
+@ranks(2)
+@pytest.mark.parametrize("early", ["send", "recv"])
+@pytest.mark.parametrize("sizes", [(8, 3), (3, 8), (5, 0), (0, 5), (40_009, 9), (9, 40_009)], ids=str)
+async def test_a_message_of_another_size(comm: Communicator, case: Case, early: str, sizes: tuple[int, int]) -> None:
+    """The receive fails, with as much of the message as fits; the sender does not, and the next message is right."""
+    case.need("p2p")
+    sent, room = sizes
+    content, after = case.bits(torch.int32, (sent,)), case.bits(torch.int32, (6,))
+    if (comm.rank == 0) != (early == "send"):
+        await case.told("posted", 1 - comm.rank)
+    if comm.rank == 0:
+        works = [comm.send(content.to(comm.device), 1), comm.send(after.to(comm.device), 1)]
+        case.tell("posted")
+        for work in works:
+            await work
+        return
+    slot, following = case.empty(torch.int32, (room,)), case.empty(torch.int32, (6,))
+    works = [comm.recv(slot.tensor, 0), comm.recv(following.tensor, 0)]
+    case.tell("posted")
+    with pytest.raises(MessageTruncatedError) as caught:
+        await works[0]
+    assert (caught.value.op, caught.value.rank, caught.value.peer) == ("recv", 1, 0), vars(caught.value)
+    expected = case.empty(torch.int32, (room,)).tensor.cpu()
+    expected[: min(sizes)] = content[: min(sizes)]
+    slot.expect(expected)
+    await works[1]
+    following.expect(after)
+    assert not comm.aborted
+
+
+@ranks(2, 3)
+async def test_hundreds_in_flight(comm: Communicator, case: Case) -> None:
+    case.need_any_order()
+    right, left = neighbours(comm)
+    slots = [case.empty(torch.int32, (i % 50,)) for i in range(300)]
+    works = [comm.recv(slot.tensor, left, i % 3) for i, slot in enumerate(slots)]
+    works += [comm.send(case.bits(torch.int32, (i % 50,), i, comm.rank).to(comm.device), right, i % 3) for i in range(300)]
+    for work in works:
+        await work
+    for i, slot in enumerate(slots):
+        slot.expect(case.bits(torch.int32, (i % 50,), i, left))
+
+
+@ranks(2, 3)
+async def test_tasks_with_tags_of_their_own(comm: Communicator, case: Case) -> None:
+    """Each task plays ping-pong with its counterpart on the next rank."""
+    case.need_any_order()
+    right, left = neighbours(comm)
+
+    async def play(tag: int) -> None:
+        ball = torch.zeros(1 + tag, dtype=torch.int64, device=comm.device)
+        for turn in range(10):
+            sending = comm.send(torch.full_like(ball, 1000 * tag + turn), right, tag)
+            await comm.recv(ball, left, tag)
+            assert (ball == 1000 * tag + turn).all(), f"task {tag}, turn {turn}: got {ball}"
+            await sending
+
+    async with anyio.create_task_group() as tasks:
+        for tag in range(12):
+            tasks.start_soon(play, tag)
+
+
+@ranks(2, 3)
+async def test_messages_among_collectives(comm: Communicator, case: Case) -> None:
+    """Neither is taken for the other, nor for an object, whatever the tag."""
+    case.need_any_order()
+    right, left = neighbours(comm)
+    slots = {tag: case.empty(torch.uint8, (256,)) for tag in range(4)}
+    receives = [comm.recv(slot.tensor, left, tag) for tag, slot in slots.items()]
+    objects = [comm.recv_object(left, tag) for tag in range(4)]
+    total = torch.full((256,), comm.rank, dtype=torch.uint8, device=comm.device)
+    sums = [comm.all_reduce(total), comm.barrier()]
+    for tag in range(4):
+        comm.send_object(["object", comm.rank, tag], right, tag)
+        comm.send(case.bits(torch.uint8, (256,), comm.rank, tag).to(comm.device), right, tag)
+    for work in (*receives, *sums):
+        await work
+    for tag, slot in slots.items():
+        slot.expect(case.bits(torch.uint8, (256,), left, tag))
+        assert await objects[tag] == ["object", left, tag]
+    assert (total == sum(range(comm.size))).all()
+
+
+@ranks(2, 3, 7)
+async def test_batch(comm: Communicator, case: Case) -> None:
+    """Every rank exchanges with every other one; the result is the tensors in the order added."""
+    case.need("p2p")
+    others = [r for r in range(comm.size) if r != comm.rank]
+    slots = {r: case.empty(torch.float32, (r + 2,)) for r in others}
+    batch, tensors = comm.batch(), []
+    for r in others:
+        tensors += [case.bits(torch.float32, (comm.rank + 2,), comm.rank, r).to(comm.device), slots[r].tensor]
+        batch.send(tensors[-2], r, 5).recv(tensors[-1], r, 5)
+    result = await batch.issue()
+    assert len(result) == len(tensors) and all(a is b for a, b in zip(result, tensors, strict=True))
+    for r, slot in slots.items():
+        slot.expect(case.bits(torch.float32, (r + 2,), r, comm.rank))
+
+
+@ranks(2)
+async def test_batch_refuses_what_it_cannot_do(comm: Communicator, case: Case) -> None:
+    case.need("p2p")
+    peer = 1 - comm.rank
+    tensor = torch.zeros(4, device=comm.device)
+    with pytest.raises(ArgumentError, match="batch is empty"):
+        comm.batch().issue()
+    with pytest.raises(ArgumentError, match="overlaps"):
+        comm.batch().send(tensor, peer).recv(tensor, peer).issue()
+    with pytest.raises(ArgumentError, match="dst is 5"):
+        comm.batch().recv(tensor, peer).send(tensor, 5)
+    batch = comm.batch().send(tensor[:2], peer).recv(tensor[2:], peer)
+    await batch.issue()
+    with pytest.raises(ArgumentError, match="batch is empty"):
+        batch.issue()
+
+
+@ranks(2)
+async def test_a_batch_meets_single_messages(comm: Communicator, case: Case) -> None:
+    case.need_any_order()
+    contents = [case.bits(torch.int32, (3,), i) for i in range(2)]
+    slots = [case.empty(torch.int32, (3,)) for _ in contents]
+    if comm.rank == 0:
+        await comm.batch().send(contents[0].to(comm.device), 1, 1).recv(slots[1].tensor, 1, 2).issue()
+        slots[1].expect(contents[1])
+    else:
+        receiving = comm.recv(slots[0].tensor, 0, 1)
+        await comm.send(contents[1].to(comm.device), 0, 2)
+        await receiving
+        slots[0].expect(contents[0])
+
+
+@ranks(1)
+async def test_alone_there_is_nobody_to_send_to(comm: Communicator, case: Case) -> None:
+    if "p2p" not in comm.transports:
+        raise unittest.SkipTest("no messages")
+    with pytest.raises(ArgumentError, match="dst is 0, this rank itself"):
+        comm.send(torch.zeros(1, device=comm.device), 0)

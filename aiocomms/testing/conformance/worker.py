@@ -1,0 +1,107 @@
+"""What runs in the process of one rank."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+from collections import deque
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import anyio
+import torch
+from torch.distributed import FileStore
+
+from aiocomms.loops import running_loop
+from aiocomms.testing.conformance.case import Board, Outcome, Place
+from aiocomms.testing.conformance.rank import Rank, Reports, Request, other_tasks
+from aiocomms.testing.conformance.world import BACKENDS
+
+
+def work(place: Place, rank: int, pipe: Connection, dump: str) -> None:
+    """The process.
+
+    :param pipe: where requests come from and outcomes go to.
+    :param dump: the file that says, on SIGUSR1 and after a crash, what the threads were doing.
+    """
+    torch.set_num_threads(1)  # several ranks share the processors
+    backend, options = BACKENDS[place.loop]
+    with Path(dump).open("w") as file:
+        faulthandler.enable(file)
+        faulthandler.register(signal.SIGUSR1, file, all_threads=True)
+        anyio.run(_Worker(place, rank, pipe).main, backend=backend, backend_options=options)
+        faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.enable(sys.__stderr__)
+
+
+class _Worker:
+    def __init__(self, place: Place, rank: int, pipe: Connection) -> None:
+        self._place = place
+        self._index = rank
+        self._pipe = pipe
+        self._messages: deque[tuple[Any, ...]] = deque()
+
+    async def main(self) -> None:
+        """Serve requests until there are no more."""
+        self._loop = running_loop()
+        self._came = anyio.Event()
+        self._reports = Reports()
+        self._reports.install()
+        self._rank: Rank | None = None
+        self._board = Board()
+        threading.Thread(target=self._listen, name="conformance requests", daemon=True).start()
+        while True:
+            while self._messages:
+                kind, *message = self._messages.popleft()
+                if kind == "close":
+                    await self._close()
+                    return
+                self._pipe.send(("done", await self._run(*message)))
+            self._came = anyio.Event()
+            await self._came.wait()
+
+    def _listen(self) -> None:
+        """The thread that reads the pipe, also while the loop is busy."""
+        try:
+            while True:
+                self._loop.call_threadsafe(self._take, self._pipe.recv())
+        except (EOFError, OSError):
+            os._exit(1)  # the suite is gone
+
+    def _take(self, message: tuple[Any, ...]) -> None:
+        kind, *rest = message
+        if kind == "note":
+            self._board.hear(*rest)
+        elif kind == "stop":
+            if self._rank is not None:
+                self._rank.stop()
+        else:
+            if kind == "run":
+                self._board = Board(lambda rank, note: self._pipe.send(("note", note)))
+            self._messages.append(message)
+            self._came.set()
+
+    async def _run(self, request: Request, path: str, fresh: bool) -> Outcome:
+        store = FileStore(path, self._place.size)
+        store.set_timeout(timedelta(seconds=self._place.deadline))
+        if fresh:
+            await self._close()
+        if self._rank is None:
+            self._rank = Rank(self._place, self._index, store, self._board, self._reports)
+        self._rank.prepare(store, self._board)
+        before = other_tasks()
+        outcome = await self._rank.run(request)
+        left = other_tasks() - before
+        if left and outcome.status == "passed":
+            return Outcome("failed", f"the check has left tasks behind: {left}", usable=False)
+        return outcome
+
+    async def _close(self) -> None:
+        if self._rank is not None:
+            rank, self._rank = self._rank, None
+            await rank.close()

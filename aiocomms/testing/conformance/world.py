@@ -1,0 +1,75 @@
+"""What runs a check on every rank, and judges what comes of it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Sequence
+
+from aiocomms.testing.conformance.case import Outcome, Place, Span
+from aiocomms.testing.conformance.rank import Request
+
+GRACE = 0.3
+"""Seconds that the other ranks have to fail by themselves when one has failed."""
+
+STOP = 3.0
+"""Seconds that a check has to end after it was stopped."""
+
+BACKENDS = {
+    "asyncio": ("asyncio", {"use_uvloop": False}),
+    "uvloop": ("asyncio", {"use_uvloop": True}),
+    "trio": ("trio", {}),
+}
+"""How anyio calls the loops."""
+
+
+class World(ABC):
+    """The ranks on which checks are run."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+
+    @abstractmethod
+    def run(self, request: Request) -> list[Outcome]:
+        """Run a check on every rank.
+
+        :returns: what became of it, by rank, within the deadline and a little more, whatever happens.
+        """
+
+    def close(self) -> None:
+        """Release everything."""
+
+
+def verdict(outcomes: Sequence[Outcome]) -> Outcome:
+    """What became of a check as a whole: ``"passed"``, ``"skipped"`` or ``"failed"``."""
+    states = {outcome.status for outcome in outcomes}
+    if states <= {"passed"}:
+        wrong = _disagreement(outcomes) or _early(outcomes)
+        return Outcome("failed", wrong) if wrong else Outcome("passed")
+    if states == {"skipped"}:
+        return Outcome("skipped", outcomes[0].text)
+    return Outcome("failed", "\n".join(f"--- rank {r}: {o.status}\n{o.text}" for r, o in enumerate(outcomes)))
+
+
+def _disagreement(outcomes: Sequence[Outcome]) -> str:
+    first = outcomes[0].agreed
+    for rank, outcome in enumerate(outcomes):
+        for mine, theirs in zip(first, outcome.agreed, strict=False):
+            if mine != theirs:
+                return f"the ranks disagree: {mine} on rank 0, {theirs} on rank {rank}"
+        if len(outcome.agreed) != len(first):
+            return f"rank 0 had {len(first)} things to agree on, rank {rank} {len(outcome.agreed)}"
+    return ""
+
+
+def _early(outcomes: Sequence[Outcome]) -> str:
+    spans: defaultdict[str, list[tuple[int, Span]]] = defaultdict(list)
+    for rank, outcome in enumerate(outcomes):
+        for span in outcome.spans:
+            spans[span.what].append((rank, span))
+    for what, all_of_it in spans.items():
+        last, came = max(all_of_it, key=lambda item: item[1].called)
+        first, gone = min(all_of_it, key=lambda item: item[1].left)
+        if gone.left < came.called:
+            return f"{what}: rank {first} was done {came.called - gone.left:.6f} s before rank {last} called it"
+    return ""

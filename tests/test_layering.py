@@ -1,0 +1,182 @@
+"""Imports run downward only, the core knows no transport by name, and modules stay small: read from the source."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CORE = ROOT / "aiocomms"
+TRANSPORTS = sorted((ROOT / "transports").glob("*/aiocomms_*/"))
+
+# docs/design.md, "Layout". A module may import from its own layer and those before it; one not named is in the last.
+LAYERS = (
+    {"errors"},
+    {"checks", "reductions", "launchers", "stores"},
+    {"ops"},
+    {"transport", "waker"},
+    {"work", "driver", "loops", "deadlines"},
+    {"registry"},
+    {"issuer", "codec", "lowering", "collectives", "p2p", "rma", "objects", "streams"},
+    {"twosided", "routing", "pending", "hooks", "groups"},
+    {"communicator"},
+)
+FOR_TRANSPORTS = {"errors", "checks", "reductions", "ops", "transport", "waker"}
+FOR_TYPES_ONLY = {("groups", "communicator")}
+"""Imports against the order, which only type checkers see."""
+
+MODULE_LINES = 400
+FUNCTION_LINES = 30
+
+
+class Import(NamedTuple):
+    """One imported module, and whether it is for type checkers only."""
+
+    name: str
+    types_only: bool
+
+
+def sources(*roots: Path) -> list[Path]:
+    return sorted(path for root in roots for path in root.rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    """``aiocomms.ops._p2p`` for its file."""
+    top = CORE if CORE in path.parents else next(root for root in TRANSPORTS if root in path.parents)
+    return ".".join(path.relative_to(top.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports(path: Path) -> Iterator[Import]:
+    """Every import of a module, inside functions too."""
+
+    def walk(node: ast.AST, types_only: bool) -> Iterator[Import]:
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name, types_only) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path} line {node.lineno}: a relative import"
+            yield Import(node.module or "", types_only)
+            yield from (Import(f"{node.module}.{alias.name}", types_only) for alias in node.names)
+        guarded = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child, types_only or (guarded and child in node.body))
+
+    return walk(ast.parse(path.read_text()), types_only=False)
+
+
+def part(module: str) -> str:
+    """The part of the core that a module belongs to: ``ops`` for ``aiocomms.ops._p2p``."""
+    return module.split(".")[1] if "." in module else ""
+
+
+PARTS = {part(module_name(path)) for path in sources(CORE)}
+
+
+def core_imports(path: Path) -> set[tuple[str, bool]]:
+    """The parts of the core that a module imports, and whether for types only."""
+    found = {(part(i.name), i.types_only) for i in imports(path) if i.name.split(".")[0] == "aiocomms"}
+    return {(name, types_only) for name, types_only in found if name in PARTS and name}
+
+
+def layer(name: str) -> int:
+    return next((i for i, names in enumerate(LAYERS) if name in names), len(LAYERS))
+
+
+def test_every_named_module_is_there():
+    assert set().union(*LAYERS) - PARTS == set()
+
+
+@pytest.mark.parametrize("path", sources(CORE), ids=lambda path: module_name(path))
+def test_imports_run_downward(path):
+    me = part(module_name(path))
+    upward = {(name, types_only) for name, types_only in core_imports(path) if layer(name) > layer(me)}
+    assert {name for name, types_only in upward if not types_only} == set()
+    assert {(me, name) for name, _ in upward} <= FOR_TYPES_ONLY
+
+
+def test_no_import_goes_round():
+    """Also not within a layer, and not by imports inside functions."""
+    graph: dict[str, set[str]] = {}
+    for path in sources(CORE):
+        me = part(module_name(path))
+        graph.setdefault(me, set()).update(n for n, types_only in core_imports(path) if not types_only and n != me)
+    while leaves := {name for name, needs in graph.items() if not needs & graph.keys()}:
+        graph = {name: needs for name, needs in graph.items() if name not in leaves}
+    assert graph == {}
+
+
+@pytest.mark.parametrize("path", sources(*TRANSPORTS), ids=lambda path: module_name(path))
+def test_a_transport_imports_no_more_than_a_strangers_may(path):
+    assert {name for name, _ in core_imports(path)} <= FOR_TRANSPORTS
+    others = {i.name.split(".")[0] for i in imports(path)} & {root.name for root in TRANSPORTS}
+    assert others <= {module_name(path).split(".")[0]}
+
+
+def docstrings(tree: ast.AST) -> set[ast.AST]:
+    """The strings that stand alone as statements: docstrings, of attributes too."""
+    return {n.value for n in ast.walk(tree) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)}
+
+
+@pytest.mark.parametrize("path", sources(CORE), ids=lambda path: module_name(path))
+def test_the_core_knows_no_transport_by_name(path):
+    tree = ast.parse(path.read_text())
+    names = {entry.name for entry in entry_points(group="aiocomms.transports")} | {
+        root.parent.name for root in TRANSPORTS
+    }
+    words = (names | {"ucx", "nccl", "gloo"}) - {"local"}  # which is a word of its own
+    told = docstrings(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in told:
+            assert node.value not in names
+            assert not any(word in node.value.lower() for word in words), node.value
+        elif isinstance(node, (ast.Name, ast.Attribute, ast.FunctionDef, ast.ClassDef, ast.arg)):
+            name = str(next(getattr(node, field) for field in ("id", "attr", "name", "arg") if hasattr(node, field)))
+            assert not any(word in name.lower() for word in words), name
+    assert not any(i.name.split(".")[0].startswith("aiocomms_") for i in imports(path))
+
+
+@pytest.mark.parametrize("path", sources(CORE, *TRANSPORTS), ids=lambda path: module_name(path))
+def test_modules_and_functions_are_small(path):
+    text = path.read_text()
+    lines = text.splitlines()
+    assert len(lines) <= MODULE_LINES
+    tree = ast.parse(text)
+    told = {line for node in docstrings(tree) for line in range(node.lineno, node.end_lineno + 1)}
+    code = {n for n, line in enumerate(lines, 1) if line.strip() and not line.lstrip().startswith("#")} - told
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            length = len(code & set(range(node.lineno, node.end_lineno + 1)))
+            assert length <= FUNCTION_LINES, f"{node.name} has {length} lines of code"
+
+
+@pytest.mark.parametrize("path", sources(CORE, *TRANSPORTS), ids=lambda path: module_name(path))
+def test_docstrings_describe_parameters_that_there_are(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            described = [text.split(":")[0] for text in (ast.get_docstring(node) or "").split(":param ")[1:]]
+            a = node.args
+            given = [arg.arg for arg in (*a.posonlyargs, *a.args, a.vararg, *a.kwonlyargs, a.kwarg) if arg is not None]
+            assert described == [name for name in given if name in described], node.name
+
+
+def test_every_module_can_be_imported_first():
+    """A circle of imports shows only when a module of it comes first."""
+    modules = [module_name(path) for path in sources(CORE, *TRANSPORTS) if path.name != "__main__.py"]
+    script = f"""
+import importlib, sys
+import anyio, msgspec, torch, torch.distributed  # not ours, and slow
+clean = set(sys.modules)
+for name in {modules!r}:
+    importlib.import_module(name)
+    for loaded in set(sys.modules) - clean:
+        if loaded.split(".")[0].startswith("aiocomms"):
+            del sys.modules[loaded]
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
