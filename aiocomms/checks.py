@@ -228,6 +228,13 @@ def offset(value: int) -> None:
         raise ArgumentError(f"offset is {value}, wanted an offset in elements of at least 0")
 
 
+def integers(name: str, value: object) -> tuple[int, ...]:
+    """Check that a value is a list or tuple, of ``int`` as :func:`splits` finds out, and keep a copy of it."""
+    if isinstance(value, (list, tuple)):
+        return tuple(value)
+    raise ArgumentTypeError(f"{name} is {short(value)} ({type(value).__name__}), wanted a list or tuple of ints")
+
+
 def splits(name: str, value: Sequence[int], rows: int, group: Group) -> None:
     """Check split sizes: one non-negative ``int`` per rank, which sum to the tensor's rows."""
     if len(value) != group.size:

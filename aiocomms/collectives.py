@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from aiocomms import ops
-from aiocomms.checks import optional, sequence
+from aiocomms.checks import integers, optional, sequence
 from aiocomms.issuer import Issuer, Timeout
 from aiocomms.reductions import ReduceOp
 from aiocomms.work import Work
@@ -266,9 +266,8 @@ class Collectives(Issuer):
         :returns: the work; its result is ``output``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
-        return self._issue(
-            ops.AllToAllVSingle(output, input, tuple(output_split_sizes), tuple(input_split_sizes)), hints, timeout
-        )
+        given = integers("output_split_sizes", output_split_sizes), integers("input_split_sizes", input_split_sizes)
+        return self._issue(ops.AllToAllVSingle(output, input, *given), hints, timeout)
 
     def scatter(
         self,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from aiocomms.errors import CommError
 from aiocomms.ops import Op
 from aiocomms.work import Work
 
@@ -22,6 +23,10 @@ class Issuer(ABC):
     rank: int
     size: int
     device: torch.device
+
+    @abstractmethod
+    def _fail(self, error: CommError) -> None:
+        """The communicator is lost."""
 
     @abstractmethod
     def _issue(self, op: Op, hints: Mapping[str, Any] | None = None, timeout: Timeout = None) -> Work[Any]:

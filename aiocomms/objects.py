@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -222,7 +222,14 @@ class Objects(Issuer):
     """
 
     def send_object(
-        self, obj: Any, dst: int, tag: int = 0, *, pickle: bool = False, timeout: Timeout = None
+        self,
+        obj: Any,
+        dst: int,
+        tag: int = 0,
+        *,
+        pickle: bool = False,
+        hints: Mapping[str, Any] | None = None,
+        timeout: Timeout = None,
     ) -> Work[None]:
         """Send an object to another rank; it may be changed as soon as the call returns.
 
@@ -230,69 +237,105 @@ class Objects(Issuer):
         :param dst: the receiving rank.
         :param tag: which ``recv_object`` it matches: a 32-bit signed integer, apart from the tags of tensors.
         :param pickle: send a pickle.
+        :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
         :returns: the work; its result is None.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
-        return self._issue(SendObject(self._parcel(obj, pickle), dst, tag), timeout=timeout)
+        return self._issue(SendObject(self._parcel(obj, pickle), dst, tag), hints, timeout)
 
-    def recv_object(self, src: int, tag: int = 0, *, pickle: bool = False, timeout: Timeout = None) -> Work[Any]:
+    def recv_object(
+        self,
+        src: int,
+        tag: int = 0,
+        *,
+        pickle: bool = False,
+        hints: Mapping[str, Any] | None = None,
+        timeout: Timeout = None,
+    ) -> Work[Any]:
         """Receive an object from another rank.
 
         :param src: the sending rank.
         :param tag: which ``send_object`` it matches.
         :param pickle: expect, and load, a pickle.
+        :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's. It fails alone if nothing has matched
         it.
         :returns: the work; its result is the object.
         :raises ArgumentError: an argument is wrong.
         :raises ProtocolError: from the work: the bytes are no such object, or the sender disagrees about pickle.
         """
-        return self._issue(RecvObject(src, tag, pickle), timeout=timeout)
+        return self._issue(RecvObject(src, tag, pickle), hints, timeout)
 
-    def broadcast_object(self, obj: Any, root: int, *, pickle: bool = False, timeout: Timeout = None) -> Work[Any]:
+    def broadcast_object(
+        self,
+        obj: Any,
+        root: int,
+        *,
+        pickle: bool = False,
+        hints: Mapping[str, Any] | None = None,
+        timeout: Timeout = None,
+    ) -> Work[Any]:
         """Give every rank the root's object.
 
         :param obj: the object on the root; not looked at elsewhere.
         :param root: the rank whose object it is.
         :param pickle: send and expect a pickle.
+        :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
         :returns: the work; its result is the object; on the root a copy.
         """
         parcels = (self._parcel(obj, pickle),) if self.rank == root else ()
-        return self._issue(BroadcastObject(root, pickle, parcels), timeout=timeout)
+        return self._issue(BroadcastObject(root, pickle, parcels), hints, timeout)
 
-    def all_gather_object(self, obj: Any, *, pickle: bool = False, timeout: Timeout = None) -> Work[list[Any]]:
+    def all_gather_object(
+        self, obj: Any, *, pickle: bool = False, hints: Mapping[str, Any] | None = None, timeout: Timeout = None
+    ) -> Work[list[Any]]:
         """Give every rank every rank's object.
 
         :param obj: this rank's object.
         :param pickle: send and expect pickles.
+        :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
         :returns: the work; its result is the list of objects, in rank order.
         """
-        return self._issue(AllGatherObject(0, pickle, (self._parcel(obj, pickle),)), timeout=timeout)
+        return self._issue(AllGatherObject(0, pickle, (self._parcel(obj, pickle),)), hints, timeout)
 
     def gather_object(
-        self, obj: Any, root: int, *, pickle: bool = False, timeout: Timeout = None
+        self,
+        obj: Any,
+        root: int,
+        *,
+        pickle: bool = False,
+        hints: Mapping[str, Any] | None = None,
+        timeout: Timeout = None,
     ) -> Work[list[Any] | None]:
         """Give the root every rank's object.
 
         :param obj: this rank's object.
         :param root: the rank that gets them.
         :param pickle: send and expect pickles.
+        :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
         :returns: the work; its result is the list of objects, in rank order, on the root, and None elsewhere.
         """
-        return self._issue(GatherObject(root, pickle, (self._parcel(obj, pickle),)), timeout=timeout)
+        return self._issue(GatherObject(root, pickle, (self._parcel(obj, pickle),)), hints, timeout)
 
     def scatter_object(
-        self, objs: Sequence[Any] | None, root: int, *, pickle: bool = False, timeout: Timeout = None
+        self,
+        objs: Sequence[Any] | None,
+        root: int,
+        *,
+        pickle: bool = False,
+        hints: Mapping[str, Any] | None = None,
+        timeout: Timeout = None,
     ) -> Work[Any]:
         """Give every rank the root's object for it.
 
         :param objs: one object per rank on the root; not looked at elsewhere.
         :param root: the rank that has them.
         :param pickle: send and expect pickles.
+        :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
         :returns: the work; its result is this rank's object.
         """
@@ -301,7 +344,7 @@ class Objects(Issuer):
             if not isinstance(objs, (list, tuple)) or len(objs) != self.size:
                 raise ArgumentError(f"objs is {checks.short(objs)}, wanted a list of {self.size} objects, one per rank")
             parcels = tuple(self._parcel(obj, pickle) for obj in objs)
-        return self._issue(ScatterObject(root, pickle, parcels), timeout=timeout)
+        return self._issue(ScatterObject(root, pickle, parcels), hints, timeout)
 
     def _parcel(self, obj: Any, pickle: bool) -> Parcel:
         return Parcel(obj, self.device, pickle=pickle)

@@ -96,14 +96,15 @@ class Batch:
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
         :returns: one work for all; its result is the list of their tensors, in the order added.
-        :raises ArgumentError: the batch is empty, or two parts share memory that one of them writes.
+        :raises ArgumentError: the batch is empty, an argument of a part is wrong, or two parts share memory that one of
+            them writes; nothing was sent.
         """
         if not self._parts:
             raise ArgumentError("the batch is empty, wanted at least one send or recv", op="batch")
-        parts, self._parts = self._parts, []
-        return self._comm._issue(ops.Batch(tuple(parts)), hints, timeout)
+        work = self._comm._issue(ops.Batch(tuple(self._parts)), hints, timeout)
+        self._parts = []
+        return work
 
     def _add(self, part: ops.Send | ops.Recv) -> Self:
-        part.check(self._comm)
         self._parts.append(part)
         return self

@@ -9,12 +9,9 @@ import torch
 from torch import Tensor
 
 from aiocomms import checks, ops
-from aiocomms.checks import Group
-from aiocomms.errors import ArgumentError, ArgumentTypeError, CommClosedError, MismatchError, UnsupportedOperation
+from aiocomms.errors import MismatchError
 from aiocomms.issuer import Issuer, Timeout
 from aiocomms.work import Work
-
-_ATOMIC = (torch.int32, torch.int64)
 
 
 class OneSided(Issuer):
@@ -30,7 +27,6 @@ class OneSided(Issuer):
         :raises MismatchError: the ranks' dtypes differ.
         :raises UnsupportedOperation: no transport of this communicator has RMA.
         """
-        checks.writable("tensor", tensor, self)
         opening = self._issue(ops.WindowOpen(tensor), timeout=timeout)
         mine = torch.tensor([tensor.numel(), sorted(map(str, checks.DTYPES)).index(str(tensor.dtype))])
         theirs = torch.empty(self.size, 2, dtype=torch.int64, device=self.device)
@@ -40,7 +36,9 @@ class OneSided(Issuer):
         if len(set(dtypes)) > 1:
             names = sorted(map(str, checks.DTYPES))
             given = ", ".join(f"rank {r}: {names[d]}" for r, d in enumerate(dtypes))
-            raise MismatchError(f"a window has one dtype on all ranks, and here {given}", op="new_window")
+            error = MismatchError(f"a window has one dtype on all ranks, and here {given}", op="new_window")
+            self._fail(error)
+            raise error
         return Window(self, handle, tensor, sizes)
 
 
@@ -53,8 +51,10 @@ class Window:
 
     def __init__(self, comm: Issuer, handle: object, tensor: Tensor, sizes: list[int]) -> None:
         self._comm = comm
-        self._handle = handle
-        self._closed = False
+        self.handle = handle
+        """What the transport knows it by."""
+        self.closed = False
+        """Whether it was closed on this rank."""
         self.tensor = tensor
         """This rank's part."""
         self.sizes = sizes
@@ -79,9 +79,7 @@ class Window:
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong, or the tensor would not fit; nothing was sent.
         """
-        checks.readable("tensor", tensor, self._comm)
-        self._check(tensor, "dst", dst, offset, tensor.numel())
-        return self._comm._issue(ops.Put(self._handle, tensor, dst, offset), hints, timeout)
+        return self._comm._issue(ops.Put(self, tensor, dst, offset), hints, timeout)
 
     def get(
         self,
@@ -102,110 +100,98 @@ class Window:
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong, or the window ends before; nothing was sent.
         """
-        checks.writable("tensor", tensor, self._comm)
-        self._check(tensor, "src", src, offset, tensor.numel())
-        return self._comm._issue(ops.Get(self._handle, tensor, src, offset), hints, timeout)
+        return self._comm._issue(ops.Get(self, tensor, src, offset), hints, timeout)
 
-    def fetch_add(self, dst: int, offset: int, value: int, *, timeout: Timeout = None) -> Work[int]:
+    def fetch_add(
+        self, dst: int, offset: int, value: int, *, hints: Mapping[str, Any] | None = None, timeout: Timeout = None
+    ) -> Work[int]:
         """Add to an element of a rank's window, atomically.
 
         :param dst: the rank whose window it is.
         :param offset: which element; the window's dtype is int32 or int64.
         :param value: what is added; the sum wraps around.
+        :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
         :returns: the work; its result is the element's value before.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises UnsupportedOperation: the window's dtype has no atomics.
         """
-        self._check_atomic(dst, offset, value=value)
-        return self._comm._issue(ops.FetchAdd(self._handle, dst, offset, value), timeout=timeout)
+        return self._comm._issue(ops.FetchAdd(self, dst, offset, value), hints, timeout)
 
-    def compare_swap(self, dst: int, offset: int, expected: int, value: int, *, timeout: Timeout = None) -> Work[int]:
+    def compare_swap(
+        self,
+        dst: int,
+        offset: int,
+        expected: int,
+        value: int,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: Timeout = None,
+    ) -> Work[int]:
         """Replace an element of a rank's window if it has the expected value, atomically.
 
         :param dst: the rank whose window it is.
         :param offset: which element; the window's dtype is int32 or int64.
         :param expected: the value it must have.
         :param value: the value it gets then.
+        :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
         :returns: the work; its result is the element's value before: ``expected`` if it was replaced.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises UnsupportedOperation: the window's dtype has no atomics.
         """
-        self._check_atomic(dst, offset, expected=expected, value=value)
-        return self._comm._issue(ops.CompareSwap(self._handle, dst, offset, expected, value), timeout=timeout)
+        return self._comm._issue(ops.CompareSwap(self, dst, offset, expected, value), hints, timeout)
 
-    def signal(self, dst: int, *, timeout: Timeout = None) -> Work[None]:
+    def signal(self, dst: int, *, hints: Mapping[str, Any] | None = None, timeout: Timeout = None) -> Work[None]:
         """Tell a rank that all puts to it so far have arrived; it notices by :meth:`wait_signal`.
 
         :param dst: the rank to tell; may be this rank.
+        :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
         :returns: the work; its result is None.
         """
-        self._check(None, "dst", dst, 0, 0)
-        return self._comm._issue(ops.Signal(self._handle, dst), timeout=timeout)
+        return self._comm._issue(ops.Signal(self, dst), hints, timeout)
 
-    def wait_signal(self, src: int, *, timeout: Timeout = None) -> Work[None]:
+    def wait_signal(self, src: int, *, hints: Mapping[str, Any] | None = None, timeout: Timeout = None) -> Work[None]:
         """Wait for one signal of a rank, and consume it; signals that nobody waits for are counted.
 
         :param src: the rank that signals; may be this rank.
+        :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's. It fails alone then.
         :returns: the work; its result is None.
         """
-        self._check(None, "src", src, 0, 0)
-        return self._comm._issue(ops.WaitSignal(self._handle, src), timeout=timeout)
+        return self._comm._issue(ops.WaitSignal(self, src), hints, timeout)
 
-    def flush(self, dst: int | None = None, *, timeout: Timeout = None) -> Work[None]:
+    def flush(
+        self, dst: int | None = None, *, hints: Mapping[str, Any] | None = None, timeout: Timeout = None
+    ) -> Work[None]:
         """Wait until what this rank has put so far is there to be seen.
 
         :param dst: in this rank's window; None: in every rank's.
+        :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
         :returns: the work; its result is None.
         """
-        self._check(None, "dst", self._comm.rank if dst is None else dst, 0, 0)
-        return self._comm._issue(ops.Flush(self._handle, dst), timeout=timeout)
+        return self._comm._issue(ops.Flush(self, dst), hints, timeout)
 
-    def map_remote_tensor(self, rank: int, *, timeout: Timeout = None) -> Work[Tensor]:
+    def map_remote_tensor(
+        self, rank: int, *, hints: Mapping[str, Any] | None = None, timeout: Timeout = None
+    ) -> Work[Tensor]:
         """A rank's window as a tensor of this process: the memory itself, not a copy.
 
         :param rank: the rank whose window it is.
+        :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
         :returns: the work; its result is a tensor of the rank's shape, valid until the window is closed.
         :raises UnsupportedOperation: the ranks share no memory.
         """
-        self._check(None, "rank", rank, 0, 0)
-        return self._comm._issue(ops.MapRemoteTensor(self._handle, rank), timeout=timeout)
+        return self._comm._issue(ops.MapRemoteTensor(self, rank), hints, timeout)
 
     async def aclose(self, *, timeout: Timeout = None) -> None:
         """Close the window after everybody's operations on it. Collective; twice is once.
 
         :param timeout: the deadline in seconds; None: the communicator's.
         """
-        if not self._closed:
-            self._closed = True
-            await self._comm._issue(ops.WindowClose(self._handle), timeout=timeout)
-
-    def _check(self, tensor: Tensor | None, name: str, rank: int, offset: int, count: int) -> None:
-        """Check the target of an operation: the window, the rank, and that ``count`` elements lie within."""
-        if self._closed:
-            raise CommClosedError("the window is closed")
-        group: Group = self._comm
-        checks.index(name, rank, group)
-        checks.offset(offset)
-        if tensor is not None and tensor.dtype != self.tensor.dtype:
-            raise ArgumentError(f"tensor has dtype {tensor.dtype}, wanted {self.tensor.dtype}, the window's")
-        if offset + count > self.sizes[rank]:
-            raise ArgumentError(
-                f"offset is {offset} for {count} elements, and the window of rank {rank} has {self.sizes[rank]}"
-            )
-
-    def _check_atomic(self, dst: int, offset: int, **values: int) -> None:
-        self._check(None, "dst", dst, offset, 1)
-        if self.tensor.dtype not in _ATOMIC:
-            raise UnsupportedOperation(f"atomics need a window of int32 or int64; this one's is {self.tensor.dtype}")
-        info = torch.iinfo(self.tensor.dtype)
-        for name, value in values.items():
-            if type(value) is not int:
-                raise ArgumentTypeError(f"{name} is {checks.short(value)}, wanted an int")
-            if not info.min <= value <= info.max:
-                raise ArgumentError(f"{name} is {value}, wanted {info.min} <= {name} <= {info.max}")
+        if not self.closed:
+            self.closed = True
+            await self._comm._issue(ops.WindowClose(self), timeout=timeout)

@@ -104,7 +104,7 @@ class Capabilities(msgspec.Struct, frozen=True):
 class Transport(ABC):
     """Carries ops between the ranks of one communicator.
 
-    Everything but :meth:`abort` is called on the thread of the loop that opened it.
+    Everything but :meth:`abort` and :meth:`missing` is called on the thread of the loop that opened it.
     """
 
     capabilities: Capabilities
@@ -182,5 +182,5 @@ class Transport(ABC):
         """
 
     def missing(self, work: Completion) -> Sequence[int]:
-        """The ranks a pending op waits for, where the transport can tell."""
+        """The ranks a pending op waits for, where the transport can tell. On any thread: the loop may be busy."""
         return ()

@@ -101,14 +101,14 @@ class TwoSided(Transport):
             case ops.WindowOpen(tensor):
                 self._open(tensor, work)
             case ops.WindowClose(window):
-                self._close(window, work)
-            case ops.WaitSignal(window, src) if window.signals[src]:
-                window.signals[src] -= 1
+                self._close(window.handle, work)
+            case ops.WaitSignal(window, src) if window.handle.signals[src]:
+                window.handle.signals[src] -= 1
                 work.complete()
             case ops.WaitSignal(window, src):
-                window.waiting[src].append(work)
+                window.handle.waiting[src].append(work)
             case ops.MapRemoteTensor(window, rank) if rank == self._comm.rank:
-                work.complete(window.flat.detach())
+                work.complete(window.tensor.detach())
             case ops.MapRemoteTensor():
                 self._refuse_map()
             case _:
@@ -125,7 +125,7 @@ class TwoSided(Transport):
     def try_cancel(self, work: Completion) -> bool:
         """See :meth:`Transport.try_cancel`: of what is posted here only waits for signals can be withdrawn."""
         op: Any = work.op
-        waiting = op.window.waiting[op.src]
+        waiting = op.window.handle.waiting[op.src]
         if work not in waiting:
             return False
         waiting.remove(work)
@@ -141,10 +141,10 @@ class TwoSided(Transport):
 
     def _ask(self, op: Any) -> Steps:
         """Send a request, with the data behind it, and wait for the reply where there is one."""
-        window: _Window = op.window
+        window: _Window = op.window.handle
         if isinstance(op, ops.Flush) and op.dst is None:
             for dst in range(self._comm.size):
-                yield from self._ask(ops.Flush(window, dst))
+                yield from self._ask(ops.Flush(op.window, dst))
             return None
         peer = op.src if isinstance(op, ops.Get) else op.dst
         if peer == self._comm.rank:

@@ -30,25 +30,9 @@ async def local_world(
     """
     if type(size) is not int or size < 1:
         raise ArgumentError(f"size is {size!r}, wanted at least 1 rank")
-    store = HashStore()
     comms: list[Communicator | None] = [None] * size
-    failures: list[Exception] = []
-
-    async def open_rank(rank: int) -> None:
-        try:
-            comms[rank] = await new_comm(
-                transport or in_process(), store=store, rank=rank, size=size, name=name, timeout=timeout
-            )
-        except Exception as error:
-            failures.append(error)
-            tasks.cancel_scope.cancel()
-
     try:
-        async with anyio.create_task_group() as tasks:
-            for rank in range(size):
-                tasks.start_soon(open_rank, rank)
-        if failures:
-            raise failures[0]
+        await _open(comms, transport or in_process(), name, timeout)
         yield [comm for comm in comms if comm is not None]
     except BaseException as error:
         for comm in filter(None, comms):
@@ -59,3 +43,24 @@ async def local_world(
             async with anyio.create_task_group() as tasks:
                 for comm in filter(None, comms):
                     tasks.start_soon(comm.aclose)
+
+
+async def _open(
+    comms: list[Communicator | None], transport: str | Mapping[str, str], name: str, timeout: float
+) -> None:
+    """Open every rank's communicator; where one fails, the others need not wait for it."""
+    store = HashStore()
+    failures: list[Exception] = []
+
+    async def open_rank(rank: int) -> None:
+        try:
+            comms[rank] = await new_comm(transport, store=store, rank=rank, size=len(comms), name=name, timeout=timeout)
+        except Exception as error:
+            failures.append(error)
+            tasks.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as tasks:
+        for rank in range(len(comms)):
+            tasks.start_soon(open_rank, rank)
+    if failures:
+        raise failures[0]

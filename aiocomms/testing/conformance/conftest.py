@@ -51,7 +51,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     __tracebackhide__ = True
-    arguments: dict[str, Any] = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    arguments: dict[str, Any] = {
+        name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters
+    }
     world: World = arguments.pop("case")
     del arguments["comm"]
     name = f"{pyfuncitem.originalname} {arguments}"

@@ -329,7 +329,12 @@ async def test_a_batch_completes_on_its_own(comm: Communicator, case: Case) -> N
     slot = case.empty(torch.int32, SHAPE)
     if comm.rank:
         await case.told("cancelled", 0)
-    work = comm.batch().send(case.bits(torch.int32, SHAPE, comm.rank).to(comm.device), peer).recv(slot.tensor, peer).issue()
+    work = (
+        comm.batch()
+        .send(case.bits(torch.int32, SHAPE, comm.rank).to(comm.device), peer)
+        .recv(slot.tensor, peer)
+        .issue()
+    )
     if comm.rank == 0:
         await cancel_await(work)
         case.tell("cancelled")

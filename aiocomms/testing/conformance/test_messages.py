@@ -104,7 +104,9 @@ async def test_tags_choose_the_message(comm: Communicator, case: Case, early: st
     if (comm.rank == 0) != (early == "send"):
         await case.told("posted", 1 - comm.rank)
     sender = comm.rank == 0
-    slots = {tag: case.full(case.bits(torch.int64, (9,), tag)) if sender else case.empty(torch.int64, (9,)) for tag in tags}
+    slots = {
+        tag: case.full(case.bits(torch.int64, (9,), tag)) if sender else case.empty(torch.int64, (9,)) for tag in tags
+    }
     works = [comm.send(slots[t].tensor, 1, t) if sender else comm.recv(slots[t].tensor, 0, t) for t in tags]
     case.tell("posted")
     for work in works:
@@ -185,7 +187,9 @@ async def test_hundreds_in_flight(comm: Communicator, case: Case) -> None:
     right, left = neighbours(comm)
     slots = [case.empty(torch.int32, (i % 50,)) for i in range(300)]
     works = [comm.recv(slot.tensor, left, i % 3) for i, slot in enumerate(slots)]
-    works += [comm.send(case.bits(torch.int32, (i % 50,), i, comm.rank).to(comm.device), right, i % 3) for i in range(300)]
+    works += [
+        comm.send(case.bits(torch.int32, (i % 50,), i, comm.rank).to(comm.device), right, i % 3) for i in range(300)
+    ]
     for work in works:
         await work
     for i, slot in enumerate(slots):

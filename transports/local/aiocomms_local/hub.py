@@ -72,7 +72,7 @@ class Hub:
     def withdraw(self, rank: int, op: Any, work: Completion) -> bool:
         """Forget a receive or a wait that nothing has matched; False if something has."""
         if isinstance(op, ops.WaitSignal):
-            window: Window = op.window
+            window: Window = op.window.handle
             return window.withdraw(op, rank, work)
         key = (op.src, rank, op.channel, op.tag)
         recvs = self._recvs.get(key)
@@ -110,7 +110,7 @@ class Hub:
             value = Window([record.tensor for record in records])
             self._windows.append(value)
         elif isinstance(op, ops.WindowClose):
-            self._windows.remove(op.window)
+            self._windows.remove(op.window.handle)
         else:
             try:
                 perform(records)

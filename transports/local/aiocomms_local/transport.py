@@ -22,7 +22,7 @@ _forming: dict[str, Hub] = {}
 """Hubs that not all of their ranks have found yet, by a token that rank 0 hands out."""
 _forming_lock = threading.Lock()
 
-_COLLECTIVE = ops.COLLECTIVES | {ops.WindowOpen, ops.WindowClose}
+_COLLECTIVE: frozenset[type[ops.Op]] = ops.COLLECTIVES | {ops.WindowOpen, ops.WindowClose}
 
 
 class LocalTransport(Transport):
@@ -49,7 +49,7 @@ class LocalTransport(Transport):
             ops.Send: lambda op, work: hub.send(rank, op, work),
             ops.Recv: lambda op, work: hub.recv(rank, op, work),
             **dict.fromkeys(_COLLECTIVE, self._join),
-            **dict.fromkeys(ops.RMA - _COLLECTIVE, lambda op, work: op.window.act(op, rank, work)),
+            **dict.fromkeys(ops.RMA - _COLLECTIVE, lambda op, work: op.window.handle.act(op, rank, work)),
         }
 
     @classmethod

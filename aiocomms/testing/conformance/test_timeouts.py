@@ -1,0 +1,156 @@
+"""The deadlines of operations, which are not the patience of those who await them."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import anyio
+import pytest
+import torch
+
+from aiocomms.communicator import Communicator
+from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError
+from aiocomms.testing.conformance.case import Case, ranks
+
+SHAPE = (6,)
+
+SHORT = 0.1
+"""Seconds."""
+
+LATE = 0.5
+"""Seconds after its deadline in which an operation must have failed; more where the processors are busy."""
+
+
+def ones(comm: Communicator) -> torch.Tensor:
+    return torch.ones(4, device=comm.device)
+
+
+async def expect_timeout(work: object, began: float) -> CommTimeoutError:
+    with pytest.raises(CommTimeoutError) as caught:
+        await work  # type: ignore[misc]
+    took = time.monotonic() - began
+    assert took >= SHORT, f"it failed {SHORT - took} s before its deadline"
+    assert took < SHORT + 4 * LATE, f"it failed {took - SHORT} s after its deadline"
+    return caught.value
+
+
+@ranks(2)
+@pytest.mark.parametrize("timeout", [SHORT, timedelta(seconds=SHORT)], ids=["float", "timedelta"])
+async def test_a_receive_that_nothing_matched_fails_alone(
+    comm: Communicator, case: Case, timeout: float | timedelta
+) -> None:
+    """Its message goes to the next receive, and the communicator stays usable."""
+    case.need("p2p")
+    if comm.rank == 0:
+        await case.told("late", 1)
+        await comm.send(case.bits(torch.int32, SHAPE).to(comm.device), 1, 9)
+    else:
+        slot, began = case.empty(torch.int32, SHAPE), time.monotonic()
+        error = await expect_timeout(comm.recv(slot.tensor, 0, 9, timeout=timeout), began)
+        assert isinstance(error, TimeoutError) and (error.op, error.rank) == ("recv", 1)
+        case.tell("late")
+        following = case.empty(torch.int32, SHAPE)
+        await comm.recv(following.tensor, 0, 9)
+        following.expect(case.bits(torch.int32, SHAPE))
+        slot.expect_untouched()
+    await comm.barrier()
+    assert not comm.aborted
+
+
+@ranks(2)
+async def test_an_object_receive_fails_alone(comm: Communicator, case: Case) -> None:
+    case.need("p2p")
+    if comm.rank == 0:
+        await case.told("late", 1)
+        await comm.send_object("late", 1)
+    else:
+        await expect_timeout(comm.recv_object(0, timeout=SHORT), time.monotonic())
+        case.tell("late")
+        assert await comm.recv_object(0) == "late"
+    assert not comm.aborted
+
+
+@ranks(2, 3, 7)
+async def test_a_late_collective_ends_the_communicator_everywhere(comm: Communicator, case: Case) -> None:
+    """A timeout here, an abort there; the first reason stays, and later operations fail at once."""
+    if comm.rank == 0:
+        await case.told("waiting")
+        error = await expect_timeout(comm.all_reduce(ones(comm), timeout=SHORT), time.monotonic())
+        assert (error.op, error.rank, error.comm) == ("all_reduce", 0, comm.name)
+    else:
+        waiting = comm.recv(ones(comm), 0) if "p2p" in comm.transports else comm.broadcast(ones(comm), 0)
+        case.tell("waiting")
+        with pytest.raises(CommAbortedError, match="all_reduce"):
+            await waiting
+    with pytest.raises(CommAbortedError, match="all_reduce"):
+        await comm.all_reduce(ones(comm))
+    assert comm.aborted and not comm.closed
+
+
+@ranks(2, 3)
+async def test_who_is_missing(comm: Communicator, case: Case) -> None:
+    """All but the last rank call it; what fails says which one did not."""
+    last = comm.size - 1
+    if comm.rank == last:
+        await case.told("failed")
+        return
+    with pytest.raises((CommTimeoutError, CommAbortedError)) as caught:
+        await comm.barrier(timeout=SHORT)
+    case.tell("failed")
+    assert f"waiting for rank {last}" in str(caught.value), caught.value
+
+
+@ranks(2)
+async def test_the_communicators_own_timeout(comm: Communicator, case: Case) -> None:
+    case.need("p2p")
+    before = comm.timeout
+    comm.set_timeout(timedelta(seconds=SHORT))
+    if comm.rank == 1:
+        await expect_timeout(comm.recv(ones(comm), 0), time.monotonic())
+        await expect_timeout(comm.recv_object(0), time.monotonic())
+    comm.set_timeout(before)
+    await case.meet("timed out")
+    await comm.barrier()
+
+
+@ranks(2)
+async def test_patience_is_not_a_deadline(comm: Communicator, case: Case) -> None:
+    """Who gives up awaiting a collective leaves the collective as it is."""
+    slot = case.full(case.numbers(torch.int32, SHAPE, comm.rank))
+    if comm.rank == 0:
+        work = comm.all_reduce(slot.tensor)
+        with pytest.raises(TimeoutError) as caught:
+            with anyio.fail_after(0.01):
+                await work
+        assert not isinstance(caught.value, CommError) and not comm.aborted
+        case.tell("gave up")
+        await work
+    else:
+        await case.told("gave up", 0)
+        await comm.all_reduce(slot.tensor)
+    slot.expect(case.numbers(torch.int32, SHAPE, 0) + case.numbers(torch.int32, SHAPE, 1))
+
+
+@ranks(2)
+async def test_a_deadline_does_not_wait_for_a_busy_loop(comm: Communicator, case: Case) -> None:
+    """The peers hear of it while the late rank's own loop is busy."""
+    case.need_processes()
+    if comm.rank == 0:
+        work = comm.all_reduce(ones(comm), timeout=SHORT)
+        time.sleep(SHORT + 2 * LATE)  # noqa: ASYNC251 - the point of it
+        case.tell("awake")
+        with pytest.raises(CommTimeoutError):
+            await work
+        return
+    work = comm.recv(ones(comm), 0) if "p2p" in comm.transports else comm.broadcast(ones(comm), 0)
+    with pytest.raises(CommAbortedError):
+        await work
+    assert not case.heard("awake", 0), "the peers learnt of the deadline only when the loop came back"
+
+
+@ranks(1)
+async def test_a_deadline_that_is_not_reached_costs_nothing(comm: Communicator, case: Case) -> None:
+    for timeout in (1e-3, 0.5, 3600.0, timedelta(days=1)):
+        await comm.all_reduce(ones(comm), timeout=timeout)
+    assert not comm.aborted

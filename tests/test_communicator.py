@@ -1,0 +1,448 @@
+"""The communicator itself: hooks, names, splitting, aborting and closing, on every loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import pytest
+import torch
+from aiocomms_local import LocalTransport
+from conftest import ranks, run_on, together, turns
+
+import aiocomms
+from aiocomms import ReduceOp, communicator, ops
+from aiocomms.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    BufferBusyError,
+    CommAbortedError,
+    CommClosedError,
+    CommError,
+    MismatchError,
+    UnsupportedOperation,
+)
+from aiocomms.testing import local_world
+from aiocomms.transport import Capabilities
+
+
+async def outcome(work):
+    """What awaiting ends in."""
+    try:
+        return await work
+    except CommError as error:
+        return error
+
+
+async def total(comm):
+    return (await comm.all_reduce(torch.ones(1))).item()
+
+
+# ----------------------------------------------------------------------------------------------------------- hooks
+
+
+def test_hooks_see_every_op(run):
+    async def main():
+        async with local_world(2) as (one, two):
+            seen = []
+            before = one.register_pre_hook(lambda op, seq: seen.append(("pre", op.name, seq)))
+            after = one.register_post_hook(lambda work: seen.append(("post", work.op.name, work.seq, work.done())))
+            work = one.recv(torch.empty(2), 1)
+            await two.send(torch.ones(2), 0)
+            await work
+            with pytest.raises(ArgumentError):
+                one.send(torch.ones(2), 7)  # not posted, so no hook sees it
+            before.remove()
+            after.remove()
+            after.remove()
+            await ranks([one, two], total)
+            assert seen == [("pre", "recv", 0), ("post", "recv", 0, True)]
+
+    run(main)
+
+
+def test_a_pre_hook_that_raises_stops_the_op(run):
+    async def main():
+        async with local_world(1) as (comm,):
+
+            def refuse(op, seq):
+                raise PermissionError("not now")
+
+            hook = comm.register_pre_hook(refuse)
+            tensor = torch.ones(2)
+            with pytest.raises(PermissionError):
+                comm.all_reduce(tensor, ReduceOp.PREMUL_SUM(3.0))
+            assert tensor.eq(1).all()
+            hook.remove()
+            await comm.all_reduce(tensor, ReduceOp.PREMUL_SUM(3.0))
+            assert tensor.eq(3).all()
+
+    run(main)
+
+
+def test_what_other_hooks_raise_is_reported_and_harms_nobody():
+    async def main():
+        said = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(str(context["exception"])))
+        async with local_world(2) as world:
+
+            def broken(_):
+                raise ValueError("broken hook")
+
+            world[0].register_post_hook(broken)
+            world[0].register_abort_hook(broken)
+            assert await ranks(world, total) == [2, 2]
+            world[1].abort("enough")
+        assert said == ["broken hook"] * 2
+
+    run_on("asyncio", main)
+
+
+def test_abort_hooks_get_the_first_reason_once(run):
+    async def main():
+        async with local_world(3) as world:
+            reasons = []
+            for comm in world:
+                comm.register_abort_hook(lambda error, rank=comm.rank: reasons.append((rank, str(error))))
+            world[1].abort("first")
+            world[1].abort("second")
+            world[2].abort("third")
+            await turns()
+            assert sorted(rank for rank, _ in reasons) == [0, 1, 2]
+            assert all("aborted by rank 1: first" in reason for _, reason in reasons)
+
+    run(main)
+
+
+# ----------------------------------------------------------------------------------------------------------- split
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 7])
+def test_split_into_even_and_odd(run, size):
+    async def main():
+        async with local_world(size) as world:
+
+            async def each(comm):
+                mine = [r for r in range(size) if r % 2 == comm.rank % 2]
+                child = await comm.split(mine)
+                assert (child.rank, child.size) == (mine.index(comm.rank), len(mine))
+                assert child.name == "world/1"
+                got = await child.all_reduce(torch.tensor([comm.rank]))
+                assert got.item() == sum(mine)
+                await child.aclose()
+                assert await total(comm) == size
+
+            await ranks(world, each)
+
+    run(main)
+
+
+def test_split_in_another_order_with_a_name_and_without_some(run):
+    async def main():
+        async with local_world(4) as world:
+
+            async def each(comm):
+                child = await comm.split([3, 1, 0] if comm.rank != 2 else [], name="tp")
+                if comm.rank == 2:
+                    assert child is None
+                    return
+                async with child:
+                    assert child.rank == [3, 1, 0].index(comm.rank)
+                    assert aiocomms.get_comm("tp") is child  # each task finds its own
+                    out = torch.empty(3, dtype=torch.int64)
+                    await child.all_gather_single(out, torch.tensor([comm.rank]))
+                    assert out.tolist() == [3, 1, 0]
+                    grandchild = await child.split([child.rank])
+                    assert grandchild.size == 1
+                    await grandchild.aclose()
+
+            await ranks(world, each)
+            with pytest.raises(ArgumentError, match="no open communicator"):
+                aiocomms.get_comm("tp")
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("members", "error", "text"),
+    [
+        ([1], ArgumentError, "leaves out this rank"),
+        ([0, 0], ArgumentError, "each rank once"),
+        ([0, 2], ArgumentError, r"ranks\[1\]"),
+        ([0, True], ArgumentTypeError, r"ranks\[1\]"),
+        ("01", ArgumentTypeError, "wanted a list"),
+        (None, ArgumentTypeError, "wanted a list"),
+    ],
+)
+def test_split_refuses_bad_members_before_anything_is_sent(members, error, text):
+    async def main():
+        async with local_world(2) as world:
+            with pytest.raises(error, match=text):
+                await world[0].split(members)
+            children = await ranks(world, lambda comm: comm.split([0, 1]))
+            assert await ranks(children, total) == [2, 2]
+            await ranks(children, lambda comm: comm.aclose())
+
+    run_on("asyncio", main)
+
+
+def test_split_into_groups_that_disagree(run):
+    async def main():
+        async with local_world(3) as world:
+            results = await ranks(world, lambda comm: outcome(comm.split([[0, 1], [0, 1, 2], [2]][comm.rank])))
+            assert all(isinstance(error, (MismatchError, CommAbortedError)) for error in results)
+            assert any(isinstance(error, MismatchError) for error in results)
+
+    run(main)
+
+
+# ------------------------------------------------------------------------------------------------------------ abort
+
+
+def test_abort_ends_everything_everywhere(run):
+    async def main():
+        async with local_world(3) as world:
+            works = [comm.recv(torch.empty(1), (comm.rank + 1) % 3, tag) for comm in world for tag in range(300)]
+            works += [world[0].all_reduce(torch.ones(1)), world[1].all_reduce(torch.ones(1))]
+            async with anyio.create_task_group() as tasks:
+                results = []
+
+                async def wait(work):
+                    results.append(await outcome(work))
+
+                for work in works:
+                    tasks.start_soon(wait, work)
+                await turns()
+                world[2].abort(ValueError("bad batch"))
+            assert len(results) == len(works)
+            assert {type(error) for error in results} == {CommAbortedError}
+            assert all("aborted by rank 2: ValueError: bad batch" in str(error) for error in results)
+            assert all(comm.aborted and not comm.closed for comm in world)
+            with pytest.raises(CommAbortedError, match="bad batch"):
+                world[0].send(torch.ones(1), 1)
+
+    run(main)
+
+
+def test_abort_from_another_thread(run):
+    async def main():
+        async with local_world(2) as (one, two):
+            works = [two.recv(torch.empty(1), 0, tag) for tag in range(1000)]
+            threading.Thread(target=one.abort, args=("from a thread",)).start()
+            for work in works:
+                error = await outcome(work)
+                assert isinstance(error, CommAbortedError)
+
+    run(main)
+
+
+def test_abort_from_a_signal_handler():
+    async def main():
+        async with local_world(2) as (one, two):
+            works = [two.recv(torch.empty(1), 0, tag) for tag in range(1000)]
+            before = signal.signal(signal.SIGUSR2, lambda *_: one.abort("by a signal"))
+            try:
+                os.kill(os.getpid(), signal.SIGUSR2)
+                for work in works:
+                    assert "by a signal" in str(await outcome(work))
+            finally:
+                signal.signal(signal.SIGUSR2, before)
+
+    run_on("asyncio", main)
+
+
+def test_another_communicator_goes_on(run):
+    async def main():
+        async with local_world(2) as world, local_world(2, name="other") as other:
+            world[0].abort("enough")
+            assert await ranks(other, total) == [2, 2]
+
+    run(main)
+
+
+def test_calls_on_another_thread_are_refused():
+    async def main():
+        async with local_world(1) as (comm,):
+            with pytest.raises(RuntimeError, match="another thread"):
+                await anyio.to_thread.run_sync(comm.barrier)
+
+    run_on("asyncio", main)
+
+
+# ------------------------------------------------------------------------------------------------------------ close
+
+
+def test_close_withdraws_receives_and_lets_the_rest_end(run):
+    async def main():
+        async with local_world(2) as (one, two):
+            waiting = one.recv(torch.empty(1), 1)
+            sending = one.send(torch.ones(1), 1, 5)
+            got = torch.zeros(1)
+
+            async def late():
+                await turns()
+                await two.recv(got, 0, 5)
+
+            await together(one.aclose, late)
+            assert isinstance(await outcome(waiting), CommClosedError)
+            assert (await sending).item() == got.item() == 1
+            with pytest.raises(CommClosedError):
+                one.barrier()
+            assert one.closed
+            assert not one.aborted
+
+    run(main)
+
+
+def test_close_gives_up_what_does_not_end(run, monkeypatch):
+    monkeypatch.setattr(communicator, "CLOSE_GRACE", 0.05)
+
+    async def main():
+        async with local_world(2) as (one, two):
+            work = one.all_reduce(torch.ones(1))
+            await one.aclose()
+            assert isinstance(await outcome(work), CommClosedError)
+            await turns()
+            error = await outcome(two.all_reduce(torch.ones(1))) if not two.aborted else two._refusal
+            assert isinstance(error, CommAbortedError)
+            assert "closed by rank 0" in str(error)
+
+    run(main)
+
+
+def test_close_again_and_at_the_same_time(run):
+    async def main():
+        async with local_world(2) as world:
+            await together(*(comm.aclose for comm in world for _ in range(3)))
+            await world[0].aclose()
+
+    run(main)
+
+
+def test_a_cancelled_close_still_releases_everything(run):
+    before = set(Path("/proc/self/fd").iterdir())
+
+    async def main():
+        async with local_world(2) as (one, two):
+            work = one.all_reduce(torch.ones(1))
+            with anyio.CancelScope() as scope:
+                scope.cancel()
+                await one.aclose()
+            assert one.closed
+            assert isinstance(await outcome(work), CommClosedError)
+            del two
+
+    run(main)
+    assert set(Path("/proc/self/fd").iterdir()) <= before
+
+
+def test_leaving_by_an_exception_tells_the_others(run):
+    async def main():
+        async with local_world(2) as (one, two):
+            work = two.all_reduce(torch.ones(1))
+            with pytest.raises(KeyError):
+                async with one:
+                    raise KeyError("lost")
+            error = await outcome(work)
+            assert isinstance(error, CommAbortedError)
+            assert "aborted by rank 0: KeyError: 'lost'" in str(error)
+
+    run(main)
+
+
+def test_what_needs_a_closed_rank_fails_and_nothing_else(run):
+    async def main():
+        async with local_world(3) as (one, two, three):
+            waiting = two.recv(torch.empty(1), 0)
+            await one.aclose()
+            for work in (waiting, two.recv(torch.empty(1), 0), two.send(torch.ones(1), 0)):
+                error = await outcome(work)
+                assert isinstance(error, CommAbortedError)
+                assert error.peer == 0
+            assert not two.aborted
+            got = torch.zeros(1)
+            await together(lambda: two.send(torch.ones(1), 2), lambda: three.recv(got, 1))
+            for comm in (two, three):
+                with pytest.raises(CommAbortedError, match="closed by rank 0"):
+                    await comm.all_reduce(torch.ones(1))
+            assert two.aborted
+            assert three.aborted
+
+    run(main)
+
+
+def test_many_communicators_leave_nothing_behind():
+    async def main():
+        for _ in range(300):
+            async with aiocomms.new_comm() as comm:
+                await comm.all_reduce(torch.ones(1))
+
+    def count():
+        return threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
+
+    run_on("asyncio", main)
+    before = count()
+    run_on("asyncio", main)
+    assert count() == before
+
+
+# ------------------------------------------------------------------------------------------------------------ debug
+
+
+def test_debug_mode_refuses_busy_buffers(monkeypatch):
+    monkeypatch.setenv("AIOCOMMS_DEBUG", "1")
+
+    async def main():
+        async with local_world(2) as (one, two):
+            buffer = torch.zeros(8)
+            work = one.recv(buffer[:4], 1)
+            for call in (
+                lambda: one.recv(buffer[3:5], 1, 1),
+                lambda: one.send(buffer[0:1], 1),
+                lambda: one.all_reduce(buffer),
+            ):
+                with pytest.raises(BufferBusyError, match=r"recv #0"):
+                    call()
+            other = one.recv(buffer[4:], 1, 1)
+            sends = [two.send(torch.ones(4), 0), two.send(torch.full((4,), 2.0), 0, 1)]
+            await work
+            await other
+            assert buffer.tolist() == [1] * 4 + [2] * 4
+            for send in sends:
+                await send
+            reading = [one.send(buffer, 1, tag) for tag in range(2)]  # readers may share
+            for tag in range(2):
+                await two.recv(torch.empty(8), 0, tag)
+            for send in reading:
+                await send
+
+    run_on("asyncio", main)
+
+
+class NoWindows(LocalTransport):
+    """Collectives alone."""
+
+    capabilities = Capabilities(ops=frozenset({ops.AllReduce, ops.Barrier}), in_process=True)
+
+
+def test_ops_that_nobody_carries_are_refused_by_name(install):
+    install(poor=NoWindows)
+
+    async def main():
+        async with local_world(2, "poor") as world:
+            assert world[0].transports == {"collectives": "poor"}
+            for call in (
+                lambda comm: comm.send(torch.ones(1), 1 - comm.rank),
+                lambda comm: comm.broadcast(torch.ones(1), 0),
+                lambda comm: comm.send_object(1, 1 - comm.rank),
+            ):
+                with pytest.raises(UnsupportedOperation, match="no transport of this communicator carries it"):
+                    call(world[0])
+            assert await ranks(world, total) == [2, 2]
+
+    run_on("asyncio", main)

@@ -1,0 +1,490 @@
+"""Ranks meet: the arguments of new_comm, the launcher's environment, and what happens when somebody does not come."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from importlib.metadata import entry_points
+
+import anyio
+import psutil
+import pytest
+import torch
+from aiocomms_local import LocalTransport
+from conftest import ranks, together
+from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
+
+import aiocomms
+from aiocomms import groups, launchers
+from aiocomms.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CommAbortedError,
+    CommClosedError,
+    CommTimeoutError,
+    StoreLostError,
+)
+from aiocomms.testing import local_world
+
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMPI_", "PMI_", "PMIX_", "SLURM_")
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for name in os.environ:
+        if name.startswith((*LAUNCHERS, "TORCHELASTIC_")):
+            monkeypatch.delenv(name)
+
+
+async def opened(**place):
+    """Open a communicator: what awaiting it does, as an async function."""
+    return await aiocomms.new_comm("local", **place)
+
+
+async def meet(size, store, **place):
+    return await together(*(lambda r=r: opened(store=store, rank=r, size=size, **place) for r in range(size)))
+
+
+async def part(comms):
+    await ranks(comms, lambda comm: comm.aclose())
+
+
+# ---------------------------------------------------------------------------------------------------- arguments
+
+
+@pytest.mark.parametrize(
+    ("place", "complaints"),
+    [
+        ({"rank": 0}, ["size is missing", "store is missing"]),
+        ({"size": 2}, ["rank is missing", "store is missing"]),
+        ({"store": HashStore()}, ["rank is missing", "size is missing"]),
+        ({"rank": 0, "size": 2}, ["store is missing"]),
+        ({"rank": 2, "size": 2, "store": HashStore()}, ["rank is 2, wanted 0 <= rank < size = 2"]),
+        ({"rank": -1, "size": 2, "store": HashStore()}, ["rank is -1, wanted 0 <= rank < size = 2"]),
+        ({"rank": 0, "size": 0, "store": HashStore()}, ["size is 0, wanted at least 1"]),
+        ({"rank": True, "size": 2, "store": HashStore()}, ["rank is True, wanted an int"]),
+        ({"rank": "0", "size": 2.0}, ["rank is '0', wanted an int", "size is 2.0, wanted an int", "store is missing"]),
+        ({"rank": 0, "size": 2, "store": "tcp://host:1"}, ["store is a str, wanted a torch.distributed.Store"]),
+        ({"rank": 5, "size": "x", "store": 3}, ["size is 'x', wanted an int", "store is a int"]),
+        ({"rank": -1, "size": 1}, ["rank is -1, wanted 0 <= rank < size = 1"]),
+    ],
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
+)
+def test_one_error_lists_all_that_is_wrong_with_the_place(place, complaints):
+    with pytest.raises(ArgumentError, match="rank, size and store belong together: ") as caught:
+        aiocomms.new_comm(**place)
+    said = caught.value.message.partition(": ")[2].split("; ")
+    assert len(said) == len(complaints)
+    for complaint in complaints:
+        assert any(text.startswith(complaint) for text in said), complaint
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"device": "gpu"}, ArgumentError, "device is 'gpu', wanted a torch.device or its name"),
+        ({"device": 3.5}, ArgumentError, "device is 3.5, wanted"),
+        ({"name": ""}, ArgumentError, "name has 0 characters, wanted 1 to 200"),
+        ({"name": "x" * 201}, ArgumentError, "name has 201 characters"),
+        ({"name": 3}, ArgumentTypeError, "name is 3, wanted a str"),
+        ({"timeout": 0}, ArgumentError, "timeout is 0, wanted seconds"),
+        ({"timeout": "1"}, ArgumentTypeError, "timeout is '1' .*wanted seconds"),
+        ({"hints": 3}, ArgumentTypeError, r"hints is 3 \(int\), wanted a mapping"),
+        ({"hints": [1]}, ArgumentTypeError, r"hints is \[1\] \(list\), wanted a mapping"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_said_before_anything_is_awaited(arguments, error, message):
+    with pytest.raises(error, match=message):
+        aiocomms.new_comm(**arguments)
+
+
+def test_an_unknown_keyword():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'world_size'"):
+        aiocomms.new_comm(world_size=2)
+
+
+# ------------------------------------------------------------------------------------------------------- meeting
+
+
+@pytest.mark.parametrize("place", [{}, {"rank": 0, "size": 1}, {"rank": 0, "size": 1, "store": HashStore()}], ids=list)
+def test_a_world_of_one(run, place):
+    async def main():
+        async with aiocomms.new_comm(**place) as comm:
+            assert (comm.rank, comm.size, comm.name, comm.device) == (0, 1, "world", torch.device("cpu"))
+            assert (await comm.all_reduce(torch.ones(2))).tolist() == [1, 1]
+            assert not comm.closed
+        assert comm.closed
+        comm = await aiocomms.new_comm(**place)
+        await comm.aclose()
+
+    run(main)
+
+
+def stores(tmp_path):
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield "hash", HashStore()
+    yield "file", FileStore(str(tmp_path / "store"), -1)
+    yield "tcp", server
+    yield "prefix", PrefixStore("mine", PrefixStore("again", server))
+
+
+@pytest.mark.parametrize("kind", ["hash", "file", "tcp", "prefix"])
+def test_ranks_meet_on_any_store(run, tmp_path, kind):
+    store = dict(stores(tmp_path))[kind]
+
+    async def main():
+        comms = await meet(3, store)
+        assert [comm.rank for comm in comms] == [0, 1, 2]
+        results = await ranks(comms, lambda comm: comm.all_reduce(torch.tensor(comm.rank)))
+        assert [r.item() for r in results] == [3, 3, 3]
+        await part(comms)
+
+    run(main)
+
+
+def test_several_names_on_one_store(run):
+    store = HashStore()
+
+    async def main():
+        a, b = await together(lambda: meet(2, store, name="a"), lambda: meet(2, store, name="b"))
+        a[0].send(torch.tensor(1), 1)
+        b[0].send(torch.tensor(2), 1)
+        assert (await b[1].recv(torch.tensor(0), 0)).item() == 2
+        assert (await a[1].recv(torch.tensor(0), 0)).item() == 1
+        await part([*a, *b])
+
+    run(main)
+
+
+def test_one_name_many_times_on_one_store(run):
+    store = HashStore()
+
+    async def main():
+        for _ in range(5):
+            await part(await meet(2, store))
+        first, second = await meet(2, store), await meet(2, store)
+        assert [t.item() for t in await ranks(second, lambda comm: comm.all_reduce(torch.tensor(1)))] == [2, 2]
+        assert [t.item() for t in await ranks(first, lambda comm: comm.all_reduce(torch.tensor(1)))] == [2, 2]
+        await part([*first, *second])
+
+    run(main)
+
+
+def test_the_context_manager_closes_and_a_raising_body_aborts(run):
+    store = HashStore()
+
+    async def fails():
+        with pytest.raises(ZeroDivisionError):
+            async with aiocomms.new_comm("local", store=store, rank=0, size=2) as comm:
+                1 / 0  # noqa: B018
+        assert comm.closed
+        with pytest.raises(CommAbortedError, match="aborted by rank 0: ZeroDivisionError: division by zero"):
+            comm.barrier()
+
+    async def waits():
+        async with aiocomms.new_comm("local", store=store, rank=1, size=2) as comm:
+            with pytest.raises(CommAbortedError, match="aborted by rank 0: ZeroDivisionError: division by zero"):
+                await comm.recv(torch.zeros(1), 0)
+        assert comm.closed
+        assert comm.aborted
+
+    run(lambda: together(fails, waits))
+
+
+def test_a_closed_communicator_refuses(run):
+    async def main():
+        comm = await aiocomms.new_comm("local", rank=0, size=1)
+        await comm.aclose()
+        with pytest.raises(CommClosedError, match="barrier on 'world' .*it was closed on this rank"):
+            comm.barrier()
+        assert not comm.aborted
+
+    run(main)
+
+
+# ----------------------------------------------------------------------------------------------- somebody is missing
+
+
+@pytest.mark.parametrize("timeout", [0.1, timedelta(milliseconds=100)], ids=["seconds", "timedelta"])
+def test_who_did_not_come_is_named(run, timeout):
+    async def main():
+        store, messages = HashStore(), []
+
+        async def come(r):
+            with pytest.raises(CommTimeoutError) as caught:
+                await opened(store=store, rank=r, size=4, timeout=timeout)
+            messages.append(str(caught.value))
+
+        await together(lambda: come(0), lambda: come(3))
+        assert len(messages) == 2
+        for message in messages:
+            assert "after 0.1 s these ranks had not come: 1, 2" in message
+            assert "Was every rank started, with the same size and name?" in message
+            assert "on 'world' (rank " in message
+
+    run(main)
+
+
+def nothing_left(process, before):
+    """Wait for the threads that a blocking store holds, and compare descriptors and threads."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and threading.active_count() > before[1]:
+        time.sleep(0.005)
+    assert (process.num_fds(), threading.active_count()) == before
+
+
+def test_a_meeting_that_fails_leaves_nothing_behind(run):
+    process = psutil.Process()
+
+    async def fails(n):
+        with pytest.raises(CommTimeoutError):
+            await opened(store=HashStore(), rank=0, size=2, timeout=0.02 * n)
+
+    async def cancelled():
+        with anyio.move_on_after(0.02):
+            await opened(store=HashStore(), rank=0, size=2, timeout=0.1)
+
+    async def main():
+        await fails(1)
+        before = process.num_fds(), threading.active_count()
+        await together(*(lambda n=n: fails(n) for n in range(1, 5)), cancelled, cancelled)
+        with pytest.raises(ArgumentError, match="no open communicator"):
+            groups.get()
+        return before
+
+    nothing_left(process, run(main))
+
+
+def test_a_transport_that_fails_halfway_leaves_nothing_behind(run, install):
+    process = psutil.Process()
+
+    class Half(LocalTransport):
+        @classmethod
+        async def open(cls, rendezvous, options):
+            if rendezvous.rank == 1:  # the others have met by now
+                exchange = rendezvous.exchange
+
+                async def fail(key, value):
+                    if key == "local-found":
+                        raise StoreLostError("the store is gone")
+                    return await exchange(key, value)
+
+                rendezvous.exchange = fail
+            return await super().open(rendezvous, options)
+
+    install(half=Half)
+
+    async def main():
+        with pytest.raises(StoreLostError):
+            async with local_world(2, "half", timeout=0.5):
+                pass
+        before = process.num_fds(), threading.active_count()
+        for _ in range(3):
+            with pytest.raises(StoreLostError):
+                async with local_world(2, "half", timeout=0.5):
+                    pass
+        return before
+
+    nothing_left(process, run(main))
+
+
+def test_ranks_that_disagree_on_the_size_do_not_meet(run):
+    async def main():
+        store, failures = HashStore(), []
+
+        async def come(r, size):
+            try:
+                await opened(store=store, rank=r, size=size, timeout=0.3)
+            except CommTimeoutError as error:
+                failures.append(str(error))
+
+        await together(lambda: come(0, 2), lambda: come(1, 3))
+        assert any("these ranks had not come: 2" in message for message in failures)
+
+    run(main)
+
+
+def test_a_store_that_stops_answering_is_left_at_the_deadline(run):
+    """A server that takes the connection and says nothing, which torch waits for without a limit."""
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANK", "1")
+        patch.setenv("WORLD_SIZE", "2")
+        patch.setenv("MASTER_ADDR", "127.0.0.1")
+        patch.setenv("MASTER_PORT", str(server.getsockname()[1]))
+
+        async def main():
+            started = time.monotonic()
+            with pytest.raises((CommTimeoutError, StoreLostError)):
+                await aiocomms.new_comm("local", timeout=0.2)
+            assert time.monotonic() - started < 3
+
+        run(main)
+
+
+STORE = """
+import sys, time
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def server():
+    """A store's server in a process of its own, to be killed or stopped."""
+    process = subprocess.Popen([sys.executable, "-c", STORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        process.port = int(process.stdout.readline())
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+
+
+def test_a_store_whose_server_is_stopped_is_left_at_the_deadline(server):
+    store = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+
+    async def main():
+        psutil.Process(server.pid).suspend()
+        started = time.monotonic()
+        with pytest.raises(CommTimeoutError, match="these ranks had not come: 1"):
+            await opened(store=store, rank=0, size=2, timeout=0.2)
+        assert time.monotonic() - started < 3
+        psutil.Process(server.pid).resume()
+
+    anyio.run(main)
+
+
+def test_a_store_whose_server_died_is_lost(server):
+    store = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+
+    async def main():
+        server.kill()
+        server.wait()
+        with pytest.raises(StoreLostError, match="the rendezvous store is gone"):
+            await opened(store=store, rank=0, size=2, timeout=10)
+
+    anyio.run(main)
+
+
+def test_an_established_communicator_outlives_its_store(server):
+    store = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+
+    async def main():
+        comms = await meet(2, store)
+        server.kill()
+        server.wait()
+        results = await ranks(comms, lambda comm: comm.all_reduce(torch.tensor(1)))
+        assert [r.item() for r in results] == [2, 2]
+        await part(comms)
+
+    anyio.run(main)
+
+
+# ------------------------------------------------------------------------------------------------ the environment
+
+
+def test_an_incomplete_environment_is_said_at_once(run, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("MASTER_PORT", "none")
+
+    async def main():
+        with pytest.raises(ArgumentError) as caught:
+            await aiocomms.new_comm("local")
+        for complaint in ("WORLD_SIZE is missing", "MASTER_ADDR is missing", "MASTER_PORT is 'none'"):
+            assert complaint in str(caught.value)
+
+    run(main)
+
+
+def test_arguments_win_over_the_environment(run, monkeypatch):
+    monkeypatch.setenv("RANK", "7")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+
+    async def main():
+        async with aiocomms.new_comm(rank=0, size=1) as comm:
+            assert comm.size == 1
+
+    run(main)
+
+
+def test_a_launched_world_of_one_needs_no_store(run, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+
+    async def main():
+        async with aiocomms.new_comm() as comm:
+            assert comm.size == 1
+
+    run(main)
+
+
+RANK = """
+import asyncio
+import torch
+import aiocomms
+
+async def main():
+    for _ in range(2):
+        async with aiocomms.new_comm("c10d", timeout=30) as comm:
+            total = await comm.all_reduce(torch.tensor(comm.rank + 1))
+            gathered = await comm.all_gather_object(comm.rank)
+    print(comm.rank, comm.size, total.item(), gathered, flush=True)
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
+
+
+def start(script, **environment):
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", script],
+        env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.skipif("c10d" not in entry_points(group="aiocomms.transports").names, reason="needs the transport c10d")
+@pytest.mark.parametrize("launcher", ["torchrun", "Open MPI", "Slurm"])
+def test_processes_meet_by_their_launchers_environment(free_port, launcher):
+    def environment(rank):
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port}
+        match launcher:
+            case "torchrun":
+                return {**place, "RANK": str(rank), "WORLD_SIZE": "2"}
+            case "Open MPI":
+                return {**place, "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2"}
+        return {**place, "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": str(rank), "SLURM_NTASKS": "2"}
+
+    for rank in range(2):
+        assert launchers.read_environment(environment(rank)).launcher == launcher
+    processes = [start(RANK, **environment(rank)) for rank in range(2)]
+    try:
+        results = [process.communicate(timeout=50) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert results == [(f"{rank} 2 3 [0, 1]\n", "") for rank in range(2)]
+
+
+@pytest.mark.skipif("c10d" not in entry_points(group="aiocomms.transports").names, reason="needs the transport c10d")
+def test_a_process_that_nobody_joins_says_who_is_missing(free_port):
+    script = RANK.replace("timeout=30", "timeout=1")
+    process = start(script, RANK="0", WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port)
+    stdout, stderr = process.communicate(timeout=50)
+    assert stdout == ""
+    assert "CommTimeoutError" in stderr
+    assert "these ranks had not come: 1, 2" in stderr
