@@ -201,7 +201,7 @@ def test_a_closed_communicator_refuses(run):
     async def main():
         comm = await aiocomms.new_comm("local", rank=0, size=1)
         await comm.aclose()
-        with pytest.raises(CommClosedError, match="barrier on 'world' .*it was closed on this rank"):
+        with pytest.raises(CommClosedError, match=r"barrier on 'world' .*it was closed on this rank"):
             comm.barrier()
         assert not comm.aborted
 

@@ -59,6 +59,12 @@ class Reports(logging.Handler):
     def _hear(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         self._add(context["message"], context.get("exception"))
 
+    def take(self) -> str:
+        """What has been reported so far."""
+        text = "".join(f"reported to the loop: {text}" for text in self.texts)
+        self.texts.clear()
+        return text
+
     def _add(self, message: str, error: BaseException | None) -> None:
         self.texts.append(message + "\n" + "".join(traceback.format_exception(error) if error else []))
 
@@ -91,7 +97,7 @@ class Rank:
                 case = await self._begin(request)
                 await request.check(case.comm, case, **request.arguments)
                 await _settled(case)
-                return self._passed(case)
+                return Outcome("passed", "", self._usable(), tuple(case.agreed), tuple(case.spans))
             except unittest.SkipTest as skip:
                 return Outcome("skipped", str(skip), usable=self._usable())
             except anyio.get_cancelled_exc_class() as error:
@@ -100,8 +106,8 @@ class Rank:
                 self._waiting += "it was waiting here:\n" + _trace(error)
                 raise
             except Exception as error:
-                return Outcome("failed", _trace(error) + self._reported(), usable=False)
-        return Outcome("stopped", self._waiting + self._reported(), usable=False)
+                return Outcome("failed", _trace(error), usable=False)
+        return Outcome("stopped", self._waiting, usable=False)
 
     def stop(self) -> None:
         """End a check that will not end by itself."""
@@ -125,24 +131,15 @@ class Rank:
                 place.transport, place.device, store=self._store, rank=self._rank, size=place.size,
                 timeout=0.8 * place.deadline,
             )  # fmt: skip
-        self._reports.texts = []
         self._case = case = Case(self.comm, place, self._board, self._store, request.name, request.seed)
         case.reports = self._reports.texts
         return case
-
-    def _passed(self, case: Case) -> Outcome:
-        if case.reports:
-            return Outcome("failed", self._reported(), usable=False)
-        return Outcome("passed", "", self._usable(), tuple(case.agreed), tuple(case.spans))
 
     def _usable(self) -> bool:
         return self.comm is not None and not self.comm.closed and not self.comm.aborted
 
     def _settled(self, comm: Communicator) -> bool:
         return comm.closed or comm.aborted or not pending(comm)
-
-    def _reported(self) -> str:
-        return "".join(f"reported to the loop: {text}" for text in self._reports.texts)
 
 
 def pending(comm: Communicator) -> list[str]:
@@ -166,6 +163,17 @@ def other_tasks() -> set[str]:
     if _asyncio_loop() is None:
         return set()
     return {repr(task) for task in asyncio.all_tasks() - {asyncio.current_task()}}
+
+
+def with_leftovers(outcomes: list[Outcome], tasks: set[str], reported: str) -> list[Outcome]:
+    """Let a check fail that has left tasks behind, or of which errors were reported that it did not expect."""
+    text = (f"the check has left tasks behind: {tasks}\n" if tasks else "") + reported
+    if not text:
+        return outcomes
+    return [
+        Outcome("failed" if outcome.status == "passed" else outcome.status, outcome.text + text, usable=False)
+        for outcome in outcomes
+    ]
 
 
 def _asyncio_loop() -> asyncio.AbstractEventLoop | None:

@@ -19,7 +19,7 @@ from torch.distributed import FileStore
 
 from aiocomms.loops import running_loop
 from aiocomms.testing.conformance.case import Board, Outcome, Place
-from aiocomms.testing.conformance.rank import Rank, Reports, Request, other_tasks
+from aiocomms.testing.conformance.rank import Rank, Reports, Request, other_tasks, with_leftovers
 from aiocomms.testing.conformance.world import BACKENDS
 
 
@@ -96,10 +96,7 @@ class _Worker:
         self._rank.prepare(store, self._board)
         before = other_tasks()
         outcome = await self._rank.run(request)
-        left = other_tasks() - before
-        if left and outcome.status == "passed":
-            return Outcome("failed", f"the check has left tasks behind: {left}", usable=False)
-        return outcome
+        return with_leftovers([outcome], other_tasks() - before, self._reports.take())[0]
 
     async def _close(self) -> None:
         if self._rank is not None:

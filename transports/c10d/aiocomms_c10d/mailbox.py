@@ -47,6 +47,7 @@ class Mailbox:
         self._number = 0
         self._credit = _CREDIT  # what the peer will still keep for us
         self._owed = 0  # what we have kept for the peer, and handed over since we last told it
+        self._gone: CommError | None = None  # why nothing more will come, once the peer has closed
         self._hear = {
             EAGER: self._match,
             RTS: self._match,
@@ -64,15 +65,20 @@ class Mailbox:
         header = Header(EAGER, op.channel, CODES[op.tensor.dtype], op.tag, nbytes=nbytes)
         cost = nbytes + _OVERHEAD
         with self._lock:
+            gone = self._gone
             eager = nbytes <= INLINE and cost <= self._credit
-            if eager:
+            if gone is not None:
+                pass  # the work fails below: nothing is completed under the lock, for that may post the next op
+            elif eager:
                 self._credit -= cost
                 self._link.send(pack(header, payload=payload))
             else:
                 self._number += 1
                 self._announced[self._number] = (payload, work)
                 self._link.send(pack(header._replace(kind=RTS, ident=self._number)))
-        if eager:
+        if gone is not None:
+            work.fail(gone)
+        elif eager:
             work.complete()
 
     def recv(self, op: ops.Recv, work: Completion) -> None:
@@ -80,13 +86,15 @@ class Mailbox:
         key = (op.channel, op.tag)
         with self._lock:
             kept = self._kept.get(key)
-            if not kept:
+            outcome: Any = self._gone
+            if kept:
+                header, payload = kept.popleft()
+                if not kept:
+                    del self._kept[key]
+                outcome = self._take(header, payload, op, work)
+            elif outcome is None:
                 self._posted[key].append((op, work))
-                return
-            header, payload = kept.popleft()
-            if not kept:
-                del self._kept[key]
-            outcome = self._take(header, payload, op, work)
+                outcome = _LATER
         if outcome is not _LATER:
             complete(work, outcome)
 
@@ -115,18 +123,28 @@ class Mailbox:
         """
         self._hear[frame.header.kind](frame)
 
-    def close(self) -> None:
-        """The peer has said goodbye: what it announced and nobody asked for will not come."""
+    def close(self, error: CommError) -> None:
+        """The peer has said goodbye: what waits for it fails, and so will what is posted later.
+
+        What it sent before and nobody asked for can still be received; what it only announced will not come.
+        """
         with self._lock:
+            self._gone = error
+            orphans = [work for posted in self._posted.values() for _, work in posted]
+            orphans += [work for _, work in self._announced.values()]
+            self._posted.clear()
+            self._announced.clear()
             for key, kept in list(self._kept.items()):
                 self._kept[key] = deque(message for message in kept if message[1] is not None)
                 if not self._kept[key]:
                     del self._kept[key]
+        for work in orphans:
+            self._inbox.put(complete, work, error)
 
-    def pending(self) -> bool:
-        """Whether anything waits for the peer."""
+    def cut_off(self) -> bool:
+        """Whether a large message was under way from the peer."""
         with self._lock:
-            return bool(self._posted or self._announced or self._coming)
+            return bool(self._coming)
 
     def _match(self, frame: Frame) -> None:
         header = frame.header

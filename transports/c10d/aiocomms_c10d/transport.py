@@ -106,10 +106,7 @@ class C10dTransport(Transport):
     def post(self, op: ops.Op, work: Completion) -> None:
         """See :meth:`Transport.post`."""
         if isinstance(op, ops.Send):
-            if op.dst in self._closed:
-                self._fail(_closed(op.dst))
-            else:
-                self._mail[op.dst].send(op, work)
+            self._mail[op.dst].send(op, work)
         elif isinstance(op, ops.Recv):
             self._mail[op.src].recv(op, work)
         else:
@@ -147,7 +144,7 @@ class C10dTransport(Transport):
         elif kind == wire.BYE:
             self._closed |= {peer}
             self._links[peer].send(wire.pack(Header(wire.BYE_ACK)))
-            self._mail[peer].close()
+            self._mail[peer].close(_closed(peer))
             self._miss(peer)
         elif kind == wire.BYE_ACK:
             self._links[peer].parted.set()
@@ -167,13 +164,15 @@ class C10dTransport(Transport):
         if error is not None:
             self._fail(error)
         elif peer in self._closed:
+            if self._mail[peer].cut_off():
+                self._fail(_closed(peer))
             self._miss(peer)
         else:
             self._fail(PeerDiedError(f"rank {peer} is gone: its connection broke without a goodbye", peer=peer))
 
     def _miss(self, peer: int) -> None:
-        """A peer has closed. That matters when something needs it."""
-        if self._mail[peer].pending() or self._meeting.waits_for(peer):
+        """A peer has closed. That is the end of all when a collective needs it; a message fails alone."""
+        if self._meeting.waits_for(peer):
             self._fail(_closed(peer))
 
     def _fail(self, error: CommError) -> None:
@@ -248,7 +247,7 @@ def _stop_all() -> None:
 
 
 def _closed(peer: int) -> CommError:
-    return CommAbortedError(f"closed by rank {peer}, which an op still needed", peer=peer)
+    return CommAbortedError(f"closed by rank {peer}, which this op needs", peer=peer)
 
 
 atexit.register(_stop_all)

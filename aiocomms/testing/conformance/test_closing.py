@@ -1,0 +1,337 @@
+"""Closing and aborting: what is under way ends, peers are told, later calls say why, and nothing is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+import time
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import pytest
+import torch
+
+from aiocomms import Work
+from aiocomms.communicator import Communicator
+from aiocomms.errors import CommAbortedError, CommClosedError, CommError
+from aiocomms.testing.conformance.case import Case, ranks
+
+SHAPE = (6,)
+
+PROMPT = 1.5
+"""Seconds in which a close or an abort has long been done."""
+
+
+def ones(comm: Communicator) -> torch.Tensor:
+    return torch.ones(4, device=comm.device)
+
+
+def pend(comm: Communicator, peer: int, count: int = 3) -> list[Work[torch.Tensor]]:
+    """Some receives that nobody will match, and a collective that not all will join."""
+    if "p2p" in comm.transports:
+        return [comm.recv(ones(comm), peer, tag) for tag in range(count)]
+    return [comm.all_reduce(ones(comm)) for _ in range(count)]
+
+
+@ranks(1, 2, 3, 7)
+async def test_a_closed_communicator_says_so(comm: Communicator, case: Case) -> None:
+    other = await case.open("other")
+    assert not other.closed
+    began = time.monotonic()
+    await other.barrier()
+    await other.aclose()
+    await other.aclose()
+    assert time.monotonic() - began < PROMPT
+    assert other.closed and not other.aborted and "closed" in repr(other)
+    with pytest.raises(CommClosedError, match="all_reduce"):
+        other.all_reduce(ones(comm))
+    with pytest.raises(CommClosedError):
+        await other.split([other.rank])
+    other.abort("too late to matter")
+    with pytest.raises(CommClosedError):
+        other.barrier()
+    await comm.barrier()
+
+
+@ranks(2)
+async def test_several_tasks_close_it(comm: Communicator, case: Case) -> None:
+    other = await case.open("other")
+    async with anyio.create_task_group() as tasks:
+        for _ in range(5):
+            tasks.start_soon(other.aclose)
+    assert other.closed
+
+
+@ranks(2, 3)
+async def test_close_lets_what_is_under_way_end(comm: Communicator, case: Case) -> None:
+    """Rank 0 closes when the others have not come yet; its collective ends all the same, on all ranks."""
+    other = await case.open("other")
+    slot = case.full(case.bits(torch.int32, SHAPE, comm.rank))
+    outs = [case.empty(torch.int32, SHAPE) for _ in range(comm.size)]
+    if comm.rank:
+        await case.told("closing", 0)
+    work = other.all_gather([out.tensor for out in outs], slot.tensor)
+    if comm.rank == 0:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(other.aclose)
+            await anyio.wait_all_tasks_blocked()
+            assert not work.done()
+            with pytest.raises(CommClosedError):
+                other.barrier()
+            case.tell("closing")
+    await work
+    for r, out in enumerate(outs):
+        out.expect(case.bits(torch.int32, SHAPE, r))
+    await other.aclose()
+
+
+@ranks(2)
+@pytest.mark.parametrize("count", [3, 40_009])
+async def test_close_lets_messages_arrive(comm: Communicator, case: Case, count: int) -> None:
+    case.need("p2p")
+    other = await case.open("other")
+    contents = [case.bits(torch.int32, (count,), i) for i in range(5)]
+    if comm.rank == 0:
+        for content in contents:
+            other.send(content.to(comm.device), 1)
+    else:
+        for content in contents:
+            slot = case.empty(torch.int32, (count,))
+            await other.recv(slot.tensor, 0)
+            slot.expect(content)
+    await other.aclose()
+
+
+@ranks(2)
+async def test_close_withdraws_receives(comm: Communicator, case: Case) -> None:
+    case.need("p2p")
+    other = await case.open("other")
+    slots = [case.empty(torch.int32, SHAPE) for _ in range(3)]
+    if comm.rank == 0:
+        await case.told("closed", 1)
+        await other.aclose()
+        return
+    works = [other.recv(slot.tensor, 0, tag) for tag, slot in enumerate(slots)]
+    objects = other.recv_object(0)
+    began = time.monotonic()
+    await other.aclose()
+    assert time.monotonic() - began < PROMPT
+    case.tell("closed")
+    for work in (*works, objects):
+        with pytest.raises(CommClosedError, match="closed"):
+            await work
+    for slot in slots:
+        slot.expect_untouched()
+
+
+@ranks(2, 3, 7)
+@pytest.mark.parametrize("what", ["recv", "collective"])
+async def test_who_needs_a_rank_that_closed_is_told(comm: Communicator, case: Case, what: str) -> None:
+    """Before or after the close: the others do not wait for ever."""
+    if what == "recv":
+        case.need("p2p")
+    other = await case.open("other")
+    if comm.rank == 0:
+        await case.told("waiting")
+        await other.aclose()
+        return
+    work = other.recv(ones(comm), 0, comm.rank) if what == "recv" else other.all_reduce(ones(comm))
+    case.tell("waiting")
+    with pytest.raises(CommAbortedError, match="closed by rank 0"):
+        await work
+    with pytest.raises(CommAbortedError, match="closed by rank 0"):
+        await other.barrier()
+    assert other.aborted
+    await other.aclose()
+
+
+@ranks(2, 3)
+async def test_a_call_that_comes_after_a_peers_close(comm: Communicator, case: Case) -> None:
+    other = await case.open("other")
+    if comm.rank == 0:
+        await other.aclose()
+        case.tell("closed")
+        return
+    await case.told("closed", 0)
+    with pytest.raises(CommAbortedError, match="closed by rank 0"):
+        await other.barrier()
+    await other.aclose()
+
+
+@ranks(2)
+async def test_a_cancelled_close_releases_everything(comm: Communicator, case: Case) -> None:
+    other = await case.open("other")
+    if comm.rank == 0:
+        work = other.all_reduce(ones(comm))
+        with anyio.move_on_after(0.05) as scope:
+            await other.aclose()
+        assert scope.cancelled_caught and other.closed
+        with pytest.raises(CommError):
+            await work
+        await other.aclose()
+        return
+    with pytest.raises(CommAbortedError):
+        await other.recv(ones(comm), 0) if "p2p" in comm.transports else await other.broadcast(ones(comm), 0)
+    await other.aclose()
+
+
+@ranks(2, 3, 7)
+async def test_abort_ends_everything_everywhere(comm: Communicator, case: Case) -> None:
+    """Pending works of every rank fail with the first reason, hooks are called once, later calls fail at once."""
+    heard: list[CommError] = []
+    comm.register_abort_hook(heard.append)
+    comm.register_abort_hook(heard.append).remove()
+    works = pend(comm, (comm.rank + 1) % comm.size)
+    await case.meet("pending")
+    began = time.monotonic()
+    if comm.rank == comm.size - 1:
+        comm.abort("the first reason")
+        comm.abort("the second reason")
+    for work in works:
+        with pytest.raises(CommAbortedError, match="the first reason") as caught:
+            await work
+        assert caught.value.peer == comm.size - 1
+        assert not isinstance(caught.value, (TimeoutError, OSError))
+    with pytest.raises(CommAbortedError, match="the first reason"):
+        comm.barrier()
+    assert time.monotonic() - began < PROMPT
+    assert comm.aborted and not comm.closed and "the first reason" in repr(comm)
+    await anyio.wait_all_tasks_blocked()
+    assert len(heard) == 1 and "the first reason" in str(heard[0]), heard
+    await comm.aclose()
+
+
+@ranks(2)
+async def test_abort_from_another_thread(comm: Communicator, case: Case) -> None:
+    works = pend(comm, 1 - comm.rank, 100)
+    await case.meet("pending")
+    if comm.rank == 0:
+        thread = threading.Thread(target=comm.abort, args=(ValueError("from a thread"),))
+        thread.start()
+    for work in works:
+        with pytest.raises(CommAbortedError, match="ValueError: from a thread"):
+            await work
+    if comm.rank == 0:
+        thread.join()
+
+
+@ranks(2)
+async def test_abort_with_nothing_pending(comm: Communicator, case: Case) -> None:
+    """A peer that waits for nothing hears of it, too."""
+    heard, told = list[CommError](), anyio.Event()
+    comm.register_abort_hook(heard.append)
+    comm.register_abort_hook(lambda error: told.set())
+    if comm.rank == 0:
+        comm.abort("out of the blue")
+    await told.wait()
+    assert comm.aborted and len(heard) == 1
+    with pytest.raises(CommAbortedError, match="out of the blue"):
+        comm.barrier()
+
+
+@ranks(2)
+async def test_an_error_in_the_context_aborts(comm: Communicator, case: Case) -> None:
+    """The peers may be waiting for what this rank will never do."""
+    other = await case.open("other")
+    if comm.rank == 0:
+        await case.told("waiting", 1)
+        with pytest.raises(KeyError):
+            async with other:
+                raise KeyError("the body")
+        assert other.closed
+        return
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(other)
+        work = other.all_reduce(ones(comm))
+        case.tell("waiting")
+        with pytest.raises(CommAbortedError, match="KeyError"):
+            await work
+
+
+@ranks(2)
+async def test_a_buffer_is_left_alone_after_an_abort(comm: Communicator, case: Case) -> None:
+    case.need("p2p")
+    slot = case.empty(torch.int32, (40_009,))
+    work = comm.recv(slot.tensor, 1 - comm.rank)
+    await case.meet("pending")
+    comm.abort("both at once")
+    with pytest.raises(CommAbortedError, match="both at once"):
+        await work
+    with pytest.raises(CommAbortedError):
+        comm.send(ones(comm), 1 - comm.rank)
+    await comm.aclose()
+    slot.expect_untouched()
+
+
+@ranks(2)
+async def test_another_communicator_notices_nothing(comm: Communicator, case: Case) -> None:
+    other = await case.open("other")
+    pending = other.all_reduce(ones(comm)) if comm.rank == 0 else None
+    await comm.barrier()
+    if comm.rank == 1:
+        other.abort("this one only")
+    if pending is not None:
+        with pytest.raises(CommAbortedError):
+            await pending
+    tensor = ones(comm)
+    await comm.all_reduce(tensor)
+    assert (tensor == comm.size).all() and not comm.aborted
+    await other.aclose()
+
+
+@ranks(2)
+async def test_hooks(comm: Communicator, case: Case) -> None:
+    """A hook that raises before an op stops it: nothing was sent, and it has no number."""
+    seen: list[tuple[str, int]] = []
+    watching = comm.register_pre_hook(lambda op, seq: seen.append((op.name, seq)))
+    work = comm.all_reduce(ones(comm))
+    await work
+
+    def refuse(op: object, seq: int) -> None:
+        raise KeyError("not today")
+
+    refusing = comm.register_pre_hook(refuse)
+    if comm.rank == 0:
+        with pytest.raises(KeyError, match="not today"):
+            comm.all_reduce(ones(comm))
+        with pytest.raises(KeyError, match="not today"):
+            comm.barrier()
+    refusing.remove()
+    after = comm.barrier()
+    await after
+    watching.remove()
+    await comm.barrier()
+    assert after.seq == work.seq + 1
+    assert seen[0] == ("all_reduce", work.seq) and seen[-1] == ("barrier", after.seq)
+
+
+@ranks(1, 2)
+async def test_opened_and_closed_again_and_again(comm: Communicator, case: Case) -> None:
+    """Threads and descriptors are back where they began."""
+
+    async def cycle(number: int) -> None:
+        other = await case.open(f"cycle {number}")
+        await other.barrier()
+        await other.aclose()
+        case.opened.remove(other)
+
+    await cycle(0)
+    await case.meet("warm")
+    gc.collect()
+    threads, descriptors = resources()
+    for number in range(1, 6):
+        await cycle(number)
+    await case.meet("closed")
+    gc.collect()
+    with anyio.move_on_after(PROMPT):
+        while resources()[0] > threads:  # they take a moment to end
+            await anyio.sleep(0.01)
+    assert resources() <= (threads, descriptors), f"{threads} threads and {descriptors} descriptors became {resources()}"
+
+
+def resources() -> tuple[int, int]:
+    """How many threads and descriptors this process has."""
+    return threading.active_count(), len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0

@@ -1,0 +1,255 @@
+"""The handle of an operation: awaited by many, asked, called back, waited for without a loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import anyio
+import anyio.to_thread
+import pytest
+import torch
+
+from aiocomms import Work
+from aiocomms.communicator import Communicator
+from aiocomms.errors import CommAbortedError, CommClosedError, UnsupportedOperation
+from aiocomms.testing.conformance.case import Case, ranks
+from aiocomms.testing.conformance.data import Slot
+
+SHAPE = (6,)
+
+
+def ones(comm: Communicator) -> torch.Tensor:
+    return torch.ones(4, device=comm.device)
+
+
+def late(comm: Communicator, case: Case) -> tuple[Slot, Work[torch.Tensor]]:
+    """A broadcast from rank 0, which rank 0 calls only when rank 1 says ``"go"``: pending on rank 1 until then."""
+    assert comm.rank == 1
+    slot = case.empty(torch.int32, SHAPE)
+    return slot, comm.broadcast(slot.tensor, 0)
+
+
+async def serve(comm: Communicator, case: Case) -> None:
+    """Rank 0's part of :func:`late`."""
+    await case.told("go", 1)
+    await comm.broadcast(case.full(case.bits(torch.int32, SHAPE)).tensor, 0)
+
+
+@ranks(2)
+async def test_pending_then_done(comm: Communicator, case: Case) -> None:
+    if comm.rank == 0:
+        await serve(comm, case)
+        return
+    slot, work = late(comm, case)
+    assert not work.done()
+    for ask in (work.result, work.exception):
+        with pytest.raises(asyncio.InvalidStateError):
+            ask()
+    assert "broadcast" in repr(work) and "pending" in repr(work)
+    case.tell("go")
+    assert await work is slot.tensor
+    assert work.done() and work.result() is slot.tensor and work.exception() is None
+    assert await work is slot.tensor
+    assert "done" in repr(work)
+
+
+@ranks(2)
+async def test_many_awaiters(comm: Communicator, case: Case) -> None:
+    if comm.rank == 0:
+        await serve(comm, case)
+        return
+    slot, work = late(comm, case)
+    got: list[object] = []
+
+    async def wait() -> None:
+        got.append(await work)
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(20):
+            tasks.start_soon(wait)
+        await anyio.wait_all_tasks_blocked()
+        case.tell("go")
+    assert len(got) == 20 and all(tensor is slot.tensor for tensor in got)
+
+
+@ranks(2)
+async def test_callbacks(comm: Communicator, case: Case) -> None:
+    """Each is called once, on the loop's thread, after the end of the op, whether added before or after."""
+    if comm.rank == 0:
+        await serve(comm, case)
+        return
+    _, work = late(comm, case)
+    called: list[tuple[str, bool, int]] = []
+    everything = anyio.Event()
+
+    def note(name: str) -> Callable[[Work[object]], None]:
+        def callback(done: Work[object]) -> None:
+            assert done is work
+            called.append((name, work.done(), threading.get_ident()))
+            if len(called) == 4:
+                everything.set()
+
+        return callback
+
+    work.add_done_callback(note("first"))
+    work.add_done_callback(note("second"))
+    case.tell("go")
+    await work
+    work.add_done_callback(note("third"))
+    work.add_done_callback(note("fourth"))
+    assert not any(name in ("third", "fourth") for name, _, _ in called)  # soon, not now
+    await everything.wait()
+    await anyio.wait_all_tasks_blocked()
+    assert [name for name, _, _ in called] == ["first", "second", "third", "fourth"]
+    assert all(done and thread == threading.get_ident() for _, done, thread in called)
+
+
+@ranks(2)
+async def test_a_callback_that_raises(comm: Communicator, case: Case) -> None:
+    """It is reported, and harms neither the other callbacks nor the awaiters."""
+    if comm.rank == 0:
+        await serve(comm, case)
+        return
+    slot, work = late(comm, case)
+    called = anyio.Event()
+
+    def fail(_: object) -> None:
+        raise KeyError("callback")
+
+    work.add_done_callback(fail)
+    work.add_done_callback(lambda _: called.set())
+    case.tell("go")
+    assert await work is slot.tensor
+    await called.wait()
+    assert len(case.reports) == 1 and "callback" in case.reports[0], case.reports
+    case.reports.clear()
+
+
+@ranks(2)
+async def test_a_callback_may_start_operations(comm: Communicator, case: Case) -> None:
+    content = [case.bits(torch.int32, SHAPE, i) for i in range(3)]
+    slots = [case.full(c) if comm.rank == 0 else case.empty(torch.int32, SHAPE) for c in content]
+    finished = anyio.Event()
+
+    def go_on(number: int) -> None:
+        if number == len(slots):
+            finished.set()
+        else:
+            comm.broadcast(slots[number].tensor, 0).add_done_callback(lambda _: go_on(number + 1))
+
+    go_on(0)
+    await finished.wait()
+    for slot, c in zip(slots, content, strict=True):
+        slot.expect(c)
+
+
+@ranks(2)
+async def test_each_awaiter_of_a_failure_gets_an_error_of_its_own_traceback(comm: Communicator, case: Case) -> None:
+    if comm.rank == 0:
+        await case.told("called", 1)
+        comm.abort("for the test")
+        return
+    work = comm.all_reduce(ones(comm))
+    case.tell("called")
+    errors = []
+    for _ in range(3):
+        with pytest.raises(CommAbortedError, match="for the test") as caught:
+            await work
+        errors.append(caught.value)
+    assert all((e.op, e.seq, e.comm, e.rank) == ("all_reduce", work.seq, comm.name, 1) for e in errors)
+    assert isinstance(work.exception(), CommAbortedError)
+    await work.wait()
+
+
+@ranks(2)
+async def test_awaited_after_the_close(comm: Communicator, case: Case) -> None:
+    """What is done stays done."""
+    other = await case.open("other")
+    slot = case.full(case.bits(torch.int32, SHAPE)) if comm.rank == 0 else case.empty(torch.int32, SHAPE)
+    work = other.broadcast(slot.tensor, 0)
+    await work
+    await other.aclose()
+    assert await work is slot.tensor
+    with pytest.raises(CommClosedError):
+        await other.broadcast(slot.tensor, 0)
+
+
+@ranks(2)
+async def test_waiting_on_another_thread(comm: Communicator, case: Case) -> None:
+    if comm.rank == 0:
+        await serve(comm, case)
+        return
+    slot, work = late(comm, case)
+    with pytest.raises(TimeoutError, match="it goes on"):
+        await anyio.to_thread.run_sync(work.wait_blocking, 0.01)
+    case.tell("go")
+    assert await anyio.to_thread.run_sync(work.wait_blocking, case.place.deadline) is slot.tensor
+    slot.expect(case.bits(torch.int32, SHAPE))
+
+
+@ranks(2)
+async def test_waiting_on_the_loops_thread(comm: Communicator, case: Case) -> None:
+    """Synchronous code drives the transport itself."""
+    case.need_processes()
+    if comm.rank == 0:
+        await serve(comm, case)
+        return
+    slot, work = late(comm, case)
+    with pytest.raises(TimeoutError, match="it goes on"):
+        work.wait_blocking(0.01)
+    case.tell("go")
+    assert work.wait_blocking(case.place.deadline) is slot.tensor
+    slot.expect(case.bits(torch.int32, SHAPE))
+
+
+@ranks(1)
+async def test_there_is_no_stream_to_wait_on(comm: Communicator, case: Case) -> None:
+    if comm.device.type != "cpu":
+        return
+    work = comm.all_reduce(ones(comm))
+    with pytest.raises(UnsupportedOperation, match="await the work"):
+        work.wait_stream()
+    await work
+
+
+@ranks(1, 2)
+async def test_what_a_work_says_of_itself(comm: Communicator, case: Case) -> None:
+    first = comm.all_reduce(ones(comm), hints={"unknown to every transport": 1})
+    second = comm.barrier()
+    assert second.seq == first.seq + 1
+    assert (first.op.name, second.op.name) == ("all_reduce", "barrier")
+    assert await second is None
+    await first
+
+
+@ranks(2)
+async def test_operations_belong_to_the_loops_thread(comm: Communicator, case: Case) -> None:
+    with pytest.raises(RuntimeError, match="thread"):
+        await anyio.to_thread.run_sync(lambda: comm.all_reduce(ones(comm)))
+    await comm.barrier()
+
+
+@ranks(2, 3)
+async def test_every_operation_ends_once(comm: Communicator, case: Case) -> None:
+    """As its hooks see it."""
+    case.need_any_order()
+    before: list[int] = []
+    after: list[int] = []
+    hooks = [
+        comm.register_pre_hook(lambda op, seq: before.append(seq)),
+        comm.register_post_hook(lambda work: after.append(work.seq)),
+    ]
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    works: list[Work[object]] = []
+    for i in range(40):
+        works += [comm.recv(ones(comm), left, i), comm.send(ones(comm), right, i), comm.all_reduce(ones(comm))]
+        works += [comm.send_object(i, right, i), comm.recv_object(left, i), comm.barrier()]
+    for work in works:
+        await work
+    for hook in hooks:
+        hook.remove()
+        hook.remove()
+    await comm.barrier()
+    assert before == sorted(after) == [work.seq for work in works]
