@@ -7,7 +7,7 @@ VENV ?= .venv
 BIN := $(abspath $(VENV))/bin
 SOURCES := aiocomms transports tests examples benchmarks
 
-.PHONY: demo serve test lint format conformance mutation bench docs clean
+.PHONY: demo serve test lint format conformance bench docs clean
 
 $(VENV)/setup.stamp: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -36,9 +36,19 @@ format: $(VENV)/setup.stamp
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
-## Overhead of the core alone, as ratios to asyncio.sleep(0) in the same run.
+## The documentation as a site, in site/.
+docs: $(VENV)/setup.stamp
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[docs]"
+	$(BIN)/python -m mkdocs build --strict
+
+## The conformance suite alone: make conformance TRANSPORT=c10d
+conformance: $(VENV)/setup.stamp
+	$(BIN)/python -m pytest --pyargs aiocomms.testing.conformance --transport=$(or $(TRANSPORT),local)
+
+## Overhead of the core alone, as ratios to asyncio.sleep(0), and how free the loop stays; each in one run.
 bench: $(VENV)/setup.stamp
 	$(BIN)/python -m benchmarks.core
+	$(BIN)/python -m benchmarks.heartbeat
 
 clean:
 	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import Tensor
 
 from aiocomms import ops
-from aiocomms.errors import ArgumentError
+from aiocomms.errors import ArgumentError, CommError
 from aiocomms.issuer import Issuer, Timeout
 from aiocomms.work import Work
 
@@ -96,8 +96,7 @@ class Batch:
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
         :returns: one work for all; its result is the list of their tensors, in the order added.
-        :raises ArgumentError: the batch is empty, an argument of a part is wrong, or two parts share memory that one of
-            them writes; nothing was sent.
+        :raises ArgumentError: the batch is empty, or two parts share memory that one of them writes; nothing was sent.
         """
         if not self._parts:
             raise ArgumentError("the batch is empty, wanted at least one send or recv", op="batch")
@@ -106,5 +105,9 @@ class Batch:
         return work
 
     def _add(self, part: ops.Send | ops.Recv) -> Self:
+        try:
+            part.check(self._comm)
+        except CommError as error:
+            raise error.about(op="batch", rank=self._comm.rank) from None
         self._parts.append(part)
         return self

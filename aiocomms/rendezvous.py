@@ -55,11 +55,13 @@ class StoreRendezvous:
         """See :meth:`aiocomms.transport.Rendezvous.exchange`."""
         if self.size == 1:
             return [value]
-        store = self._store()
+        shared = self._store()
         got: dict[int, bytes] = {self.rank: value}
 
         def meet() -> None:
-            store.set(f"{key}/{self.rank}", value)  # type: ignore[arg-type]  # bytes are fine
+            shared.set(f"{key}/{self.rank}", value)  # type: ignore[arg-type]  # bytes are fine
+            shared.get(f"{key}/{self.rank}")  # so that a store which is gone is known before anything waits for it
+            store = _connection(shared)
             for rank in range(self.size):
                 if rank != self.rank:
                     store.wait([f"{key}/{rank}"], timedelta(seconds=max(self._left(), 0.001)))
@@ -137,6 +139,8 @@ class new_comm:  # noqa: N801 - it is called like a function, as asyncpg.create_
         self._where = (store, rank, size)
         self._name = _name(name)
         self._timeout = checks.seconds("timeout", timeout)
+        if hints is not None:
+            checks.mapping("hints", hints)
         self._options = dict(hints or {})
         self._comm: Communicator | None = None
         _check_place(store, rank, size)
@@ -207,6 +211,15 @@ async def _form(
         return Communicator(rendezvous, plan, await open_transports(plan, rendezvous))
     except CommError as error:
         raise error.about(comm=name, rank=rank) from error.__cause__
+
+
+def _connection(store: Store) -> Store:
+    """A connection of our own to wait on: each carries one call at a time, and a wait would hold up the others."""
+    try:
+        clone: Store = store.clone()  # type: ignore[attr-defined]  # torch's stubs do not know it yet
+    except (AttributeError, RuntimeError):  # an older torch, or a store that cannot
+        return store
+    return clone
 
 
 _generations: weakref.WeakKeyDictionary[Store, Counter[tuple[str, int]]] = weakref.WeakKeyDictionary()

@@ -28,7 +28,7 @@ LAYERS = (
     {"twosided", "routing", "pending", "hooks", "groups"},
     {"communicator"},
 )
-FOR_TRANSPORTS = {"errors", "checks", "reductions", "ops", "transport", "waker"}
+FOR_TRANSPORTS = {"errors", "checks", "reductions", "ops", "transport", "waker", "driver"}
 FOR_TYPES_ONLY = {("groups", "communicator")}
 """Imports against the order, which only type checkers see."""
 

@@ -17,7 +17,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("aiocomms conformance")
     group.addoption(
         "--transport", action="append", metavar="NAME",
-        help="what is tested: a name, or e.g. collectives=nccl,p2p=ucx; may be repeated; default: all available",
+        help="what is tested: a name, or FAMILY=NAME,FAMILY=NAME; may be repeated; default: all available",
     )  # fmt: skip
     group.addoption("--processes", action="store_true", help="run each rank in a process, where one would do too")
     group.addoption("--ranks", metavar="N,N", help="only on so many ranks, such as 1,4; default: all the check names")

@@ -224,6 +224,7 @@ async def test_abort_with_nothing_pending(comm: Communicator, case: Case) -> Non
     heard, told = list[CommError](), anyio.Event()
     comm.register_abort_hook(heard.append)
     comm.register_abort_hook(lambda error: told.set())
+    await case.meet("listening")
     if comm.rank == 0:
         comm.abort("out of the blue")
     await told.wait()

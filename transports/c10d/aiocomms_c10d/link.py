@@ -7,7 +7,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from queue import SimpleQueue
 from typing import Any, Final
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from aiocomms.errors import CommError
 from aiocomms_c10d import wire
-from aiocomms_c10d.wire import Frame
+from aiocomms_c10d.wire import ACK, Frame, Header
 
 FOREVER: Final = timedelta(days=100)
 """gloo closes every connection of a rank when one wait expires, so none may; what blocks is freed by ``poison``."""
@@ -24,15 +23,16 @@ _FRAMES, _DATA = 0, 1
 """gloo tags."""
 _RING: Final = 4
 """Receives posted ahead: gloo sends nothing before its peer has posted the receive for it."""
-_BATCH: Final = 16
-"""Frames whose sends are looked after together."""
+_UNACKED: Final = 16
+"""Frames that the peer keeps in memory until it hears that they have come."""
 
 
 class Link:
-    """Sends to and receives from one peer.
+    """Sends to and receives from one peer. Frames arrive in the order in which they were sent.
 
-    Frames arrive in the order in which they were sent. gloo tells the end of a send or a receive only to a thread that
-    waits for it, so there is one that waits for the next frame, and one that waits for sends, in their order.
+    gloo tells the end of a receive only to a thread that waits for it, so one thread waits for the next frame. Nobody
+    waits for the end of a send: gloo loses one that it takes up when the peer turns out to be gone, and never ends the
+    wait for it. What is sent is kept until the peer confirms it, or the link is joined.
     """
 
     def __init__(
@@ -49,31 +49,32 @@ class Link:
         self._group = group
         self._heard = heard
         self._lost = lost
-        self._slots: deque[tuple[Any, bytearray, Tensor]] = deque()
         self._capacity = wire.capacity(size)
-        self._sent: deque[tuple[Any, Tensor, Callable[[], None] | None]] = deque()
-        self._wakes: SimpleQueue[bool] = SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._read, name=f"aiocomms c10d reads from {peer}", daemon=True),
-            threading.Thread(target=self._reap, name=f"aiocomms c10d sends to {peer}", daemon=True),
-        ]
+        self._slots: deque[tuple[Any, bytearray, Tensor]] = deque()
+        self._unacked = 0
+        self._sent: deque[tuple[Any, Tensor]] = deque()
+        self._sending = threading.Lock()  # keeps _sent in the order in which gloo sends
+        self._thread = threading.Thread(target=self._read, name=f"aiocomms c10d reads from {peer}", daemon=True)
 
     def start(self) -> None:
         """Begin to listen."""
-        for thread in self._threads:
-            thread.start()
+        self._thread.start()
 
     def send(self, frame: Tensor) -> None:
         """Send a frame. Any thread; never blocks; fails in silence, for the reader notices too."""
-        self._start_send(frame, _FRAMES, None)
+        with self._sending:
+            work = self._send(frame, _FRAMES)
+            if work is not None:
+                self._sent.append((work, frame))
 
-    def send_data(self, tensor: Tensor, frame: Tensor, done: Callable[[], None]) -> None:
+    def send_data(self, tensor: Tensor, frame: Tensor) -> Any:
         """Send a large message's bytes, for which :meth:`receive_data` waits, and then a frame that says so.
 
-        :param done: called on another thread when the bytes have left; never if the peer is lost.
+        :returns: what to keep, with the tensor, until the peer confirms it.
         """
-        self._start_send(tensor, _DATA, done)
+        work = self._send(tensor, _DATA)
         self.send(frame)
+        return work
 
     def receive_data(self, tensor: Tensor) -> Any:
         """Start to receive a large message's bytes; those of several come in the order of these calls.
@@ -88,46 +89,23 @@ class Link:
 
         :returns: what to ``wait`` for, or None if the peer is lost.
         """
-        group = self._group
-        try:
-            return None if group is None else group.send([frame], self.peer, _FRAMES)
-        except RuntimeError:
-            return None
+        return self._send(frame, _FRAMES)
 
     def join(self) -> None:
-        """Wait for the threads to end; the group is poisoned. Then nothing holds the group any more."""
-        self._wakes.put(False)
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join()
-        self._slots.clear()
-        self._group = None
+        """Wait for the thread to end; the group is poisoned. Then nothing holds the group any more."""
+        if self._thread.ident is not None:
+            self._thread.join()
+        with self._sending:
+            self._group = None
+            self._sent.clear()
+            self._slots.clear()
 
-    def _start_send(self, tensor: Tensor, tag: int, done: Callable[[], None] | None) -> None:
+    def _send(self, tensor: Tensor, tag: int) -> Any:
         group = self._group
-        if group is None:
-            return
         try:
-            work = group.send([tensor], self.peer, tag)
+            return None if group is None else group.send([tensor], self.peer, tag)
         except RuntimeError:
-            return
-        self._sent.append((work, tensor, done))
-        if done is not None or len(self._sent) >= _BATCH:
-            self._wakes.put(True)
-
-    def _reap(self) -> None:
-        """Keep what is being sent until gloo has let go of it."""
-        again = True
-        while again:
-            again = self._wakes.get()
-            while self._sent:
-                work, _tensor, done = self._sent.popleft()
-                try:
-                    work.wait(FOREVER)
-                except RuntimeError:
-                    continue
-                if done is not None:
-                    done()
+            return None
 
     def _read(self) -> None:
         error: CommError | None = None
@@ -137,7 +115,7 @@ class Link:
                 self._post(buffer, torch.frombuffer(buffer, dtype=torch.uint8))
             while self._arrived():
                 _, buffer, tensor = self._slots.popleft()
-                self._heard(wire.unpack(buffer, tensor))
+                self._hear(wire.unpack(buffer, tensor))
                 self._post(buffer, tensor)
         except CommError as wrong:
             error = wrong
@@ -158,3 +136,15 @@ class Link:
         # A lost peer is noticed by the wait for the receives that were posted before.
         with contextlib.suppress(RuntimeError):
             self._slots.append((self._group.recv([tensor], self.peer, _FRAMES), buffer, tensor))
+
+    def _hear(self, frame: Frame) -> None:
+        if frame.header.kind == ACK:
+            with self._sending:
+                for _ in range(min(frame.header.ident, len(self._sent))):
+                    self._sent.popleft()
+        else:
+            self._heard(frame)
+        self._unacked += 1
+        if self._unacked == _UNACKED:
+            self._unacked = 0
+            self.send(wire.pack(Header(ACK, ident=_UNACKED)))

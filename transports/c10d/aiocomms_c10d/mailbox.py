@@ -19,7 +19,7 @@ from aiocomms.errors import CommError, MessageTruncatedError, MismatchError, Pro
 from aiocomms.transport import OP_RESULT, Completion
 from aiocomms_c10d.inbox import Inbox, complete
 from aiocomms_c10d.link import FOREVER, Link
-from aiocomms_c10d.wire import CODES, CREDIT, CTS, DATA, EAGER, INLINE, RTS, Frame, Header, flat, pack
+from aiocomms_c10d.wire import CODES, CREDIT, CTS, DATA, DONE, EAGER, INLINE, RTS, Frame, Header, flat, pack
 
 Key = tuple[int, int]
 """Channel and tag."""
@@ -43,6 +43,7 @@ class Mailbox:
         self._posted: defaultdict[Key, deque[tuple[ops.Recv, Completion]]] = defaultdict(deque)
         self._kept: defaultdict[Key, deque[tuple[Header, Tensor | None]]] = defaultdict(deque)
         self._announced: dict[int, tuple[Tensor, Completion]] = {}
+        self._going: dict[int, tuple[Tensor, Completion, Any]] = {}
         self._coming: deque[tuple[int, Any, ops.Recv, Completion, Any]] = deque()
         self._number = 0
         self._credit = _CREDIT  # what the peer will still keep for us
@@ -53,6 +54,7 @@ class Mailbox:
             RTS: self._match,
             CTS: self._send_data,
             DATA: self._finish_data,
+            DONE: self._done,
             CREDIT: self._get_credit,
         }
 
@@ -142,9 +144,9 @@ class Mailbox:
             self._inbox.put(complete, work, error)
 
     def cut_off(self) -> bool:
-        """Whether a large message was under way from the peer."""
+        """Whether a large message was under way from the peer or to it."""
         with self._lock:
-            return bool(self._coming)
+            return bool(self._coming or self._going)
 
     def _match(self, frame: Frame) -> None:
         header = frame.header
@@ -195,9 +197,9 @@ class Mailbox:
         if not header.nbytes:
             self._inbox.put(complete, work)
             return
-        self._link.send_data(
-            payload[: header.nbytes], pack(Header(DATA, ident=header.ident)), lambda: self._inbox.put(complete, work)
-        )
+        with self._lock:
+            going = self._link.send_data(payload[: header.nbytes], pack(Header(DATA, ident=header.ident)))
+            self._going[header.ident] = (payload, work, going)
 
     def _finish_data(self, frame: Frame) -> None:
         with self._lock:
@@ -210,7 +212,16 @@ class Mailbox:
             return  # kept in _coming, for the tensor; the reader sees that the peer is lost
         with self._lock:
             self._coming.popleft()
+        # First, so that it reaches the peer even if the loop closes as soon as the work is complete.
+        self._link.send(pack(Header(DONE, ident=frame.header.ident)))
         self._inbox.put(complete, work, outcome)
+
+    def _done(self, frame: Frame) -> None:
+        with self._lock:
+            _, work, _ = self._going.pop(frame.header.ident, (None, None, None))
+        if work is None:
+            raise ProtocolError(f"rank {self._link.peer} confirms what was not sent", peer=self._link.peer)
+        self._inbox.put(complete, work)
 
     def _get_credit(self, frame: Frame) -> None:
         with self._lock:
@@ -220,6 +231,7 @@ class Mailbox:
         """Let go of all tensors; the group is poisoned and its threads have ended."""
         self._coming.clear()
         self._announced.clear()
+        self._going.clear()
         self._posted.clear()
         self._kept.clear()
 

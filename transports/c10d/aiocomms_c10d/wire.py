@@ -16,11 +16,12 @@ from aiocomms.errors import CommAbortedError, CommError, MismatchError, PeerDied
 
 VERSION: Final = 1
 
-EAGER, RTS, CTS, DATA, CREDIT, CALL, ABORT, BYE, BYE_ACK = range(9)
-"""Kinds: a message with its payload; a large one announced, asked for, and sent; room for eager messages given back;
-one rank's part in the agreement on a collective; and the end of the communicator, for a reason or for none."""
+EAGER, RTS, CTS, DATA, DONE, CREDIT, CALL, ABORT, BYE, BYE_ACK, ACK = range(11)
+"""Kinds: a message with its payload; a large one announced, asked for, sent and received; room for eager messages given
+back; one rank's part in the agreement on a collective; the end of the communicator, for a reason or for none; and that
+so many frames have come."""
 
-INLINE: Final = 32 * 1024
+INLINE: Final = 64 * 1024
 """Most bytes of payload that a frame carries; larger tensors travel on their own."""
 
 TEXT: Final = 3072
@@ -51,7 +52,7 @@ _ERRORS: Final[tuple[type[CommError], ...]] = (CommAbortedError, PeerDiedError, 
 class Header(NamedTuple):
     """A frame's header; what a kind has no use for is 0.
 
-    :param ident: the number of a large message or of a collective, or an amount of credit.
+    :param ident: the number of a large message or of a collective, or an amount.
     :param nbytes: the size of the message, or of the payload in this frame.
     :param text: bytes of text in this frame.
     :param sizes: 64-bit integers in this frame, after the text.
@@ -122,7 +123,7 @@ def unpack(buffer: bytearray, tensor: Tensor) -> Frame:
     if (
         magic != _MAGIC
         or version != VERSION
-        or header.kind > BYE_ACK
+        or header.kind > ACK
         or header.dtype >= len(_DTYPES)
         or header.nbytes < 0
         or start + inside > len(buffer)

@@ -80,8 +80,12 @@ class LocalTransport(Transport):
             self = cls(hub, rendezvous.rank)
             with hub.lock:
                 hub.ranks[rendezvous.rank] = self
-            # Nobody looks for rank 0's hub once all have found it.
-            await rendezvous.exchange("local-found", b"")
+            try:
+                # Nobody looks for rank 0's hub once all have found it.
+                await rendezvous.exchange("local-found", b"")
+            except BaseException:
+                self._waker.close()
+                raise
         finally:
             with _forming_lock:
                 del _forming[token]

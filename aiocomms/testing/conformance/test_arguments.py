@@ -1,0 +1,320 @@
+"""Every bad argument: refused at the call, by its name, with nothing sent; the next operation works."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from aiocomms import ReduceOp
+from aiocomms.communicator import Communicator
+from aiocomms.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CommAbortedError,
+    CommClosedError,
+    UnsupportedOperation,
+)
+from aiocomms.testing.conformance.case import Case, ranks
+from aiocomms.testing.conformance.rank import pending
+
+COUNT = 4
+
+Arguments = dict[str, Any]
+
+
+def tensor(comm: Communicator, count: int = COUNT, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.arange(count, device=comm.device).to(dtype)
+
+
+def tensors(comm: Communicator) -> list[Tensor]:
+    return [tensor(comm) for _ in range(comm.size)]
+
+
+def splits(comm: Communicator) -> list[int]:
+    return [1] * comm.size
+
+
+GOOD: dict[str, Callable[[Communicator], Arguments]] = {
+    "broadcast": lambda c: {"tensor": tensor(c), "root": 0},
+    "all_reduce": lambda c: {"tensor": tensor(c), "op": ReduceOp.SUM},
+    "reduce": lambda c: {"tensor": tensor(c), "root": 0, "op": ReduceOp.SUM},
+    "all_gather": lambda c: {"outputs": tensors(c), "tensor": tensor(c)},
+    "all_gather_v": lambda c: {"outputs": tensors(c), "tensor": tensor(c)},
+    "all_gather_single": lambda c: {"output": tensor(c, COUNT * c.size), "input": tensor(c)},
+    "reduce_scatter": lambda c: {"output": tensor(c), "inputs": tensors(c), "op": ReduceOp.SUM},
+    "reduce_scatter_v": lambda c: {"output": tensor(c), "inputs": tensors(c), "op": ReduceOp.SUM},
+    "reduce_scatter_single": lambda c: {"output": tensor(c), "input": tensor(c, COUNT * c.size), "op": ReduceOp.SUM},
+    "all_to_all": lambda c: {"outputs": tensors(c), "inputs": tensors(c)},
+    "all_to_all_single": lambda c: {"output": tensor(c, COUNT * c.size), "input": tensor(c, COUNT * c.size)},
+    "all_to_all_v_single": lambda c: {
+        "output": tensor(c, c.size),
+        "input": tensor(c, c.size),
+        "output_split_sizes": splits(c),
+        "input_split_sizes": splits(c),
+    },
+    "scatter": lambda c: {"output": tensor(c), "inputs": tensors(c), "root": c.rank},
+    "gather": lambda c: {"outputs": tensors(c), "input": tensor(c), "root": c.rank},
+    "gather_single": lambda c: {"output": tensor(c, COUNT * c.size), "input": tensor(c), "root": c.rank},
+    "barrier": lambda c: {},
+    "send": lambda c: {"tensor": tensor(c), "dst": (c.rank + 1) % c.size, "tag": 0},
+    "recv": lambda c: {"tensor": tensor(c), "src": (c.rank + 1) % c.size, "tag": 0},
+    "send_object": lambda c: {"obj": 1, "dst": (c.rank + 1) % c.size, "tag": 0},
+    "recv_object": lambda c: {"src": (c.rank + 1) % c.size, "tag": 0},
+    "broadcast_object": lambda c: {"obj": 1, "root": 0},
+    "all_gather_object": lambda c: {"obj": 1},
+    "gather_object": lambda c: {"obj": 1, "root": 0},
+    "scatter_object": lambda c: {"objs": [1] * c.size, "root": c.rank},
+}
+"""Arguments with which each operation is right; rooted ones with this rank as the root where that has more to check."""
+
+WRITTEN = {
+    "tensor": {"broadcast", "all_reduce", "reduce", "recv"},
+    "output": set(GOOD),
+    "outputs": set(GOOD),
+}
+"""Which tensors are written, by parameter and operation."""
+
+
+class Subclass(torch.Tensor):
+    """May not own the memory it shows."""
+
+
+def _resized(comm: Communicator) -> Tensor:
+    freed = tensor(comm)
+    freed.untyped_storage().resize_(0)
+    return freed
+
+
+def _quietly(make: Callable[[], Tensor]) -> Tensor:
+    """Some kinds of tensors warn that they are about to go."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return make()
+
+
+UNREADABLE: dict[str, tuple[Callable[[Communicator], object], type[Exception]]] = {
+    "None": (lambda c: None, ArgumentError),
+    "a list": (lambda c: [1.0] * COUNT, ArgumentTypeError),
+    "an array": (lambda c: tensor(c).cpu().numpy(), ArgumentTypeError),
+    "a subclass": (lambda c: tensor(c).as_subclass(Subclass), ArgumentTypeError),
+    "meta": (lambda c: torch.empty(COUNT, device="meta"), ArgumentError),
+    "sparse": (lambda c: tensor(c).to_sparse(), ArgumentError),
+    "quantised": (lambda c: _quietly(lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)), ArgumentError),
+    "nested": (lambda c: _quietly(lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])), ArgumentError),
+    "of another dtype": (lambda c: tensor(c).to(torch.float8_e5m2), ArgumentError),
+    "unsigned": (lambda c: torch.zeros(COUNT, dtype=torch.uint16, device=c.device), ArgumentError),
+    "not contiguous": (lambda c: tensor(c, 2 * COUNT)[::2], ArgumentError),
+    "transposed": (lambda c: torch.ones(2, COUNT, device=c.device).T, ArgumentError),
+    "expanded": (lambda c: torch.ones(1, device=c.device).expand(COUNT), ArgumentError),
+    "negative view": (lambda c: torch._neg_view(tensor(c)), ArgumentError),
+    "conjugate view": (lambda c: tensor(c, dtype=torch.complex64).conj(), ArgumentError),
+    "freed": (_resized, ArgumentError),
+}
+
+WRONG_RANKS = [-1, 2**40, 0.0, True, None, "0", torch.tensor(0)]
+
+WRONG: dict[str, list[object]] = {
+    "root": WRONG_RANKS,
+    "dst": WRONG_RANKS,
+    "src": WRONG_RANKS,
+    "tag": [2**31, -(2**31) - 1, 0.0, True, None, "0"],
+    "op": ["sum", None, 0, torch.distributed.ReduceOp.SUM],
+    "timeout": [0, -1, math.nan, math.inf, True, "1", 1e9, timedelta(0), timedelta(seconds=-1)],
+    "outputs": [3, "list", {}, torch.ones(2, 2)],
+    "inputs": [3, "list", {}, torch.ones(2, 2)],
+}
+"""Values that are wrong wherever a parameter of that name occurs."""
+
+
+def carried(comm: Communicator, name: str) -> bool:
+    return "p2p" in comm.transports or name in GOOD and not name.endswith("object") and name not in ("send", "recv")
+
+
+def refuse(
+    comm: Communicator, name: str, wrong: Arguments, parameter: str, error: type[Exception] = ArgumentError
+) -> None:
+    """Call an operation with one wrong argument: it must say so, and start nothing."""
+    before = pending(comm)
+    arguments = {**GOOD[name](comm), **wrong}
+    try:
+        work = getattr(comm, name)(**arguments)
+    except error as caught:
+        assert parameter in str(caught), f"{name}: the error does not name {parameter}: {caught}"
+        assert isinstance(caught, (ValueError, TypeError, UnsupportedOperation)), f"{name}: {caught!r}"
+        assert pending(comm) == before, f"{name}: something was started"
+        return
+    except Exception as caught:
+        raise AssertionError(f"{name}({wrong}) raised {caught!r}, wanted {error.__name__}") from caught
+    raise AssertionError(f"{name}({wrong}) was accepted: {work}")
+
+
+async def still_works(comm: Communicator, name: str) -> None:
+    """All ranks together, on the communicator that one of them has just used wrongly."""
+    total = torch.full((3,), comm.rank + 1.0, device=comm.device)
+    await comm.all_reduce(total)
+    assert (total == comm.size * (comm.size + 1) / 2).all(), f"after wrong calls of {name}: {total}"
+    if "p2p" in comm.transports:
+        got = torch.empty(1, device=comm.device)
+        sending = comm.send(torch.full((1,), comm.rank + 0.0, device=comm.device), (comm.rank + 1) % comm.size)
+        await comm.recv(got, (comm.rank - 1) % comm.size)
+        await sending
+        assert got.item() == (comm.rank - 1) % comm.size
+
+
+def wrong_calls(comm: Communicator, name: str) -> Iterator[tuple[Arguments, str, type[Exception]]]:
+    """Every wrong argument of an operation: the argument, the name that the error must give, and its class."""
+    for parameter, value in {**GOOD[name](comm), "timeout": None}.items():
+        for wrong in WRONG.get(parameter, []):
+            yield {parameter: wrong}, parameter, ArgumentError
+        written = name in WRITTEN.get(parameter, ())
+        if isinstance(value, Tensor):
+            for make, error in UNREADABLE.values():
+                yield {parameter: make(comm)}, parameter, error
+            if written:
+                yield {parameter: tensor(comm, len(value)).requires_grad_()}, parameter, ArgumentError
+        elif parameter in ("outputs", "inputs"):
+            yield from wrong_lists(comm, parameter, written)
+
+
+def wrong_lists(comm: Communicator, parameter: str, written: bool) -> Iterator[tuple[Arguments, str, type[Exception]]]:
+    """What can be wrong with a list of tensors, one per rank."""
+    good, last = tensors(comm), comm.size - 1
+    item = f"{parameter}[{last}]"
+    for wrong in ([], good[1:], [*good, tensor(comm)]):
+        yield {parameter: wrong}, parameter, ArgumentError
+    for make, error in UNREADABLE.values():
+        yield {parameter: [*good[:-1], make(comm)]}, item, error
+    yield {parameter: [*good[:-1], tensor(comm, dtype=torch.int64)]}, item, ArgumentError
+    if written:
+        yield {parameter: [*good[:-1], good[0]]}, parameter, ArgumentError
+        yield {parameter: [*good[:-1], tensor(comm).requires_grad_()]}, item, ArgumentError
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("name", GOOD)
+async def test_wrong_arguments(comm: Communicator, case: Case, name: str) -> None:
+    """On one rank only: if anything were sent, the others would notice."""
+    if carried(comm, name) and comm.rank == comm.size - 1:
+        for wrong, parameter, error in wrong_calls(comm, name):
+            refuse(comm, name, wrong, parameter, error)
+    await still_works(comm, name)
+
+
+def misfits(comm: Communicator) -> list[tuple[str, Arguments, str]]:
+    """Arguments that are right by themselves, and do not fit each other."""
+    c, n = comm, comm.size
+    flat = tensor(c, COUNT * n)
+    shared = tensors(c)
+    return [
+        ("all_gather", {"tensor": tensor(c, 5)}, "outputs"),
+        ("all_gather", {"tensor": tensor(c, dtype=torch.int32)}, "outputs"),
+        ("all_gather", {"outputs": [*tensors(c)[:-1], tensor(c, 5)]}, f"outputs[{n - 1}]"),
+        ("all_gather_v", {"tensor": tensor(c, 5)}, f"outputs[{c.rank}]"),
+        ("all_gather_single", {"output": tensor(c, COUNT * n + 1)}, "output"),
+        ("all_gather_single", {"output": tensor(c, COUNT * n, torch.int32)}, "output"),
+        ("all_gather_single", {"output": flat, "input": flat[1 : 1 + COUNT]}, "overlaps"),
+        ("reduce_scatter", {"output": tensor(c, 5)}, "inputs"),
+        ("reduce_scatter", {"inputs": shared, "output": shared[(c.rank + 1) % n]}, "overlaps"),
+        ("reduce_scatter_v", {"output": tensor(c, 5)}, f"inputs[{c.rank}]"),
+        ("reduce_scatter_single", {"input": tensor(c, COUNT * n + 1)}, "input"),
+        ("reduce_scatter_single", {"output": tensor(c, dtype=torch.int32)}, "input"),
+        ("all_to_all", {"outputs": shared, "inputs": shared}, "overlaps"),
+        ("all_to_all", {"outputs": [t.to(torch.int32) for t in tensors(c)]}, f"outputs[{c.rank}]"),
+        ("all_to_all_single", {"output": tensor(c, n), "input": tensor(c, 2 * n)}, "output"),
+        ("all_to_all_single", {"output": tensor(c, n + 1), "input": tensor(c, n + 1)}, "divisible"),
+        ("all_to_all_single", {"output": flat, "input": flat}, "overlaps"),
+        ("all_to_all_single", {"output": torch.ones((), device=c.device), "input": torch.ones((), device=c.device)}, "input"),
+        ("all_to_all_v_single", {"output": tensor(c, n + 1)}, "output_split_sizes"),
+        ("all_to_all_v_single", {"input": tensor(c, n + 1)}, "input_split_sizes"),
+        ("all_to_all_v_single", {"output": torch.ones(n, 2, device=c.device)}, "output"),
+        ("all_to_all_v_single", {"output": torch.ones((), device=c.device)}, "output"),
+        *(
+            ("all_to_all_v_single", {name: wrong}, name)
+            for name in ("output_split_sizes", "input_split_sizes")
+            for wrong in ([1] * (n + 1), [1] * (n - 1), [2] * n, [n + 1, *[0] * (n - 2), -1], [1.0] * n, [True] * n)
+        ),
+        ("scatter", {"inputs": None}, "inputs"),
+        ("scatter", {"root": (c.rank + 1) % n}, "inputs"),
+        ("scatter", {"output": tensor(c, 5)}, "inputs[0]"),
+        ("scatter", {"inputs": shared, "output": shared[(c.rank + 1) % n]}, "overlaps"),
+        ("gather", {"outputs": None}, "outputs"),
+        ("gather", {"root": (c.rank + 1) % n}, "outputs"),
+        ("gather", {"input": tensor(c, 5)}, "outputs[0]"),
+        ("gather_single", {"output": None}, "output"),
+        ("gather_single", {"root": (c.rank + 1) % n}, "output"),
+        ("gather_single", {"output": tensor(c, COUNT * n - 1)}, "output"),
+        ("send", {"dst": c.rank}, "dst"),
+        ("recv", {"src": c.rank}, "src"),
+        ("send_object", {"dst": c.rank}, "dst"),
+        ("recv_object", {"src": c.rank}, "src"),
+        ("scatter_object", {"objs": [1] * (n + 1)}, "objs"),
+        ("scatter_object", {"objs": None}, "objs"),
+        ("send_object", {"obj": object()}, "obj"),
+        ("send_object", {"obj": {"deep": [object()]}}, "obj"),
+        ("send_object", {"obj": 2**64}, "obj"),
+        ("broadcast_object", {"obj": {1.5: {2}}, "root": c.rank}, "obj"),
+    ]  # fmt: skip
+
+
+@ranks(2, 3)
+async def test_arguments_that_do_not_fit_each_other(comm: Communicator, case: Case) -> None:
+    if comm.rank == comm.size - 1:
+        for name, wrong, text in misfits(comm):
+            if carried(comm, name):
+                refuse(comm, name, wrong, text)
+    await still_works(comm, "any")
+
+
+@ranks(2)
+async def test_reductions_that_mean_nothing(comm: Communicator, case: Case) -> None:
+    """They are refused by every form, before anything is sent."""
+    undefined = [
+        (ReduceOp.SUM, torch.bool), (ReduceOp.PRODUCT, torch.bool), (ReduceOp.AVG, torch.int32),
+        (ReduceOp.AVG, torch.bool), (ReduceOp.PREMUL_SUM(2.0), torch.int64), (ReduceOp.BAND, torch.float32),
+        (ReduceOp.BOR, torch.float16), (ReduceOp.BXOR, torch.complex64), (ReduceOp.MIN, torch.complex64),
+        (ReduceOp.MAX, torch.complex128),
+    ]  # fmt: skip
+    if comm.rank == 0:
+        for name in ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_v", "reduce_scatter_single"):
+            for op, dtype in undefined:
+                wrong = {k: _as(v, dtype) for k, v in GOOD[name](comm).items()} | {"op": op}
+                refuse(comm, name, wrong, str(dtype), UnsupportedOperation)
+    await still_works(comm, "reductions")
+
+
+def _as(value: object, dtype: torch.dtype) -> object:
+    if isinstance(value, Tensor):
+        return value.to(dtype)
+    return [_as(item, dtype) for item in value] if isinstance(value, list) else value
+
+
+@ranks(1, 2)
+async def test_inputs_that_are_right(comm: Communicator, case: Case) -> None:
+    """What an operation only reads may require grad, or be a parameter."""
+    for mine in (tensor(comm).requires_grad_(), torch.nn.Parameter(tensor(comm)), torch.inference_mode()(tensor)(comm)):
+        outputs = tensors(comm)
+        await comm.all_gather(outputs, mine)
+        assert all(torch.equal(out, tensor(comm)) for out in outputs)
+
+
+@ranks(2)
+@pytest.mark.parametrize("state", ["closed", "aborted"])
+async def test_every_operation_of_a_lost_communicator(comm: Communicator, case: Case, state: str) -> None:
+    other = await case.open("other")
+    await other.barrier()
+    if state == "closed":
+        await other.aclose()
+    else:
+        other.abort("for the test")
+    for name, good in GOOD.items():
+        if carried(comm, name):
+            with pytest.raises(CommClosedError if state == "closed" else CommAbortedError, match=name):
+                getattr(other, name)(**good(comm))
+    await other.aclose()

@@ -1,0 +1,185 @@
+"""Communicators over some of the ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from aiocomms import ReduceOp
+from aiocomms.communicator import Communicator
+from aiocomms.errors import ArgumentError, ArgumentTypeError, CommAbortedError, CommClosedError, MismatchError
+from aiocomms.testing.conformance.case import ALL_SIZES, Case, ranks
+from aiocomms.testing.conformance.test_collectives import check_all
+from aiocomms.testing.conformance.trials import EVERY, Setting
+
+SHAPE = (6,)
+
+
+async def split(comm: Communicator, case: Case, ranks: list[int], name: str | None = None) -> Communicator:
+    """Split, and have the child looked after."""
+    child = await comm.split(ranks, name)
+    assert child is not None
+    case.opened.append(child)
+    return child
+
+
+async def check_sum(comm: Communicator, members: list[int]) -> None:
+    """A child's own collective reaches its members and nobody else."""
+    tensor = torch.tensor([2 ** members[comm.rank]], device=comm.device)
+    await comm.all_reduce(tensor)
+    assert tensor.item() == sum(2**r for r in members), f"{members}: {tensor}"
+
+
+@ranks(*ALL_SIZES)
+async def test_all(comm: Communicator, case: Case) -> None:
+    child = await split(comm, case, list(range(comm.size)))
+    assert (child.rank, child.size, child.transports) == (comm.rank, comm.size, comm.transports)
+    assert child.name != comm.name
+    await check_sum(child, list(range(comm.size)))
+    await child.aclose()
+    await comm.barrier()
+
+
+@ranks(2, 3, 7)
+async def test_reversed(comm: Communicator, case: Case) -> None:
+    """The order given is the new order of the ranks."""
+    members = list(range(comm.size))[::-1]
+    child = await split(comm, case, members, "backwards")
+    assert child.name == "backwards" and child.rank == comm.size - 1 - comm.rank
+    out = torch.empty(comm.size, dtype=torch.int64, device=comm.device)
+    await child.all_gather_single(out, torch.tensor([comm.rank], device=comm.device))
+    assert out.tolist() == members
+    await child.aclose()
+
+
+@ranks(2, 3, 4, 7)
+async def test_pairs(comm: Communicator, case: Case) -> None:
+    """Several children form at once, each on its own; one rank may be left over."""
+    first = comm.rank - comm.rank % 2
+    members = [r for r in (first, first + 1) if r < comm.size]
+    child = await split(comm, case, members)
+    for _ in range(3):
+        await check_sum(child, members)
+    if child.size == 2 and "p2p" in child.transports:
+        slot = case.empty(torch.int32, SHAPE)
+        sending = child.send(case.bits(torch.int32, SHAPE, comm.rank).to(comm.device), 1 - child.rank)
+        await child.recv(slot.tensor, 1 - child.rank)
+        await sending
+        slot.expect(case.bits(torch.int32, SHAPE, members[1 - child.rank]))
+    await child.aclose()
+    await comm.barrier()
+
+
+@ranks(2, 3, 7)
+async def test_some_stay_out(comm: Communicator, case: Case) -> None:
+    members = list(range(1, comm.size))
+    if comm.rank == 0:
+        assert await comm.split([]) is None
+    else:
+        child = await split(comm, case, members)
+        await check_sum(child, members)
+        await child.aclose()
+    await comm.barrier()
+
+
+@ranks(3, 4)
+async def test_every_collective_of_a_child(comm: Communicator, case: Case) -> None:
+    """The first becomes the last."""
+    child = await split(comm, case, [*range(1, comm.size), 0])
+    for name in EVERY:
+        settings = [Setting(torch.int32, (5,), root, ReduceOp.MAX, name) for root in range(child.size)]
+        await check_all(name, child, case, settings)
+    await child.aclose()
+
+
+@ranks(2, 3)
+async def test_parent_and_children_do_not_mix(comm: Communicator, case: Case) -> None:
+    """The same tags and the same collectives on three communicators at once."""
+    case.need_any_order()
+    everyone = list(range(comm.size))
+    comms = [comm, await split(comm, case, everyone), await split(comm, case, everyone)]
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    slots = [[case.empty(torch.int32, SHAPE) for _ in range(4)] for _ in comms]
+    sums = [torch.full((3,), 10**i * (comm.rank + 1), device=comm.device) for i, _ in enumerate(comms)]
+    works = [c.recv(slot.tensor, left, 1) for c, its in zip(comms, slots, strict=True) for slot in its]
+    works += [c.all_reduce(tensor) for c, tensor in reversed(list(zip(comms, sums, strict=True)))]
+    for n in range(4):
+        for i in (2, 0, 1):
+            comms[i].send(case.bits(torch.int32, SHAPE, comm.rank, i, n).to(comm.device), right, 1)
+    for work in works:
+        await work
+    for i, its in enumerate(slots):
+        for n, slot in enumerate(its):
+            slot.expect(case.bits(torch.int32, SHAPE, left, i, n))
+        assert (sums[i] == 10**i * sum(r + 1 for r in everyone)).all(), sums
+    for child in comms[1:]:
+        await child.aclose()
+
+
+@ranks(3, 4)
+async def test_children_of_children(comm: Communicator, case: Case) -> None:
+    first = await split(comm, case, list(range(comm.size)))
+    members = [0, comm.size - 1]
+    if comm.rank in members:
+        second = await split(first, case, [0, comm.size - 1])
+        await check_sum(second, members)
+        await second.aclose()
+    else:
+        assert await first.split([]) is None
+    await first.aclose()
+
+
+@ranks(2)
+async def test_a_lost_child_leaves_its_parent_alone(comm: Communicator, case: Case) -> None:
+    child = await split(comm, case, [0, 1])
+    if comm.rank == 0:
+        child.abort("the child only")
+    with pytest.raises((CommAbortedError, CommClosedError), match="the child only"):
+        await child.all_reduce(torch.ones(1, device=comm.device))
+    await child.aclose()
+    await check_sum(comm, [0, 1])
+
+
+@ranks(2)
+async def test_a_child_outlives_its_parent(comm: Communicator, case: Case) -> None:
+    parent = await case.open("parent")
+    child = await split(parent, case, [1, 0])
+    await parent.aclose()
+    await check_sum(child, [1, 0])
+    await child.aclose()
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        (None, ArgumentTypeError, "ranks is None"),
+        ("01", ArgumentTypeError, "ranks is '01'"),
+        (3, ArgumentTypeError, "ranks is 3"),
+        ([0, 1, 2], ArgumentError, r"ranks\[2\] is 2"),
+        ([0, -1], ArgumentError, r"ranks\[1\] is -1"),
+        ([0, True], ArgumentTypeError, r"ranks\[1\] is True"),
+        ([0.0, 1], ArgumentTypeError, r"ranks\[0\] is 0\.0"),
+        ([0, 1, 0], ArgumentError, "each rank once"),
+    ],
+    ids=repr,
+)
+async def test_wrong_ranks(comm: Communicator, case: Case, given: object, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        await comm.split(given)  # type: ignore[arg-type]
+    await check_sum(comm, [0, 1])
+
+
+@ranks(2, 3)
+async def test_leaving_oneself_out(comm: Communicator, case: Case) -> None:
+    with pytest.raises(ArgumentError, match="leaves out this rank"):
+        await comm.split([(comm.rank + 1) % comm.size])
+    await comm.barrier()
+
+
+@ranks(2, 3)
+async def test_groups_that_overlap_and_differ(comm: Communicator, case: Case) -> None:
+    everyone = list(range(comm.size))
+    with pytest.raises((MismatchError, CommAbortedError), match="ranks is"):
+        await comm.split(everyone if comm.rank else everyone[::-1])
+    assert comm.aborted
