@@ -104,8 +104,10 @@ def reduce_scatter(tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, group: Any
 
 def all_to_all(tensor: Tensor, group: AnyGroup = None) -> Work[Tensor]:
     """Chunk ``r`` of the result is rank ``r``'s chunk for this rank; chunks are cut along dimension 0."""
+    comm = groups.get(group)
     mine = _dense("tensor", tensor)
-    return groups.get(group).all_to_all_single(torch.empty_like(mine), mine)
+    _chunk(mine, comm.size)
+    return comm.all_to_all_single(torch.empty_like(mine), mine)
 
 
 def barrier(group: AnyGroup = None) -> Work[None]:

@@ -105,13 +105,7 @@ class Slot:
 
     def expect(self, want: Tensor, allowance: Tensor | None = None) -> None:
         """Check the content, bit by bit or within an allowance per element, and that nothing around it was written."""
-        got = self.tensor.cpu()
-        if allowance is None:
-            same_bits(got, want)
-        else:
-            error = (got.to(_wide(got.dtype)) - want).abs()
-            if not bool((error <= allowance).all()):  # so that a NaN is wrong
-                raise AssertionError(f"{_difference(got, want)}; error {_brief(error)}, allowed {_brief(allowance)}")
+        near(self.tensor, want, allowance)
         for guard in self._guards:
             if not torch.equal(guard, _poison(len(guard), guard.device)):
                 raise AssertionError(f"memory around {describe(self.tensor)} was written")
@@ -127,6 +121,17 @@ def same_bits(got: Tensor, want: Tensor) -> None:
     got = got.detach().cpu()
     if got.dtype != want.dtype or got.shape != want.shape or not torch.equal(_raw(got), _raw(want)):
         raise AssertionError(f"{describe(got)}: {_difference(got, want)}")
+
+
+def near(got: Tensor, want: Tensor, allowance: Tensor | None) -> None:
+    """Check a tensor bit by bit or, where an allowance per element is given, within that."""
+    if allowance is None:
+        same_bits(got, want)
+        return
+    got = got.detach().cpu()
+    error = (got.to(_wide(got.dtype)) - want).abs()
+    if got.shape != want.shape or not bool((error <= allowance).all()):  # so that a NaN is wrong
+        raise AssertionError(f"{_difference(got, want)}; error {_brief(error)}, allowed {_brief(allowance)}")
 
 
 def checksum(tensor: Tensor) -> int:

@@ -21,6 +21,9 @@ from aiocomms.testing.conformance.world import GRACE, STOP, World
 _DUMP = 0.3
 """Seconds that a process has to write down what its threads are doing."""
 
+_CLOSE = 4.0
+"""Seconds in which ranks that have nothing under way close and end."""
+
 
 def _context() -> Any:
     """Forks from a server that has imported everything, so that a rank starts in milliseconds."""
@@ -58,7 +61,7 @@ class Processes(World):
         """See :meth:`World.close`. A rank that does not end by itself is an error."""
         for member in self._members:
             member.send("close")
-        ends = time.monotonic() + self.place.deadline
+        ends = time.monotonic() + _CLOSE
         codes = [member.end(ends) for member in self._members]
         self._kill()
         self._folder.cleanup()

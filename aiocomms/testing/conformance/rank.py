@@ -92,22 +92,27 @@ class Rank:
 
     async def run(self, request: Request) -> Outcome:
         """Run a check, and see that it leaves nothing behind."""
-        with self._scope:
-            try:
-                case = await self._begin(request)
-                await request.check(case.comm, case, **request.arguments)
-                await _settled(case)
-                return Outcome("passed", "", self._usable(), tuple(case.agreed), tuple(case.spans))
-            except unittest.SkipTest as skip:
-                return Outcome("skipped", str(skip), usable=self._usable())
-            except anyio.get_cancelled_exc_class() as error:
-                if not self._scope.cancel_called:
-                    return Outcome("failed", "a cancellation came out that nobody asked for\n" + _trace(error), False)
-                self._waiting += "it was waiting here:\n" + _trace(error)
-                raise
-            except Exception as error:
-                return Outcome("failed", _trace(error), usable=False)
+        try:
+            with self._scope:
+                return await self._run(request)
+        except BaseException as error:  # a check that fails is no reason to end
+            return Outcome("failed", self._waiting + _trace(error), usable=False)
         return Outcome("stopped", self._waiting, usable=False)
+
+    async def _run(self, request: Request) -> Outcome:
+        try:
+            case = await self._begin(request)
+            await request.check(case.comm, case, **request.arguments)
+            await _settled(case)
+        except unittest.SkipTest as skip:
+            return Outcome("skipped", str(skip), usable=self._usable())
+        except BaseException as error:
+            if self._scope.cancel_called:
+                self._waiting += "it was waiting here:\n" + _trace(error)
+            elif isinstance(error, anyio.get_cancelled_exc_class()):
+                return Outcome("failed", "a cancellation came out that nobody asked for\n" + _trace(error), False)
+            raise
+        return Outcome("passed", "", self._usable(), tuple(case.agreed), tuple(case.spans))
 
     def stop(self) -> None:
         """End a check that will not end by itself."""

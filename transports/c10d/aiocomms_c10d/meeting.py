@@ -32,6 +32,8 @@ from aiocomms_c10d.wire import CALL, INLINE, TEXT, Frame, Header, pack
 
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 _SMALL = object()
+_SPREAD: Final = 4 * INLINE
+"""Most bytes that a rank sends in all for what the group would do with fewer."""
 _BLAME: Final = 1.0
 """Seconds within which a lost peer's link says so."""
 
@@ -87,8 +89,9 @@ class Meeting:
         self._running: set[_Call] = set()  # gloo has their tensors
         self._jobs: SimpleQueue[_Call | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._verdict: MismatchError | None = None
         self.disputed = -1
-        """The collective on which the ranks disagree."""
+        """The first collective on which the ranks disagree."""
 
     # ---------------------------------------------------------------------------------------- on the loop's thread
 
@@ -150,9 +153,12 @@ class Meeting:
         elif outcome is not None:
             self._inbox.put(complete, call.work, outcome)
 
-    def dispute(self, number: int, error: CommError) -> None:
+    def dispute(self, number: int, error: MismatchError) -> None:
         """Another rank has found that ranks disagree on a collective."""
         with self._lock:
+            if self._verdict is not None:
+                return
+            self.disputed, self._verdict = number, error
             call = self._calls.pop(number, None)
         if call is not None:
             self._inbox.put(complete, call.work, error)
@@ -172,6 +178,11 @@ class Meeting:
 
     def _look(self, call: _Call, peers: Iterable[int]) -> object | None:
         """What new words make of a call: an error, :data:`_SMALL` if it can be finished, None if neither."""
+        if self._verdict is not None:  # the first dispute ends the communicator, and all other calls with it
+            if call.number != self.disputed:
+                return None
+            del self._calls[call.number]
+            return self._verdict
         for peer in peers:
             theirs, mine = call.words[peer].text.decode(errors="replace"), call.text.decode()
             if theirs != mine:
@@ -196,11 +207,12 @@ class Meeting:
     def _disagree(self, call: _Call, what: str, peer: int | None = None) -> MismatchError:
         del self._calls[call.number]
         self.disputed = call.number
-        return MismatchError(f"ranks disagree on collective {call.number}: {what}", peer=peer)
+        self._verdict = MismatchError(f"ranks disagree on collective {call.number}: {what}", peer=peer)
+        return self._verdict
 
     def _is_small(self, plan: Plan, nbytes: int) -> bool:
         others = self._group.size - 1
-        return others == 0 or nbytes <= (INLINE // others if plan.spread else INLINE)
+        return others == 0 or nbytes <= (min(INLINE, _SPREAD // others) if plan.spread else INLINE)
 
     def _release(self) -> None:
         """Pass on the large calls that all ranks start next."""

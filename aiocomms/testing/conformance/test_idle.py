@@ -1,0 +1,80 @@
+"""What waits costs nothing: no timer, no polling, no wake-up."""
+
+from __future__ import annotations
+
+import resource
+import time
+
+import anyio
+import torch
+
+from aiocomms.communicator import Communicator
+from aiocomms.testing.conformance.case import Case, ranks
+
+WINDOW = 0.05
+"""Seconds."""
+
+ALLOWED = 2
+"""Wake-ups of the loop's thread in a window: the timer that ends it, and one more for whoever else is on the machine."""
+
+
+async def wakeups() -> int:
+    """How often the loop's thread went to sleep while its only task slept; the least of several times."""
+    counts = []
+    for _ in range(6):
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+        await anyio.sleep(WINDOW)
+        counts.append(resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before)
+        if counts[-1] <= ALLOWED:
+            break
+    return min(counts)
+
+
+async def expect_silence(case: Case, note: str) -> None:
+    """All ranks at once, for they may share a thread."""
+    await case.meet(f"before {note}")
+    if case.rank == 0 or case.place.processes:
+        used = time.thread_time()
+        count = await wakeups()
+        used = time.thread_time() - used
+        assert count <= ALLOWED, f"{note}: the loop woke up {count} times in {WINDOW} s"
+        assert used < WINDOW / 2, f"{note}: the loop's thread ran for {used} s"
+    await case.meet(f"after {note}")
+
+
+@ranks(1, 2, 3)
+async def test_nothing_pending(comm: Communicator, case: Case) -> None:
+    await expect_silence(case, "when just opened")
+    await comm.barrier()
+    await comm.all_reduce(torch.ones(4, device=comm.device))
+    await expect_silence(case, "after some operations")
+
+
+@ranks(2, 3)
+async def test_a_receive_that_waits(comm: Communicator, case: Case) -> None:
+    case.need("p2p")
+    tensor = torch.zeros(3, device=comm.device)
+    if comm.rank == 0:
+        works = [comm.recv(tensor, 1), comm.recv_object(1)]
+        await expect_silence(case, "with receives that wait")
+        for work in works:
+            assert await work.cancel()
+    else:
+        await expect_silence(case, "with receives that wait")
+    await comm.barrier()
+    await expect_silence(case, "when they are withdrawn")
+
+
+@ranks(2, 3)
+async def test_a_collective_that_waits(comm: Communicator, case: Case) -> None:
+    work = comm.barrier() if comm.rank == 0 else None
+    await expect_silence(case, "with a collective that waits")
+    await (work or comm.barrier())
+
+
+@ranks(2)
+async def test_a_stream_that_waits(comm: Communicator, case: Case) -> None:
+    case.need_any_order()
+    stream = await comm.open_stream(1 - comm.rank)
+    await expect_silence(case, "with an open stream")
+    await stream.aclose()

@@ -1,0 +1,152 @@
+"""Python objects as messages and in collectives."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from aiocomms.communicator import Communicator
+from aiocomms.errors import ArgumentError, ProtocolError
+from aiocomms.testing.conformance import data
+from aiocomms.testing.conformance.case import ALL_SIZES, Case, ranks
+
+VALUES: list[Any] = [
+    None, True, False, 0, -1, 2**63 - 1, -(2**63), 1.5, math.inf, "", "é\U0001f600\0", b"", b"\xff" * 50, [], (), {},
+    [1, [2.0, ("three", b"4", None)]], {"a": {1: (), None: [True], 2.5: "x", b"k": ()}}, ((),), [()] * 3,
+    torch.float16, torch.device("cpu"), torch.device("meta"), torch.Size([2, 0, 3]), {"shape": torch.Size([])},
+    *("x" * n for n in (180, 230, 231, 232, 233, 234, 240, 255, 256, 257, 300, 70_000)), b"y" * 3_000_000,
+    list(range(1000)),
+]  # fmt: skip
+
+
+def same(got: Any, want: Any) -> None:
+    """Check two objects for being alike, types included."""
+    assert type(got) is type(want), f"got {got!r}, wanted {want!r}"
+    if isinstance(want, torch.Tensor):
+        data.same_bits(got, want)
+    elif isinstance(want, (list, tuple)):
+        assert len(got) == len(want)
+        for mine, theirs in zip(got, want, strict=True):
+            same(mine, theirs)
+    elif isinstance(want, dict):
+        same(list(got), list(want))
+        same(list(got.values()), list(want.values()))
+    else:
+        assert got == want
+
+
+def tensors(case: Case) -> list[Any]:
+    return [{"t": case.bits(dtype, shape, "object")} for dtype in data.ALL_DTYPES for shape in ((), (0, 2), (3, 5))]
+
+
+@ranks(2)
+async def test_objects_arrive_as_they_were(comm: Communicator, case: Case) -> None:
+    case.need("p2p")
+    values = [*VALUES, *tensors(case)]
+    if comm.rank == 0:
+        for value in values:
+            assert await comm.send_object(value, 1, 4) is None
+    else:
+        for value in values:
+            same(await comm.recv_object(0, 4), value)
+
+
+@ranks(2)
+async def test_tags_and_order(comm: Communicator, case: Case) -> None:
+    """Short ones and long ones do not overtake each other, and tags choose."""
+    case.need_any_order()
+    values = [(tag, f"{tag} {i}" * (1 + 400 * (i % 2))) for i in range(10) for tag in (0, 7, -7)]
+    if comm.rank == 0:
+        for work in [comm.send_object(value, 1, tag) for tag, value in values]:
+            await work
+        return
+    works = {tag: [comm.recv_object(0, tag) for _ in range(10)] for tag in (7, -7, 0)}
+    got = {tag: [await work for work in its] for tag, its in works.items()}
+    assert got == {tag: [value for its, value in values if its == tag] for tag in works}
+
+
+@ranks(2)
+async def test_an_object_may_be_changed_once_it_is_sent(comm: Communicator, case: Case) -> None:
+    case.need("p2p")
+    if comm.rank == 0:
+        value = {"list": [1, 2], "tensor": torch.ones(300)}
+        work = comm.send_object(value, 1)
+        value["list"].append(3)  # type: ignore[attr-defined]
+        value["tensor"].fill_(-1)  # type: ignore[attr-defined]
+        case.tell("changed")
+        await work
+    else:
+        await case.told("changed", 0)
+        same(await comm.recv_object(0), {"list": [1, 2], "tensor": torch.ones(300)})
+
+
+@ranks(*ALL_SIZES)
+async def test_collectives(comm: Communicator, case: Case) -> None:
+    """Of every root, with short objects, long ones, and some of each."""
+    case.need("p2p")
+    everyone = list(range(comm.size))
+    for factor in (0, 1, 1000):
+        mine = ("rank", comm.rank, "z" * factor * comm.rank)
+        all_of_it = [("rank", r, "z" * factor * r) for r in everyone]
+        same(await comm.all_gather_object(mine), all_of_it)
+        for root in everyone:
+            same(await comm.broadcast_object(mine if comm.rank == root else None, root), all_of_it[root])
+            same(await comm.gather_object(mine, root), all_of_it if comm.rank == root else None)
+            given = [(root, r, "s" * factor * r) for r in everyone] if comm.rank == root else None
+            same(await comm.scatter_object(given, root), (root, comm.rank, "s" * factor * comm.rank))
+
+
+@ranks(2, 3)
+async def test_collectives_at_once(comm: Communicator, case: Case) -> None:
+    case.need("p2p")
+    works = [comm.all_gather_object((i, comm.rank, "w" * 100 * i)) for i in range(8)]
+    works += [comm.broadcast_object((i, "w" * 100 * i), i % comm.size) for i in range(8)]
+    for i, work in enumerate(works[:8]):
+        assert await work == [(i, r, "w" * 100 * i) for r in range(comm.size)]
+    for i, work in enumerate(works[8:]):
+        assert await work == (i, "w" * 100 * i)
+
+
+@ranks(2, 3)
+async def test_pickles(comm: Communicator, case: Case) -> None:
+    """Anything that pickles, where every rank concerned says so."""
+    case.need("p2p")
+    value = {datetime.timedelta(1): {1, 2}, "deep": [range(3)]}
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    sending = comm.send_object(value, right, pickle=True)
+    assert await comm.recv_object(left, pickle=True) == value
+    await sending
+    assert await comm.broadcast_object(value, 0, pickle=True) == value
+    assert await comm.all_gather_object(value, pickle=True) == [value] * comm.size
+    with pytest.raises(ArgumentError, match="obj"):
+        comm.send_object(value, right)
+
+
+@ranks(2)
+@pytest.mark.parametrize("sent", [True, False])
+async def test_who_did_not_ask_for_a_pickle_unpickles_nothing(comm: Communicator, case: Case, sent: bool) -> None:
+    case.need("p2p")
+    for length in (1, 1000):
+        if comm.rank == 0:
+            await comm.send_object("p" * length, 1, pickle=sent)
+            await comm.send_object("next", 1)
+        else:
+            with pytest.raises(ProtocolError, match="pickle"):
+                await comm.recv_object(0, pickle=not sent)
+            assert await comm.recv_object(0) == "next"
+
+
+@ranks(2)
+async def test_what_no_object_may_hold(comm: Communicator, case: Case) -> None:
+    case.need("p2p")
+    deep: list[Any] = []
+    for _ in range(200):
+        deep = [deep]
+    for value in (object(), {1, 2}, 1j, 2**64, {(1, 2): 3}, deep, [lambda: None], torch.ones(3).to_sparse(), bytearray(3)):
+        with pytest.raises(ArgumentError, match="obj"):
+            comm.send_object(value, 1 - comm.rank)
+    assert await comm.all_gather_object(comm.rank) == [0, 1]

@@ -1,0 +1,264 @@
+"""Streams of tensors between two ranks."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+import torch
+
+from aiocomms import TensorStream
+from aiocomms.communicator import Communicator
+from aiocomms.errors import ArgumentError, CommAbortedError
+from aiocomms.testing.conformance import data
+from aiocomms.testing.conformance.case import Case, ranks
+
+
+async def opened(comm: Communicator, case: Case, capacity: int = 8, name: str = "") -> TensorStream:
+    """A stream to the other one of two ranks."""
+    case.need_any_order()
+    return await comm.open_stream(1 - comm.rank, capacity, name)
+
+
+async def finish(stream: TensorStream, case: Case) -> None:
+    """Close both ends, when both ranks are through."""
+    await case.meet(f"through with {stream.name}")
+    await stream.aclose()
+
+
+def number(comm: Communicator, value: int) -> torch.Tensor:
+    return torch.tensor([value], device=comm.device)
+
+
+@ranks(2)
+async def test_any_shape_and_dtype_both_ways(comm: Communicator, case: Case) -> None:
+    stream = await opened(comm, case)
+    shapes = [*data.SHAPES, (40_009,)]
+
+    async def send() -> None:
+        for dtype in data.ALL_DTYPES:
+            for shape in shapes:
+                given = case.full(case.bits(dtype, shape, comm.rank))
+                await stream.send(given.tensor)
+                given.expect_untouched()
+                given.tensor.zero_()  # it has been sent, so it may be changed
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(send)
+        for dtype in data.ALL_DTYPES:
+            for shape in shapes:
+                data.same_bits(await stream.receive(), case.bits(dtype, shape, 1 - comm.rank))
+    await finish(stream, case)
+
+
+@ranks(2)
+@pytest.mark.parametrize("capacity", [1, 2, 8])
+async def test_a_sender_waits_for_room(comm: Communicator, case: Case, capacity: int) -> None:
+    """It sends as many as the other end holds, and another one for each that is taken there."""
+    stream = await opened(comm, case, capacity)
+    sent: list[int] = []
+
+    async def send() -> None:
+        for i in range(capacity + 3):
+            await stream.send(number(comm, i))
+            sent.append(i)
+            case.tell(f"sent {i}")
+
+    async with anyio.create_task_group() as tasks:
+        if comm.rank == 0:
+            tasks.start_soon(send)
+        else:
+            await case.told(f"sent {capacity - 1}", 0)
+        await talk(comm)  # time for one too many
+        assert len(sent) == (0 if comm.rank else capacity), f"with a capacity of {capacity} it sent {len(sent)}"
+        await case.meet("looked")
+        if comm.rank == 1:
+            for i in range(capacity + 3):
+                assert (await stream.receive()).item() == i
+    await finish(stream, case)
+
+
+async def talk(comm: Communicator) -> None:
+    """Some messages to and fro."""
+    for _ in range(5):
+        sending = comm.send_object("ping", 1 - comm.rank)
+        await comm.recv_object(1 - comm.rank)
+        await sending
+
+
+@ranks(2)
+async def test_the_end(comm: Communicator, case: Case) -> None:
+    """One direction ends, the other goes on; what was sent before the end still comes."""
+    stream = await opened(comm, case)
+    if comm.rank == 0:
+        for i in range(5):
+            await stream.send(number(comm, i))
+        await stream.send_eof()
+        await stream.send_eof()
+        with pytest.raises(anyio.ClosedResourceError):
+            await stream.send(number(comm, 5))
+        assert [t.item() async for t in stream] == [10, 11]
+    else:
+        assert [t.item() async for t in stream] == [0, 1, 2, 3, 4]
+        with pytest.raises(anyio.EndOfStream):
+            await stream.receive()
+        for i in (10, 11):
+            await stream.send(number(comm, i))
+        await stream.send_eof()
+    await finish(stream, case)
+
+
+@ranks(2)
+async def test_a_closed_end(comm: Communicator, case: Case) -> None:
+    """Here every call says that it is closed; there sending breaks and receiving ends, in a while."""
+    stream = await opened(comm, case, 2)
+    if comm.rank == 0:
+        await stream.send(number(comm, 1))
+        await stream.aclose()
+        await stream.aclose()
+        for call in (stream.receive, stream.send_eof):
+            with pytest.raises(anyio.ClosedResourceError):
+                await call()
+        with pytest.raises(anyio.ClosedResourceError):
+            await stream.send(number(comm, 2))
+    else:
+        assert (await stream.receive()).item() == 1
+        with pytest.raises(anyio.EndOfStream):
+            await stream.receive()
+        with pytest.raises(anyio.BrokenResourceError):
+            for _ in range(10):
+                await stream.send(number(comm, 3))
+    await finish(stream, case)
+
+
+@ranks(2)
+async def test_a_close_wakes_who_waits_here(comm: Communicator, case: Case) -> None:
+    stream = await opened(comm, case, 1)
+    ended: list[type[BaseException]] = []
+
+    async def wait() -> None:
+        try:
+            await stream.receive()
+        except anyio.ClosedResourceError as error:
+            ended.append(type(error))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(wait)
+        await anyio.wait_all_tasks_blocked()
+        await case.meet("waiting")
+        if comm.rank == 0:
+            await stream.aclose()
+        else:
+            tasks.cancel_scope.cancel()
+    assert ended == ([anyio.ClosedResourceError] if comm.rank == 0 else [])
+    await finish(stream, case)
+
+
+@ranks(2)
+async def test_a_cancelled_receive_loses_nothing(comm: Communicator, case: Case) -> None:
+    stream = await opened(comm, case)
+    if comm.rank == 0:
+        await case.told("cancelled", 1)
+        for i in range(50):
+            await stream.send(number(comm, i))
+    else:
+        with anyio.move_on_after(0.01) as scope:
+            await stream.receive()
+        assert scope.cancelled_caught
+        case.tell("cancelled")
+        got: list[object] = []
+        while len(got) < 50:
+            with anyio.move_on_after(0 if len(got) % 3 else 5):
+                got.append((await stream.receive()).item())
+        assert got == list(range(50))
+    await finish(stream, case)
+
+
+@ranks(2)
+async def test_a_cancelled_send_is_sent_whole_or_not_at_all(comm: Communicator, case: Case) -> None:
+    stream = await opened(comm, case, 1)
+    if comm.rank == 0:
+        await stream.send(number(comm, 0))
+        with anyio.move_on_after(0.01) as scope:  # there is no room
+            await stream.send(torch.full((1000,), 1, device=comm.device))
+        assert scope.cancelled_caught
+        case.tell("cancelled")
+        for i in (2, 3, 4):
+            await stream.send(number(comm, i))
+    else:
+        await case.told("cancelled", 0)
+        assert [(await stream.receive()).tolist() for _ in range(4)] == [[0], [2], [3], [4]]
+    await finish(stream, case)
+
+
+@ranks(2)
+async def test_streams_do_not_mix(comm: Communicator, case: Case) -> None:
+    """Names tell them apart; those of one name are paired in the order opened."""
+    streams = [await opened(comm, case, 4, name) for name in ("a", "b", "a", "")]
+    for turn in range(3):
+        for i in reversed(range(4)):
+            await streams[i].send(number(comm, 100 * comm.rank + 10 * i + turn))
+    for i, stream in enumerate(streams):
+        assert [(await stream.receive()).item() for _ in range(3)] == [
+            100 * (1 - comm.rank) + 10 * i + turn for turn in range(3)
+        ]
+    await case.meet("through")
+    for stream in streams:
+        await stream.aclose()
+
+
+@ranks(3, 4)
+async def test_between_all_ranks(comm: Communicator, case: Case) -> None:
+    case.need_any_order()
+    peers = [r for r in range(comm.size) if r != comm.rank]
+    streams: dict[int, TensorStream] = {}
+
+    async def open_to(peer: int) -> None:
+        streams[peer] = await comm.open_stream(peer)
+
+    async with anyio.create_task_group() as tasks:
+        for peer in peers:
+            tasks.start_soon(open_to, peer)
+    for peer in peers:
+        await streams[peer].send(number(comm, 10 * comm.rank + peer))
+    for peer in peers:
+        assert (await streams[peer].receive()).item() == 10 * peer + comm.rank
+    await case.meet("through")
+    for stream in streams.values():
+        await stream.aclose()
+
+
+@ranks(2)
+async def test_an_abort_ends_both_directions(comm: Communicator, case: Case) -> None:
+    stream = await opened(comm, case, 1)
+    await stream.send(number(comm, 1))
+    await case.meet("opened")
+    if comm.rank == 0:
+        comm.abort("for the test")
+    with pytest.raises(CommAbortedError, match="for the test"):
+        while True:
+            await stream.receive()
+    with pytest.raises(CommAbortedError):
+        await stream.send(number(comm, 2))
+    await stream.aclose()
+
+
+@ranks(2)
+async def test_wrong_arguments(comm: Communicator, case: Case) -> None:
+    case.need_any_order()
+    peer = 1 - comm.rank
+    for arguments, text in (
+        ((comm.rank,), "peer"), ((5,), "peer is 5"), ((True,), "peer is True"), ((peer, 0), "capacity is 0"),
+        ((peer, True), "capacity is True"), ((peer, 2.0), "capacity is 2.0"), ((peer, 1, 3), "name is 3"),
+        ((peer, 1, "n" * 101), "name is"),
+    ):  # fmt: skip
+        with pytest.raises(ArgumentError, match=text):
+            await comm.open_stream(*arguments)  # type: ignore[arg-type]
+    stream = await opened(comm, case)
+    for item in (None, [1.0], torch.ones(4, device=comm.device)[::2], torch.empty(2, device="meta")):
+        with pytest.raises(ArgumentError, match="item"):
+            await stream.send(item)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="dimensions"):
+        await stream.send(torch.ones((1,) * 15, device=comm.device))
+    await stream.send(number(comm, comm.rank))
+    assert (await stream.receive()).item() == peer
+    await finish(stream, case)

@@ -1,0 +1,319 @@
+"""Windows: memory that other ranks write, read and count in without its owner's help, and signals."""
+
+from __future__ import annotations
+
+import unittest
+
+import anyio
+import pytest
+import torch
+
+from aiocomms import Window
+from aiocomms.communicator import Communicator
+from aiocomms.errors import (
+    ArgumentError,
+    CommAbortedError,
+    CommClosedError,
+    CommTimeoutError,
+    MismatchError,
+    UnsupportedOperation,
+    WorkCancelledError,
+)
+from aiocomms.testing.conformance import data
+from aiocomms.testing.conformance.case import ALL_SIZES, Case, ranks
+from aiocomms.testing.conformance.data import Slot
+
+PART = 11
+"""Elements of a window that belong to one other rank."""
+
+
+async def window(comm: Communicator, case: Case, dtype: torch.dtype, count: int) -> tuple[Slot, Window]:
+    """Open a window over zeros."""
+    if not {"rma", "p2p"} & set(comm.transports):
+        raise unittest.SkipTest("no transport carries one-sided operations, nor messages to express them in")
+    slot = case.full(torch.zeros(count, dtype=dtype))
+    return slot, await comm.new_window(slot.tensor)
+
+
+@ranks(*ALL_SIZES)
+async def test_put_everywhere(comm: Communicator, case: Case) -> None:
+    """Every rank writes its part of every rank's window, of every dtype."""
+    for dtype in data.ALL_DTYPES:
+        slot, win = await window(comm, case, dtype, PART * comm.size)
+        contents = [case.bits(dtype, (PART,), r) for r in range(comm.size)]
+        given = case.full(contents[comm.rank])
+        for work in [win.put(given.tensor, r, PART * comm.rank) for r in range(comm.size)]:
+            assert await work is given.tensor
+        await win.flush()
+        await comm.barrier()
+        slot.expect(torch.cat(contents))
+        given.expect_untouched()
+        await win.aclose()
+
+
+@ranks(*ALL_SIZES)
+async def test_get_everywhere(comm: Communicator, case: Case) -> None:
+    for dtype in data.ALL_DTYPES:
+        slot, win = await window(comm, case, dtype, PART)
+        slot.tensor.copy_(case.bits(dtype, (PART,), comm.rank))
+        await comm.barrier()
+        outs = [case.empty(dtype, (PART - 3,)) for _ in range(comm.size)]
+        for work, out in [(win.get(out.tensor, r, 2), out) for r, out in enumerate(outs)]:
+            assert await work is out.tensor
+        for r, out in enumerate(outs):
+            out.expect(case.bits(dtype, (PART,), r)[2:-1])
+        await win.aclose()
+        slot.expect(case.bits(dtype, (PART,), comm.rank))
+
+
+@ranks(2, 3, 7)
+@pytest.mark.parametrize("count", [0, 1, 1031, 40_009])
+async def test_a_signal_says_that_the_data_is_there(comm: Communicator, case: Case, count: int) -> None:
+    slot, win = await window(comm, case, torch.int32, count)
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for turn in range(3):
+        mine = case.bits(torch.int32, (count,), comm.rank, turn).to(comm.device, copy=True)
+        await win.put(mine, right)
+        mine.fill_(-1)  # the put is done, so its source may be used again
+        await win.signal(right)
+        await win.wait_signal(left)
+        slot.expect(case.bits(torch.int32, (count,), left, turn))
+        await comm.barrier()
+    await win.aclose()
+
+
+@ranks(1, 2, 3)
+async def test_signals_are_counted(comm: Communicator, case: Case) -> None:
+    """Before or after the waits; each wait takes one signal of the rank it names."""
+    _, win = await window(comm, case, torch.int32, 1)
+    everyone = range(comm.size)
+    for dst in everyone:
+        for _ in range(comm.rank + 1):
+            win.signal(dst)
+    await win.flush()
+    for src in everyone:
+        for _ in range(src + 1):
+            await win.wait_signal(src)
+    await case.meet("all taken")
+    waiting = [win.wait_signal(src) for src in everyone]
+    assert not any(work.done() for work in waiting)
+    await case.meet("waiting")
+    for dst in everyone:
+        await win.signal(dst)
+    for work in waiting:
+        await work
+    await win.aclose()
+
+
+@ranks(1, 2, 3, 7)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+async def test_everybody_counts(comm: Communicator, case: Case, dtype: torch.dtype) -> None:
+    """No addition is lost, and each sees what was there before it."""
+    slot, win = await window(comm, case, dtype, 3)
+    works = [win.fetch_add(comm.size - 1, 1, 1) for _ in range(20)]
+    before = [await work for work in works]
+    assert before == sorted(set(before)), before
+    everything = await comm.all_gather_object(before)
+    assert sorted(sum(everything, [])) == list(range(20 * comm.size))
+    await comm.barrier()
+    if comm.rank == comm.size - 1:
+        slot.expect(torch.tensor([0, 20 * comm.size, 0], dtype=dtype))
+    await win.aclose()
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+async def test_counting_wraps_around(comm: Communicator, case: Case, dtype: torch.dtype) -> None:
+    info = torch.iinfo(dtype)
+    slot, win = await window(comm, case, dtype, 1)
+    if comm.rank == 0:
+        last = comm.size - 1
+        assert await win.fetch_add(last, 0, info.max) == 0
+        assert await win.fetch_add(last, 0, 2) == info.max
+        assert await win.fetch_add(last, 0, info.min) == info.min + 1
+        assert await win.compare_swap(last, 0, 1, info.min) == 1
+    await comm.barrier()
+    if comm.rank == comm.size - 1:
+        slot.expect(torch.tensor([info.min], dtype=dtype))
+    await win.aclose()
+
+
+@ranks(2, 3, 7)
+async def test_one_swaps_and_the_others_do_not(comm: Communicator, case: Case) -> None:
+    slot, win = await window(comm, case, torch.int64, 2)
+    await comm.barrier()
+    before = await win.compare_swap(0, 1, 0, comm.rank + 1)
+    everything = await comm.all_gather_object(before)
+    winners = [r for r, value in enumerate(everything) if value == 0]
+    assert len(winners) == 1, everything
+    assert all(value == winners[0] + 1 for r, value in enumerate(everything) if r != winners[0])
+    if comm.rank == 0:
+        slot.expect(torch.tensor([0, winners[0] + 1]))
+    await win.aclose()
+
+
+@ranks(2, 3)
+async def test_calls_take_effect_in_their_order(comm: Communicator, case: Case) -> None:
+    """Of one rank on one other's window, without waiting in between."""
+    _, win = await window(comm, case, torch.int64, comm.size)
+    peer = (comm.rank + 1) % comm.size
+    got = [torch.empty(1, dtype=torch.int64, device=comm.device) for _ in range(10)]
+    works = []
+    for turn, out in enumerate(got):
+        works += [win.put(torch.full_like(out, turn), peer, comm.rank), win.get(out, peer, comm.rank)]
+        works.append(win.fetch_add(peer, comm.rank, 100))
+    for turn, (put, get, add) in enumerate(zip(works[::3], works[1::3], works[2::3], strict=True)):
+        await put
+        await get
+        assert (got[turn].item(), await add) == (turn, turn)
+    await win.aclose()
+
+
+@ranks(2, 3)
+async def test_the_edges_of_a_window(comm: Communicator, case: Case) -> None:
+    """Parts differ in size; the last element is writable, nothing beyond it is, and nothing at all is legal."""
+    sizes = [5 * r for r in range(comm.size)]
+    slot, win = await window(comm, case, torch.int16, sizes[comm.rank])
+    assert win.sizes == sizes
+    for r, size in enumerate(sizes):
+        await win.put(torch.empty(0, dtype=torch.int16, device=comm.device), r, size)
+        with pytest.raises(ArgumentError, match="offset"):
+            win.put(torch.ones(1, dtype=torch.int16, device=comm.device), r, size)
+        with pytest.raises(ArgumentError, match="offset"):
+            win.get(torch.ones(size + 1, dtype=torch.int16, device=comm.device), r)
+    last = comm.size - 1
+    if comm.rank == 0:
+        await win.put(torch.full((1,), 7, dtype=torch.int16, device=comm.device), last, sizes[last] - 1)
+        await win.flush(last)
+    await comm.barrier()
+    slot.expect(torch.tensor([0] * (sizes[last] - 1) + [7] if comm.rank == last else [0] * sizes[comm.rank]).to(torch.int16))
+    await win.aclose()
+
+
+@ranks(2, 3)
+async def test_windows_do_not_mix(comm: Communicator, case: Case) -> None:
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    opened = [await window(comm, case, torch.int32, 4) for _ in range(3)]
+    for i, (_, win) in enumerate(opened):
+        win.put(case.bits(torch.int32, (4,), comm.rank, i).to(comm.device), right)
+        win.signal(right)
+    for i, (slot, win) in reversed(list(enumerate(opened))):
+        await win.wait_signal(left)
+        slot.expect(case.bits(torch.int32, (4,), left, i))
+    for _, win in opened:
+        await win.aclose()
+
+
+@ranks(2)
+async def test_a_wait_is_withdrawn(comm: Communicator, case: Case) -> None:
+    """By cancel, by its awaiter's end, or alone by its deadline; the signal goes to the next wait."""
+    _, win = await window(comm, case, torch.int32, 1)
+    if comm.rank == 0:
+        await case.told("withdrawn", 1)
+        await win.signal(1)
+    else:
+        work = win.wait_signal(0)
+        assert await work.cancel()
+        with pytest.raises(WorkCancelledError):
+            await work
+        with anyio.move_on_after(0):
+            await win.wait_signal(0)
+        with pytest.raises(CommTimeoutError):
+            await win.wait_signal(0, timeout=0.05)
+        case.tell("withdrawn")
+        await win.wait_signal(0)
+    await win.aclose()
+    assert not comm.aborted
+
+
+@ranks(2)
+async def test_close_comes_after_everybodys_operations(comm: Communicator, case: Case) -> None:
+    slot, win = await window(comm, case, torch.int32, PART)
+    if comm.rank == 0:
+        for i in range(PART):
+            win.put(torch.full((1,), i, dtype=torch.int32, device=comm.device), 1, i)
+    await win.aclose()
+    await win.aclose()
+    if comm.rank == 1:
+        slot.expect(torch.arange(PART, dtype=torch.int32))
+    for call in (lambda: win.put(slot.tensor, 0), lambda: win.flush(), lambda: win.signal(0), lambda: win.fetch_add(0, 0, 1)):
+        with pytest.raises(CommClosedError, match="window"):
+            call()
+    await comm.barrier()
+
+
+@ranks(2)
+async def test_wrong_arguments(comm: Communicator, case: Case) -> None:
+    slot, win = await window(comm, case, torch.int32, 4)
+    other = torch.zeros(2, dtype=torch.int32, device=comm.device)
+    for call, text in {
+        lambda: win.put(other, 2): "dst is 2",
+        lambda: win.put(other, True): "dst is True",
+        lambda: win.put(other, 0, -1): "offset is -1",
+        lambda: win.put(other, 0, 3): "offset is 3",
+        lambda: win.put(other, 0, 1.0): "offset is 1.0",
+        lambda: win.put(other.float(), 0): "tensor has dtype",
+        lambda: win.put(None, 0): "tensor",
+        lambda: win.put(torch.zeros(4, dtype=torch.int32, device=comm.device)[::2], 0): "tensor",
+        lambda: win.get(other, -1): "src is -1",
+        lambda: win.get(other, 0, 2**62): "offset is",
+        lambda: win.fetch_add(0, 4, 1): "offset is 4",
+        lambda: win.fetch_add(0, 0, 1.0): "value is 1.0",
+        lambda: win.fetch_add(0, 0, 2**31): "value is 2147483648",
+        lambda: win.compare_swap(0, 0, None, 1): "expected is None",
+        lambda: win.signal(7): "dst is 7",
+        lambda: win.wait_signal(None): "src is None",
+        lambda: win.flush(5): "dst is 5",
+        lambda: win.put(other, 0, timeout=-1): "timeout is -1",
+    }.items():  # type: ignore[dict-item]
+        with pytest.raises(ArgumentError, match=text):
+            call()
+    await win.put(other, 1 - comm.rank)
+    await win.aclose()
+    slot.expect_untouched()
+
+
+@ranks(2)
+async def test_only_integers_count(comm: Communicator, case: Case) -> None:
+    _, win = await window(comm, case, torch.float32, 4)
+    with pytest.raises(UnsupportedOperation, match="float32"):
+        win.fetch_add(0, 0, 1)
+    await win.aclose()
+    with pytest.raises(ArgumentError, match="tensor"):
+        await comm.new_window(torch.zeros(4, device=comm.device)[::2])
+
+
+@ranks(2)
+async def test_a_mapped_window_is_the_window(comm: Communicator, case: Case) -> None:
+    slot, win = await window(comm, case, torch.int32, 4)
+    try:
+        mapped = await win.map_remote_tensor(1 - comm.rank)
+    except UnsupportedOperation:
+        await win.aclose()
+        raise unittest.SkipTest("the ranks share no memory") from None
+    mapped[2] = comm.rank + 5
+    await comm.barrier()
+    slot.expect(torch.tensor([0, 0, 6 - comm.rank, 0], dtype=torch.int32))
+    await win.aclose()
+
+
+@ranks(2)
+async def test_a_window_has_one_dtype(comm: Communicator, case: Case) -> None:
+    if not {"rma", "p2p"} & set(comm.transports):
+        raise unittest.SkipTest("no windows")
+    with pytest.raises(MismatchError, match="dtype"):
+        await comm.new_window(torch.zeros(4, dtype=torch.int32 if comm.rank else torch.float32, device=comm.device))
+    await case.meet("compared")
+
+
+@ranks(2)
+async def test_an_abort_ends_waits(comm: Communicator, case: Case) -> None:
+    _, win = await window(comm, case, torch.int32, 1)
+    work = win.wait_signal(1 - comm.rank)
+    await case.meet("waiting")
+    if comm.rank == 0:
+        comm.abort("for the test")
+    with pytest.raises(CommAbortedError, match="for the test"):
+        await work
+    with pytest.raises(CommAbortedError):
+        win.signal(0)
