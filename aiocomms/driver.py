@@ -204,8 +204,10 @@ async def run_in_thread(driver: Driver, call: Callable[[], Any]) -> Any:
             outcome[1] = error
         driver.call_threadsafe(promise.set)
 
-    threading.Thread(target=target, name="aiocomms blocking call", daemon=True).start()
+    thread = threading.Thread(target=target, name="aiocomms blocking call", daemon=True)
+    thread.start()
     await promise
+    thread.join()  # all it has left to do is to end
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import threading
 import time
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Mapping
 from datetime import timedelta
 from types import TracebackType
@@ -24,6 +26,9 @@ from aiocomms.issuer import Timeout
 from aiocomms.launchers import read_environment
 from aiocomms.registry import Plan, choose, choose_adopter, open_transports
 from aiocomms.stores import connect_store
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
+"""Seconds between looking for a rank that has not come: soon at first, and later without loading the store."""
 
 
 class StoreRendezvous:
@@ -55,31 +60,36 @@ class StoreRendezvous:
         """See :meth:`aiocomms.transport.Rendezvous.exchange`."""
         if self.size == 1:
             return [value]
-        shared = self._store()
         got: dict[int, bytes] = {self.rank: value}
-
-        def meet() -> None:
-            shared.set(f"{key}/{self.rank}", value)  # type: ignore[arg-type]  # bytes are fine
-            shared.get(f"{key}/{self.rank}")  # so that a store which is gone is known before anything waits for it
-            store = _connection(shared)
-            for rank in range(self.size):
-                if rank != self.rank:
-                    store.wait([f"{key}/{rank}"], timedelta(seconds=max(self._left(), 0.001)))
-                    got[rank] = store.get(f"{key}/{rank}")
-
+        given_up = threading.Event()
         try:
-            await self.run(f"meeting the other ranks ({key})", meet)
+            call = functools.partial(self._meet, self._store(), key, got, given_up)
+            await self.run(f"meeting the other ranks ({key})", call)
         except CommTimeoutError as error:
             raise self._absent(got) from error
-        except torch.distributed.DistStoreError as error:
-            raise self._absent(got) from error
-        except (
-            RuntimeError
-        ) as error:  # also the base of torch's store errors; "Wait timeout" comes as one from some stores
-            if "timeout" in str(error).lower():
-                raise self._absent(got) from error
+        except RuntimeError as error:  # the base of torch's store errors
             raise StoreLostError(f"the rendezvous store is gone: {error}", comm=self.name, rank=self.rank) from error
+        finally:
+            given_up.set()
         return [got[rank] for rank in range(self.size)]
+
+    def _meet(self, store: Store, key: str, got: dict[int, bytes], given_up: threading.Event) -> None:
+        """Look for the other ranks' values until all are there.
+
+        Never waits in the store: a connection carries one call at a time, so other communicators that form over it at
+        once would wait too, and for a wait that was given up as long as for any other.
+        """
+        store.set(f"{key}/{self.rank}", got[self.rank])  # type: ignore[arg-type]  # bytes are fine
+        left = deque(rank for rank in range(self.size) if rank != self.rank)
+        pause = _FIRST_PAUSE
+        while left and not given_up.is_set():
+            rank = left.popleft()
+            if store.check([f"{key}/{rank}"]):
+                got[rank] = store.get(f"{key}/{rank}")
+            else:
+                left.append(rank)  # the others first, so that an error names those who are missing and nobody else
+                given_up.wait(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _left(self) -> float:
         return self._ends - time.monotonic()
@@ -94,8 +104,8 @@ class StoreRendezvous:
     def _absent(self, got: Mapping[int, bytes]) -> CommTimeoutError:
         absent = [rank for rank in range(self.size) if rank not in got]
         return CommTimeoutError(
-            f"after {self.timeout} s these ranks had not come: {', '.join(map(str, absent))}; first waiting for rank "
-            f"{absent[0]}. Was every rank started, with the same size and name?",
+            f"after {self.timeout} s these ranks had not come: {', '.join(map(str, absent))}. "
+            "Was every rank started, with the same size and name?",
             comm=self.name, rank=self.rank,
         )  # fmt: skip
 
@@ -211,15 +221,6 @@ async def _form(
         return Communicator(rendezvous, plan, await open_transports(plan, rendezvous))
     except CommError as error:
         raise error.about(comm=name, rank=rank) from error.__cause__
-
-
-def _connection(store: Store) -> Store:
-    """A connection of our own to wait on: each carries one call at a time, and a wait would hold up the others."""
-    try:
-        clone: Store = store.clone()  # type: ignore[attr-defined]  # torch's stubs do not know it yet
-    except (AttributeError, RuntimeError):  # an older torch, or a store that cannot
-        return store
-    return clone
 
 
 _generations: weakref.WeakKeyDictionary[Store, Counter[tuple[str, int]]] = weakref.WeakKeyDictionary()

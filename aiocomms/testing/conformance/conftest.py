@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
-from aiocomms import registry
 from aiocomms.testing.conformance import options
 from aiocomms.testing.conformance.case import Place
 from aiocomms.testing.conformance.processes import Processes
@@ -26,9 +24,8 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run each check for every transport, loop and number of ranks."""
     if "case" in metafunc.fixturenames:
-        wanted = options.sizes(metafunc.config)
-        numbers = [n for n in getattr(metafunc.function, "ranks", (2,)) if wanted is None or n in wanted]
-        metafunc.parametrize("case", _places(metafunc.config, numbers), ids=str, indirect=True, scope="session")
+        places = options.places(metafunc.config, getattr(metafunc.function, "ranks", (2,)))
+        metafunc.parametrize("case", places, ids=str, indirect=True, scope="session")
 
 
 @pytest.fixture(scope="session")
@@ -64,37 +61,3 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
     if outcome.status != "passed":
         pytest.fail(f"{outcome.text}\n(--seed={seed})", pytrace=False)
     return True
-
-
-def _places(config: pytest.Config, numbers: list[int]) -> list[Place]:
-    device = config.getoption("--device")
-    places = []
-    for transport in _transports(config, torch.device(device)):
-        processes = config.getoption("--processes") or not _in_process(transport, torch.device(device))
-        places += [
-            Place(transport, device, loop, size, processes, config.getoption("--deadline"))
-            for loop in options.loops(config)
-            for size in numbers
-        ]
-    return places
-
-
-def _transports(config: pytest.Config, device: torch.device) -> list[str | dict[str, str]]:
-    available = registry.available(device)
-    given = config.getoption("--transport")
-    if given is None:
-        return [name for name, why_not in available.items() if why_not is None]
-    chosen: list[str | dict[str, str]] = []
-    for text in given:
-        parts = dict(part.split("=", 1) for part in text.split(",")) if "=" in text else {"": text}
-        for name in parts.values():
-            if available.get(name, "it is not installed") is not None:
-                raise pytest.UsageError(f"--transport {name}: {available.get(name, 'it is not installed')}")
-        chosen.append(parts if "=" in text else text)
-    return chosen
-
-
-def _in_process(transport: str | dict[str, str], device: torch.device) -> bool:
-    names = [transport] if isinstance(transport, str) else transport.values()
-    found = [registry.find(name, device) for name in names]
-    return all(not isinstance(cls, str) and cls.capabilities.in_process for cls in found)

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import secrets
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from aiocomms.testing.conformance.case import Place
 
 LOOPS = ("asyncio", "uvloop", "trio")
 
@@ -28,9 +33,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose the seed."""
+    """Check the options, and choose the seed."""
     given = config.getoption("--seed")
     config.stash[SEED] = secrets.randbits(32) if given is None else given
+    _loops(config)
+    _sizes(config)
+    if config.getoption("--transport") is not None:
+        _transports(config)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -38,8 +47,22 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"aiocomms conformance: --seed={config.stash[SEED]}"
 
 
-def loops(config: pytest.Config) -> list[str]:
-    """The loops to run on: those asked for, or all that are installed."""
+def places(config: pytest.Config, numbers: Iterable[int]) -> list[Place]:
+    """Where a check is run that runs on so many ranks."""
+    from aiocomms.testing.conformance.case import Place
+
+    wanted = _sizes(config)
+    device: str = config.getoption("--device")
+    return [
+        Place(transport, device, loop, size, processes, config.getoption("--deadline"))
+        for transport, processes in _transports(config)
+        for loop in _loops(config)
+        for size in numbers
+        if wanted is None or size in wanted
+    ]
+
+
+def _loops(config: pytest.Config) -> list[str]:
     given = config.getoption("--loops")
     if given is None:
         return [loop for loop in LOOPS if importlib.util.find_spec(loop) is not None]
@@ -49,12 +72,30 @@ def loops(config: pytest.Config) -> list[str]:
     return chosen
 
 
-def sizes(config: pytest.Config) -> set[int] | None:
-    """The numbers of ranks to run on; None: whatever the checks name."""
+def _sizes(config: pytest.Config) -> set[int] | None:
     given = config.getoption("--ranks")
-    if given is None:
-        return None
     try:
-        return {int(number) for number in given.split(",")}
+        return None if given is None else {int(number) for number in given.split(",")}
     except ValueError:
         raise pytest.UsageError(f"--ranks is {given!r}, wanted numbers such as 1,4") from None
+
+
+def _transports(config: pytest.Config) -> list[tuple[str | dict[str, str], bool]]:
+    """The transports asked for, or all that are available, and whether their ranks are processes."""
+    import torch
+
+    from aiocomms.registry import available, find
+
+    device = torch.device(config.getoption("--device"))
+    state = available(device)
+    given = config.getoption("--transport") or [name for name, why_not in state.items() if why_not is None]
+    chosen: list[tuple[str | dict[str, str], bool]] = []
+    for text in given:
+        parts = dict(part.split("=", 1) for part in text.split(",")) if "=" in text else {"": text}
+        for name in parts.values():
+            if state.get(name, "it is not installed") is not None:
+                raise pytest.UsageError(f"--transport {name}: {state.get(name, 'it is not installed')}")
+        found = [find(name, device) for name in parts.values()]
+        tasks = all(not isinstance(cls, str) and cls.capabilities.in_process for cls in found)
+        chosen.append((parts if "=" in text else text, config.getoption("--processes") or not tasks))
+    return chosen

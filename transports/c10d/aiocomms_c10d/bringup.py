@@ -7,15 +7,15 @@ import fcntl
 import os
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
+from torch.distributed import DistNetworkError, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
-from aiocomms.errors import ArgumentError, CommTimeoutError, ProtocolError
+from aiocomms.errors import ArgumentError, CommTimeoutError, ProtocolError, StoreLostError
 from aiocomms.transport import Rendezvous
 from aiocomms_c10d import wire
 from aiocomms_c10d.link import FOREVER
@@ -29,28 +29,34 @@ _HELLO: Final = 512
 _SIOCGIFADDR: Final = 0x8915
 
 
-def hello() -> bytes:
-    """What the ranks tell each other first: the version of their frames, the host they are on, and its name."""
+def hello(adopt: bool) -> bytes:
+    """What the ranks tell each other first.
+
+    :returns: the version of their frames, whether they would adopt a group, the host they are on, and its name.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     network = Path("/proc/self/ns/net").stat().st_ino  # containers of one host do not share its loopback
-    return f"{wire.VERSION} {boot}/{network} {socket.gethostname()}".encode()
+    return f"{wire.VERSION} {adopt:d} {boot}/{network} {socket.gethostname()}".encode()
 
 
-async def open_gloo(rendezvous: Rendezvous) -> Any:
+async def open_gloo(rendezvous: Rendezvous, adopt: bool) -> tuple[Any, bool]:
     """Connect to all other ranks.
 
+    :param adopt: whether this rank would run its collectives over another group.
+    :returns: the group, and whether all ranks would.
     :raises ArgumentError: this host's address cannot be told.
     :raises CommTimeoutError: a rank did not come, or could not be reached.
     :raises ProtocolError: a rank speaks another version.
     """
-    hellos = await rendezvous.exchange("c10d", hello())
+    hellos = await rendezvous.exchange("c10d", hello(adopt))
     store = rendezvous.store
     assert store is not None
     rank, size, timeout = rendezvous.rank, rendezvous.size, min(rendezvous.timeout, _CONNECT)
-    return await rendezvous.run(
-        "connecting gloo",
-        lambda: _connect(PrefixStore("c10d/gloo", store), rank, size, listen_on(hellos, store), timeout),
-    )
+
+    def connect() -> Any:
+        return _connect(store, rank, size, listen_on(hellos, store), timeout)
+
+    return await rendezvous.run("connecting gloo", connect), all(value.split()[1] == b"1" for value in hellos)
 
 
 def listen_on(hellos: Sequence[bytes], store: Store | None) -> str:
@@ -60,7 +66,7 @@ def listen_on(hellos: Sequence[bytes], store: Store | None) -> str:
     :param store: where the ranks met, whose host they all can reach.
     :returns: an address.
     """
-    versions, hosts, names = zip(*(value.decode().split(" ", 2) for value in hellos), strict=True)
+    versions, _, hosts, names = zip(*(value.decode().split(" ", 3) for value in hellos), strict=True)
     for peer, version in enumerate(versions):
         if version != str(wire.VERSION):
             raise ProtocolError(f"rank {peer} speaks version {version} of c10d's frames, this rank {wire.VERSION}")
@@ -106,12 +112,25 @@ def _connect(store: Store, rank: int, size: int, address: str, timeout: float) -
     options._threads = _THREADS
     options._devices = [ProcessGroupGloo.create_device(hostname=address)]
     try:
-        group = ProcessGroupGloo(store, rank, size, options)
+        # A connection of its own: while gloo waits in the store for one rank, it holds up whoever shares it.
+        group = ProcessGroupGloo(PrefixStore("c10d/gloo", _separate(store)), rank, size, options)
+    except DistNetworkError as error:
+        raise StoreLostError(f"the rendezvous store is gone: {_first_line(error)}") from error
     except RuntimeError as error:
-        first = str(error).splitlines()[0]
-        raise CommTimeoutError(f"gloo could not connect to every rank within {timeout:g} s: {first}") from error
+        raise CommTimeoutError(
+            f"gloo could not connect to every rank within {timeout:g} s: {_first_line(error)}"
+        ) from error
     group._set_default_timeout(FOREVER)
     return group
+
+
+def _separate(store: Store) -> Store:
+    clone: Callable[[], Store] | None = getattr(store, "clone", None)  # torch 2.6 has none
+    return store if clone is None else clone()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
 
 
 def poison(group: Any) -> None:
@@ -123,20 +142,22 @@ def poison(group: Any) -> None:
         group.recv_anysource([torch.empty(1, dtype=torch.uint8)], 2**31 - 1).wait(timedelta(milliseconds=1))
 
 
-def store_over(group: Any, device: torch.device, timeout: float) -> Store:
+def store_over(group: Any, timeout: float) -> Store:
     """Make a store of the ranks of a process group, by its collectives; blocks.
 
     Rank 0 serves it, on one address.
+
+    :raises ArgumentError: the group does not carry tensors on the CPU.
     """
     rank, size = group.rank(), group.size()
-    hellos = _all_gather(group, device, size, hello())
+    hellos = _all_gather(group, size, hello(adopt=True))
     server: TCPStore | None = None
     address = b""
     if rank == 0:
         host = listen_on(hellos, None)
         server, port = _serve(host, size, timeout)
         address = f"{host} {port}".encode()
-    host, _, port_text = _all_gather(group, device, size, address)[0].decode().partition(" ")
+    host, _, port_text = _all_gather(group, size, address)[0].decode().partition(" ")
     if server is not None:
         return server
     return TCPStore(host, int(port_text), size, False, timedelta(seconds=timeout), wait_for_workers=False)
@@ -166,8 +187,11 @@ def _address_of(interface: str) -> str:
     return socket.inet_ntoa(answer[20:24])
 
 
-def _all_gather(group: Any, device: torch.device, size: int, value: bytes) -> list[bytes]:
-    mine = torch.frombuffer(bytearray(value.ljust(_HELLO, b"\0")), dtype=torch.uint8).to(device)
+def _all_gather(group: Any, size: int, value: bytes) -> list[bytes]:
+    mine = torch.frombuffer(bytearray(value.ljust(_HELLO, b"\0")), dtype=torch.uint8)
     outputs = [torch.empty_like(mine) for _ in range(size)]
-    group.allgather([outputs], [mine]).wait()
-    return [bytes(output.cpu().tolist()).rstrip(b"\0") for output in outputs]
+    try:
+        group.allgather([outputs], [mine]).wait()
+    except RuntimeError as error:
+        raise ArgumentError(f"the group to adopt cannot gather tensors on the cpu: {_first_line(error)}") from error
+    return [bytes(output.tolist()).rstrip(b"\0") for output in outputs]

@@ -44,6 +44,10 @@ class Group:
         self.rank = rank
         self.size = size
 
+    def release(self) -> None:
+        """Let go of the process group, whose sockets live as long as anything refers to it."""
+        self._group = None
+
     def reduces(self, op: ReduceOp, dtype: torch.dtype) -> bool:
         """Whether it reduces ``dtype`` with ``op`` as torch does."""
         return op.kind in _RIGHT.get(dtype, ())

@@ -266,6 +266,7 @@ class Meeting:
         self._jobs.put(None)
         if self._thread is not None:
             self._thread.join(timeout)
+        self._group.release()
         self._calls.clear()
         self._early.clear()
         self._large.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import threading
 import time
 import weakref
@@ -90,16 +91,27 @@ class C10dTransport(Transport):
         rank, size = rendezvous.rank, rendezvous.size
         if size == 1:
             return cls(rank, size, None, None)
-        adopted = options.get("adopt")
-        if not cls.adopts(adopted) or any(other._adopted is adopted for other in _open):
-            adopted = None  # a second communicator over one group would mix up its collectives with the first one's
-        if rendezvous.store is None and adopted is not None:
-            device, timeout = rendezvous.device, rendezvous.timeout
+        group = options.get("adopt")
+        # A second communicator over one group would mix up its collectives with the first one's.
+        adopt = cls.adopts(group) and not any(other is group for other in _taken)
+        if adopt:
+            _taken.append(group)
+        adopted = False
+        try:
+            gloo, adopted = await cls._meet(rendezvous, group, adopt)
+        finally:
+            if adopt and not adopted:
+                _taken.remove(group)
+        return cls(rank, size, gloo, group if adopted else gloo)
+
+    @classmethod
+    async def _meet(cls, rendezvous: Rendezvous, group: Any, adopt: bool) -> tuple[Any, bool]:
+        if rendezvous.store is None and cls.adopts(group):
+            timeout = rendezvous.timeout
             rendezvous.store = await rendezvous.run(
-                "meeting over the adopted group", lambda: bringup.store_over(adopted, device, timeout)
+                "meeting over the adopted group", lambda: bringup.store_over(group, timeout)
             )
-        gloo = await bringup.open_gloo(rendezvous)
-        return cls(rank, size, gloo, adopted or gloo)
+        return await bringup.open_gloo(rendezvous, adopt)
 
     # ---------------------------------------------------------------------------------------- on the loop's thread
 
@@ -206,6 +218,8 @@ class C10dTransport(Transport):
             mail.clear()
         self._gloo = None
         _open.discard(self)
+        if self._adopted is not None:
+            _taken.remove(self._adopted)
 
     def _part(self) -> None:
         """Say goodbye, and stay until everybody has got all that was sent."""
@@ -236,6 +250,8 @@ class C10dTransport(Transport):
 
 
 _open: weakref.WeakSet[C10dTransport] = weakref.WeakSet()
+_taken: list[Any] = []
+"""Groups that a communicator runs over."""
 
 
 def _stop_all() -> None:
@@ -251,3 +267,4 @@ def _closed(peer: int) -> CommError:
 
 
 atexit.register(_stop_all)
+os.register_at_fork(after_in_child=_open.clear)  # the connections are the parent's
