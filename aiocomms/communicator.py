@@ -78,7 +78,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
         self._spinning = [t for t in self._transports() if t.capabilities.spin]
         self._router = Router(self, self._by_family)
         for transport in self._transports():
-            transport.on_failure = self._fail
+            transport.on_failure = self._fail  # type: ignore[method-assign]
             self.driver.attach(transport)
         _live.add(self)
         groups.register(self)

@@ -110,12 +110,12 @@ class Transport(ABC):
     capabilities: Capabilities
     """What it can carry; a class attribute, which an instance may narrow."""
 
-    on_failure: Callable[[CommError], None] = staticmethod(lambda error: None)
-    """Call it, on any thread, when the whole communicator is lost: a peer died or aborted. Twice is once.
+    def on_failure(self, error: CommError) -> None:  # noqa: B027 - nobody need define it
+        """To be called, on any thread, when the whole communicator is lost: a peer died or aborted. Twice is once.
 
-    The communicator sets it when all transports are open; a failure before that is to be said again at the next
-    ``post``.
-    """
+        The communicator puts its own in this one's place when all transports are open; a failure before that is to be
+        said again at the next :meth:`post`.
+        """
 
     @classmethod
     @abstractmethod

@@ -15,9 +15,15 @@ import pytest
 
 import mutants
 
+Outcomes = dict[str, Future[tuple[int | None, str]]]
+"""pytest's exit code and output, by mutant."""
+
 SUITE = "aiocomms.testing.conformance"
 MODULES = sorted(set(mutants.OPTIONS.values()))
 SECONDS = 60
+
+QUICK = ["-x", "-q", "--assert=plain", "-Wignore", *(f"-pno:{name}" for name in ("hypothesispytest", "cacheprovider"))]
+"""Without what takes longer to start than the checks take to run."""
 
 
 def run_suite(mutant: str, modules: list[str], folder: str) -> None:
@@ -31,7 +37,7 @@ def run_suite(mutant: str, modules: list[str], folder: str) -> None:
     options = ["--transport=mutant", "--loops=asyncio", "--ranks=2,3", "--deadline=1.5", "--seed=1"]
     chosen = [f"{SUITE}.{module}" for module in modules]
     with (Path(folder) / "output").open("w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
-        code = pytest.main(["--pyargs", *chosen, *options, "-x", "-q", "-p", "no:cacheprovider", "-p", "no:asyncio", "-W", "ignore"])
+        code = pytest.main(["--pyargs", *chosen, *options, *QUICK])
     sys.exit(code)
 
 
@@ -48,24 +54,24 @@ def outcome(mutant: str, modules: list[str], folder: Path) -> tuple[int | None, 
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[tuple[int | None, str]]]]:
-    """What became of every mutant, as far as it is known; as many at a time as there are processors."""
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcomes]:
+    """What becomes of the mutants that are asked for; as many at a time as there are processors."""
     pool = ThreadPoolExecutor(os.cpu_count())
-    runs = {"control": MODULES, **{mutant: [module] for mutant, module in mutants.OPTIONS.items()}}
+    chosen = [item.callspec.params.get("mutant") for item in request.session.items if hasattr(item, "callspec")]
+    runs = {"control": MODULES, **{name: [mutants.OPTIONS[name]] for name in chosen if name in mutants.OPTIONS}}
     yield {name: pool.submit(outcome, name, modules, tmp_path_factory.mktemp(name)) for name, modules in runs.items()}
     pool.shutdown(cancel_futures=True)
 
 
 @pytest.mark.timeout(2 * SECONDS)
-def test_the_transport_without_a_fault_passes(outcomes: dict[str, Future[tuple[int | None, str]]]) -> None:
+def test_the_transport_without_a_fault_passes(outcomes: Outcomes) -> None:
     code, output = outcomes["control"].result()
     assert code == pytest.ExitCode.OK, output
 
 
 @pytest.mark.timeout(2 * SECONDS)
 @pytest.mark.parametrize("mutant", mutants.OPTIONS)
-def test_mutant_is_caught(mutant: str, outcomes: dict[str, Future[tuple[int | None, str]]]) -> None:
+def test_mutant_is_caught(mutant: str, outcomes: Outcomes) -> None:
     code, output = outcomes[mutant].result()
     assert code == pytest.ExitCode.TESTS_FAILED, output
     assert not re.search("NameError|AttributeError|TypeError", output), f"the mutant is broken: {output}"
-    print(mutant, [l for l in output.splitlines() if l.startswith("FAILED")], [l for l in output.splitlines() if "Error" in l][:1])
