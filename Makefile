@@ -23,9 +23,10 @@ demo: $(VENV)/setup.stamp
 serve: $(VENV)/setup.stamp
 	cd examples && $(BIN)/torchrun --standalone --nproc-per-node 2 -m embedding_server --port 8000
 
-## Everything: lint, types, tests, conformance of every transport, docs and examples.
+## Everything: lint, types, tests, docs, examples, and the conformance suite on every built-in transport.
 test: lint
 	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --pyargs aiocomms.testing.conformance --transport=local --transport=c10d
 
 lint: $(VENV)/setup.stamp
 	$(BIN)/ruff check $(SOURCES)

@@ -248,6 +248,15 @@ def splits(name: str, value: Sequence[int], rows: int, group: Group) -> None:
         raise ArgumentError(f"{name} sums to {sum(value)}, wanted {rows}, the tensor's size along dimension 0")
 
 
+def label(value: str) -> str:
+    """Check a communicator's name: 1 to 200 characters."""
+    if not isinstance(value, str):
+        raise ArgumentTypeError(f"name is {short(value)}, wanted a str")
+    if not value or len(value) > 200:
+        raise ArgumentError(f"name has {len(value)} characters, wanted 1 to 200")
+    return value
+
+
 def seconds(name: str, value: float | timedelta) -> float:
     """Check a time span and turn it into float seconds: more than 0 and at most a year.
 

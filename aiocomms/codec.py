@@ -73,12 +73,17 @@ def encode(value: Any, *, pickle: bool = False) -> bytes:
     if pickle:
         import pickle as pickling
 
-        data: bytes = pickling.dumps(value)
+        try:
+            data: bytes = pickling.dumps(value)
+        except Exception as error:  # whatever the object's own methods raise
+            raise ArgumentTypeError(f"obj cannot be pickled: {type(error).__name__}: {error}") from error
     else:
         try:
             data = msgspec.msgpack.encode(_pack(value, 0))
         except OverflowError as error:
             raise ArgumentError(f"obj holds an integer of more than 64 bits: {error}") from None
+        except UnicodeEncodeError as error:
+            raise ArgumentError(f"obj holds a str that is no Unicode text: {error}") from None
     if len(data) > MAX_OBJECT_BYTES:
         raise ArgumentError(
             f"obj takes {len(data)} bytes encoded, wanted at most {MAX_OBJECT_BYTES}; send it as a tensor"
@@ -95,7 +100,10 @@ def decode(data: bytes | bytearray | memoryview, *, pickle: bool = False) -> Any
     if pickle:
         import pickle as pickling
 
-        return pickling.loads(data)  # noqa: S301 - both ends asked for it
+        try:
+            return pickling.loads(data)  # noqa: S301 - both ends asked for it
+        except Exception as error:  # whatever the object's own methods raise
+            raise ProtocolError(f"an object cannot be unpickled: {type(error).__name__}: {error}") from error
     return _Decoder().decode(data)
 
 
@@ -118,7 +126,7 @@ def _pack(value: Any, depth: int) -> Any:
         return msgspec.msgpack.Ext(_DTYPE, bytes([_CODES[value]]))
     if kind is torch.device:
         return msgspec.msgpack.Ext(_DEVICE, str(value).encode())
-    if isinstance(value, Tensor) and value.dtype in _CODES and value.layout == torch.strided:
+    if isinstance(value, Tensor) and value.dtype in _CODES and value.layout == torch.strided and not value.is_meta:
         return msgspec.msgpack.Ext(_TENSOR_EXT, _pack_tensor(value))
     raise ArgumentTypeError(
         f"obj holds {short(value)} ({kind.__module__}.{kind.__qualname__}), wanted only None, bool, int, float, str, "

@@ -131,8 +131,6 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
         self._router[type(op)](op, work)
         if not work.done():
             self._pending.add(work, seconds)
-            if self._refusal is not None:  # it was lost while this op was being posted
-                self._give_up(self._refusal)
             for transport in self._spinning:
                 self.driver.kick(transport)
         elif self._post_hooks or work.fault is not None:
@@ -188,7 +186,8 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
     def abort(self, reason: str | BaseException) -> None:
         """Give up, on every rank: all pending works of all ranks fail with :class:`CommAbortedError`.
 
-        Synchronous, from any thread or signal handler; the first reason stays, so twice is once.
+        From any thread or signal handler. Nothing can be started any more when it returns; what is pending ends on the
+        loop's next turn. The first reason stays, so twice is once.
 
         :param reason: why; the peers are told.
         """
@@ -204,10 +203,8 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
             self._refusal = error
         for transport in self._transports():
             transport.abort(error)
-        if threading.get_ident() == self.driver.thread:
-            self._give_up(error)
-        else:
-            self.driver.call_threadsafe(self._give_up, error)
+        # On this very thread too: a signal handler may have interrupted anything, and the loop may be asleep.
+        self.driver.call_threadsafe(self._give_up, error)
 
     def _give_up(self, error: CommError) -> None:
         """End every pending work. The op at fault gets the error itself, the others one that quotes it."""
@@ -218,7 +215,8 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
         for work in list(self._pending):
             work.give_up(error if work.seq == error.seq else quote)
         if not isinstance(error, CommClosedError):
-            self._abort_hooks.call(self.driver, error)
+            hooks, self._abort_hooks = self._abort_hooks, Hooks()  # closing comes by here again
+            hooks.call(self.driver, error)
 
     def expire(self, work: Work[Any]) -> None:
         """The deadline of a pending op has passed; on the watchdog's thread, while the loop may be busy."""
@@ -280,7 +278,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
         if self._pending:
             for transport in self._transports():
                 transport.abort(CommAbortedError(f"closed by rank {self.rank} with ops unfinished", peer=self.rank))
-        self._give_up(refusal if isinstance(refusal, CommClosedError) else CommClosedError(refusal.message))
+        self._give_up(refusal)
         with anyio.move_on_after(CLOSE_GRACE, shield=True):
             for transport in self._transports():
                 self.driver.detach(transport)
@@ -336,12 +334,12 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
         them, and with this rank among them. Empty on a rank that joins none.
         :param name: the new communicator's name; None: this one's with a number.
         :returns: the new communicator, or None where ``ranks`` is empty.
-        :raises ArgumentError: ``ranks`` is no list of distinct ranks, or leaves this rank out.
+        :raises ArgumentError: ``ranks`` is no list of distinct ranks, or leaves this rank out; or a wrong name.
         :raises MismatchError: two ranks name groups that overlap and differ.
         """
         members = self._check_members(ranks)
+        child = f"{self.name}/{self._children + 1}" if name is None else checks.label(name)
         self._children += 1
-        child = name or f"{self.name}/{self._children}"
         claims: list[list[int]] = await self.all_gather_object(members)
         for rank, claim in enumerate(claims):
             if claim != members and set(claim) & set(members):

@@ -15,24 +15,32 @@ class Hook:
         self._hooks = hooks
         self._fn = fn
 
+    def __call__(self, *about: Any) -> None:
+        """Call what was registered."""
+        self._fn(*about)
+
+    def __repr__(self) -> str:
+        return repr(self._fn)
+
     def remove(self) -> None:
         """Do not call the hook any more. Twice is once."""
-        if self._fn in self._hooks:
-            self._hooks.remove(self._fn)
+        if self in self._hooks:
+            self._hooks.remove(self)
 
 
-class Hooks(list[Callable[..., object]]):
+class Hooks(list[Hook]):
     """The hooks for one kind of event, called in the order registered."""
 
     def register(self, fn: Callable[..., object]) -> Hook:
         """Add a hook."""
-        self.append(fn)
-        return Hook(self, fn)
+        hook = Hook(self, fn)
+        self.append(hook)
+        return hook
 
     def call(self, driver: Driver, *about: Any) -> None:
         """Call them; no caller stands behind who could handle what they raise, so that is reported."""
-        for fn in list(self):
+        for hook in list(self):
             try:
-                fn(*about)
+                hook(*about)
             except Exception as error:
-                driver.report(f"the hook {fn!r} raised", error)
+                driver.report(f"the hook {hook!r} raised", error)

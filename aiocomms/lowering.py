@@ -82,13 +82,14 @@ def schedule(*types: type[ops.Op]) -> Callable[[Callable[[Context, OpT], Steps]]
 class Run:
     """Runs one schedule from step to step."""
 
-    __slots__ = ("_comm", "_left", "_only", "_steps", "work")
+    __slots__ = ("_begun", "_comm", "_left", "_only", "_steps", "work")
 
     def __init__(self, comm: Poster, steps: Steps, work: Completion) -> None:
         self._comm = comm
         self._steps = steps
         self._left = 0
-        self._only: _Part | None = None  # the receive that everything still waits for, if that is all there is
+        self._begun = False
+        self._only: _Part | None = None  # the first step's message, if it has but one and nothing has followed
         self.work = work
 
     def advance(self) -> None:
@@ -104,7 +105,8 @@ class Run:
                 return
             self._left = len(step) + 1  # one more, so that parts which complete inside post do not advance
             parts = [_Part(self, op) for op in step]
-            self._only = parts[0] if len(parts) == 1 else None
+            self._only = parts[0] if len(parts) == 1 and not self._begun else None
+            self._begun = True
             for part in parts:
                 self._comm.post(part.op, part)
             self._left -= 1

@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore, Store
 from aiocomms import checks
 from aiocomms.communicator import Communicator
 from aiocomms.driver import Driver, run_in_thread
-from aiocomms.errors import ArgumentError, ArgumentTypeError, CommError, CommTimeoutError, StoreLostError
+from aiocomms.errors import ArgumentError, CommError, CommTimeoutError, StoreLostError
 from aiocomms.groups import DEFAULT
 from aiocomms.issuer import Timeout
 from aiocomms.launchers import read_environment
@@ -147,7 +147,7 @@ class new_comm:  # noqa: N801 - it is called like a function, as asyncpg.create_
         self._transport = transport
         self._device = _device(device)
         self._where = (store, rank, size)
-        self._name = _name(name)
+        self._name = checks.label(name)
         self._timeout = checks.seconds("timeout", timeout)
         if hints is not None:
             checks.mapping("hints", hints)
@@ -209,7 +209,7 @@ async def from_process_group(
     where = _device(device)
     plan = choose_adopter(pg, where, {})
     seconds = checks.seconds("timeout", 600.0 if timeout is None else timeout)
-    return await _form(plan, None, pg.rank(), pg.size(), _name(name), where, seconds)
+    return await _form(plan, None, pg.rank(), pg.size(), checks.label(name), where, seconds)
 
 
 async def _form(
@@ -267,11 +267,3 @@ def _device(value: str | torch.device) -> torch.device:
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-def _name(value: str) -> str:
-    if not isinstance(value, str):
-        raise ArgumentTypeError(f"name is {value!r}, wanted a str")
-    if not value or len(value) > 200:
-        raise ArgumentError(f"name has {len(value)} characters, wanted 1 to 200")
-    return value

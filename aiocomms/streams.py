@@ -200,24 +200,36 @@ class TensorStream(ObjectStream[Tensor]):
     def _on_header(self, work: Work[Any]) -> None:
         if self._failed(work):
             return
-        data = codec.to_bytes(self._header)
         try:
-            dtype, shape, nbytes = codec.parse_tensor(data[8:])
+            message = self._announced(codec.to_bytes(self._header))
         except ProtocolError as error:
             self._fail(error)
             return
-        if data[0] == _EOF:
+        if message is None:
             self._eof_received = True
             self._notify()
+        elif not self._usable():
             return
-        if not self._usable():
-            return
-        message = torch.empty(shape, dtype=dtype, device=self._comm.device)
-        if nbytes:
+        elif message.numel():
             payload = self._post(ops.Recv(message, self.peer, self._in_tag + 1, ops.STREAM_DATA))
             payload.add_done_callback(self._on_payload)
         else:
             self._deliver(message)
+
+    def _announced(self, header: bytes) -> Tensor | None:
+        """What a header says will come: a tensor like this one, or None for the end.
+
+        :raises ProtocolError: it makes no sense.
+        """
+        dtype, shape, nbytes = codec.parse_tensor(header[8:])
+        if header[0] not in (_DATA, _EOF):
+            raise ProtocolError(f"rank {self.peer} sent a message of kind {header[0]} on stream {self.name!r}")
+        if header[0] == _EOF:
+            return None
+        try:
+            return torch.empty(shape, dtype=dtype, device=self._comm.device)
+        except RuntimeError as error:
+            raise ProtocolError(f"rank {self.peer} announced a tensor of {nbytes} bytes: {error}") from error
 
     def _on_payload(self, work: Work[Any]) -> None:
         if not self._failed(work):

@@ -37,8 +37,8 @@ class Waker:
         if self._set:
             with self._lock:
                 if self._set and self._fd >= 0:
-                    self._set = False
                     os.eventfd_read(self._fd)
+                    self._set = False  # last, for a signal handler may wake in between: never set and unreadable
 
     def close(self) -> None:
         """Close the descriptor. Twice is once."""

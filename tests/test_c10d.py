@@ -57,6 +57,11 @@ class Rank:
             assert time.monotonic() < ends, f"nobody told {note!r}"
             time.sleep(0.001)
 
+    async def all_told(self, note: str, *ranks: int) -> None:
+        """Wait for some ranks' notes."""
+        for rank in ranks:
+            await asyncio.to_thread(self.told, f"{note} {rank}")
+
 
 def _main(body: Body, rank: int, size: int, folder: str, args: tuple[Any, ...], pipe: Connection) -> None:
     try:
@@ -364,12 +369,13 @@ def test_a_rank_that_dies(ranks: Callable[..., list[Any]], what: str, victim: in
 
 async def abort_amid(place: Rank) -> str:
     comm = await place.open()
-    await comm.barrier()
     works = [comm.recv(torch.zeros(LARGE), (place.rank + 1) % place.size) for _ in range(3)]
     if place.rank == 0:
+        await place.all_told("posted", 1, 2)
         comm.abort("enough")
     else:
         works += [comm.all_reduce(torch.zeros(2**20)), comm.all_reduce(torch.zeros(3))]
+        place.tell(f"posted {place.rank}")
     messages = set()
     for work in works:
         with pytest.raises(CommAbortedError) as caught:
@@ -520,6 +526,8 @@ async def adopt(place: Rank) -> None:
             if how == "close":
                 lost = await aiocomms.from_process_group(group, name="lost", timeout=20)
                 await lost.barrier()
+                place.tell(f"met {rank}")
+                await place.all_told("met", *range(size))
                 lost.abort("it stays its owner's")
                 await lost.aclose()
 

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
-
 import mutants
+import pytest
 
 Outcomes = dict[str, Future[tuple[int | None, str]]]
 """pytest's exit code and output, by mutant."""
@@ -36,7 +35,11 @@ def run_suite(mutant: str, modules: list[str], folder: str) -> None:
     os.chdir(folder)
     options = ["--transport=mutant", "--loops=asyncio", "--ranks=2,3", "--deadline=1.5", "--seed=1"]
     chosen = [f"{SUITE}.{module}" for module in modules]
-    with (Path(folder) / "output").open("w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+    with (
+        (Path(folder) / "output").open("w") as file,
+        contextlib.redirect_stdout(file),
+        contextlib.redirect_stderr(file),
+    ):
         code = pytest.main(["--pyargs", *chosen, *options, *QUICK])
     sys.exit(code)
 

@@ -507,9 +507,9 @@ def test_wait_blocking_ends_with_the_op_however_that_ends(loop, ends):
             return
         if ends == "an abort on another thread":
             threading.Timer(0.05, comm.abort, ("enough",)).start()
-        work = comm.all_reduce(torch.zeros(1), timeout=0.05 if ends == "its deadline" else 20)
+        timeout = 0.05 if ends == "its deadline" else 20
         with pytest.raises(CommTimeoutError if ends == "its deadline" else CommAbortedError):
-            work.wait_blocking(5)
+            comm.all_reduce(torch.zeros(1), timeout=timeout).wait_blocking(5)
         assert comm.aborted
         ended.set()
 
@@ -595,6 +595,7 @@ def test_what_a_transport_says_of_a_work_that_was_given_up_is_not_heard(run):
         async with local_world(2) as world:
             work = world[0].send(torch.ones(1), 1)
             world[0].abort("enough")
+            await work.wait()
             assert isinstance(work.exception(), CommAbortedError)
             work.complete()
             work.fail(CommError("no"))

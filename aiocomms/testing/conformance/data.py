@@ -8,7 +8,7 @@ import math
 import operator
 import zlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,7 +66,8 @@ def _bits(seed: int) -> Tensor:
 
 @functools.cache
 def _bools(seed: int) -> Tensor:
-    return _bits(seed) & 1
+    bools: Tensor = _bits(seed) & 1
+    return bools
 
 
 @functools.cache
@@ -75,7 +76,8 @@ def _numbers(seed: int, dtype: torch.dtype) -> Tensor:
     size, angle = torch.rand((2, 2**17), generator=generator, dtype=torch.float64)
     if dtype.is_complex:
         return torch.polar(size * 1.5 + 0.5, angle * math.tau).to(dtype)
-    return ((size * 1.5 + 0.5) * (angle - 0.5).sign()).to(dtype)
+    reals: Tensor = (size * 1.5 + 0.5) * (angle - 0.5).sign()
+    return reals.to(dtype)
 
 
 def _place(key: tuple[object, ...]) -> int:
@@ -136,7 +138,8 @@ def near(got: Tensor, want: Tensor, allowance: Tensor | None) -> None:
 
 def checksum(tensor: Tensor) -> int:
     """A number that tells contents apart."""
-    return zlib.crc32(_raw(tensor.cpu()).numpy())
+    raw: Any = _raw(tensor.cpu()).numpy()
+    return zlib.crc32(raw)
 
 
 class Expected(NamedTuple):
@@ -199,7 +202,8 @@ def _brief(tensor: Tensor) -> str:
 def _difference(got: Tensor, want: Tensor) -> str:
     if got.shape != want.shape:
         return f"got the shape {list(got.shape)}, wanted {list(want.shape)}"
-    mine, theirs = got.flatten(), want.flatten()
-    wrong = [i for i in range(min(mine.numel(), 2000)) if not torch.equal(_raw(mine[i]), _raw(theirs[i].to(got.dtype)))]
-    where = f", first at element {wrong[0]}" if wrong else ""
-    return f"got {_brief(mine[wrong[0] :] if wrong else mine)}, wanted {_brief(theirs[wrong[0] :] if wrong else theirs)}{where}"
+    mine, theirs = got.flatten(), want.flatten().to(got.dtype)
+    size = got.itemsize
+    wrong = (_raw(mine) != _raw(theirs)).view(-1, size).any(1).nonzero()
+    first = int(wrong[0]) if len(wrong) else 0
+    return f"got {_brief(mine[first:])}, wanted {_brief(theirs[first:])}, from element {first} on"

@@ -156,7 +156,8 @@ async def _settled(case: Case) -> None:
     """See that a check leaves nothing under way."""
     left: list[str] = []
     with anyio.move_on_after(SETTLE):
-        while left := [work for comm in (case.comm, *case.opened) for work in pending(comm)]:
+        # Polled, for what is under way has no common event.
+        while left := [work for comm in (case.comm, *case.opened) for work in pending(comm)]:  # noqa: ASYNC110
             await anyio.sleep(0.001)
     assert not left, f"the check has ended and left under way: {', '.join(left)}"
     unclosed = [comm for comm in case.opened if not comm.closed]

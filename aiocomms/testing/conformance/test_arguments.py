@@ -106,7 +106,10 @@ UNREADABLE: dict[str, tuple[Callable[[Communicator], object], type[Exception]]] 
     "a subclass": (lambda c: tensor(c).as_subclass(Subclass), ArgumentTypeError),
     "meta": (lambda c: torch.empty(COUNT, device="meta"), ArgumentError),
     "sparse": (lambda c: tensor(c).to_sparse(), ArgumentError),
-    "quantised": (lambda c: _quietly(lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)), ArgumentError),
+    "quantised": (
+        lambda c: _quietly(lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)),
+        ArgumentError,
+    ),
     "nested": (lambda c: _quietly(lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])), ArgumentError),
     "of another dtype": (lambda c: tensor(c).to(torch.float8_e5m2), ArgumentError),
     "unsigned": (lambda c: torch.zeros(COUNT, dtype=torch.uint16, device=c.device), ArgumentError),
@@ -118,7 +121,7 @@ UNREADABLE: dict[str, tuple[Callable[[Communicator], object], type[Exception]]] 
     "freed": (_resized, ArgumentError),
 }
 
-WRONG_RANKS = [-1, 2**40, 0.0, True, None, "0", torch.tensor(0)]
+WRONG_RANKS: list[object] = [-1, 2**40, 0.0, True, None, "0", torch.tensor(0)]
 
 WRONG: dict[str, list[object]] = {
     "root": WRONG_RANKS,
@@ -134,7 +137,7 @@ WRONG: dict[str, list[object]] = {
 
 
 def carried(comm: Communicator, name: str) -> bool:
-    return "p2p" in comm.transports or name in GOOD and not name.endswith("object") and name not in ("send", "recv")
+    return "p2p" in comm.transports or (name in GOOD and not name.endswith("object") and name not in ("send", "recv"))
 
 
 def refuse(
@@ -211,7 +214,7 @@ def misfits(comm: Communicator) -> list[tuple[str, Arguments, str]]:
     """Arguments that are right by themselves, and do not fit each other."""
     c, n = comm, comm.size
     flat = tensor(c, COUNT * n)
-    shared = tensors(c)
+    shared, scalar = tensors(c), torch.ones((), device=c.device)
     return [
         ("all_gather", {"tensor": tensor(c, 5)}, "outputs"),
         ("all_gather", {"tensor": tensor(c, dtype=torch.int32)}, "outputs"),
@@ -230,11 +233,11 @@ def misfits(comm: Communicator) -> list[tuple[str, Arguments, str]]:
         ("all_to_all_single", {"output": tensor(c, n), "input": tensor(c, 2 * n)}, "output"),
         ("all_to_all_single", {"output": tensor(c, n + 1), "input": tensor(c, n + 1)}, "divisible"),
         ("all_to_all_single", {"output": flat, "input": flat}, "overlaps"),
-        ("all_to_all_single", {"output": torch.ones((), device=c.device), "input": torch.ones((), device=c.device)}, "input"),
+        ("all_to_all_single", {"output": scalar, "input": scalar.clone()}, "input"),
         ("all_to_all_v_single", {"output": tensor(c, n + 1)}, "output_split_sizes"),
         ("all_to_all_v_single", {"input": tensor(c, n + 1)}, "input_split_sizes"),
         ("all_to_all_v_single", {"output": torch.ones(n, 2, device=c.device)}, "output"),
-        ("all_to_all_v_single", {"output": torch.ones((), device=c.device)}, "output"),
+        ("all_to_all_v_single", {"output": scalar}, "output"),
         *(
             ("all_to_all_v_single", {name: wrong}, name)
             for name in ("output_split_sizes", "input_split_sizes")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import threading
 import time
 from pathlib import Path
@@ -199,7 +198,6 @@ async def test_abort_ends_everything_everywhere(comm: Communicator, case: Case) 
         comm.barrier()
     assert time.monotonic() - began < PROMPT
     assert comm.aborted and not comm.closed and "the first reason" in repr(comm)
-    await anyio.wait_all_tasks_blocked()
     assert len(heard) == 1 and "the first reason" in str(heard[0]), heard
     await comm.aclose()
 
@@ -328,11 +326,13 @@ async def test_opened_and_closed_again_and_again(comm: Communicator, case: Case)
     await case.meet("closed")
     gc.collect()
     with anyio.move_on_after(PROMPT):
-        while resources()[0] > threads:  # they take a moment to end
+        while resources()[0] > threads:  # noqa: ASYNC110 - they take a moment to end, and say nothing
             await anyio.sleep(0.01)
-    assert resources() <= (threads, descriptors), f"{threads} threads and {descriptors} descriptors became {resources()}"
+    assert resources() <= (threads, descriptors), (
+        f"{threads} threads and {descriptors} descriptors became {resources()}"
+    )
 
 
 def resources() -> tuple[int, int]:
     """How many threads and descriptors this process has."""
-    return threading.active_count(), len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
+    return threading.active_count(), sum(1 for _ in Path("/proc/self/fd").iterdir())

@@ -15,7 +15,7 @@ WINDOW = 0.05
 """Seconds."""
 
 ALLOWED = 2
-"""Wake-ups of the loop's thread in a window: the timer that ends it, and one more for whoever else is on the machine."""
+"""Wake-ups of the loop's thread in a window: by the timer that ends it, and one for whoever else is on the machine."""
 
 
 async def wakeups() -> int:

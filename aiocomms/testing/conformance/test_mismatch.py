@@ -46,7 +46,10 @@ DISAGREEMENTS: dict[str, tuple[Call, Call]] = {
         lambda c: c.gather(several(c) if c.rank == 0 else None, some(c), 0),
         lambda c: c.gather(several(c) if c.rank == 1 else None, some(c), 1),
     ),
-    "size of a gather": (lambda c: c.all_gather(several(c, 6), some(c, 6)), lambda c: c.all_gather(several(c, 3), some(c, 3))),
+    "size of a gather": (
+        lambda c: c.all_gather(several(c, 6), some(c, 6)),
+        lambda c: c.all_gather(several(c, 3), some(c, 3)),
+    ),
     "size of a scatter": (
         lambda c: c.scatter(some(c, 4), several(c, 4) if c.rank == 0 else None, 0),
         lambda c: c.scatter(some(c, 5), several(c, 5) if c.rank == 0 else None, 0),
@@ -129,4 +132,3 @@ async def test_a_message_of_another_dtype(comm: Communicator, case: Case, early:
     slot.expect_untouched()
     assert comm.aborted
     case.tell("compared")
-

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import math
 from typing import Any
 
@@ -49,7 +49,7 @@ async def test_objects_arrive_as_they_were(comm: Communicator, case: Case) -> No
     values = [*VALUES, *tensors(case)]
     if comm.rank == 0:
         for value in values:
-            assert await comm.send_object(value, 1, 4) is None
+            await comm.send_object(value, 1, 4)
     else:
         for value in values:
             same(await comm.recv_object(0, 4), value)
@@ -103,19 +103,18 @@ async def test_collectives(comm: Communicator, case: Case) -> None:
 @ranks(2, 3)
 async def test_collectives_at_once(comm: Communicator, case: Case) -> None:
     case.need("p2p")
-    works = [comm.all_gather_object((i, comm.rank, "w" * 100 * i)) for i in range(8)]
-    works += [comm.broadcast_object((i, "w" * 100 * i), i % comm.size) for i in range(8)]
-    for i, work in enumerate(works[:8]):
-        assert await work == [(i, r, "w" * 100 * i) for r in range(comm.size)]
-    for i, work in enumerate(works[8:]):
-        assert await work == (i, "w" * 100 * i)
+    gathering = [comm.all_gather_object((i, comm.rank, "w" * 100 * i)) for i in range(8)]
+    broadcasting = [comm.broadcast_object((i, "w" * 100 * i), i % comm.size) for i in range(8)]
+    for i, (gathered, broadcast) in enumerate(zip(gathering, broadcasting, strict=True)):
+        assert await gathered == [(i, r, "w" * 100 * i) for r in range(comm.size)]
+        assert await broadcast == (i, "w" * 100 * i)
 
 
 @ranks(2, 3)
 async def test_pickles(comm: Communicator, case: Case) -> None:
     """Anything that pickles, where every rank concerned says so."""
     case.need("p2p")
-    value = {datetime.timedelta(1): {1, 2}, "deep": [range(3)]}
+    value = {dt.timedelta(1): {1, 2}, "deep": [range(3)]}
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     sending = comm.send_object(value, right, pickle=True)
     assert await comm.recv_object(left, pickle=True) == value
@@ -146,7 +145,17 @@ async def test_what_no_object_may_hold(comm: Communicator, case: Case) -> None:
     deep: list[Any] = []
     for _ in range(200):
         deep = [deep]
-    for value in (object(), {1, 2}, 1j, 2**64, {(1, 2): 3}, deep, [lambda: None], torch.ones(3).to_sparse(), bytearray(3)):
+    for value in (
+        object(),
+        {1, 2},
+        1j,
+        2**64,
+        {(1, 2): 3},
+        deep,
+        [lambda: None],
+        torch.ones(3).to_sparse(),
+        bytearray(3),
+    ):
         with pytest.raises(ArgumentError, match="obj"):
             comm.send_object(value, 1 - comm.rank)
     assert await comm.all_gather_object(comm.rank) == [0, 1]

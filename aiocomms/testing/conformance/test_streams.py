@@ -249,7 +249,7 @@ async def test_wrong_arguments(comm: Communicator, case: Case) -> None:
         ((peer, 1, "n" * 101), "name is"),
     ):  # fmt: skip
         with pytest.raises(ArgumentError, match=text):
-            await comm.open_stream(*arguments)  # type: ignore[arg-type]
+            await comm.open_stream(*arguments)
     stream = await opened(comm, case)
     for item in (None, [1.0], torch.ones(4, device=comm.device)[::2], torch.empty(2, device="meta")):
         with pytest.raises(ArgumentError, match="item"):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import unittest
+from collections.abc import Callable
+from typing import Any
 
 import anyio
 import pytest
 import torch
 
-from aiocomms import Window
+from aiocomms import Window, Work
 from aiocomms.communicator import Communicator
 from aiocomms.errors import (
     ArgumentError,
@@ -114,7 +117,7 @@ async def test_everybody_counts(comm: Communicator, case: Case, dtype: torch.dty
     before = [await work for work in works]
     assert before == sorted(set(before)), before
     everything = await comm.all_gather_object(before)
-    assert sorted(sum(everything, [])) == list(range(20 * comm.size))
+    assert sorted(itertools.chain.from_iterable(everything)) == list(range(20 * comm.size))
     await comm.barrier()
     if comm.rank == comm.size - 1:
         slot.expect(torch.tensor([0, 20 * comm.size, 0], dtype=dtype))
@@ -158,14 +161,18 @@ async def test_calls_take_effect_in_their_order(comm: Communicator, case: Case) 
     _, win = await window(comm, case, torch.int64, comm.size)
     peer = (comm.rank + 1) % comm.size
     got = [torch.empty(1, dtype=torch.int64, device=comm.device) for _ in range(10)]
-    works = []
-    for turn, out in enumerate(got):
-        works += [win.put(torch.full_like(out, turn), peer, comm.rank), win.get(out, peer, comm.rank)]
-        works.append(win.fetch_add(peer, comm.rank, 100))
-    for turn, (put, get, add) in enumerate(zip(works[::3], works[1::3], works[2::3], strict=True)):
+    works: list[tuple[Work[torch.Tensor], Work[torch.Tensor], Work[int]]] = [
+        (
+            win.put(torch.full_like(out, turn), peer, comm.rank),
+            win.get(out, peer, comm.rank),
+            win.fetch_add(peer, comm.rank, 100),
+        )
+        for turn, out in enumerate(got)
+    ]
+    for turn, (put, get, add) in enumerate(works):
         await put
         await get
-        assert (got[turn].item(), await add) == (turn, turn)
+        assert [got[turn].item(), await add] == [turn, turn]
     await win.aclose()
 
 
@@ -186,7 +193,9 @@ async def test_the_edges_of_a_window(comm: Communicator, case: Case) -> None:
         await win.put(torch.full((1,), 7, dtype=torch.int16, device=comm.device), last, sizes[last] - 1)
         await win.flush(last)
     await comm.barrier()
-    slot.expect(torch.tensor([0] * (sizes[last] - 1) + [7] if comm.rank == last else [0] * sizes[comm.rank]).to(torch.int16))
+    slot.expect(
+        torch.tensor([0] * (sizes[last] - 1) + [7] if comm.rank == last else [0] * sizes[comm.rank]).to(torch.int16)
+    )
     await win.aclose()
 
 
@@ -236,7 +245,13 @@ async def test_close_comes_after_everybodys_operations(comm: Communicator, case:
     await win.aclose()
     if comm.rank == 1:
         slot.expect(torch.arange(PART, dtype=torch.int32))
-    for call in (lambda: win.put(slot.tensor, 0), lambda: win.flush(), lambda: win.signal(0), lambda: win.fetch_add(0, 0, 1)):
+    calls: list[Callable[[], object]] = [
+        lambda: win.put(slot.tensor, 0),
+        win.flush,
+        lambda: win.signal(0),
+        lambda: win.fetch_add(0, 0, 1),
+    ]
+    for call in calls:
         with pytest.raises(CommClosedError, match="window"):
             call()
     await comm.barrier()
@@ -246,26 +261,29 @@ async def test_close_comes_after_everybodys_operations(comm: Communicator, case:
 async def test_wrong_arguments(comm: Communicator, case: Case) -> None:
     slot, win = await window(comm, case, torch.int32, 4)
     other = torch.zeros(2, dtype=torch.int32, device=comm.device)
-    for call, text in {
+    none: Any = None
+    real: Any = 1.0
+    calls: dict[Callable[[], object], str] = {
         lambda: win.put(other, 2): "dst is 2",
         lambda: win.put(other, True): "dst is True",
         lambda: win.put(other, 0, -1): "offset is -1",
         lambda: win.put(other, 0, 3): "offset is 3",
-        lambda: win.put(other, 0, 1.0): "offset is 1.0",
+        lambda: win.put(other, 0, real): "offset is 1.0",
         lambda: win.put(other.float(), 0): "tensor has dtype",
-        lambda: win.put(None, 0): "tensor",
+        lambda: win.put(none, 0): "tensor",
         lambda: win.put(torch.zeros(4, dtype=torch.int32, device=comm.device)[::2], 0): "tensor",
         lambda: win.get(other, -1): "src is -1",
         lambda: win.get(other, 0, 2**62): "offset is",
         lambda: win.fetch_add(0, 4, 1): "offset is 4",
-        lambda: win.fetch_add(0, 0, 1.0): "value is 1.0",
+        lambda: win.fetch_add(0, 0, real): "value is 1.0",
         lambda: win.fetch_add(0, 0, 2**31): "value is 2147483648",
-        lambda: win.compare_swap(0, 0, None, 1): "expected is None",
+        lambda: win.compare_swap(0, 0, none, 1): "expected is None",
         lambda: win.signal(7): "dst is 7",
-        lambda: win.wait_signal(None): "src is None",
+        lambda: win.wait_signal(none): "src is None",
         lambda: win.flush(5): "dst is 5",
         lambda: win.put(other, 0, timeout=-1): "timeout is -1",
-    }.items():  # type: ignore[dict-item]
+    }
+    for call, text in calls.items():
         with pytest.raises(ArgumentError, match=text):
             call()
     await win.put(other, 1 - comm.rank)

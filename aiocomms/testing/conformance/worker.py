@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
-import sys
 import threading
 from collections import deque
 from datetime import timedelta
@@ -36,7 +35,7 @@ def work(place: Place, rank: int, pipe: Connection, dump: str) -> None:
         faulthandler.register(signal.SIGUSR1, file, all_threads=True)
         anyio.run(_Worker(place, rank, pipe).main, backend=backend, backend_options=options)
         faulthandler.unregister(signal.SIGUSR1)
-        faulthandler.enable(sys.__stderr__)
+        faulthandler.disable()
 
 
 class _Worker:

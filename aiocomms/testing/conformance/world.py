@@ -36,6 +36,7 @@ class World(ABC):
         :returns: what became of it, by rank, within the deadline and a little more, whatever happens.
         """
 
+    @abstractmethod
     def close(self) -> None:
         """Release everything."""
 

@@ -135,7 +135,7 @@ class Hub:
         """A rank closes: what still needs it fails, and only that; a collective takes the communicator with it."""
         self.left.add(rank)
         self.ranks[rank] = None
-        error = _closed(rank)
+        error = self.failure or _closed(rank)
         done: Done = []
         self._recvs = defaultdict(deque, {key: q for key, q in self._recvs.items() if key[1] != rank})
         self._sends = defaultdict(deque, {key: q for key, q in self._sends.items() if key[0] != rank})
