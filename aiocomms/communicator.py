@@ -121,11 +121,11 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
                 self._check_busy(op)
         except CommError as error:
             raise error.about(comm=self.name, op=op.name, rank=self.rank) from None
+        self._seq = seq + 1
         if self._pre_hooks:
             for hook in list(self._pre_hooks):
                 hook(op, seq)
         work: Work[Any] = Work(op, seq, self, hints)
-        self._seq = seq + 1
         if op.family == "collectives":
             self.calls += 1
         self._router[type(op)](op, work)

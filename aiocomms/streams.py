@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -117,10 +118,9 @@ class TensorStream(ObjectStream[Tensor]):
         if self._peer_closed:
             raise anyio.BrokenResourceError
         self._credits -= 1
-        self._post(ops.Send(header, self.peer, self._out_tag, ops.STREAM_DATA))
+        self._tell(header, self._out_tag)
         if item.numel():
-            work = self._post(ops.Send(item, self.peer, self._out_tag + 1, ops.STREAM_DATA))
-            await work
+            await self._post(ops.Send(item, self.peer, self._out_tag + 1, ops.STREAM_DATA))
 
     async def receive(self) -> Tensor:
         """Receive the next tensor.
@@ -171,7 +171,7 @@ class TensorStream(ObjectStream[Tensor]):
         name = self.name.encode()
         tag = int.from_bytes(hashlib.blake2b(name, digest_size=4).digest(), "little", signed=True)
         hello = _OPEN.pack(_MAGIC, self._in_tag, self._capacity, len(name), name)
-        self._post(ops.Send(codec.to_tensor(hello, self._comm.device), self.peer, tag, ops.STREAM))
+        self._tell(codec.to_tensor(hello, self._comm.device), tag, ops.STREAM)
         self._post(ops.Recv(self._hello, self.peer, tag, ops.STREAM)).add_done_callback(self._on_hello)
 
     def _on_hello(self, work: Work[Any]) -> None:
@@ -193,9 +193,7 @@ class TensorStream(ObjectStream[Tensor]):
     # ------------------------------------------------------------------------------------------------- receiving
 
     def _fetch(self) -> None:
-        if self._usable():
-            work = self._post(ops.Recv(self._header, self.peer, self._in_tag, ops.STREAM_DATA))
-            work.add_done_callback(self._on_header)
+        self._expect(self._header, self._in_tag, self._on_header)
 
     def _on_header(self, work: Work[Any]) -> None:
         if self._failed(work):
@@ -208,11 +206,8 @@ class TensorStream(ObjectStream[Tensor]):
         if message is None:
             self._eof_received = True
             self._notify()
-        elif not self._usable():
-            return
         elif message.numel():
-            payload = self._post(ops.Recv(message, self.peer, self._in_tag + 1, ops.STREAM_DATA))
-            payload.add_done_callback(self._on_payload)
+            self._expect(message, self._in_tag + 1, self._on_payload)
         else:
             self._deliver(message)
 
@@ -253,8 +248,7 @@ class TensorStream(ObjectStream[Tensor]):
         credit = torch.tensor([_CLOSED if self._closed else owed], device=self._comm.device)
         self._returning = True
         work = self._post(ops.Send(credit, self.peer, self._out_tag + 2, ops.STREAM_DATA))
-        if not self._closed:
-            work.add_done_callback(self._on_returned)
+        work.add_done_callback(self._failed if self._closed else self._on_returned)
 
     def _on_returned(self, work: Work[Any]) -> None:
         if not self._failed(work):
@@ -262,9 +256,7 @@ class TensorStream(ObjectStream[Tensor]):
             self._return_credits()
 
     def _await_credits(self) -> None:
-        if self._usable():
-            work = self._post(ops.Recv(self._credit, self.peer, self._in_tag + 2, ops.STREAM_DATA))
-            work.add_done_callback(self._on_credits)
+        self._expect(self._credit, self._in_tag + 2, self._on_credits)
 
     def _on_credits(self, work: Work[Any]) -> None:
         if self._failed(work):
@@ -282,12 +274,24 @@ class TensorStream(ObjectStream[Tensor]):
     # ---------------------------------------------------------------------------------------------------- common
 
     def _usable(self) -> bool:
-        """Whether anything can still be said to the other end; if not, the failure comes by the works under way."""
+        """Whether anything can still be said to the other end."""
         return self._failure is None and not self._comm.closed and not self._comm.aborted
 
     def _post(self, op: ops.Op) -> Work[Any]:
         work: Work[Any] = self._comm._issue(op, None, _FOREVER)
         return work
+
+    def _tell(self, message: Tensor, tag: int, channel: int = ops.STREAM_DATA) -> None:
+        """Send what nobody waits for; if it fails, so has the stream."""
+        self._post(ops.Send(message, self.peer, tag, channel)).add_done_callback(self._failed)
+
+    def _expect(self, message: Tensor, tag: int, then: Callable[[Work[Any]], object]) -> None:
+        """Receive; if that fails, or the communicator is lost already, so is the stream."""
+        if self._failure is None:
+            try:
+                self._post(ops.Recv(message, self.peer, tag, ops.STREAM_DATA)).add_done_callback(then)
+            except CommError as error:
+                self._fail(error)
 
     def _make_header(self, kind: int, item: Tensor) -> Tensor:
         return codec.to_tensor(bytes([kind]).ljust(8, b"\0") + codec.describe_tensor(item), self._comm.device)
@@ -296,7 +300,7 @@ class TensorStream(ObjectStream[Tensor]):
         if not self._eof_sent:
             self._eof_sent = True
             if self._is_open and self._usable():
-                self._post(ops.Send(self._make_header(_EOF, torch.empty(0)), self.peer, self._out_tag, ops.STREAM_DATA))
+                self._tell(self._make_header(_EOF, torch.empty(0)), self._out_tag)
 
     def _check_sending(self) -> None:
         if self._closed or self._eof_sent:

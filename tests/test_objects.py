@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import ranks, together
 
-from aiocomms import codec, objects
+from aiocomms import codec, objects, ops
 from aiocomms.errors import ArgumentError, ArgumentTypeError, CommTimeoutError, ProtocolError, WorkCancelledError
 from aiocomms.testing import local_world
 
@@ -137,6 +137,60 @@ def test_a_receive_is_withdrawn_and_its_message_goes_to_the_next(run):
             assert (await together(lambda: one.send_object("hello", 1), lambda: two.recv_object(0)))[1] == "hello"
 
     run(main)
+
+
+def test_an_object_whose_header_has_come_is_not_withdrawn(run):
+    async def main():
+        async with local_world(2) as (one, two):
+            parcel = objects.Parcel(LARGE, one.device, pickle=False)
+            work = two.recv_object(0)
+            await one._issue(ops.Send(parcel.header, 1, 0, ops.OBJECT))
+            with anyio.move_on_after(0.01) as scope:
+                await work.cancel()
+            assert scope.cancelled_caught
+            assert not work.done()
+            await one._issue(ops.Send(parcel.body, 1, parcel.tag, ops.OBJECT_DATA))
+            assert equal(await work, LARGE)
+
+    run(main)
+
+
+class Unpicklable:
+    def __reduce__(self):
+        raise ValueError("not this one")
+
+
+class Poisoned:
+    def __reduce__(self):
+        return int, ("not a number",)
+
+
+@pytest.mark.parametrize("first", ["send", "receive"])
+def test_pickles_that_fail_harm_nobody_else(run, first):
+    async def main():
+        async with local_world(2) as (one, two):
+            with pytest.raises(ArgumentTypeError, match="obj cannot be pickled: ValueError: not this one"):
+                one.send_object(Unpicklable(), 1, pickle=True)
+            calls = [lambda: one.send_object(Poisoned(), 1, pickle=True), lambda: two.recv_object(0, pickle=True)]
+            works = [call() for call in (calls if first == "send" else calls[::-1])]
+            sent, received = works if first == "send" else works[::-1]
+            with pytest.raises(ProtocolError, match="cannot be unpickled: ValueError: invalid literal"):
+                await received
+            await sent
+            assert await ranks([one, two], lambda comm: comm.all_gather_object(comm.rank)) == [[0, 1], [0, 1]]
+
+    run(main)
+
+
+def test_a_hundred_ranks():
+    """The last to come completes everybody's messages, without going deeper with each."""
+
+    async def main():
+        async with local_world(100) as world:
+            results = await ranks(world, lambda comm: comm.all_gather_object(comm.rank))
+            assert results == [list(range(100))] * 100
+
+    anyio.run(main)
 
 
 def test_a_header_that_makes_no_sense_is_refused():

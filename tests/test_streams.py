@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import time
+
 import anyio
 import pytest
 import torch
 from anyio.lowlevel import checkpoint
-from conftest import together, turns
+from conftest import run_on, together, turns
 
 from aiocomms import codec, ops, streams
 from aiocomms.checks import DTYPES
@@ -221,6 +225,80 @@ def test_a_rank_that_closes_ends_its_streams_and_no_more(run):
     run(main)
 
 
+@pytest.mark.parametrize("capacities", [(1, 5), (3, 1)])
+def test_many_senders_and_receivers_share_a_stream(run, capacities):
+    async def main():
+        async with local_world(2) as (one, two):
+            there, here = await together(
+                lambda: one.open_stream(1, capacities[0]), lambda: two.open_stream(0, capacities[1])
+            )
+            got = []
+
+            async def send(who):
+                for i in range(20):
+                    await there.send(torch.tensor([who, i]))
+
+            async def receive():
+                for _ in range(20):
+                    tensor = await here.receive()
+                    got.append(tensor.tolist())
+
+            await together(*(lambda who=who: send(who) for who in range(3)), receive, receive, receive)
+            for who in range(3):
+                assert [i for sender, i in got if sender == who] == list(range(20))
+
+    run(main)
+
+
+@pytest.mark.parametrize("closes", ["this end", "the other end"])
+def test_closing_ends_those_who_wait(run, closes):
+    async def main():
+        async with local_world(2) as (one, two):
+            there, here = await pair(one, two, capacity=1)
+            await there.send(torch.ones(1))
+
+            async def send():
+                with pytest.raises(anyio.ClosedResourceError if closes == "this end" else anyio.BrokenResourceError):
+                    await there.send(torch.ones(1))
+
+            async def receive():
+                with pytest.raises(anyio.ClosedResourceError if closes == "this end" else anyio.EndOfStream):
+                    await there.receive()
+
+            async def close():
+                await turns()
+                await (there if closes == "this end" else here).aclose()
+
+            await together(send, receive, close)
+
+    run(main)
+
+
+@pytest.mark.parametrize("left", ["open", "closed after the peer has gone", "never opened"])
+def test_what_a_stream_still_had_to_say_is_nobodys_failure(left):
+    async def main():
+        said = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context["message"]))
+        async with local_world(2) as (one, two):
+            if left == "never opened":
+                with anyio.move_on_after(0.01):
+                    await one.open_stream(1)
+            else:
+                there, here = await pair(one, two)
+                await there.send(torch.empty(0))
+                if left == "closed after the peer has gone":
+                    await two.aclose()
+                    await there.aclose()
+                await turns()
+                del there, here
+            started = time.monotonic()
+        assert time.monotonic() - started < 2
+        gc.collect()
+        assert said == []
+
+    run_on("asyncio", main)
+
+
 def test_bad_arguments_send_nothing():
     async def main():
         async with local_world(2) as (one, two):
@@ -244,7 +322,15 @@ def test_bad_arguments_send_nothing():
     anyio.run(main)
 
 
-@pytest.mark.parametrize("header", [b"\xff" * streams._HEADER_BYTES, bytes(8) + b"\0\x0f" + bytes(118)])
+HEADERS = {
+    "nonsense": b"\xff" * streams._HEADER_BYTES,
+    "dimensions": bytes(8) + b"\0\x0f" + bytes(118),
+    "kind": b"\x07" + bytes(7) + codec.describe_tensor(torch.empty(2)),
+    "size": bytes(8) + codec._TENSOR.pack(codec._CODES[torch.float32], 1, 2**57, *[0] * 13),
+}
+
+
+@pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS)
 def test_a_header_that_makes_no_sense_breaks_the_stream_only(header):
     async def main():
         async with local_world(2) as (one, two):

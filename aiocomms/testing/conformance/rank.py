@@ -116,18 +116,21 @@ class Rank:
 
     def stop(self) -> None:
         """End a check that will not end by itself."""
-        works = [] if self.comm is None else pending(self.comm)
+        works = [work for comm in self._comms() for work in pending(comm)]
         self._waiting = "".join(f"{work}\n" for work in works)
         self._scope.cancel()
 
     async def close(self) -> None:
         """Close what is open, whatever state it is in."""
-        comms = [*(self._case.opened if self._case else []), *([self.comm] if self.comm else [])]
+        comms = self._comms()
         self.comm = self._case = None
         for comm in comms:
             if not self._settled(comm):
                 comm.abort("its check has failed")
             await comm.aclose()
+
+    def _comms(self) -> list[Communicator]:
+        return [*(self._case.opened if self._case else []), *([self.comm] if self.comm else [])]
 
     async def _begin(self, request: Request) -> Case:
         place = self._place

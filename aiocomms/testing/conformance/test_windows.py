@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import unittest
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import pytest
@@ -261,8 +261,7 @@ async def test_close_comes_after_everybodys_operations(comm: Communicator, case:
 async def test_wrong_arguments(comm: Communicator, case: Case) -> None:
     slot, win = await window(comm, case, torch.int32, 4)
     other = torch.zeros(2, dtype=torch.int32, device=comm.device)
-    none: Any = None
-    real: Any = 1.0
+    none, real = cast("Any", None), cast("Any", 1.0)
     calls: dict[Callable[[], object], str] = {
         lambda: win.put(other, 2): "dst is 2",
         lambda: win.put(other, True): "dst is True",
