@@ -16,7 +16,7 @@ from aiocomms.deadlines import Watchdog, watchdog
 from aiocomms.errors import ArgumentError, CommAbortedError, CommTimeoutError
 from aiocomms.testing import local_world
 
-SHORT = 0.03
+SHORT = 0.1
 
 
 def watching():
@@ -176,6 +176,7 @@ def test_a_deadline_passes_while_the_loop_is_busy(loop):
 
     async def rank(r):
         async with aiocomms.new_comm("local", store=store, rank=r, size=2, timeout=20) as comm:
+            await comm.barrier()
             if r == 0:
                 work = comm.all_reduce(torch.ones(1), timeout=SHORT)
                 assert heard.wait(10), "the peer waits until this loop comes round"
@@ -192,8 +193,10 @@ def test_a_deadline_passes_while_the_loop_is_busy(loop):
 def test_a_deadline_is_nothing_to_an_op_that_is_done(run):
     async def main():
         async with local_world(2) as world:
-            await ranks(world, lambda comm: comm.all_reduce(torch.ones(1), timeout=SHORT))
-            late = world[0].recv(torch.zeros(1), 1, timeout=3 * SHORT)  # the watchdog looks once more before
+            works = [comm.all_reduce(torch.ones(1), timeout=3 * SHORT) for comm in world]
+            for work in works:
+                await work
+            late = world[0].recv(torch.zeros(1), 1, timeout=6 * SHORT)  # the watchdog looks once more before
             with pytest.raises(CommTimeoutError):
                 await late
             await ranks(world, lambda comm: comm.all_reduce(torch.ones(1)))
