@@ -207,16 +207,17 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
         self.driver.call_threadsafe(self._give_up, error)
 
     def _give_up(self, error: CommError) -> None:
-        """End every pending work. The op at fault gets the error itself, the others one that quotes it."""
+        """End every pending work."""
         self._pending.unwatch()
-        quote = error
-        if not isinstance(error, (CommAbortedError, CommClosedError, PeerDiedError)):
-            quote = CommAbortedError(f"the communicator is lost: {error}", peer=error.peer)
         for work in list(self._pending):
-            work.give_up(error if work.seq == error.seq else quote)
+            work.give_up(_quote(work, error))
         if not isinstance(error, CommClosedError):
             hooks, self._abort_hooks = self._abort_hooks, Hooks()  # closing comes by here again
             hooks.call(self.driver, error)
+
+    def verdict(self, work: Work[Any], error: CommError) -> CommError:
+        """What a work fails with: once the communicator is lost, what a transport says is a consequence of that."""
+        return _quote(work, self._refusal) if self.aborted and self._refusal is not None else error
 
     def expire(self, work: Work[Any]) -> None:
         """The deadline of a pending op has passed; on the watchdog's thread, while the loop may be busy."""
@@ -273,12 +274,11 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
     async def _release(self) -> None:
         groups.unregister(self)
         _live.discard(self)
-        refusal = self._refusal
-        assert refusal is not None
+        assert self._refusal is not None
         if self._pending:
             for transport in self._transports():
                 transport.abort(CommAbortedError(f"closed by rank {self.rank} with ops unfinished", peer=self.rank))
-        self._give_up(refusal)
+        self._give_up(self._refusal)
         with anyio.move_on_after(CLOSE_GRACE, shield=True):
             for transport in self._transports():
                 self.driver.detach(transport)
@@ -353,7 +353,9 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
             return None
         key = f"{child}#{self._children}.{members[0]}"
         rendezvous = self._rendezvous.child(key, child, members.index(self.rank), len(members))
-        return Communicator(rendezvous, self._plan, await open_transports(self._plan, rendezvous))
+        plan, parents = self._plan, self._by_family
+        opened = await open_transports(plan, lambda _, f: parents[f].split(rendezvous, members, plan.options))
+        return Communicator(rendezvous, plan, opened)
 
     def _check_members(self, ranks: Sequence[int]) -> list[int]:
         if not isinstance(ranks, (list, tuple, range)):
@@ -376,6 +378,15 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
 
 
 _live: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+def _quote(work: Work[Any], reason: CommError) -> CommError:
+    """The op at fault gets the error itself, the others one that quotes it."""
+    if work.seq == reason.seq:
+        return reason
+    if isinstance(reason, (CommAbortedError, CommClosedError, PeerDiedError)):
+        return type(reason)(reason.message, peer=reason.peer)
+    return CommAbortedError(f"the communicator is lost: {reason}", peer=reason.peer)
 
 
 def _disown_in_child() -> None:

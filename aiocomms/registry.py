@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ import torch
 
 from aiocomms import ops
 from aiocomms.errors import ArgumentError, ArgumentTypeError, UnsupportedOperation
-from aiocomms.transport import Rendezvous, Transport
+from aiocomms.transport import Transport
 
 GROUP = "aiocomms.transports"
 """The entry-point group: one entry per transport, ``name = "module:Class"``."""
@@ -117,15 +117,19 @@ def in_process() -> str:
     return max(fit)[1]
 
 
-async def open_transports(plan: Plan, rendezvous: Rendezvous) -> dict[ops.Family, Transport]:
+async def open_transports(
+    plan: Plan, open_one: Callable[[type[Transport], ops.Family], Awaitable[Transport]]
+) -> dict[ops.Family, Transport]:
     """Open each transport of a plan once.
 
+    :param open_one: opens a transport, given its class and a family that it is to carry.
     :returns: the transports by family.
     """
     opened: dict[type[Transport], Transport] = {}
     try:
-        for cls in dict.fromkeys(plan.classes.values()):
-            opened[cls] = await cls.open(rendezvous, plan.options)
+        for family, cls in plan.classes.items():
+            if cls not in opened:
+                opened[cls] = await open_one(cls, family)
     except BaseException:
         for transport in opened.values():
             await transport.aclose()

@@ -218,7 +218,8 @@ async def _form(
     scoped = None if store is None else PrefixStore(f"aiocomms/{name}/{_generation(store, name, rank)}", store)
     rendezvous = StoreRendezvous(scoped, rank, size, name=name, device=device, timeout=timeout)
     try:
-        return Communicator(rendezvous, plan, await open_transports(plan, rendezvous))
+        transports = await open_transports(plan, lambda cls, _: cls.open(rendezvous, plan.options))
+        return Communicator(rendezvous, plan, transports)
     except CommError as error:
         raise error.about(comm=name, rank=rank) from error.__cause__
 

@@ -140,6 +140,17 @@ class Transport(ABC):
         :param options: the user's hints; those it does not know are not meant for it.
         """
 
+    async def split(self, rendezvous: Rendezvous, ranks: Sequence[int], options: Mapping[str, Any]) -> Self:
+        """Open it for some of these ranks, over what the ranks already have; else everything is opened anew.
+
+        Collective over the ranks named.
+
+        :param rendezvous: the new communicator's.
+        :param ranks: its members, as ranks of this one, in their new order.
+        :param options: as for :meth:`open`.
+        """
+        return await self.open(rendezvous, options)
+
     @abstractmethod
     def post(self, op: ops.Op, work: Completion) -> None:
         """Start an op whose arguments are checked. Never blocks; completes ``work`` once, now or later.

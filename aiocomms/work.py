@@ -32,6 +32,9 @@ class Owner(Protocol):
     def withdraw(self, work: Work[Any]) -> bool:
         """Take an unmatched receive or wait back from the transport; False if it is under way."""
 
+    def verdict(self, work: Work[Any], error: CommError) -> CommError:
+        """What a work fails with, of which its transport says that it failed with ``error``."""
+
 
 class Work(msgspec.Struct, Generic[T_co], eq=False, weakref=True):
     """One operation under way: await it, share it, or leave it alone; it completes all the same.
@@ -161,6 +164,7 @@ class Work(msgspec.Struct, Generic[T_co], eq=False, weakref=True):
         """See :meth:`aiocomms.transport.Completion.fail`."""
         if self._state:
             return self._refuse_second()
+        error = self.owner.verdict(self, error)
         self.fault = error.about(seq=self.seq)
         asked = self._waiters is not None or self._callbacks is not None
         self._end(error, _DONE)

@@ -19,7 +19,7 @@ TRANSPORTS = sorted((ROOT / "transports").glob("*/aiocomms_*/"))
 # docs/design.md, "Layout". A module may import from its own layer and those before it; one not named is in the last.
 LAYERS = (
     {"errors"},
-    {"checks", "reductions", "launchers", "stores"},
+    {"checks", "reductions", "launchers", "stores", "hosts"},
     {"ops"},
     {"transport", "waker"},
     {"work", "driver", "loops", "deadlines"},
@@ -28,7 +28,7 @@ LAYERS = (
     {"twosided", "routing", "pending", "hooks", "groups"},
     {"communicator"},
 )
-FOR_TRANSPORTS = {"errors", "checks", "reductions", "ops", "transport", "waker", "driver"}
+FOR_TRANSPORTS = {"errors", "checks", "reductions", "hosts", "ops", "transport", "waker", "driver"}
 FOR_TYPES_ONLY = {("groups", "communicator")}
 """Imports against the order, which only type checkers see."""
 
@@ -176,7 +176,8 @@ clean = set(sys.modules)
 for name in {modules!r}:
     importlib.import_module(name)
     for loaded in set(sys.modules) - clean:
-        if loaded.split(".")[0].startswith("aiocomms"):
+        # A native module stays in the process anyway.
+        if loaded.split(".")[0].startswith("aiocomms") and sys.modules[loaded].__file__.endswith(".py"):
             del sys.modules[loaded]
 """
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)

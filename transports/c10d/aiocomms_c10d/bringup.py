@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 import socket
-import struct
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch.distributed import DistNetworkError, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from aiocomms.errors import ArgumentError, CommTimeoutError, ProtocolError, StoreLostError
+from aiocomms.hosts import LOOPBACK, host_id, reachable_address
 from aiocomms.transport import Rendezvous
 from aiocomms_c10d import wire
 from aiocomms_c10d.link import FOREVER
@@ -24,9 +21,7 @@ _THREADS: Final = 2
 """gloo's threads for collectives; each runs one at a time, in the order in which they were started."""
 _CONNECT: Final = 120.0
 """Seconds that connecting may take once every rank is known to be there."""
-_LOOPBACK: Final = "127.0.0.1"
 _HELLO: Final = 512
-_SIOCGIFADDR: Final = 0x8915
 
 
 def hello(adopt: bool) -> bytes:
@@ -34,9 +29,7 @@ def hello(adopt: bool) -> bytes:
 
     :returns: the version of their frames, whether they would adopt a group, the host they are on, and its name.
     """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    network = Path("/proc/self/ns/net").stat().st_ino  # containers of one host do not share its loopback
-    return f"{wire.VERSION} {adopt:d} {boot}/{network} {socket.gethostname()}".encode()
+    return f"{wire.VERSION} {adopt:d} {host_id('net')} {socket.gethostname()}".encode()
 
 
 async def open_gloo(rendezvous: Rendezvous, adopt: bool) -> tuple[Any, bool]:
@@ -71,39 +64,9 @@ def listen_on(hellos: Sequence[bytes], store: Store | None) -> str:
         if version != str(wire.VERSION):
             raise ProtocolError(f"rank {peer} speaks version {version} of c10d's frames, this rank {wire.VERSION}")
     if len(set(hosts)) == 1:
-        return _LOOPBACK
-    interface = os.environ.get("AIOCOMMS_IFACE")
-    if interface:
-        return _address_of(interface)
+        return LOOPBACK
     others = [name for name, host in zip(names, hosts, strict=True) if host != hosts[0]]
-    for target in (_host_of(store), os.environ.get("MASTER_ADDR"), names[0], *others):
-        address = _towards(target)
-        if address is not None:
-            return address
-    raise ArgumentError(
-        f"the ranks are on several hosts, and this one, {socket.gethostname()!r}, finds no route to them; "
-        "set AIOCOMMS_IFACE to the network interface to use"
-    )
-
-
-def _host_of(store: Store | None) -> str | None:
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store.host if isinstance(store, TCPStore) else None
-
-
-def _towards(host: str | None) -> str | None:
-    """This host's address on the way to another, or None. Sends nothing."""
-    if not host:
-        return None
-    with contextlib.suppress(OSError):
-        for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
-            with socket.socket(family, kind) as probe, contextlib.suppress(OSError):
-                probe.connect(address)
-                mine = str(probe.getsockname()[0])
-                if not mine.startswith("127.") and mine != "::1":
-                    return mine
-    return None
+    return reachable_address((names[0], *others), store)
 
 
 def _connect(store: Store, rank: int, size: int, address: str, timeout: float) -> Any:
@@ -172,19 +135,6 @@ def _serve(host: str, size: int, timeout: float) -> tuple[TCPStore, int]:
         master_listen_fd=listener.detach(), use_libuv=torch.__version__ >= "2.8",
     )  # fmt: skip
     return store, port
-
-
-def _address_of(interface: str) -> str:
-    name = interface.encode()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name[:15]))
-        except OSError as error:
-            known = ", ".join(name for _, name in socket.if_nameindex())
-            raise ArgumentError(
-                f"AIOCOMMS_IFACE is {interface!r}, which has no IPv4 address ({error.strerror}); there are: {known}"
-            ) from error
-    return socket.inet_ntoa(answer[20:24])
 
 
 def _all_gather(group: Any, size: int, value: bytes) -> list[bytes]:
