@@ -5,6 +5,12 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 BIN := $(abspath $(VENV))/bin
+BENCH_VENV ?= .venv-bench
+BENCH_BIN := $(abspath $(BENCH_VENV))/bin
+# What `make bench` compares with, beside gloo, which comes with torch.
+PEERS := mpi4py mpich ucxx-cu13
+UCX := transports/ucx
+UCX_NATIVE := $(wildcard $(UCX)/src/*) $(UCX)/CMakeLists.txt $(UCX)/pyproject.toml
 SOURCES := aiocomms transports tests examples benchmarks
 
 .PHONY: demo serve test lint format conformance bench docs clean
@@ -15,20 +21,27 @@ $(VENV)/setup.stamp: pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[demo,test]"
 	touch $@
 
+# The native engine of the ucx transport, built anew when one of its sources has changed.
+$(VENV)/ucx.stamp: $(VENV)/setup.stamp $(UCX_NATIVE)
+	AIOCOMMS_WERROR=ON $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ./$(UCX)
+	touch $@
+
 ## Start the embedding server on 2 ranks, post the sentences of a file, check every vector, print a table.
-demo: $(VENV)/setup.stamp
+demo: $(VENV)/ucx.stamp
 	cd examples && $(BIN)/python -m embedding_server.demo
 
 ## Leave the embedding server running on 2 ranks.
-serve: $(VENV)/setup.stamp
+serve: $(VENV)/ucx.stamp
 	cd examples && $(BIN)/torchrun --standalone --nproc-per-node 2 -m embedding_server --port 8000
 
 ## Everything: lint, types, tests, docs, examples, and the conformance suite on every built-in transport.
 test: lint
 	$(BIN)/python -m pytest
 	$(BIN)/python -m pytest --pyargs aiocomms.testing.conformance --transport=local --transport=c10d
+	$(BIN)/python -m pytest --pyargs aiocomms.testing.conformance --transport=ucx
+	$(BIN)/python -m pytest --pyargs aiocomms.testing.conformance --transport=ucx --processes --loops asyncio
 
-lint: $(VENV)/setup.stamp
+lint: $(VENV)/ucx.stamp
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
@@ -43,13 +56,27 @@ docs: $(VENV)/setup.stamp
 	$(BIN)/python -m mkdocs build --strict
 
 ## The conformance suite alone: make conformance TRANSPORT=c10d
-conformance: $(VENV)/setup.stamp
+conformance: $(VENV)/ucx.stamp
 	$(BIN)/python -m pytest --pyargs aiocomms.testing.conformance --transport=$(or $(TRANSPORT),local)
 
-## Overhead of the core alone, as ratios to asyncio.sleep(0), and how free the loop stays; each in one run.
-bench: $(VENV)/setup.stamp
-	$(BIN)/python -m benchmarks.core
-	$(BIN)/python -m benchmarks.heartbeat
+# The peers have an environment of their own: UCXX pins the version of UCX, and nothing else needs them.
+$(BENCH_VENV)/setup.stamp: pyproject.toml examples/transport_ucxx/pyproject.toml
+	$(PYTHON) -m venv $(BENCH_VENV)
+	$(BENCH_BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BENCH_BIN)/python -m pip install --quiet --disable-pip-version-check $(PEERS) uvloop matplotlib \
+		--editable . --editable examples/transport_ucxx
+	touch $@
+
+# Built anew when a source has changed; together with the peers, so that all agree on one UCX.
+$(BENCH_VENV)/ucx.stamp: $(BENCH_VENV)/setup.stamp $(UCX_NATIVE) $(wildcard $(UCX)/aiocomms_ucx/*)
+	$(BENCH_BIN)/python -m pip install --quiet --disable-pip-version-check $(PEERS) ./$(UCX)
+	touch $@
+
+## Ours and its peers side by side (tables, build/bench/compare.{json,md,png}), then what the core costs.
+bench: $(BENCH_VENV)/ucx.stamp
+	$(BENCH_BIN)/python -m benchmarks.compare
+	$(BENCH_BIN)/python -m benchmarks.core
+	$(BENCH_BIN)/python -m benchmarks.heartbeat --transport ucx
 
 clean:
-	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 import anyio.lowlevel
 import hypothesis  # noqa: F401
 import pytest
 import torch  # noqa: F401
+from processes import Run, runner
 
 gc.collect()
 gc.freeze()  # what torch and hypothesis bring need not be looked through whenever a test collects its garbage
@@ -97,6 +99,13 @@ def run(loop: str) -> Callable[..., Any]:
             gc.collect()  # what was dropped and never asked for is reported in the test that dropped it
 
     return runner
+
+
+@pytest.fixture(name="ranks")
+def _processes(tmp_path: Path, transport: str) -> Iterator[Run]:
+    """Run an async function in a process for each rank; a module that asks for it has a fixture ``transport``."""
+    with runner(transport, tmp_path) as run:
+        yield run
 
 
 class Entry:

@@ -1,0 +1,99 @@
+"""Hosts that are network namespaces of this machine: their processes reach each other over virtual cables alone."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+NETWORKS = {"net0": "10.77.0", "net1": "10.78.0"}
+"""Every host's interfaces, and the first three numbers of their addresses."""
+_CLONE_NEWNS, _CLONE_NEWNET = 0x00020000, 0x40000000
+_MS_REC, _MS_SLAVE = 0x4000, 0x80000
+_MNT_DETACH = 2
+_numbers = itertools.count()
+
+
+def address(host: int, network: str = "net0") -> str:
+    return f"{NETWORKS[network]}.{host + 1}"
+
+
+def kernel_address(host: int, network: str = "net0") -> str:
+    """The same as /proc/net/tcp has it."""
+    return "".join(f"{int(part):02X}" for part in reversed(address(host, network).split(".")))
+
+
+@contextlib.contextmanager
+def hosts(count: int) -> Iterator[list[str]]:
+    """Make hosts on two networks, and give their names; skips the test where that cannot be."""
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces need root")
+    if not shutil.which("ip"):
+        pytest.skip("network namespaces need the command ip (iproute2)")
+    mark = f"aiocomms-{os.getpid()}-{next(_numbers)}"
+    switch, *names = (f"{mark}-{i}" for i in range(count + 1))
+    try:
+        try:
+            for name in (switch, *names):
+                _ip("netns", "add", name)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
+        _connect(switch, names)
+        yield names
+    finally:
+        for name in (switch, *names):
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+def _connect(switch: str, names: Sequence[str]) -> None:
+    for network in NETWORKS:
+        _ip("-n", switch, "link", "add", network, "type", "bridge")
+        _ip("-n", switch, "link", "set", network, "up")
+    for host, name in enumerate(names):
+        _ip("-n", name, "link", "set", "lo", "up")
+        for network in NETWORKS:
+            plug = f"{network}-{host}"
+            _ip("link", "add", network, "netns", name, "type", "veth", "peer", "name", plug, "netns", switch)
+            _ip("-n", switch, "link", "set", plug, "master", network, "up")
+            _ip("-n", name, "address", "add", f"{address(host, network)}/24", "dev", network)
+            _ip("-n", name, "link", "set", network, "up")
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], capture_output=True, text=True, check=True)
+
+
+class Enter:
+    """Moves a rank's process to its host, with some environment variables; called there before anything else."""
+
+    def __init__(self, names: Sequence[str], layout: str, **variables: str) -> None:
+        """Begin.
+
+        :param layout: the host of each rank, as a digit.
+        """
+        self.names = [names[int(digit)] for digit in layout]
+        self.variables: Mapping[str, str] = variables
+
+    def __call__(self, rank: int) -> None:
+        with Path(f"/run/netns/{self.names[rank]}").open() as namespace:
+            _call("setns", namespace.fileno(), _CLONE_NEWNET)
+        # /sys still shows the interfaces of the network that it was mounted in.
+        _call("unshare", _CLONE_NEWNS)
+        _call("mount", b"", b"/", b"none", _MS_REC | _MS_SLAVE, None)
+        _call("umount2", b"/sys", _MNT_DETACH)
+        _call("mount", b"sysfs", b"/sys", b"sysfs", 0, None)
+        os.environ.update(self.variables)
+
+
+def _call(name: str, *args: object) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if getattr(libc, name)(*args) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{name}: {os.strerror(code)}")

@@ -1,0 +1,227 @@
+"""The ucx transport across hosts: between network namespaces, where that can be made."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hosts import Enter, address, hosts, kernel_address
+from processes import KILLED, LARGE, Rank, Run, death, empty, exchange, listening, numbers
+from test_processes import abort_amid, leave_at_once, mix
+
+import aiocomms
+from aiocomms import ReduceOp
+from aiocomms.communicator import Communicator
+from aiocomms.errors import ArgumentError, CommAbortedError, MismatchError, PeerDiedError, UnsupportedOperation
+
+ROUTE = {"MASTER_ADDR": address(0)}
+"""Where the ranks meet is a file here, which says nothing of the way to the others."""
+
+
+@pytest.fixture
+def transport() -> str:
+    return "ucx"
+
+
+@pytest.fixture(scope="module")
+def names() -> Iterator[list[str]]:
+    """Three hosts."""
+    with hosts(3) as made:
+        yield made
+
+
+async def everything(place: Rank, layout: str) -> None:
+    """As a launcher would have it; every kind of op in each of its sizes, over the parent and a child."""
+    variables = {"RANK": f"{place.rank}", "WORLD_SIZE": f"{place.size}", **ROUTE, "MASTER_PORT": "29511"}
+    os.environ.update(variables)
+    async with aiocomms.new_comm("ucx", timeout=20) as comm:
+        assert (comm.rank, comm.size) == (place.rank, place.size)
+        for count in (3, LARGE, 2**20):
+            await exchange(comm, count)
+        child = await comm.split(range(place.size)[::-1])
+        assert child is not None
+        await exchange(child, LARGE)
+        await child.aclose()
+        await reduce_some(comm)
+        await use_window(comm, layout)
+        addresses, paths = listening()
+        port = f":{29511:04X}"
+        assert not paths
+        assert not any(set(it.partition(":")[0]) == {"0"} for it in addresses), addresses
+        assert [it for it in addresses if it.endswith(port)] == [f"{kernel_address(0)}{port}"] * (place.rank == 0)
+
+
+async def reduce_some(comm: Communicator) -> None:
+    """Reductions that are not sums of whole numbers."""
+    rank, size = comm.rank, comm.size
+    for count in (5, LARGE):
+        for dtype in (torch.bfloat16, torch.float64, torch.complex64):
+            ones = torch.full((count,), rank + 1, dtype=dtype)
+            assert (await comm.all_reduce(ones.clone()) == size * (size + 1) // 2).all()
+            wanted = torch.full((count,), (size + 1) / 2).to(dtype)
+            assert torch.equal(await comm.all_reduce(ones.clone(), ReduceOp.AVG), wanted)
+        least = torch.full((count,), -rank, dtype=torch.int8)
+        assert (await comm.all_reduce(least, ReduceOp.MIN) == 1 - size).all()
+
+
+async def use_window(comm: Communicator, layout: str) -> None:
+    """Each rank's part, used by all of them at once."""
+    rank, size = comm.rank, comm.size
+    window = await comm.new_window(empty(size * LARGE))
+    for dst in range(size):
+        work = window.put(numbers(LARGE, rank, dst), dst, offset=rank * LARGE)
+        await window.signal(dst)
+        await work
+    for src in range(size):
+        await window.wait_signal(src)
+        assert torch.equal(window.tensor[src * LARGE : (src + 1) * LARGE], numbers(LARGE, src, rank))
+        assert torch.equal(await window.get(empty(LARGE), src, offset=rank * LARGE), numbers(LARGE, rank, src))
+    for other in range(size):
+        if layout[other] == layout[rank]:
+            mapped = await window.map_remote_tensor(other)
+            assert torch.equal(mapped[rank * LARGE : (rank + 1) * LARGE], numbers(LARGE, rank, other))
+        else:
+            with pytest.raises(UnsupportedOperation, match=f"rank {other} is on another host"):
+                await window.map_remote_tensor(other)
+    await window.aclose()
+
+
+@pytest.mark.parametrize("layout", ["01", "0011", "0110", "012"])
+def test_everything(ranks: Run, names: list[str], layout: str) -> None:
+    ranks(len(layout), everything, layout, before=Enter(names, layout), seconds=40)
+
+
+async def contend(place: Rank, turns: int) -> list[int]:
+    """All ranks add to the same elements at once, whether these are on their host or not; nobody sees a value twice."""
+    rank, size = place.rank, place.size
+    async with place.open() as comm:
+        window = await comm.new_window(empty(2))
+        await comm.barrier()
+        taken = [await window.fetch_add(turn % size, 0, 1) * size + turn % size for turn in range(turns)]
+        won = await window.compare_swap(0, 1, 0, rank + 1) == 0
+        assert int(await comm.all_reduce(torch.tensor([int(won)]))) == 1
+        assert window.tensor[0] == size * len(range(rank, turns, size))
+        await window.aclose()
+        return taken
+
+
+@pytest.mark.parametrize("layout", ["01", "0011"])
+def test_atomics_contend(ranks: Run, names: list[str], layout: str) -> None:
+    size, turns = len(layout), 40
+    taken = [number for rank in ranks(size, contend, turns, before=Enter(names, layout, **ROUTE)) for number in rank]
+    assert sorted(taken) == list(range(size * turns))
+
+
+def test_what_processes_do_on_one_host(ranks: Run, names: list[str]) -> None:
+    ranks(3, mix, 6, before=Enter(names, "010", **ROUTE))
+    assert set(ranks(3, abort_amid, before=Enter(names, "010", **ROUTE))) == {"aborted by rank 0: enough"}
+    ranks(2, leave_at_once, before=Enter(names, "01", **ROUTE))
+
+
+# --------------------------------------------------------------------------------------------------- the interface
+
+
+async def connections(place: Rank) -> set[str]:
+    """The addresses of this host that this process uses."""
+    async with place.open() as comm:
+        await exchange(comm, LARGE)
+        return connected()
+
+
+def connected() -> set[str]:
+    inodes = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            inodes.add(str(link.readlink()))
+    rows = [row.split() for row in Path("/proc/self/net/tcp").read_text().splitlines()]
+    return {row[1].partition(":")[0] for row in rows if f"socket:[{row[9]}]" in inodes}
+
+
+@pytest.mark.parametrize("network", ["net0", "net1"])
+def test_the_chosen_interface_is_used(ranks: Run, names: list[str], network: str) -> None:
+    """Whatever the way to the master is."""
+    used = ranks(3, connections, before=Enter(names, "012", AIOCOMMS_IFACE=network, **ROUTE))
+    assert used == [{kernel_address(host, network)} for host in range(3)]
+
+
+async def open_in_vain(place: Rank) -> str:
+    with pytest.raises(ArgumentError) as caught:
+        await place.open()
+    return caught.value.message
+
+
+def test_an_interface_that_is_none(ranks: Run, names: list[str]) -> None:
+    for message in ranks(2, open_in_vain, before=Enter(names, "01", AIOCOMMS_IFACE="nonesuch")):
+        assert "AIOCOMMS_IFACE is 'nonesuch'" in message
+        assert "net0, net1" in message
+
+
+# ----------------------------------------------------------------------------------------------------------- faults
+
+
+LOSING: dict[str, Callable[[Communicator, Any, int], Any]] = {
+    "recv": lambda comm, window, victim: comm.recv(torch.zeros(8), victim),
+    "send": lambda comm, window, victim: comm.send(torch.zeros(2**24), victim),
+    "all_reduce": lambda comm, window, victim: comm.all_reduce(torch.zeros(2**22)),
+    "put": lambda comm, window, victim: window.put(torch.zeros(2**22), victim),
+    "wait_signal": lambda comm, window, victim: window.wait_signal(victim),
+}
+
+
+async def lose_a_rank(place: Rank, what: str, victim: int) -> float:
+    comm = await place.open()
+    window = await comm.new_window(torch.zeros(2**22))
+    await comm.barrier()
+    pending = [comm.recv(torch.zeros(3), other, 9) for other in range(place.size) if other != place.rank]
+
+    async def go_on() -> None:
+        while True:
+            await LOSING[what](comm, window, victim)
+
+    if place.rank == victim:
+        threading.Timer(0.05, place.die).start()
+        await (go_on() if what == "all_reduce" else pending[0])
+    error = await death(go_on())
+    assert error.peer == victim, error
+    for work in pending:
+        with pytest.raises(PeerDiedError) as died:
+            await work
+        assert died.value.peer == victim, died.value
+    took = place.since_death()
+    await comm.aclose()
+    return took
+
+
+@pytest.mark.parametrize("what", LOSING)
+def test_a_rank_that_dies(ranks: Run, names: list[str], what: str) -> None:
+    """Seen by a rank of its host and by one of another."""
+    results = ranks(3, lose_a_rank, what, 1, before=Enter(names, "011", **ROUTE))
+    assert results.pop(1) is KILLED
+    assert max(results) < 1.05, results
+
+
+async def disagree(place: Rank, odd: int) -> str:
+    async with place.open() as comm:
+        await comm.all_reduce(torch.ones(3))
+        place.tell(f"reduced {place.rank}")
+        await place.all_told("reduced", *range(place.size))  # else it may be lost with the next
+        with pytest.raises((MismatchError, CommAbortedError)) as caught:
+            await (comm.barrier() if place.rank == odd else comm.all_reduce(torch.ones(LARGE)))
+        error: BaseException | None = caught.value
+        if isinstance(error, CommAbortedError):
+            error = error.__cause__  # the others have disagreed before this rank called
+        assert isinstance(error, MismatchError), repr(error)
+        return error.message
+
+
+@pytest.mark.parametrize("odd", [0, 3])
+def test_ranks_that_disagree(ranks: Run, names: list[str], odd: int) -> None:
+    for message in ranks(4, disagree, odd, before=Enter(names, "0011", **ROUTE)):
+        assert "barrier()" in message
+        assert "all_reduce(" in message

@@ -1,0 +1,98 @@
+"""Communicators of the ucx transport come and go, and leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from processes import LARGE, Rank, Run, held
+
+CYCLES, SPLITS = 200, 300
+"""1,000 cycles take five times as long and show the same."""
+SLOPE = 16384
+"""Bytes of memory that a cycle may seem to leave behind: what allocators keep sways by some thousands of them."""
+
+
+@pytest.fixture
+def transport() -> str:
+    return "ucx"
+
+
+class Census:
+    """What a process and its machine hold."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        self.held = held()
+        self.maps = len(Path("/proc/self/maps").read_text().splitlines())
+        self.memory = psutil.Process().memory_info().rss
+
+
+def shared_memory() -> list[str]:
+    return sorted(path.name for path in Path("/dev/shm").iterdir())
+
+
+async def use(place: Rank, name: str, whole: bool) -> None:
+    """All that takes something from the machine."""
+    store = dist.FileStore(str(place.folder / name), place.size)  # a file that grows would take memory, too
+    async with place.open(store=store) as comm:
+        await comm.all_reduce(torch.ones(LARGE if whole else 3))
+        if not whole:
+            return
+        right, left = (place.rank + 1) % place.size, (place.rank - 1) % place.size
+        await asyncio.gather(comm.send(torch.ones(LARGE), right), comm.recv(torch.ones(LARGE), left))
+        window = await comm.new_window(torch.ones(1000))
+        await window.put(torch.ones(10), right)
+        remote = await window.map_remote_tensor(right)
+        await window.aclose()
+        del remote
+
+
+async def come_and_go(place: Rank, cycles: int) -> tuple[float, float]:
+    """The bytes that each cycle leaves, and the seconds that it takes."""
+    warm = cycles // 2
+    for turn in range(warm):
+        await use(place, f"{turn}", turn % 4 == 0)
+    before, began = Census(), time.monotonic()
+    for turn in range(warm, cycles):
+        await use(place, f"{turn}", turn % 4 == 0)
+    took, after = time.monotonic() - began, Census()
+    assert after.held == before.held, (before.held, after.held)
+    assert after.maps <= before.maps + 10, (before.maps, after.maps)
+    return (after.memory - before.memory) / (cycles - warm), took / (cycles - warm)
+
+
+async def split_and_close(place: Rank, splits: int) -> tuple[float, float]:
+    """The same of a communicator's children."""
+    async with place.open() as comm:
+
+        async def use_children(count: int) -> None:
+            for turn in range(count):
+                child = await comm.split(range(place.size))
+                await child.all_reduce(torch.ones(LARGE if turn % 4 == 0 else 3))
+                await child.aclose()
+
+        warm = splits // 2
+        await use_children(warm)
+        before, began = Census(), time.monotonic()
+        await use_children(splits - warm)
+        took, after = time.monotonic() - began, Census()
+        await comm.barrier()  # a rank that leaves takes its connections with it
+        assert after.held == before.held, (before.held, after.held)
+        assert after.maps <= before.maps + 10, (before.maps, after.maps)
+        return (after.memory - before.memory) / (splits - warm), took / (splits - warm)
+
+
+@pytest.mark.parametrize(("body", "count"), [(come_and_go, CYCLES), (split_and_close, SPLITS)])
+def test_nothing_is_left(ranks: Run, body: object, count: int) -> None:
+    names = shared_memory()
+    for slope, seconds in ranks(2, body, count, seconds=50):
+        print(f"{count} times: {slope:.0f} bytes and {seconds * 1e3:.1f} ms each")
+        assert slope < SLOPE
+    assert shared_memory() == names

@@ -1,0 +1,125 @@
+"""Windows of the ucx transport, between real processes of one host."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from processes import LARGE, Rank, Run, numbers
+
+from aiocomms.errors import UnsupportedOperation
+
+
+@pytest.fixture
+def transport() -> str:
+    return "ucx"
+
+
+async def share_memory(place: Rank) -> None:
+    """What is mapped is the memory itself, in both directions; and what was a view of it before still is one."""
+    rank, peer = place.rank, 1 - place.rank
+    async with place.open() as comm:
+        storage = torch.zeros(3 * LARGE, dtype=torch.int64)
+        tensor = storage[LARGE : 2 * LARGE].view(1, LARGE)
+        view = storage[LARGE + 5 :]
+        window = await comm.new_window(tensor)
+        remote = await window.map_remote_tensor(peer)
+        assert remote.shape == tensor.shape
+        assert (await window.map_remote_tensor(rank)).data_ptr() == tensor.data_ptr()
+        await comm.barrier()
+        tensor[0, 5] = 10 + rank  # here, seen there
+        remote[0, 6] = 20 + rank  # there, seen here
+        await window.put(torch.tensor([30 + rank]), peer, offset=7)
+        await window.flush()
+        await comm.barrier()
+        assert remote[0, 5:8].tolist() == [10 + peer, 20 + rank, 30 + rank]
+        assert tensor[0, 5:8].tolist() == [10 + rank, 20 + peer, 30 + peer]
+        assert view[:3].tolist() == [10 + rank, 20 + peer, 30 + peer]
+        assert storage.sum() == tensor.sum()
+        await window.aclose()
+        del window
+        await comm.barrier()
+        assert remote[0, 5] == 10 + peer  # for as long as it is held
+
+
+def test_a_mapped_tensor_is_the_memory_itself(ranks: Run) -> None:
+    ranks(2, share_memory)
+
+
+async def lend_foreign_memory(place: Rank) -> None:
+    """Memory that torch did not make serves as well, but cannot be mapped."""
+    rank, peer = place.rank, 1 - place.rank
+    async with place.open() as comm:
+        array = np.zeros(LARGE, dtype=np.int64)
+        window = await comm.new_window(torch.from_numpy(array) if rank == 0 else torch.zeros(LARGE, dtype=torch.int64))
+        await window.put(numbers(LARGE - 10, rank), peer, offset=10)
+        assert await window.fetch_add(peer, 0, 5 + rank) == 0
+        assert await window.compare_swap(peer, 1, 0, 7 + rank) == 0
+        await window.signal(peer)
+        await window.wait_signal(peer)
+        assert torch.equal(window.tensor[10:], numbers(LARGE - 10, peer))
+        assert window.tensor[:2].tolist() == [5 + peer, 7 + peer]
+        assert torch.equal(await window.get(torch.zeros(10, dtype=torch.int64), peer, offset=10), numbers(10, rank))
+        if rank == 0:
+            assert array[0] == 5 + peer
+            assert (await window.map_remote_tensor(peer))[0] == 5
+        else:
+            with pytest.raises(UnsupportedOperation, match="rank 0 is no memory of torch's own"):
+                await window.map_remote_tensor(peer)
+        await window.aclose()
+
+
+def test_foreign_memory(ranks: Run) -> None:
+    ranks(2, lend_foreign_memory)
+
+
+async def contend(place: Rank, turns: int, foreign: bool) -> list[int]:
+    """All ranks add to the same elements at once, and each takes what nobody else does."""
+    async with place.open() as comm:
+        array = np.zeros(2, dtype=np.int64)
+        window = await comm.new_window(torch.from_numpy(array) if foreign else torch.from_numpy(array).clone())
+        taken = []
+        await comm.barrier()
+        for turn in range(turns):
+            dst = turn % place.size
+            taken.append((await window.fetch_add(dst, 0, 1)) * place.size + dst)
+            seen = await window.get(torch.zeros(1, dtype=torch.int64), dst, offset=1)
+            old = int(seen)
+            while (now := await window.compare_swap(dst, 1, old, old + 3)) != old:
+                old = now
+                await asyncio.sleep(0)
+        await comm.barrier()
+        each = turns // place.size * place.size
+        assert window.tensor.tolist() == [each, 3 * each]
+        await window.aclose()
+        return taken
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+def test_atomics_contend(ranks: Run, foreign: bool) -> None:
+    taken = [number for rank in ranks(4, contend, 200, foreign) for number in rank]
+    assert sorted(taken) == list(range(4 * 200))
+
+
+async def wait_in_vain(place: Rank) -> None:
+    """A signal that was awaited, and withdrawn, goes to the next who waits."""
+    rank, peer = place.rank, 1 - place.rank
+    async with place.open() as comm:
+        window = await comm.new_window(torch.zeros(4))
+        if rank == 0:
+            waiting = window.wait_signal(peer)
+            assert await waiting.cancel()
+            place.tell("withdrawn")
+            await window.wait_signal(peer)
+            assert window.tensor.tolist() == [1, 1, 1, 1]
+        else:
+            await asyncio.to_thread(place.told, "withdrawn")
+            await window.put(torch.ones(4), peer)
+            await window.signal(peer)
+        await window.aclose()
+
+
+def test_a_wait_that_is_withdrawn(ranks: Run) -> None:
+    ranks(2, wait_in_vain)

@@ -1,0 +1,342 @@
+"""The plug-in itself: one communicator's end of its family's engine."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Self
+
+import msgspec
+import torch
+
+from aiocomms import ops
+from aiocomms.errors import CommAbortedError, CommError, MessageTruncatedError, MismatchError, PeerDiedError
+from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport
+from aiocomms_ucx import wire
+from aiocomms_ucx._engine import TURNS, create_segment, explain
+from aiocomms_ucx.bringup import open_family
+from aiocomms_ucx.collectives import DTYPE_NAMES, DTYPES, START, describe
+from aiocomms_ucx.family import Family
+from aiocomms_ucx.windows import Windows
+
+DONE, TRUNCATED, OTHER_DTYPE, CLOSED, UNEQUAL, BROKEN, DROPPED = range(7)
+"""How an op ended, as in group.hpp."""
+PLAIN: Final = -1
+"""In place of a collective's number: an op that is none."""
+_NONE: Final = -1
+_GONE: Final = frozenset({3, 6, 24, 25, 80})
+"""UCX's errors for a connection that is no more (ucs/type/status.h, without the sign)."""
+_STEPS: Final = frozenset({ops.WindowOpen, ops.WindowClose, ops.FetchAdd, ops.CompareSwap})
+"""Ops that are not simply complete when the engine is done with what it was given last."""
+
+
+class _Member(msgspec.Struct, array_like=True):
+    """What each rank tells the others when a communicator opens."""
+
+    number: int
+    """Its engine's number of the communicator."""
+    segment: int
+    """Its descriptor of the shared memory, on the first rank of each host."""
+
+
+class UcxTransport(Transport):
+    """Messages and one-sided operations over UCX; collectives in shared memory within a host, over UCX beyond."""
+
+    capabilities = Capabilities(ops=(ops.P2P - {ops.Batch}) | ops.COLLECTIVES | ops.RMA, in_process=True, spin=TURNS)
+
+    def __init__(self, family: Family, peers: Sequence[int], hosts: Sequence[str], pids: Sequence[int]) -> None:
+        """Begin.
+
+        :param peers: each rank's number in the family.
+        :param hosts: each rank's host.
+        :param pids: each rank's process.
+        """
+        self.family = family
+        self.engine = family.engine
+        self.peers = list(peers)
+        self.hosts = list(hosts)
+        self.pids = list(pids)
+        self.rank = self.peers.index(family.rank)
+        self.size = len(self.peers)
+        self.group = self.engine.add_group(self.rank, self.peers)
+        self._fd = os.dup(self.engine.fileno())
+        self._numbers = [0] * self.size
+        self._windows = Windows(self)
+        self._calls = 0  # collectives posted
+        self._collectives: dict[int, Completion] = {}  # those that are not done
+        self._left: dict[int, int] = {}  # ranks that have closed, and the collectives that they had done
+        self._disputes: dict[int, list[tuple[int, str]]] = {}  # what others say they do, by collective
+        self._disputed = _NONE  # the collective in which ranks disagree
+        self._failure: CommError | None = None
+        self._ending = threading.Lock()
+        self._aborted = self._closed = False
+        family.transports[self.group] = self
+
+    @classmethod
+    def probe(cls, device: torch.device) -> str | None:
+        """See :meth:`Transport.probe`: where UCX cannot be loaded, this module is not imported."""
+        return None
+
+    @classmethod
+    def preference(cls, device: torch.device, size: int) -> int:
+        """See :meth:`Transport.preference`: the fastest there is for the memory of CPUs."""
+        return 50 if device.type == "cpu" else 0
+
+    # --------------------------------------------------------------------------------------------------- opening
+
+    @classmethod
+    async def open(cls, rendezvous: Rendezvous, options: Mapping[str, Any]) -> Self:
+        """See :meth:`Transport.open`."""
+        family, hosts, pids = await open_family(rendezvous)
+        return await cls._join(family, rendezvous, range(rendezvous.size), hosts, pids)
+
+    async def split(self, rendezvous: Rendezvous, ranks: Sequence[int], options: Mapping[str, Any]) -> Self:
+        """See :meth:`Transport.split`: the same engine serves both."""
+        peers = [self.peers[rank] for rank in ranks]
+        hosts = [self.hosts[rank] for rank in ranks]
+        return await self._join(self.family, rendezvous, peers, hosts, [self.pids[rank] for rank in ranks])
+
+    @classmethod
+    async def _join(
+        cls, family: Family, rendezvous: Rendezvous, peers: Sequence[int], hosts: Sequence[str], pids: Sequence[int]
+    ) -> Self:
+        self = cls(family, peers, hosts, pids)
+        try:
+            await self._meet(rendezvous)
+        except BaseException:
+            await self.aclose()
+            raise
+        return self
+
+    async def _meet(self, rendezvous: Rendezvous) -> None:
+        here = [rank for rank in range(self.size) if self.hosts[rank] == self.hosts[self.rank]]
+        segment = create_segment(len(here)) if here[0] == self.rank and len(here) > 1 else _NONE
+        try:
+            mine = _Member(self.group, segment)
+            raw = await rendezvous.exchange("ucx members", msgspec.msgpack.encode(mine))
+            members = [msgspec.msgpack.decode(value, type=_Member) for value in raw]
+            self._numbers = [member.number for member in members]
+            numbers = {host: number for number, host in enumerate(dict.fromkeys(self.hosts))}
+            fd = _NONE
+            if len(here) > 1:
+                fd = os.open(f"/proc/{self.pids[here[0]]}/fd/{members[here[0]].segment}", os.O_RDWR | os.O_CLOEXEC)
+            try:
+                self.engine.open_group(self.group, self._numbers, fd, [numbers[host] for host in self.hosts])
+            finally:
+                if fd != _NONE:
+                    os.close(fd)
+            await rendezvous.exchange("ucx opened", b"")  # nobody looks for the descriptor any more
+        finally:
+            if segment != _NONE:
+                os.close(segment)
+
+    # ------------------------------------------------------------------------------------------- ops, down and back
+
+    def post(self, op: ops.Op, work: Completion) -> None:
+        """See :meth:`Transport.post`."""
+        if self._failure is not None:
+            self.on_failure(self._failure)
+        cls = type(op)
+        ticket = id(work)
+        if cls in START:
+            start, form = START[cls]
+            done = start(self.engine, ticket, self.group, self.size, op, form)
+            if done and not self.engine.ready:
+                self._calls += 1
+                work.complete()
+            else:
+                self.follow_collective(work, done)
+        elif isinstance(op, ops.Send):
+            tensor = op.tensor
+            done = self.engine.send(
+                ticket, self.group, tensor.data_ptr(), tensor.nbytes, op.dst, op.channel, op.tag, DTYPES[tensor.dtype]
+            )
+            self.follow(work, done)
+        elif isinstance(op, ops.Recv):
+            tensor = op.tensor
+            done = self.engine.recv(
+                ticket, self.group, tensor.data_ptr(), tensor.nbytes, op.src, op.channel, op.tag, DTYPES[tensor.dtype]
+            )
+            self.follow(work, done)
+        else:
+            self._windows.post(op, work)
+
+    def follow(self, work: Completion, done: bool) -> None:
+        """An op was handed to the engine, under its work's ``id``."""
+        if done:
+            work.complete()
+        else:
+            self.family.pending[id(work)] = (self, work, PLAIN)
+        if self.engine.ready:
+            self.family.progress()
+
+    def follow_collective(self, work: Completion, done: bool) -> None:
+        """A collective was."""
+        index = self._calls
+        self._calls = index + 1
+        if done:
+            self.finish(work, index, DONE, 0, 0)
+        else:
+            self._collectives[index] = work
+            self.family.pending[id(work)] = (self, work, index)
+        if self.engine.ready:
+            self.family.progress()
+        if self._left or self._disputes:
+            self._reconsider(index)
+
+    def finish(self, work: Completion, index: int, status: int, a: int, b: int) -> None:
+        """An op has ended, or the engine has let go of one that was given up."""
+        collective = index != PLAIN
+        if collective:
+            self._collectives.pop(index, None)
+        if work.done() or status == DROPPED:
+            return  # the communicator ends it, if it has not yet
+        if status == UNEQUAL:
+            self._disputed = index
+        if status != DONE:
+            work.fail(self._error(work.op, status, a, b))
+        elif type(work.op) in _STEPS:
+            self._windows.finish(work, collective, a)
+        else:
+            work.complete()
+
+    def progress(self) -> bool:
+        """See :meth:`Transport.progress`."""
+        return self.family.progress()
+
+    def fileno(self) -> int | None:
+        """See :meth:`Transport.fileno`."""
+        return self._fd
+
+    def try_cancel(self, work: Completion) -> bool:
+        """See :meth:`Transport.try_cancel`."""
+        op, ticket = work.op, id(work)
+        if isinstance(op, ops.Recv):
+            withdrawn = self.engine.cancel(self.group, op.src, op.channel, op.tag, ticket)
+        else:
+            withdrawn = isinstance(op, ops.WaitSignal) and self._windows.withdraw(op, ticket)
+        if withdrawn:
+            del self.family.pending[ticket]
+        return withdrawn
+
+    def missing(self, work: Completion) -> Sequence[int]:
+        """See :meth:`Transport.missing`."""
+        op = work.op
+        for name in ("src", "dst"):
+            if hasattr(op, name):
+                return [getattr(op, name)]
+        return self.engine.missing(self.group)
+
+    def _error(self, op: Any, status: int, a: int, b: int) -> CommError:
+        """What a status means."""
+        if status == CLOSED:
+            return CommAbortedError(f"closed by rank {a}, which this op needs", peer=a)
+        if status == UNEQUAL:
+            wanted = op.outs(self.size)[a].nbytes
+            return MismatchError(f"rank {a} sends {b} bytes to rank {self.rank}, which wants {wanted}", peer=a)
+        peer = next((getattr(op, name) for name in ("src", "dst") if hasattr(op, name)), None)
+        if status == BROKEN:
+            why = explain(a)
+            if a in _GONE:
+                return PeerDiedError(f"rank {peer} is gone: {why}", peer=peer)
+            return CommError(f"UCX could not do it, with rank {peer}: {why}", peer=peer)
+        theirs = f"the message from rank {peer} is {DTYPE_NAMES[b]}, {a} bytes"
+        mine = f"the buffer {str(op.tensor.dtype).removeprefix('torch.')}, {op.tensor.nbytes} bytes"
+        cls = MessageTruncatedError if status == TRUNCATED else MismatchError
+        return cls(f"{theirs}, and {mine}", peer=peer)
+
+    # ------------------------------------------------------------------------------------- what the others say and do
+
+    def far(self, rank: int) -> bool:
+        """Whether a rank is on another host."""
+        return self.hosts[rank] != self.hosts[self.rank]
+
+    def rank_of(self, peer: int) -> int | None:
+        """The rank of a member of the family, if it is one here."""
+        return self.peers.index(peer) if peer in self.peers else None
+
+    def lost(self, peer: int) -> None:
+        """A member of the family is gone without a word."""
+        rank = self.rank_of(peer)
+        if rank is not None and rank not in self._left:
+            self._fail(PeerDiedError(f"rank {rank} is gone: its connection broke without a goodbye", peer=rank))
+
+    def left(self, rank: int, collectives: int) -> None:
+        """A rank has closed this communicator, after so many collectives."""
+        self._left[rank] = collectives
+        for index in list(self._collectives):
+            self._reconsider(index)
+
+    def disagrees(self, rank: int, index: int) -> None:
+        """The engine has found that a rank does something else: tell everybody what this one does."""
+        work = self._collectives.get(index)
+        if work is not None:
+            text = describe(work.op)
+            for other in range(self.size):
+                self._tell(other, wire.Dispute(self._numbers[other], index, text))
+            self._reconsider(index)
+
+    def hear(self, rank: int, said: wire.Dispute | wire.Abort) -> None:
+        """A rank has said something."""
+        if isinstance(said, wire.Dispute):
+            self._disputes.setdefault(said.index, []).append((rank, said.text))
+            self._reconsider(said.index)
+        else:
+            error = wire.error_of(said)
+            self._disputed = said.index  # so that what this rank passes on says it too
+            work = self._collectives.get(said.index)
+            if work is not None and not work.done():
+                work.fail(error)
+            self._fail(error)
+
+    def _reconsider(self, index: int) -> None:
+        """Whether a pending collective can still come to its end."""
+        work = self._collectives.get(index)
+        error = None if work is None or work.done() else self._verdict(work.op, index)
+        if work is not None and error is not None:
+            work.fail(error)
+            self._fail(error)
+
+    def _verdict(self, op: ops.Op, index: int) -> CommError | None:
+        for rank, done in self._left.items():
+            if index >= done:
+                return CommAbortedError(f"closed by rank {rank}, which this op needs", peer=rank)
+        text = describe(op) if index in self._disputes else ""
+        for rank, theirs in self._disputes.get(index, ()):
+            if theirs != text:
+                self._disputed = index
+                message = f"in collective {index} rank {rank} calls {theirs}, and rank {self.rank} calls {text}"
+                return MismatchError(message, peer=rank)
+        return None
+
+    def _fail(self, error: CommError) -> None:
+        """The communicator is lost."""
+        self._failure = self._failure or error
+        self.on_failure(self._failure)
+
+    def _tell(self, rank: int, frame: wire.Dispute | wire.Abort) -> None:
+        if rank != self.rank:
+            self.engine.send_frame(self.peers[rank], wire.pack(frame))
+
+    # ------------------------------------------------------------------------------------------------- the end
+
+    def abort(self, error: CommError) -> None:
+        """See :meth:`Transport.abort`."""
+        with self._ending:
+            if self._aborted or self._closed:
+                return
+            self._aborted = True
+        for rank in range(self.size):
+            self._tell(rank, wire.abort_frame(self._numbers[rank], error, self.rank, self._disputed))
+        self.engine.lose_group(self.group)
+
+    async def aclose(self) -> None:
+        """See :meth:`Transport.aclose`."""
+        with self._ending:
+            if self._closed:
+                return
+            self._closed = True
+        os.close(self._fd)
+        self._windows.close()
+        await self.family.leave(self.group)

@@ -1,0 +1,226 @@
+"""Windows: whose memory is whose, and how this process gets at it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import torch
+from torch import Tensor
+
+from aiocomms import ops
+from aiocomms.errors import CommError, UnsupportedOperation
+from aiocomms.transport import Completion
+from aiocomms_ucx.collectives import FORMS
+
+if TYPE_CHECKING:
+    from aiocomms_ucx.transport import UcxTransport
+
+_RECORD: Final = 2048
+"""Bytes in which a rank describes its part; UCX's keys are a few hundred at most."""
+_PREFIX: Final = 4
+
+
+class _Part(msgspec.Struct, array_like=True):
+    """One rank's part, for the others."""
+
+    shared: int
+    """The descriptor of its shared memory, or -1."""
+    offset: int
+    """Where the part begins in it."""
+    shape: tuple[int, ...]
+    address: int
+    rkey: bytes
+
+
+class Handle:
+    """A window, as this transport knows it."""
+
+    def __init__(self, number: int, tensor: Tensor) -> None:
+        self.number = number
+        self.tensor = tensor
+        self.itemsize = tensor.element_size()
+        self.mapped: dict[int, Tensor] = {}
+        """By rank, the parts that share memory with this process."""
+        self.exchange: tuple[Tensor, Tensor] | None = None
+        """This rank's record and everybody's, while the window opens."""
+
+
+class Windows:
+    """The windows of one communicator."""
+
+    def __init__(self, transport: UcxTransport) -> None:
+        self._transport = transport
+        self._opened = 0
+        self._handles: dict[int, Handle] = {}
+        self._opening: dict[int, Handle] = {}  # by ticket
+
+    def post(self, op: Any, work: Completion) -> None:
+        """Start a one-sided operation."""
+        if isinstance(op, ops.WindowOpen):
+            return self._open(op.tensor, work)
+        transport, ticket = self._transport, id(work)
+        engine, group = transport.engine, transport.group
+        handle: Handle = op.window.handle
+        number, size = handle.number, handle.itemsize
+        match op:
+            case ops.Put(tensor=tensor, dst=rank):
+                done = engine.put(ticket, group, number, rank, op.offset * size, tensor.data_ptr(), tensor.nbytes)
+            case ops.Get(tensor=tensor, src=rank):
+                done = engine.get(ticket, group, number, rank, op.offset * size, tensor.data_ptr(), tensor.nbytes)
+            case ops.Signal():
+                done = engine.signal(ticket, group, number, op.dst)
+            case ops.WaitSignal():
+                done = engine.wait_signal(ticket, group, number, op.src)
+            case ops.FetchAdd():
+                done = self._atomic(ticket, handle, op.dst, op.offset, False, op.value, 0)
+            case ops.CompareSwap():
+                done = self._atomic(ticket, handle, op.dst, op.offset, True, op.expected, op.value)
+            case ops.MapRemoteTensor():
+                return self._map(handle, op.rank, work)
+            case ops.WindowClose():
+                done = engine.flush(ticket, group, number, -1)
+                if done:
+                    return self._meet_to_close(handle, work)
+            case _:
+                done = engine.flush(ticket, group, number, -1 if op.dst is None else op.dst)
+        return transport.follow(work, done)
+
+    def finish(self, work: Completion, collective: bool, value: int) -> None:
+        """A step of an operation that has several, or that has an answer, is done."""
+        op: Any = work.op
+        if isinstance(op, ops.WindowOpen):
+            self._opened_everywhere(work)
+        elif not isinstance(op, ops.WindowClose):
+            half = 1 << (8 * op.window.handle.itemsize - 1)
+            work.complete((value + half) % (2 * half) - half)
+        elif collective:
+            self._forget(op.window.handle)
+            work.complete()
+        else:
+            self._meet_to_close(op.window.handle, work)
+
+    def withdraw(self, op: ops.WaitSignal, ticket: int) -> bool:
+        """Take back a wait that no signal has ended."""
+        transport = self._transport
+        return transport.engine.cancel_wait(transport.group, op.window.handle.number, op.src, ticket)
+
+    def close(self) -> None:
+        """Forget all windows: the communicator is closing."""
+        for handle in list(self._handles.values()):
+            self._forget(handle)
+
+    def _atomic(self, ticket: int, handle: Handle, rank: int, offset: int, swap: bool, first: int, second: int) -> bool:
+        transport, size = self._transport, handle.itemsize
+        mask = (1 << 8 * size) - 1
+        return transport.engine.atomic(
+            ticket, transport.group, handle.number, rank, offset * size, swap, size, first & mask, second & mask
+        )
+
+    def _map(self, handle: Handle, rank: int, work: Completion) -> None:
+        if rank in handle.mapped:
+            work.complete(handle.mapped[rank].detach())
+            return
+        where = (
+            "is on another host"
+            if self._transport.far(rank)
+            else ("is no memory of torch's own that could be shared (from_numpy, frombuffer and the like)")
+        )
+        work.fail(UnsupportedOperation(f"the window of rank {rank} {where}; use get() and put()"))
+
+    # ------------------------------------------------------------------------------------------ opening and closing
+
+    def _open(self, tensor: Tensor, work: Completion) -> None:
+        transport = self._transport
+        number = self._opened
+        self._opened += 1
+        handle = self._handles[number] = Handle(number, tensor)
+        shared = self._share(tensor)
+        remote = any(map(transport.far, range(transport.size))) or (shared < 0 and transport.size > 1)
+        rkey = transport.engine.map_window(transport.group, number, tensor.data_ptr(), tensor.nbytes, remote)
+        offset = int(tensor.storage_offset()) * tensor.element_size()
+        mine = _record(_Part(shared, offset, tuple(tensor.shape), tensor.data_ptr(), rkey))
+        theirs = torch.empty(transport.size, _RECORD, dtype=torch.uint8)
+        handle.exchange = mine, theirs
+        rows = [row.data_ptr() for row in theirs]
+        self._opening[id(work)] = handle
+        done = transport.engine.all_gather(
+            id(work), transport.group, FORMS[ops.WindowOpen], mine.data_ptr(), rows, [_RECORD] * len(rows), 0
+        )
+        transport.follow_collective(work, done)
+
+    def _share(self, tensor: Tensor) -> int:
+        """Move a tensor's storage to memory that can be shared, in place: all its views follow.
+
+        :returns: the descriptor, which is the storage's; -1 if there is nobody to share with or it cannot be moved.
+        """
+        transport, storage = self._transport, tensor.untyped_storage()
+        alone = not any(not transport.far(rank) for rank in range(transport.size) if rank != transport.rank)
+        if alone or tensor.nbytes == 0:
+            return -1
+        if not storage.is_shared() and (not storage.resizable() or transport.family.uses(storage)):
+            return -1
+        try:
+            return int(storage._share_fd_cpu_()[0])
+        except RuntimeError:  # shared by name, or no room
+            return -1
+
+    def _opened_everywhere(self, work: Completion) -> None:
+        transport = self._transport
+        handle = self._opening.pop(id(work))
+        assert handle.exchange is not None
+        parts = [_part(row) for row in handle.exchange[1]]
+        handle.exchange = None
+        try:
+            for rank, part in enumerate(parts):
+                mapped = self._reach(handle, rank, part)
+                if mapped is not None:
+                    handle.mapped[rank] = mapped
+                address = 0 if mapped is None else mapped.data_ptr()
+                transport.engine.open_window(transport.group, handle.number, rank, address, part.rkey, part.address)
+        except (OSError, RuntimeError) as error:
+            work.fail(CommError(f"the window of rank {rank} cannot be reached: {error}"))
+            return
+        work.complete(handle)
+
+    def _reach(self, handle: Handle, rank: int, part: _Part) -> Tensor | None:
+        """A rank's part as a tensor of this process, if they share memory."""
+        transport, dtype = self._transport, handle.tensor.dtype
+        if rank == transport.rank:
+            return handle.tensor
+        if transport.far(rank) or part.shared < 0:
+            return None
+        fd = os.open(f"/proc/{transport.pids[rank]}/fd/{part.shared}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            memory = mmap.mmap(fd, 0)
+        finally:
+            os.close(fd)
+        count = torch.Size(part.shape).numel()
+        return torch.frombuffer(memory, dtype=dtype, count=count, offset=part.offset).view(part.shape)
+
+    def _meet_to_close(self, handle: Handle, work: Completion) -> None:
+        transport = self._transport
+        done = transport.engine.barrier(id(work), transport.group, FORMS[ops.WindowClose], handle.number)
+        transport.follow_collective(work, done)
+
+    def _forget(self, handle: Handle) -> None:
+        transport = self._transport
+        if self._handles.pop(handle.number, None) is not None:
+            transport.engine.close_window(transport.group, handle.number)
+            handle.mapped.clear()
+
+
+def _record(part: _Part) -> Tensor:
+    encoded = msgspec.msgpack.encode(part)
+    if len(encoded) + _PREFIX > _RECORD:
+        raise CommError(f"UCX's key for the window takes {len(part.rkey)} bytes, more than fit into {_RECORD}")
+    record = len(encoded).to_bytes(_PREFIX, "big") + encoded
+    return torch.frombuffer(bytearray(record.ljust(_RECORD)), dtype=torch.uint8)
+
+
+def _part(record: Tensor) -> _Part:
+    raw = bytes(record.tolist())
+    length = int.from_bytes(raw[:_PREFIX], "big")
+    return msgspec.msgpack.decode(raw[_PREFIX : _PREFIX + length], type=_Part)

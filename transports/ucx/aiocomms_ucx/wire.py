@@ -1,0 +1,71 @@
+"""What the Python sides of two ranks tell each other over their control connection."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError, MismatchError, PeerDiedError, ProtocolError
+
+VERSION: Final = 1
+_PREFIX: Final = b"\x01"  # what the engine takes for none of its own frames
+_LONGEST: Final = 2000
+"""Characters of a reason or description."""
+
+_ERRORS: Final = {cls.__name__: cls for cls in (CommAbortedError, MismatchError, PeerDiedError)}
+
+
+class Dispute(msgspec.Struct, tag=True, array_like=True):
+    """In the collective of this number, counted from 0, the sender does what is described."""
+
+    group: int
+    index: int
+    text: str
+
+
+class Abort(msgspec.Struct, tag=True, array_like=True):
+    """The sender has given up; ``index``: the collective in which ranks disagree, or -1."""
+
+    group: int
+    error: str
+    message: str
+    peer: int
+    index: int
+
+
+_decoder = msgspec.msgpack.Decoder(Dispute | Abort)
+
+
+def pack(frame: Dispute | Abort) -> bytes:
+    """Encode a frame."""
+    return _PREFIX + msgspec.msgpack.encode(frame)
+
+
+def unpack(frame: bytes) -> Dispute | Abort:
+    """Decode a frame.
+
+    :raises ProtocolError: it is none.
+    """
+    try:
+        if frame[:1] != _PREFIX:
+            raise msgspec.DecodeError("unknown kind")
+        said: Dispute | Abort = _decoder.decode(frame[1:])
+        return said
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"a control frame makes no sense: {error}") from None
+
+
+def abort_frame(group: int, error: CommError, rank: int, index: int) -> Abort:
+    """What tells a peer that this rank has given up."""
+    name = type(error).__name__
+    if name in _ERRORS:
+        peer = rank if error.peer is None else error.peer
+        return Abort(group, name, error.message[:_LONGEST], peer, index)
+    what = "timed out" if isinstance(error, CommTimeoutError) else "gave up"
+    return Abort(group, "CommAbortedError", f"rank {rank} {what}: {error}"[:_LONGEST], rank, index)
+
+
+def error_of(frame: Abort) -> CommError:
+    """The error that a peer's frame stands for."""
+    return _ERRORS.get(frame.error, CommAbortedError)(frame.message[:_LONGEST], peer=frame.peer)

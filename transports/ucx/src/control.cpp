@@ -1,0 +1,170 @@
+#include "control.hpp"
+
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <system_error>
+
+namespace aiocomms {
+namespace {
+
+enum Kind : std::uint32_t { kDoorbell, kFrame, kFarewell };
+
+struct Prefix {
+  std::uint32_t bytes;  // of the payload
+  std::uint32_t kind;
+};
+
+constexpr std::uint32_t kLongest = 1 << 20;  // a frame is a sentence or a key, never a tensor
+constexpr std::uint32_t kBell = ~std::uint32_t{0};
+
+int checked(int result, const char* what) {
+  if (result < 0) throw std::system_error(errno, std::generic_category(), what);
+  return result;
+}
+
+void watch(int epoll, int fd, std::uint32_t what, int how = EPOLL_CTL_ADD, std::uint32_t events = EPOLLIN) {
+  epoll_event event{};
+  event.events = events;
+  event.data.u32 = what;
+  checked(epoll_ctl(epoll, how, fd, &event), "epoll_ctl");
+}
+
+}  // namespace
+
+Control::Control(std::vector<int> sockets, int worker_fd, Heard heard)
+    : links_(sockets.size()), heard_(std::move(heard)) {
+  for (std::size_t peer = 0; peer < sockets.size(); ++peer) links_[peer].fd = sockets[peer];
+  near_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
+  all_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
+  bell_ = checked(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd");
+  watch(near_, bell_, kBell);
+  for (std::uint32_t peer = 0; peer < links_.size(); ++peer) {
+    if (links_[peer].fd >= 0) watch(near_, links_[peer].fd, peer);
+  }
+  watch(all_, near_, 0);
+  watch(all_, worker_fd, 0);
+}
+
+Control::~Control() {
+  for (Link& link : links_) {
+    if (link.fd >= 0) close(link.fd);
+  }
+  for (int fd : {near_, all_, bell_}) {
+    if (fd >= 0) close(fd);
+  }
+}
+
+void Control::wake() {
+  std::uint64_t one = 1;
+  [[maybe_unused]] ssize_t written = write(bell_, &one, sizeof one);
+}
+
+void Control::ring(int peer) {
+  std::lock_guard lock(mutex_);
+  // One that has not been read yet does as well as a second.
+  if (links_[peer].out.empty()) post(peer, kDoorbell, {});
+}
+
+bool Control::send(int peer, const std::string& frame) {
+  std::lock_guard lock(mutex_);
+  if (links_[peer].fd < 0) return false;
+  post(peer, kFrame, frame);
+  return true;
+}
+
+void Control::farewell() {
+  std::lock_guard lock(mutex_);
+  for (std::size_t peer = 0; peer < links_.size(); ++peer) post(static_cast<int>(peer), kFarewell, {});
+}
+
+void Control::post(int peer, std::uint32_t kind, const std::string& payload) {
+  Link& link = links_[peer];
+  if (link.fd < 0) return;
+  Prefix prefix{static_cast<std::uint32_t>(payload.size()), kind};
+  link.out.append(reinterpret_cast<const char*>(&prefix), sizeof prefix).append(payload);
+  flush(link);
+  if (link.blocked) listen(peer, true);
+}
+
+void Control::flush(Link& link) {
+  link.blocked = false;
+  while (!link.out.empty()) {
+    ssize_t sent = ::send(link.fd, link.out.data(), link.out.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (sent < 0 && errno == EINTR) continue;
+    if (sent <= 0) {
+      link.blocked = errno == EAGAIN;
+      if (!link.blocked) link.out.clear();  // it is gone; reading will say so
+      return;
+    }
+    link.out.erase(0, static_cast<std::size_t>(sent));
+  }
+}
+
+void Control::listen(int peer, bool more) {
+  watch(near_, links_[peer].fd, static_cast<std::uint32_t>(peer), EPOLL_CTL_MOD, more ? EPOLLIN | EPOLLOUT : EPOLLIN);
+}
+
+void Control::wait(int timeout_ms, bool worker) {
+  epoll_event first{};
+  if (worker && epoll_wait(all_, &first, 1, timeout_ms) <= 0) return;
+  std::array<epoll_event, 16> events;
+  int count = epoll_wait(near_, events.data(), static_cast<int>(events.size()), worker ? 0 : timeout_ms);
+  for (int i = 0; i < count; ++i) {
+    std::uint32_t what = events[i].data.u32;
+    if (what == kBell) {
+      std::uint64_t rings;
+      [[maybe_unused]] ssize_t got = read(bell_, &rings, sizeof rings);
+      continue;
+    }
+    int peer = static_cast<int>(what);
+    if (events[i].events & EPOLLOUT) {
+      std::lock_guard lock(mutex_);
+      flush(links_[peer]);
+      if (!links_[peer].blocked) listen(peer, false);
+    }
+    if (events[i].events & ~EPOLLOUT) hear(peer);
+  }
+}
+
+void Control::hear(int peer) {
+  Link& link = links_[peer];
+  std::array<char, 16384> buffer;
+  ssize_t got = recv(link.fd, buffer.data(), buffer.size(), MSG_DONTWAIT);
+  if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
+  if (got <= 0) return lose(peer);
+  link.in.append(buffer.data(), static_cast<std::size_t>(got));
+  std::size_t at = 0;
+  while (link.in.size() - at >= sizeof(Prefix)) {
+    Prefix prefix;
+    std::memcpy(&prefix, link.in.data() + at, sizeof prefix);
+    if (prefix.bytes > kLongest || prefix.kind > kFarewell) return lose(peer);  // it speaks another language
+    if (link.in.size() - at - sizeof prefix < prefix.bytes) break;
+    std::string payload = link.in.substr(at + sizeof prefix, prefix.bytes);
+    at += sizeof prefix + prefix.bytes;
+    if (prefix.kind == kFarewell) link.parted = true;
+    if (prefix.kind == kFrame) heard_.frame(peer, std::move(payload));
+  }
+  link.in.erase(0, at);
+}
+
+void Control::lose(int peer) {
+  bool parted;
+  {
+    std::lock_guard lock(mutex_);
+    Link& link = links_[peer];
+    parted = link.parted;
+    epoll_ctl(near_, EPOLL_CTL_DEL, link.fd, nullptr);
+    close(link.fd);
+    link.fd = -1;
+    link.out.clear();
+  }
+  heard_.lost(peer, parted);
+}
+
+}  // namespace aiocomms

@@ -1,0 +1,61 @@
+// What ranks tell each other beside UCX: a stream socket to each peer, whose end is the peer's end.
+//
+// It carries doorbells (look at the shared memory), frames, and the farewell. The kernel closes it when a process dies, however that happens, so no death goes unnoticed.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace aiocomms {
+
+class Control {
+ public:
+  struct Heard {
+    std::function<void(int peer, std::string frame)> frame;
+    std::function<void(int peer, bool parted)> lost;  // parted: after its farewell
+  };
+
+  // sockets: one for each peer, taken over; -1 for this rank itself.
+  Control(std::vector<int> sockets, int worker_fd, Heard heard);
+  ~Control();
+  Control(const Control&) = delete;
+  Control& operator=(const Control&) = delete;
+
+  // ---------------------------------------------------------------------------------------------- from any thread
+  void ring(int peer);                            // let a peer's thread look
+  bool send(int peer, const std::string& frame);  // false: the peer is gone
+  void farewell();                                // what ends now ends in order
+  void wake();                                    // let this rank's own thread look
+
+  // ------------------------------------------------------------------------------------- on the engine's thread
+  // Wait for any of it, and, if `worker` says so, for UCX too; hand on what was heard.
+  void wait(int timeout_ms, bool worker);
+
+ private:
+  struct Link {
+    int fd = -1;
+    bool parted = false;   // it has said farewell
+    bool blocked = false;  // the rest of `out` waits for room
+    std::string in;        // the beginning of a frame
+    std::string out;       // what the socket did not take
+  };
+
+  void post(int peer, std::uint32_t kind, const std::string& payload);
+  void flush(Link& link);
+  void listen(int peer, bool more);
+  void hear(int peer);
+  void lose(int peer);
+
+  std::mutex mutex_;
+  std::vector<Link> links_;
+  Heard heard_;
+  int near_ = -1;  // epoll: doorbell and sockets
+  int all_ = -1;   // epoll: those, and UCX
+  int bell_ = -1;  // eventfd
+};
+
+}  // namespace aiocomms

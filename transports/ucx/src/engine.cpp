@@ -1,0 +1,514 @@
+// The engine's life: who moves things on, and when.
+
+#include "engine.hpp"
+
+#include <sched.h>
+#include <sys/eventfd.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <system_error>
+#include <utility>
+
+namespace aiocomms {
+namespace {
+
+// How long a post looks on in vain before it returns: some times what a small op takes between two running ranks, and
+// below what anybody notices on an event loop.
+constexpr std::uint64_t kSpin = 30'000;
+// With more ranks than cores a peer may have to be given the core first.
+constexpr std::uint64_t kCrowdedSpin = 200'000;
+// How long a post may work on a large collective, ns; then the thread goes on with it.
+constexpr std::uint64_t kSlice = 400'000;
+// After so long without a visit the loop is taken to be busy or parked, ns.
+constexpr std::uint64_t kLoopAway = 500'000;
+constexpr int kTickMs = 1;
+constexpr int kLongestDozeMs = 8;
+// The thread looks on that long before it sleeps, when a collective is under way: the peers are about to answer.
+constexpr std::uint64_t kLinger = 50'000;
+constexpr int kSpinsBeforeYield = 20;  // where there are more ranks than cores; more of them cost a multiple
+
+void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Whether this process may read another's memory: reading where nothing is fails in another way if it may not.
+bool may_read(pid_t pid) {
+  std::byte byte;
+  iovec here{&byte, 1}, nowhere{nullptr, 1};
+  return pid != 0 && process_vm_readv(pid, &here, 1, &nowhere, 1, 0) < 0 && errno == EFAULT;
+}
+
+}  // namespace
+
+Engine::Engine(int rank, int size, const std::vector<std::pair<std::string, std::string>>& options)
+    : worker_(std::make_unique<Worker>(size, options,
+                                       [this](int peer, const Header& header, const void* payload, void* descriptor) {
+                                         arrived(peer, header, payload, descriptor);
+                                       })),
+      rank_(rank), size_(size), received_(size), farewells_(size), early_(size), awaited_(size) {
+  completions_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  if (completions_fd_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
+}
+
+Engine::~Engine() {
+  close(false, 0);
+  if (completions_fd_ >= 0) ::close(completions_fd_);  // it was never started
+}
+
+void Engine::start(const std::vector<std::string>& addresses, std::vector<int> sockets, const std::vector<int>& pids,
+                   bool crowded) {
+  crowded_ = crowded;
+  bool alone = true;
+  for (int peer = 0; peer < size_; ++peer) {
+    worker_->introduce(peer, addresses[peer], pids[peer] == 0);
+    peers_.push_back({pids[peer], may_read(pids[peer]) ? pids[peer] : 0});
+    alone = alone && (peer == rank_ || pids[peer] != getpid());
+  }
+  control_ = std::make_unique<Control>(
+      std::move(sockets), worker_->event_fd(),
+      Control::Heard{[this](int peer, std::string frame) { heard(peer, std::move(frame)); },
+                     [this](int peer, bool parted) {
+                       Turn turn(*this);
+                       awaited_[peer] = false;
+                       if (!parted) notify({Notice::kLost, peer, 0, 0, {}});
+                     }});
+  // A rank of this very process may be waiting for this thread: there is no use in looking on then.
+  spin_now_ = spin_most_ = !alone ? 0 : crowded ? kCrowdedSpin : kSpin;
+  thread_ = std::thread(&Engine::run, this);
+}
+
+// ------------------------------------------------------------------------------------------------------ the loop's side
+
+bool Engine::settle(Request* request) {
+  if (!request->done) spin(*request);
+  if (request->done && request->status == Status::kDone && !request->answers) {
+    delete request;
+    return true;
+  }
+  ++pending_;
+  request->posted = true;
+  if (request->done) {
+    request->done = false;
+    complete(request, request->status, request->details[0], request->details[1]);
+  } else if (bulk_ || (asleep_ && !quiet())) {
+    wake_thread();
+  }
+  return false;
+}
+
+void Engine::spin(const Request& request) {
+  const std::uint64_t start = now_ns();
+  slice_ends_ = start + kSlice;
+  loop_seen_.store(start, std::memory_order_relaxed);
+  last_post_ = start;
+  turns_in_vain_ = 0;
+  std::uint64_t idle_since = 0;  // 0: it has moved since
+  for (int vain = 0; !request.done;) {
+    if (advance()) {
+      idle_since = 0;
+      vain = 0;
+      if (now_ns() >= slice_ends_) break;
+      continue;
+    }
+    const std::uint64_t now = now_ns();
+    if (idle_since == 0) idle_since = now;
+    if (now - idle_since >= spin_now_ || now >= slice_ends_) break;
+    if (crowded_ && ++vain > kSpinsBeforeYield) {
+      sched_yield();
+    } else {
+      relax();
+    }
+  }
+  if (request.done) {
+    spin_now_ = spin_most_;
+    return;
+  }
+  if (idle_since == 0) {
+    bulk_ = true;
+  } else {
+    spin_now_ /= 2;  // where looking on has been in vain lately it probably is again
+  }
+}
+
+void Engine::complete(Request* request, Status status, std::uint64_t a, std::uint64_t b) {
+  if (request->done) return;
+  request->done = true;
+  request->status = status;
+  request->details[0] = a;
+  request->details[1] = b;
+  if (!request->posted) return;  // its post is still looking on
+  --pending_;
+  if (now_ns() - last_post_ < spin_most_) spin_now_ = std::min(spin_most_, 2 * spin_now_ + 1000);
+  outcomes_.push_back({request->ticket, status, {a, b}});
+  ready_.store(true, std::memory_order_relaxed);
+  delete request;
+}
+
+void Engine::notify(Notice notice) {
+  notices_.push_back(std::move(notice));
+  ready_.store(true, std::memory_order_relaxed);
+  wake_loop();
+}
+
+void Engine::wake_loop() {
+  if (loop_told_ || completions_fd_ < 0) return;
+  loop_told_ = true;
+  std::uint64_t one = 1;
+  [[maybe_unused]] ssize_t written = write(completions_fd_, &one, sizeof one);
+}
+
+// Whether all that can happen comes as a message, which a sleeping thread hears of. It does not hear of what appears in
+// shared memory, for a schedule that it has not seen, nor of room for messages that UCX could not send off.
+bool Engine::quiet() const {
+  return active_.empty() && jobs_.empty() && pulls_.empty() && worker_->sending() == 0;
+}
+
+void Engine::wake_thread() {
+  asleep_ = false;
+  control_->wake();
+}
+
+void Engine::progress(std::vector<Outcome>& outcomes, std::vector<Notice>& notices) {
+  loop_seen_.store(now_ns(), std::memory_order_relaxed);
+  if (bulk_ && !ready()) {  // the thread is at it
+    if (++turns_in_vain_ >= kTurns) loop_seen_.store(0, std::memory_order_relaxed);
+    return;
+  }
+  Turn turn(*this);
+  bool moved = false;
+  if (!bulk_) {
+    slice_ends_ = now_ns() + kSlice;
+    while (advance()) {
+      moved = true;
+      if (now_ns() < slice_ends_) continue;
+      bulk_ = true;
+      wake_thread();
+      break;
+    }
+  }
+  if (ready()) {
+    turns_in_vain_ = 0;
+  } else if (++turns_in_vain_ >= kTurns) {
+    loop_seen_.store(0, std::memory_order_relaxed);  // it parks now
+    if (pending_ > 0 && !(asleep_ && quiet())) wake_thread();
+  } else if (crowded_ && !moved) {
+    sched_yield();
+  }
+  outcomes.swap(outcomes_);
+  notices.swap(notices_);
+  ready_.store(false, std::memory_order_relaxed);
+  if (loop_told_) {
+    loop_told_ = false;
+    std::uint64_t told;
+    [[maybe_unused]] ssize_t got = read(completions_fd_, &told, sizeof told);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------- moving things on
+
+bool Engine::advance() {
+  bool moved = advance_jobs(jobs_) | advance_jobs(pulls_);
+  for (std::size_t i = 0; i < active_.size(); ++i) moved |= advance_group(*active_[i]);
+  moved |= worker_->progress();
+  while (!events_.empty()) {
+    std::vector<std::pair<Group*, Event*>> events;
+    events.swap(events_);
+    moved = true;
+    for (auto& [group, event] : events) {
+      event->complete();
+      rouse(*group);
+      end_finished(*group);
+    }
+  }
+  std::erase_if(active_, [](Group* group) { return !group->running; });
+  return moved;
+}
+
+bool Engine::advance_group(Group& group) {
+  if (!group.running || !group.shared) return false;
+  bool moved = group.shared->poll();
+  if (moved) {
+    rouse(group);
+    end_finished(group);
+  }
+  if (group.shared->disagrees >= 0) {
+    disagree(group, group.local[std::exchange(group.shared->disagrees, -1)], group.collectives);
+  }
+  return moved;
+}
+
+// Others may sleep until this rank publishes something.
+void Engine::rouse(Group& group) {
+  if (!group.shared || !group.shared->published_any) return;
+  group.shared->published_any = false;
+  for (int rank = 0; rank < group.shared->ranks(); ++rank) {
+    if (rank != group.shared->rank() && group.shared->segment.rouse(rank)) {
+      control_->ring(group.peers[group.local[rank]]);
+    }
+  }
+}
+
+bool Engine::begin(Group& group, Schedule schedule) {
+  Request* request = schedule.request;
+  group.schedules.push_back(std::move(schedule));
+  begin_next(group);
+  return settle(request);
+}
+
+void Engine::begin_next(Group& group) {
+  if (group.running || group.schedules.empty() || group.lost) return;
+  Schedule& schedule = group.schedules.front();
+  group.running = true;
+  if (std::find(active_.begin(), active_.end(), &group) == active_.end()) active_.push_back(&group);
+  if (group.shared) {
+    group.shared->mark = schedule.mark;
+    group.shared->slice_ends = &slice_ends_;
+  }
+  auto early = group.marks.find(group.collectives);
+  if (early != group.marks.end()) {
+    check_mark(group, early->second.first, group.collectives, early->second.second);
+    group.marks.erase(early);
+  }
+  schedule.task.start();
+  rouse(group);
+  end_finished(group);
+}
+
+void Engine::end_finished(Group& group) {
+  if (!group.running || !group.schedules.front().task.done()) return;
+  Schedule schedule = std::move(group.schedules.front());
+  group.schedules.pop_front();
+  group.running = false;
+  ++group.collectives;
+  const Unequal& unequal = schedule.request->unequal;
+  if (unequal.rank >= 0) {
+    complete(schedule.request, Status::kUnequal, static_cast<std::uint64_t>(unequal.rank), unequal.given);
+  } else {
+    complete(schedule.request, Status::kDone);
+  }
+  begin_next(group);
+}
+
+// Rank `source` has begun a collective; is it the one that this rank has begun, or will begin, as that?
+void Engine::check_mark(Group& group, int source, std::uint64_t collective, std::uint64_t mark) {
+  if (collective < group.collectives) return;
+  if (collective > group.collectives || !group.running) {
+    group.marks.try_emplace(collective, source, mark);
+  } else if (mark != group.schedules.front().mark) {
+    disagree(group, source, collective);
+  }
+}
+
+void Engine::disagree(Group& group, int source, std::uint64_t collective) {
+  if (group.disagrees >= 0) return;
+  group.disagrees = source;
+  notify({Notice::kDisagrees, source, group.id, collective, {}});
+}
+
+// -------------------------------------------------------------------------------------------------------- communicators
+
+std::uint32_t Engine::add_group(int rank, std::vector<int> peers) {
+  Turn turn(*this);
+  std::uint32_t id = next_group_++;  // never used again: a late message must not find another communicator
+  groups_.emplace(id, std::make_unique<Group>(id, rank, std::move(peers)));
+  return id;
+}
+
+void Engine::open_group(std::uint32_t id, std::vector<std::uint32_t> their_ids, int segment, std::vector<int> hosts) {
+  Turn turn(*this);
+  Group& it = group(id);
+  it.their_ids = std::move(their_ids);
+  std::vector<int> all, leaders;
+  for (int rank = 0; rank < static_cast<int>(hosts.size()); ++rank) {
+    all.push_back(rank);
+    if (hosts[rank] == static_cast<int>(leaders.size())) leaders.push_back(rank);
+    if (hosts[rank] == hosts[it.rank]) it.local.push_back(rank);
+  }
+  it.hosts = static_cast<int>(leaders.size());
+  it.leader_of = std::move(hosts);
+  bool leads = it.local.front() == it.rank;
+  it.wire = std::make_unique<Wire>(*this, it, std::move(all));
+  if (leads) it.leaders = std::make_unique<Wire>(*this, it, std::move(leaders));
+  if (segment >= 0) {
+    int here = static_cast<int>(std::find(it.local.begin(), it.local.end(), it.rank) - it.local.begin());
+    it.shared = std::make_unique<Shared>(segment, here, static_cast<int>(it.local.size()));
+  }
+}
+
+void Engine::lose_group(std::uint32_t id) {
+  Turn turn(*this);
+  drop(group(id));
+}
+
+void Engine::close_group(std::uint32_t id) {
+  Turn turn(*this);
+  Group& it = group(id);
+  for (int rank = 0; !it.lost && rank < static_cast<int>(it.peers.size()); ++rank) {
+    if (rank == it.rank) continue;
+    control_->send(it.peers[rank], Farewell{'B', worker_->sent(it.peers[rank]), it.their_ids[rank],
+                                            static_cast<std::uint32_t>(it.rank), it.collectives}.pack());
+  }
+  drop(it);
+  if (it.users > 0) lost_.push_back(std::move(groups_.at(id)));
+  groups_.erase(id);
+}
+
+// Nothing of it moves any more. What UCX still holds stays where it is.
+void Engine::drop(Group& it) {
+  it.lost = true;
+  it.running = false;
+  std::erase(active_, &it);
+  std::erase_if(events_, [&](auto& entry) { return entry.first == &it; });
+  auto end = [&](Request* request) {
+    if (request->event) {
+      delete request;
+    } else {
+      complete(request, Status::kDropped);
+    }
+  };
+  for (std::deque<Job>* jobs : {&jobs_, &pulls_}) {
+    std::erase_if(*jobs, [&](const Job& job) {
+      bool its = &job.request->group == &it;
+      if (its) end(job.request);
+      return its;
+    });
+  }
+  for (auto entry = asked_.begin(); entry != asked_.end();) {
+    const Asked asked = entry->second;
+    entry = asked.group == &it ? asked_.erase(entry) : std::next(entry);
+    if (asked.group == &it) asked.pending->finished(UCS_ERR_CANCELED);
+  }
+  it.mail.drain_receives([](const Key&) { return true; }, end);
+  it.mail.drain_messages([](const Key&) { return true; },
+                         [&](Message* message) {
+                           if (message->descriptor) worker_->drop(message->descriptor);
+                           delete message;
+                         });
+  for (auto& [number, window] : it.windows) {
+    for (Window::Part& part : window.parts) {
+      while (!part.waits.empty()) end(part.waits.pop());
+    }
+  }
+  if (it.users > it.schedules.size()) return;
+  if (it.shared) it.shared->forget();
+  while (!it.schedules.empty()) {
+    end(it.schedules.front().request);
+    it.schedules.pop_front();
+  }
+}
+
+std::vector<int> Engine::missing(std::uint32_t id) {
+  Turn turn(*this);
+  Group& it = group(id);
+  std::vector<int> ranks;
+  if (!it.running || !it.shared) return ranks;
+  for (int rank : it.shared->missing()) ranks.push_back(it.local[rank]);
+  return ranks;
+}
+
+// ------------------------------------------------------------------------------------------------- the engine's thread
+
+void Engine::run() {
+  for (;;) {
+    Rest rest;
+    {
+      std::lock_guard lock(mutex_);
+      if (stopping_) return;
+      rest = take_turn();
+    }
+    while (wanting_.load(std::memory_order_relaxed) > 0) sched_yield();
+    if (rest == Rest::kYield) sched_yield();
+    if (rest == Rest::kTick) control_->wait(kTickMs, false);
+    if (rest == Rest::kDoze) control_->wait(doze_ms_, true);
+    if (rest == Rest::kSleep) control_->wait(-1, true);
+  }
+}
+
+Engine::Rest Engine::take_turn() {
+  const std::uint64_t now = now_ns();
+  asleep_ = false;
+  if (!bulk_ && now - loop_seen_.load(std::memory_order_relaxed) < kLoopAway) return Rest::kTick;
+  slice_ends_ = now + kSlice;
+  bool moved = false;
+  while (wanting_.load(std::memory_order_relaxed) == 0 && advance()) {
+    moved = true;
+    if (now_ns() >= slice_ends_) break;
+  }
+  if (ready()) wake_loop();
+  if (moved) {
+    doze_ms_ = 1;
+    busy_until_ = now_ns() + kLinger;
+    return Rest::kNone;
+  }
+  if (now < busy_until_ && !quiet()) return crowded_ ? Rest::kYield : Rest::kNone;
+  bulk_ = false;
+  // Say that this rank sleeps, then look once more: who publishes later sees it.
+  for (Group* group : active_) {
+    if (group->shared) group->shared->segment.sleep(true);
+  }
+  if (!worker_->arm() || advance()) {
+    for (Group* group : active_) {
+      if (group->shared) group->shared->segment.sleep(false);
+    }
+    if (ready()) wake_loop();
+    return Rest::kYield;
+  }
+  asleep_ = true;
+  if (worker_->sending() == 0) {
+    doze_ms_ = 1;
+    return Rest::kSleep;
+  }
+  // UCX tells of what comes in, but not of room in a peer's queue for what is to go out.
+  doze_ms_ = std::min(2 * doze_ms_, kLongestDozeMs);
+  return Rest::kDoze;
+}
+
+// ------------------------------------------------------------------------------------------------------------- the end
+
+void Engine::close(bool sound, double patience) {
+  if (!thread_.joinable()) return;
+  const std::uint64_t ends = now_ns() + static_cast<std::uint64_t>(patience * 1e9);
+  auto patient = [&] { return now_ns() < ends; };
+  if (sound) part_from_peers(patient);
+  {
+    Turn turn(*this);
+    stopping_ = true;
+    control_->wake();
+  }
+  thread_.join();
+  if (sound) {
+    worker_->disconnect(patient);
+    control_->farewell();
+  }
+  control_.reset();
+  worker_.reset();  // before what its callbacks may still want to touch
+  ::close(std::exchange(completions_fd_, -1));
+}
+
+// Stay until everybody has got all that was sent to them: their engines acknowledge it without their loops.
+void Engine::part_from_peers(const std::function<bool()>& patient) {
+  {
+    Turn turn(*this);
+    for (int peer = 0; peer < size_; ++peer) {
+      awaited_[peer] = peer != rank_ && control_->send(peer, Farewell{'E', worker_->sent(peer), 0, 0, 0}.pack());
+    }
+  }
+  for (bool waiting = true; waiting && patient();) {
+    {
+      Turn turn(*this);
+      while (advance()) {
+      }
+      waiting = std::find(awaited_.begin(), awaited_.end(), true) != awaited_.end();
+    }
+    if (waiting) usleep(50);
+  }
+}
+
+}  // namespace aiocomms

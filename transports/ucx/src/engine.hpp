@@ -1,0 +1,251 @@
+// The engine: one rank's worker, control connections and thread, for a communicator and all that are split from it.
+//
+// An op is posted on the loop's thread, which looks for a moment whether it can be done at once. What is left is moved on
+// by whoever comes by: the loop, while it polls, or the engine's own thread, which sleeps while there is nothing to do,
+// waits while the loop is about, and takes over when the loop has not come for kLoopAway. One lock guards all; the
+// thread gives way when the loop wants it.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "control.hpp"
+#include "group.hpp"
+#include "worker.hpp"
+
+namespace aiocomms {
+
+// A number that Python's transport gives an op, different from those of all others under way.
+using Ticket = std::uint64_t;
+
+// What it is told of a ticket.
+struct Outcome {
+  std::uint64_t ticket;
+  Status status;
+  std::uint64_t details[2];
+};
+
+// What it is told unasked.
+struct Notice {
+  enum Kind : int { kFrame, kLost, kLeft, kDisagrees } kind;
+  int peer;             // an engine's number, or, with a group, a rank
+  std::uint32_t group;
+  std::uint64_t detail; // how many collectives it had done; or which one it disagrees on
+  std::string frame;
+};
+
+// A rank leaves a communicator ('B'), or altogether ('E'): it counts once all that it has sent has come.
+struct Farewell {
+  char kind;
+  std::uint32_t order;        // messages sent before
+  std::uint32_t group, rank;  // as the receiver knows them
+  std::uint64_t collectives;  // that the rank has done
+
+  std::string pack() const;
+  static bool unpack(const std::string& frame, Farewell& farewell);
+};
+
+struct Peer {
+  pid_t pid = 0;       // its process, if that is on this host
+  pid_t readable = 0;  // the same, if this process may read its memory
+};
+
+class Engine {
+ public:
+  // The lock, for all but the engine's own thread, which gives way.
+  class Turn {
+   public:
+    explicit Turn(Engine& engine) : engine_(engine) {
+      engine_.wanting_.fetch_add(1, std::memory_order_relaxed);
+      engine_.mutex_.lock();
+      engine_.wanting_.fetch_sub(1, std::memory_order_relaxed);
+    }
+    ~Turn() { engine_.mutex_.unlock(); }
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+
+   private:
+    Engine& engine_;
+  };
+
+  // How many turns of the loop are worth polling before it parks.
+  static constexpr int kTurns = 16;
+
+  // rank, size: in the family, that is, the communicator that all others are split from.
+  Engine(int rank, int size, const std::vector<std::pair<std::string, std::string>>& options);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  std::string address() const { return worker_->address(); }
+  // sockets: a connection to each peer, taken over. pids: of peers on this host, else 0.
+  // crowded: there are more ranks than cores on this host.
+  void start(const std::vector<std::string>& addresses, std::vector<int> sockets, const std::vector<int>& pids,
+             bool crowded);
+  int fileno() const { return completions_fd_; }
+  bool ready() const { return ready_.load(std::memory_order_relaxed); }
+
+  // ------------------------------------------------------------------------------------------------- communicators
+  std::uint32_t add_group(int rank, std::vector<int> peers);
+  // segment: shared memory of the ranks in `local`, not taken over; -1: this rank is alone on its host. hosts: by rank.
+  void open_group(std::uint32_t group, std::vector<std::uint32_t> their_ids, int segment, std::vector<int> hosts);
+  void lose_group(std::uint32_t group);   // nothing of it is moved on any more
+  void close_group(std::uint32_t group);  // and the others are told
+  bool send_frame(int peer, const std::string& frame) { return control_->send(peer, frame); }
+  std::vector<int> missing(std::uint32_t group);  // the ranks that the collective under way waits for
+
+  // -------------------------------- ops: true: done; false: the outcome follows, under the ticket that the caller gave it
+  bool send(Ticket ticket, std::uint32_t group, const void* data, std::size_t bytes, int dst, int channel, std::int64_t tag,
+              int dtype);
+  bool recv(Ticket ticket, std::uint32_t group, void* data, std::size_t bytes, int src, int channel, std::int64_t tag, int dtype);
+  bool cancel(std::uint32_t group, int src, int channel, std::int64_t tag, Ticket ticket);
+  // make: Task make(Group&, Unequal&), the schedule; called before this returns.
+  template <typename Make>
+  bool collective(Ticket ticket, std::uint32_t id, std::uint64_t mark, const Make& make) {
+    Turn turn(*this);
+    Group& where = group(id);
+    auto request = new Request(*this, where, ticket);
+    return begin(where, {make(where, request->unequal), mark, request});
+  }
+
+  // --------------------------------------------------------------------------------------------------------- windows
+  // This rank's part. remote: other hosts are to reach it. Returns what they need for that.
+  std::string map_window(std::uint32_t group, std::uint64_t window, void* data, std::size_t bytes, bool remote);
+  // Another rank's: mapped, or null; and what it returned from map_window.
+  void open_window(std::uint32_t group, std::uint64_t window, int rank, void* mapped, const std::string& rkey,
+                   std::uint64_t address);
+  void close_window(std::uint32_t group, std::uint64_t window);
+  // Offsets are in bytes; ops of this rank take effect in the order of the calls.
+  bool put(Ticket ticket, std::uint32_t group, std::uint64_t window, int rank, std::uint64_t offset, const void* data,
+             std::size_t bytes);
+  bool get(Ticket ticket, std::uint32_t group, std::uint64_t window, int rank, std::uint64_t offset, void* data, std::size_t bytes);
+  // Add a to an element of 4 or 8 bytes; or, to swap, replace a by b. The outcome tells what was there.
+  bool atomic(Ticket ticket, std::uint32_t group, std::uint64_t window, int rank, std::uint64_t offset, bool swap,
+                std::size_t bytes, std::uint64_t a, std::uint64_t b);
+  bool signal(Ticket ticket, std::uint32_t group, std::uint64_t window, int rank);
+  bool wait_signal(Ticket ticket, std::uint32_t group, std::uint64_t window, int rank);
+  bool cancel_wait(std::uint32_t group, std::uint64_t window, int rank, Ticket ticket);
+  bool flush(Ticket ticket, std::uint32_t group, std::uint64_t window, int rank);  // -1: every rank's
+
+  // ---------------------------------------------------------------------------------------------------------- progress
+  // Called by the loop: move things on, and hand over what is done.
+  void progress(std::vector<Outcome>& outcomes, std::vector<Notice>& notices);
+  // Leave: wait until the peers have got everything, at most `patience` seconds, if the engine is sound; then stop.
+  void close(bool sound, double patience);
+
+ private:
+  friend struct Request;
+  friend class Wire;
+
+  // A copy, in pieces; and what is to be done after it. Jobs are done one after the other.
+  struct Job {
+    std::byte* to;
+    const std::byte* from;  // in the memory of process `pid`, if that is not 0
+    std::size_t bytes;
+    Request* request;
+    std::function<void(Request*)> then;  // in place of completing the request
+    pid_t pid = 0;
+  };
+
+  Group& group(std::uint32_t id);
+  bool begin(Group& group, Schedule schedule);
+  bool settle(Request* request);
+  void spin(const Request& request);
+  void complete(Request* request, Status status, std::uint64_t a = 0, std::uint64_t b = 0);
+  void notify(Notice notice);
+
+  bool advance();                      // one look at everything
+  bool advance_group(Group& group);
+  void begin_next(Group& group);
+  void end_finished(Group& group);     // the schedules that have come to their end
+  void rouse(Group& group);
+  void check_mark(Group& group, int source, std::uint64_t collective, std::uint64_t mark);
+  void disagree(Group& group, int source, std::uint64_t collective);
+
+  ucs_status_t dispatch(Group& group, int rank, Header header, const void* data, Pending* pending);
+  void answered(const Header& header);
+  void answer(Group& group, int rank, std::uint64_t number, std::uint64_t value);
+  void asked(Group& group, const Header& header, const void* payload);
+  void pull(Request* recv, const Header& header, const void* payload);
+  void arrived(int peer, const Header& header, const void* payload, void* descriptor);
+  void deliver(Group& group, const Header& header, const void* payload, void* descriptor);
+  void take(Request* recv, const Header& header, const void* payload, void* descriptor);
+  void signalled(Group& group, const Header& header);
+  void heard(int peer, std::string frame);
+  void obey(int peer);                 // the farewells for which all messages have come by now
+  void left(Group& group, int rank, std::uint64_t collectives);
+
+  bool act(Request* request, Job job);
+  void behind_puts(Group& group, int rank, Request* request, std::function<ucs_status_t()> then);
+  bool advance_jobs(std::deque<Job>& jobs);
+  void drop(Group& group);
+  Window::Part& part(std::uint32_t group, std::uint64_t window, int rank);
+
+  void run();
+  enum class Rest { kNone, kYield, kTick, kDoze, kSleep };
+  Rest take_turn();
+  void wake_loop();
+  void wake_thread();
+  bool quiet() const;
+  void part_from_peers(const std::function<bool()>& patient);
+
+  std::unique_ptr<Worker> worker_;
+  std::unique_ptr<Control> control_;
+  int rank_;
+  int size_;
+  std::vector<Peer> peers_;
+  std::vector<std::uint32_t> received_;                  // messages, by peer
+  std::vector<std::vector<Farewell>> farewells_;         // that wait for messages, by peer
+  std::vector<std::map<std::uint32_t, Message*>> early_; // messages that overtook others, by peer
+  std::vector<bool> awaited_;                            // peers that have not acknowledged this one's farewell yet
+
+  std::mutex mutex_;
+  std::atomic<int> wanting_ = 0;                         // the loop waits for the lock
+  std::unordered_map<std::uint32_t, std::unique_ptr<Group>> groups_;
+  std::vector<Group*> active_;                           // those whose schedule has begun
+  std::vector<std::unique_ptr<Group>> lost_;             // kept until the worker is gone: UCX may hold their memory
+  std::vector<std::pair<Group*, Event*>> events_;        // that UCX has finished; schedules go on outside its calls
+  std::deque<Job> jobs_;                                 // on windows
+  std::deque<Job> pulls_;                                // of offered messages
+  std::uint32_t next_group_ = 0;
+  // Who waits for the answer to an offer or an atomic, and where the value goes that it brings.
+  struct Asked {
+    Group* group;
+    Pending* pending;
+    std::uint64_t* value;
+  };
+  std::unordered_map<std::uint64_t, Asked> asked_;
+  std::uint64_t next_question_ = 0;
+  int doze_ms_ = 1;
+  std::size_t pending_ = 0;                              // tickets without an outcome
+
+  std::vector<Outcome> outcomes_;
+  std::vector<Notice> notices_;
+  std::atomic<bool> ready_ = false;                      // there are some
+  int completions_fd_ = -1;
+  bool loop_told_ = false;
+
+  bool crowded_ = false;
+  std::uint64_t spin_most_ = 0;                          // ns that a post may look on in vain
+  std::uint64_t spin_now_ = 0;                           // and those that have proved worth it lately
+  std::uint64_t last_post_ = 0;
+  std::atomic<std::uint64_t> loop_seen_ = 0;             // when the loop last came by, ns
+  std::atomic<bool> bulk_ = false;                       // something under way is too long for the loop
+  int turns_in_vain_ = 0;
+  std::uint64_t slice_ends_ = 0;
+  std::uint64_t busy_until_ = 0;                         // the thread looks on that long before it sleeps
+
+  bool asleep_ = false;                                  // the thread waits for a descriptor
+  bool stopping_ = false;
+  std::thread thread_;
+};
+
+}  // namespace aiocomms

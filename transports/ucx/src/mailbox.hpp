@@ -1,0 +1,143 @@
+// Matches messages with receives: by source, channel and tag, each in the order in which they came.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "worker.hpp"
+
+namespace aiocomms {
+
+// A first-in first-out list of nodes that carry their own links: a waiting receive costs its node and nothing else.
+template <typename Node>
+class Queue {
+ public:
+  bool empty() const { return head_ == nullptr; }
+  void push(Node* node) {
+    node->next = nullptr;
+    (head_ ? tail_->next : head_) = node;
+    tail_ = node;
+  }
+  Node* pop() {
+    Node* node = head_;
+    head_ = node->next;
+    return node;
+  }
+  // The first node for which `is`, taken out; or null.
+  template <typename Is>
+  Node* take(Is is) {
+    Node* before = nullptr;
+    for (Node* node = head_; node; before = node, node = node->next) {
+      if (!is(*node)) continue;
+      (before ? before->next : head_) = node->next;
+      if (tail_ == node) tail_ = before;
+      return node;
+    }
+    return nullptr;
+  }
+
+ private:
+  Node* head_ = nullptr;
+  Node* tail_ = nullptr;
+};
+
+// A message that has arrived before its receive.
+struct Message {
+  Message* next = nullptr;
+  Header header;
+  std::unique_ptr<std::byte[]> payload;  // of a small one
+  void* descriptor = nullptr;            // of a large one, whose payload is still with its sender
+};
+
+// What a receive and a message must share.
+struct Key {
+  std::int64_t tag;
+  std::uint32_t source_and_channel;
+
+  Key(std::uint16_t source, std::uint8_t channel, std::int64_t the_tag)
+      : tag(the_tag), source_and_channel(static_cast<std::uint32_t>(source) << 8 | channel) {}
+  explicit Key(const Header& header) : Key(header.source, header.channel, header.tag) {}
+  int source() const { return static_cast<int>(source_and_channel >> 8); }
+  int channel() const { return static_cast<int>(source_and_channel & 0xff); }
+  bool operator==(const Key&) const = default;
+};
+
+struct KeyHash {
+  std::size_t operator()(const Key& key) const {
+    // Fibonacci hashing (Knuth, The Art of Computer Programming 3, 6.4).
+    std::uint64_t mixed = static_cast<std::uint64_t>(key.tag) ^ (std::uint64_t{key.source_and_channel} << 40);
+    return static_cast<std::size_t>((mixed * 0x9E3779B97F4A7C15u) >> 16);
+  }
+};
+
+// Recv: a node with `next`.
+template <typename Recv>
+class Mailbox {
+ public:
+  // The oldest receive for a message, taken out; or null.
+  Recv* receive_for(const Header& header) { return pop(recvs_, Key(header)); }
+  // The oldest message for a receive, taken out; or null.
+  Message* message_for(const Key& key) { return pop(messages_, key); }
+
+  void keep(const Key& key, Recv* recv) { recvs_[key].push(recv); }
+  void keep(Message* message) { messages_[Key(message->header)].push(message); }
+
+  // Forget a receive that nothing has matched; null if something has.
+  template <typename Is>
+  Recv* withdraw(const Key& key, Is is) {
+    auto found = recvs_.find(key);
+    if (found == recvs_.end()) return nullptr;
+    Recv* recv = found->second.take(is);
+    if (found->second.empty()) recvs_.erase(found);
+    return recv;
+  }
+
+  // Take out every receive whose key `is`, and hand each to `each`.
+  template <typename Is, typename Each>
+  void drain_receives(Is is, Each each) {
+    drain(recvs_, is, each);
+  }
+  template <typename Is, typename Each>
+  void drain_messages(Is is, Each each) {
+    drain(messages_, is, each);
+  }
+
+ private:
+  template <typename Node>
+  using Queues = std::unordered_map<Key, Queue<Node>, KeyHash>;
+
+  template <typename Node>
+  static Node* pop(Queues<Node>& queues, const Key& key) {
+    auto found = queues.find(key);
+    if (found == queues.end()) return nullptr;
+    Node* node = found->second.pop();
+    if (found->second.empty()) queues.erase(found);
+    return node;
+  }
+
+  template <typename Node, typename Is, typename Each>
+  static void drain(Queues<Node>& queues, Is is, Each each) {
+    std::vector<Queue<Node>> taken;  // `each` may put something back
+    for (auto it = queues.begin(); it != queues.end();) {
+      if (is(it->first)) {
+        taken.push_back(it->second);
+        it = queues.erase(it);
+      } else {
+        ++it;
+      }
+    }
+    for (Queue<Node>& queue : taken) {
+      while (!queue.empty()) each(queue.pop());
+    }
+  }
+
+  Queues<Recv> recvs_;
+  Queues<Message> messages_;
+};
+
+}  // namespace aiocomms

@@ -1,0 +1,348 @@
+// Messages: posted, matched, and what becomes of those that come too early, too long, or from a rank that has closed.
+
+#include <algorithm>
+#include <cstring>
+
+#include "engine.hpp"
+
+namespace aiocomms {
+namespace {
+
+// Messages within a host are offered from this size on. Below, copying twice is faster than a system call and an answer.
+constexpr std::size_t kOfferedFrom = 32 * 1024;
+
+}  // namespace
+
+Request::Request(Engine& the_engine, Group& the_group, Ticket the_ticket)
+    : engine(the_engine), group(the_group), ticket(the_ticket) {
+  ++group.users;
+}
+
+Request::~Request() { --group.users; }
+
+void Request::finished(ucs_status_t result) {
+  if (event) {
+    if (!group.lost && result == UCS_OK && status == Status::kDone) engine.events_.emplace_back(&group, event);
+    delete this;
+    return;
+  }
+  if (result == UCS_OK) {
+    engine.complete(this, status, details[0], details[1]);
+  } else if (group.lost) {
+    engine.complete(this, Status::kDropped);
+  } else {
+    engine.complete(this, Status::kBroken, static_cast<std::uint64_t>(-result));
+  }
+}
+
+Group& Engine::group(std::uint32_t id) { return *groups_.at(id); }
+
+bool Engine::send(Ticket ticket, std::uint32_t id, const void* data, std::size_t bytes, int dst, int channel,
+                            std::int64_t tag, int dtype) {
+  Turn turn(*this);
+  Group& to = group(id);
+  auto request = new Request(*this, to, ticket);
+  if (to.left[dst]) {
+    complete(request, Status::kClosed, static_cast<std::uint64_t>(dst));
+    return settle(request);
+  }
+  Header header{to.their_ids[dst], 0, static_cast<std::uint16_t>(to.rank), static_cast<std::uint8_t>(channel),
+                static_cast<std::uint8_t>(dtype), static_cast<std::uint32_t>(rank_), tag, bytes, 0};
+  ucs_status_t status = dispatch(to, dst, header, data, request);
+  if (status != UCS_INPROGRESS) request->finished(status);
+  return settle(request);
+}
+
+// Send a message off: large ones within a host as an offer, for UCX would copy them at one go, on the loop.
+ucs_status_t Engine::dispatch(Group& group, int rank, Header header, const void* data, Pending* pending) {
+  const int peer = group.peers[rank];
+  if (header.bytes < kOfferedFrom || peers_[peer].readable == 0) {
+    return worker_->send(peer, header, data, pending);
+  }
+  const Offer offer{reinterpret_cast<std::uint64_t>(data), ++next_question_};
+  header.dtype |= kOffered;
+  ucs_status_t status = worker_->tell(peer, header, &offer, sizeof offer, nullptr);
+  if (status != UCS_OK && status != UCS_INPROGRESS) return status;
+  asked_.emplace(offer.number, Asked{&group, pending, nullptr});
+  return UCS_INPROGRESS;
+}
+
+void Engine::answer(Group& group, int rank, std::uint64_t number, std::uint64_t value) {
+  const Header header{group.their_ids[rank], 0, static_cast<std::uint16_t>(group.rank), kAnswer, 0,
+                      static_cast<std::uint32_t>(rank_), static_cast<std::int64_t>(number), 0, value};
+  worker_->tell(group.peers[rank], header, nullptr, 0, nullptr);
+}
+
+void Engine::answered(const Header& header) {
+  auto found = asked_.find(static_cast<std::uint64_t>(header.tag));
+  if (found == asked_.end()) return;
+  const Asked asked = found->second;
+  asked_.erase(found);
+  if (asked.value) *asked.value = header.mark;
+  asked.pending->finished(UCS_OK);
+}
+
+bool Engine::recv(Ticket ticket, std::uint32_t id, void* data, std::size_t bytes, int src, int channel, std::int64_t tag,
+                            int dtype) {
+  Turn turn(*this);
+  Group& from = group(id);
+  auto request = new Request(*this, from, ticket);
+  request->data = data;
+  request->bytes = bytes;
+  request->dtype = static_cast<std::uint8_t>(dtype);
+  Key key(static_cast<std::uint16_t>(src), static_cast<std::uint8_t>(channel), tag);
+  Message* message = from.mail.message_for(key);
+  if (message) {
+    take(request, message->header, message->payload.get(), message->descriptor);
+    delete message;
+  } else if (from.left[src]) {
+    complete(request, Status::kClosed, static_cast<std::uint64_t>(src));
+  } else {
+    from.mail.keep(key, request);
+  }
+  return settle(request);
+}
+
+bool Engine::cancel(std::uint32_t id, int src, int channel, std::int64_t tag, Ticket ticket) {
+  Turn turn(*this);
+  Key key(static_cast<std::uint16_t>(src), static_cast<std::uint8_t>(channel), tag);
+  Request* request = group(id).mail.withdraw(key, [&](const Request& it) { return it.ticket == ticket; });
+  if (request == nullptr) return false;
+  --pending_;
+  delete request;
+  return true;
+}
+
+// ------------------------------------------------------------------------------------------------------------ arrival
+
+namespace {
+
+Message* keep(const Header& header, const void* payload, void* descriptor) {
+  auto message = new Message{nullptr, header, nullptr, descriptor};
+  const std::size_t bytes = header.dtype & kOffered ? sizeof(Offer) : header.bytes;
+  if (payload && bytes) {
+    message->payload = std::make_unique<std::byte[]>(bytes);
+    std::memcpy(message->payload.get(), payload, bytes);
+  }
+  return message;
+}
+
+}  // namespace
+
+void Engine::arrived(int peer, const Header& header, const void* payload, void* descriptor) {
+  // UCX may deliver a small message before a large one that was sent earlier; nobody may notice.
+  if (header.order != received_[peer]) {
+    early_[peer].emplace(header.order, keep(header, payload, descriptor));
+    return;
+  }
+  ++received_[peer];
+  auto deliver_to = [this](const Header& it, const void* data, void* large) {
+    auto found = groups_.find(it.group);
+    if (found != groups_.end() && it.source < found->second->peers.size() && !found->second->lost) {
+      deliver(*found->second, it, data, large);
+    } else if (large) {
+      worker_->drop(large);
+    }
+  };
+  deliver_to(header, payload, descriptor);
+  auto& early = early_[peer];
+  while (!early.empty() && early.begin()->first == received_[peer]) {
+    std::unique_ptr<Message> message(early.begin()->second);
+    early.erase(early.begin());
+    ++received_[peer];
+    deliver_to(message->header, message->payload.get(), message->descriptor);
+  }
+  if (!farewells_[peer].empty()) obey(peer);
+}
+
+void Engine::deliver(Group& to, const Header& header, const void* payload, void* descriptor) {
+  if (header.channel == kSignal) return signalled(to, header);
+  if (header.channel == kAtomic) return asked(to, header, payload);
+  if (header.channel == kAnswer) return answered(header);
+  if (header.channel == kSchedule) {
+    check_mark(to, header.source, static_cast<std::uint64_t>(header.tag), header.mark);
+    if (to.disagrees >= 0) {
+      if (descriptor) worker_->drop(descriptor);
+      return;
+    }
+  }
+  if (Request* request = to.mail.receive_for(header)) return take(request, header, payload, descriptor);
+  to.mail.keep(keep(header, payload, descriptor));
+}
+
+// A receive takes the message that it matches.
+void Engine::take(Request* request, const Header& header, const void* payload, void* descriptor) {
+  const std::uint8_t dtype = header.dtype & ~kOffered;
+  if (dtype != request->dtype || header.bytes != request->bytes) {
+    request->status = dtype != request->dtype ? Status::kDtype : Status::kTruncated;
+    request->details[0] = header.bytes;
+    request->details[1] = dtype;
+  }
+  if (header.dtype & kOffered) return pull(request, header, payload);
+  if (request->status == Status::kDtype) {
+    if (descriptor) worker_->drop(descriptor);
+    return request->finished(UCS_OK);
+  }
+  const std::size_t bytes = std::min<std::size_t>(header.bytes, request->bytes);
+  if (!descriptor) {
+    if (bytes) std::memcpy(request->data, payload, bytes);
+    return request->finished(UCS_OK);
+  }
+  request->beginning = {request->data, request->bytes, header.bytes};
+  ucs_status_t status = header.bytes <= request->bytes
+                            ? worker_->fetch(descriptor, request->data, bytes, request)
+                            : worker_->fetch_beginning(descriptor, &request->beginning, request);
+  if (status != UCS_INPROGRESS) request->finished(status);
+}
+
+// A receive copies an offered message from where it lies, in pieces.
+void Engine::pull(Request* request, const Header& header, const void* payload) {
+  Offer offer;
+  std::memcpy(&offer, payload, sizeof offer);
+  const int rank = header.source;
+  const std::size_t bytes =
+      request->status == Status::kDtype ? 0 : std::min<std::size_t>(header.bytes, request->bytes);
+  pulls_.push_back({static_cast<std::byte*>(request->data), reinterpret_cast<const std::byte*>(offer.address), bytes,
+                    request,
+                    [=, this](Request* it) {
+                      answer(it->group, rank, offer.number, 0);
+                      it->finished(UCS_OK);
+                    },
+                    peers_[request->group.peers[rank]].readable});
+}
+
+// ------------------------------------------------------------------------------------------------- schedules' messages
+
+namespace {
+
+// A schedule's send: its event must happen outside of UCX's own calls.
+struct Sent final : Pending {
+  using Events = std::vector<std::pair<Group*, Event*>>;
+  Sent(Group& the_group, Events& the_events, Event& the_event)
+      : group(the_group), events(the_events), event(the_event) {
+    ++group.users;
+  }
+  ~Sent() override { --group.users; }
+  void finished(ucs_status_t status) override {
+    if (!group.lost && status == UCS_OK) events.emplace_back(&group, &event);
+    delete this;
+  }
+  Group& group;
+  Events& events;
+  Event& event;
+};
+
+}  // namespace
+
+Wire::Wire(Engine& engine, Group& group, std::vector<int> ranks)
+    : engine_(engine), group_(group), ranks_(std::move(ranks)),
+      me_(static_cast<int>(std::find(ranks_.begin(), ranks_.end(), group.rank) - ranks_.begin())) {}
+
+void Wire::send(int dst, const void* data, std::size_t bytes, Event& event) {
+  int rank = ranks_[dst];
+  Header header{group_.their_ids[rank], 0, static_cast<std::uint16_t>(group_.rank), kSchedule, 0,
+                static_cast<std::uint32_t>(engine_.rank_), static_cast<std::int64_t>(group_.collectives), bytes,
+                group_.schedules.front().mark};
+  auto sent = new Sent(group_, engine_.events_, event);
+  ucs_status_t status = engine_.dispatch(group_, rank, header, data, sent);
+  if (status == UCS_INPROGRESS) return;
+  delete sent;
+  if (status == UCS_OK) event.complete();
+  // Otherwise the peer is gone, which its control connection says with its name; this schedule stands still.
+}
+
+void Wire::recv(int src, void* data, std::size_t bytes, Event& event) {
+  auto request = new Request(engine_, group_);
+  request->data = data;
+  request->bytes = bytes;
+  request->event = &event;
+  int rank = ranks_[src];
+  Key key(static_cast<std::uint16_t>(rank), kSchedule, static_cast<std::int64_t>(group_.collectives));
+  if (Message* message = group_.mail.message_for(key)) {
+    engine_.take(request, message->header, message->payload.get(), message->descriptor);
+    delete message;
+  } else {
+    group_.mail.keep(key, request);
+  }
+}
+
+// --------------------------------------------------------------------------------------------------------- farewells
+
+std::string Farewell::pack() const {
+  std::string frame(1, kind);
+  frame.append(reinterpret_cast<const char*>(&order), sizeof order);
+  frame.append(reinterpret_cast<const char*>(&group), sizeof group);
+  frame.append(reinterpret_cast<const char*>(&rank), sizeof rank);
+  return frame.append(reinterpret_cast<const char*>(&collectives), sizeof collectives);
+}
+
+bool Farewell::unpack(const std::string& frame, Farewell& farewell) {
+  if (frame.size() != 1 + 3 * sizeof order + sizeof collectives) return false;
+  const char* at = frame.data();
+  farewell.kind = *at++;
+  auto read = [&](auto& field) {
+    std::memcpy(&field, at, sizeof field);
+    at += sizeof field;
+  };
+  read(farewell.order);
+  read(farewell.group);
+  read(farewell.rank);
+  read(farewell.collectives);
+  return true;
+}
+
+void Engine::heard(int peer, std::string frame) {
+  Turn turn(*this);
+  const char kind = frame.empty() ? '\0' : frame[0];
+  Farewell farewell;
+  if (kind == 'A') {
+    awaited_[peer] = false;
+  } else if ((kind == 'B' || kind == 'E') && Farewell::unpack(frame, farewell)) {
+    farewells_[peer].push_back(farewell);
+    while (advance()) {
+    }
+    obey(peer);
+  } else {
+    notify({Notice::kFrame, peer, 0, 0, std::move(frame)});
+  }
+}
+
+void Engine::obey(int peer) {
+  std::vector<Farewell> waiting;
+  waiting.swap(farewells_[peer]);
+  for (const Farewell& farewell : waiting) {
+    if (static_cast<std::int32_t>(received_[peer] - farewell.order) < 0) {
+      farewells_[peer].push_back(farewell);
+    } else if (farewell.kind == 'E') {
+      control_->send(peer, "A");
+    } else {
+      auto found = groups_.find(farewell.group);
+      if (found != groups_.end() && farewell.rank < found->second->peers.size()) {
+        left(*found->second, static_cast<int>(farewell.rank), farewell.collectives);
+      }
+    }
+  }
+}
+
+void Engine::left(Group& from, int rank, std::uint64_t collectives) {
+  from.left[rank] = 1 + collectives;
+  from.mail.drain_receives(
+      [&](const Key& key) { return key.source() == rank && key.channel() < kUserChannels; },
+      [&](Request* request) { complete(request, Status::kClosed, static_cast<std::uint64_t>(rank)); });
+  // What it has offered and nobody has taken is not there any more.
+  from.mail.drain_messages([&](const Key& key) { return key.source() == rank; },
+                           [&](Message* message) {
+                             if (message->header.dtype & kOffered) {
+                               delete message;
+                             } else {
+                               from.mail.keep(message);
+                             }
+                           });
+  for (auto& [number, window] : from.windows) {
+    Queue<Request>& waits = window.parts[rank].waits;
+    while (!waits.empty()) complete(waits.pop(), Status::kClosed, static_cast<std::uint64_t>(rank));
+  }
+  notify({Notice::kLeft, rank, from.id, collectives, {}});
+}
+
+}  // namespace aiocomms

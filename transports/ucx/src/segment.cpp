@@ -1,0 +1,66 @@
+#include "segment.hpp"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <system_error>
+
+namespace aiocomms {
+namespace {
+
+constexpr std::size_t kPage = 4096;
+
+std::size_t up(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
+
+[[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
+
+}  // namespace
+
+std::size_t Segment::bytes(int ranks) {
+  return up(sizeof(Owner) * static_cast<std::size_t>(ranks)) + static_cast<std::size_t>(ranks) * kDepth * kSlot;
+}
+
+int Segment::create(int ranks) {
+  // No name, so nobody else can open it and nothing is left behind; pages exist once they are touched.
+  int fd = memfd_create("aiocomms", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  if (fd < 0) fail("memfd_create");
+  if (ftruncate(fd, static_cast<off_t>(bytes(ranks))) != 0 ||
+      fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+    int error = errno;
+    close(fd);
+    errno = error;
+    fail("shared memory for collectives");
+  }
+  return fd;
+}
+
+Segment::Segment(int fd, int rank, int ranks) : rank_(rank), ranks_(ranks) {
+  struct stat status;
+  if (fstat(fd, &status) != 0) fail("fstat");
+  if (static_cast<std::size_t>(status.st_size) < bytes(ranks)) {
+    errno = EINVAL;
+    fail("shared memory of another size than expected");
+  }
+  memory_ = mmap(nullptr, bytes(ranks), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (memory_ == MAP_FAILED) fail("mmap");
+  owners_ = static_cast<Owner*>(memory_);
+  slots_ = static_cast<std::byte*>(memory_) + up(sizeof(Owner) * static_cast<std::size_t>(ranks));
+}
+
+Segment::~Segment() { munmap(memory_, bytes(ranks_)); }
+
+bool Segment::writable(std::uint64_t round) {
+  if (round < all_done_ + kDepth) return true;
+  std::uint64_t done = ~std::uint64_t{0};
+  for (int rank = 0; rank < ranks_; ++rank) {
+    done = std::min(done, owners_[rank].done.round.load(std::memory_order_seq_cst));
+  }
+  all_done_ = done;
+  return round < all_done_ + kDepth;
+}
+
+}  // namespace aiocomms

@@ -1,0 +1,85 @@
+// Shared memory of the ranks of one communicator on one host.
+//
+// A collective is a sequence of rounds, counted through the life of the communicator. In round n each rank publishes a
+// line, with a few bytes in it or a slot of data behind it; others wait for the line and read. A slot serves again
+// kDepth rounds later, when every rank has said that it is done with it. The lines of a rank are each on a cache line of
+// their own, so that a wait costs one transfer. (The scheme of MPICH's "release gather" and of Li, Hoefler, Snir:
+// "NUMA-Aware Shared-Memory Collective Communication for MPI", HPDC 2013: contributions side by side, flags apart.)
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+namespace aiocomms {
+
+class Segment {
+ public:
+  static constexpr std::uint64_t kDepth = 8;       // rounds that may be under way at once
+  static constexpr std::size_t kInline = 48;       // bytes that travel in a line itself
+  static constexpr std::size_t kSlot = 128 * 1024; // bytes of a slot; see docs/benchmarks/cpu.md
+
+  struct alignas(64) Line {
+    std::atomic<std::uint64_t> round;  // n + 1 once round n is published
+    std::uint64_t mark;                // the fingerprint of the collective
+    std::byte data[kInline];
+  };
+
+  static std::size_t bytes(int ranks);
+  // A descriptor of fresh, private, anonymous shared memory. Throws std::system_error.
+  static int create(int ranks);
+
+  // Maps a descriptor, and does not close it. Throws std::system_error, also if it is too small.
+  Segment(int fd, int rank, int ranks);
+  ~Segment();
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
+
+  int rank() const { return rank_; }
+  int ranks() const { return ranks_; }
+
+  // Whether every rank is done with what this one has published kDepth rounds before `round`.
+  bool writable(std::uint64_t round);
+  Line& line(int rank, std::uint64_t round) { return owners_[rank].lines[round % kDepth]; }
+  std::byte* slot(int rank, std::uint64_t round) { return slots_ + (rank * kDepth + round % kDepth) * kSlot; }
+
+  // Phase 1 of a round is published in its line, phase 2, where there is one, beside it.
+  void publish(std::uint64_t round) { line(rank_, round).round.store(round + 1, std::memory_order_seq_cst); }
+  bool published(int rank, std::uint64_t round) {
+    return line(rank, round).round.load(std::memory_order_seq_cst) > round;
+  }
+  void publish_second(std::uint64_t round) {
+    owners_[rank_].second[round % kDepth].round.store(round + 1, std::memory_order_seq_cst);
+  }
+  bool published_second(int rank, std::uint64_t round) {
+    return owners_[rank].second[round % kDepth].round.load(std::memory_order_seq_cst) > round;
+  }
+  // This rank reads nothing of the rounds below `rounds` any more.
+  void finish(std::uint64_t rounds) { owners_[rank_].done.round.store(rounds, std::memory_order_seq_cst); }
+
+  // A rank that is about to sleep says so first, then looks again; one that publishes looks who sleeps afterwards. All of
+  // it sequentially consistent, so that one of the two sees the other (Dekker's way).
+  void sleep(bool asleep) { owners_[rank_].asleep.round.store(asleep, std::memory_order_seq_cst); }
+  // Whether `rank` slept; whoever is told so wakes it.
+  bool rouse(int rank) {
+    std::atomic<std::uint64_t>& asleep = owners_[rank].asleep.round;
+    return asleep.load(std::memory_order_seq_cst) && asleep.exchange(0, std::memory_order_seq_cst);
+  }
+
+ private:
+  struct Owner {
+    Line lines[kDepth];
+    Line second[kDepth];
+    Line done;
+    Line asleep;
+  };
+
+  int rank_;
+  int ranks_;
+  std::uint64_t all_done_ = 0;  // the rounds that every rank is known to be done with
+  void* memory_;
+  Owner* owners_;
+  std::byte* slots_;
+};
+
+}  // namespace aiocomms

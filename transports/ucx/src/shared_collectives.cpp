@@ -1,0 +1,331 @@
+#include "shared_collectives.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+namespace aiocomms {
+namespace {
+
+// Up to here every rank reduces everything by itself: a second phase would cost a synchronisation, which takes longer.
+constexpr std::size_t kDirect = 4096;
+// Chunks are at least so large that the synchronisation of a round does not show, and shares whole cache lines.
+constexpr std::size_t kSmallestChunk = 16 * 1024;
+constexpr std::size_t kLine = 64;
+// What is reduced is copied while it is in the innermost cache.
+constexpr std::size_t kTile = 8 * 1024;
+
+std::byte* at(void* base, std::size_t offset) { return static_cast<std::byte*>(base) + offset; }
+const std::byte* at(const void* base, std::size_t offset) { return static_cast<const std::byte*>(base) + offset; }
+
+void transfer(void* out, const void* in, std::size_t bytes) {
+  if (bytes && out != in) std::memcpy(out, in, bytes);
+}
+
+std::uint64_t rounds_for(std::size_t bytes, std::size_t chunk) { return std::max<std::size_t>(1, (bytes + chunk - 1) / chunk); }
+
+// A part of a larger whole: where it begins and how long it is.
+struct Span {
+  std::size_t offset, length;
+  Span(std::size_t index, std::size_t step, std::size_t whole)
+      : offset(std::min(index * step, whole)), length(std::min(step, whole - offset)) {}
+};
+
+// Whole chunks that fill the pipeline, which is three rounds deep, and that are neither too small nor larger than a slot.
+std::size_t chunk_for(std::size_t bytes) {
+  std::size_t quarter = (bytes / 4 + kLine - 1) / kLine * kLine;
+  return std::clamp(quarter, kSmallestChunk, Segment::kSlot);
+}
+
+}  // namespace
+
+bool Shared::Wait::ready() {
+  Segment& segment = shared_.segment;
+  switch (what_) {
+    case kWritable:
+      return segment.writable(round_);
+    case kOne:
+      return segment.published(rank_, round_);
+    case kSecond:
+      return segment.published_second(rank_, round_);
+    case kTurn:
+      return true;
+    case kAll:
+      break;
+  }
+  for (; rank_ < segment.ranks(); ++rank_) {
+    if (!segment.published(rank_, round_)) return false;
+    if (segment.line(rank_, round_).mark != shared_.mark) {
+      shared_.disagrees = rank_;
+      return false;
+    }
+  }
+  return true;
+}
+
+std::vector<int> Shared::missing() const {
+  std::vector<int> absent;
+  Segment& segment = const_cast<Segment&>(this->segment);
+  for (int rank = 0; rank < segment.ranks(); ++rank) {
+    if (!segment.published(rank, first_)) absent.push_back(rank);
+  }
+  return absent;
+}
+
+Task shared_barrier(Shared& shared) {
+  const std::uint64_t round = shared.take(1);
+  co_await shared.writable(round);
+  shared.publish(round);
+  co_await shared.all(round);
+  shared.finish(round);
+}
+
+namespace {
+
+// Everybody reads everything, out of the lines themselves or out of the slots.
+Task reduce_directly(Shared& shared, Reduction reduction, int root, void* data, void* out, std::size_t count) {
+  Segment& segment = shared.segment;
+  const std::size_t bytes = count * size_of(reduction.dtype);
+  const bool small = bytes <= Segment::kInline;
+  const std::uint64_t round = shared.take(1);
+  co_await shared.writable(round);
+  std::memcpy(small ? segment.line(shared.rank(), round).data : segment.slot(shared.rank(), round), data, bytes);
+  shared.publish(round);
+  co_await shared.all(round);
+  if (root < 0 || root == shared.rank()) {
+    for (int rank = 0; rank < shared.ranks(); ++rank) {
+      shared.inputs[rank] = small ? segment.line(rank, round).data : segment.slot(rank, round);
+    }
+    reduce(reduction, out, shared.inputs.data(), shared.ranks(), count);
+  }
+  shared.finish(round);
+}
+
+// The three phases of one chunk in shared memory. The chunk is cut into one share per rank.
+class Chunk {
+ public:
+  Chunk(Shared& shared, const Reduction& reduction, std::uint64_t round, Span elements)
+      : shared_(shared), reduction_(reduction), round_(round), elements_(elements), size_(size_of(reduction.dtype)) {
+    const std::size_t per_line = std::max<std::size_t>(1, kLine / size_);
+    const std::size_t ranks = static_cast<std::size_t>(shared.ranks());
+    share_ = ((elements.length + ranks - 1) / ranks + per_line - 1) / per_line * per_line;
+  }
+
+  // Give the others their shares.
+  void contribute(const void* data) const {
+    for (int rank = 0; rank < shared_.ranks(); ++rank) {
+      if (rank != shared_.rank()) move(shared_.rank(), rank, nullptr, data);
+    }
+  }
+
+  // Reduce this rank's share of what everybody contributed, for the others, and into `out` if there is one.
+  void reduce_share(const void* data, void* out) const {
+    const Span share = share_of(shared_.rank());
+    std::byte* result = shared_.segment.slot(shared_.rank(), round_);
+    const std::size_t base = elements_.offset * size_, per_tile = kTile / size_;
+    for (std::size_t tile = 0; tile * per_tile < share.length; ++tile) {
+      const Span part(tile, per_tile, share.length);
+      const std::size_t offset = (share.offset + part.offset) * size_;
+      for (int rank = 0; rank < shared_.ranks(); ++rank) {
+        shared_.inputs[rank] =
+            rank == shared_.rank() ? at(data, base + offset) : shared_.segment.slot(rank, round_) + offset;
+      }
+      std::byte* first = out ? at(out, base + offset) : result + offset;
+      reduce(reduction_, first, shared_.inputs.data(), shared_.ranks(), part.length);
+      if (out) std::memcpy(result + offset, first, part.length * size_);
+    }
+  }
+
+  // Take the share that `rank` has reduced.
+  void collect(int rank, void* out) const { move(rank, rank, out, nullptr); }
+
+ private:
+  Span share_of(int rank) const { return Span(static_cast<std::size_t>(rank), share_, elements_.length); }
+
+  // Copy a rank's share between the slot of `owner` and one of `out`, which is filled, or `in`, which is read.
+  void move(int owner, int rank, void* out, const void* in) const {
+    const Span share = share_of(rank);
+    std::byte* there = shared_.segment.slot(owner, round_) + share.offset * size_;
+    const std::size_t offset = (elements_.offset + share.offset) * size_;
+    if (out) {
+      transfer(at(out, offset), there, share.length * size_);
+    } else {
+      transfer(there, at(in, offset), share.length * size_);
+    }
+  }
+
+  Shared& shared_;
+  const Reduction& reduction_;
+  std::uint64_t round_;
+  Span elements_;
+  std::size_t size_, share_;
+};
+
+// Reduce-scatter and all-gather through shared memory, pipelined: while a chunk's shares are being collected, the next
+// chunk's are reduced and the one's after that contributed.
+Task reduce_in_shares(Shared& shared, Reduction reduction, int root, void* data, void* out, std::size_t count) {
+  const std::size_t size = size_of(reduction.dtype);
+  const std::size_t step = chunk_for(count * size) / size;
+  const std::uint64_t chunks = rounds_for(count, step);
+  const std::uint64_t first = shared.take(chunks);
+  const bool takes = root < 0 || root == shared.rank();
+  for (std::uint64_t turn = 0; turn < chunks + 2; ++turn) {
+    if (turn < chunks) {
+      co_await shared.writable(first + turn);
+      Chunk(shared, reduction, first + turn, Span(turn, step, count)).contribute(data);
+      shared.publish(first + turn);
+    }
+    if (turn >= 1 && turn <= chunks) {
+      const std::uint64_t round = first + turn - 1;
+      co_await shared.all(round);
+      Chunk(shared, reduction, round, Span(turn - 1, step, count)).reduce_share(data, takes ? out : nullptr);
+      shared.publish_second(round);
+    }
+    if (turn >= 2) {
+      const std::uint64_t round = first + turn - 2;
+      for (int rank = 0; takes && rank < shared.ranks(); ++rank) {
+        if (rank == shared.rank()) continue;
+        co_await shared.second(rank, round);
+        Chunk(shared, reduction, round, Span(turn - 2, step, count)).collect(rank, out);
+      }
+      shared.finish(round);
+    }
+    co_await shared.turn();
+  }
+}
+
+}  // namespace
+
+Task shared_reduce(Shared& shared, Reduction reduction, int root, void* data, void* out, std::size_t count) {
+  return count * size_of(reduction.dtype) <= kDirect ? reduce_directly(shared, reduction, root, data, out, count)
+                                                     : reduce_in_shares(shared, reduction, root, data, out, count);
+}
+
+Task shared_spread(Shared& shared, const void* in, std::vector<void*> outs, Bytes bytes) {
+  Segment& segment = shared.segment;
+  const int me = shared.rank();
+  const std::size_t most = *std::max_element(bytes.begin(), bytes.end());
+  const bool small = most <= Segment::kInline;
+  const std::size_t step = small ? Segment::kInline : chunk_for(most);
+  const std::uint64_t rounds = rounds_for(most, step);
+  const std::uint64_t first = shared.take(rounds);
+  for (std::uint64_t turn = 0; turn <= rounds; ++turn) {
+    const Span mine(turn, step, bytes[me]);
+    if (turn < rounds && (turn == 0 || mine.length)) {
+      co_await shared.writable(first + turn);
+      transfer(small ? segment.line(me, first + turn).data : segment.slot(me, first + turn), at(in, mine.offset), mine.length);
+      shared.publish(first + turn);
+      if (!outs.empty()) transfer(at(outs[me], mine.offset), at(in, mine.offset), mine.length);
+    }
+    if (turn == 1) co_await shared.all(first);
+    for (int rank = 0; turn >= 1 && !outs.empty() && rank < shared.ranks(); ++rank) {
+      const Span theirs(turn - 1, step, bytes[rank]);
+      if (rank == me || theirs.length == 0) continue;
+      const std::uint64_t round = first + turn - 1;
+      co_await shared.one(rank, round);
+      transfer(at(outs[rank], theirs.offset), small ? segment.line(rank, round).data : segment.slot(rank, round),
+           theirs.length);
+    }
+    if (turn >= 1) shared.finish(first + turn - 1);
+    co_await shared.turn();
+  }
+}
+
+namespace {
+
+// The bytes of a slot that are meant for one rank.
+std::size_t piece_of(const Shared& shared) {
+  return Segment::kSlot / static_cast<std::size_t>(shared.ranks()) / kLine * kLine;
+}
+
+}  // namespace
+
+Task shared_exchange(Shared& shared, std::vector<const void*> ins, Bytes in_bytes, std::vector<void*> outs,
+                     Bytes out_bytes, std::size_t largest) {
+  Segment& segment = shared.segment;
+  const int me = shared.rank();
+  const std::size_t piece = piece_of(shared);
+  // As in chunk_for: enough rounds to overlap one rank's writing with the others' reading.
+  const std::size_t step = std::clamp((largest / 4 + kLine - 1) / kLine * kLine, std::min(piece, kSmallestChunk / 4), piece);
+  const std::uint64_t rounds = rounds_for(largest, step);
+  const std::uint64_t first = shared.take(rounds);
+  transfer(outs[me], ins[me], in_bytes[me]);
+  for (std::uint64_t turn = 0; turn <= rounds; ++turn) {
+    if (turn < rounds) {
+      co_await shared.writable(first + turn);
+      for (int rank = 0; rank < shared.ranks(); ++rank) {
+        const Span part(turn, step, in_bytes[rank]);
+        if (rank != me) transfer(segment.slot(me, first + turn) + rank * piece, at(ins[rank], part.offset), part.length);
+      }
+      shared.publish(first + turn);
+    }
+    if (turn == 1) co_await shared.all(first);
+    for (int rank = 0; turn >= 1 && rank < shared.ranks(); ++rank) {
+      const Span part(turn - 1, step, out_bytes[rank]);
+      if (rank == me || part.length == 0) continue;
+      co_await shared.one(rank, first + turn - 1);
+      transfer(at(outs[rank], part.offset), segment.slot(rank, first + turn - 1) + me * piece, part.length);
+    }
+    if (turn >= 1) shared.finish(first + turn - 1);
+    co_await shared.turn();
+  }
+}
+
+Task shared_exchange_v(Shared& shared, std::vector<const void*> ins, Bytes in_bytes, std::vector<void*> outs,
+                       Bytes out_bytes, Unequal* wrong) {
+  Segment& segment = shared.segment;
+  const int me = shared.rank(), ranks = shared.ranks();
+  const std::uint64_t round = shared.take(1);
+  co_await shared.writable(round);
+  std::memcpy(segment.slot(me, round), in_bytes.data(), in_bytes.size() * sizeof(std::size_t));
+  shared.publish(round);
+  co_await shared.all(round);
+  std::size_t largest = 0;
+  for (int rank = 0; rank < ranks; ++rank) {
+    Bytes theirs(static_cast<std::size_t>(ranks));
+    std::memcpy(theirs.data(), segment.slot(rank, round), theirs.size() * sizeof(std::size_t));
+    largest = std::max(largest, *std::max_element(theirs.begin(), theirs.end()));
+    if (theirs[me] != out_bytes[rank] && wrong->rank < 0) *wrong = Unequal{rank, theirs[me]};
+  }
+  shared.finish(round);
+  if (wrong->rank >= 0) co_return;
+  Task exchange =
+      shared_exchange(shared, std::move(ins), std::move(in_bytes), std::move(outs), std::move(out_bytes), largest);
+  co_await exchange;
+}
+
+Task shared_reduce_scatter(Shared& shared, Reduction reduction, std::vector<const void*> ins, Bytes counts, void* out) {
+  Segment& segment = shared.segment;
+  const int me = shared.rank(), ranks = shared.ranks();
+  const std::size_t size = size_of(reduction.dtype);
+  const std::size_t piece = piece_of(shared);
+  const std::size_t most = *std::max_element(counts.begin(), counts.end());
+  const std::size_t wanted = std::clamp(most * size / 4, std::min(piece, kSmallestChunk / 4), piece);
+  const std::size_t step = std::max<std::size_t>(1, wanted / size);
+  const std::uint64_t rounds = rounds_for(most, step);
+  const std::uint64_t first = shared.take(rounds);
+  for (std::uint64_t turn = 0; turn <= rounds; ++turn) {
+    if (turn < rounds) {
+      co_await shared.writable(first + turn);
+      for (int rank = 0; rank < ranks; ++rank) {
+        const Span part(turn, step, counts[rank]);
+        if (rank != me) {
+          transfer(segment.slot(me, first + turn) + rank * piece, at(ins[rank], part.offset * size), part.length * size);
+        }
+      }
+      shared.publish(first + turn);
+    }
+    if (turn >= 1) {
+      const std::uint64_t round = first + turn - 1;
+      const Span part(turn - 1, step, counts[me]);
+      co_await shared.all(round);
+      for (int rank = 0; rank < ranks; ++rank) {
+        shared.inputs[rank] = rank == me ? at(ins[me], part.offset * size) : segment.slot(rank, round) + me * piece;
+      }
+      reduce(reduction, at(out, part.offset * size), shared.inputs.data(), ranks, part.length);
+      shared.finish(round);
+    }
+    co_await shared.turn();
+  }
+}
+
+}  // namespace aiocomms

@@ -1,0 +1,126 @@
+// Collectives of ranks that share memory: rounds of a Segment, each rank reading what the others published.
+//
+// The first round of each collective carries its fingerprint, and everybody waits for everybody in it: ranks that
+// disagree on what they are doing find out before any data has moved.
+#pragma once
+
+#include <chrono>
+#include <coroutine>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "reduce.hpp"
+#include "schedule.hpp"
+#include "segment.hpp"
+
+namespace aiocomms {
+
+inline std::uint64_t now_ns() {
+  return static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(
+                                        std::chrono::steady_clock::now().time_since_epoch())
+                                        .count());
+}
+
+// One rank's place at a segment: the round it is in, and what its schedule waits for.
+class Shared {
+ public:
+  Shared(int fd, int rank, int ranks) : segment(fd, rank, ranks), inputs(static_cast<std::size_t>(ranks)) {}
+
+  Segment segment;
+  std::uint64_t mark = 0;           // of the collective under way
+  const std::uint64_t* slice_ends = nullptr;  // when a schedule lets others have their turn, ns
+  std::vector<const void*> inputs;  // scratch: one pointer per rank
+  int disagrees = -1;               // a rank that is doing something else
+  bool published_any = false;       // since this was last set to false
+
+  // Polls what the schedule waits for. Returns whether it went on.
+  bool poll() {
+    if (waiting_ == nullptr || !waiting_->ready()) return false;
+    waiting_ = nullptr;
+    std::exchange(handle_, nullptr).resume();
+    return true;
+  }
+  bool waits_for_nothing() const { return waiting_ == nullptr; }
+  void forget() { waiting_ = nullptr; }  // the schedule is gone
+  // The ranks whose first line of the collective under way has not come.
+  std::vector<int> missing() const;
+
+  // ------------------------------------------------------------------------------------ for the schedules
+  int rank() const { return segment.rank(); }
+  int ranks() const { return segment.ranks(); }
+  // Take `count` rounds. Returns the first.
+  std::uint64_t take(std::uint64_t count) {
+    first_ = next_;
+    next_ += count;
+    return first_;
+  }
+  void publish(std::uint64_t round) {
+    segment.line(rank(), round).mark = mark;
+    segment.publish(round);
+    published_any = true;
+  }
+  void publish_second(std::uint64_t round) {
+    segment.publish_second(round);
+    published_any = true;
+  }
+  void finish(std::uint64_t round) {
+    segment.finish(round + 1);
+    published_any = true;
+  }
+
+  class Wait {
+   public:
+    enum What { kWritable, kAll, kOne, kSecond, kTurn };
+    Wait(Shared& shared, What what, std::uint64_t round, int rank = 0)
+        : shared_(shared), round_(round), rank_(rank), what_(what) {}
+    bool ready();
+    bool await_ready() { return what_ == kTurn ? now_ns() < *shared_.slice_ends : ready(); }
+    void await_suspend(std::coroutine_handle<> handle) {
+      shared_.waiting_ = this;
+      shared_.handle_ = handle;
+    }
+    void await_resume() const {}
+
+   private:
+    Shared& shared_;
+    std::uint64_t round_;
+    int rank_;
+    What what_;
+  };
+
+  Wait writable(std::uint64_t round) { return Wait(*this, Wait::kWritable, round); }
+  Wait all(std::uint64_t round) { return Wait(*this, Wait::kAll, round); }
+  Wait one(int rank, std::uint64_t round) { return Wait(*this, Wait::kOne, round, rank); }
+  Wait second(int rank, std::uint64_t round) { return Wait(*this, Wait::kSecond, round, rank); }
+  Wait turn() { return Wait(*this, Wait::kTurn, 0); }  // lets others run if this schedule's slice is over
+
+ private:
+  friend class Wait;
+  std::uint64_t next_ = 0;
+  std::uint64_t first_ = 0;
+  Wait* waiting_ = nullptr;
+  std::coroutine_handle<> handle_;
+};
+
+using Bytes = std::vector<std::size_t>;
+
+Task shared_barrier(Shared& shared);
+// data becomes the reduction on every rank, or on `root` alone if that is not -1, where it goes to `out`.
+Task shared_reduce(Shared& shared, Reduction reduction, int root, void* data, void* out, std::size_t count);
+Task shared_reduce_scatter(Shared& shared, Reduction reduction, std::vector<const void*> ins, Bytes counts, void* out);
+// Each rank r gives bytes[r] of `in` to all that take; `outs` is empty on a rank that takes nothing.
+Task shared_spread(Shared& shared, const void* in, std::vector<void*> outs, Bytes bytes);
+// Each rank gives each other a part of its own; `bytes`: the largest part anywhere.
+Task shared_exchange(Shared& shared, std::vector<const void*> ins, Bytes in_bytes, std::vector<void*> outs,
+                     Bytes out_bytes, std::size_t largest);
+// As shared_exchange, where each rank knows its own parts' sizes only. wrong: who gives this rank a part of another size
+// than it takes, and how many bytes.
+struct Unequal {
+  int rank = -1;
+  std::size_t given = 0;
+};
+Task shared_exchange_v(Shared& shared, std::vector<const void*> ins, Bytes in_bytes, std::vector<void*> outs,
+                       Bytes out_bytes, Unequal* wrong);
+
+}  // namespace aiocomms

@@ -1,0 +1,304 @@
+// One-sided operations. Memory of a rank on this host is mapped into this process and used directly; for any other UCX
+// reads and writes it. A signal is a message behind all that was put before it.
+
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+
+#include "engine.hpp"
+
+namespace aiocomms {
+namespace {
+
+// What one look at everything may copy: about 20 µs.
+constexpr std::size_t kCopyAtOnce = 256 * 1024;
+
+// Copy from another process's memory, or, if `pid` is 0, from this one's. False: it cannot be read any more.
+bool copy_from(pid_t pid, std::byte* to, const std::byte* from, std::size_t bytes) {
+  if (pid == 0) {
+    std::memcpy(to, from, bytes);
+    return true;
+  }
+  while (bytes > 0) {
+    iovec here{to, bytes}, there{const_cast<std::byte*>(from), bytes};
+    ssize_t got = process_vm_readv(pid, &here, 1, &there, 1, 0);
+    if (got <= 0) return false;
+    to += got;
+    from += got;
+    bytes -= static_cast<std::size_t>(got);
+  }
+  return true;
+}
+
+template <typename T>
+std::uint64_t atomically(std::byte* where, bool swap, std::uint64_t a, std::uint64_t b) {
+  std::atomic_ref<T> element(*reinterpret_cast<T*>(where));
+  if (!swap) return element.fetch_add(static_cast<T>(a));
+  T expected = static_cast<T>(a);
+  element.compare_exchange_strong(expected, static_cast<T>(b));
+  return expected;  // what was there: what was expected, if it was replaced
+}
+
+std::uint64_t atomically(std::byte* where, std::size_t bytes, bool swap, std::uint64_t a, std::uint64_t b) {
+  return bytes == 4 ? atomically<std::uint32_t>(where, swap, a, b) : atomically<std::uint64_t>(where, swap, a, b);
+}
+
+// Calls `then` when as many calls of UCX as announced have finished well.
+struct Countdown final : Pending {
+  Countdown(int the_count, std::function<void(ucs_status_t)> the_then) : count(the_count), then(std::move(the_then)) {}
+  void finished(ucs_status_t status) override {
+    if (status != UCS_OK) worst = status;
+    if (--count > 0) return;
+    then(worst);
+    delete this;
+  }
+  int count;
+  std::function<void(ucs_status_t)> then;
+  ucs_status_t worst = UCS_OK;
+};
+
+}  // namespace
+
+Window::Part& Engine::part(std::uint32_t id, std::uint64_t window, int rank) {
+  return group(id).windows.at(window).parts[rank];
+}
+
+std::string Engine::map_window(std::uint32_t id, std::uint64_t number, void* data, std::size_t bytes, bool remote) {
+  Turn turn(*this);
+  Group& owner = group(id);
+  Window& window = owner.windows[number];
+  window.parts.resize(owner.peers.size());
+  window.parts[owner.rank].mapped = static_cast<std::byte*>(data);
+  window.bytes = bytes;
+  if (!remote || bytes == 0) return {};
+  window.memory = worker_->map(data, bytes);
+  return worker_->pack(window.memory);
+}
+
+void Engine::open_window(std::uint32_t id, std::uint64_t number, int rank, void* mapped, const std::string& rkey,
+                         std::uint64_t address) {
+  Turn turn(*this);
+  Window::Part& it = part(id, number, rank);
+  if (mapped) it.mapped = static_cast<std::byte*>(mapped);
+  it.address = address;
+  if (!rkey.empty()) it.rkey = worker_->unpack(group(id).peers[rank], rkey);
+}
+
+void Engine::close_window(std::uint32_t id, std::uint64_t number) {
+  Turn turn(*this);
+  Group& owner = group(id);
+  auto found = owner.windows.find(number);
+  if (found == owner.windows.end()) return;
+  for (Window::Part& it : found->second.parts) {
+    if (it.rkey) ucp_rkey_destroy(it.rkey);
+  }
+  if (found->second.memory) worker_->unmap(found->second.memory);
+  owner.windows.erase(found);
+}
+
+// Do it now, or after the copies that are under way.
+bool Engine::act(Request* request, Job job) {
+  job.request = request;
+  jobs_.push_back(std::move(job));
+  advance_jobs(jobs_);
+  return settle(request);
+}
+
+bool Engine::advance_jobs(std::deque<Job>& jobs) {
+  if (jobs.empty()) return false;
+  Job& job = jobs.front();
+  const std::size_t bytes = std::min(job.bytes, kCopyAtOnce);
+  if (bytes && !copy_from(job.pid, job.to, job.from, bytes)) {
+    Request* request = job.request;
+    jobs.pop_front();
+    complete(request, Status::kBroken, -UCS_ERR_CONNECTION_RESET);
+    return true;
+  }
+  job.to += bytes;
+  job.from += bytes;
+  job.bytes -= bytes;
+  if (job.bytes > 0) return true;
+  Job done = std::move(job);
+  jobs.pop_front();
+  if (done.then) {
+    done.then(done.request);
+  } else {
+    done.request->finished(UCS_OK);
+  }
+  return true;
+}
+
+namespace {
+
+// A call of UCX that has returned `status` tells the request, now or later.
+void follow(Request* request, ucs_status_t status) {
+  if (status != UCS_INPROGRESS) request->finished(status);
+}
+
+}  // namespace
+
+bool Engine::put(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank, std::uint64_t offset, const void* data,
+                           std::size_t bytes) {
+  Turn turn(*this);
+  Window::Part& to = part(id, window, rank);
+  auto request = new Request(*this, group(id), ticket);
+  if (to.mapped || bytes == 0) {
+    return act(request, {to.mapped + offset, static_cast<const std::byte*>(data), bytes, nullptr, {}});
+  }
+  int peer = group(id).peers[rank];
+  return act(request, {nullptr, nullptr, 0, nullptr, [=, this, &to](Request* it) {
+                         worker_->fence();
+                         follow(it, worker_->put(peer, to.rkey, to.address + offset, data, bytes, it));
+                       }});
+}
+
+bool Engine::get(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank, std::uint64_t offset, void* data,
+                           std::size_t bytes) {
+  Turn turn(*this);
+  Window::Part& from = part(id, window, rank);
+  auto request = new Request(*this, group(id), ticket);
+  if (from.mapped || bytes == 0) {
+    return act(request, {static_cast<std::byte*>(data), from.mapped + offset, bytes, nullptr, {}});
+  }
+  int peer = group(id).peers[rank];
+  return act(request, {nullptr, nullptr, 0, nullptr, [=, this, &from](Request* it) {
+                         worker_->fence();
+                         follow(it, worker_->get(peer, from.rkey, from.address + offset, data, bytes, it));
+                       }});
+}
+
+bool Engine::atomic(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank, std::uint64_t offset, bool swap,
+                              std::size_t bytes, std::uint64_t a, std::uint64_t b) {
+  Turn turn(*this);
+  Window::Part& at = part(id, window, rank);
+  Group& owner = group(id);
+  auto request = new Request(*this, owner, ticket);
+  request->answers = true;
+  if (at.mapped) {
+    std::byte* where = at.mapped + offset;
+    return act(request, {nullptr, nullptr, 0, nullptr, [=](Request* it) {
+                           it->details[0] = atomically(where, bytes, swap, a, b);
+                           it->finished(UCS_OK);
+                         }});
+  }
+  const Atomic what{offset, a, b, static_cast<std::uint32_t>(bytes), swap, ++next_question_};
+  const Header header{owner.their_ids[rank], 0, static_cast<std::uint16_t>(owner.rank), kAtomic, 0,
+                      static_cast<std::uint32_t>(rank_), static_cast<std::int64_t>(window), sizeof what, 0};
+  return act(request, {nullptr, nullptr, 0, nullptr, [=, this, &owner](Request* it) {
+                         behind_puts(owner, rank, it, [=, this, &owner] {
+                           asked_.emplace(what.number, Asked{&owner, it, &it->details[0]});
+                           return worker_->tell(owner.peers[rank], header, &what, sizeof what, nullptr);
+                         });
+                       }});
+}
+
+// The owner does it: one processor's atomics are atomic among themselves, a network's and a processor's are not. UCX's own
+// across TCP do not work with its error handling (1.22: "cannot find remote protocol for amo").
+void Engine::asked(Group& owner, const Header& header, const void* payload) {
+  Atomic what;
+  auto found = owner.windows.find(static_cast<std::uint64_t>(header.tag));
+  if (header.bytes != sizeof what || payload == nullptr || found == owner.windows.end()) return;
+  std::memcpy(&what, payload, sizeof what);
+  const Window& window = found->second;
+  const bool fits = (what.bytes == 4 || what.bytes == 8) && what.offset % what.bytes == 0 &&
+                    what.offset < window.bytes && what.bytes <= window.bytes - what.offset;
+  if (!fits) return;
+  std::byte* where = window.parts[owner.rank].mapped + what.offset;
+  answer(owner, header.source, what.number, atomically(where, what.bytes, what.swap, what.a, what.b));
+}
+
+// Do something when all that was put into a rank's window before is there.
+void Engine::behind_puts(Group& owner, int rank, Request* request, std::function<ucs_status_t()> then) {
+  auto flushed = [=](ucs_status_t status) {
+    if (status == UCS_OK) status = then();
+    if (status != UCS_OK && status != UCS_INPROGRESS) request->finished(status);
+  };
+  auto behind = new Countdown(1, flushed);
+  ucs_status_t status = worker_->flush(owner.peers[rank], behind);
+  if (status != UCS_INPROGRESS) behind->finished(status);
+}
+
+bool Engine::signal(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank) {
+  Turn turn(*this);
+  Group& owner = group(id);
+  auto request = new Request(*this, owner, ticket);
+  Header header{owner.their_ids[rank], 0, static_cast<std::uint16_t>(owner.rank), kSignal, 0,
+                static_cast<std::uint32_t>(rank_), static_cast<std::int64_t>(window), 0, 0};
+  if (rank == owner.rank) {
+    return act(request, {nullptr, nullptr, 0, nullptr, [=, this, &owner](Request* it) {
+                           signalled(owner, header);
+                           it->finished(UCS_OK);
+                         }});
+  }
+  const int peer = owner.peers[rank];
+  const bool mapped = part(id, window, rank).mapped != nullptr;
+  return act(request, {nullptr, nullptr, 0, nullptr, [=, this, &owner](Request* it) {
+                         auto send = [=, this] {
+                           ucs_status_t status = worker_->tell(peer, header, nullptr, 0, it);
+                           if (status == UCS_OK) it->finished(UCS_OK);
+                           return status;
+                         };
+                         if (!mapped) return behind_puts(owner, rank, it, send);
+                         ucs_status_t status = send();
+                         if (status != UCS_OK && status != UCS_INPROGRESS) it->finished(status);
+                       }});
+}
+
+bool Engine::wait_signal(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank) {
+  Turn turn(*this);
+  Window::Part& from = part(id, window, rank);
+  auto request = new Request(*this, group(id), ticket);
+  if (from.signals > 0) {
+    --from.signals;
+    complete(request, Status::kDone);
+  } else if (group(id).left[rank]) {
+    complete(request, Status::kClosed, static_cast<std::uint64_t>(rank));
+  } else {
+    from.waits.push(request);
+  }
+  return settle(request);
+}
+
+bool Engine::cancel_wait(std::uint32_t id, std::uint64_t window, int rank, Ticket ticket) {
+  Turn turn(*this);
+  Request* request = part(id, window, rank).waits.take([&](const Request& it) { return it.ticket == ticket; });
+  if (request == nullptr) return false;
+  --pending_;
+  delete request;
+  return true;
+}
+
+void Engine::signalled(Group& owner, const Header& header) {
+  auto found = owner.windows.find(static_cast<std::uint64_t>(header.tag));
+  if (found == owner.windows.end()) return;  // closed: a signal that nobody waited for
+  Window::Part& from = found->second.parts[header.source];
+  if (from.waits.empty()) {
+    ++from.signals;
+  } else {
+    complete(from.waits.pop(), Status::kDone);
+  }
+}
+
+bool Engine::flush(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank) {
+  Turn turn(*this);
+  Group& owner = group(id);
+  std::vector<int> peers;
+  for (int other = 0; other < static_cast<int>(owner.peers.size()); ++other) {
+    if ((rank < 0 || rank == other) && part(id, window, other).rkey) peers.push_back(owner.peers[other]);
+  }
+  auto request = new Request(*this, owner, ticket);
+  return act(request, {nullptr, nullptr, 0, nullptr, [=, this](Request* it) {
+                         if (peers.empty()) return it->finished(UCS_OK);
+                         auto all = new Countdown(static_cast<int>(peers.size()),
+                                                  [it](ucs_status_t worst) { it->finished(worst); });
+                         for (int peer : peers) {
+                           ucs_status_t status = worker_->flush(peer, all);
+                           if (status != UCS_INPROGRESS) all->finished(status);
+                         }
+                       }});
+}
+
+}  // namespace aiocomms

@@ -1,0 +1,288 @@
+#include "worker.hpp"
+
+#include <algorithm>
+#include <array>
+#include <cstdlib>
+#include <cstring>
+
+namespace aiocomms {
+namespace {
+
+constexpr unsigned kMessage = 1;  // our one active message id
+constexpr std::size_t kLongestTold = 64;  // bytes
+constexpr unsigned kUcxMajor = 1, kUcxMinor = 18;  // the oldest UCX whose interface this is
+
+void check(const char* call, ucs_status_t status) {
+  if (status != UCS_OK) throw UcxError(call, status);
+}
+
+void on_done(void* request, ucs_status_t status, void* pending) {
+  ucp_request_free(request);
+  if (pending) static_cast<Pending*>(pending)->finished(status);
+}
+
+void on_fetched(void* request, ucs_status_t status, std::size_t, void* pending) { on_done(request, status, pending); }
+
+ucp_request_param_t request_param(Pending* pending) {
+  ucp_request_param_t param{};
+  param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
+  param.cb.send = on_done;
+  param.user_data = pending;
+  return param;
+}
+
+ucs_status_t outcome(ucs_status_ptr_t request) {
+  if (request == nullptr) return UCS_OK;
+  return UCS_PTR_IS_ERR(request) ? UCS_PTR_STATUS(request) : UCS_INPROGRESS;
+}
+
+// A datatype whose values take their beginning and drop the rest: UCX itself refuses a message longer than its buffer.
+ucp_generic_dt_ops_t beginning_ops() {
+  ucp_generic_dt_ops_t ops{};
+  ops.start_pack = [](void*, const void*, std::size_t) -> void* { return nullptr; };
+  ops.start_unpack = [](void*, void* buffer, std::size_t) -> void* { return buffer; };
+  ops.packed_size = [](void* state) { return static_cast<Worker::Beginning*>(state)->bytes; };
+  ops.pack = [](void*, std::size_t, void*, std::size_t) -> std::size_t { return 0; };
+  ops.unpack = [](void* state, std::size_t offset, const void* from, std::size_t bytes) {
+    auto [data, room, all] = *static_cast<Worker::Beginning*>(state);
+    if (offset < room) std::memcpy(static_cast<std::byte*>(data) + offset, from, std::min(bytes, room - offset));
+    return UCS_OK;
+  };
+  ops.finish = [](void*) {};
+  return ops;
+}
+
+}  // namespace
+
+UcxError::UcxError(const char* call, ucs_status_t status)
+    : std::runtime_error(std::string(call) + ": " + ucs_status_string(status)) {}
+
+Worker::Worker(int peers, const std::vector<std::pair<std::string, std::string>>& options, Arrived arrived)
+    : peers_(peers), arrived_(std::move(arrived)) {
+  ucp_config_t* config = nullptr;
+  check("ucp_config_read", ucp_config_read(nullptr, nullptr, &config));
+  for (const auto& [name, value] : options) {
+    if (std::getenv(("UCX_" + name).c_str()) == nullptr) {
+      ucs_status_t status = ucp_config_modify(config, name.c_str(), value.c_str());
+      if (status != UCS_OK) {
+        ucp_config_release(config);
+        throw UcxError(("UCX setting " + name + "=" + value).c_str(), status);
+      }
+    }
+  }
+  ucp_params_t params{};
+  params.field_mask = UCP_PARAM_FIELD_FEATURES | UCP_PARAM_FIELD_REQUEST_SIZE | UCP_PARAM_FIELD_REQUEST_INIT;
+  params.request_size = sizeof(Pending*);  // of a send: who waits for it
+  params.request_init = [](void* request) { *static_cast<Pending**>(request) = nullptr; };
+  params.features = UCP_FEATURE_AM | UCP_FEATURE_RMA | UCP_FEATURE_WAKEUP;
+  ucs_status_t status = ucp_init_version(kUcxMajor, kUcxMinor, &params, config, &context_);
+  ucp_config_release(config);
+  check("ucp_init", status);
+
+  ucp_worker_params_t wanted{};
+  // Outstanding requests are no leak when a worker whose peer has died is set aside.
+  wanted.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE | UCP_WORKER_PARAM_FIELD_FLAGS;
+  wanted.thread_mode = UCS_THREAD_MODE_SERIALIZED;
+  wanted.flags = UCP_WORKER_FLAG_IGNORE_REQUEST_LEAK;
+  status = ucp_worker_create(context_, &wanted, &worker_);
+  if (status != UCS_OK) {
+    ucp_cleanup(context_);
+    throw UcxError("ucp_worker_create", status);
+  }
+  ucp_am_handler_param_t handler{};
+  handler.field_mask = UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_CB | UCP_AM_HANDLER_PARAM_FIELD_ARG;
+  handler.id = kMessage;
+  handler.cb = on_message;
+  handler.arg = this;
+  status = ucp_worker_set_am_recv_handler(worker_, &handler);
+  ucp_generic_dt_ops_t ops = beginning_ops();
+  if (status == UCS_OK) status = ucp_dt_create_generic(&ops, nullptr, &beginnings_);
+  if (status != UCS_OK) {
+    ucp_worker_destroy(worker_);
+    ucp_cleanup(context_);
+    throw UcxError("ucp_worker_set_am_recv_handler", status);
+  }
+}
+
+Worker::~Worker() {
+  ucp_worker_destroy(worker_);
+  ucp_dt_destroy(beginnings_);
+  ucp_cleanup(context_);
+}
+
+std::string Worker::address() const {
+  ucp_worker_attr_t attr{};
+  attr.field_mask = UCP_WORKER_ATTR_FIELD_ADDRESS;
+  check("ucp_worker_query", ucp_worker_query(worker_, &attr));
+  std::string address(reinterpret_cast<const char*>(attr.address), attr.address_length);
+  ucp_worker_release_address(worker_, attr.address);
+  return address;
+}
+
+int Worker::event_fd() const {
+  int fd = -1;
+  check("ucp_worker_get_efd", ucp_worker_get_efd(worker_, &fd));
+  return fd;
+}
+
+void Worker::introduce(int peer, std::string address, bool watched) {
+  peers_[peer].address = std::move(address);
+  peers_[peer].watched = watched;
+}
+
+ucp_ep_h Worker::endpoint(int number) {
+  Peer& peer = peers_[number];
+  if (peer.endpoint == nullptr && !peer.failed) {
+    ucp_ep_params_t params{};
+    params.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE;
+    params.address = reinterpret_cast<const ucp_address_t*>(peer.address.data());
+    params.err_mode = UCP_ERR_HANDLING_MODE_NONE;
+    if (peer.watched) {
+      params.field_mask |= UCP_EP_PARAM_FIELD_ERR_HANDLER;
+      params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
+      // That a peer is gone is learnt from its control connection, with its name; here it must only not be fatal.
+      params.err_handler.cb = [](void* arg, ucp_ep_h, ucs_status_t) { static_cast<Peer*>(arg)->failed = true; };
+      params.err_handler.arg = &peer;
+    }
+    if (ucp_ep_create(worker_, &params, &peer.endpoint) != UCS_OK) peer.failed = true;
+  }
+  return peer.failed ? nullptr : peer.endpoint;
+}
+
+ucs_status_t Worker::send(int peer, Header header, const void* data, Pending* pending) {
+  header.order = peers_[peer].sent;
+  return send(peer, &header, sizeof header, data, header.bytes, pending);
+}
+
+ucs_status_t Worker::tell(int peer, Header header, const void* what, std::size_t bytes, Pending* pending) {
+  header.order = peers_[peer].sent;
+  std::array<std::byte, sizeof header + kLongestTold> both;
+  std::memcpy(both.data(), &header, sizeof header);
+  if (bytes) std::memcpy(both.data() + sizeof header, what, bytes);
+  return send(peer, both.data(), sizeof header + bytes, nullptr, 0, pending);
+}
+
+ucs_status_t Worker::send(int number, const void* header, std::size_t header_bytes, const void* data,
+                          std::size_t bytes, Pending* pending) {
+  ucp_ep_h to = endpoint(number);
+  if (to == nullptr) return UCS_ERR_CONNECTION_RESET;
+  ++peers_[number].sent;
+  ucp_request_param_t param = request_param(nullptr);
+  param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
+  param.flags = UCP_AM_SEND_FLAG_COPY_HEADER;
+  param.cb.send = on_sent;
+  param.user_data = this;
+  ucs_status_ptr_t request = ucp_am_send_nbx(to, kMessage, header, header_bytes, data, bytes, &param);
+  ucs_status_t status = outcome(request);
+  if (status == UCS_INPROGRESS) {
+    *static_cast<Pending**>(request) = pending;  // no callback comes before the next progress()
+    ++sending_;
+  }
+  return status;
+}
+
+void Worker::on_sent(void* request, ucs_status_t status, void* worker) {
+  --static_cast<Worker*>(worker)->sending_;
+  on_done(request, status, *static_cast<Pending**>(request));
+}
+
+ucs_status_t Worker::on_message(void* arg, const void* raw, std::size_t header_bytes, void* data, std::size_t bytes,
+                                const ucp_am_recv_param_t* param) {
+  Worker& self = *static_cast<Worker*>(arg);
+  Header header;
+  if (header_bytes < sizeof header) return UCS_OK;  // nobody of ours
+  std::memcpy(&header, raw, sizeof header);
+  if (header.peer >= self.peers_.size()) return UCS_OK;
+  const int peer = static_cast<int>(header.peer);
+  const std::size_t told = header_bytes - sizeof header;
+  const std::size_t wanted = header.dtype & kOffered ? sizeof(Offer) : header.bytes;
+  if (told + bytes != wanted || (told && bytes)) return UCS_OK;
+  if (told) {
+    self.arrived_(peer, header, static_cast<const std::byte*>(raw) + sizeof header, nullptr);
+    return UCS_OK;
+  }
+  bool large = param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV;
+  self.arrived_(peer, header, large ? nullptr : data, large ? data : nullptr);
+  return large ? UCS_INPROGRESS : UCS_OK;
+}
+
+ucs_status_t Worker::fetch(void* descriptor, void* data, std::size_t bytes, Pending* pending) {
+  ucp_request_param_t param = request_param(pending);
+  param.cb.recv_am = on_fetched;
+  return outcome(ucp_am_recv_data_nbx(worker_, descriptor, data, bytes, &param));
+}
+
+ucs_status_t Worker::fetch_beginning(void* descriptor, Beginning* beginning, Pending* pending) {
+  ucp_request_param_t param = request_param(pending);
+  param.op_attr_mask |= UCP_OP_ATTR_FIELD_DATATYPE;
+  param.datatype = beginnings_;
+  param.cb.recv_am = on_fetched;
+  return outcome(ucp_am_recv_data_nbx(worker_, descriptor, beginning, 1, &param));
+}
+
+ucs_status_t Worker::put(int peer, ucp_rkey_h rkey, std::uint64_t address, const void* data, std::size_t bytes,
+                         Pending* pending) {
+  ucp_ep_h to = endpoint(peer);
+  if (to == nullptr) return UCS_ERR_CONNECTION_RESET;
+  ucp_request_param_t param = request_param(pending);
+  return outcome(ucp_put_nbx(to, data, bytes, address, rkey, &param));
+}
+
+ucs_status_t Worker::get(int peer, ucp_rkey_h rkey, std::uint64_t address, void* data, std::size_t bytes,
+                         Pending* pending) {
+  ucp_ep_h from = endpoint(peer);
+  if (from == nullptr) return UCS_ERR_CONNECTION_RESET;
+  ucp_request_param_t param = request_param(pending);
+  return outcome(ucp_get_nbx(from, data, bytes, address, rkey, &param));
+}
+
+ucs_status_t Worker::flush(int number, Pending* pending) {
+  if (peers_[number].endpoint == nullptr) return UCS_OK;
+  if (peers_[number].failed) return UCS_ERR_CONNECTION_RESET;
+  ucp_request_param_t param = request_param(pending);
+  return outcome(ucp_ep_flush_nbx(peers_[number].endpoint, &param));
+}
+
+ucp_mem_h Worker::map(void* data, std::size_t bytes) {
+  ucp_mem_map_params_t params{};
+  params.field_mask = UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH;
+  params.address = data;
+  params.length = bytes;
+  ucp_mem_h memory = nullptr;
+  check("ucp_mem_map", ucp_mem_map(context_, &params, &memory));
+  return memory;
+}
+
+std::string Worker::pack(ucp_mem_h memory) {
+  void* buffer = nullptr;
+  std::size_t size = 0;
+  check("ucp_rkey_pack", ucp_rkey_pack(context_, memory, &buffer, &size));
+  std::string packed(static_cast<const char*>(buffer), size);
+  ucp_rkey_buffer_release(buffer);
+  return packed;
+}
+
+ucp_rkey_h Worker::unpack(int peer, const std::string& packed) {
+  ucp_ep_h to = endpoint(peer);
+  if (to == nullptr) throw UcxError("ucp_ep_create", UCS_ERR_CONNECTION_RESET);
+  ucp_rkey_h rkey = nullptr;
+  check("ucp_ep_rkey_unpack", ucp_ep_rkey_unpack(to, packed.data(), &rkey));
+  return rkey;
+}
+
+void Worker::disconnect(const std::function<bool()>& patience) {
+  for (Peer& peer : peers_) {
+    if (peer.endpoint == nullptr) continue;
+    ucp_request_param_t param = request_param(&closing_);
+    if (peer.failed) {
+      param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
+      param.flags = UCP_EP_CLOSE_FLAG_FORCE;
+    }
+    closing_.open += outcome(ucp_ep_close_nbx(peer.endpoint, &param)) == UCS_INPROGRESS;
+    peer.endpoint = nullptr;
+    peer.failed = true;
+  }
+  while (closing_.open > 0 && patience()) progress();
+}
+
+}  // namespace aiocomms
