@@ -1,0 +1,199 @@
+"""Transport ``ucxx``: sends and receives over UCX, through the Python API of ucx-py, which UCXX carries on."""
+
+import asyncio
+import itertools
+import struct
+import threading
+from collections import deque, namedtuple
+from importlib import import_module, util
+from typing import Any, Self
+
+from torch import Tensor, device, uint8
+
+from aiocomms import checks, ops
+from aiocomms.driver import Driver, run_in_thread
+from aiocomms.errors import CommAbortedError, CommError, MessageTruncatedError, MismatchError, PeerDiedError
+from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport
+from aiocomms.waker import Waker
+
+# Frames are of one size, for UCXX takes a message that is shorter than its buffer for truncated. Data that has no room
+# in its frame is a UCX message of its own, found by its number. After CLOSE, ABORT or DEATH a rank says nothing more.
+Frame = namedtuple("Frame", "kind channel dtype tag nbytes number data", defaults=(0, 0, 0, 0, 0, b""))  # noqa: PYI024
+HELLO, MESSAGE, CLOSE, ABORT, DEATH = range(5)
+HEADER, SIZE, ROOM = struct.Struct("<BBBxiqq"), 256, 232  # bytes
+DTYPES = sorted(checks.DTYPES, key=str)
+LIBRARY = next((name for name in ("ucxx", "ucp") if util.find_spec(name)), None)
+
+
+class Engine:
+    """A loop in a thread, for UCXX: it knows asyncio alone, serves one loop, and must not wait for a busy one."""
+
+    one: Any = None
+    lock, numbers = threading.Lock(), itertools.count(1)
+
+    @classmethod
+    def get(cls) -> Any:
+        with cls.lock:
+            cls.one = cls.one or cls()  # to the end of the process: UCXX does not give back all that it opens
+        return cls.one
+
+    def __init__(self) -> None:
+        self.loop, self.tasks = asyncio.SelectorEventLoop(), set[Any]()
+        self.loop.run_until_complete(self.start())
+        threading.Thread(target=self.loop.run_forever, name="aiocomms ucxx", daemon=True).start()
+
+    async def start(self) -> None:
+        self.ucx: Any = import_module(str(LIBRARY))
+        util.find_spec("cuda") and import_module("cuda.core")  # or UCXX's thread does, and opens files as it pleases
+        options = {"enable_python_future": True} if LIBRARY == "ucxx" else {}  # without, each await would spin
+        self.ucx.init({"RNDV_THRESH": str(SIZE + 1)}, **options)  # what is larger waits at its sender until asked for
+
+    def submit(self, coroutine: Any) -> Any:  # on any thread
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        self.tasks.add(future)  # kept, and never cancelled: UCX may be using its buffers
+        future.add_done_callback(self.tasks.discard)
+        return future
+
+
+class UcxxTransport(Transport):
+    capabilities = Capabilities(ops=frozenset({ops.Send, ops.Recv}))
+
+    def __init__(self, rank: int, engine: Engine) -> None:
+        self.rank, self.engine, self.waker, self.silence = rank, engine, Waker(), asyncio.Event()
+        self.number, self.numbers = next(Engine.numbers) << 40, itertools.count()  # this transport's, and of data
+        self.peers: dict[int, Any] = {}  # by rank: its endpoint, and its number, which is in the tags of all for it
+        self.farewell: Any = None  # the last frames
+        self.gone, self.inbox = set[int](), deque[Any]()  # ranks that have closed; what progress() is to call
+        self.letters = list[Any]()  # arrived and not asked for: (key, frame)
+        self.pending = list[Any]()  # not arrived, or not yet asked for by the receiver: (peer, key, op, work)
+
+    @classmethod
+    def probe(cls, device: device) -> str | None:
+        return None if LIBRARY else "UCXX is missing: pip install ucxx-cu13 (or ucxx-cu12); it needs no GPU"
+
+    @classmethod
+    async def open(cls, rendezvous: Rendezvous, options: Any) -> Self:
+        self = cls(rendezvous.rank, await rendezvous.run("starting UCX", Engine.get))
+        mine = self.number.to_bytes(8) + bytes(self.engine.ucx.get_worker_address())
+        addresses = await rendezvous.exchange("ucxx", mine)
+        try:
+            await rendezvous.run("connecting", self.engine.submit(self.connect(self.engine.ucx, addresses)).result)
+        except BaseException:
+            self.abort(CommAbortedError(f"rank {self.rank} could not connect", peer=self.rank))
+            self.waker.close()
+            raise
+        return self
+
+    def post(self, op: Any, work: Completion) -> None:
+        sends = isinstance(op, ops.Send)
+        key = (op.dst if sends else op.src, op.channel, op.tag)
+        if not sends and (letter := take(self.letters, 0, key)):
+            self.hand_over(letter[1], op, work)
+        elif key[0] in self.gone:
+            work.fail(CommAbortedError(f"closed by rank {key[0]}, which this op needs", peer=key[0]))
+        elif sends and op.tensor.nbytes <= ROOM:
+            self.engine.submit(self.send(op, bytes(octets(op.tensor))))
+            work.complete()  # the frame has a copy
+        else:
+            self.pending.append((key[0], None if sends else key, op, work))
+            if sends:
+                self.engine.submit(self.send(op, b"", work))
+
+    def progress(self) -> bool:
+        self.waker.clear()  # before looking, or a wake-up might be lost
+        for call, *arguments in (calls := [self.inbox.popleft() for _ in range(len(self.inbox))]):
+            call(*arguments)
+        return bool(calls)
+
+    def fileno(self) -> int:
+        return self.waker.fileno()
+
+    def try_cancel(self, work: Completion) -> bool:
+        return take(self.pending, 3, work) is not None
+
+    def abort(self, error: CommError) -> None:
+        kind = DEATH if isinstance(error, PeerDiedError) else ABORT
+        peer = self.rank if error.peer is None else error.peer
+        self.engine.submit(self.fall_silent(Frame(kind, tag=peer, data=str(error).encode()[:ROOM])))
+
+    async def aclose(self) -> None:
+        await run_in_thread(Driver.current(), self.engine.submit(self.fall_silent(Frame(CLOSE))).result)
+        self.waker.close()
+
+    def hear(self, rank: int, frame: Frame) -> None:
+        if frame.kind in (ABORT, DEATH):
+            error = PeerDiedError if frame.kind == DEATH else CommAbortedError
+            self.on_failure(error(frame.data.rstrip(b"\0").decode(errors="replace"), peer=frame.tag))
+        elif frame.kind == CLOSE:
+            self.gone.add(rank)
+            while it := take(self.pending, 0, rank):
+                self.post(*it[2:])  # it fails now
+        elif frame.kind == MESSAGE and (it := take(self.pending, 1, (rank, frame.channel, frame.tag))):
+            self.hand_over(frame, *it[2:])
+        elif frame.kind == MESSAGE:
+            self.letters.append(((rank, frame.channel, frame.tag), frame))
+
+    def hand_over(self, frame: Frame, op: ops.Recv, work: Any) -> Any:
+        if len(frame.data) < frame.nbytes:
+            return self.engine.submit(self.fetch(frame, op, work))
+        data, into, dtype = frame.data[: frame.nbytes], octets(op.tensor), DTYPES[frame.dtype]
+        what = f"the message has {frame.nbytes} bytes of {dtype}, the buffer is {checks.describe(op.tensor)}"
+        if dtype != op.tensor.dtype:
+            return work.fail(MismatchError(what, peer=op.src))
+        into[: len(data)] = data[: len(into)]  # which may be its own memory
+        return work.complete() if len(data) == len(into) else work.fail(MessageTruncatedError(what, peer=op.src))
+
+    def tell(self, *call: Any) -> None:
+        self.inbox.append(call)
+        self.waker.wake()
+
+    async def connect(self, ucx: Any, addresses: list[bytes]) -> None:
+        for rank in {*range(len(addresses))} - {self.rank}:
+            address = ucx.get_ucx_address_from_buffer(addresses[rank][8:])
+            endpoint = await ucx.create_endpoint_from_worker_address(address)
+            self.peers[rank] = endpoint, int.from_bytes(addresses[rank][:8])
+            self.engine.submit(self.read(rank, endpoint, Frame(HELLO)))
+            await self.say(rank, Frame(HELLO))  # it is there, and its death will be noticed
+
+    async def read(self, rank: int, endpoint: Any, frame: Frame) -> None:
+        try:
+            while frame.kind < CLOSE:
+                await endpoint.recv(buffer := bytearray(SIZE), self.number | rank << 24, force_tag=True)
+                frame = Frame._make((*HEADER.unpack_from(buffer), bytes(buffer[HEADER.size :])))
+                self.tell(self.hear, rank, frame)
+        except Exception as error:  # whatever UCX calls it
+            self.tell(self.hear, rank, Frame(DEATH, tag=rank, data=f"rank {rank} is gone: {error}".encode()))
+        await self.silence.wait()
+        endpoint.abort()
+
+    async def say(self, rank: int, frame: Frame, *data: Any) -> bool:  # in order, for the tasks begin in order
+        endpoint, number = self.peers[rank]
+        tag, packed = number | self.rank << 24, HEADER.pack(*frame[:-1]) + frame.data.ljust(ROOM, b"\0")
+        followed = (endpoint.send(it, tag | frame.number, force_tag=True) for it in data)
+        errors = await asyncio.gather(endpoint.send(packed, tag, force_tag=True), *followed, return_exceptions=True)
+        return not any(errors) and getattr(endpoint, "alive", True)  # UCXX says nothing when an endpoint breaks
+
+    async def send(self, op: ops.Send, inline: bytes, work: Any = None) -> None:
+        data, number = ([octets(op.tensor)], next(self.numbers) % 0xFFFFFF + 1) if work else ([], 0)
+        frame = Frame(MESSAGE, op.channel, DTYPES.index(op.tensor.dtype), op.tag, op.tensor.nbytes, number, inline)
+        if await self.say(op.dst, frame, *data) and work:
+            self.tell(lambda: self.try_cancel(work) and work.complete())  # unless the peer has closed
+
+    async def fetch(self, frame: Frame, op: ops.Recv, work: Completion) -> None:
+        fits = (frame.nbytes, DTYPES[frame.dtype]) == (op.tensor.nbytes, op.tensor.dtype)
+        data = octets(op.tensor) if fits else bytearray(frame.nbytes)
+        await self.peers[op.src][0].recv(data, self.number | op.src << 24 | frame.number, force_tag=True)
+        self.tell(self.hand_over, frame._replace(data=data), op, work)
+
+    async def fall_silent(self, frame: Frame) -> None:
+        self.farewell = self.farewell or asyncio.gather(*(self.say(rank, frame) for rank in self.peers))
+        await self.farewell
+        self.silence.set()
+
+
+def octets(tensor: Tensor) -> Any:
+    return tensor.detach().view(-1).view(uint8).numpy().data
+
+
+def take(entries: list[Any], field: int, value: object) -> Any:
+    return next((entries.pop(i) for i, entry in enumerate(entries) if entry[field] == value), None)
