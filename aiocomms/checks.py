@@ -37,7 +37,7 @@ TAG_MIN, TAG_MAX = -(2**31), 2**31 - 1
 TIMEOUT_MAX = 366 * 86400.0
 """Longest timeout, in seconds: a year; anything above is a mistake in the unit."""
 
-_COMPLEX = frozenset({torch.complex64, torch.complex128})
+_IS_COMPLEX = {dtype: dtype.is_complex for dtype in DTYPES}
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 
@@ -76,14 +76,14 @@ def readable(name: str, tensor: torch.Tensor, group: Group) -> None:
     :raises ArgumentError: anything else is wrong with it.
     """
     try:
-        dtype = tensor.dtype if type(tensor) in _PLAIN else None
+        is_complex = _IS_COMPLEX.get(tensor.dtype) if type(tensor) in _PLAIN else None
         if (
-            dtype in DTYPES
+            is_complex is not None
             and tensor.is_contiguous()
             and tensor.device == group.device
             and not tensor.is_nested
             and not tensor.is_neg()
-            and (dtype not in _COMPLEX or not tensor.is_conj())
+            and not (is_complex and tensor.is_conj())
             and (tensor.data_ptr() or not tensor.numel())
         ):
             return

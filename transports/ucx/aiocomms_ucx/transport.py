@@ -38,6 +38,8 @@ class _Member(msgspec.Struct, array_like=True):
     """Its engine's number of the communicator."""
     segment: int
     """Its descriptor of the shared memory, on the first rank of each host."""
+    reads: bool
+    """Whether it may read the memory of all ranks on its host."""
 
 
 class UcxTransport(Transport):
@@ -113,16 +115,17 @@ class UcxTransport(Transport):
         here = [rank for rank in range(self.size) if self.hosts[rank] == self.hosts[self.rank]]
         segment = create_segment(len(here)) if here[0] == self.rank and len(here) > 1 else _NONE
         try:
-            mine = _Member(self.group, segment)
+            mine = _Member(self.group, segment, self.engine.reads_all(self.peers))
             raw = await rendezvous.exchange("ucx members", msgspec.msgpack.encode(mine))
             members = [msgspec.msgpack.decode(value, type=_Member) for value in raw]
             self._numbers = [member.number for member in members]
             numbers = {host: number for number, host in enumerate(dict.fromkeys(self.hosts))}
+            readable = all(members[rank].reads for rank in here)
             fd = _NONE
             if len(here) > 1:
                 fd = os.open(f"/proc/{self.pids[here[0]]}/fd/{members[here[0]].segment}", os.O_RDWR | os.O_CLOEXEC)
             try:
-                self.engine.open_group(self.group, self._numbers, fd, [numbers[host] for host in self.hosts])
+                self.engine.open_group(self.group, self._numbers, fd, [numbers[host] for host in self.hosts], readable)
             finally:
                 if fd != _NONE:
                     os.close(fd)
@@ -137,25 +140,25 @@ class UcxTransport(Transport):
         """See :meth:`Transport.post`."""
         if self._failure is not None:
             self.on_failure(self._failure)
-        cls = type(op)
-        ticket = id(work)
-        if cls in START:
-            start, form = START[cls]
-            done = start(self.engine, ticket, self.group, self.size, op, form)
-            if done and not self.engine.ready:
+        ticket, engine = id(work), self.engine
+        collective = START.get(type(op))
+        if collective is not None:
+            start, form = collective
+            done = start(engine, ticket, self.group, self.size, op, form)
+            if done and not engine.ready:
                 self._calls += 1
                 work.complete()
             else:
                 self.follow_collective(work, done)
         elif isinstance(op, ops.Send):
             tensor = op.tensor
-            done = self.engine.send(
+            done = engine.send(
                 ticket, self.group, tensor.data_ptr(), tensor.nbytes, op.dst, op.channel, op.tag, DTYPES[tensor.dtype]
             )
             self.follow(work, done)
         elif isinstance(op, ops.Recv):
             tensor = op.tensor
-            done = self.engine.recv(
+            done = engine.recv(
                 ticket, self.group, tensor.data_ptr(), tensor.nbytes, op.src, op.channel, op.tag, DTYPES[tensor.dtype]
             )
             self.follow(work, done)

@@ -181,7 +181,8 @@ NB_MODULE(_engine, module) {
            nb::arg("peer"), nb::arg("frame"))
       .def("add_group", &Engine::add_group, nb::arg("rank"), nb::arg("peers"))
       .def("open_group", &Engine::open_group, nb::arg("group"), nb::arg("their_ids"), nb::arg("segment"),
-           nb::arg("hosts"))
+           nb::arg("hosts"), nb::arg("readable"))
+      .def("reads_all", &Engine::reads_all, nb::arg("peers"))
       .def("lose_group", &Engine::lose_group, nb::arg("group"), Released())
       .def("close_group", &Engine::close_group, nb::arg("group"), Released())
       .def("missing", &Engine::missing, nb::arg("group"), Released())

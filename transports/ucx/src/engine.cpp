@@ -22,6 +22,8 @@ constexpr std::uint64_t kSpin = 30'000;
 constexpr std::uint64_t kCrowdedSpin = 200'000;
 // How long a post may work on a large collective, ns; then the thread goes on with it.
 constexpr std::uint64_t kSlice = 400'000;
+// The same where ranks outnumber cores: most of it is then the others' time.
+constexpr std::uint64_t kCrowdedSlice = 2'000'000;
 // After so long without a visit the loop is taken to be busy or parked, ns.
 constexpr std::uint64_t kLoopAway = 500'000;
 constexpr int kTickMs = 1;
@@ -81,6 +83,7 @@ void Engine::start(const std::vector<std::string>& addresses, std::vector<int> s
                      }});
   // A rank of this very process may be waiting for this thread: there is no use in looking on then.
   spin_now_ = spin_most_ = !alone ? 0 : crowded ? kCrowdedSpin : kSpin;
+  spin_least_ = alone && crowded ? kCrowdedSpin / 4 : 0;
   thread_ = std::thread(&Engine::run, this);
 }
 
@@ -105,7 +108,7 @@ bool Engine::settle(Request* request) {
 
 void Engine::spin(const Request& request) {
   const std::uint64_t start = now_ns();
-  slice_ends_ = start + kSlice;
+  slice_ends_ = start + (crowded_ ? kCrowdedSlice : kSlice);
   loop_seen_.store(start, std::memory_order_relaxed);
   last_post_ = start;
   turns_in_vain_ = 0;
@@ -133,7 +136,7 @@ void Engine::spin(const Request& request) {
   if (idle_since == 0) {
     bulk_ = true;
   } else {
-    spin_now_ /= 2;  // where looking on has been in vain lately it probably is again
+    spin_now_ = std::max(spin_now_ / 2, spin_least_);  // where it has been in vain lately it probably is again
   }
 }
 
@@ -321,7 +324,12 @@ std::uint32_t Engine::add_group(int rank, std::vector<int> peers) {
   return id;
 }
 
-void Engine::open_group(std::uint32_t id, std::vector<std::uint32_t> their_ids, int segment, std::vector<int> hosts) {
+bool Engine::reads_all(const std::vector<int>& peers) const {
+  return std::all_of(peers.begin(), peers.end(), [this](int peer) { return peers_[peer].readable == peers_[peer].pid; });
+}
+
+void Engine::open_group(std::uint32_t id, std::vector<std::uint32_t> their_ids, int segment, std::vector<int> hosts,
+                        bool readable) {
   Turn turn(*this);
   Group& it = group(id);
   it.their_ids = std::move(their_ids);
@@ -339,6 +347,9 @@ void Engine::open_group(std::uint32_t id, std::vector<std::uint32_t> their_ids, 
   if (segment >= 0) {
     int here = static_cast<int>(std::find(it.local.begin(), it.local.end(), it.rank) - it.local.begin());
     it.shared = std::make_unique<Shared>(segment, here, static_cast<int>(it.local.size()));
+    for (int rank : it.local) {
+      if (readable) it.shared->pids.push_back(peers_[it.peers[rank]].readable);
+    }
   }
 }
 

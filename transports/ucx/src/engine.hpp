@@ -96,7 +96,10 @@ class Engine {
   // ------------------------------------------------------------------------------------------------- communicators
   std::uint32_t add_group(int rank, std::vector<int> peers);
   // segment: shared memory of the ranks in `local`, not taken over; -1: this rank is alone on its host. hosts: by rank.
-  void open_group(std::uint32_t group, std::vector<std::uint32_t> their_ids, int segment, std::vector<int> hosts);
+  // readable: each rank of this host may read each other's memory.
+  void open_group(std::uint32_t group, std::vector<std::uint32_t> their_ids, int segment, std::vector<int> hosts,
+                  bool readable);
+  bool reads_all(const std::vector<int>& peers) const;  // whether this rank may read the memory of those on its host
   void lose_group(std::uint32_t group);   // nothing of it is moved on any more
   void close_group(std::uint32_t group);  // and the others are told
   bool send_frame(int peer, const std::string& frame) { return control_->send(peer, frame); }
@@ -236,6 +239,7 @@ class Engine {
   bool crowded_ = false;
   std::uint64_t spin_most_ = 0;                          // ns that a post may look on in vain
   std::uint64_t spin_now_ = 0;                           // and those that have proved worth it lately
+  std::uint64_t spin_least_ = 0;
   std::uint64_t last_post_ = 0;
   std::atomic<std::uint64_t> loop_seen_ = 0;             // when the loop last came by, ns
   std::atomic<bool> bulk_ = false;                       // something under way is too long for the loop

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "copy.hpp"
+
 namespace aiocomms {
 namespace {
 
@@ -32,7 +34,7 @@ struct Span {
 
 // Whole chunks that fill the pipeline, which is three rounds deep, and that are neither too small nor larger than a slot.
 std::size_t chunk_for(std::size_t bytes) {
-  std::size_t quarter = (bytes / 4 + kLine - 1) / kLine * kLine;
+  std::size_t quarter = (bytes / 16 + kLine - 1) / kLine * kLine;
   return std::clamp(quarter, kSmallestChunk, Segment::kSlot);
 }
 
@@ -49,6 +51,8 @@ bool Shared::Wait::ready() {
       return segment.published_second(rank_, round_);
     case kTurn:
       return true;
+    case kNever:
+      return false;
     case kAll:
       break;
   }
@@ -200,7 +204,54 @@ Task shared_reduce(Shared& shared, Reduction reduction, int root, void* data, vo
                                                      : reduce_in_shares(shared, reduction, root, data, out, count);
 }
 
-Task shared_spread(Shared& shared, const void* in, std::vector<void*> outs, Bytes bytes) {
+namespace {
+
+// From this size of a part on, ranks read it out of each other's tensors: one copy in place of two, for one more round.
+constexpr std::size_t kReadInPlace = 128 * 1024;
+
+bool in_place(const Shared& shared, std::size_t largest) { return !shared.pids.empty() && largest >= kReadInPlace; }
+
+// What every rank has published in its slot for this one: where the part lies that is for it.
+const std::byte* address_in(const std::byte* slot, int rank) {
+  const std::byte* address;
+  std::memcpy(&address, slot + static_cast<std::size_t>(rank) * sizeof address, sizeof address);
+  return address;
+}
+
+// Each rank reads the others' parts where they are, and nobody leaves before everybody has. from[r]: what this rank has
+// for rank r; to[r], bytes[r]: what it takes from rank r. (Chakraborty, Subramoni, Panda: "Contention-Aware Kernel-Assisted
+// MPI Collectives for Multi-/Many-Core Systems", CLUSTER 2017: every rank begins with another one.)
+Task read_in_place(Shared& shared, std::vector<const void*> from, std::vector<void*> to, Bytes bytes) {
+  Segment& segment = shared.segment;
+  const int me = shared.rank(), ranks = shared.ranks();
+  const std::uint64_t round = shared.take(2);
+  co_await shared.writable(round);
+  std::memcpy(segment.slot(me, round), from.data(), from.size() * sizeof(void*));
+  shared.publish(round);
+  co_await shared.all(round);
+  for (int step = 1; step < ranks; ++step) {
+    const int rank = (me + step) % ranks;
+    const std::byte* there = address_in(segment.slot(rank, round), me);
+    for (std::size_t done = 0; done < bytes[rank]; done += kCopyAtOnce) {
+      const std::size_t piece = std::min(kCopyAtOnce, bytes[rank] - done);
+      if (!copy_from(shared.pids[rank], static_cast<std::byte*>(to[rank]) + done, there + done, piece)) {
+        co_await shared.never();
+      }
+      co_await shared.turn();
+    }
+  }
+  shared.finish(round);
+  co_await shared.writable(round + 1);
+  shared.publish(round + 1);
+  co_await shared.all(round + 1);
+  shared.finish(round + 1);
+}
+
+}  // namespace
+
+namespace {
+
+Task spread_by_slots(Shared& shared, const void* in, std::vector<void*> outs, Bytes bytes) {
   Segment& segment = shared.segment;
   const int me = shared.rank();
   const std::size_t most = *std::max_element(bytes.begin(), bytes.end());
@@ -230,6 +281,23 @@ Task shared_spread(Shared& shared, const void* in, std::vector<void*> outs, Byte
   }
 }
 
+}  // namespace
+
+Task shared_spread(Shared& shared, const void* in, std::vector<void*> outs, Bytes bytes) {
+  const std::size_t most = *std::max_element(bytes.begin(), bytes.end());
+  const bool several = std::count(bytes.begin(), bytes.end(), std::size_t{0}) + 1 < shared.ranks();
+  // One part for all is quicker through the slots: its owner and its readers copy at the same time.
+  if (!several || !in_place(shared, most)) return spread_by_slots(shared, in, std::move(outs), std::move(bytes));
+  const int me = shared.rank();
+  if (outs.empty()) {
+    std::fill(bytes.begin(), bytes.end(), 0);  // it takes nothing
+  } else {
+    transfer(outs[me], in, bytes[me]);
+  }
+  std::vector<const void*> from(static_cast<std::size_t>(shared.ranks()), in);
+  return read_in_place(shared, std::move(from), std::move(outs), std::move(bytes));
+}
+
 namespace {
 
 // The bytes of a slot that are meant for one rank.
@@ -239,13 +307,15 @@ std::size_t piece_of(const Shared& shared) {
 
 }  // namespace
 
-Task shared_exchange(Shared& shared, std::vector<const void*> ins, Bytes in_bytes, std::vector<void*> outs,
-                     Bytes out_bytes, std::size_t largest) {
+namespace {
+
+Task exchange_by_slots(Shared& shared, std::vector<const void*> ins, Bytes in_bytes, std::vector<void*> outs,
+                       Bytes out_bytes, std::size_t largest) {
   Segment& segment = shared.segment;
   const int me = shared.rank();
   const std::size_t piece = piece_of(shared);
   // As in chunk_for: enough rounds to overlap one rank's writing with the others' reading.
-  const std::size_t step = std::clamp((largest / 4 + kLine - 1) / kLine * kLine, std::min(piece, kSmallestChunk / 4), piece);
+  const std::size_t step = std::clamp((largest / 16 + kLine - 1) / kLine * kLine, std::min(piece, kSmallestChunk / 4), piece);
   const std::uint64_t rounds = rounds_for(largest, step);
   const std::uint64_t first = shared.take(rounds);
   transfer(outs[me], ins[me], in_bytes[me]);
@@ -268,6 +338,19 @@ Task shared_exchange(Shared& shared, std::vector<const void*> ins, Bytes in_byte
     if (turn >= 1) shared.finish(first + turn - 1);
     co_await shared.turn();
   }
+}
+
+}  // namespace
+
+Task shared_exchange(Shared& shared, std::vector<const void*> ins, Bytes in_bytes, std::vector<void*> outs,
+                     Bytes out_bytes, std::size_t largest) {
+  if (!in_place(shared, largest)) {
+    return exchange_by_slots(shared, std::move(ins), std::move(in_bytes), std::move(outs), std::move(out_bytes),
+                             largest);
+  }
+  const int me = shared.rank();
+  transfer(outs[me], ins[me], in_bytes[me]);
+  return read_in_place(shared, std::move(ins), std::move(outs), std::move(out_bytes));
 }
 
 Task shared_exchange_v(Shared& shared, std::vector<const void*> ins, Bytes in_bytes, std::vector<void*> outs,
@@ -299,7 +382,7 @@ Task shared_reduce_scatter(Shared& shared, Reduction reduction, std::vector<cons
   const std::size_t size = size_of(reduction.dtype);
   const std::size_t piece = piece_of(shared);
   const std::size_t most = *std::max_element(counts.begin(), counts.end());
-  const std::size_t wanted = std::clamp(most * size / 4, std::min(piece, kSmallestChunk / 4), piece);
+  const std::size_t wanted = std::clamp(most * size / 16, std::min(piece, kSmallestChunk / 4), piece);
   const std::size_t step = std::max<std::size_t>(1, wanted / size);
   const std::uint64_t rounds = rounds_for(most, step);
   const std::uint64_t first = shared.take(rounds);

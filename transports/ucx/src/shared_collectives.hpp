@@ -31,6 +31,7 @@ class Shared {
   std::uint64_t mark = 0;           // of the collective under way
   const std::uint64_t* slice_ends = nullptr;  // when a schedule lets others have their turn, ns
   std::vector<const void*> inputs;  // scratch: one pointer per rank
+  std::vector<int> pids;            // of the ranks, if each may read each other's memory; else empty
   int disagrees = -1;               // a rank that is doing something else
   bool published_any = false;       // since this was last set to false
 
@@ -71,7 +72,7 @@ class Shared {
 
   class Wait {
    public:
-    enum What { kWritable, kAll, kOne, kSecond, kTurn };
+    enum What { kWritable, kAll, kOne, kSecond, kTurn, kNever };
     Wait(Shared& shared, What what, std::uint64_t round, int rank = 0)
         : shared_(shared), round_(round), rank_(rank), what_(what) {}
     bool ready();
@@ -93,6 +94,7 @@ class Shared {
   Wait all(std::uint64_t round) { return Wait(*this, Wait::kAll, round); }
   Wait one(int rank, std::uint64_t round) { return Wait(*this, Wait::kOne, round, rank); }
   Wait second(int rank, std::uint64_t round) { return Wait(*this, Wait::kSecond, round, rank); }
+  Wait never() { return Wait(*this, Wait::kNever, 0); }  // a rank is gone, as others will be told
   Wait turn() { return Wait(*this, Wait::kTurn, 0); }  // lets others run if this schedule's slice is over
 
  private:

@@ -1,37 +1,15 @@
 // One-sided operations. Memory of a rank on this host is mapped into this process and used directly; for any other UCX
 // reads and writes it. A signal is a message behind all that was put before it.
 
-#include <sys/uio.h>
-
 #include <algorithm>
 #include <atomic>
-#include <cerrno>
 #include <cstring>
 
+#include "copy.hpp"
 #include "engine.hpp"
 
 namespace aiocomms {
 namespace {
-
-// What one look at everything may copy: about 20 µs.
-constexpr std::size_t kCopyAtOnce = 256 * 1024;
-
-// Copy from another process's memory, or, if `pid` is 0, from this one's. False: it cannot be read any more.
-bool copy_from(pid_t pid, std::byte* to, const std::byte* from, std::size_t bytes) {
-  if (pid == 0) {
-    std::memcpy(to, from, bytes);
-    return true;
-  }
-  while (bytes > 0) {
-    iovec here{to, bytes}, there{const_cast<std::byte*>(from), bytes};
-    ssize_t got = process_vm_readv(pid, &here, 1, &there, 1, 0);
-    if (got <= 0) return false;
-    to += got;
-    from += got;
-    bytes -= static_cast<std::size_t>(got);
-  }
-  return true;
-}
 
 template <typename T>
 std::uint64_t atomically(std::byte* where, bool swap, std::uint64_t a, std::uint64_t b) {

@@ -1,0 +1,32 @@
+// Memory of another process, read from this one.
+#pragma once
+
+#include <sys/types.h>
+#include <sys/uio.h>
+
+#include <cstddef>
+#include <cstring>
+
+namespace aiocomms {
+
+// What is copied without a look at anything else: about 20 µs.
+constexpr std::size_t kCopyAtOnce = 256 * 1024;
+
+// Copy from a process's memory, or, if `pid` is 0, from this one's. False: it cannot be read any more.
+inline bool copy_from(pid_t pid, std::byte* to, const std::byte* from, std::size_t bytes) {
+  if (pid == 0) {
+    std::memcpy(to, from, bytes);
+    return true;
+  }
+  while (bytes > 0) {
+    iovec here{to, bytes}, there{const_cast<std::byte*>(from), bytes};
+    ssize_t got = process_vm_readv(pid, &here, 1, &there, 1, 0);
+    if (got <= 0) return false;
+    to += got;
+    from += got;
+    bytes -= static_cast<std::size_t>(got);
+  }
+  return true;
+}
+
+}  // namespace aiocomms

@@ -1,0 +1,243 @@
+// Ranks of one process, each with an engine and a thread that drives it as an event loop would.
+//
+// The order that one rank's messages and shared memory impose on another goes through UCX, which is not instrumented, and
+// through memory that each rank has mapped at an address of its own: ThreadSanitizer sees neither. What it checks are the
+// threads of each rank among themselves; the order between ranks is checked by the data that arrive.
+#pragma once
+
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <barrier>
+#include <chrono>
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "engine.hpp"
+
+namespace aiocomms {
+
+inline std::atomic<unsigned> checks = 0, failures = 0;
+
+[[gnu::format(printf, 2, 3)]] inline bool expect(bool holds, const char* what, ...) {
+  ++checks;
+  if (holds) return true;
+  va_list arguments;
+  va_start(arguments, what);
+  char text[256];
+  std::vsnprintf(text, sizeof text, what, arguments);
+  va_end(arguments);
+  std::fprintf(stderr, "FAILED: %s\n", text);
+  ++failures;
+  return false;
+}
+
+// Vigna's splitmix64: the same numbers wherever the seed is the same.
+class Random {
+ public:
+  explicit Random(std::uint64_t seed) : state_(seed) {}
+  std::uint64_t below(std::uint64_t end) { return next() % end; }
+  template <class T>
+  const T& of(const std::vector<T>& values) {
+    return values[below(values.size())];
+  }
+
+ private:
+  std::uint64_t next() {
+    std::uint64_t mixed = state_ += 0x9E3779B97F4A7C15u;
+    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9u;
+    mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EBu;
+    return mixed ^ (mixed >> 31);
+  }
+  std::uint64_t state_;
+};
+
+// How ranks are spread over hosts that are all this one: another host's rank is reached by UCX over TCP.
+enum class Hosts { kOne, kEach, kPairs };
+
+class World;
+
+// One rank. All is called on its thread, which stands for its loop's.
+class Rank {
+ public:
+  Rank(World& the_world, int the_number, std::uint64_t seed);
+
+  World& world;
+  const int number;
+  Random random;
+  std::unique_ptr<Engine> engine;
+  std::vector<Notice> notices;
+
+  // Start an op: `call` is given its ticket, and returns whether it is done.
+  template <class Call>
+  Ticket post(Call call) {
+    const Ticket ticket = ++last_ticket_;
+    if (call(ticket)) done_[ticket] = {ticket, Status::kDone, {}};
+    return ticket;
+  }
+  bool ended(Ticket ticket) const { return done_.contains(ticket); }
+  Outcome wait(Ticket ticket, const char* what = "an op") {
+    until([&] { return ended(ticket); }, what);
+    const Outcome outcome = done_.at(ticket);
+    done_.erase(ticket);
+    return outcome;
+  }
+  // An op that is expected to end well.
+  void finish(Ticket ticket, const char* what) {
+    const Outcome outcome = wait(ticket, what);
+    expect(outcome.status == Status::kDone, "%s of rank %d ends with status %d, %llu", what, number,
+           static_cast<int>(outcome.status), static_cast<unsigned long long>(outcome.details[0]));
+  }
+  // The first notice that `is`.
+  template <class Is>
+  Notice wait_for(Is is, const char* what) {
+    auto find = [&] { return std::find_if(notices.begin(), notices.end(), is); };
+    until([&] { return find() != notices.end(); }, what);
+    return *find();
+  }
+
+  // Collective over all ranks of the world: a communicator of `members`, in that order.
+  std::uint32_t open(const std::vector<int>& members);
+  // The last communicator is closed, and the engine with it, on a thread of its own, as aiocomms does.
+  void close(bool sound) {
+    std::thread closing([&] { engine->close(sound, 5.0); });
+    closing.join();
+  }
+
+ private:
+  // As a loop does: a few turns, then it parks. At times it polls on, and at times it is away, busy with something else.
+  template <class Is>
+  void until(Is is, const char* what) {
+    constexpr int kPatience = 60'000;  // ms
+    const std::uint64_t ends = now_ns() + kPatience * 1'000'000ull;
+    const std::uint64_t manner = random.below(4);
+    if (manner == 0) std::this_thread::sleep_for(std::chrono::microseconds(random.below(3000)));
+    for (int turns = 0; !is(); ++turns) {
+      turn();
+      if (manner == 1 || turns < Engine::kTurns) {
+        if (now_ns() < ends) continue;
+      } else {
+        turns = 0;
+        pollfd readable{engine->fileno(), POLLIN, 0};
+        if (is() || engine->ready() || poll(&readable, 1, kPatience) > 0) continue;
+      }
+      expect(false, "rank %d waits in vain for %s", number, what);
+      std::abort();  // with everybody's stack, for whoever debugs it
+    }
+  }
+  void turn() {
+    std::vector<Outcome> outcomes;
+    std::vector<Notice> told;
+    engine->progress(outcomes, told);
+    for (const Outcome& outcome : outcomes) {
+      expect(!done_.contains(outcome.ticket), "a ticket of rank %d has two outcomes", number);
+      done_[outcome.ticket] = outcome;
+    }
+    for (Notice& notice : told) notices.push_back(std::move(notice));
+  }
+
+  Ticket last_ticket_ = 0;
+  std::unordered_map<Ticket, Outcome> done_;
+};
+
+class World {
+ public:
+  World(int the_size, Hosts hosts, std::uint64_t the_seed) : seed(the_seed), meeting(the_size), ids(the_size), fds(the_size) {
+    for (int rank = 0; rank < the_size; ++rank) {
+      host_of.push_back(hosts == Hosts::kOne ? 0 : hosts == Hosts::kEach ? rank : rank / 2);
+    }
+    std::vector<std::vector<int>> sockets(the_size, std::vector<int>(the_size, -1));
+    for (int a = 0; a < the_size; ++a) {
+      ranks.push_back(std::make_unique<Rank>(*this, a, the_seed + 1000 + static_cast<std::uint64_t>(a)));
+      for (int b = 0; b < a; ++b) {
+        int pair[2];
+        if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) != 0) std::abort();
+        sockets[a][b] = pair[0];
+        sockets[b][a] = pair[1];
+      }
+    }
+    std::vector<std::string> addresses;
+    for (auto& rank : ranks) addresses.push_back(rank->engine->address());
+    for (int rank = 0; rank < the_size; ++rank) {
+      std::vector<int> pids;
+      for (int host : host_of) pids.push_back(host == host_of[rank] ? getpid() : 0);
+      ranks[rank]->engine->start(addresses, sockets[rank], pids, the_seed % 2 == 0);
+    }
+  }
+
+  int size() const { return static_cast<int>(ranks.size()); }
+
+  // Run `body` on every rank's thread.
+  void run(const std::function<void(Rank&)>& body) {
+    std::vector<std::thread> threads;
+    for (auto& rank : ranks) threads.emplace_back([&] { body(*rank); });
+    for (std::thread& thread : threads) thread.join();
+  }
+
+  // What the ranks tell each other beside their engines, as aiocomms does through its rendezvous.
+  const std::uint64_t seed;
+  std::barrier<> meeting;
+  std::vector<std::uint32_t> ids;
+  std::vector<int> fds;
+  std::vector<int> host_of;
+  std::vector<std::unique_ptr<Rank>> ranks;
+};
+
+inline Rank::Rank(World& the_world, int the_number, std::uint64_t seed) : world(the_world), number(the_number), random(seed) {
+  // Below the real setting: no interface but the loopback is listened on.
+  const bool far = the_world.host_of.front() != the_world.host_of.back();
+  std::vector<std::pair<std::string, std::string>> options = {{"TLS", far ? "^sysv" : "^sysv,tcp"}};
+  if (far) options.emplace_back("NET_DEVICES", "lo");
+  engine = std::make_unique<Engine>(the_number, static_cast<int>(the_world.host_of.size()), options);
+}
+
+inline std::uint32_t Rank::open(const std::vector<int>& members) {
+  std::uint32_t group = 0;
+  std::vector<int> hosts, local;
+  int me = -1, mine = -1;  // in the communicator, and among the ranks of this host
+  for (int member : members) {
+    if (member == number) me = static_cast<int>(hosts.size());
+    hosts.push_back(world.host_of[member]);
+    if (world.host_of[member] != world.host_of[number]) continue;
+    if (member == number) mine = static_cast<int>(local.size());
+    local.push_back(member);
+  }
+  if (me >= 0) world.ids[number] = group = engine->add_group(me, members);
+  const bool leads = mine == 0 && local.size() > 1;
+  if (leads) world.fds[number] = Segment::create(static_cast<int>(local.size()));
+  world.meeting.arrive_and_wait();
+  if (me >= 0) {
+    std::vector<std::uint32_t> theirs;
+    std::vector<int> numbers;  // of hosts, in the order in which they appear
+    for (std::size_t at = 0; at < members.size(); ++at) {
+      theirs.push_back(world.ids[members[at]]);
+      int number_of_host = 0;
+      for (std::size_t before = 0; before < at; ++before) {
+        number_of_host = std::max(number_of_host, numbers[before] + 1);
+      }
+      for (std::size_t before = 0; before < at; ++before) {
+        if (hosts[before] == hosts[at]) number_of_host = numbers[before];
+      }
+      numbers.push_back(number_of_host);
+    }
+    const bool readable = world.seed % 4 < 2 && engine->reads_all(local);  // the other way is taken where it is not allowed
+    engine->open_group(group, theirs, local.size() > 1 ? world.fds[local.front()] : -1, numbers, readable);
+  }
+  world.meeting.arrive_and_wait();
+  if (leads) ::close(world.fds[number]);
+  return group;
+}
+
+}  // namespace aiocomms
