@@ -45,8 +45,9 @@ class Buffers:
         mine, theirs = shapes.get(case.kind, (whole, whole))
         self.input = torch.empty(mine)
         in_place = case.kind in ("all_reduce", "broadcast")
+        # A stream's messages all go to one buffer, as in osu_bw and ucx_perftest: it is the transport that is measured.
         copies = BURST if case.kind == "stream" else 1
-        self.outputs = [self.input] if in_place else [torch.empty(theirs) for _ in range(copies)]
+        self.outputs = [self.input] if in_place else [torch.empty(theirs)] * copies
 
     @property
     def output(self) -> Tensor:
