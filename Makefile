@@ -13,7 +13,7 @@ UCX := transports/ucx
 UCX_NATIVE := $(wildcard $(UCX)/src/*) $(UCX)/CMakeLists.txt $(UCX)/pyproject.toml
 SOURCES := aiocomms transports tests examples benchmarks
 
-.PHONY: demo serve test unit conformance-all test-sanitizers lint format conformance bench docs clean
+.PHONY: demo serve test unit conformance-all test-sanitizers lint format conformance conformance-ucxx bench docs clean
 
 $(VENV)/setup.stamp: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -49,11 +49,13 @@ conformance-all: $(VENV)/ucx.stamp
 lint: $(VENV)/ucx.stamp
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/clang-format --dry-run --Werror $(UCX)/src/*.?pp $(UCX)/tests/*.?pp
 	$(BIN)/mypy
 
 format: $(VENV)/setup.stamp
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
+	$(BIN)/clang-format -i $(UCX)/src/*.?pp $(UCX)/tests/*.?pp
 
 ## The documentation as a site, in site/.
 docs: $(VENV)/setup.stamp
@@ -63,6 +65,18 @@ docs: $(VENV)/setup.stamp
 ## The conformance suite alone: make conformance TRANSPORT=c10d
 conformance: $(VENV)/ucx.stamp
 	$(BIN)/python -m pytest --pyargs aiocomms.testing.conformance --transport=$(or $(TRANSPORT),local)
+
+## The conformance suite on the example transport, with UCXX in an environment of its own.
+conformance-ucxx: .venv-ucxx/setup.stamp
+	UCX_WARN_UNUSED_ENV_VARS=n .venv-ucxx/bin/python -m pytest --pyargs aiocomms.testing.conformance --transport=ucxx
+	UCX_WARN_UNUSED_ENV_VARS=n .venv-ucxx/bin/python -m pytest tests/test_transport_ucxx_example.py
+
+.venv-ucxx/setup.stamp: pyproject.toml examples/transport_ucxx/pyproject.toml
+	$(PYTHON) -m venv .venv-ucxx
+	.venv-ucxx/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	.venv-ucxx/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[test]" \
+		--editable "examples/transport_ucxx[cu13]"
+	touch $@
 
 # The peers have an environment of their own: UCXX pins the version of UCX, and nothing else needs them.
 $(BENCH_VENV)/setup.stamp: pyproject.toml examples/transport_ucxx/pyproject.toml
@@ -84,4 +98,4 @@ bench: $(BENCH_VENV)/ucx.stamp
 	$(BENCH_BIN)/python -m benchmarks.heartbeat --transport ucx
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) .venv-ucxx build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis

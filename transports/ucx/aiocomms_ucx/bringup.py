@@ -162,13 +162,24 @@ def _connect_all(
     return [-1 if peer == rank else sockets[peer].detach() for peer in range(rendezvous.size)]
 
 
+def _prompt(connection: socket.socket) -> socket.socket:
+    """Have a connection to another host send at once, and notice within seconds that the host is gone."""
+    if connection.family != socket.AF_UNIX:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 5000)
+    return connection
+
+
 def _connect(where: str | tuple[str, int] | None, ends: float) -> socket.socket:
     if where is None:
         raise ArgumentError("a rank on another host takes no connections: the ranks disagree on who shares a host")
     left = max(0.001, ends - time.monotonic())
     if isinstance(where, tuple):
-        connection = socket.create_connection(where, timeout=left)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection = _prompt(socket.create_connection(where, timeout=left))
     else:
         connection = socket.socket(socket.AF_UNIX)
         connection.settimeout(left)
@@ -187,7 +198,5 @@ def _accept(listener: socket.socket, token: bytes, ends: float) -> tuple[int, so
             if len(said) == _HELLO.size:
                 rank, theirs = _HELLO.unpack(said)
                 if secrets.compare_digest(theirs, token):
-                    if connection.family != socket.AF_UNIX:
-                        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    return rank, connection
+                    return rank, _prompt(connection)
         connection.close()

@@ -11,7 +11,14 @@ import msgspec
 import torch
 
 from aiocomms import ops
-from aiocomms.errors import CommAbortedError, CommError, MessageTruncatedError, MismatchError, PeerDiedError
+from aiocomms.errors import (
+    ArgumentError,
+    CommAbortedError,
+    CommError,
+    MessageTruncatedError,
+    MismatchError,
+    PeerDiedError,
+)
 from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport
 from aiocomms_ucx import wire
 from aiocomms_ucx._engine import TURNS, create_segment, explain
@@ -25,6 +32,8 @@ DONE, TRUNCATED, OTHER_DTYPE, CLOSED, UNEQUAL, BROKEN, DROPPED = range(7)
 PLAIN: Final = -1
 """In place of a collective's number: an op that is none."""
 _NONE: Final = -1
+_MOST_RANKS: Final = 65535
+"""What the header of a message can name."""
 _GONE: Final = frozenset({3, 6, 24, 25, 80})
 """UCX's errors for a connection that is no more (ucs/type/status.h, without the sign)."""
 _STEPS: Final = frozenset({ops.WindowOpen, ops.WindowClose, ops.FetchAdd, ops.CompareSwap})
@@ -71,7 +80,7 @@ class UcxTransport(Transport):
         self._disputes: dict[int, list[tuple[int, str]]] = {}  # what others say they do, by collective
         self._disputed = _NONE  # the collective in which ranks disagree
         self._failure: CommError | None = None
-        self._ending = threading.Lock()
+        self._ending = threading.RLock()  # the engine must not go while another thread uses it
         self._aborted = self._closed = False
         family.transports[self.group] = self
 
@@ -90,6 +99,8 @@ class UcxTransport(Transport):
     @classmethod
     async def open(cls, rendezvous: Rendezvous, options: Mapping[str, Any]) -> Self:
         """See :meth:`Transport.open`."""
+        if rendezvous.size > _MOST_RANKS:
+            raise ArgumentError(f"size is {rendezvous.size}, and transport 'ucx' carries at most {_MOST_RANKS} ranks")
         family, hosts, pids = await open_family(rendezvous)
         return await cls._join(family, rendezvous, range(rendezvous.size), hosts, pids)
 
@@ -229,7 +240,8 @@ class UcxTransport(Transport):
         for name in ("src", "dst"):
             if hasattr(op, name):
                 return [getattr(op, name)]
-        return self.engine.missing(self.group)
+        with self._ending:
+            return () if self._closed else self.engine.missing(self.group)
 
     def _error(self, op: Any, status: int, a: int, b: int) -> CommError:
         """What a status means."""
@@ -330,9 +342,9 @@ class UcxTransport(Transport):
             if self._aborted or self._closed:
                 return
             self._aborted = True
-        for rank in range(self.size):
-            self._tell(rank, wire.abort_frame(self._numbers[rank], error, self.rank, self._disputed))
-        self.engine.lose_group(self.group)
+            for rank in range(self.size):
+                self._tell(rank, wire.abort_frame(self._numbers[rank], error, self.rank, self._disputed))
+            self.engine.lose_group(self.group)
 
     async def aclose(self) -> None:
         """See :meth:`Transport.aclose`."""

@@ -155,9 +155,8 @@ Task run_reduce(Group& group, Reduction reduction, int root, void* data, std::si
 }
 
 Task run_reduce_scatter(Group& group, Reduction reduction, Inputs ins, Bytes counts, void* out) {
-  return one_host(group)
-             ? shared_reduce_scatter(*group.shared, reduction, std::move(ins), std::move(counts), out)
-             : reduce_scatter_across(group, reduction, std::move(ins), std::move(counts), out);
+  return one_host(group) ? shared_reduce_scatter(*group.shared, reduction, std::move(ins), std::move(counts), out)
+                         : reduce_scatter_across(group, reduction, std::move(ins), std::move(counts), out);
 }
 
 Task run_all_gather(Group& group, const void* in, Outputs outs, Bytes bytes) {

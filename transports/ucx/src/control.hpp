@@ -1,6 +1,7 @@
 // What ranks tell each other beside UCX: a stream socket to each peer, whose end is the peer's end.
 //
-// It carries doorbells (look at the shared memory), frames, and the farewell. The kernel closes it when a process dies, however that happens, so no death goes unnoticed.
+// It carries doorbells (look at the shared memory), frames, and the farewell. The kernel closes it when a process dies,
+// however that happens, so no death goes unnoticed.
 #pragma once
 
 #include <cstddef>

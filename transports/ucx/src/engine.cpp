@@ -54,7 +54,12 @@ Engine::Engine(int rank, int size, const std::vector<std::pair<std::string, std:
                                        [this](int peer, const Header& header, const void* payload, void* descriptor) {
                                          arrived(peer, header, payload, descriptor);
                                        })),
-      rank_(rank), size_(size), received_(size), farewells_(size), early_(size), awaited_(size) {
+      rank_(rank),
+      size_(size),
+      received_(size),
+      farewells_(size),
+      early_(size),
+      awaited_(size) {
   completions_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (completions_fd_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
 }
@@ -73,21 +78,22 @@ void Engine::start(const std::vector<std::string>& addresses, std::vector<int> s
     peers_.push_back({pids[peer], may_read(pids[peer]) ? pids[peer] : 0});
     alone = alone && (peer == rank_ || pids[peer] != getpid());
   }
-  control_ = std::make_unique<Control>(
-      std::move(sockets), worker_->event_fd(),
-      Control::Heard{[this](int peer, std::string frame) { heard(peer, std::move(frame)); },
-                     [this](int peer, bool parted) {
-                       Turn turn(*this);
-                       awaited_[peer] = false;
-                       if (!parted) notify({Notice::kLost, peer, 0, 0, {}});
-                     }});
+  control_ =
+      std::make_unique<Control>(std::move(sockets), worker_->event_fd(),
+                                Control::Heard{[this](int peer, std::string frame) { heard(peer, std::move(frame)); },
+                                               [this](int peer, bool parted) {
+                                                 Turn turn(*this);
+                                                 awaited_[peer] = false;
+                                                 if (!parted) notify({Notice::kLost, peer, 0, 0, {}});
+                                               }});
   // A rank of this very process may be waiting for this thread: there is no use in looking on then.
   spin_now_ = spin_most_ = !alone ? 0 : crowded ? kCrowdedSpin : kSpin;
   spin_least_ = alone && crowded ? kCrowdedSpin / 4 : 0;
   thread_ = std::thread(&Engine::run, this);
 }
 
-// ------------------------------------------------------------------------------------------------------ the loop's side
+// ------------------------------------------------------------------------------------------------------ the loop's
+// side
 
 bool Engine::settle(Request* request) {
   if (!request->done) spin(*request);
@@ -169,9 +175,7 @@ void Engine::wake_loop() {
 
 // Whether all that can happen comes as a message, which a sleeping thread hears of. It does not hear of what appears in
 // shared memory, for a schedule that it has not seen, nor of room for messages that UCX could not send off.
-bool Engine::quiet() const {
-  return active_.empty() && jobs_.empty() && pulls_.empty() && worker_->sending() == 0;
-}
+bool Engine::quiet() const { return active_.empty() && jobs_.empty() && pulls_.empty() && worker_->sending() == 0; }
 
 void Engine::wake_thread() {
   asleep_ = false;
@@ -258,172 +262,6 @@ void Engine::rouse(Group& group) {
   }
 }
 
-bool Engine::begin(Group& group, Schedule schedule) {
-  Request* request = schedule.request;
-  group.schedules.push_back(std::move(schedule));
-  begin_next(group);
-  return settle(request);
-}
-
-void Engine::begin_next(Group& group) {
-  if (group.running || group.schedules.empty() || group.lost) return;
-  Schedule& schedule = group.schedules.front();
-  group.running = true;
-  if (std::find(active_.begin(), active_.end(), &group) == active_.end()) active_.push_back(&group);
-  if (group.shared) {
-    group.shared->mark = schedule.mark;
-    group.shared->slice_ends = &slice_ends_;
-  }
-  auto early = group.marks.find(group.collectives);
-  if (early != group.marks.end()) {
-    check_mark(group, early->second.first, group.collectives, early->second.second);
-    group.marks.erase(early);
-  }
-  schedule.task.start();
-  rouse(group);
-  end_finished(group);
-}
-
-void Engine::end_finished(Group& group) {
-  if (!group.running || !group.schedules.front().task.done()) return;
-  Schedule schedule = std::move(group.schedules.front());
-  group.schedules.pop_front();
-  group.running = false;
-  ++group.collectives;
-  const Unequal& unequal = schedule.request->unequal;
-  if (unequal.rank >= 0) {
-    complete(schedule.request, Status::kUnequal, static_cast<std::uint64_t>(unequal.rank), unequal.given);
-  } else {
-    complete(schedule.request, Status::kDone);
-  }
-  begin_next(group);
-}
-
-// Rank `source` has begun a collective; is it the one that this rank has begun, or will begin, as that?
-void Engine::check_mark(Group& group, int source, std::uint64_t collective, std::uint64_t mark) {
-  if (collective < group.collectives) return;
-  if (collective > group.collectives || !group.running) {
-    group.marks.try_emplace(collective, source, mark);
-  } else if (mark != group.schedules.front().mark) {
-    disagree(group, source, collective);
-  }
-}
-
-void Engine::disagree(Group& group, int source, std::uint64_t collective) {
-  if (group.disagrees >= 0) return;
-  group.disagrees = source;
-  notify({Notice::kDisagrees, source, group.id, collective, {}});
-}
-
-// -------------------------------------------------------------------------------------------------------- communicators
-
-std::uint32_t Engine::add_group(int rank, std::vector<int> peers) {
-  Turn turn(*this);
-  std::uint32_t id = next_group_++;  // never used again: a late message must not find another communicator
-  groups_.emplace(id, std::make_unique<Group>(id, rank, std::move(peers)));
-  return id;
-}
-
-bool Engine::reads_all(const std::vector<int>& peers) const {
-  return std::all_of(peers.begin(), peers.end(), [this](int peer) { return peers_[peer].readable == peers_[peer].pid; });
-}
-
-void Engine::open_group(std::uint32_t id, std::vector<std::uint32_t> their_ids, int segment, std::vector<int> hosts,
-                        bool readable) {
-  Turn turn(*this);
-  Group& it = group(id);
-  it.their_ids = std::move(their_ids);
-  std::vector<int> all, leaders;
-  for (int rank = 0; rank < static_cast<int>(hosts.size()); ++rank) {
-    all.push_back(rank);
-    if (hosts[rank] == static_cast<int>(leaders.size())) leaders.push_back(rank);
-    if (hosts[rank] == hosts[it.rank]) it.local.push_back(rank);
-  }
-  it.hosts = static_cast<int>(leaders.size());
-  it.leader_of = std::move(hosts);
-  bool leads = it.local.front() == it.rank;
-  it.wire = std::make_unique<Wire>(*this, it, std::move(all));
-  if (leads) it.leaders = std::make_unique<Wire>(*this, it, std::move(leaders));
-  if (segment >= 0) {
-    int here = static_cast<int>(std::find(it.local.begin(), it.local.end(), it.rank) - it.local.begin());
-    it.shared = std::make_unique<Shared>(segment, here, static_cast<int>(it.local.size()));
-    for (int rank : it.local) {
-      if (readable) it.shared->pids.push_back(peers_[it.peers[rank]].readable);
-    }
-  }
-}
-
-void Engine::lose_group(std::uint32_t id) {
-  Turn turn(*this);
-  drop(group(id));
-}
-
-void Engine::close_group(std::uint32_t id) {
-  Turn turn(*this);
-  Group& it = group(id);
-  for (int rank = 0; !it.lost && rank < static_cast<int>(it.peers.size()); ++rank) {
-    if (rank == it.rank) continue;
-    control_->send(it.peers[rank], Farewell{'B', worker_->sent(it.peers[rank]), it.their_ids[rank],
-                                            static_cast<std::uint32_t>(it.rank), it.collectives}.pack());
-  }
-  drop(it);
-  if (it.users > 0) lost_.push_back(std::move(groups_.at(id)));
-  groups_.erase(id);
-}
-
-// Nothing of it moves any more. What UCX still holds stays where it is.
-void Engine::drop(Group& it) {
-  it.lost = true;
-  it.running = false;
-  std::erase(active_, &it);
-  std::erase_if(events_, [&](auto& entry) { return entry.first == &it; });
-  auto end = [&](Request* request) {
-    if (request->event) {
-      delete request;
-    } else {
-      complete(request, Status::kDropped);
-    }
-  };
-  for (std::deque<Job>* jobs : {&jobs_, &pulls_}) {
-    std::erase_if(*jobs, [&](const Job& job) {
-      bool its = &job.request->group == &it;
-      if (its) end(job.request);
-      return its;
-    });
-  }
-  for (auto entry = asked_.begin(); entry != asked_.end();) {
-    const Asked asked = entry->second;
-    entry = asked.group == &it ? asked_.erase(entry) : std::next(entry);
-    if (asked.group == &it) asked.pending->finished(UCS_ERR_CANCELED);
-  }
-  it.mail.drain_receives([](const Key&) { return true; }, end);
-  it.mail.drain_messages([](const Key&) { return true; },
-                         [&](Message* message) {
-                           if (message->descriptor) worker_->drop(message->descriptor);
-                           delete message;
-                         });
-  for (auto& [number, window] : it.windows) {
-    for (Window::Part& part : window.parts) {
-      while (!part.waits.empty()) end(part.waits.pop());
-    }
-  }
-  if (it.users > it.schedules.size()) return;
-  if (it.shared) it.shared->forget();
-  while (!it.schedules.empty()) {
-    end(it.schedules.front().request);
-    it.schedules.pop_front();
-  }
-}
-
-std::vector<int> Engine::missing(std::uint32_t id) {
-  Turn turn(*this);
-  Group& it = group(id);
-  std::vector<int> ranks;
-  if (!it.running || !it.shared) return ranks;
-  for (int rank : it.shared->missing()) ranks.push_back(it.local[rank]);
-  return ranks;
-}
-
 // ------------------------------------------------------------------------------------------------- the engine's thread
 
 void Engine::run() {
@@ -485,6 +323,12 @@ Engine::Rest Engine::take_turn() {
 
 void Engine::close(bool sound, double patience) {
   if (!thread_.joinable()) return;
+  if (getpid() != process_) {  // a forked child: the thread, the connections and UCX's memory are its parent's
+    thread_.detach();
+    control_.release();
+    worker_.release();
+    return;
+  }
   const std::uint64_t ends = now_ns() + static_cast<std::uint64_t>(patience * 1e9);
   auto patient = [&] { return now_ns() < ends; };
   if (sound) part_from_peers(patient);

@@ -1,10 +1,12 @@
 // The engine: one rank's worker, control connections and thread, for a communicator and all that are split from it.
 //
-// An op is posted on the loop's thread, which looks for a moment whether it can be done at once. What is left is moved on
-// by whoever comes by: the loop, while it polls, or the engine's own thread, which sleeps while there is nothing to do,
-// waits while the loop is about, and takes over when the loop has not come for kLoopAway. One lock guards all; the
+// An op is posted on the loop's thread, which looks for a moment whether it can be done at once. What is left is moved
+// on by whoever comes by: the loop, while it polls, or the engine's own thread, which sleeps while there is nothing to
+// do, waits while the loop is about, and takes over when the loop has not come for kLoopAway. One lock guards all; the
 // thread gives way when the loop wants it.
 #pragma once
+
+#include <unistd.h>
 
 #include <atomic>
 #include <cstdint>
@@ -36,9 +38,9 @@ struct Outcome {
 // What it is told unasked.
 struct Notice {
   enum Kind : int { kFrame, kLost, kLeft, kDisagrees } kind;
-  int peer;             // an engine's number, or, with a group, a rank
+  int peer;  // an engine's number, or, with a group, a rank
   std::uint32_t group;
-  std::uint64_t detail; // how many collectives it had done; or which one it disagrees on
+  std::uint64_t detail;  // how many collectives it had done; or which one it disagrees on
   std::string frame;
 };
 
@@ -100,15 +102,17 @@ class Engine {
   void open_group(std::uint32_t group, std::vector<std::uint32_t> their_ids, int segment, std::vector<int> hosts,
                   bool readable);
   bool reads_all(const std::vector<int>& peers) const;  // whether this rank may read the memory of those on its host
-  void lose_group(std::uint32_t group);   // nothing of it is moved on any more
-  void close_group(std::uint32_t group);  // and the others are told
+  void lose_group(std::uint32_t group);                 // nothing of it is moved on any more
+  void close_group(std::uint32_t group);                // and the others are told
   bool send_frame(int peer, const std::string& frame) { return control_->send(peer, frame); }
   std::vector<int> missing(std::uint32_t group);  // the ranks that the collective under way waits for
 
-  // -------------------------------- ops: true: done; false: the outcome follows, under the ticket that the caller gave it
-  bool send(Ticket ticket, std::uint32_t group, const void* data, std::size_t bytes, int dst, int channel, std::int64_t tag,
-              int dtype);
-  bool recv(Ticket ticket, std::uint32_t group, void* data, std::size_t bytes, int src, int channel, std::int64_t tag, int dtype);
+  // -------------------------------- ops: true: done; false: the outcome follows, under the ticket that the caller gave
+  // it
+  bool send(Ticket ticket, std::uint32_t group, const void* data, std::size_t bytes, int dst, int channel,
+            std::int64_t tag, int dtype);
+  bool recv(Ticket ticket, std::uint32_t group, void* data, std::size_t bytes, int src, int channel, std::int64_t tag,
+            int dtype);
   bool cancel(std::uint32_t group, int src, int channel, std::int64_t tag, Ticket ticket);
   // make: Task make(Group&, Unequal&), the schedule; called before this returns.
   template <typename Make>
@@ -128,11 +132,12 @@ class Engine {
   void close_window(std::uint32_t group, std::uint64_t window);
   // Offsets are in bytes; ops of this rank take effect in the order of the calls.
   bool put(Ticket ticket, std::uint32_t group, std::uint64_t window, int rank, std::uint64_t offset, const void* data,
-             std::size_t bytes);
-  bool get(Ticket ticket, std::uint32_t group, std::uint64_t window, int rank, std::uint64_t offset, void* data, std::size_t bytes);
+           std::size_t bytes);
+  bool get(Ticket ticket, std::uint32_t group, std::uint64_t window, int rank, std::uint64_t offset, void* data,
+           std::size_t bytes);
   // Add a to an element of 4 or 8 bytes; or, to swap, replace a by b. The outcome tells what was there.
   bool atomic(Ticket ticket, std::uint32_t group, std::uint64_t window, int rank, std::uint64_t offset, bool swap,
-                std::size_t bytes, std::uint64_t a, std::uint64_t b);
+              std::size_t bytes, std::uint64_t a, std::uint64_t b);
   bool signal(Ticket ticket, std::uint32_t group, std::uint64_t window, int rank);
   bool wait_signal(Ticket ticket, std::uint32_t group, std::uint64_t window, int rank);
   bool cancel_wait(std::uint32_t group, std::uint64_t window, int rank, Ticket ticket);
@@ -165,10 +170,10 @@ class Engine {
   void complete(Request* request, Status status, std::uint64_t a = 0, std::uint64_t b = 0);
   void notify(Notice notice);
 
-  bool advance();                      // one look at everything
+  bool advance();  // one look at everything
   bool advance_group(Group& group);
   void begin_next(Group& group);
-  void end_finished(Group& group);     // the schedules that have come to their end
+  void end_finished(Group& group);  // the schedules that have come to their end
   void rouse(Group& group);
   void check_mark(Group& group, int source, std::uint64_t collective, std::uint64_t mark);
   void disagree(Group& group, int source, std::uint64_t collective);
@@ -183,7 +188,7 @@ class Engine {
   void take(Request* recv, const Header& header, const void* payload, void* descriptor);
   void signalled(Group& group, const Header& header);
   void heard(int peer, std::string frame);
-  void obey(int peer);                 // the farewells for which all messages have come by now
+  void obey(int peer);  // the farewells for which all messages have come by now
   void left(Group& group, int rank, std::uint64_t collectives);
 
   bool act(Request* request, Job job);
@@ -205,19 +210,19 @@ class Engine {
   int rank_;
   int size_;
   std::vector<Peer> peers_;
-  std::vector<std::uint32_t> received_;                  // messages, by peer
-  std::vector<std::vector<Farewell>> farewells_;         // that wait for messages, by peer
-  std::vector<std::map<std::uint32_t, Message*>> early_; // messages that overtook others, by peer
-  std::vector<bool> awaited_;                            // peers that have not acknowledged this one's farewell yet
+  std::vector<std::uint32_t> received_;                   // messages, by peer
+  std::vector<std::vector<Farewell>> farewells_;          // that wait for messages, by peer
+  std::vector<std::map<std::uint32_t, Message*>> early_;  // messages that overtook others, by peer
+  std::vector<bool> awaited_;                             // peers that have not acknowledged this one's farewell yet
 
   std::mutex mutex_;
-  std::atomic<int> wanting_ = 0;                         // the loop waits for the lock
+  std::atomic<int> wanting_ = 0;  // the loop waits for the lock
   std::unordered_map<std::uint32_t, std::unique_ptr<Group>> groups_;
-  std::vector<Group*> active_;                           // those whose schedule has begun
-  std::vector<std::unique_ptr<Group>> lost_;             // kept until the worker is gone: UCX may hold their memory
-  std::vector<std::pair<Group*, Event*>> events_;        // that UCX has finished; schedules go on outside its calls
-  std::deque<Job> jobs_;                                 // on windows
-  std::deque<Job> pulls_;                                // of offered messages
+  std::vector<Group*> active_;                     // those whose schedule has begun
+  std::vector<std::unique_ptr<Group>> lost_;       // kept until the worker is gone: UCX may hold their memory
+  std::vector<std::pair<Group*, Event*>> events_;  // that UCX has finished; schedules go on outside its calls
+  std::deque<Job> jobs_;                           // on windows
+  std::deque<Job> pulls_;                          // of offered messages
   std::uint32_t next_group_ = 0;
   // Who waits for the answer to an offer or an atomic, and where the value goes that it brings.
   struct Asked {
@@ -228,27 +233,28 @@ class Engine {
   std::unordered_map<std::uint64_t, Asked> asked_;
   std::uint64_t next_question_ = 0;
   int doze_ms_ = 1;
-  std::size_t pending_ = 0;                              // tickets without an outcome
+  std::size_t pending_ = 0;  // tickets without an outcome
 
   std::vector<Outcome> outcomes_;
   std::vector<Notice> notices_;
-  std::atomic<bool> ready_ = false;                      // there are some
+  std::atomic<bool> ready_ = false;  // there are some
   int completions_fd_ = -1;
   bool loop_told_ = false;
 
   bool crowded_ = false;
-  std::uint64_t spin_most_ = 0;                          // ns that a post may look on in vain
-  std::uint64_t spin_now_ = 0;                           // and those that have proved worth it lately
+  std::uint64_t spin_most_ = 0;  // ns that a post may look on in vain
+  std::uint64_t spin_now_ = 0;   // and those that have proved worth it lately
   std::uint64_t spin_least_ = 0;
   std::uint64_t last_post_ = 0;
-  std::atomic<std::uint64_t> loop_seen_ = 0;             // when the loop last came by, ns
-  std::atomic<bool> bulk_ = false;                       // something under way is too long for the loop
+  std::atomic<std::uint64_t> loop_seen_ = 0;  // when the loop last came by, ns
+  std::atomic<bool> bulk_ = false;            // something under way is too long for the loop
   int turns_in_vain_ = 0;
   std::uint64_t slice_ends_ = 0;
-  std::uint64_t busy_until_ = 0;                         // the thread looks on that long before it sleeps
+  std::uint64_t busy_until_ = 0;  // the thread looks on that long before it sleeps
 
-  bool asleep_ = false;                                  // the thread waits for a descriptor
+  bool asleep_ = false;  // the thread waits for a descriptor
   bool stopping_ = false;
+  pid_t process_ = getpid();
   std::thread thread_;
 };
 

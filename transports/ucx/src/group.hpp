@@ -33,14 +33,14 @@ struct Request final : Pending {
   void* data = nullptr;  // a receive's
   std::size_t bytes = 0;
   std::uint64_t ticket;
-  std::uint64_t details[2] = {};   // a message's size and dtype; who gives how much too much; what was there before
-  Worker::Beginning beginning{};   // of a message that is too long
-  bool answers = false;            // its outcome is of interest even if it went well
-  Event* event = nullptr;          // a schedule's receive, which has no ticket
-  Unequal unequal;                 // an all-to-all's
+  std::uint64_t details[2] = {};  // a message's size and dtype; who gives how much too much; what was there before
+  Worker::Beginning beginning{};  // of a message that is too long
+  bool answers = false;           // its outcome is of interest even if it went well
+  Event* event = nullptr;         // a schedule's receive, which has no ticket
+  Unequal unequal;                // an all-to-all's
   Status status = Status::kDone;
   std::uint8_t dtype = 0;
-  bool posted = false;             // its post has returned
+  bool posted = false;  // its post has returned
   bool done = false;
 };
 
@@ -60,7 +60,8 @@ class Wire final : public Messages {
   int me_;
 };
 
-// A collective that is running or waits for its turn: one communicator's run one after the other, in the order of the calls.
+// A collective that is running or waits for its turn: one communicator's run one after the other, in the order of the
+// calls.
 struct Schedule {
   Task task;
   std::uint64_t mark;
@@ -73,7 +74,7 @@ struct Window {
     std::byte* mapped = nullptr;  // memory shared with this process, if it is
     ucp_rkey_h rkey = nullptr;    // else
     std::uint64_t address = 0;
-    std::uint64_t signals = 0;    // that this rank has not waited for
+    std::uint64_t signals = 0;  // that this rank has not waited for
     Queue<Request> waits;
   };
   std::vector<Part> parts;
@@ -87,24 +88,24 @@ struct Group {
 
   std::uint32_t id;
   int rank;
-  std::vector<int> peers;                  // the engine's number of each rank
-  std::vector<std::uint64_t> left;         // 1 + the collectives that a rank had done when it closed; 0: it has not
-  std::vector<std::uint32_t> their_ids;    // what each rank calls this group
-  std::unique_ptr<Shared> shared;          // with the ranks of this host, if there are others
-  std::unique_ptr<Wire> wire;              // between all ranks
-  std::unique_ptr<Wire> leaders;           // between one rank of each host; on the others null
-  std::vector<int> local;                  // this host's ranks, in the order of `shared`
-  std::vector<int> leader_of;              // by rank: the number of its host
+  std::vector<int> peers;                // the engine's number of each rank
+  std::vector<std::uint64_t> left;       // 1 + the collectives that a rank had done when it closed; 0: it has not
+  std::vector<std::uint32_t> their_ids;  // what each rank calls this group
+  std::unique_ptr<Shared> shared;        // with the ranks of this host, if there are others
+  std::unique_ptr<Wire> wire;            // between all ranks
+  std::unique_ptr<Wire> leaders;         // between one rank of each host; on the others null
+  std::vector<int> local;                // this host's ranks, in the order of `shared`
+  std::vector<int> leader_of;            // by rank: the number of its host
   int hosts = 1;
 
   Mailbox<Request> mail;
   std::deque<Schedule> schedules;
-  bool running = false;                    // the first of them has begun
-  std::uint64_t collectives = 0;           // done so far
+  bool running = false;                                          // the first of them has begun
+  std::uint64_t collectives = 0;                                 // done so far
   std::map<std::uint64_t, std::pair<int, std::uint64_t>> marks;  // of collectives to come: who has begun it, as what
-  int disagrees = -1;                      // the rank that does something else than this one
-  bool lost = false;                       // nothing moves any more
-  std::size_t users = 0;                   // requests and sends that are not done
+  int disagrees = -1;                                            // the rank that does something else than this one
+  bool lost = false;                                             // nothing moves any more
+  std::size_t users = 0;                                         // requests and sends that are not done
   std::unordered_map<std::uint64_t, Window> windows;
   std::uint64_t next_window = 0;
 };

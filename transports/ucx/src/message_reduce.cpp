@@ -179,7 +179,9 @@ Task direct_reduce_scatter(Messages& messages, Reduction reduction, const void* 
 class RingArithmetic {
  public:
   RingArithmetic(const Reduction& reduction, size_t segment, int size)
-      : reduction_(reduction), size_(size), lifts_(changes_when_lifted(reduction)),
+      : reduction_(reduction),
+        size_(size),
+        lifts_(changes_when_lifted(reduction)),
         lifted_(make_scratch(lifts_ ? segment * size_of(lifted(reduction.dtype)) : 0)) {}
 
   // What a rank sends of its own: `own`, or what it is when lifted, written to `slot`.

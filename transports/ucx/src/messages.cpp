@@ -8,7 +8,8 @@
 namespace aiocomms {
 namespace {
 
-// Messages within a host are offered from this size on. Below, copying twice is faster than a system call and an answer.
+// Messages within a host are offered from this size on. Below, copying twice is faster than a system call and an
+// answer.
 constexpr std::size_t kOfferedFrom = 32 * 1024;
 
 }  // namespace
@@ -38,7 +39,7 @@ void Request::finished(ucs_status_t result) {
 Group& Engine::group(std::uint32_t id) { return *groups_.at(id); }
 
 bool Engine::send(Ticket ticket, std::uint32_t id, const void* data, std::size_t bytes, int dst, int channel,
-                            std::int64_t tag, int dtype) {
+                  std::int64_t tag, int dtype) {
   Turn turn(*this);
   Group& to = group(id);
   auto request = new Request(*this, to, ticket);
@@ -46,8 +47,15 @@ bool Engine::send(Ticket ticket, std::uint32_t id, const void* data, std::size_t
     complete(request, Status::kClosed, static_cast<std::uint64_t>(dst));
     return settle(request);
   }
-  Header header{to.their_ids[dst], 0, static_cast<std::uint16_t>(to.rank), static_cast<std::uint8_t>(channel),
-                static_cast<std::uint8_t>(dtype), static_cast<std::uint32_t>(rank_), tag, bytes, 0};
+  Header header{to.their_ids[dst],
+                0,
+                static_cast<std::uint16_t>(to.rank),
+                static_cast<std::uint8_t>(channel),
+                static_cast<std::uint8_t>(dtype),
+                static_cast<std::uint32_t>(rank_),
+                tag,
+                bytes,
+                0};
   ucs_status_t status = dispatch(to, dst, header, data, request);
   if (status != UCS_INPROGRESS) request->finished(status);
   return settle(request);
@@ -68,8 +76,15 @@ ucs_status_t Engine::dispatch(Group& group, int rank, Header header, const void*
 }
 
 void Engine::answer(Group& group, int rank, std::uint64_t number, std::uint64_t value) {
-  const Header header{group.their_ids[rank], 0, static_cast<std::uint16_t>(group.rank), kAnswer, 0,
-                      static_cast<std::uint32_t>(rank_), static_cast<std::int64_t>(number), 0, value};
+  const Header header{group.their_ids[rank],
+                      0,
+                      static_cast<std::uint16_t>(group.rank),
+                      kAnswer,
+                      0,
+                      static_cast<std::uint32_t>(rank_),
+                      static_cast<std::int64_t>(number),
+                      0,
+                      value};
   worker_->tell(group.peers[rank], header, nullptr, 0, nullptr);
 }
 
@@ -82,8 +97,8 @@ void Engine::answered(const Header& header) {
   asked.pending->finished(UCS_OK);
 }
 
-bool Engine::recv(Ticket ticket, std::uint32_t id, void* data, std::size_t bytes, int src, int channel, std::int64_t tag,
-                            int dtype) {
+bool Engine::recv(Ticket ticket, std::uint32_t id, void* data, std::size_t bytes, int src, int channel,
+                  std::int64_t tag, int dtype) {
   Turn turn(*this);
   Group& from = group(id);
   auto request = new Request(*this, from, ticket);
@@ -200,8 +215,7 @@ void Engine::pull(Request* request, const Header& header, const void* payload) {
   Offer offer;
   std::memcpy(&offer, payload, sizeof offer);
   const int rank = header.source;
-  const std::size_t bytes =
-      request->status == Status::kDtype ? 0 : std::min<std::size_t>(header.bytes, request->bytes);
+  const std::size_t bytes = request->status == Status::kDtype ? 0 : std::min<std::size_t>(header.bytes, request->bytes);
   pulls_.push_back({static_cast<std::byte*>(request->data), reinterpret_cast<const std::byte*>(offer.address), bytes,
                     request,
                     [=, this](Request* it) {
@@ -235,13 +249,21 @@ struct Sent final : Pending {
 }  // namespace
 
 Wire::Wire(Engine& engine, Group& group, std::vector<int> ranks)
-    : engine_(engine), group_(group), ranks_(std::move(ranks)),
+    : engine_(engine),
+      group_(group),
+      ranks_(std::move(ranks)),
       me_(static_cast<int>(std::find(ranks_.begin(), ranks_.end(), group.rank) - ranks_.begin())) {}
 
 void Wire::send(int dst, const void* data, std::size_t bytes, Event& event) {
   int rank = ranks_[dst];
-  Header header{group_.their_ids[rank], 0, static_cast<std::uint16_t>(group_.rank), kSchedule, 0,
-                static_cast<std::uint32_t>(engine_.rank_), static_cast<std::int64_t>(group_.collectives), bytes,
+  Header header{group_.their_ids[rank],
+                0,
+                static_cast<std::uint16_t>(group_.rank),
+                kSchedule,
+                0,
+                static_cast<std::uint32_t>(engine_.rank_),
+                static_cast<std::int64_t>(group_.collectives),
+                bytes,
                 group_.schedules.front().mark};
   auto sent = new Sent(group_, engine_.events_, event);
   ucs_status_t status = engine_.dispatch(group_, rank, header, data, sent);

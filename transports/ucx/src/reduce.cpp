@@ -87,8 +87,8 @@ struct Folder {
 
 struct Kernels {
   std::array<std::array<Folder, kDTypes>, kOperators> fold{};  // of the lifted dtype; none: not supported
-  std::array<Map, kDTypes> scale{};   // counts units, as the folds of PREMUL_SUM do
-  std::array<Map, kDTypes> divide{};  // and those of AVG
+  std::array<Map, kDTypes> scale{};                            // counts units, as the folds of PREMUL_SUM do
+  std::array<Map, kDTypes> divide{};                           // and those of AVG
   std::array<Map, kDTypes> widen{};
   std::array<Map, kDTypes> narrow{};
 };

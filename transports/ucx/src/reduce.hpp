@@ -10,7 +10,18 @@
 namespace aiocomms {
 
 enum class DType : std::uint8_t {
-  Bool, UInt8, Int8, Int16, Int32, Int64, Float16, BFloat16, Float32, Float64, Complex64, Complex128
+  Bool,
+  UInt8,
+  Int8,
+  Int16,
+  Int32,
+  Int64,
+  Float16,
+  BFloat16,
+  Float32,
+  Float64,
+  Complex64,
+  Complex128
 };
 
 enum class Operator : std::uint8_t { Sum, Product, Min, Max, Band, Bor, Bxor, Avg, PremulSum };
@@ -34,7 +45,7 @@ void reduce(const Reduction& reduction, void* out, const void* const* in, int n,
 // For schedules in which partial results travel: a contribution is lifted once, combined along the way, and lowered.
 // A lifted array is of dtype lifted(dtype): float32 for float16 and bfloat16, else the dtype itself.
 DType lifted(DType dtype);
-void lift(const Reduction& reduction, void* out, const void* in, std::size_t count);       // may be in place
+void lift(const Reduction& reduction, void* out, const void* in, std::size_t count);  // may be in place
 void combine(const Reduction& reduction, void* accumulator, const void* in, std::size_t count);
 void lower(const Reduction& reduction, void* out, const void* accumulator, std::size_t count, int ranks);
 

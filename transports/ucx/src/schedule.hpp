@@ -67,7 +67,9 @@ class Task {
     };
     Final final_suspend() noexcept { return {}; }
     void return_void() {}
-    void unhandled_exception() { std::terminate(); }  // a schedule reports failure through its engine, never by throwing
+    void unhandled_exception() {
+      std::terminate();
+    }  // a schedule reports failure through its engine, never by throwing
   };
 
   Task() = default;

@@ -77,9 +77,10 @@ inline int around(int rank, int distance, int size) { return (rank + distance + 
 class TreePlace {
  public:
   TreePlace(int rank, int root, int size)
-      : root_(root), size_(size), position_(around(rank, -root, size)),
-        span_(position_ == 0 ? static_cast<int>(std::bit_ceil(static_cast<unsigned>(size)))
-                             : position_ & -position_) {}
+      : root_(root),
+        size_(size),
+        position_(around(rank, -root, size)),
+        span_(position_ == 0 ? static_cast<int>(std::bit_ceil(static_cast<unsigned>(size))) : position_ & -position_) {}
 
   bool is_root() const { return position_ == 0; }
   int span() const { return span_; }

@@ -2,8 +2,8 @@
 //
 // A collective is a sequence of rounds, counted through the life of the communicator. In round n each rank publishes a
 // line, with a few bytes in it or a slot of data behind it; others wait for the line and read. A slot serves again
-// kDepth rounds later, when every rank has said that it is done with it. The lines of a rank are each on a cache line of
-// their own, so that a wait costs one transfer. (The scheme of MPICH's "release gather" and of Li, Hoefler, Snir:
+// kDepth rounds later, when every rank has said that it is done with it. The lines of a rank are each on a cache line
+// of their own, so that a wait costs one transfer. (The scheme of MPICH's "release gather" and of Li, Hoefler, Snir:
 // "NUMA-Aware Shared-Memory Collective Communication for MPI", HPDC 2013: contributions side by side, flags apart.)
 #pragma once
 
@@ -15,9 +15,9 @@ namespace aiocomms {
 
 class Segment {
  public:
-  static constexpr std::uint64_t kDepth = 8;       // rounds that may be under way at once
-  static constexpr std::size_t kInline = 48;       // bytes that travel in a line itself
-  static constexpr std::size_t kSlot = 128 * 1024; // bytes of a slot; see docs/benchmarks/cpu.md
+  static constexpr std::uint64_t kDepth = 8;        // rounds that may be under way at once
+  static constexpr std::size_t kInline = 48;        // bytes that travel in a line itself
+  static constexpr std::size_t kSlot = 128 * 1024;  // bytes of a slot; see docs/benchmarks/cpu.md
 
   struct alignas(64) Line {
     std::atomic<std::uint64_t> round;  // n + 1 once round n is published
@@ -57,8 +57,8 @@ class Segment {
   // This rank reads nothing of the rounds below `rounds` any more.
   void finish(std::uint64_t rounds) { owners_[rank_].done.round.store(rounds, std::memory_order_seq_cst); }
 
-  // A rank that is about to sleep says so first, then looks again; one that publishes looks who sleeps afterwards. All of
-  // it sequentially consistent, so that one of the two sees the other (Dekker's way).
+  // A rank that is about to sleep says so first, then looks again; one that publishes looks who sleeps afterwards. All
+  // of it sequentially consistent, so that one of the two sees the other (Dekker's way).
   void sleep(bool asleep) { owners_[rank_].asleep.round.store(asleep, std::memory_order_seq_cst); }
   // Whether `rank` slept; whoever is told so wakes it.
   bool rouse(int rank) {

@@ -23,7 +23,9 @@ void transfer(void* out, const void* in, std::size_t bytes) {
   if (bytes && out != in) std::memcpy(out, in, bytes);
 }
 
-std::uint64_t rounds_for(std::size_t bytes, std::size_t chunk) { return std::max<std::size_t>(1, (bytes + chunk - 1) / chunk); }
+std::uint64_t rounds_for(std::size_t bytes, std::size_t chunk) {
+  return std::max<std::size_t>(1, (bytes + chunk - 1) / chunk);
+}
 
 // A part of a larger whole: where it begins and how long it is.
 struct Span {
@@ -32,7 +34,8 @@ struct Span {
       : offset(std::min(index * step, whole)), length(std::min(step, whole - offset)) {}
 };
 
-// Whole chunks that fill the pipeline, which is three rounds deep, and that are neither too small nor larger than a slot.
+// Whole chunks that fill the pipeline, which is three rounds deep, and that are neither too small nor larger than a
+// slot.
 std::size_t chunk_for(std::size_t bytes) {
   std::size_t quarter = (bytes / 16 + kLine - 1) / kLine * kLine;
   return std::clamp(quarter, kSmallestChunk, Segment::kSlot);
@@ -219,8 +222,8 @@ const std::byte* address_in(const std::byte* slot, int rank) {
 }
 
 // Each rank reads the others' parts where they are, and nobody leaves before everybody has. from[r]: what this rank has
-// for rank r; to[r], bytes[r]: what it takes from rank r. (Chakraborty, Subramoni, Panda: "Contention-Aware Kernel-Assisted
-// MPI Collectives for Multi-/Many-Core Systems", CLUSTER 2017: every rank begins with another one.)
+// for rank r; to[r], bytes[r]: what it takes from rank r. (Chakraborty, Subramoni, Panda: "Contention-Aware
+// Kernel-Assisted MPI Collectives for Multi-/Many-Core Systems", CLUSTER 2017: every rank begins with another one.)
 Task read_in_place(Shared& shared, std::vector<const void*> from, std::vector<void*> to, Bytes bytes) {
   Segment& segment = shared.segment;
   const int me = shared.rank(), ranks = shared.ranks();
@@ -263,7 +266,8 @@ Task spread_by_slots(Shared& shared, const void* in, std::vector<void*> outs, By
     const Span mine(turn, step, bytes[me]);
     if (turn < rounds && (turn == 0 || mine.length)) {
       co_await shared.writable(first + turn);
-      transfer(small ? segment.line(me, first + turn).data : segment.slot(me, first + turn), at(in, mine.offset), mine.length);
+      transfer(small ? segment.line(me, first + turn).data : segment.slot(me, first + turn), at(in, mine.offset),
+               mine.length);
       shared.publish(first + turn);
       if (!outs.empty()) transfer(at(outs[me], mine.offset), at(in, mine.offset), mine.length);
     }
@@ -274,7 +278,7 @@ Task spread_by_slots(Shared& shared, const void* in, std::vector<void*> outs, By
       const std::uint64_t round = first + turn - 1;
       co_await shared.one(rank, round);
       transfer(at(outs[rank], theirs.offset), small ? segment.line(rank, round).data : segment.slot(rank, round),
-           theirs.length);
+               theirs.length);
     }
     if (turn >= 1) shared.finish(first + turn - 1);
     co_await shared.turn();
@@ -315,7 +319,8 @@ Task exchange_by_slots(Shared& shared, std::vector<const void*> ins, Bytes in_by
   const int me = shared.rank();
   const std::size_t piece = piece_of(shared);
   // As in chunk_for: enough rounds to overlap one rank's writing with the others' reading.
-  const std::size_t step = std::clamp((largest / 16 + kLine - 1) / kLine * kLine, std::min(piece, kSmallestChunk / 4), piece);
+  const std::size_t step =
+      std::clamp((largest / 16 + kLine - 1) / kLine * kLine, std::min(piece, kSmallestChunk / 4), piece);
   const std::uint64_t rounds = rounds_for(largest, step);
   const std::uint64_t first = shared.take(rounds);
   transfer(outs[me], ins[me], in_bytes[me]);
@@ -324,7 +329,8 @@ Task exchange_by_slots(Shared& shared, std::vector<const void*> ins, Bytes in_by
       co_await shared.writable(first + turn);
       for (int rank = 0; rank < shared.ranks(); ++rank) {
         const Span part(turn, step, in_bytes[rank]);
-        if (rank != me) transfer(segment.slot(me, first + turn) + rank * piece, at(ins[rank], part.offset), part.length);
+        if (rank != me)
+          transfer(segment.slot(me, first + turn) + rank * piece, at(ins[rank], part.offset), part.length);
       }
       shared.publish(first + turn);
     }
@@ -392,7 +398,8 @@ Task shared_reduce_scatter(Shared& shared, Reduction reduction, std::vector<cons
       for (int rank = 0; rank < ranks; ++rank) {
         const Span part(turn, step, counts[rank]);
         if (rank != me) {
-          transfer(segment.slot(me, first + turn) + rank * piece, at(ins[rank], part.offset * size), part.length * size);
+          transfer(segment.slot(me, first + turn) + rank * piece, at(ins[rank], part.offset * size),
+                   part.length * size);
         }
       }
       shared.publish(first + turn);

@@ -17,9 +17,9 @@
 namespace aiocomms {
 
 inline std::uint64_t now_ns() {
-  return static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(
-                                        std::chrono::steady_clock::now().time_since_epoch())
-                                        .count());
+  return static_cast<std::uint64_t>(
+      std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+          .count());
 }
 
 // One rank's place at a segment: the round it is in, and what its schedule waits for.
@@ -28,12 +28,12 @@ class Shared {
   Shared(int fd, int rank, int ranks) : segment(fd, rank, ranks), inputs(static_cast<std::size_t>(ranks)) {}
 
   Segment segment;
-  std::uint64_t mark = 0;           // of the collective under way
+  std::uint64_t mark = 0;                     // of the collective under way
   const std::uint64_t* slice_ends = nullptr;  // when a schedule lets others have their turn, ns
-  std::vector<const void*> inputs;  // scratch: one pointer per rank
-  std::vector<int> pids;            // of the ranks, if each may read each other's memory; else empty
-  int disagrees = -1;               // a rank that is doing something else
-  bool published_any = false;       // since this was last set to false
+  std::vector<const void*> inputs;            // scratch: one pointer per rank
+  std::vector<int> pids;                      // of the ranks, if each may read each other's memory; else empty
+  int disagrees = -1;                         // a rank that is doing something else
+  bool published_any = false;                 // since this was last set to false
 
   // Polls what the schedule waits for. Returns whether it went on.
   bool poll() {
@@ -95,7 +95,7 @@ class Shared {
   Wait one(int rank, std::uint64_t round) { return Wait(*this, Wait::kOne, round, rank); }
   Wait second(int rank, std::uint64_t round) { return Wait(*this, Wait::kSecond, round, rank); }
   Wait never() { return Wait(*this, Wait::kNever, 0); }  // a rank is gone, as others will be told
-  Wait turn() { return Wait(*this, Wait::kTurn, 0); }  // lets others run if this schedule's slice is over
+  Wait turn() { return Wait(*this, Wait::kTurn, 0); }    // lets others run if this schedule's slice is over
 
  private:
   friend class Wait;
@@ -116,8 +116,8 @@ Task shared_spread(Shared& shared, const void* in, std::vector<void*> outs, Byte
 // Each rank gives each other a part of its own; `bytes`: the largest part anywhere.
 Task shared_exchange(Shared& shared, std::vector<const void*> ins, Bytes in_bytes, std::vector<void*> outs,
                      Bytes out_bytes, std::size_t largest);
-// As shared_exchange, where each rank knows its own parts' sizes only. wrong: who gives this rank a part of another size
-// than it takes, and how many bytes.
+// As shared_exchange, where each rank knows its own parts' sizes only. wrong: who gives this rank a part of another
+// size than it takes, and how many bytes.
 struct Unequal {
   int rank = -1;
   std::size_t given = 0;

@@ -118,8 +118,8 @@ void follow(Request* request, ucs_status_t status) {
 
 }  // namespace
 
-bool Engine::put(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank, std::uint64_t offset, const void* data,
-                           std::size_t bytes) {
+bool Engine::put(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank, std::uint64_t offset,
+                 const void* data, std::size_t bytes) {
   Turn turn(*this);
   Window::Part& to = part(id, window, rank);
   auto request = new Request(*this, group(id), ticket);
@@ -134,7 +134,7 @@ bool Engine::put(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank
 }
 
 bool Engine::get(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank, std::uint64_t offset, void* data,
-                           std::size_t bytes) {
+                 std::size_t bytes) {
   Turn turn(*this);
   Window::Part& from = part(id, window, rank);
   auto request = new Request(*this, group(id), ticket);
@@ -149,7 +149,7 @@ bool Engine::get(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank
 }
 
 bool Engine::atomic(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank, std::uint64_t offset, bool swap,
-                              std::size_t bytes, std::uint64_t a, std::uint64_t b) {
+                    std::size_t bytes, std::uint64_t a, std::uint64_t b) {
   Turn turn(*this);
   Window::Part& at = part(id, window, rank);
   Group& owner = group(id);
@@ -163,8 +163,15 @@ bool Engine::atomic(Ticket ticket, std::uint32_t id, std::uint64_t window, int r
                          }});
   }
   const Atomic what{offset, a, b, static_cast<std::uint32_t>(bytes), swap, ++next_question_};
-  const Header header{owner.their_ids[rank], 0, static_cast<std::uint16_t>(owner.rank), kAtomic, 0,
-                      static_cast<std::uint32_t>(rank_), static_cast<std::int64_t>(window), sizeof what, 0};
+  const Header header{owner.their_ids[rank],
+                      0,
+                      static_cast<std::uint16_t>(owner.rank),
+                      kAtomic,
+                      0,
+                      static_cast<std::uint32_t>(rank_),
+                      static_cast<std::int64_t>(window),
+                      sizeof what,
+                      0};
   return act(request, {nullptr, nullptr, 0, nullptr, [=, this, &owner](Request* it) {
                          behind_puts(owner, rank, it, [=, this, &owner] {
                            asked_.emplace(what.number, Asked{&owner, it, &it->details[0]});
@@ -173,8 +180,8 @@ bool Engine::atomic(Ticket ticket, std::uint32_t id, std::uint64_t window, int r
                        }});
 }
 
-// The owner does it: one processor's atomics are atomic among themselves, a network's and a processor's are not. UCX's own
-// across TCP do not work with its error handling (1.22: "cannot find remote protocol for amo").
+// The owner does it: one processor's atomics are atomic among themselves, a network's and a processor's are not. UCX's
+// own across TCP do not work with its error handling (1.22: "cannot find remote protocol for amo").
 void Engine::asked(Group& owner, const Header& header, const void* payload) {
   Atomic what;
   auto found = owner.windows.find(static_cast<std::uint64_t>(header.tag));
@@ -203,8 +210,15 @@ bool Engine::signal(Ticket ticket, std::uint32_t id, std::uint64_t window, int r
   Turn turn(*this);
   Group& owner = group(id);
   auto request = new Request(*this, owner, ticket);
-  Header header{owner.their_ids[rank], 0, static_cast<std::uint16_t>(owner.rank), kSignal, 0,
-                static_cast<std::uint32_t>(rank_), static_cast<std::int64_t>(window), 0, 0};
+  Header header{owner.their_ids[rank],
+                0,
+                static_cast<std::uint16_t>(owner.rank),
+                kSignal,
+                0,
+                static_cast<std::uint32_t>(rank_),
+                static_cast<std::int64_t>(window),
+                0,
+                0};
   if (rank == owner.rank) {
     return act(request, {nullptr, nullptr, 0, nullptr, [=, this, &owner](Request* it) {
                            signalled(owner, header);

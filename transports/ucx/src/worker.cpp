@@ -8,8 +8,8 @@
 namespace aiocomms {
 namespace {
 
-constexpr unsigned kMessage = 1;  // our one active message id
-constexpr std::size_t kLongestTold = 64;  // bytes
+constexpr unsigned kMessage = 1;                   // our one active message id
+constexpr std::size_t kLongestTold = 64;           // bytes
 constexpr unsigned kUcxMajor = 1, kUcxMinor = 18;  // the oldest UCX whose interface this is
 
 void check(const char* call, ucs_status_t status) {
@@ -162,8 +162,8 @@ ucs_status_t Worker::tell(int peer, Header header, const void* what, std::size_t
   return send(peer, both.data(), sizeof header + bytes, nullptr, 0, pending);
 }
 
-ucs_status_t Worker::send(int number, const void* header, std::size_t header_bytes, const void* data,
-                          std::size_t bytes, Pending* pending) {
+ucs_status_t Worker::send(int number, const void* header, std::size_t header_bytes, const void* data, std::size_t bytes,
+                          Pending* pending) {
   ucp_ep_h to = endpoint(number);
   if (to == nullptr) return UCS_ERR_CONNECTION_RESET;
   ++peers_[number].sent;

@@ -1,8 +1,8 @@
 // UCX behind one class: a context, a worker, and an endpoint for each peer that is spoken to.
 //
-// All methods are called under the engine's lock. Messages are UCX active messages with a header of ours, and matched by
-// us (mailbox.hpp), for what UCX's tag matching cannot say: the dtype of a message before its payload is touched, and
-// that a receive has been withdrawn, at once.
+// All methods are called under the engine's lock. Messages are UCX active messages with a header of ours, and matched
+// by us (mailbox.hpp), for what UCX's tag matching cannot say: the dtype of a message before its payload is touched,
+// and that a receive has been withdrawn, at once.
 #pragma once
 
 #include <ucp/api/ucp.h>
@@ -23,15 +23,15 @@ struct UcxError : std::runtime_error {
 
 // What travels in front of each payload.
 struct Header {
-  std::uint32_t group;    // the receiver's number of the communicator
-  std::uint32_t order;    // counts the messages from this peer to that, from 0; Worker sets it
-  std::uint16_t source;   // rank in the communicator
-  std::uint8_t channel;   // whose message: a channel of aiocomms.ops, or one of the engine's own, below
+  std::uint32_t group;   // the receiver's number of the communicator
+  std::uint32_t order;   // counts the messages from this peer to that, from 0; Worker sets it
+  std::uint16_t source;  // rank in the communicator
+  std::uint8_t channel;  // whose message: a channel of aiocomms.ops, or one of the engine's own, below
   std::uint8_t dtype;
-  std::uint32_t peer;     // the sender's number in the engine's family
-  std::int64_t tag;       // the user's, or the number of a collective, or of a window
-  std::uint64_t bytes;    // of the payload
-  std::uint64_t mark;     // a collective's fingerprint
+  std::uint32_t peer;   // the sender's number in the engine's family
+  std::int64_t tag;     // the user's, or the number of a collective, or of a window
+  std::uint64_t bytes;  // of the payload
+  std::uint64_t mark;   // a collective's fingerprint
 };
 
 enum Channel : std::uint8_t { kUserChannels = 16, kSchedule = 16, kSignal, kAtomic, kAnswer };
@@ -120,8 +120,8 @@ class Worker {
     bool failed = false;
   };
 
-  static ucs_status_t on_message(void* arg, const void* header, std::size_t header_bytes, void* data,
-                                 std::size_t bytes, const ucp_am_recv_param_t* param);
+  static ucs_status_t on_message(void* arg, const void* header, std::size_t header_bytes, void* data, std::size_t bytes,
+                                 const ucp_am_recv_param_t* param);
   ucp_ep_h endpoint(int peer);
 
   ucs_status_t send(int peer, const void* header, std::size_t header_bytes, const void* data, std::size_t bytes,
