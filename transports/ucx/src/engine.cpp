@@ -338,6 +338,11 @@ void Engine::close(bool sound, double patience) {
     control_->wake();
   }
   thread_.join();
+  for (auto& [id, group] : groups_) drop(*group);
+  for (auto& messages : early_) {
+    for (auto& [order, message] : messages) delete message;
+    messages.clear();
+  }
   if (sound) {
     worker_->disconnect(patient);
     control_->farewell();

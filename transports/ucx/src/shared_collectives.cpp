@@ -95,7 +95,7 @@ Task reduce_directly(Shared& shared, Reduction reduction, int root, void* data, 
   const bool small = bytes <= Segment::kInline;
   const std::uint64_t round = shared.take(1);
   co_await shared.writable(round);
-  std::memcpy(small ? segment.line(shared.rank(), round).data : segment.slot(shared.rank(), round), data, bytes);
+  transfer(small ? segment.line(shared.rank(), round).data : segment.slot(shared.rank(), round), data, bytes);
   shared.publish(round);
   co_await shared.all(round);
   if (root < 0 || root == shared.rank()) {
