@@ -46,6 +46,25 @@ conformance-all: $(VENV)/ucx.stamp
 	$(BIN)/python -m pytest --pyargs aiocomms.testing.conformance --transport=local --transport=c10d --transport=ucx
 	$(BIN)/python -m pytest --pyargs aiocomms.testing.conformance --transport=ucx --processes --loops=asyncio
 
+# The ucx transport with an engine that was built with a sanitizer, as a package of its own beside the editable one.
+SANITIZERS := build/sanitizers
+$(SANITIZERS)/%.stamp: $(VENV)/ucx.stamp $(UCX_NATIVE) $(wildcard $(UCX)/aiocomms_ucx/*.py)
+	AIOCOMMS_WERROR=ON AIOCOMMS_SANITIZE=$* $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		--upgrade --target $(SANITIZERS)/$* --config-settings cmake.build-type=RelWithDebInfo \
+		--config-settings build-dir=$(abspath $(SANITIZERS))/$*.build ./$(UCX)
+	touch $@
+
+SANITIZED = $(UCX)/tests/sanitized/run.sh $(1) $(SANITIZERS)/$(1) $(BIN)/python -m pytest --pyargs \
+	aiocomms.testing.conformance --transport=ucx --loops asyncio
+
+## The ucx transport under AddressSanitizer and ThreadSanitizer: its engines alone, then the conformance suite.
+test-sanitizers: $(SANITIZERS)/address.stamp $(SANITIZERS)/thread.stamp
+	AIOCOMMS_ENGINE_TEST_SECONDS=60 $(BIN)/python -m pytest tests/test_ucx_engine.py
+	$(call SANITIZED,address) --ranks 2,3,4
+	$(call SANITIZED,address) --ranks 2,3 --processes
+	$(call SANITIZED,thread) --ranks 2,3,4
+	$(call SANITIZED,thread) --ranks 2,3 --processes
+
 lint: $(VENV)/ucx.stamp
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)

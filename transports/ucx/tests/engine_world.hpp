@@ -1,8 +1,8 @@
 // Ranks of one process, each with an engine and a thread that drives it as an event loop would.
 //
-// The order that one rank's messages and shared memory impose on another goes through UCX, which is not instrumented, and
-// through memory that each rank has mapped at an address of its own: ThreadSanitizer sees neither. What it checks are the
-// threads of each rank among themselves; the order between ranks is checked by the data that arrive.
+// What orders one rank after another goes through UCX, which is not instrumented, and through memory that each rank has
+// mapped at an address of its own: ThreadSanitizer sees neither. It checks the threads of each rank among themselves;
+// the order between ranks is checked by the data that arrive.
 #pragma once
 
 #include <poll.h>
@@ -117,7 +117,7 @@ class Rank {
   }
 
  private:
-  // As a loop does: a few turns, then it parks. At times it polls on, and at times it is away, busy with something else.
+  // As a loop does: a few turns, then it parks. At times it polls on, at times it is away, busy with something else.
   template <class Is>
   void until(Is is, const char* what) {
     constexpr int kPatience = 60'000;  // ms
@@ -154,7 +154,8 @@ class Rank {
 
 class World {
  public:
-  World(int the_size, Hosts hosts, std::uint64_t the_seed) : seed(the_seed), meeting(the_size), ids(the_size), fds(the_size) {
+  World(int the_size, Hosts hosts, std::uint64_t the_seed)
+      : seed(the_seed), meeting(the_size), ids(the_size), fds(the_size) {
     for (int rank = 0; rank < the_size; ++rank) {
       host_of.push_back(hosts == Hosts::kOne ? 0 : hosts == Hosts::kEach ? rank : rank / 2);
     }
@@ -195,8 +196,9 @@ class World {
   std::vector<std::unique_ptr<Rank>> ranks;
 };
 
-inline Rank::Rank(World& the_world, int the_number, std::uint64_t seed) : world(the_world), number(the_number), random(seed) {
-  // Below the real setting: no interface but the loopback is listened on.
+inline Rank::Rank(World& the_world, int the_number, std::uint64_t seed)
+    : world(the_world), number(the_number), random(seed) {
+  // As aiocomms sets them; and nothing but the loopback is listened on.
   const bool far = the_world.host_of.front() != the_world.host_of.back();
   std::vector<std::pair<std::string, std::string>> options = {{"TLS", far ? "^sysv" : "^sysv,tcp"}};
   if (far) options.emplace_back("NET_DEVICES", "lo");
@@ -232,7 +234,8 @@ inline std::uint32_t Rank::open(const std::vector<int>& members) {
       }
       numbers.push_back(number_of_host);
     }
-    const bool readable = world.seed % 4 < 2 && engine->reads_all(local);  // the other way is taken where it is not allowed
+    // In some worlds ranks do as if they were not allowed to read each other's memory.
+    const bool readable = world.seed % 4 < 2 && engine->reads_all(local);
     engine->open_group(group, theirs, local.size() > 1 ? world.fds[local.front()] : -1, numbers, readable);
   }
   world.meeting.arrive_and_wait();

@@ -58,7 +58,11 @@ class FakeNetwork {
   };
 
   FakeNetwork(int size, Mode mode, unsigned seed, Report& report)
-      : size_(size), mode_(mode), random_(seed), report_(report), pairs_(static_cast<std::size_t>(size * size)),
+      : size_(size),
+        mode_(mode),
+        random_(seed),
+        report_(report),
+        pairs_(static_cast<std::size_t>(size * size)),
         counters_(static_cast<std::size_t>(size)) {
     for (int rank = 0; rank < size; ++rank) ports_.emplace_back(*this, rank);
   }

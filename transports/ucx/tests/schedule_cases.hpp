@@ -38,27 +38,43 @@ void put_narrow(Byte* to, double value) {
 inline void encode(DType dtype, Byte* to, Value value) {
   const auto integer = [&] { return static_cast<std::int64_t>(value.real()); };
   switch (dtype) {
-    case DType::Int8: return put(to, static_cast<std::int8_t>(integer()));
-    case DType::Int32: return put(to, static_cast<std::int32_t>(integer()));
-    case DType::Float16: return put_narrow<Half>(to, value.real());
-    case DType::BFloat16: return put_narrow<BFloat>(to, value.real());
-    case DType::Float32: return put(to, static_cast<float>(value.real()));
-    case DType::Float64: return put(to, value.real());
-    case DType::Complex64: return put(to, std::complex<float>(value));
-    default: std::abort();
+    case DType::Int8:
+      return put(to, static_cast<std::int8_t>(integer()));
+    case DType::Int32:
+      return put(to, static_cast<std::int32_t>(integer()));
+    case DType::Float16:
+      return put_narrow<Half>(to, value.real());
+    case DType::BFloat16:
+      return put_narrow<BFloat>(to, value.real());
+    case DType::Float32:
+      return put(to, static_cast<float>(value.real()));
+    case DType::Float64:
+      return put(to, value.real());
+    case DType::Complex64:
+      return put(to, std::complex<float>(value));
+    default:
+      std::abort();
   }
 }
 
 inline Value decode(DType dtype, const Byte* from) {
   switch (dtype) {
-    case DType::Int8: return get<std::int8_t>(from);
-    case DType::Int32: return get<std::int32_t>(from);
-    case DType::Float16: return widen(get<Half>(from));
-    case DType::BFloat16: return widen(get<BFloat>(from));
-    case DType::Float32: return get<float>(from);
-    case DType::Float64: return get<double>(from);
-    case DType::Complex64: return get<std::complex<float>>(from);
-    default: std::abort();
+    case DType::Int8:
+      return get<std::int8_t>(from);
+    case DType::Int32:
+      return get<std::int32_t>(from);
+    case DType::Float16:
+      return widen(get<Half>(from));
+    case DType::BFloat16:
+      return widen(get<BFloat>(from));
+    case DType::Float32:
+      return get<float>(from);
+    case DType::Float64:
+      return get<double>(from);
+    case DType::Complex64:
+      return get<std::complex<float>>(from);
+    default:
+      std::abort();
   }
 }
 
@@ -79,13 +95,20 @@ inline Value contribution(const Reduction& reduction, int rank, size_t i) {
 inline Value fold(const Reduction& reduction, Value a, Value b) {
   const auto integer = [](Value value) { return static_cast<std::int64_t>(value.real()); };
   switch (reduction.op) {
-    case Operator::Product: return a * b;
-    case Operator::Min: return std::min(a.real(), b.real());
-    case Operator::Max: return std::max(a.real(), b.real());
-    case Operator::Band: return static_cast<double>(integer(a) & integer(b));
-    case Operator::Bor: return static_cast<double>(integer(a) | integer(b));
-    case Operator::Bxor: return static_cast<double>(integer(a) ^ integer(b));
-    default: return a + b;
+    case Operator::Product:
+      return a * b;
+    case Operator::Min:
+      return std::min(a.real(), b.real());
+    case Operator::Max:
+      return std::max(a.real(), b.real());
+    case Operator::Band:
+      return static_cast<double>(integer(a) & integer(b));
+    case Operator::Bor:
+      return static_cast<double>(integer(a) | integer(b));
+    case Operator::Bxor:
+      return static_cast<double>(integer(a) ^ integer(b));
+    default:
+      return a + b;
   }
 }
 

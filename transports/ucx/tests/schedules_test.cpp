@@ -31,9 +31,8 @@ std::vector<int> roots_of(int size) {
 void test_all_reduce(const Case& c) {
   std::vector<Buffer> data = c.inputs;
   const std::string what = "all_reduce " + c.name;
-  simulate(c.size, what, [&](Messages& messages, int rank) {
-    return all_reduce(messages, c.reduction, data[rank].data(), c.count);
-  });
+  simulate(c.size, what,
+           [&](Messages& messages, int rank) { return all_reduce(messages, c.reduction, data[rank].data(), c.count); });
   report.check(c.matches(data[0].data(), 0, c.count), "wrong result", what);
   for (const Buffer& result : data) report.check(result == data[0], "ranks differ", what);
 }
@@ -136,8 +135,8 @@ void test_all_reductions() {
 
 // All ranks have the same bits, whichever way the messages go, also where the order of two operands shows.
 void test_same_bits(const Reduction& reduction, int size, size_t count) {
-  const std::string what = text("all_reduce of special values op %d ranks %d count %zu",
-                                static_cast<int>(reduction.op), size, count);
+  const std::string what =
+      text("all_reduce of special values op %d ranks %d count %zu", static_cast<int>(reduction.op), size, count);
   std::mt19937 random(static_cast<unsigned>(size));
   std::vector<Buffer> inputs(static_cast<size_t>(size), Buffer(count * 4));
   static constexpr std::uint32_t specials[] = {0x7FC00001, 0xFFC00002, 0x7FC12345, 0,  // NaNs, zeros, infinities
@@ -150,9 +149,8 @@ void test_same_bits(const Reduction& reduction, int size, size_t count) {
   Buffer first;
   for (int mode = 0; mode < 4; ++mode) {
     std::vector<Buffer> data = inputs;
-    simulate(size, what, [&](Messages& messages, int rank) {
-      return all_reduce(messages, reduction, data[rank].data(), count);
-    });
+    simulate(size, what,
+             [&](Messages& messages, int rank) { return all_reduce(messages, reduction, data[rank].data(), count); });
     if (mode == 0) first = data[0];
     for (const Buffer& result : data) report.check(result == first, "bits differ", what);
   }
@@ -178,9 +176,8 @@ void test_broadcast(int size, int root, size_t bytes) {
   const std::string what = text("broadcast of %zu from %d to %d", bytes, root, size);
   std::vector<Buffer> data(static_cast<size_t>(size), Buffer(bytes));
   data[root] = block(root, 0, bytes);
-  simulate(size, what, [&](Messages& messages, int rank) {
-    return broadcast(messages, root, data[rank].data(), bytes);
-  });
+  simulate(size, what,
+           [&](Messages& messages, int rank) { return broadcast(messages, root, data[rank].data(), bytes); });
   const Buffer wanted = block(root, 0, bytes);
   for (const Buffer& result : data) report.check(result == wanted, "wrong data", what);
 }
