@@ -69,15 +69,29 @@ def _reduce(engine: Engine, ticket: int, group: int, size: int, op: ops.Reduce, 
     return engine.reduce(ticket, group, form, tensor.data_ptr(), tensor.numel(), *_how(op.op, tensor.dtype), op.root)
 
 
+def _blocks(tensor: Tensor, size: int) -> tuple[list[int], list[int]]:
+    """Where the equal chunks of a tensor lie, one per rank, and their bytes; without a tensor for each."""
+    nbytes = tensor.nbytes // size
+    first = tensor.data_ptr()
+    return [first + rank * nbytes for rank in range(size)], [nbytes] * size
+
+
 def _reduce_scatter(engine: Engine, ticket: int, group: int, size: int, op: Any, form: int) -> bool:
-    ins, out = op.ins(size), op.output
-    counts = [tensor.numel() for tensor in ins]
-    return engine.reduce_scatter(ticket, group, form, _addresses(ins), counts, out.data_ptr(), *_how(op.op, out.dtype))
+    out = op.output
+    if isinstance(op, ops.ReduceScatterSingle):
+        ins, counts = _blocks(op.input, size)[0], [out.numel()] * size
+    else:
+        ins, counts = _addresses(op.inputs), [tensor.numel() for tensor in op.inputs]
+    return engine.reduce_scatter(ticket, group, form, ins, counts, out.data_ptr(), *_how(op.op, out.dtype))
 
 
 def _all_gather(engine: Engine, ticket: int, group: int, size: int, op: Any, form: int) -> bool:
-    outs, dtype = op.outs(size), DTYPES[op.input.dtype]
-    return engine.all_gather(ticket, group, form, op.input.data_ptr(), _addresses(outs), _sizes(outs), dtype)
+    mine = op.input
+    if isinstance(op, ops.AllGatherSingle):
+        outs, sizes = _blocks(op.output, size)
+    else:
+        outs, sizes = _addresses(op.outputs), _sizes(op.outputs)
+    return engine.all_gather(ticket, group, form, mine.data_ptr(), outs, sizes, DTYPES[mine.dtype])
 
 
 def _gather(engine: Engine, ticket: int, group: int, size: int, op: Any, form: int) -> bool:
@@ -93,11 +107,15 @@ def _scatter(engine: Engine, ticket: int, group: int, size: int, op: ops.Scatter
 
 
 def _all_to_all(engine: Engine, ticket: int, group: int, size: int, op: Any, form: int) -> bool:
-    ins, outs = op.ins(size), op.outs(size)
-    equal = isinstance(op, ops.AllToAllSingle)
+    if isinstance(op, ops.AllToAllSingle):
+        ins, sizes = _blocks(op.input, size)
+        outs, _ = _blocks(op.output, size)
+        return engine.all_to_all(ticket, group, form, ins, sizes, outs, sizes, DTYPES[op.input.dtype], True)
+    given, taken = op.ins(size), op.outs(size)
     return engine.all_to_all(
-        ticket, group, form, _addresses(ins), _sizes(ins), _addresses(outs), _sizes(outs), DTYPES[ins[0].dtype], equal
-    )
+        ticket, group, form, _addresses(given), _sizes(given), _addresses(taken), _sizes(taken),
+        DTYPES[given[0].dtype], False,
+    )  # fmt: skip
 
 
 _START: Final[dict[str, Start]] = {

@@ -96,7 +96,7 @@ void Engine::start(const std::vector<std::string>& addresses, std::vector<int> s
 // side
 
 bool Engine::settle(Request* request) {
-  if (!request->done) spin(*request);
+  if (!request->done && !bulk_) spin(*request);  // else the thread is at it
   if (request->done && request->status == Status::kDone && !request->answers) {
     delete request;
     return true;

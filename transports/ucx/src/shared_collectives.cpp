@@ -262,6 +262,7 @@ Task spread_by_slots(Shared& shared, const void* in, std::vector<void*> outs, By
   const std::size_t step = small ? Segment::kInline : chunk_for(most);
   const std::uint64_t rounds = rounds_for(most, step);
   const std::uint64_t first = shared.take(rounds);
+  const bool takes = !outs.empty();
   for (std::uint64_t turn = 0; turn <= rounds; ++turn) {
     const Span mine(turn, step, bytes[me]);
     if (turn < rounds && (turn == 0 || mine.length)) {
@@ -269,10 +270,10 @@ Task spread_by_slots(Shared& shared, const void* in, std::vector<void*> outs, By
       transfer(small ? segment.line(me, first + turn).data : segment.slot(me, first + turn), at(in, mine.offset),
                mine.length);
       shared.publish(first + turn);
-      if (!outs.empty()) transfer(at(outs[me], mine.offset), at(in, mine.offset), mine.length);
+      if (takes) transfer(at(outs[me], mine.offset), at(in, mine.offset), mine.length);
     }
     if (turn == 1) co_await shared.all(first);
-    for (int rank = 0; turn >= 1 && !outs.empty() && rank < shared.ranks(); ++rank) {
+    for (int rank = 0; turn >= 1 && takes && rank < shared.ranks(); ++rank) {
       const Span theirs(turn - 1, step, bytes[rank]);
       if (rank == me || theirs.length == 0) continue;
       const std::uint64_t round = first + turn - 1;
