@@ -50,15 +50,6 @@ def reachable_address(names: Iterable[str], store: Store | None) -> str:
     )
 
 
-def interface_of(address: str) -> str | None:
-    """The name of the network interface that has an IPv4 address."""
-    for _, name in socket.if_nameindex():
-        with contextlib.suppress(ArgumentError):
-            if _address_of(name) == address:
-                return name
-    return None
-
-
 def _host_of(store: Store | None) -> str | None:
     while isinstance(store, PrefixStore):
         store = store.underlying_store

@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 
 from aiocomms.errors import ArgumentError, CommTimeoutError, ProtocolError
-from aiocomms.hosts import host_id, interface_of, reachable_address
+from aiocomms.hosts import host_id, reachable_address
 from aiocomms.transport import Rendezvous
 from aiocomms_ucx import wire
 from aiocomms_ucx._engine import Engine
@@ -95,8 +95,8 @@ def _options(outside: str | None) -> list[tuple[str, str]]:
     """
     if outside is None:
         return [("TLS", "^sysv,tcp")]
-    interface = interface_of(outside)
-    devices = [("NET_DEVICES", interface)] if interface and "AIOCOMMS_IFACE" in os.environ else []
+    interface = os.environ.get("AIOCOMMS_IFACE")
+    devices = [("NET_DEVICES", interface)] if interface else []
     return [("TLS", "^sysv"), *devices]
 
 

@@ -236,21 +236,20 @@ class UcxTransport(Transport):
 
     def missing(self, work: Completion) -> Sequence[int]:
         """See :meth:`Transport.missing`."""
-        op = work.op
-        for name in ("src", "dst"):
-            if hasattr(op, name):
-                return [getattr(op, name)]
+        peer = _peer(work.op)
+        if peer is not None:
+            return [peer]
         with self._ending:
             return () if self._closed else self.engine.missing(self.group)
 
     def _error(self, op: Any, status: int, a: int, b: int) -> CommError:
         """What a status means."""
         if status == CLOSED:
-            return CommAbortedError(f"closed by rank {a}, which this op needs", peer=a)
+            return _closed(a)
         if status == UNEQUAL:
             wanted = op.outs(self.size)[a].nbytes
             return MismatchError(f"rank {a} sends {b} bytes to rank {self.rank}, which wants {wanted}", peer=a)
-        peer = next((getattr(op, name) for name in ("src", "dst") if hasattr(op, name)), None)
+        peer = _peer(op)
         if status == BROKEN:
             why = explain(a)
             if a in _GONE:
@@ -316,7 +315,7 @@ class UcxTransport(Transport):
     def _verdict(self, op: ops.Op, index: int) -> CommError | None:
         for rank, done in self._left.items():
             if index >= done:
-                return CommAbortedError(f"closed by rank {rank}, which this op needs", peer=rank)
+                return _closed(rank)
         text = describe(op) if index in self._disputes else ""
         for rank, theirs in self._disputes.get(index, ()):
             if theirs != text:
@@ -355,3 +354,12 @@ class UcxTransport(Transport):
         os.close(self._fd)
         self._windows.close()
         await self.family.leave(self.group)
+
+
+def _peer(op: Any) -> int | None:
+    """The one rank that an op is about, if it is about one."""
+    return next((getattr(op, name) for name in ("src", "dst") if hasattr(op, name)), None)
+
+
+def _closed(rank: int) -> CommAbortedError:
+    return CommAbortedError(f"closed by rank {rank}, which this op needs", peer=rank)

@@ -92,8 +92,7 @@ void Engine::start(const std::vector<std::string>& addresses, std::vector<int> s
   thread_ = std::thread(&Engine::run, this);
 }
 
-// ------------------------------------------------------------------------------------------------------ the loop's
-// side
+// ------------------------------------------------------------ the loop's side
 
 bool Engine::settle(Request* request) {
   if (!request->done && !bulk_) spin(*request);  // else the thread is at it

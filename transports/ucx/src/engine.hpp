@@ -107,8 +107,8 @@ class Engine {
   bool send_frame(int peer, const std::string& frame) { return control_->send(peer, frame); }
   std::vector<int> missing(std::uint32_t group);  // the ranks that the collective under way waits for
 
-  // -------------------------------- ops: true: done; false: the outcome follows, under the ticket that the caller gave
-  // it
+  // ------------------------------------------------------------ ops
+  // True: done. False: the outcome follows, under the ticket that the caller gave it.
   bool send(Ticket ticket, std::uint32_t group, const void* data, std::size_t bytes, int dst, int channel,
             std::int64_t tag, int dtype);
   bool recv(Ticket ticket, std::uint32_t group, void* data, std::size_t bytes, int src, int channel, std::int64_t tag,

@@ -64,8 +64,7 @@ void Engine::disagree(Group& group, int source, std::uint64_t collective) {
   notify({Notice::kDisagrees, source, group.id, collective, {}});
 }
 
-// --------------------------------------------------------------------------------------------------------
-// communicators
+// ------------------------------------------------------------ communicators
 
 std::uint32_t Engine::add_group(int rank, std::vector<int> peers) {
   Turn turn(*this);
