@@ -1,13 +1,14 @@
 """Argument checks: what is wrong with an argument, said before anything is sent.
 
-Each check names the argument, what was given and what was wanted. The checks of a tensor cost about 0.4 µs, because the
-common case is decided by one chain of cheap attribute reads and only a failure looks for the reason.
+Each check names the argument, what was given and what was wanted. The checks of a tensor cost about 0.5 µs, because the
+common case is decided by one chain of cheap attribute reads, or a third of that where a transport knows a quicker way;
+only a failure looks for the reason.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -47,6 +48,8 @@ class Group(Protocol):
     rank: int
     size: int
     device: torch.device
+    plain: Callable[[object, bool], bool] | None
+    """See :attr:`aiocomms.transport.Transport.plain`."""
 
 
 def short(value: object) -> str:
@@ -75,6 +78,8 @@ def readable(name: str, tensor: torch.Tensor, group: Group) -> None:
     :raises ArgumentTypeError: it is no plain ``torch.Tensor``.
     :raises ArgumentError: anything else is wrong with it.
     """
+    if group.plain is not None and group.plain(tensor, False):
+        return
     try:
         is_complex = _IS_COMPLEX.get(tensor.dtype) if type(tensor) in _PLAIN else None
         if (
@@ -97,6 +102,8 @@ def writable(name: str, tensor: torch.Tensor, group: Group) -> None:
 
     :raises ArgumentError: as :func:`readable`, or the tensor requires grad.
     """
+    if group.plain is not None and group.plain(tensor, True):
+        return
     readable(name, tensor, group)
     if tensor.requires_grad:
         raise ArgumentError(
@@ -189,6 +196,13 @@ def disjoint(outputs: Sequence[tuple[str, torch.Tensor]], inputs: Sequence[tuple
             written_to, writer = high, name
         elif high > read_to:
             read_to, reader = high, name
+
+
+def apart(out_name: str, output: torch.Tensor, in_name: str, input: torch.Tensor) -> None:
+    """As :func:`disjoint`, for one tensor that is written and one that is read."""
+    out, into = output.data_ptr(), input.data_ptr()
+    if out < into + input.nbytes and into < out + output.nbytes:
+        disjoint([(out_name, output)], [(in_name, input)])
 
 
 def index(name: str, value: int, group: Group) -> None:

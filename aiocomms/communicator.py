@@ -71,10 +71,9 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
         self._lock = threading.RLock()  # guards the step to a refusal; a signal handler may abort what it interrupts
         self._pending = Pending(self)
         self._closing: Promise | None = None
-        self._pre_hooks = Hooks()
-        self._post_hooks = Hooks()
-        self._abort_hooks = Hooks()
+        self._pre_hooks, self._post_hooks, self._abort_hooks = Hooks(), Hooks(), Hooks()
         self._debug = os.environ.get("AIOCOMMS_DEBUG", "0") not in ("", "0")
+        self.plain = next((t.plain for t in self._transports() if t.plain is not None), None)
         self._spinning = [t for t in self._transports() if t.capabilities.spin]
         self._router = Router(self, self._by_family)
         for transport in self._transports():

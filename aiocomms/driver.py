@@ -135,9 +135,10 @@ class Driver:
     def _turn(self) -> None:
         turns = self._turns
         for transport in list(turns):
-            if self._progress(transport):
+            moved = self._progress(transport)
+            if moved:
                 turns[transport] = transport.capabilities.spin
-            elif turns.get(transport, 0) > 1:
+            elif moved is not None and turns.get(transport, 0) > 1:
                 turns[transport] -= 1
             else:
                 turns.pop(transport, None)
@@ -145,7 +146,7 @@ class Driver:
         if turns:
             self.call_soon(self._turn)
 
-    def _progress(self, transport: Transport) -> bool:
+    def _progress(self, transport: Transport) -> bool | None:
         try:
             return transport.progress()
         except Exception as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +23,8 @@ class Issuer(ABC):
     rank: int
     size: int
     device: torch.device
+    plain: Callable[[object, bool], bool] | None
+    """See :attr:`aiocomms.transport.Transport.plain`."""
 
     @abstractmethod
     def _fail(self, error: CommError) -> None:

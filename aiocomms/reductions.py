@@ -17,7 +17,7 @@ _INTEGER = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _BOOL = {torch.bool}
 
 # A bool has no sum that is a bool, an integer no mean that is an integer, a complex number no order.
-_SUPPORTED = {
+SUPPORTED = {
     "sum": _INTEGER | _FLOAT | _COMPLEX,
     "product": _INTEGER | _FLOAT | _COMPLEX,
     "min": _BOOL | _INTEGER | _FLOAT,
@@ -28,6 +28,7 @@ _SUPPORTED = {
     "avg": _FLOAT | _COMPLEX,
     "premul_sum": _FLOAT | _COMPLEX,
 }
+"""The dtypes that each operator is defined for, by its kind."""
 
 _COMBINE: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
@@ -95,7 +96,7 @@ class ReduceOp(msgspec.Struct, frozen=True):
 
     def supports(self, dtype: torch.dtype) -> bool:
         """Whether the operator is defined for ``dtype``."""
-        return dtype in _SUPPORTED[self.kind]
+        return dtype in SUPPORTED[self.kind]
 
     def __str__(self) -> str:
         return f"{self.kind}({self.factor!r})" if self.kind == "premul_sum" else self.kind

@@ -110,6 +110,13 @@ class Transport(ABC):
     capabilities: Capabilities
     """What it can carry; a class attribute, which an instance may narrow."""
 
+    plain: Callable[[object, bool], bool] | None = None
+    """A quicker way to say that a tensor is fine, where there is one; called as ``plain(tensor, written)``.
+
+    True: it is a dense, contiguous tensor of a known dtype on the communicator's device, with memory and without a lazy
+    conjugate or negation, and, if it is to be written to, not tracked by autograd. False: perhaps not; the core looks.
+    """
+
     def on_failure(self, error: CommError) -> None:  # noqa: B027 - nobody need define it
         """To be called, on any thread, when the whole communicator is lost: a peer died or aborted. Twice is once.
 
@@ -159,10 +166,11 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def progress(self) -> bool:
+    def progress(self) -> bool | None:
         """Move things on without blocking.
 
-        :returns: whether anything completed.
+        :returns: whether anything completed. None: nothing did, and it is of no use to ask again before the descriptor
+            is readable, for the transport's own thread is at it.
         """
 
     @abstractmethod

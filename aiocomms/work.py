@@ -69,6 +69,9 @@ class Work(msgspec.Struct, Generic[T_co], eq=False, weakref=True):
     def __await__(self) -> Generator[Any, Any, T_co]:
         if not self._state:
             yield from self.owner.driver.park(self)
+        if self._error is None:  # as result() does, without the call
+            value = self._value
+            return self.op.result() if value is OP_RESULT else value  # type: ignore[no-any-return]
         return self.result()
 
     def done(self) -> bool:

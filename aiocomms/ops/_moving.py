@@ -73,8 +73,8 @@ class AllGatherSingle(_AllGather, frozen=True, eq=False):
         checks.readable("input", self.input, group)
         checks.writable("output", self.output, group)
         checks.multiple("output", self.output, "input", self.input, group.size)
-        mine = self.output.data_ptr() + group.rank * self.input.nbytes
-        checks.disjoint(self.writes(), [] if self.input.data_ptr() == mine else self.reads())
+        if self.input.data_ptr() != self.output.data_ptr() + group.rank * self.input.nbytes:
+            checks.apart("output", self.output, "input", self.input)
 
     def outs(self, size: int) -> Sequence[Tensor]:
         return chunks(self.output, size)
@@ -158,8 +158,8 @@ class GatherSingle(_Gather, frozen=True, eq=False):
             raise ArgumentError(f"output is None on the root {self.root}, wanted a tensor")
         checks.writable("output", self.output, group)
         checks.multiple("output", self.output, "input", self.input, group.size)
-        mine = self.output.data_ptr() + group.rank * self.input.nbytes
-        checks.disjoint(self.writes(), [] if self.input.data_ptr() == mine else self.reads())
+        if self.input.data_ptr() != self.output.data_ptr() + group.rank * self.input.nbytes:
+            checks.apart("output", self.output, "input", self.input)
 
     def outs(self, size: int) -> Sequence[Tensor]:
         return () if self.output is None else chunks(self.output, size)
@@ -276,7 +276,7 @@ class AllToAllSingle(_AllToAll, frozen=True, eq=False):
             raise ArgumentError(
                 f"input is {checks.describe(self.input)}, wanted dimension 0 divisible by the {group.size} ranks"
             )
-        checks.disjoint(self.writes(), self.reads())
+        checks.apart("output", self.output, "input", self.input)
 
     def ins(self, size: int) -> Sequence[Tensor]:
         return chunks(self.input, size)
@@ -320,7 +320,7 @@ class AllToAllVSingle(_AllToAll, frozen=True, eq=False):
             )
         checks.splits("output_split_sizes", self.output_split_sizes, self.output.shape[0], group)
         checks.splits("input_split_sizes", self.input_split_sizes, self.input.shape[0], group)
-        checks.disjoint(self.writes(), self.reads())
+        checks.apart("output", self.output, "input", self.input)
 
     def ins(self, size: int) -> Sequence[Tensor]:
         return torch.split(self.input, list(self.input_split_sizes))

@@ -11,13 +11,13 @@ from aiocomms import checks
 from aiocomms.checks import Group
 from aiocomms.errors import ArgumentTypeError, UnsupportedOperation
 from aiocomms.ops._base import Buffers, Op, chunks, named, shapes
-from aiocomms.reductions import ReduceOp
+from aiocomms.reductions import SUPPORTED, ReduceOp
 
 
 def _reducible(op: ReduceOp, tensor: Tensor) -> None:
     if type(op) is not ReduceOp:
         raise ArgumentTypeError(f"op is {checks.short(op)} ({type(op).__name__}), wanted an aiocomms.ReduceOp")
-    if not op.supports(tensor.dtype):
+    if tensor.dtype not in SUPPORTED[op.kind]:
         raise UnsupportedOperation(f"op {op} is not defined for dtype {tensor.dtype}")
 
 
@@ -143,8 +143,8 @@ class ReduceScatterSingle(_ReduceScatter, frozen=True, eq=False):
         checks.readable("input", self.input, group)
         checks.multiple("input", self.input, "output", self.output, group.size)
         _reducible(self.op, self.output)
-        mine = self.input.data_ptr() + group.rank * self.output.nbytes
-        checks.disjoint([] if self.output.data_ptr() == mine else self.writes(), self.reads())
+        if self.output.data_ptr() != self.input.data_ptr() + group.rank * self.output.nbytes:
+            checks.apart("output", self.output, "input", self.input)
 
     def ins(self, size: int) -> Sequence[Tensor]:
         return chunks(self.input, size)

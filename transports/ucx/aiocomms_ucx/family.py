@@ -41,11 +41,11 @@ class Family:
         self.broken = False
         _open.add(self)
 
-    def progress(self) -> bool:
-        """Move things on, and pass on what has happened."""
+    def progress(self) -> bool | None:
+        """Move things on, and pass on what has happened. None: nothing has, and the engine's thread is at it."""
         happened = self.engine.progress()
         if happened is None:
-            return False
+            return None if self.engine.bulk else False
         outcomes, notices = happened
         pop = self.pending.pop
         for ticket, status, a, b in outcomes:

@@ -21,9 +21,9 @@ from aiocomms.errors import (
 )
 from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport
 from aiocomms_ucx import wire
-from aiocomms_ucx._engine import TURNS, create_segment, explain
+from aiocomms_ucx._engine import TURNS, create_segment, dtype_names, explain, is_plain
 from aiocomms_ucx.bringup import open_family
-from aiocomms_ucx.collectives import DTYPE_NAMES, DTYPES, START, describe
+from aiocomms_ucx.collectives import START, describe
 from aiocomms_ucx.family import Family
 from aiocomms_ucx.windows import Windows
 
@@ -32,6 +32,7 @@ DONE, TRUNCATED, OTHER_DTYPE, CLOSED, UNEQUAL, BROKEN, DROPPED = range(7)
 PLAIN: Final = -1
 """In place of a collective's number: an op that is none."""
 _NONE: Final = -1
+_DTYPES: Final = dtype_names()
 _MOST_RANKS: Final = 65535
 """What the header of a message can name."""
 _GONE: Final = frozenset({3, 6, 24, 25, 80})
@@ -55,6 +56,7 @@ class UcxTransport(Transport):
     """Messages and one-sided operations over UCX; collectives in shared memory within a host, over UCX beyond."""
 
     capabilities = Capabilities(ops=(ops.P2P - {ops.Batch}) | ops.COLLECTIVES | ops.RMA, in_process=True, spin=TURNS)
+    plain = staticmethod(is_plain)
 
     def __init__(self, family: Family, peers: Sequence[int], hosts: Sequence[str], pids: Sequence[int]) -> None:
         """Begin.
@@ -162,17 +164,9 @@ class UcxTransport(Transport):
             else:
                 self.follow_collective(work, done)
         elif isinstance(op, ops.Send):
-            tensor = op.tensor
-            done = engine.send(
-                ticket, self.group, tensor.data_ptr(), tensor.nbytes, op.dst, op.channel, op.tag, DTYPES[tensor.dtype]
-            )
-            self.follow(work, done)
+            self.follow(work, engine.send(ticket, self.group, op.tensor, op.dst, op.channel, op.tag))
         elif isinstance(op, ops.Recv):
-            tensor = op.tensor
-            done = engine.recv(
-                ticket, self.group, tensor.data_ptr(), tensor.nbytes, op.src, op.channel, op.tag, DTYPES[tensor.dtype]
-            )
-            self.follow(work, done)
+            self.follow(work, engine.recv(ticket, self.group, op.tensor, op.src, op.channel, op.tag))
         else:
             self._windows.post(op, work)
 
@@ -215,7 +209,7 @@ class UcxTransport(Transport):
         else:
             work.complete()
 
-    def progress(self) -> bool:
+    def progress(self) -> bool | None:
         """See :meth:`Transport.progress`."""
         return self.family.progress()
 
@@ -255,7 +249,7 @@ class UcxTransport(Transport):
             if a in _GONE:
                 return PeerDiedError(f"rank {peer} is gone: {why}", peer=peer)
             return CommError(f"UCX could not do it, with rank {peer}: {why}", peer=peer)
-        theirs = f"the message from rank {peer} is {DTYPE_NAMES[b]}, {a} bytes"
+        theirs = f"the message from rank {peer} is {_DTYPES[b]}, {a} bytes"
         mine = f"the buffer {str(op.tensor.dtype).removeprefix('torch.')}, {op.tensor.nbytes} bytes"
         cls = MessageTruncatedError if status == TRUNCATED else MismatchError
         return cls(f"{theirs}, and {mine}", peer=peer)

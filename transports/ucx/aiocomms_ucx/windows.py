@@ -67,9 +67,9 @@ class Windows:
         number, size = handle.number, handle.itemsize
         match op:
             case ops.Put(tensor=tensor, dst=rank):
-                done = engine.put(ticket, group, number, rank, op.offset * size, tensor.data_ptr(), tensor.nbytes)
+                done = engine.put(ticket, group, number, rank, op.offset * size, tensor)
             case ops.Get(tensor=tensor, src=rank):
-                done = engine.get(ticket, group, number, rank, op.offset * size, tensor.data_ptr(), tensor.nbytes)
+                done = engine.get(ticket, group, number, rank, op.offset * size, tensor)
             case ops.Signal():
                 done = engine.signal(ticket, group, number, op.dst)
             case ops.WaitSignal():
@@ -139,15 +139,14 @@ class Windows:
         handle = self._handles[number] = Handle(number, tensor)
         shared = self._share(tensor)
         remote = any(map(transport.far, range(transport.size))) or (shared < 0 and transport.size > 1)
-        rkey = transport.engine.map_window(transport.group, number, tensor.data_ptr(), tensor.nbytes, remote)
+        rkey = transport.engine.map_window(transport.group, number, tensor, remote)
         offset = int(tensor.storage_offset()) * tensor.element_size()
         mine = _record(_Part(shared, offset, tuple(tensor.shape), tensor.data_ptr(), rkey))
         theirs = torch.empty(transport.size, _RECORD, dtype=torch.uint8)
         handle.exchange = mine, theirs
-        rows = [row.data_ptr() for row in theirs]
         self._opening[id(work)] = handle
         done = transport.engine.all_gather(
-            id(work), transport.group, FORMS[ops.WindowOpen], mine.data_ptr(), rows, [_RECORD] * len(rows), 0
+            id(work), transport.group, FORMS[ops.WindowOpen], transport.size, mine, theirs
         )
         transport.follow_collective(work, done)
 
@@ -178,8 +177,7 @@ class Windows:
                 mapped = self._reach(handle, rank, part)
                 if mapped is not None:
                     handle.mapped[rank] = mapped
-                address = 0 if mapped is None else mapped.data_ptr()
-                transport.engine.open_window(transport.group, handle.number, rank, address, part.rkey, part.address)
+                transport.engine.open_window(transport.group, handle.number, rank, mapped, part.rkey, part.address)
         except (OSError, RuntimeError) as error:
             work.fail(CommError(f"the window of rank {rank} cannot be reached: {error}"))
             return

@@ -1,4 +1,5 @@
-// The only file that knows Python. Tensors come as addresses; whoever calls keeps them alive until the outcome.
+// What Python sees of the engine; with tensors.cpp all that knows Python. Whoever calls keeps the tensors alive until
+// the outcome.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
@@ -10,28 +11,47 @@
 
 #include "collectives.hpp"
 #include "engine.hpp"
+#include "tensors.hpp"
 
 namespace nb = nanobind;
 
 namespace aiocomms {
 namespace {
 
-using Address = std::uintptr_t;
-using Addresses = std::vector<Address>;
 using Released = nb::call_guard<nb::gil_scoped_release>;
 
-void* at(Address address) { return reinterpret_cast<void*>(address); }
+// What each rank sends or gets: a tensor per rank, or one tensor that is cut into equal blocks, in rank order.
+struct Blocks {
+  std::vector<void*> data;
+  Bytes counts, bytes;
+  int dtype = 0;
 
-Inputs inputs(const Addresses& addresses) {
-  Inputs all;
-  for (Address address : addresses) all.push_back(at(address));
-  return all;
-}
+  Inputs inputs() const { return Inputs(data.begin(), data.end()); }
+  void add(void* block, std::size_t count, DType type) {
+    data.push_back(block);
+    counts.push_back(count);
+    bytes.push_back(count * size_of(type));
+    dtype = static_cast<int>(type);
+  }
+};
 
-Outputs outputs(const Addresses& addresses) {
-  Outputs all;
-  for (Address address : addresses) all.push_back(at(address));
-  return all;
+bool is_list(nb::handle given) { return nb::isinstance<nb::tuple>(given) || nb::isinstance<nb::list>(given); }
+
+Blocks blocks_of(nb::handle given, std::size_t size) {
+  Blocks blocks;
+  if (is_list(given)) {
+    for (nb::handle tensor : given) {
+      const View view = view_of(tensor);
+      blocks.add(view.data, view.count, view.dtype);
+    }
+  } else {
+    const View view = view_of(given);
+    const std::size_t count = view.count / size;
+    for (std::size_t i = 0; i < size; ++i) {
+      blocks.add(static_cast<std::byte*>(view.data) + i * count * size_of(view.dtype), count, view.dtype);
+    }
+  }
+  return blocks;
 }
 
 // The fingerprint of a collective: what all ranks must agree on. (Mixed as in Vigna's splitmix64.)
@@ -52,69 +72,132 @@ std::uint64_t mark_of_list(std::uint64_t mark, const Bytes& sizes) {
 }
 
 struct Reducing {
-  int dtype, op;
-  double factor;
-  Reduction reduction() const { return {static_cast<Operator>(op), static_cast<DType>(dtype), factor}; }
-  std::uint64_t mark() const { return mark_of(dtype, op, std::bit_cast<std::uint64_t>(factor)); }
+  Reduction reduction;
+  Reducing(DType dtype, int op, double factor) : reduction{static_cast<Operator>(op), dtype, factor} {}
+  std::uint64_t mark() const {
+    return mark_of(static_cast<int>(reduction.dtype), static_cast<int>(reduction.op),
+                   std::bit_cast<std::uint64_t>(reduction.factor));
+  }
 };
 
+// The tensors are looked at first, for that takes the GIL; what follows does not.
 // form: which operation it is, as a number.
 bool barrier_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, std::uint64_t detail) {
+  nb::gil_scoped_release released;
   return engine.collective(ticket, group, mark_of(form, detail), [](Group& it, Unequal&) { return run_barrier(it); });
 }
 
-bool broadcast_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, Address data, std::size_t bytes,
-                  int dtype, int root) {
-  return engine.collective(ticket, group, mark_of(form, root, dtype, bytes),
-                           [&](Group& it, Unequal&) { return run_broadcast(it, root, at(data), bytes); });
+bool broadcast_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, nb::handle tensor, int root) {
+  const View data = view_of(tensor);
+  nb::gil_scoped_release released;
+  return engine.collective(ticket, group, mark_of(form, root, static_cast<int>(data.dtype), data.bytes()),
+                           [&](Group& it, Unequal&) { return run_broadcast(it, root, data.data, data.bytes()); });
 }
 
-bool all_reduce_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, Address data, std::size_t count,
-                   int dtype, int op, double factor) {
-  Reducing how{dtype, op, factor};
-  return engine.collective(ticket, group, mark_of(form, how.mark(), count),
-                           [&](Group& it, Unequal&) { return run_all_reduce(it, how.reduction(), at(data), count); });
-}
-
-bool reduce_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, Address data, std::size_t count, int dtype,
-               int op, double factor, int root) {
-  Reducing how{dtype, op, factor};
-  return engine.collective(ticket, group, mark_of(form, how.mark(), count, root),
-                           [&](Group& it, Unequal&) { return run_reduce(it, how.reduction(), root, at(data), count); });
-}
-
-bool reduce_scatter_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, const Addresses& ins,
-                       const Bytes& counts, Address out, int dtype, int op, double factor) {
-  Reducing how{dtype, op, factor};
-  return engine.collective(ticket, group, mark_of_list(mark_of(form, how.mark()), counts), [&](Group& it, Unequal&) {
-    return run_reduce_scatter(it, how.reduction(), inputs(ins), counts, at(out));
+bool all_reduce_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, nb::handle tensor, int op,
+                   double factor) {
+  const View data = view_of(tensor);
+  const Reducing how(data.dtype, op, factor);
+  nb::gil_scoped_release released;
+  return engine.collective(ticket, group, mark_of(form, how.mark(), data.count), [&](Group& it, Unequal&) {
+    return run_all_reduce(it, how.reduction, data.data, data.count);
   });
 }
 
-bool all_gather_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, Address in, const Addresses& outs,
-                   const Bytes& bytes, int dtype) {
-  return engine.collective(ticket, group, mark_of_list(mark_of(form, dtype), bytes),
-                           [&](Group& it, Unequal&) { return run_all_gather(it, at(in), outputs(outs), bytes); });
+bool reduce_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, nb::handle tensor, int op, double factor,
+               int root) {
+  const View data = view_of(tensor);
+  const Reducing how(data.dtype, op, factor);
+  nb::gil_scoped_release released;
+  return engine.collective(ticket, group, mark_of(form, how.mark(), data.count, root), [&](Group& it, Unequal&) {
+    return run_reduce(it, how.reduction, root, data.data, data.count);
+  });
 }
 
-bool gather_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, Address in, const Addresses& outs,
-               std::size_t bytes, int dtype, int root) {
-  return engine.collective(ticket, group, mark_of(form, dtype, bytes, root),
-                           [&](Group& it, Unequal&) { return run_gather(it, root, at(in), outputs(outs), bytes); });
+bool reduce_scatter_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, std::size_t size,
+                       nb::handle tensors, nb::handle output, int op, double factor) {
+  const Blocks ins = blocks_of(tensors, size);
+  const View out = view_of(output);
+  const Reducing how(out.dtype, op, factor);
+  nb::gil_scoped_release released;
+  const std::uint64_t mark = mark_of_list(mark_of(form, how.mark()), ins.counts);
+  return engine.collective(ticket, group, mark, [&](Group& it, Unequal&) {
+    return run_reduce_scatter(it, how.reduction, ins.inputs(), ins.counts, out.data);
+  });
 }
 
-bool scatter_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, const Addresses& ins, Address out,
-                std::size_t bytes, int dtype, int root) {
-  return engine.collective(ticket, group, mark_of(form, dtype, bytes, root),
-                           [&](Group& it, Unequal&) { return run_scatter(it, root, inputs(ins), at(out), bytes); });
+bool all_gather_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, std::size_t size, nb::handle input,
+                   nb::handle tensors) {
+  const View in = view_of(input);
+  const Blocks outs = blocks_of(tensors, size);
+  nb::gil_scoped_release released;
+  return engine.collective(ticket, group, mark_of_list(mark_of(form, outs.dtype), outs.bytes),
+                           [&](Group& it, Unequal&) { return run_all_gather(it, in.data, outs.data, outs.bytes); });
 }
 
-bool all_to_all_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, const Addresses& ins,
-                   const Bytes& in_bytes, const Addresses& outs, const Bytes& out_bytes, int dtype, bool equal) {
-  std::uint64_t mark = mark_of(form, dtype, equal ? in_bytes[0] : 0);
+bool gather_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, nb::handle input, nb::handle tensors,
+               int root) {
+  const View in = view_of(input);
+  const Blocks outs = blocks_of(tensors, 1);
+  nb::gil_scoped_release released;
+  return engine.collective(ticket, group, mark_of(form, static_cast<int>(in.dtype), in.bytes(), root),
+                           [&](Group& it, Unequal&) { return run_gather(it, root, in.data, outs.data, in.bytes()); });
+}
+
+bool scatter_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, nb::handle tensors, nb::handle output,
+                int root) {
+  const Blocks ins = blocks_of(tensors, 1);
+  const View out = view_of(output);
+  nb::gil_scoped_release released;
+  return engine.collective(
+      ticket, group, mark_of(form, static_cast<int>(out.dtype), out.bytes(), root),
+      [&](Group& it, Unequal&) { return run_scatter(it, root, ins.inputs(), out.data, out.bytes()); });
+}
+
+// Blocks of one tensor are of one size everywhere; lists may differ, and it is seen then.
+bool all_to_all_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, std::size_t size, nb::handle inputs,
+                   nb::handle outputs) {
+  const bool equal = !is_list(inputs);
+  const Blocks ins = blocks_of(inputs, size), outs = blocks_of(outputs, size);
+  nb::gil_scoped_release released;
+  const std::uint64_t mark = mark_of(form, ins.dtype, equal ? ins.bytes[0] : 0);
   return engine.collective(ticket, group, mark, [&](Group& it, Unequal& unequal) {
-    return run_all_to_all(it, inputs(ins), in_bytes, outputs(outs), out_bytes, equal, unequal);
+    return run_all_to_all(it, ins.inputs(), ins.bytes, outs.data, outs.bytes, equal, unequal);
   });
+}
+
+bool send_op(Engine& engine, Ticket ticket, std::uint32_t group, nb::handle tensor, int dst, int channel,
+             std::int64_t tag) {
+  const View data = view_of(tensor);
+  nb::gil_scoped_release released;
+  return engine.send(ticket, group, data.data, data.bytes(), dst, channel, tag, static_cast<int>(data.dtype));
+}
+
+bool recv_op(Engine& engine, Ticket ticket, std::uint32_t group, nb::handle tensor, int src, int channel,
+             std::int64_t tag) {
+  const View data = view_of(tensor);
+  nb::gil_scoped_release released;
+  return engine.recv(ticket, group, data.data, data.bytes(), src, channel, tag, static_cast<int>(data.dtype));
+}
+
+bool put_op(Engine& engine, Ticket ticket, std::uint32_t group, std::uint64_t window, int rank, std::uint64_t offset,
+            nb::handle tensor) {
+  const View data = view_of(tensor);
+  nb::gil_scoped_release released;
+  return engine.put(ticket, group, window, rank, offset, data.data, data.bytes());
+}
+
+bool get_op(Engine& engine, Ticket ticket, std::uint32_t group, std::uint64_t window, int rank, std::uint64_t offset,
+            nb::handle tensor) {
+  const View data = view_of(tensor);
+  nb::gil_scoped_release released;
+  return engine.get(ticket, group, window, rank, offset, data.data, data.bytes());
+}
+
+nb::bytes map_window(Engine& engine, std::uint32_t group, std::uint64_t window, nb::handle tensor, bool remote) {
+  const View data = view_of(tensor);
+  const std::string rkey = engine.map_window(group, window, data.data, data.bytes(), remote);
+  return nb::bytes(rkey.data(), rkey.size());
 }
 
 // What has happened: (ticket, status, detail, detail) and (kind, peer, group, detail, frame).
@@ -148,6 +231,10 @@ NB_MODULE(_engine, module) {
   module.def(
       "explain", [](int error) { return std::string(ucs_status_string(static_cast<ucs_status_t>(-error))); },
       nb::arg("error"));
+  module.def(
+      "is_plain", [](nb::handle tensor, bool written) { return is_plain(tensor, written); }, nb::arg().none(),
+      nb::arg(), nb::sig("def is_plain(tensor: object, written: bool, /) -> bool"));
+  module.def("dtype_names", &dtype_names, nb::sig("def dtype_names() -> tuple[str, ...]"));
   module.def("create_segment", &Segment::create, nb::arg("ranks"));
 
   nb::class_<Engine>(module, "Engine")
@@ -169,6 +256,7 @@ NB_MODULE(_engine, module) {
           nb::arg("addresses"), nb::arg("sockets"), nb::arg("pids"), nb::arg("crowded"))
       .def("fileno", &Engine::fileno)
       .def_prop_ro("ready", &Engine::ready)
+      .def_prop_ro("bulk", &Engine::bulk)
       .def("progress", &progress,
            nb::sig("def progress(self) -> tuple[list[tuple[int, int, int, int]], "
                    "list[tuple[int, int, int, int, bytes]]] | None"))
@@ -184,88 +272,62 @@ NB_MODULE(_engine, module) {
       .def("lose_group", &Engine::lose_group, nb::arg("group"), Released())
       .def("close_group", &Engine::close_group, nb::arg("group"), Released())
       .def("missing", &Engine::missing, nb::arg("group"), Released())
-      .def(
-          "send",
-          [](Engine& engine, Ticket ticket, std::uint32_t group, Address data, std::size_t bytes, int dst, int channel,
-             std::int64_t tag,
-             int dtype) { return engine.send(ticket, group, at(data), bytes, dst, channel, tag, dtype); },
-          nb::sig("def send(self, ticket: int, group: int, data: int, bytes: int, dst: int, channel: int, tag: "
-                  "int, dtype: int, /) -> bool"),
-          Released())
-      .def(
-          "recv",
-          [](Engine& engine, Ticket ticket, std::uint32_t group, Address data, std::size_t bytes, int src, int channel,
-             std::int64_t tag,
-             int dtype) { return engine.recv(ticket, group, at(data), bytes, src, channel, tag, dtype); },
-          nb::sig("def recv(self, ticket: int, group: int, data: int, bytes: int, src: int, channel: int, tag: "
-                  "int, dtype: int, /) -> bool"),
-          Released())
+      .def("send", &send_op,
+           nb::sig("def send(self, ticket: int, group: int, tensor: torch.Tensor, dst: int, channel: int, tag: int, /) "
+                   "-> bool"))
+      .def("recv", &recv_op,
+           nb::sig("def recv(self, ticket: int, group: int, tensor: torch.Tensor, src: int, channel: int, tag: int, /) "
+                   "-> bool"))
       .def("cancel", &Engine::cancel,
            nb::sig("def cancel(self, group: int, src: int, channel: int, tag: int, ticket: int, /) -> bool"),
            Released())
       .def("barrier", &barrier_op,
-           nb::sig("def barrier(self, ticket: int, group: int, form: int, detail: int, /) -> bool"), Released())
+           nb::sig("def barrier(self, ticket: int, group: int, form: int, detail: int, /) -> bool"))
       .def("broadcast", &broadcast_op,
-           nb::sig("def broadcast(self, ticket: int, group: int, form: int, data: int, bytes: int, dtype: int, "
-                   "root: int, /) -> bool"),
-           Released())
+           nb::sig("def broadcast(self, ticket: int, group: int, form: int, tensor: torch.Tensor, root: int, /) -> "
+                   "bool"))
       .def("all_reduce", &all_reduce_op,
-           nb::sig("def all_reduce(self, ticket: int, group: int, form: int, data: int, count: int, dtype: int, "
-                   "op: int, factor: float, /) -> bool"),
-           Released())
+           nb::sig("def all_reduce(self, ticket: int, group: int, form: int, tensor: torch.Tensor, op: int, factor: "
+                   "float, /) -> bool"))
       .def("reduce", &reduce_op,
-           nb::sig("def reduce(self, ticket: int, group: int, form: int, data: int, count: int, dtype: int, op: "
-                   "int, factor: float, root: int, /) -> bool"),
-           Released())
+           nb::sig("def reduce(self, ticket: int, group: int, form: int, tensor: torch.Tensor, op: int, factor: float, "
+                   "root: int, /) -> bool"))
       .def("reduce_scatter", &reduce_scatter_op,
-           nb::sig("def reduce_scatter(self, ticket: int, group: int, form: int, ins: list[int], counts: "
-                   "list[int], out: int, dtype: int, op: int, factor: float, /) -> bool"),
-           Released())
+           nb::sig("def reduce_scatter(self, ticket: int, group: int, form: int, size: int, "
+                   "inputs: torch.Tensor | Sequence[torch.Tensor], output: torch.Tensor, op: int, factor: float, /) "
+                   "-> bool"))
       .def("all_gather", &all_gather_op,
-           nb::sig("def all_gather(self, ticket: int, group: int, form: int, input: int, outs: list[int], bytes: "
-                   "list[int], dtype: int, /) -> bool"),
-           Released())
+           nb::sig("def all_gather(self, ticket: int, group: int, form: int, size: int, input: torch.Tensor, "
+                   "outputs: torch.Tensor | Sequence[torch.Tensor], /) -> bool"))
       .def("gather", &gather_op,
-           nb::sig("def gather(self, ticket: int, group: int, form: int, input: int, outs: list[int], bytes: "
-                   "int, dtype: int, root: int, /) -> bool"),
-           Released())
+           nb::sig("def gather(self, ticket: int, group: int, form: int, input: torch.Tensor, "
+                   "outputs: Sequence[torch.Tensor], root: int, /) -> bool"))
       .def("scatter", &scatter_op,
-           nb::sig("def scatter(self, ticket: int, group: int, form: int, ins: list[int], out: int, bytes: int, "
-                   "dtype: int, root: int, /) -> bool"),
-           Released())
+           nb::sig("def scatter(self, ticket: int, group: int, form: int, inputs: Sequence[torch.Tensor], "
+                   "output: torch.Tensor, root: int, /) -> bool"))
       .def("all_to_all", &all_to_all_op,
-           nb::sig("def all_to_all(self, ticket: int, group: int, form: int, ins: list[int], in_bytes: "
-                   "list[int], outs: list[int], out_bytes: list[int], dtype: int, equal: bool, /) -> bool"),
-           Released())
-      .def(
-          "map_window",
-          [](Engine& engine, std::uint32_t group, std::uint64_t window, Address data, std::size_t bytes, bool remote) {
-            std::string rkey = engine.map_window(group, window, at(data), bytes, remote);
-            return nb::bytes(rkey.data(), rkey.size());
-          },
-          nb::arg("group"), nb::arg("window"), nb::arg("data"), nb::arg("bytes"), nb::arg("remote"))
+           nb::sig("def all_to_all(self, ticket: int, group: int, form: int, size: int, "
+                   "inputs: torch.Tensor | Sequence[torch.Tensor], outputs: torch.Tensor | Sequence[torch.Tensor], /) "
+                   "-> bool"))
+      .def("map_window", &map_window,
+           nb::sig("def map_window(self, group: int, window: int, tensor: torch.Tensor, remote: bool, /) -> bytes"))
       .def(
           "open_window",
-          [](Engine& engine, std::uint32_t group, std::uint64_t window, int rank, Address mapped, const nb::bytes& rkey,
-             std::uint64_t address) { engine.open_window(group, window, rank, at(mapped), text(rkey), address); },
-          nb::arg("group"), nb::arg("window"), nb::arg("rank"), nb::arg("mapped"), nb::arg("rkey"), nb::arg("address"))
+          [](Engine& engine, std::uint32_t group, std::uint64_t window, int rank, nb::handle mapped,
+             const nb::bytes& rkey, std::uint64_t address) {
+            void* data = mapped.is_none() ? nullptr : view_of(mapped).data;
+            engine.open_window(group, window, rank, data, text(rkey), address);
+          },
+          nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(),
+          nb::sig("def open_window(self, group: int, window: int, rank: int, mapped: torch.Tensor | None, rkey: bytes, "
+                  "address: int, /) -> None"))
       .def("close_window", &Engine::close_window, nb::arg("group"), nb::arg("window"), Released())
-      .def(
-          "put",
-          [](Engine& engine, Ticket ticket, std::uint32_t group, std::uint64_t window, int rank, std::uint64_t offset,
-             Address data,
-             std::size_t bytes) { return engine.put(ticket, group, window, rank, offset, at(data), bytes); },
-          nb::sig("def put(self, ticket: int, group: int, window: int, rank: int, offset: int, data: int, "
-                  "bytes: int, /) -> bool"),
-          Released())
-      .def(
-          "get",
-          [](Engine& engine, Ticket ticket, std::uint32_t group, std::uint64_t window, int rank, std::uint64_t offset,
-             Address data,
-             std::size_t bytes) { return engine.get(ticket, group, window, rank, offset, at(data), bytes); },
-          nb::sig("def get(self, ticket: int, group: int, window: int, rank: int, offset: int, data: int, "
-                  "bytes: int, /) -> bool"),
-          Released())
+      .def("put", &put_op,
+           nb::sig("def put(self, ticket: int, group: int, window: int, rank: int, offset: int, tensor: torch.Tensor, "
+                   "/) -> bool"))
+      .def("get", &get_op,
+           nb::sig("def get(self, ticket: int, group: int, window: int, rank: int, offset: int, tensor: torch.Tensor, "
+                   "/) -> bool"))
       .def("atomic", &Engine::atomic,
            nb::sig("def atomic(self, ticket: int, group: int, window: int, rank: int, offset: int, swap: bool, "
                    "bytes: int, first: int, second: int, /) -> bool"),

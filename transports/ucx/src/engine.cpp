@@ -94,8 +94,8 @@ void Engine::start(const std::vector<std::string>& addresses, std::vector<int> s
 
 // ------------------------------------------------------------ the loop's side
 
-bool Engine::settle(Request* request) {
-  if (!request->done && !bulk_) spin(*request);  // else the thread is at it
+bool Engine::settle(Request* request, std::uint64_t began) {
+  if (!request->done && !bulk_) spin(*request, began);  // else the thread is at it
   if (request->done && request->status == Status::kDone && !request->answers) {
     delete request;
     return true;
@@ -111,11 +111,10 @@ bool Engine::settle(Request* request) {
   return false;
 }
 
-void Engine::spin(const Request& request) {
-  const std::uint64_t start = now_ns();
-  slice_ends_ = start + (crowded_ ? kCrowdedSlice : kSlice);
-  loop_seen_.store(start, std::memory_order_relaxed);
-  last_post_ = start;
+void Engine::spin(const Request& request, std::uint64_t began) {
+  slice_ends_ = began + (crowded_ ? kCrowdedSlice : kSlice);
+  loop_seen_.store(began, std::memory_order_relaxed);
+  last_post_ = began;
   turns_in_vain_ = 0;
   std::uint64_t idle_since = 0;  // 0: it has moved since
   for (int vain = 0; !request.done;) {
@@ -127,7 +126,9 @@ void Engine::spin(const Request& request) {
     }
     const std::uint64_t now = now_ns();
     if (idle_since == 0) idle_since = now;
-    if (now - idle_since >= spin_now_ || now >= slice_ends_) break;
+    // It may wait for as long as it has worked: the peers have as much to copy. (Karlin, Li, Manasse, Owicki:
+    // "Empirical Studies of Competitive Spinning for a Shared-Memory Multiprocessor", SOSP 1991.)
+    if (now - idle_since >= std::max(spin_now_, idle_since - began) || now >= slice_ends_) break;
     if (crowded_ && ++vain > kSpinsBeforeYield) {
       sched_yield();
     } else {
@@ -182,11 +183,11 @@ void Engine::wake_thread() {
 }
 
 void Engine::progress(std::vector<Outcome>& outcomes, std::vector<Notice>& notices) {
-  loop_seen_.store(now_ns(), std::memory_order_relaxed);
-  if (bulk_ && !ready()) {  // the thread is at it
-    if (++turns_in_vain_ >= kTurns) loop_seen_.store(0, std::memory_order_relaxed);
+  if (bulk_ && !ready()) {  // the thread is at it, and the loop parks
+    loop_seen_.store(0, std::memory_order_relaxed);
     return;
   }
+  loop_seen_.store(now_ns(), std::memory_order_relaxed);
   Turn turn(*this);
   bool moved = false;
   if (!bulk_) {
@@ -290,6 +291,7 @@ Engine::Rest Engine::take_turn() {
     if (now_ns() >= slice_ends_) break;
   }
   if (ready()) wake_loop();
+  if (quiet()) bulk_ = false;  // the next post is the loop's again
   if (moved) {
     doze_ms_ = 1;
     busy_until_ = now_ns() + kLinger;

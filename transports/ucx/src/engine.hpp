@@ -94,6 +94,7 @@ class Engine {
              bool crowded);
   int fileno() const { return completions_fd_; }
   bool ready() const { return ready_.load(std::memory_order_relaxed); }
+  bool bulk() const { return bulk_.load(std::memory_order_relaxed); }
 
   // ------------------------------------------------------------------------------------------------- communicators
   std::uint32_t add_group(int rank, std::vector<int> peers);
@@ -165,8 +166,8 @@ class Engine {
 
   Group& group(std::uint32_t id);
   bool begin(Group& group, Schedule schedule);
-  bool settle(Request* request);
-  void spin(const Request& request);
+  bool settle(Request* request, std::uint64_t began = now_ns());  // began: when its post was called
+  void spin(const Request& request, std::uint64_t began);
   void complete(Request* request, Status status, std::uint64_t a = 0, std::uint64_t b = 0);
   void notify(Notice notice);
 
@@ -247,7 +248,7 @@ class Engine {
   std::uint64_t spin_least_ = 0;
   std::uint64_t last_post_ = 0;
   std::atomic<std::uint64_t> loop_seen_ = 0;  // when the loop last came by, ns
-  std::atomic<bool> bulk_ = false;            // something under way is too long for the loop
+  std::atomic<bool> bulk_ = false;            // something under way is too long for the loop: the thread is at it
   int turns_in_vain_ = 0;
   std::uint64_t slice_ends_ = 0;
   std::uint64_t busy_until_ = 0;  // the thread looks on that long before it sleeps

@@ -8,10 +8,11 @@
 namespace aiocomms {
 
 bool Engine::begin(Group& group, Schedule schedule) {
+  const std::uint64_t began = now_ns();
   Request* request = schedule.request;
   group.schedules.push_back(std::move(schedule));
   begin_next(group);
-  return settle(request);
+  return settle(request, began);
 }
 
 void Engine::begin_next(Group& group) {

@@ -37,7 +37,7 @@ struct Span {
 // Whole chunks that fill the pipeline, which is three rounds deep, and that are neither too small nor larger than a
 // slot.
 std::size_t chunk_for(std::size_t bytes) {
-  std::size_t quarter = (bytes / 16 + kLine - 1) / kLine * kLine;
+  std::size_t quarter = (bytes / 8 + kLine - 1) / kLine * kLine;
   return std::clamp(quarter, kSmallestChunk, Segment::kSlot);
 }
 
@@ -256,13 +256,17 @@ namespace {
 
 Task spread_by_slots(Shared& shared, const void* in, std::vector<void*> outs, Bytes bytes) {
   Segment& segment = shared.segment;
-  const int me = shared.rank();
+  const int me = shared.rank(), ranks = shared.ranks();
   const std::size_t most = *std::max_element(bytes.begin(), bytes.end());
   const bool small = most <= Segment::kInline;
   const std::size_t step = small ? Segment::kInline : chunk_for(most);
   const std::uint64_t rounds = rounds_for(most, step);
   const std::uint64_t first = shared.take(rounds);
   const bool takes = !outs.empty();
+  // Everybody meets in the first round. Who takes nothing from others fills its slots before it looks whether all have
+  // come; until then it keeps their lines as they are.
+  const bool gives = !takes || (bytes[me] && std::count(bytes.begin(), bytes.end(), std::size_t{0}) + 1 == ranks);
+  const std::uint64_t meeting = gives ? std::min(rounds, Segment::kDepth - 1) : 1;
   for (std::uint64_t turn = 0; turn <= rounds; ++turn) {
     const Span mine(turn, step, bytes[me]);
     if (turn < rounds && (turn == 0 || mine.length)) {
@@ -272,8 +276,8 @@ Task spread_by_slots(Shared& shared, const void* in, std::vector<void*> outs, By
       shared.publish(first + turn);
       if (takes) transfer(at(outs[me], mine.offset), at(in, mine.offset), mine.length);
     }
-    if (turn == 1) co_await shared.all(first);
-    for (int rank = 0; turn >= 1 && takes && rank < shared.ranks(); ++rank) {
+    if (turn == meeting) co_await shared.all(first);
+    for (int rank = 0; turn >= 1 && takes && rank < ranks; ++rank) {
       const Span theirs(turn - 1, step, bytes[rank]);
       if (rank == me || theirs.length == 0) continue;
       const std::uint64_t round = first + turn - 1;
@@ -281,7 +285,7 @@ Task spread_by_slots(Shared& shared, const void* in, std::vector<void*> outs, By
       transfer(at(outs[rank], theirs.offset), small ? segment.line(rank, round).data : segment.slot(rank, round),
                theirs.length);
     }
-    if (turn >= 1) shared.finish(first + turn - 1);
+    if (turn >= meeting) shared.finish(first + turn - 1);
     co_await shared.turn();
   }
 }

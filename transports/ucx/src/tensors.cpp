@@ -1,0 +1,165 @@
+#include "tensors.hpp"
+
+#include <nanobind/ndarray.h>
+
+#include <array>
+#include <optional>
+#include <stdexcept>
+
+namespace nb = nanobind;
+
+namespace aiocomms {
+namespace {
+
+using Tensor = nb::dlpack::dltensor;
+
+// The head of DLPackExchangeAPI (dlpack.h), as far as it is used here.
+struct Exchange {
+  std::uint32_t major, minor;
+  void* earlier;
+  void* unused[3];
+  int (*tensor_of)(void* object, Tensor* out);
+};
+
+constexpr int kDTypes = static_cast<int>(DType::Complex128) + 1;
+constexpr std::array<const char*, kDTypes> kNames = {"bool",    "uint8",   "int8",      "int16",
+                                                     "int32",   "int64",   "float16",   "bfloat16",
+                                                     "float32", "float64", "complex64", "complex128"};
+
+// What is looked up in torch once; never released, for torch is not either.
+struct Torch {
+  PyObject* tensor;
+  const Exchange* exchange = nullptr;
+  std::array<PyObject*, kDTypes> dtypes;
+  PyObject *is_neg, *is_conj;  // methods of the class, called without a look-up in each tensor
+  PyObject* requires_grad = PyUnicode_InternFromString("requires_grad");
+
+  Torch() {
+    nb::module_ torch = nb::module_::import_("torch");
+    nb::object cls = torch.attr("Tensor");
+    tensor = cls.ptr();
+    is_neg = nb::object(cls.attr("is_neg")).release().ptr();
+    is_conj = nb::object(cls.attr("is_conj")).release().ptr();
+    for (int i = 0; i < kDTypes; ++i) dtypes[i] = nb::object(torch.attr(kNames[i])).release().ptr();
+    if (nb::hasattr(cls, "__dlpack_c_exchange_api__")) {
+      nb::object capsule = cls.attr("__dlpack_c_exchange_api__");
+      auto found = static_cast<const Exchange*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+      if (found == nullptr) nb::raise_python_error();
+      if (found->major == 1) exchange = found;
+    }
+  }
+};
+
+const Torch& torch() {
+  static const Torch* found = new Torch;
+  return *found;
+}
+
+std::optional<DType> dtype_of(nb::dlpack::dtype dtype) {
+  using Code = nb::dlpack::dtype_code;
+  if (dtype.lanes != 1) return {};
+  switch (dtype.code << 8 | dtype.bits) {
+    case static_cast<int>(Code::Bool) << 8 | 8:
+      return DType::Bool;
+    case static_cast<int>(Code::UInt) << 8 | 8:
+      return DType::UInt8;
+    case static_cast<int>(Code::Int) << 8 | 8:
+      return DType::Int8;
+    case static_cast<int>(Code::Int) << 8 | 16:
+      return DType::Int16;
+    case static_cast<int>(Code::Int) << 8 | 32:
+      return DType::Int32;
+    case static_cast<int>(Code::Int) << 8 | 64:
+      return DType::Int64;
+    case static_cast<int>(Code::Float) << 8 | 16:
+      return DType::Float16;
+    case static_cast<int>(Code::Bfloat) << 8 | 16:
+      return DType::BFloat16;
+    case static_cast<int>(Code::Float) << 8 | 32:
+      return DType::Float32;
+    case static_cast<int>(Code::Float) << 8 | 64:
+      return DType::Float64;
+    case static_cast<int>(Code::Complex) << 8 | 64:
+      return DType::Complex64;
+    case static_cast<int>(Code::Complex) << 8 | 128:
+      return DType::Complex128;
+    default:
+      return {};
+  }
+}
+
+std::size_t count_of(const Tensor& tensor) {
+  std::size_t count = 1;
+  for (std::int32_t i = 0; i < tensor.ndim; ++i) count *= static_cast<std::size_t>(tensor.shape[i]);
+  return count;
+}
+
+bool is_contiguous(const Tensor& tensor, std::size_t count) {
+  if (tensor.strides == nullptr || count <= 1) return true;
+  std::int64_t stride = 1;
+  for (std::int32_t i = tensor.ndim; i-- > 0;) {
+    if (tensor.shape[i] != 1 && tensor.strides[i] != stride) return false;
+    stride *= tensor.shape[i];
+  }
+  return true;
+}
+
+// The answer of a method without arguments, or of an attribute: -1 is an error, which is cleared.
+int truth(PyObject* answer) {
+  int value = answer == nullptr ? -1 : PyObject_IsTrue(answer);
+  if (value < 0) PyErr_Clear();
+  Py_XDECREF(answer);
+  return value;
+}
+
+void* pointer(const Tensor& tensor) { return static_cast<char*>(tensor.data) + tensor.byte_offset; }
+
+// For a torch without the table.
+View asked(nb::handle tensor) {
+  const nb::object dtype = tensor.attr("dtype");
+  for (int i = 0; i < kDTypes; ++i) {
+    if (torch().dtypes[i] == dtype.ptr()) {
+      auto address = nb::cast<std::uintptr_t>(tensor.attr("data_ptr")());
+      return {reinterpret_cast<void*>(address), nb::cast<std::size_t>(tensor.attr("numel")()), static_cast<DType>(i)};
+    }
+  }
+  throw std::invalid_argument("a tensor of an unknown dtype");
+}
+
+}  // namespace
+
+View view_of(nb::handle tensor) {
+  if (torch().exchange == nullptr) return asked(tensor);
+  Tensor it{};
+  if (torch().exchange->tensor_of(tensor.ptr(), &it) != 0) nb::raise_python_error();
+  std::optional<DType> dtype = dtype_of(it.dtype);
+  if (!dtype) throw std::invalid_argument("a tensor of an unknown dtype");
+  return {pointer(it), count_of(it), *dtype};
+}
+
+nb::tuple dtype_names() {
+  nb::list names;
+  for (const char* name : kNames) names.append(name);
+  return nb::tuple(names);
+}
+
+bool is_plain(nb::handle tensor, bool written) {
+  const Torch& torch_ = torch();
+  if (torch_.exchange == nullptr || reinterpret_cast<PyObject*>(Py_TYPE(tensor.ptr())) != torch_.tensor) return false;
+  Tensor it{};
+  if (torch_.exchange->tensor_of(tensor.ptr(), &it) != 0) {  // sparse, nested, meta and wrapped ones end here
+    PyErr_Clear();
+    return false;
+  }
+  const std::optional<DType> dtype = dtype_of(it.dtype);
+  const std::size_t count = count_of(it);
+  if (!dtype || it.device.device_type != nb::device::cpu::value) return false;
+  if (!is_contiguous(it, count) || (pointer(it) == nullptr && count > 0)) return false;
+  PyObject* self = tensor.ptr();
+  if (truth(PyObject_Vectorcall(torch_.is_neg, &self, 1, nullptr)) != 0) return false;
+  const bool is_complex = *dtype == DType::Complex64 || *dtype == DType::Complex128;
+  if (is_complex && truth(PyObject_Vectorcall(torch_.is_conj, &self, 1, nullptr)) != 0) return false;
+  return !written || truth(PyObject_GetAttr(self, torch_.requires_grad)) == 0;
+}
+
+}  // namespace aiocomms
