@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from aiocomms import errors, functional, ops, testing
     from aiocomms.communicator import Communicator
+    from aiocomms.dumps import dump_on_signal
     from aiocomms.errors import CommError
     from aiocomms.groups import get as get_comm
     from aiocomms.reductions import ReduceOp
@@ -35,6 +36,7 @@ __all__ = [
     "Transport",
     "Window",
     "Work",
+    "dump_on_signal",
     "errors",
     "from_process_group",
     "functional",
@@ -54,6 +56,7 @@ _HOME = {
     "Transport": "transport",
     "Window": "rma",
     "Work": "work",
+    "dump_on_signal": "dumps",
     "from_process_group": "rendezvous",
     "get_comm": "groups:get",
     "new_comm": "rendezvous",

@@ -6,12 +6,14 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from time import monotonic
 from types import TracebackType
 from typing import Any, Self
 
 import anyio
 
-from aiocomms import checks, groups, ops
+from aiocomms import checks, dumps, groups, ops
 from aiocomms.collectives import Collectives
 from aiocomms.driver import Driver, Promise
 from aiocomms.errors import (
@@ -26,11 +28,13 @@ from aiocomms.errors import (
     PeerDiedError,
 )
 from aiocomms.hooks import Hook, Hooks
+from aiocomms.inquest import Inquest, late, quote
 from aiocomms.issuer import Timeout
 from aiocomms.objects import Objects
 from aiocomms.ops import Op
 from aiocomms.p2p import PointToPoint
 from aiocomms.pending import Pending
+from aiocomms.recorder import PEERS, Recorder
 from aiocomms.registry import Plan, open_transports
 from aiocomms.rma import OneSided
 from aiocomms.routing import Router
@@ -53,10 +57,8 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
     """
 
     def __init__(self, rendezvous: Rendezvous, plan: Plan, transports: Mapping[ops.Family, Transport]) -> None:
-        self.rank = rendezvous.rank
-        self.size = rendezvous.size
-        self.name = rendezvous.name
-        self.device = rendezvous.device
+        self.rank, self.size = rendezvous.rank, rendezvous.size
+        self.name, self.device = rendezvous.name, rendezvous.device
         self.timeout = rendezvous.timeout
         self.driver = Driver.current()
         self._rendezvous = rendezvous
@@ -70,6 +72,9 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
         self._refusal: CommError | None = None  # why nothing can be started any more; the first reason stays
         self._lock = threading.RLock()  # guards the step to a refusal; a signal handler may abort what it interrupts
         self._pending = Pending(self)
+        self._recorder = Recorder(self, self._pending)
+        self._ring, self._mask = self._recorder.ring, self._recorder.mask
+        self._inquest: Inquest | None = None
         self._closing: Promise | None = None
         self._pre_hooks, self._post_hooks, self._abort_hooks = Hooks(), Hooks(), Hooks()
         self._debug = os.environ.get("AIOCOMMS_DEBUG", "0") not in ("", "0")
@@ -80,6 +85,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
             transport.on_failure = self._fail  # type: ignore[method-assign]
             self.driver.attach(transport)
         _live.add(self)
+        dumps.register(self._recorder)
         groups.register(self)
 
     def __repr__(self) -> str:
@@ -129,12 +135,19 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
             self.calls += 1
         self._router[type(op)](op, work)
         if not work.done():
-            self._pending.add(work, seconds)
-            for transport in self._spinning:
-                self.driver.kick(transport)
-        elif self._post_hooks or work.fault is not None:
-            self._after(work)
+            self._keep(work, seconds)
+        else:
+            args = PEERS[type(op)](op) if type(op) in PEERS else None
+            self._ring[seq & self._mask] = (seq, type(op), monotonic(), args, work.fault)
+            if self._post_hooks or work.fault is not None:
+                self._after(work)
         return work
+
+    def _keep(self, work: Work[Any], seconds: float) -> None:
+        """An op was posted and is pending."""
+        self._pending.add(work, seconds)
+        for transport in self._spinning:
+            self.driver.kick(transport)
 
     def post(self, op: Op, work: Completion) -> None:
         """Hand one message of a lowered op to the transport that carries it."""
@@ -166,7 +179,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
 
     def settled(self, work: Work[Any]) -> None:
         """Forget a pending work that has just become done."""
-        self._pending.remove(work)
+        self._recorder.ended(work, self._pending.remove(work))
         if self._post_hooks or work.fault is not None:
             self._after(work)
 
@@ -194,36 +207,41 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
             reason = f"{type(reason).__name__}: {reason}" if str(reason) else type(reason).__name__
         self._fail(CommAbortedError(f"aborted by rank {self.rank}: {reason}", peer=self.rank))
 
-    def _fail(self, error: CommError) -> None:
+    def _fail(self, error: CommError, absent: Sequence[int] = ()) -> None:
         """The communicator is lost; any thread."""
         with self._lock:
             if self._refusal is not None:
                 return
             self._refusal = error
+            # Before the transports end anything: what everybody is doing.
+            inquest = self._inquest = Inquest(self, self._recorder, self._rendezvous, error, absent)
         for transport in self._transports():
             transport.abort(error)
         # On this very thread too: a signal handler may have interrupted anything, and the loop may be asleep.
-        self.driver.call_threadsafe(self._give_up, error)
+        inquest.hold(lambda error: self.driver.call_threadsafe(self._give_up, error))
 
     def _give_up(self, error: CommError) -> None:
-        """End every pending work."""
+        """End every pending work; of the reason why, more may be known by now."""
+        self._refusal = error
         self._pending.unwatch()
         for work in list(self._pending):
-            work.give_up(_quote(work, error))
+            work.give_up(quote(work, error))
         if not isinstance(error, CommClosedError):
             hooks, self._abort_hooks = self._abort_hooks, Hooks()  # closing comes by here again
             hooks.call(self.driver, error)
 
-    def verdict(self, work: Work[Any], error: CommError) -> CommError:
+    def verdict(self, work: Work[Any], error: CommError) -> CommError | None:
         """What a work fails with: once the communicator is lost, what a transport says is a consequence of that."""
-        return _quote(work, self._refusal) if self.aborted and self._refusal is not None else error
+        if work.queue is not None and self._inquest is not None and self._inquest.sitting:
+            return None
+        return quote(work, self._refusal) if self.aborted and self._refusal is not None else error
 
     def expire(self, work: Work[Any]) -> None:
         """The deadline of a pending op has passed; on the watchdog's thread, while the loop may be busy."""
         if work.op.withdrawable:
             self.driver.call_threadsafe(self._expire_alone, work)
         else:
-            self._fail(self._late(work))
+            self._fail(*late(self, self._by_family.get(work.op.family), work))
 
     def _expire_alone(self, work: Work[Any]) -> None:
         """A receive or wait is late: it fails alone, or with everything else if something has matched it."""
@@ -231,15 +249,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
             if self.withdraw(work):
                 work.give_up(CommTimeoutError("nothing matched it before its deadline; it was withdrawn"))
             else:
-                self._fail(self._late(work))
-
-    def _late(self, work: Work[Any]) -> CommTimeoutError:
-        transport = self._by_family.get(work.op.family)
-        absent = list(transport.missing(work)) if transport is not None else []
-        who = f"; waiting for rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}" if absent else ""
-        return CommTimeoutError(
-            f"its deadline passed{who}", comm=self.name, op=work.op.name, seq=work.seq, rank=self.rank
-        )
+                self._fail(*late(self, self._by_family.get(work.op.family), work))
 
     async def aclose(self) -> None:
         """Close: let ops that are under way end, withdraw receives that nothing matched, release everything.
@@ -274,6 +284,8 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
         groups.unregister(self)
         _live.discard(self)
         assert self._refusal is not None
+        if self._inquest is not None:
+            self._inquest.close()
         if self._pending:
             for transport in self._transports():
                 transport.abort(CommAbortedError(f"closed by rank {self.rank} with ops unfinished", peer=self.rank))
@@ -336,7 +348,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
         :raises ArgumentError: ``ranks`` is no list of distinct ranks, or leaves this rank out; or a wrong name.
         :raises MismatchError: two ranks name groups that overlap and differ.
         """
-        members = self._check_members(ranks)
+        members = checks.members(ranks, self)
         child = f"{self.name}/{self._children + 1}" if name is None else checks.label(name)
         self._children += 1
         claims: list[list[int]] = await self.all_gather_object(members)
@@ -356,20 +368,14 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
         opened = await open_transports(plan, lambda _, f: parents[f].split(rendezvous, members, plan.options))
         return Communicator(rendezvous, plan, opened)
 
-    def _check_members(self, ranks: Sequence[int]) -> list[int]:
-        if not isinstance(ranks, (list, tuple, range)):
-            raise ArgumentTypeError(f"ranks is {checks.short(ranks)}, wanted a list of ranks", op="split")
-        members = list(ranks)
-        for i, rank in enumerate(members):
-            checks.index(f"ranks[{i}]", rank, self)
-        if len(set(members)) != len(members):
-            raise ArgumentError(f"ranks is {members}, wanted each rank once", op="split")
-        if members and self.rank not in members:
-            raise ArgumentError(
-                f"ranks is {members} and leaves out this rank, {self.rank}; wanted it among them, or an empty list",
-                op="split",
-            )
-        return members
+    def dump(self, folder: str | os.PathLike[str] | None = None) -> Path:
+        """Write the flight recorder to a file: the last ops and those that are pending; any thread.
+
+        :param folder: where to; None: ``AIOCOMMS_RECORDER_DIR``, or else a folder of the user's own.
+        :returns: the file's path.
+        :raises OSError: it cannot be written.
+        """
+        return dumps.write(self._recorder.snapshot("asked for"), folder)
 
     def _transports(self) -> list[Transport]:
         """Each transport once: one may carry several families."""
@@ -377,15 +383,6 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
 
 
 _live: weakref.WeakSet[Communicator] = weakref.WeakSet()
-
-
-def _quote(work: Work[Any], reason: CommError) -> CommError:
-    """The op at fault gets the error itself, the others one that quotes it."""
-    if work.seq == reason.seq:
-        return reason
-    if isinstance(reason, (CommAbortedError, CommClosedError, PeerDiedError)):
-        return type(reason)(reason.message, peer=reason.peer)
-    return CommAbortedError(f"the communicator is lost: {reason}", peer=reason.peer)
 
 
 def _disown_in_child() -> None:

@@ -33,6 +33,7 @@ class Driver:
         self.unpark: Callable[[Any], None] = loop.unpark
         self.call_soon: Callable[..., None] = loop.call_soon
         self.report: Callable[[str, BaseException], None] = loop.report
+        self.tasks_of = loop.tasks_of
         self._fds: dict[Transport, int | None] = {}
         self._turns: dict[Transport, int] = {}  # how many more turns each transport is polled
         self._scheduled = False

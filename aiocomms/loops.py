@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -61,6 +61,10 @@ class Loop(ABC):
         """Undo :meth:`watch`."""
 
     @abstractmethod
+    def tasks_of(self, waiters: Collection[object]) -> dict[object, tuple[str, object]]:
+        """The names and coroutines of the tasks behind suspended waiters; from any thread."""
+
+    @abstractmethod
     def report(self, message: str, error: BaseException) -> None:
         """Tell the program of an error that has nowhere else to go."""
 
@@ -69,10 +73,11 @@ class AsyncioLoop(Loop):
     """asyncio's loops, uvloop's among them."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        from asyncio import get_running_loop
+        from asyncio import all_tasks, get_running_loop
 
         self.token = self._loop = loop
         self._running = get_running_loop
+        self._all_tasks = all_tasks
 
     def park(self, what: Parkable) -> Generator[Any, Any, None]:
         """See :meth:`Loop.park`."""
@@ -111,6 +116,13 @@ class AsyncioLoop(Loop):
         """See :meth:`Loop.unwatch`."""
         if not self._loop.is_closed():
             self._loop.remove_reader(fd)
+
+    def tasks_of(self, waiters: Collection[object]) -> dict[object, tuple[str, object]]:
+        """See :meth:`Loop.tasks_of`; asyncio's tasks know what they wait for, and not the other way round."""
+        if not waiters:
+            return {}
+        found = {getattr(task, "_fut_waiter", None): task for task in self._all_tasks(self._loop)}
+        return {w: (found[w].get_name(), found[w].get_coro()) for w in waiters if w in found}
 
     def report(self, message: str, error: BaseException) -> None:
         """See :meth:`Loop.report`."""
@@ -171,6 +183,10 @@ class TrioLoop(Loop):
                 scope.cancel()
             except RuntimeError:
                 pass  # the run is over, and its tasks with it
+
+    def tasks_of(self, waiters: Collection[Any]) -> dict[object, tuple[str, object]]:
+        """See :meth:`Loop.tasks_of`."""
+        return {task: (task.name, task.coro) for task in waiters}
 
     def report(self, message: str, error: BaseException) -> None:
         """See :meth:`Loop.report`."""

@@ -20,6 +20,16 @@ class Expirer(Protocol):
         """A work is late; called on the watchdog's thread."""
 
 
+class Queue(dict[Work[Any], float]):
+    """Works of one timeout, and their deadlines."""
+
+    __slots__ = ("seconds",)
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+
 class Pending:
     """Keeps works, and with them their tensors, until they are done.
 
@@ -29,7 +39,7 @@ class Pending:
 
     def __init__(self, comm: Expirer) -> None:
         self._comm = comm
-        self._queues: dict[float, dict[Work[Any], float]] = {}
+        self._queues: dict[float, Queue] = {}
         self._drained: Promise | None = None
         watchdog.register(self)
 
@@ -45,20 +55,25 @@ class Pending:
         queue = self._queues.get(seconds)
         if queue is None:
             self._queues = {s: q for s, q in self._queues.items() if q}
-            queue = self._queues[seconds] = {}
+            queue = self._queues[seconds] = Queue(seconds)
         deadline = time.monotonic() + seconds
         queue[work] = deadline
         work.queue = queue
         if deadline < watchdog.wakes_at:
             watchdog.wake_by(deadline)
 
-    def remove(self, work: Work[Any]) -> None:
-        """Forget a work that has just become done."""
-        assert work.queue is not None
-        del work.queue[work]
+    def remove(self, work: Work[Any]) -> float:
+        """Forget a work that has just become done.
+
+        :returns: when it was added.
+        """
+        queue = work.queue
+        assert queue is not None
+        added = queue.pop(work) - queue.seconds
         work.queue = None
         if self._drained is not None and not self:
             self._drained.set()
+        return added
 
     async def drained(self) -> None:
         """Wait until nothing is pending."""

@@ -91,6 +91,15 @@ class StoreRendezvous:
                 given_up.wait(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
 
+    def tell(self, key: str, value: bytes) -> None:
+        """See :meth:`aiocomms.transport.Rendezvous.tell`."""
+        self._store().set(key, value)  # type: ignore[arg-type]  # bytes are fine
+
+    def told(self, key: str) -> bytes | None:
+        """See :meth:`aiocomms.transport.Rendezvous.told`."""
+        store = self._store()
+        return store.get(key) if store.check([key]) else None
+
     def _left(self) -> float:
         return self._ends - time.monotonic()
 

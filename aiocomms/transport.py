@@ -63,6 +63,18 @@ class Rendezvous(Protocol):
         :raises StoreLostError: the store is gone.
         """
 
+    def tell(self, key: str, value: bytes) -> None:
+        """Leave a value for the other ranks; blocks for as long as the store does.
+
+        :raises RuntimeError: the store is gone.
+        """
+
+    def told(self, key: str) -> bytes | None:
+        """What was left under a key, or None; blocks for as long as the store does.
+
+        :raises RuntimeError: the store is gone.
+        """
+
     def child(self, key: str, name: str, rank: int, size: int) -> Rendezvous:
         """The rendezvous of a communicator of some of these ranks.
 

@@ -13,6 +13,7 @@ from aiocomms.transport import OP_RESULT
 if TYPE_CHECKING:
     from aiocomms.driver import Driver
     from aiocomms.ops import Op
+    from aiocomms.pending import Queue
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -32,8 +33,8 @@ class Owner(Protocol):
     def withdraw(self, work: Work[Any]) -> bool:
         """Take an unmatched receive or wait back from the transport; False if it is under way."""
 
-    def verdict(self, work: Work[Any], error: CommError) -> CommError:
-        """What a work fails with, of which its transport says that it failed with ``error``."""
+    def verdict(self, work: Work[Any], error: CommError) -> CommError | None:
+        """What a work fails with, of which its transport says that it failed with ``error``; None: not yet."""
 
 
 class Work(msgspec.Struct, Generic[T_co], eq=False, weakref=True):
@@ -51,7 +52,7 @@ class Work(msgspec.Struct, Generic[T_co], eq=False, weakref=True):
     hints: Mapping[str, Any] | None = None
     fault: CommError | None = None
     """How the transport said that it failed; not set where the work was given up or withdrawn."""
-    queue: dict[Work[Any], float] | None = None
+    queue: Queue | None = None
     """Where the communicator keeps it while it is pending."""
     _state: int = _PENDING
     _value: Any = OP_RESULT
@@ -167,7 +168,10 @@ class Work(msgspec.Struct, Generic[T_co], eq=False, weakref=True):
         """See :meth:`aiocomms.transport.Completion.fail`."""
         if self._state:
             return self._refuse_second()
-        error = self.owner.verdict(self, error)
+        said = self.owner.verdict(self, error)
+        if said is None:
+            return None  # the communicator is lost, and gives it up when it knows more of why
+        error = said
         self.fault = error.about(seq=self.seq)
         asked = self._waiters is not None or self._callbacks is not None
         self._end(error, _DONE)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
@@ -13,6 +15,9 @@ import hypothesis  # noqa: F401
 import pytest
 import torch  # noqa: F401
 from processes import Run, runner
+
+_records = tempfile.TemporaryDirectory(prefix="aiocomms-tests")
+os.environ["AIOCOMMS_RECORDER_DIR"] = _records.name  # where each communicator that is lost leaves a file
 
 gc.collect()
 gc.freeze()  # what torch and hypothesis bring need not be looked through whenever a test collects its garbage

@@ -26,10 +26,13 @@ LAYERS = (
     {"registry"},
     {"issuer", "codec", "lowering", "collectives", "p2p", "rma", "objects", "streams"},
     {"twosided", "routing", "pending", "hooks", "groups"},
+    {"recorder"},
+    {"dumps", "verdicts"},
+    {"inquest"},
     {"communicator"},
 )
 FOR_TRANSPORTS = {"errors", "checks", "reductions", "hosts", "ops", "transport", "waker", "driver"}
-FOR_TYPES_ONLY = {("groups", "communicator")}
+FOR_TYPES_ONLY = {("groups", "communicator"), ("work", "pending")}
 """Imports against the order, which only type checkers see."""
 
 MODULE_LINES = 400

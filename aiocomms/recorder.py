@@ -1,0 +1,291 @@
+"""The flight recorder: the last ops of a communicator and those that are pending, to be written down when it is lost.
+
+It is always on, so an op costs one small tuple, made when the op ends, and that keeps no tensor alive. To read a
+tensor's size costs as much as all the rest, so it is kept only of ops that did not end within their call. What is
+pending is known to the communicator anyway, and is described in full when somebody asks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from functools import cache
+from operator import attrgetter
+from pathlib import Path
+from time import monotonic, time
+from typing import Any, Protocol
+
+import msgspec
+import torch
+
+from aiocomms.driver import Driver
+from aiocomms.hosts import host_id
+from aiocomms.ops import USER, Op
+from aiocomms.pending import Pending
+from aiocomms.work import Work
+
+FORMAT = "aiocomms recorder 1"
+DEFAULT, MOST = 2048, 65536
+"""Ops that a communicator keeps, and at most keeps; of pending ones it writes down as many."""
+SHOWN = 8
+"""Pending ops and tensors that are described where there is little room."""
+LONGEST = 300
+"""Characters of a name, place or message."""
+
+_ARGUMENTS = ("src", "dst", "root", "rank", "tag", "channel")
+_PACKAGE = str(Path(__file__).parent) + os.sep
+_log = logging.getLogger("aiocomms")
+
+
+class Item(msgspec.Struct, omit_defaults=True):
+    """One op. Times are seconds of this host's monotonic clock."""
+
+    name: str
+    seq: int
+    """Its number among the ops of its communicator on its rank, from 0."""
+    state: str
+    """``pending``, ``done`` or ``failed``."""
+    args: dict[str, int] = {}
+    """Peers, tag and the like, by their names."""
+    collective: int | None = None
+    """Its number among the collectives of its communicator, from 1: the same on all ranks."""
+    bytes: int | None = None
+    """Of the tensor that it is about, unless it ended within the call."""
+    posted: float | None = None
+    """When it was called, if it did not end within the call."""
+    finished: float | None = None
+    tensors: list[str] = []
+    """Of a pending op, names, dtypes and shapes."""
+    error: str = ""
+    task: str = ""
+    """The task that awaits it, and where in the program."""
+    where: str = ""
+
+    def __str__(self) -> str:
+        shown = {k: v for k, v in self.args.items() if k != "channel" or v != USER}
+        return f"{self.name}({', '.join(f'{k}={v}' for k, v in shown.items())})" if shown else self.name
+
+
+class Brief(msgspec.Struct, omit_defaults=True):
+    """What one rank is doing, in a few hundred bytes, for the other ranks."""
+
+    rank: int
+    calls: int
+    """Collectives that it has called."""
+    ended: int
+    """The number of the last collective that has ended, with all before it; 0: none."""
+    last: str = ""
+    """What that one was, where the recorder still knows it."""
+    pending: list[Item] = []
+    """The oldest few."""
+    more: int = 0
+    """Further pending ops."""
+
+
+class Header(msgspec.Struct):
+    """The first line of a file; the others are the ops."""
+
+    format: str
+    comm: str
+    rank: int
+    size: int
+    host: str
+    pid: int
+    wall: float
+    """Both clocks when it was written, in seconds."""
+    monotonic: float
+    reason: str
+    verdict: str
+    brief: Brief
+
+
+class Snapshot(msgspec.Struct):
+    """What a recorder knew at one time."""
+
+    header: Header
+    finished: list[tuple[Any, ...]]
+    pending: list[Item]
+
+    def items(self) -> list[Item]:
+        """All ops, in the order of the calls."""
+        return sorted((*map(_finished, self.finished), *self.pending), key=lambda item: item.seq)
+
+
+class Recorded(Protocol):
+    """What a recorder needs of its communicator."""
+
+    rank: int
+    size: int
+    name: str
+    calls: int
+    driver: Driver
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed on this rank."""
+
+
+def _arguments(cls: type[Op]) -> list[str]:
+    """The names of the numbers among an op's fields."""
+    return [name for name in _ARGUMENTS if name in cls.__struct_fields__]
+
+
+PEERS: dict[type[Op], Callable[[Any], Any]] = {}
+"""Reads the numbers that an op of each type has, if it has any."""
+_BYTES: dict[type[Op], Callable[[Any], int]] = {}
+"""Reads the size of the tensor that an op of each type is about, if there is one."""
+
+
+def _learn(cls: type[Op]) -> None:
+    fields, names = cls.__struct_fields__, _arguments(cls)
+    if names:
+        PEERS[cls] = attrgetter(*names)
+    tensor = next((name for name in ("tensor", "input", "output") if name in fields), None)
+    if tensor is not None:
+        _BYTES[cls] = attrgetter(f"{tensor}.nbytes")
+    for below in cls.__subclasses__():
+        _learn(below)
+
+
+class Recorder:
+    """The ops of one communicator."""
+
+    def __init__(self, comm: Recorded, pending: Pending) -> None:
+        self._comm = comm
+        self._pending = pending
+        self.ring: list[tuple[Any, ...] | None] = [None] * capacity()
+        """Rows, at the place of their sequence numbers: those that the communicator makes, and :meth:`ended`'s."""
+        self.mask = len(self.ring) - 1
+        _learn(Op)
+
+    @property
+    def open(self) -> bool:
+        """Whether the communicator is."""
+        return not self._comm.closed
+
+    def ended(self, work: Work[Any], posted: float) -> None:
+        """An op has ended that was pending; of others the communicator makes the row, without a call."""
+        op, error = work.op, work._error
+        cls = type(op)
+        args = PEERS[cls](op) if cls in PEERS else None
+        size = None
+        if cls in _BYTES:
+            try:
+                size = _BYTES[cls](op)
+            except AttributeError:  # no tensor on this rank, or not one alone
+                pass
+        # Of an error the text alone: its traceback would keep frames, and with them tensors.
+        text = None if error is None else str(error)[:LONGEST]
+        self.ring[work.seq & self.mask] = (work.seq, cls, monotonic(), args, text, size, posted)
+
+    def snapshot(self, reason: str) -> Snapshot:
+        """Everything, now. On any thread, whatever the loop is doing; takes no lock, for a signal handler calls it."""
+        works = _copy(self._pending)
+        finished: list[tuple[Any, ...]] = [row for row in self.ring[:] if row is not None]
+        numbers = self._numbers(works, finished)
+        pending = self._describe(sorted(works, key=lambda work: work.seq)[:MOST], numbers)
+        finished = [(numbers.get(row[0]), *row) for row in sorted(finished, key=lambda row: row[2])]
+        comm = self._comm
+        header = Header(
+            FORMAT, comm.name, comm.rank, comm.size, _boot(), os.getpid(), time(), monotonic(),
+            reason[: 4 * LONGEST], "", self._brief(pending, finished, len(works)),
+        )  # fmt: skip
+        return Snapshot(header, finished, pending)
+
+    def _numbers(self, works: Sequence[Work[Any]], finished: Sequence[tuple[Any, ...]]) -> dict[int, int]:
+        """The numbers of collectives by sequence number, counted back from the last one that was called."""
+        seqs = [row[0] for row in finished if row[1].family == "collectives"]
+        seqs += [work.seq for work in works if work.op.family == "collectives"]
+        return dict(zip(sorted(seqs, reverse=True), range(self._comm.calls, 0, -1), strict=False))
+
+    def _brief(self, pending: Sequence[Item], finished: Sequence[tuple[Any, ...]], total: int) -> Brief:
+        calls = self._comm.calls
+        ended = min((item.collective - 1 for item in pending if item.collective), default=calls)
+        last = next((row for row in reversed(finished) if row[0] == ended), None)
+        few = [msgspec.structs.replace(item, tensors=[], task="", where="") for item in pending[:SHOWN]]
+        name = f"{last[2].name} #{last[1]}" if last else ""
+        return Brief(self._comm.rank, calls, ended, name, few, total - len(few))
+
+    def _describe(self, works: Sequence[Work[Any]], numbers: dict[int, int]) -> list[Item]:
+        waiters = {work.seq: list(work._waiters or ()) for work in works}
+        tasks = self._comm.driver.tasks_of([waiter for some in waiters.values() for waiter in some])
+        items = []
+        for work in works:
+            item = _item(work, numbers.get(work.seq))
+            for waiter in waiters[work.seq]:
+                if waiter in tasks:
+                    name, coroutine = tasks[waiter]
+                    item.task, item.where = name[:LONGEST], _place(coroutine)
+            items.append(item)
+        return items
+
+
+@cache
+def _boot() -> str:
+    """Whose monotonic clock it is."""
+    try:
+        return host_id()
+    except OSError:  # no descriptors left, say
+        return ""
+
+
+def capacity() -> int:
+    """How many ops a communicator keeps: ``AIOCOMMS_RECORDER``, rounded up to a power of two."""
+    text = os.environ.get("AIOCOMMS_RECORDER", "")
+    if not text:
+        return DEFAULT
+    if text.isascii() and text.isdigit() and 1 <= int(text) <= MOST:
+        return 1 << (int(text) - 1).bit_length()
+    _log.warning("AIOCOMMS_RECORDER is %r, wanted a number from 1 to %d; it is taken as %d", text, MOST, DEFAULT)
+    return DEFAULT
+
+
+def _copy(source: Any) -> list[Any]:
+    """What is in a container that the loop's thread may be changing."""
+    for _ in range(100):
+        try:
+            return list(source)
+        except RuntimeError:  # it changed meanwhile: somebody's finalizer ran
+            continue
+    return []
+
+
+def _item(work: Work[Any], number: int | None) -> Item:
+    """A pending op."""
+    op, queue = work.op, work.queue
+    posted = None if queue is None else queue.get(work, 0.0) - queue.seconds
+    args = {name: value for name in _arguments(type(op)) if type(value := getattr(op, name)) is int}
+    buffers = {name: tensor for name, tensor in (*op.reads(), *op.writes()) if isinstance(tensor, torch.Tensor)}
+    tensors = [f"{name}: {_dtype(t.dtype)} {list(t.shape)}"[:LONGEST] for name, t in list(buffers.items())[:SHOWN]]
+    total = sum(t.nbytes for t in buffers.values()) if buffers else None
+    return Item(op.name, work.seq, "pending", args, number, total, posted, None, tensors)
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _finished(row: tuple[Any, ...]) -> Item:
+    """An op that has ended, from its number among the collectives and what was kept of it."""
+    number, seq, cls, finished, kept, error, *more = row
+    size, posted = more or (None, None)
+    names = _arguments(cls)
+    args = dict(zip(names, kept if len(names) > 1 else [kept], strict=True)) if names else {}
+    args = {name: value for name, value in args.items() if type(value) is int}
+    state = "done" if error is None else "failed"
+    return Item(cls.name, seq, state, args, number, size, posted, finished, error=str(error or "")[:LONGEST])
+
+
+def _place(coroutine: Any) -> str:
+    """Where a suspended task is: the innermost line that is not this library's."""
+    found = ""
+    while coroutine is not None:
+        frame = next(
+            (f for n in ("cr_frame", "gi_frame", "ag_frame") if (f := getattr(coroutine, n, None)) is not None), None
+        )
+        if frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
+            found = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"
+        below = (getattr(coroutine, n, None) for n in ("cr_await", "gi_yieldfrom", "ag_await"))
+        coroutine = next((it for it in below if it is not None), None)
+    return found[-LONGEST:]
