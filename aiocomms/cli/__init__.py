@@ -1,0 +1,61 @@
+"""The command ``aiocomms``: what is installed, how fast it is here, and what flight recorders say."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from aiocomms.errors import CommError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    :param arguments: without the program's name; None: those of the process.
+    :returns: the exit status: 1 where something is wrong with the input, or with the ranks.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except (CommError, OSError, ValueError) as error:
+        print(f"aiocomms {options.command}: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="aiocomms", description="asyncio-native communication for PyTorch tensors")
+    commands = parser.add_subparsers(dest="command", required=True)
+    info = commands.add_parser("info", help="versions, transports, devices, interfaces and environment variables")
+    info.set_defaults(run=_info)
+    bench = commands.add_parser("bench", help="measure the transports between two processes of this machine")
+    bench.add_argument("transport", nargs="*", help="which; all that are available between processes by default")
+    bench.add_argument("--seconds", type=float, default=0.2, help="how long to measure each row (0.2)")
+    bench.set_defaults(run=_bench)
+    trace = commands.add_parser("trace", help="say from the ranks' flight recorders who is missing, and draw a trace")
+    trace.add_argument("path", nargs="+", type=Path, help="files, or folders of them")
+    trace.add_argument("--output", type=Path, metavar="FILE", help="write a trace for Perfetto or chrome://tracing")
+    trace.set_defaults(run=_trace)
+    return parser
+
+
+# Each command loads what it needs when it is run.
+
+
+def _info(options: argparse.Namespace) -> int:
+    from aiocomms.cli.info import run
+
+    return run()
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from aiocomms.cli.bench import run
+
+    return run(options.transport, options.seconds)
+
+
+def _trace(options: argparse.Namespace) -> int:
+    from aiocomms.cli.trace import run
+
+    return run(options.path, options.output)

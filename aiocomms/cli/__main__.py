@@ -1,0 +1,10 @@
+"""``python -m aiocomms.cli``."""
+
+from __future__ import annotations
+
+import sys
+
+from aiocomms.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""``aiocomms info``: what is installed and what it finds on this machine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import socket
+import sys
+from collections.abc import Iterator
+
+import torch
+
+import aiocomms
+from aiocomms.dumps import wanted
+from aiocomms.recorder import capacity
+from aiocomms.registry import available, entries
+
+_LIBRARIES = ("msgspec", "anyio", "uvloop", "trio", "numpy")
+_PREFIXES = ("AIOCOMMS_", "TORCHELASTIC_USE_AGENT_STORE", "MASTER_", "OMPI_COMM_WORLD_", "PMI_", "SLURM_PROCID")
+_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "XDG_RUNTIME_DIR")
+_SECRETS = ("TOKEN", "SECRET", "KEY", "PASS")
+
+
+def run() -> int:
+    """Print it."""
+    for title, rows in (
+        ("versions", _versions()),
+        ("transports", _transports()),
+        ("devices", _devices()),
+        ("interfaces", _interfaces()),
+        ("environment", _environment()),
+    ):
+        print(f"{title}:")
+        for name, value in rows:
+            print(f"  {name:28} {value}")
+    return 0
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    yield "aiocomms", f"{aiocomms.__version__} in {os.path.dirname(aiocomms.__file__)}"  # noqa: PTH120
+    yield "python", f"{platform.python_version()} on {platform.system()} {platform.release()}, {platform.machine()}"
+    yield "torch", torch.__version__
+    for name in _LIBRARIES:
+        try:
+            yield name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            yield name, "not installed"
+
+
+def _transports() -> Iterator[tuple[str, str]]:
+    for device in ("cpu", "cuda"):
+        for name, why in available(torch.device(device)).items():
+            distribution = entries()[name].dist
+            version = f" ({distribution.name} {distribution.version})" if distribution is not None else ""
+            yield f"{name} on {device}", f"available{version}" if why is None else f"not available: {why}"
+
+
+def _devices() -> Iterator[tuple[str, str]]:
+    usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    yield "cpu", f"{usable} of {os.cpu_count()} processors, {torch.get_num_threads()} threads of torch"
+    if not torch.cuda.is_available():
+        yield "cuda", "none"
+        return
+    for index in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(index)
+        yield f"cuda:{index}", f"{found.name}, {found.total_memory / 2**30:.0f} GiB"
+
+
+def _interfaces() -> Iterator[tuple[str, str]]:
+    yield "host", socket.gethostname()
+    for _, name in socket.if_nameindex():
+        yield name, "loopback" if name == "lo" else "may be named in AIOCOMMS_IFACE"
+
+
+def _environment() -> Iterator[tuple[str, str]]:
+    for name, value in sorted(os.environ.items()):
+        if name in _NAMES or name.startswith(_PREFIXES):
+            secret = any(word in name for word in _SECRETS)
+            yield name, "set, and not shown" if secret else ascii(value[:200])
+    yield "flight recorder", f"{capacity()} operations; files are {'' if wanted() else 'not '}written"
