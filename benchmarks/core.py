@@ -10,11 +10,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import inspect
 import json
 import platform
 import selectors
 import statistics
 import sys
+import textwrap
 import time
 import tracemalloc
 from collections.abc import Awaitable, Callable
@@ -25,6 +27,8 @@ import torch
 import uvloop
 
 import aiocomms
+from aiocomms import communicator
+from aiocomms.communicator import Communicator
 from aiocomms.testing import local_world
 
 ROUNDS = 40
@@ -63,6 +67,28 @@ async def finished_in_post() -> dict[str, Any]:
         rows[name]["ratio"] = statistics.median(
             value / yardstick for value, yardstick in zip(values, samples["sleep(0)"], strict=True)
         )
+    return rows
+
+
+async def recorded() -> dict[str, Any]:
+    """What the flight recorder adds to an op that completes inside ``post``: with and without it, in turn."""
+    source = textwrap.dedent(inspect.getsource(Communicator._issue))
+    without = "".join(line for line in source.splitlines(True) if "PEERS" not in line and "self._ring" not in line)
+    assert source.count("\n") == without.count("\n") + 2, "the recorder's lines are not where this benchmark looks"
+    namespace: dict[str, Any] = {}
+    exec(f"from __future__ import annotations\n{without}", vars(communicator) | {"__name__": "without"}, namespace)
+    tensor = torch.ones(2)
+    samples: dict[str, list[float]] = {name: [] for name in ("with", "without")}
+    async with aiocomms.new_comm("local") as comm, aiocomms.new_comm("local", name="without") as other:
+        other._issue = namespace["_issue"].__get__(other)
+        for _ in range(4 * ROUNDS):
+            for name, one in (("with", comm), ("without", other)):
+                samples[name].append(await batch(lambda one=one: one.all_reduce(tensor), BATCH))
+    rows = {f"all_reduce 8 B, {name} recorder": quantiles(values) for name, values in samples.items()}
+    for name, values in zip(rows, samples.values(), strict=True):
+        rows[name]["ratio"] = statistics.median(v / w for v, w in zip(values, samples["without"], strict=True))
+    added = statistics.median(w - wo for w, wo in zip(samples["with"], samples["without"], strict=True))
+    rows["all_reduce 8 B, with recorder"]["recorder_ns"] = added * 1e9
     return rows
 
 
@@ -166,7 +192,7 @@ def idle(seconds: float = 2.0) -> dict[str, Any]:
 
 def run_all(run: Callable[..., Any]) -> dict[str, Any]:
     """The timed subjects, on one kind of loop."""
-    return {**run(finished_in_post()), **run(message_between_tasks()), **run(many_receives())}
+    return {**run(finished_in_post()), **run(recorded()), **run(message_between_tasks()), **run(many_receives())}
 
 
 def show(title: str, rows: dict[str, Any]) -> None:
@@ -175,6 +201,7 @@ def show(title: str, rows: dict[str, Any]) -> None:
     for name, row in rows.items():
         if "median_us" in row:
             extra = f"   {row['bytes_each']:.0f} bytes each" if "bytes_each" in row else ""
+            extra += f"   the recorder: {row['recorder_ns']:.0f} ns" if "recorder_ns" in row else ""
             print(f"{name:32}{row['median_us']:>7.2f} µs{row['p99_us']:>7.2f} µs{row['ratio']:>8.2f}{extra}")
         else:
             print(f"{name:32}{row['wake_ups_per_s']:>7.2f} wake-ups per second")
@@ -187,7 +214,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     where = f"Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}"
-    print(f"{where}; ratios to asyncio.sleep(0) in the same run, per suspension; receives to 100 outstanding")
+    print(f"{where}; ratios to asyncio.sleep(0) in the same run, per suspension")
+    print("(receives: to 100 outstanding; the flight recorder: to none)")
     results = {"asyncio": run_all(asyncio.run), "uvloop": run_all(uvloop.run), "idle": idle()}
     for title, rows in results.items():
         show(title, rows)
