@@ -14,6 +14,7 @@ from typing import Final
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from aiocomms.errors import ArgumentError
+from aiocomms.trust import check_exposed
 
 LOOPBACK: Final = "127.0.0.1"
 _SIOCGIFADDR: Final = 0x8915
@@ -35,8 +36,9 @@ def reachable_address(names: Iterable[str], store: Store | None) -> str:
 
     :param names: the names of hosts on which there are other ranks.
     :param store: where the ranks met, whose host they all can reach.
-    :raises ArgumentError: it cannot be told.
+    :raises ArgumentError: it cannot be told; or the job has no token, so that nothing may be opened to other hosts.
     """
+    check_exposed("the ranks are on several hosts")
     interface = os.environ.get("AIOCOMMS_IFACE")
     if interface:
         return _address_of(interface)

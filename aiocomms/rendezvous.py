@@ -26,6 +26,7 @@ from aiocomms.issuer import Timeout
 from aiocomms.launchers import read_environment
 from aiocomms.registry import Plan, choose, choose_adopter, open_transports
 from aiocomms.stores import connect_store
+from aiocomms.trust import Seal, read_token
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
 """Seconds between looking for a rank that has not come: soon at first, and later without loading the store."""
@@ -35,7 +36,7 @@ class StoreRendezvous:
     """Ranks that share a ``torch.distributed.Store``; see :class:`aiocomms.transport.Rendezvous`."""
 
     def __init__(
-        self, store: Store | None, rank: int, size: int, *, name: str, device: torch.device, timeout: float
+        self, store: Store | None, rank: int, size: int, *, name: str, device: torch.device, timeout: float, seal: Seal
     ) -> None:
         self.store = store
         self.rank = rank
@@ -43,12 +44,19 @@ class StoreRendezvous:
         self.name = name
         self.device = device
         self.timeout = timeout
+        self._seal = seal
         self._ends = time.monotonic() + timeout
 
     def child(self, key: str, name: str, rank: int, size: int) -> StoreRendezvous:
         """See :meth:`aiocomms.transport.Rendezvous.child`."""
         store = None if self.store is None else PrefixStore(key, self.store)
-        return StoreRendezvous(store, rank, size, name=name, device=self.device, timeout=self.timeout)
+        return StoreRendezvous(
+            store, rank, size, name=name, device=self.device, timeout=self.timeout, seal=self._seal.child(key)
+        )
+
+    def secret(self, purpose: str) -> bytes:
+        """See :meth:`aiocomms.transport.Rendezvous.secret`."""
+        return self._seal.secret(purpose)
 
     async def run(self, what: str, call: Callable[[], Any]) -> Any:
         """See :meth:`aiocomms.transport.Rendezvous.run`."""
@@ -62,8 +70,9 @@ class StoreRendezvous:
             return [value]
         got: dict[int, bytes] = {self.rank: value}
         given_up = threading.Event()
+        store, record = self._store(), self._seal.sign(key, self.rank, value)
         try:
-            call = functools.partial(self._meet, self._store(), key, got, given_up)
+            call = functools.partial(self._meet, store, key, record, got, given_up)
             await self.run(f"meeting the other ranks ({key})", call)
         except CommTimeoutError as error:
             raise self._absent(got) from error
@@ -73,19 +82,21 @@ class StoreRendezvous:
             given_up.set()
         return [got[rank] for rank in range(self.size)]
 
-    def _meet(self, store: Store, key: str, got: dict[int, bytes], given_up: threading.Event) -> None:
+    def _meet(
+        self, store: Store, key: str, record: bytes, got: dict[int, bytes], given_up: threading.Event
+    ) -> None:
         """Look for the other ranks' values until all are there.
 
         Never waits in the store: a connection carries one call at a time, so other communicators that form over it at
         once would wait too, and for a wait that was given up as long as for any other.
         """
-        store.set(f"{key}/{self.rank}", got[self.rank])  # type: ignore[arg-type]  # bytes are fine
+        store.set(f"{key}/{self.rank}", record)  # type: ignore[arg-type]  # bytes are fine
         left = deque(rank for rank in range(self.size) if rank != self.rank)
         pause = _FIRST_PAUSE
         while left and not given_up.is_set():
             rank = left.popleft()
             if store.check([f"{key}/{rank}"]):
-                got[rank] = store.get(f"{key}/{rank}")
+                got[rank] = self._seal.verify(key, rank, store.get(f"{key}/{rank}"))
             else:
                 left.append(rank)  # the others first, so that an error names those who are missing and nobody else
                 given_up.wait(pause)
@@ -139,6 +150,7 @@ class new_comm:  # noqa: N801 - it is called like a function, as asyncpg.create_
     :raises UnsupportedOperation: the transport is not available; says why, and what else there is.
     :raises CommTimeoutError: some rank did not come in time; says which.
     :raises StoreLostError: the store cannot be reached.
+    :raises AuthError: some rank has not the same token; says which.
     """
 
     def __init__(
@@ -190,7 +202,7 @@ class new_comm:  # noqa: N801 - it is called like a function, as asyncpg.create_
             return None, 0, 1
         host, port = launch.host, launch.port
         alone = StoreRendezvous(
-            None, launch.rank, launch.size, name=self._name, device=self._device, timeout=self._timeout
+            None, launch.rank, launch.size, name=self._name, device=self._device, timeout=self._timeout, seal=Seal(None)
         )
         if (host, port) not in _launched:
             _launched[host, port] = await alone.run(
@@ -224,8 +236,10 @@ async def from_process_group(
 async def _form(
     plan: Plan, store: Store | None, rank: int, size: int, name: str, device: torch.device, timeout: float
 ) -> Communicator:
-    scoped = None if store is None else PrefixStore(f"aiocomms/{name}/{_generation(store, name, rank)}", store)
-    rendezvous = StoreRendezvous(scoped, rank, size, name=name, device=device, timeout=timeout)
+    generation = 0 if store is None else _generation(store, name, rank)
+    scoped = None if store is None else PrefixStore(f"aiocomms/{name}/{generation}", store)
+    seal = Seal(read_token(os.environ), name, generation)
+    rendezvous = StoreRendezvous(scoped, rank, size, name=name, device=device, timeout=timeout, seal=seal)
     try:
         transports = await open_transports(plan, lambda cls, _: cls.open(rendezvous, plan.options))
         return Communicator(rendezvous, plan, transports)

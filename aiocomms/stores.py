@@ -6,6 +6,7 @@ accepts a connection and then says nothing.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import logging
@@ -20,6 +21,7 @@ import torch
 from torch.distributed import TCPStore  # torch.distributed lists no exports
 
 from aiocomms.errors import ArgumentError, StoreLostError
+from aiocomms.trust import check_exposed
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -85,7 +87,7 @@ def connect_store(host: str, port: int, rank: int, size: int, *, agent_store: bo
     :param timeout: seconds to get connected in, and then the store's default timeout.
     :returns: a connection of the caller's own.
     :raises ArgumentError: ``host`` or ``port`` cannot be what was meant: unresolvable, a wildcard, not this machine's,
-        in use.
+        in use; or other hosts would reach it, and the job has no token.
     :raises StoreLostError: nobody answered there in time.
     """
     target = _Target(host, port, rank, size, timeout, time.monotonic() + timeout)
@@ -190,6 +192,11 @@ def _listen(target: _Target, addresses: list[_Address]) -> tuple[_Address, socke
         except OSError as error:
             failures.append(error)
         else:
+            if not _is_loopback(address.literal):
+                with contextlib.ExitStack() as stack:
+                    stack.enter_context(listener)
+                    check_exposed(f"{target} would be open to other hosts at {address.literal}")
+                    stack.pop_all()
             return address, listener
     raise _cannot_listen(target, failures)
 

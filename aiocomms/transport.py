@@ -59,8 +59,16 @@ class Rendezvous(Protocol):
         """Give one value per rank and get every rank's, in rank order; off the loop and within the timeout.
 
         :param key: what is exchanged; each key once per communicator.
+        :param value: at most 64 KiB.
         :raises CommTimeoutError: some rank did not come; says which.
         :raises StoreLostError: the store is gone.
+        :raises AuthError: a rank's value is not signed with this job's token; says which.
+        """
+
+    def secret(self, purpose: str) -> bytes:
+        """32 bytes that the ranks of this communicator share, and that nobody knows who has not the job's token.
+
+        Without a token anybody can compute them.
         """
 
     def tell(self, key: str, value: bytes) -> None:

@@ -19,7 +19,7 @@ TRANSPORTS = sorted((ROOT / "transports").glob("*/aiocomms_*/"))
 # docs/design.md, "Layout". A module may import from its own layer and those before it; one not named is in the last.
 LAYERS = (
     {"errors"},
-    {"checks", "reductions", "launchers", "stores", "hosts"},
+    {"checks", "reductions", "launchers", "stores", "hosts", "trust"},
     {"ops"},
     {"transport", "waker"},
     {"work", "driver", "loops", "deadlines"},
@@ -31,7 +31,7 @@ LAYERS = (
     {"inquest"},
     {"communicator"},
 )
-FOR_TRANSPORTS = {"errors", "checks", "reductions", "hosts", "ops", "transport", "waker", "driver"}
+FOR_TRANSPORTS = {"errors", "checks", "reductions", "hosts", "ops", "transport", "trust", "waker", "driver"}
 FOR_TYPES_ONLY = {("groups", "communicator"), ("work", "pending")}
 """Imports against the order, which only type checkers see."""
 

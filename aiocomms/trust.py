@@ -1,0 +1,152 @@
+"""The job's token: what proves that a rank belongs to the job, and what a job without one may not do."""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import os
+import stat
+from collections.abc import Mapping
+from typing import Final, NoReturn
+
+from aiocomms.errors import ArgumentError, AuthError, ProtocolError
+
+MAX_RECORD: Final = 64 * 1024
+"""Most bytes of what a rank tells the others through the store."""
+
+_TOKEN: Final = "AIOCOMMS_TOKEN"  # noqa: S105 - a variable's name
+_TOKEN_FILE: Final = "AIOCOMMS_TOKEN_FILE"  # noqa: S105
+_ALLOWED: Final = "AIOCOMMS_ALLOW_UNAUTHENTICATED"
+_SHORTEST, _LONGEST = 16, 4096
+_PLAIN, _SIGNED = b"\x01", b"\x02"
+_MAC: Final = 32
+
+
+def read_token(environ: Mapping[str, str]) -> bytes | None:
+    """The job's token, of ``AIOCOMMS_TOKEN`` or of the file that ``AIOCOMMS_TOKEN_FILE`` names; None: there is none.
+
+    :param environ: the environment, as ``os.environ``.
+    :raises ArgumentError: both are set, the token is too short or too long, or the file cannot be read or is not this
+        user's alone. Never falls back to having none.
+    """
+    text, path = environ.get(_TOKEN), environ.get(_TOKEN_FILE)
+    if text is not None and path is not None:
+        raise ArgumentError(f"{_TOKEN} and {_TOKEN_FILE} are both set, wanted one of them")
+    if path is not None:
+        return _checked(_TOKEN_FILE, _read_private(path).strip())
+    return None if text is None else _checked(_TOKEN, text.strip().encode(errors="surrogateescape"))
+
+
+def check_exposed(what: str) -> None:
+    """Check that what other hosts can reach is protected by a token, or that the operator wants it otherwise.
+
+    :param what: what they could reach; the beginning of the error's message.
+    :raises ArgumentError: it is not.
+    """
+    if os.environ.get(_ALLOWED, "0") in ("", "0") and read_token(os.environ) is None:
+        raise ArgumentError(
+            f"{what}, and this job has no token: whoever reaches it could join. Give every rank the same random text "
+            f"in {_TOKEN}, or in a file of mode 0600 that {_TOKEN_FILE} names; or, on a network that nobody else "
+            f"reaches, set {_ALLOWED}=1"
+        )
+
+
+def mac(key: bytes, *parts: bytes | str | int) -> bytes:
+    """HMAC-SHA256 over values, each with its length, so that no two lists of them look alike."""
+    encoded = [part if isinstance(part, bytes) else str(part).encode() for part in parts]
+    message = b"".join(len(part).to_bytes(8, "big") + part for part in encoded)
+    return hmac.digest(key, message, "sha256")
+
+
+def same(a: bytes, b: bytes) -> bool:
+    """Whether they are equal, in a time that does not tell where they differ."""
+    return hmac.compare_digest(a, b)
+
+
+class Seal:
+    """Signs what a rank tells the others of one communicator, and checks what they tell it.
+
+    Without a token nothing is signed, and what :meth:`secret` gives can be computed by anybody. Its key is nobody's
+    to see: it stands in no text and in no pickle.
+    """
+
+    __slots__ = ("_key", "_signs")
+
+    def __init__(self, token: bytes | None, *scope: str | int) -> None:
+        """Begin.
+
+        :param scope: what tells this communicator from all others.
+        """
+        self._signs = token is not None
+        self._key = mac(token or b"", "aiocomms", *scope)
+
+    def child(self, *scope: str | int) -> Seal:
+        """The seal of a communicator of some of these ranks."""
+        child = Seal(None)
+        child._signs = self._signs
+        child._key = mac(self._key, "child", *scope)
+        return child
+
+    def secret(self, purpose: str) -> bytes:
+        """32 bytes that whoever has no token cannot know; the same on all ranks of the communicator."""
+        return mac(self._key, "secret", purpose)
+
+    def sign(self, key: str, rank: int, value: bytes) -> bytes:
+        """A record for the store, of this rank."""
+        if len(value) > MAX_RECORD:
+            raise ArgumentError(f"the record {key!r} has {len(value)} bytes, wanted at most {MAX_RECORD}", rank=rank)
+        return _SIGNED + mac(self._key, key, rank, value) + value if self._signs else _PLAIN + value
+
+    def verify(self, key: str, rank: int, record: bytes) -> bytes:
+        """What another rank's record says.
+
+        :raises AuthError: that rank did not sign it.
+        :raises ProtocolError: it is too long, or no record at all.
+        """
+        if len(record) > MAX_RECORD + 1 + _MAC:
+            raise ProtocolError(f"rank {rank}'s record {key!r} in the store has {len(record)} bytes", peer=rank)
+        if self._signs:
+            value = record[1 + _MAC :]
+            if not same(record[: 1 + _MAC], _SIGNED + mac(self._key, key, rank, value)):
+                why = "has no token" if record[:1] == _PLAIN else "has another token, or somebody else wrote it"
+                raise AuthError(f"rank {rank}'s record {key!r} in the store is not signed: that rank {why}", peer=rank)
+            return value
+        if record[:1] == _SIGNED:
+            raise AuthError(f"rank {rank} has a token, and this rank has none: set {_TOKEN} on all ranks", peer=rank)
+        if record[:1] != _PLAIN:
+            raise ProtocolError(f"rank {rank}'s record {key!r} in the store makes no sense", peer=rank)
+        return record[1:]
+
+    def __repr__(self) -> str:
+        return f"<Seal: {'signed' if self._signs else 'not signed'}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a seal cannot be pickled: its key must not leave the process")
+
+
+def _checked(name: str, token: bytes) -> bytes:
+    if not _SHORTEST <= len(token) <= _LONGEST:
+        raise ArgumentError(f"{name} gives a token of {len(token)} bytes, wanted {_SHORTEST} to {_LONGEST} random ones")
+    return token
+
+
+def _read_private(path: str) -> bytes:
+    """A file's beginning, if it is a file of this user's, which nobody else may read or write, and no link."""
+    try:
+        # O_NONBLOCK: opening a pipe that somebody put there must not wait for its other end.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        why = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
+        raise ArgumentError(f"{_TOKEN_FILE} is {path!r}, which cannot be opened: {why}") from error
+    with open(fd, "rb", buffering=0) as file:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise ArgumentError(f"{_TOKEN_FILE} is {path!r}, which is no regular file")
+        if status.st_uid != os.geteuid():
+            raise ArgumentError(
+                f"{_TOKEN_FILE} is {path!r}, which belongs to user {status.st_uid}, wanted {os.geteuid()}"
+            )
+        if status.st_mode & 0o077:
+            mode = stat.S_IMODE(status.st_mode)
+            raise ArgumentError(f"{_TOKEN_FILE} is {path!r} with mode {mode:04o}; others may use it: chmod 600")
+        return file.read(_LONGEST + 2)
