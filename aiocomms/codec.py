@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 import struct
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import torch
@@ -23,6 +23,9 @@ MAX_DEPTH = 100
 
 MAX_OBJECT_BYTES = 64 * 2**20
 """How large an object may be, encoded."""
+
+MAX_ITEMS = 2**20
+"""How many values an object may hold: one that is announced in a byte takes up to a hundred when it is there."""
 
 _DTYPES = sorted(DTYPES, key=str)
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
@@ -88,6 +91,8 @@ def encode(value: Any, *, pickle: bool = False) -> bytes:
         raise ArgumentError(
             f"obj takes {len(data)} bytes encoded, wanted at most {MAX_OBJECT_BYTES}; send it as a tensor"
         )
+    if len(data) > MAX_ITEMS and not pickle and count_items(data) > MAX_ITEMS:
+        raise ArgumentError(f"obj holds more than {MAX_ITEMS} values; send them as a tensor")
     return data
 
 
@@ -104,7 +109,45 @@ def decode(data: bytes | bytearray | memoryview, *, pickle: bool = False) -> Any
             return pickling.loads(data)  # noqa: S301 - both ends asked for it
         except Exception as error:  # whatever the object's own methods raise
             raise ProtocolError(f"an object cannot be unpickled: {type(error).__name__}: {error}") from error
+    if len(data) > MAX_ITEMS and count_items(data) > MAX_ITEMS:
+        raise ProtocolError(f"an object of more than {MAX_ITEMS} values came")
     return _Decoder().decode(data)
+
+
+_HEAD: Final = {
+    **dict.fromkeys((0xC4, 0xD9, 0xC7), 1), **dict.fromkeys((0xC5, 0xDA, 0xC8), 2),
+    **dict.fromkeys((0xC6, 0xDB, 0xC9), 4), 0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4,
+}  # fmt: skip
+"""Of msgpack's types with a length, the bytes that it takes."""
+_FIXED: Final = {
+    **dict.fromkeys((0xC0, 0xC1, 0xC2, 0xC3), 0), **dict.fromkeys((0xCC, 0xD0), 1), **dict.fromkeys((0xCD, 0xD1), 2),
+    **dict.fromkeys((0xCE, 0xD2, 0xCA), 4), **dict.fromkeys((0xCF, 0xD3, 0xCB), 8), 0xD4: 2, 0xD5: 3, 0xD6: 5,
+    0xD7: 9, 0xD8: 17,
+}  # fmt: skip
+"""Of the others, the bytes behind the first."""
+
+
+def count_items(data: bytes | bytearray | memoryview, depth: int = 0) -> int:
+    """How many values a msgpack message holds, in its tuples too, as far as a little more than :data:`MAX_ITEMS`.
+
+    Reads heads only and makes nothing. What makes no sense is left for the decoder to refuse.
+    """
+    view, at, count = memoryview(data), 0, 0
+    while at < len(view) and count <= MAX_ITEMS:
+        first = view[at]
+        at += 1
+        count += 1
+        head = _HEAD.get(first, 0)
+        length = int.from_bytes(view[at : at + head], "big")
+        at += head
+        if first in (0xDC, 0xDD, 0xDE, 0xDF) or 0x80 <= first <= 0x9F or first < 0x80 or first >= 0xE0:
+            continue  # of lists and dicts the items follow; small integers are their own head
+        if first in (0xC7, 0xC8, 0xC9):
+            if view[at : at + 1] == bytes([_TUPLE]) and depth < MAX_DEPTH:
+                count += count_items(view[at + 1 : at + 1 + length], depth + 1)
+            at += 1
+        at += first & 0x1F if 0xA0 <= first <= 0xBF else length + _FIXED.get(first, 0)
+    return count
 
 
 def _pack(value: Any, depth: int) -> Any:

@@ -79,7 +79,7 @@ class Enter:
         :param layout: the host of each rank, as a digit.
         """
         self.names = [names[int(digit)] for digit in layout]
-        self.variables: Mapping[str, str] = variables
+        self.variables: Mapping[str, str] = {"AIOCOMMS_TOKEN": "of ranks on several hosts", **variables}
 
     def __call__(self, rank: int) -> None:
         with Path(f"/run/netns/{self.names[rank]}").open() as namespace:

@@ -67,7 +67,7 @@ def test_any_other_reason_is_an_abort() -> None:
 
 
 def said(host: str = "here/1", version: int = wire.VERSION) -> bytes:
-    return f"{version} 0 {host} localhost".encode()
+    return f"{version} 0 0 {host} localhost".encode()
 
 
 def test_one_host_listens_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,6 +78,9 @@ def test_one_host_listens_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_several_hosts_listen_on_the_named_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     hellos = [said("here/1"), said("there/1")]
     monkeypatch.setenv("AIOCOMMS_IFACE", "lo")
+    with pytest.raises(ArgumentError, match="several hosts, and this job has no token.*AIOCOMMS_TOKEN"):
+        bringup.listen_on(hellos, None)
+    monkeypatch.setenv("AIOCOMMS_TOKEN", "a token of this test")
     assert bringup.listen_on(hellos, None) == "127.0.0.1"
     monkeypatch.setenv("AIOCOMMS_IFACE", "nonsense")
     with pytest.raises(ArgumentError, match=r"AIOCOMMS_IFACE is 'nonsense'.* there are: .*lo"):
@@ -87,6 +90,7 @@ def test_several_hosts_listen_on_the_named_interface(monkeypatch: pytest.MonkeyP
 def test_several_hosts_listen_on_the_way_to_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AIOCOMMS_IFACE", raising=False)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setenv("AIOCOMMS_ALLOW_UNAUTHENTICATED", "1")
     hellos = [said("here/1"), said("there/1")]
     with pytest.raises(ArgumentError, match="set AIOCOMMS_IFACE"):
         bringup.listen_on(hellos, None)  # loopback is no way to another host

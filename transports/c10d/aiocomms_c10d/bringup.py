@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -14,8 +15,10 @@ from torch.distributed import DistNetworkError, PrefixStore, ProcessGroupGloo, S
 from aiocomms.errors import ArgumentError, CommTimeoutError, ProtocolError, StoreLostError
 from aiocomms.hosts import LOOPBACK, host_id, reachable_address
 from aiocomms.transport import Rendezvous
+from aiocomms.trust import mac
 from aiocomms_c10d import wire
 from aiocomms_c10d.link import FOREVER
+from aiocomms_c10d.proof import SignedStore, prove
 
 _THREADS: Final = 2
 """gloo's threads for collectives; each runs one at a time, in the order in which they were started."""
@@ -27,9 +30,10 @@ _HELLO: Final = 512
 def hello(adopt: bool) -> bytes:
     """What the ranks tell each other first.
 
-    :returns: the version of their frames, whether they would adopt a group, the host they are on, and its name.
+    :returns: the version of their frames, whether they would adopt a group, something that makes the key of this
+        group a new one, the host they are on, and its name.
     """
-    return f"{wire.VERSION} {adopt:d} {host_id('net')} {socket.gethostname()}".encode()
+    return f"{wire.VERSION} {adopt:d} {secrets.token_hex(16)} {host_id('net')} {socket.gethostname()}".encode()
 
 
 async def open_gloo(rendezvous: Rendezvous, adopt: bool) -> tuple[Any, bool]:
@@ -40,14 +44,16 @@ async def open_gloo(rendezvous: Rendezvous, adopt: bool) -> tuple[Any, bool]:
     :raises ArgumentError: this host's address cannot be told.
     :raises CommTimeoutError: a rank did not come, or could not be reached.
     :raises ProtocolError: a rank speaks another version.
+    :raises AuthError: a rank has not this job's token.
     """
     hellos = await rendezvous.exchange("c10d", hello(adopt))
+    key = mac(rendezvous.secret("c10d"), *hellos)
     store = rendezvous.store
     assert store is not None
     rank, size, timeout = rendezvous.rank, rendezvous.size, min(rendezvous.timeout, _CONNECT)
 
     def connect() -> Any:
-        return _connect(store, rank, size, listen_on(hellos, store), timeout)
+        return _connect(store, rank, size, listen_on(hellos, store), timeout, key)
 
     return await rendezvous.run("connecting gloo", connect), all(value.split()[1] == b"1" for value in hellos)
 
@@ -59,24 +65,34 @@ def listen_on(hellos: Sequence[bytes], store: Store | None) -> str:
     :param store: where the ranks met, whose host they all can reach.
     :returns: an address.
     """
-    versions, _, hosts, names = zip(*(value.decode().split(" ", 3) for value in hellos), strict=True)
-    for peer, version in enumerate(versions):
-        if version != str(wire.VERSION):
-            raise ProtocolError(f"rank {peer} speaks version {version} of c10d's frames, this rank {wire.VERSION}")
+    _, _, _, hosts, names = zip(*(_parse(peer, value) for peer, value in enumerate(hellos)), strict=True)
     if len(set(hosts)) == 1:
         return LOOPBACK
     others = [name for name, host in zip(names, hosts, strict=True) if host != hosts[0]]
     return reachable_address((names[0], *others), store)
 
 
-def _connect(store: Store, rank: int, size: int, address: str, timeout: float) -> Any:
+def _parse(peer: int, value: bytes) -> list[str]:
+    parts = value.decode(errors="replace").split(" ", 4)
+    if parts[0] != str(wire.VERSION):
+        raise ProtocolError(
+            f"rank {peer} speaks version {parts[0][:9]} of c10d's frames, this rank {wire.VERSION}", peer=peer
+        )
+    if len(parts) != 5 or parts[1] not in ("0", "1"):
+        raise ProtocolError(f"rank {peer} does not introduce itself as this version does", peer=peer)
+    return parts
+
+
+def _connect(store: Store, rank: int, size: int, address: str, timeout: float, key: bytes) -> Any:
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=timeout)
     options._threads = _THREADS
     options._devices = [ProcessGroupGloo.create_device(hostname=address)]
     try:
         # A connection of its own: while gloo waits in the store for one rank, it holds up whoever shares it.
-        group = ProcessGroupGloo(PrefixStore("c10d/gloo", _separate(store)), rank, size, options)
+        signed = SignedStore(PrefixStore("c10d/gloo", _separate(store)), key)
+        group = ProcessGroupGloo(signed, rank, size, options)
+        prove(group, rank, size, key)
     except DistNetworkError as error:
         raise StoreLostError(f"the rendezvous store is gone: {_first_line(error)}") from error
     except RuntimeError as error:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from aiocomms import ops
-from aiocomms.errors import CommError, MismatchError
+from aiocomms.errors import CommError, MismatchError, ProtocolError
 from aiocomms.transport import Completion
 from aiocomms_c10d.group import Group
 from aiocomms_c10d.inbox import Inbox, complete
@@ -34,6 +34,8 @@ _EMPTY = torch.empty(0, dtype=torch.uint8)
 _SMALL = object()
 _SPREAD: Final = 4 * INLINE
 """Most bytes that a rank sends in all for what the group would do with fewer."""
+_AHEAD: Final = 2**20
+"""How many collectives a rank may have called that another has not."""
 _BLAME: Final = 1.0
 """Seconds within which a lost peer's link says so."""
 
@@ -139,6 +141,8 @@ class Meeting:
     def hear(self, peer: int, frame: Frame) -> None:
         """Take a peer's word on a collective."""
         number = frame.header.ident
+        if not 0 <= number < self._count + _AHEAD:
+            raise ProtocolError(f"rank {peer} calls collective {number}, and this rank has called {self._count}", peer=peer)
         word = _Word(frame.text, frame.sizes, frame.payload.clone())
         with self._lock:
             call = self._calls.get(number)
@@ -192,7 +196,7 @@ class Meeting:
         words = [call.words[rank] for rank in range(self._group.size)]
         nbytes = call.plan.nbytes
         if call.plan.sizes:
-            wrong = _mismatch([word.sizes for word in words])
+            wrong = _mismatch([word.sizes for word in words], len(call.plan.sizes))
             if wrong is not None:
                 return self._disagree(call, wrong)
             nbytes = max(max(word.sizes[: len(words)]) for word in words)
@@ -281,9 +285,12 @@ def _describe(op: ops.Op) -> bytes:
     return text[: TEXT - len(digest) - 4] + b"... " + digest.encode()
 
 
-def _mismatch(sizes: Sequence[tuple[int, ...]]) -> str | None:
+def _mismatch(sizes: Sequence[tuple[int, ...]], count: int) -> str | None:
     """Where what ranks give is not what the others want, given both of each, in bytes."""
     size = len(sizes)
+    for rank in range(size):
+        if len(sizes[rank]) != count:
+            return f"rank {rank} tells {len(sizes[rank])} sizes, wanted {count}"
     for src in range(size):
         for dst in range(size):
             given, wanted = sizes[src][dst], sizes[dst][size + src]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from aiocomms.errors import CommAbortedError, CommError, MismatchError, PeerDiedError, ProtocolError
 
-VERSION: Final = 1
+VERSION: Final = 2
 
 EAGER, RTS, CTS, DATA, DONE, CREDIT, CALL, ABORT, BYE, BYE_ACK, ACK = range(11)
 """Kinds: a message with its payload; a large one announced, asked for, sent and received; room for eager messages given

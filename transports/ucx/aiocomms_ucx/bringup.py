@@ -6,25 +6,25 @@ import contextlib
 import os
 import secrets
 import socket
-import struct
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
 
-from aiocomms.errors import ArgumentError, CommTimeoutError, ProtocolError
+from aiocomms.errors import ArgumentError, AuthError, ProtocolError
 from aiocomms.hosts import host_id, reachable_address
 from aiocomms.transport import Rendezvous
+from aiocomms.trust import mac
 from aiocomms_ucx import wire
 from aiocomms_ucx._engine import Engine
 from aiocomms_ucx.family import Family
+from aiocomms_ucx.gate import Gate, same_user
 
-_TOKEN: Final = 16
-_HELLO: Final = struct.Struct(f"!I{_TOKEN}s")  # a rank, and the listener's token
-_PATIENCE: Final = 5.0
-"""Seconds in which somebody who connects says who it is."""
+_NONCE: Final = 32
+_BACKLOG: Final = 1024
+_CONNECT: Final = 5.0
+"""Seconds for one attempt to connect to another host."""
 
 
 class Hello(msgspec.Struct, array_like=True):
@@ -38,8 +38,11 @@ class Hello(msgspec.Struct, array_like=True):
     cores: list[int]
     path: str
     """Of the abstract socket at which ranks of this host connect."""
-    token: bytes
-    """What they have to say there."""
+    nonce: bytes
+    """Makes the family's key a new one."""
+
+    def __repr__(self) -> str:  # without a token the nonces are the key
+        return f"<Hello of process {self.pid} on {self.name}>"
 
 
 class Place(msgspec.Struct, array_like=True):
@@ -56,34 +59,38 @@ async def open_family(rendezvous: Rendezvous) -> tuple[Family, list[str], list[i
 
     :returns: the family, and each rank's host and process.
     :raises CommTimeoutError: a rank did not come, or did not connect.
+    :raises AuthError: a rank has not this job's token.
     """
     rank, size = rendezvous.rank, rendezvous.size
-    path, token = f"\0aiocomms-{secrets.token_hex(16)}", secrets.token_bytes(_TOKEN)
+    path, nonce = f"\0aiocomms-{secrets.token_hex(16)}", secrets.token_bytes(_NONCE)
     cores = sorted(os.sched_getaffinity(0))
     mine = Hello(
         wire.VERSION, sys.byteorder, f"{host_id('net', 'pid')}/{os.getuid()}", socket.gethostname(), os.getpid(),
-        cores, path, token,
+        cores, path, nonce,
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(_listen_here(path, size))]
-        hellos = await _hellos(rendezvous, mine)
+        listeners = [stack.enter_context(_listen_here(path))]
+        hellos, key = await _hellos(rendezvous, mine)
         hosts = [hello.host for hello in hellos]
         outside = None
         if len(set(hosts)) > 1:
             names = [hello.name for hello in hellos if hello.host != mine.host]
             outside = reachable_address((hellos[0].name, *names), rendezvous.store)
-            listeners.append(stack.enter_context(socket.create_server((outside, 0), backlog=size)))
+            listeners.append(stack.enter_context(socket.create_server((outside, 0), backlog=_BACKLOG)))
         engine = await rendezvous.run("opening UCX", lambda: Engine(rank, size, _options(outside)))
         places = await _places(
             rendezvous, Place(engine.address(), listeners[-1].getsockname()[:2] if outside else None)
         )
-        sockets = await rendezvous.run(
-            "connecting to the other ranks", lambda: _connect_all(rendezvous, listeners, hellos, places)
+        gate = Gate(rank, key, _ways(rank, hellos, places), size)
+        connections = await rendezvous.run(
+            "connecting to the other ranks", lambda: gate.run(listeners, rendezvous.timeout)
         )
+    sockets = [-1 if peer == rank else _prompt(connections[peer]).detach() for peer in range(size)]
     pids = [hello.pid for hello in hellos]
     here = [hello for hello in hellos if hello.host == mine.host]
     crowded = len(here) > len({core for hello in here for core in hello.cores})
-    engine.start([place.address for place in places], sockets, [it.pid if it in here else 0 for it in hellos], crowded)
+    pids_here = [it.pid if it in here else 0 for it in hellos]
+    engine.start([place.address for place in places], sockets, pids_here, crowded, _cookies(key, rank, size))
     return Family(engine, rank), hosts, pids
 
 
@@ -100,21 +107,31 @@ def _options(outside: str | None) -> list[tuple[str, str]]:
     return [("TLS", "^sysv"), *devices]
 
 
-async def _hellos(rendezvous: Rendezvous, mine: Hello) -> list[Hello]:
+async def _hellos(rendezvous: Rendezvous, mine: Hello) -> tuple[list[Hello], bytes]:
+    """What the ranks say first; and a key, new each time, that nobody knows who has not the job's token.
+
+    Without a token whoever reads the store can compute it.
+    """
     raw_hellos = await rendezvous.exchange("ucx", msgspec.msgpack.encode(mine))
-    return [_hello(peer, raw) for peer, raw in enumerate(raw_hellos)]
+    return [_hello(peer, raw) for peer, raw in enumerate(raw_hellos)], mac(rendezvous.secret("ucx"), *raw_hellos)
+
+
+def _cookies(key: bytes, rank: int, size: int) -> list[tuple[int, int]]:
+    """For each peer, what stands in every message to it, and in every message from it."""
+
+    def cookie(src: int, dst: int) -> int:
+        return int.from_bytes(mac(key, "messages", src, dst)[:8], "big")
+
+    return [(cookie(rank, peer), cookie(peer, rank)) for peer in range(size)]
 
 
 async def _places(rendezvous: Rendezvous, mine: Place) -> list[Place]:
     raw_places = await rendezvous.exchange("ucx places", msgspec.msgpack.encode(mine))
-    return [msgspec.msgpack.decode(raw, type=Place) for raw in raw_places]
+    return [wire.record(peer, raw, Place) for peer, raw in enumerate(raw_places)]
 
 
 def _hello(rank: int, raw: bytes) -> Hello:
-    try:
-        hello = msgspec.msgpack.decode(raw, type=Hello)
-    except msgspec.DecodeError as error:
-        raise ProtocolError(f"rank {rank} does not introduce itself as this version does: {error}") from None
+    hello = wire.record(rank, raw, Hello)
     for what, theirs, ours in (
         ("version", hello.version, wire.VERSION),
         ("byte order", hello.byte_order, sys.byteorder),
@@ -124,42 +141,21 @@ def _hello(rank: int, raw: bytes) -> Hello:
     return hello
 
 
-def _listen_here(path: str, backlog: int) -> socket.socket:
+def _listen_here(path: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
-    listener.listen(backlog)
+    listener.listen(_BACKLOG)
     return listener
 
 
-def _connect_all(
-    rendezvous: Rendezvous, listeners: Sequence[socket.socket], hellos: Sequence[Hello], places: Sequence[Place]
-) -> list[int]:
-    """Connect to every rank below this one, and let those above connect; blocks.
+def _ways(rank: int, hellos: Sequence[Hello], places: Sequence[Place]) -> dict[int, Callable[[], socket.socket]]:
+    """For each rank below this one, what connects to it."""
 
-    :returns: a descriptor for each rank, -1 for this one.
-    """
-    rank = rendezvous.rank
-    ends = time.monotonic() + rendezvous.timeout
-    sockets: dict[int, socket.socket] = {}
-    try:
-        for peer in range(rank):
-            near = hellos[peer].host == hellos[rank].host
-            sockets[peer] = _connect(hellos[peer].path if near else places[peer].endpoint, ends)
-            sockets[peer].sendall(_HELLO.pack(rank, hellos[peer].token))
-        waiting = {peer: hellos[peer].host == hellos[rank].host for peer in range(rank + 1, rendezvous.size)}
-        for listener, near in zip(listeners, (True, False), strict=False):
-            while any(where == near for where in waiting.values()):
-                peer, connection = _accept(listener, hellos[rank].token, ends)
-                if waiting.pop(peer, None) is None:
-                    connection.close()
-                else:
-                    sockets[peer] = connection
-    except TimeoutError:
-        for connection in sockets.values():
-            connection.close()
-        absent = [peer for peer in range(rendezvous.size) if peer != rank and peer not in sockets]
-        raise CommTimeoutError(f"these ranks did not connect within {rendezvous.timeout} s: {absent}") from None
-    return [-1 if peer == rank else sockets[peer].detach() for peer in range(rendezvous.size)]
+    def way(peer: int) -> Callable[[], socket.socket]:
+        near = hellos[peer].host == hellos[rank].host
+        return lambda: _connect(peer, hellos[peer].path if near else places[peer].endpoint)
+
+    return {peer: way(peer) for peer in range(rank)}
 
 
 def _prompt(connection: socket.socket) -> socket.socket:
@@ -174,29 +170,16 @@ def _prompt(connection: socket.socket) -> socket.socket:
     return connection
 
 
-def _connect(where: str | tuple[str, int] | None, ends: float) -> socket.socket:
+def _connect(peer: int, where: str | tuple[str, int] | None) -> socket.socket:
     if where is None:
         raise ArgumentError("a rank on another host takes no connections: the ranks disagree on who shares a host")
-    left = max(0.001, ends - time.monotonic())
     if isinstance(where, tuple):
-        connection = _prompt(socket.create_connection(where, timeout=left))
-    else:
-        connection = socket.socket(socket.AF_UNIX)
-        connection.settimeout(left)
+        return socket.create_connection(where, timeout=_CONNECT)
+    with contextlib.ExitStack() as stack:
+        connection = stack.enter_context(socket.socket(socket.AF_UNIX))
+        connection.setblocking(False)
         connection.connect(where)
+        if not same_user(connection):
+            raise AuthError(f"another user listens in the place of rank {peer}", peer=peer)
+        stack.pop_all()
     return connection
-
-
-def _accept(listener: socket.socket, token: bytes, ends: float) -> tuple[int, socket.socket]:
-    """The next connection of somebody who knows the token, and its rank."""
-    while True:
-        listener.settimeout(max(0.001, ends - time.monotonic()))
-        connection, _ = listener.accept()
-        connection.settimeout(min(_PATIENCE, max(0.001, ends - time.monotonic())))
-        with contextlib.suppress(OSError):
-            said = connection.recv(_HELLO.size, socket.MSG_WAITALL)
-            if len(said) == _HELLO.size:
-                rank, theirs = _HELLO.unpack(said)
-                if secrets.compare_digest(theirs, token):
-                    return rank, _prompt(connection)
-        connection.close()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _GOODBYE: Final = 2.0
 """Seconds in which the peers' engines confirm that they have got everything; they do so without their loops."""
 
-FRAME, LOST, LEFT, DISAGREES = range(4)
+FRAME, LOST, LEFT, DISAGREES, MISLED = range(5)
 """Kinds of notices, as in engine.hpp."""
 
 Entry = tuple["UcxTransport", Completion, int]
@@ -70,6 +70,8 @@ class Family:
                 transport.lost(peer)
         elif kind == FRAME:
             self._frame(peer, frame)
+        elif kind == MISLED:
+            self._misled(peer, "sends messages that make no sense")
         elif group in self.transports:
             transport = self.transports[group]
             (transport.left if kind == LEFT else transport.disagrees)(peer, detail)
@@ -77,12 +79,18 @@ class Family:
     def _frame(self, peer: int, frame: bytes) -> None:
         try:
             said = wire.unpack(frame)
-        except ProtocolError:
-            return  # whoever speaks like that will be gone soon
+        except ProtocolError as error:
+            self._misled(peer, error.message)
+            return
         transport = self.transports.get(said.group)
         rank = None if transport is None else transport.rank_of(peer)
         if transport is not None and rank is not None:
             transport.hear(rank, said)
+
+    def _misled(self, peer: int, what: str) -> None:
+        """A member speaks another language: nothing that it says can be relied on."""
+        for transport in list(self.transports.values()):
+            transport.misled(peer, what)
 
     async def leave(self, group: int) -> None:
         """A communicator closes; the last one takes the engine with it."""

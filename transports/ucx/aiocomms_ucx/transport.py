@@ -18,6 +18,7 @@ from aiocomms.errors import (
     MessageTruncatedError,
     MismatchError,
     PeerDiedError,
+    ProtocolError,
 )
 from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport
 from aiocomms_ucx import wire
@@ -25,7 +26,7 @@ from aiocomms_ucx._engine import TURNS, create_segment, dtype_names, explain, is
 from aiocomms_ucx.bringup import open_family
 from aiocomms_ucx.collectives import START, describe
 from aiocomms_ucx.family import Family
-from aiocomms_ucx.windows import Windows
+from aiocomms_ucx.windows import Windows, open_segment
 
 DONE, TRUNCATED, OTHER_DTYPE, CLOSED, UNEQUAL, BROKEN, DROPPED = range(7)
 """How an op ended, as in group.hpp."""
@@ -130,13 +131,13 @@ class UcxTransport(Transport):
         try:
             mine = _Member(self.group, segment, self.engine.reads_all(self.peers))
             raw = await rendezvous.exchange("ucx members", msgspec.msgpack.encode(mine))
-            members = [msgspec.msgpack.decode(value, type=_Member) for value in raw]
+            members = [wire.record(rank, value, _Member) for rank, value in enumerate(raw)]
             self._numbers = [member.number for member in members]
             numbers = {host: number for number, host in enumerate(dict.fromkeys(self.hosts))}
             readable = all(members[rank].reads for rank in here)
             fd = _NONE
             if len(here) > 1:
-                fd = os.open(f"/proc/{self.pids[here[0]]}/fd/{members[here[0]].segment}", os.O_RDWR | os.O_CLOEXEC)
+                fd = open_segment(here[0], self.pids[here[0]], members[here[0]].segment)
             try:
                 self.engine.open_group(self.group, self._numbers, fd, [numbers[host] for host in self.hosts], readable)
             finally:
@@ -269,6 +270,12 @@ class UcxTransport(Transport):
         rank = self.rank_of(peer)
         if rank is not None and rank not in self._left:
             self._fail(PeerDiedError(f"rank {rank} is gone: its connection broke without a goodbye", peer=rank))
+
+    def misled(self, peer: int, what: str) -> None:
+        """A member of the family has said what makes no sense."""
+        rank = self.rank_of(peer)
+        if rank is not None:
+            self._fail(ProtocolError(f"rank {rank}: {what}", peer=rank))
 
     def left(self, rank: int, collectives: int) -> None:
         """A rank has closed this communicator, after so many collectives."""

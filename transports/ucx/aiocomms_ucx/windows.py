@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import math
 import mmap
 import os
+import stat
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -11,8 +14,9 @@ import torch
 from torch import Tensor
 
 from aiocomms import ops
-from aiocomms.errors import CommError, UnsupportedOperation
+from aiocomms.errors import CommError, ProtocolError, UnsupportedOperation
 from aiocomms.transport import Completion
+from aiocomms_ucx import wire
 from aiocomms_ucx.collectives import FORMS
 
 if TYPE_CHECKING:
@@ -33,6 +37,9 @@ class _Part(msgspec.Struct, array_like=True):
     shape: tuple[int, ...]
     address: int
     rkey: bytes
+
+    def __repr__(self) -> str:  # who has address and key reads and writes the memory
+        return f"<part of shape {self.shape}>"
 
 
 class Handle:
@@ -170,14 +177,21 @@ class Windows:
         transport = self._transport
         handle = self._opening.pop(id(work))
         assert handle.exchange is not None
-        parts = [_part(row) for row in handle.exchange[1]]
+        rows = handle.exchange[1]
         handle.exchange = None
         try:
-            for rank, part in enumerate(parts):
+            for rank, row in enumerate(rows):
+                part = _part(rank, row)
                 mapped = self._reach(handle, rank, part)
                 if mapped is not None:
                     handle.mapped[rank] = mapped
-                transport.engine.open_window(transport.group, handle.number, rank, mapped, part.rkey, part.address)
+                nbytes = torch.Size(part.shape).numel() * handle.itemsize
+                transport.engine.open_window(
+                    transport.group, handle.number, rank, mapped, part.rkey, part.address, nbytes
+                )
+        except ProtocolError as error:
+            work.fail(error)
+            return
         except (OSError, RuntimeError) as error:
             work.fail(CommError(f"the window of rank {rank} cannot be reached: {error}"))
             return
@@ -192,10 +206,17 @@ class Windows:
             return None
         fd = os.open(f"/proc/{transport.pids[rank]}/fd/{part.shared}", os.O_RDWR | os.O_CLOEXEC)
         try:
+            status = os.fstat(fd)
+            count = torch.Size(part.shape).numel()
+            if (
+                not stat.S_ISREG(status.st_mode)
+                or status.st_uid != os.geteuid()
+                or part.offset + count * handle.itemsize > status.st_size
+            ):
+                raise ProtocolError(f"rank {rank} names memory for its window that is not its own", peer=rank)
             memory = mmap.mmap(fd, 0)
         finally:
             os.close(fd)
-        count = torch.Size(part.shape).numel()
         return torch.frombuffer(memory, dtype=dtype, count=count, offset=part.offset).view(part.shape)
 
     def _meet_to_close(self, handle: Handle, work: Completion) -> None:
@@ -210,6 +231,22 @@ class Windows:
             handle.mapped.clear()
 
 
+def open_segment(rank: int, pid: int, number: int) -> int:
+    """The memory in which the ranks of a host do their collectives, by its descriptor in another rank's process.
+
+    :raises ProtocolError: it is something else: a file, or another user's, or could be cut off under this rank's hands.
+    """
+    fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK and os.fstat(fd).st_uid == os.geteuid()
+    except OSError:  # which is said of all that is no memory
+        sealed = False
+    if not sealed:
+        os.close(fd)
+        raise ProtocolError(f"rank {rank} names something else than shared memory", peer=rank)
+    return fd
+
+
 def _record(part: _Part) -> Tensor:
     encoded = msgspec.msgpack.encode(part)
     if len(encoded) + _PREFIX > _RECORD:
@@ -218,7 +255,12 @@ def _record(part: _Part) -> Tensor:
     return torch.frombuffer(bytearray(record.ljust(_RECORD)), dtype=torch.uint8)
 
 
-def _part(record: Tensor) -> _Part:
+def _part(rank: int, record: Tensor) -> _Part:
     raw = bytes(record.tolist())
     length = int.from_bytes(raw[:_PREFIX], "big")
-    return msgspec.msgpack.decode(raw[_PREFIX : _PREFIX + length], type=_Part)
+    part = wire.record(rank, raw[_PREFIX : _PREFIX + length], _Part)
+    if part.shared < -1 or part.offset < 0 or not 0 <= part.address < 2**64 or any(not 0 <= n < 2**62 for n in part.shape):
+        raise ProtocolError(f"rank {rank} describes its part of a window in a way that makes no sense", peer=rank)
+    if math.prod(part.shape) >= 2**60:
+        raise ProtocolError(f"rank {rank} describes a part of a window of {part.shape} elements", peer=rank)
+    return part

@@ -1,14 +1,14 @@
-"""What the Python sides of two ranks tell each other over their control connection."""
+"""What the Python sides of two ranks tell each other: in the store, and over their control connection."""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError, MismatchError, PeerDiedError, ProtocolError
 
-VERSION: Final = 1
+VERSION: Final = 2
 _PREFIX: Final = b"\x01"  # what the engine takes for none of its own frames
 _LONGEST: Final = 2000
 """Characters of a reason or description."""
@@ -37,6 +37,20 @@ class Abort(msgspec.Struct, tag=True, array_like=True):
 _decoder = msgspec.msgpack.Decoder(Dispute | Abort)
 
 
+_Record = TypeVar("_Record")
+
+
+def record(rank: int, raw: bytes, kind: type[_Record]) -> _Record:
+    """Decode what a rank has said of itself.
+
+    :raises ProtocolError: it says something else.
+    """
+    try:
+        return msgspec.msgpack.decode(raw, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"rank {rank} does not introduce itself as this version does: {error}", peer=rank) from None
+
+
 def pack(frame: Dispute | Abort) -> bytes:
     """Encode a frame."""
     return _PREFIX + msgspec.msgpack.encode(frame)
@@ -52,7 +66,7 @@ def unpack(frame: bytes) -> Dispute | Abort:
             raise msgspec.DecodeError("unknown kind")
         said: Dispute | Abort = _decoder.decode(frame[1:])
         return said
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"a control frame makes no sense: {error}") from None
 
 

@@ -248,12 +248,15 @@ NB_MODULE(_engine, module) {
       .def(
           "start",
           [](Engine& engine, const std::vector<nb::bytes>& addresses, const std::vector<int>& sockets,
-             const std::vector<int>& pids, bool crowded) {
+             const std::vector<int>& pids, bool crowded,
+             const std::vector<std::pair<std::uint64_t, std::uint64_t>>& cookies) {
             std::vector<std::string> texts;
+            std::vector<Cookies> pairs;
+            for (const auto& [ours, theirs] : cookies) pairs.push_back({ours, theirs});
             for (const nb::bytes& address : addresses) texts.push_back(text(address));
-            engine.start(texts, sockets, pids, crowded);
+            engine.start(texts, sockets, pids, crowded, pairs);
           },
-          nb::arg("addresses"), nb::arg("sockets"), nb::arg("pids"), nb::arg("crowded"))
+          nb::arg("addresses"), nb::arg("sockets"), nb::arg("pids"), nb::arg("crowded"), nb::arg("cookies"))
       .def("fileno", &Engine::fileno)
       .def_prop_ro("ready", &Engine::ready)
       .def_prop_ro("bulk", &Engine::bulk)
@@ -314,13 +317,13 @@ NB_MODULE(_engine, module) {
       .def(
           "open_window",
           [](Engine& engine, std::uint32_t group, std::uint64_t window, int rank, nb::handle mapped,
-             const nb::bytes& rkey, std::uint64_t address) {
+             const nb::bytes& rkey, std::uint64_t address, std::size_t bytes) {
             void* data = mapped.is_none() ? nullptr : view_of(mapped).data;
-            engine.open_window(group, window, rank, data, text(rkey), address);
+            engine.open_window(group, window, rank, data, text(rkey), address, bytes);
           },
-          nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(),
+          nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(),
           nb::sig("def open_window(self, group: int, window: int, rank: int, mapped: torch.Tensor | None, rkey: bytes, "
-                  "address: int, /) -> None"))
+                  "address: int, bytes: int, /) -> None"))
       .def("close_window", &Engine::close_window, nb::arg("group"), nb::arg("window"), Released())
       .def("put", &put_op,
            nb::sig("def put(self, ticket: int, group: int, window: int, rank: int, offset: int, tensor: torch.Tensor, "

@@ -53,7 +53,8 @@ Engine::Engine(int rank, int size, const std::vector<std::pair<std::string, std:
     : worker_(std::make_unique<Worker>(size, options,
                                        [this](int peer, const Header& header, const void* payload, void* descriptor) {
                                          arrived(peer, header, payload, descriptor);
-                                       })),
+                                       },
+                                       [this](int peer) { notify({Notice::kMisled, peer, 0, 0, {}}); })),
       rank_(rank),
       size_(size),
       received_(size),
@@ -70,11 +71,11 @@ Engine::~Engine() {
 }
 
 void Engine::start(const std::vector<std::string>& addresses, std::vector<int> sockets, const std::vector<int>& pids,
-                   bool crowded) {
+                   bool crowded, const std::vector<Cookies>& cookies) {
   crowded_ = crowded;
   bool alone = true;
   for (int peer = 0; peer < size_; ++peer) {
-    worker_->introduce(peer, addresses[peer], pids[peer] == 0);
+    worker_->introduce(peer, addresses[peer], pids[peer] == 0, cookies.at(peer));
     peers_.push_back({pids[peer], may_read(pids[peer]) ? pids[peer] : 0});
     alone = alone && (peer == rank_ || pids[peer] != getpid());
   }

@@ -37,7 +37,7 @@ struct Outcome {
 
 // What it is told unasked.
 struct Notice {
-  enum Kind : int { kFrame, kLost, kLeft, kDisagrees } kind;
+  enum Kind : int { kFrame, kLost, kLeft, kDisagrees, kMisled } kind;
   int peer;  // an engine's number, or, with a group, a rank
   std::uint32_t group;
   std::uint64_t detail;  // how many collectives it had done; or which one it disagrees on
@@ -89,9 +89,9 @@ class Engine {
 
   std::string address() const { return worker_->address(); }
   // sockets: a connection to each peer, taken over. pids: of peers on this host, else 0.
-  // crowded: there are more ranks than cores on this host.
+  // crowded: there are more ranks than cores on this host. cookies: what tells each peer's messages from strangers'.
   void start(const std::vector<std::string>& addresses, std::vector<int> sockets, const std::vector<int>& pids,
-             bool crowded);
+             bool crowded, const std::vector<Cookies>& cookies);
   int fileno() const { return completions_fd_; }
   bool ready() const { return ready_.load(std::memory_order_relaxed); }
   bool bulk() const { return bulk_.load(std::memory_order_relaxed); }
@@ -127,11 +127,12 @@ class Engine {
   // --------------------------------------------------------------------------------------------------------- windows
   // This rank's part. remote: other hosts are to reach it. Returns what they need for that.
   std::string map_window(std::uint32_t group, std::uint64_t window, void* data, std::size_t bytes, bool remote);
-  // Another rank's: mapped, or null; and what it returned from map_window.
+  // Another rank's: mapped, or null; what it returned from map_window; and its size.
   void open_window(std::uint32_t group, std::uint64_t window, int rank, void* mapped, const std::string& rkey,
-                   std::uint64_t address);
+                   std::uint64_t address, std::size_t bytes);
   void close_window(std::uint32_t group, std::uint64_t window);
-  // Offsets are in bytes; ops of this rank take effect in the order of the calls.
+  // Offsets are in bytes; ops of this rank take effect in the order of the calls. std::out_of_range: the window is
+  // closed, or that does not lie within.
   bool put(Ticket ticket, std::uint32_t group, std::uint64_t window, int rank, std::uint64_t offset, const void* data,
            std::size_t bytes);
   bool get(Ticket ticket, std::uint32_t group, std::uint64_t window, int rank, std::uint64_t offset, void* data,
@@ -185,6 +186,7 @@ class Engine {
   void asked(Group& group, const Header& header, const void* payload);
   void pull(Request* recv, const Header& header, const void* payload);
   void arrived(int peer, const Header& header, const void* payload, void* descriptor);
+  bool sensible(const Group& group, int peer, const Header& header, void* descriptor) const;
   void deliver(Group& group, const Header& header, const void* payload, void* descriptor);
   void take(Request* recv, const Header& header, const void* payload, void* descriptor);
   void signalled(Group& group, const Header& header);
@@ -197,6 +199,7 @@ class Engine {
   bool advance_jobs(std::deque<Job>& jobs);
   void drop(Group& group);
   Window::Part& part(std::uint32_t group, std::uint64_t window, int rank);
+  Window::Part& part(std::uint32_t group, std::uint64_t window, int rank, std::uint64_t offset, std::size_t bytes);
 
   void run();
   enum class Rest { kNone, kYield, kTick, kDoze, kSleep };

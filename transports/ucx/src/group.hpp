@@ -74,11 +74,11 @@ struct Window {
     std::byte* mapped = nullptr;  // memory shared with this process, if it is
     ucp_rkey_h rkey = nullptr;    // else
     std::uint64_t address = 0;
+    std::size_t bytes = 0;
     std::uint64_t signals = 0;  // that this rank has not waited for
     Queue<Request> waits;
   };
   std::vector<Part> parts;
-  std::size_t bytes = 0;  // of this rank's part
   ucp_mem_h memory = nullptr;
 };
 

@@ -11,6 +11,8 @@ namespace {
 // Messages within a host are offered from this size on. Below, copying twice is faster than a system call and an
 // answer.
 constexpr std::size_t kOfferedFrom = 32 * 1024;
+// UCX lets small messages overtake large ones, but not that many.
+constexpr std::uint32_t kMostEarly = 1u << 20;
 
 }  // namespace
 
@@ -147,16 +149,24 @@ Message* keep(const Header& header, const void* payload, void* descriptor) {
 void Engine::arrived(int peer, const Header& header, const void* payload, void* descriptor) {
   // UCX may deliver a small message before a large one that was sent earlier; nobody may notice.
   if (header.order != received_[peer]) {
-    early_[peer].emplace(header.order, keep(header, payload, descriptor));
-    return;
+    const bool sane = header.order - received_[peer] < kMostEarly && !early_[peer].contains(header.order);
+    if (sane) {
+      early_[peer].emplace(header.order, keep(header, payload, descriptor));
+      return;
+    }
+    if (descriptor) worker_->drop(descriptor);
+    return worker_->refuse(peer);
   }
   ++received_[peer];
-  auto deliver_to = [this](const Header& it, const void* data, void* large) {
+  auto deliver_to = [this, peer](const Header& it, const void* data, void* large) {
     auto found = groups_.find(it.group);
-    if (found != groups_.end() && it.source < found->second->peers.size() && !found->second->lost) {
+    if (found == groups_.end() || found->second->lost) {
+      if (large) worker_->drop(large);
+    } else if (sensible(*found->second, peer, it, large)) {
       deliver(*found->second, it, data, large);
-    } else if (large) {
-      worker_->drop(large);
+    } else {
+      if (large) worker_->drop(large);
+      worker_->refuse(peer);
     }
   };
   deliver_to(header, payload, descriptor);
@@ -168,6 +178,13 @@ void Engine::arrived(int peer, const Header& header, const void* payload, void* 
     deliver_to(message->header, message->payload.get(), message->descriptor);
   }
   if (!farewells_[peer].empty()) obey(peer);
+}
+
+// Whether a peer is who it says it is in a group, and may send such a message.
+bool Engine::sensible(const Group& to, int peer, const Header& header, void* descriptor) const {
+  if (header.source >= to.peers.size() || to.peers[header.source] != peer || header.channel > kAnswer) return false;
+  if (header.channel > kSchedule) return descriptor == nullptr && !(header.dtype & kOffered);
+  return !(header.dtype & kOffered) || peers_[peer].readable != 0;  // else there would be nobody to copy it from
 }
 
 void Engine::deliver(Group& to, const Header& header, const void* payload, void* descriptor) {

@@ -28,7 +28,7 @@ int Segment::create(int ranks) {
   // No name, so nobody else can open it and nothing is left behind; pages exist once they are touched.
   int fd = memfd_create("aiocomms", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) fail("memfd_create");
-  if (ftruncate(fd, static_cast<off_t>(bytes(ranks))) != 0 ||
+  if (fchmod(fd, 0600) != 0 || ftruncate(fd, static_cast<off_t>(bytes(ranks))) != 0 ||
       fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
     int error = errno;
     close(fd);

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <stdexcept>
 
 #include "copy.hpp"
 #include "engine.hpp"
@@ -41,7 +42,14 @@ struct Countdown final : Pending {
 }  // namespace
 
 Window::Part& Engine::part(std::uint32_t id, std::uint64_t window, int rank) {
-  return group(id).windows.at(window).parts[rank];
+  return group(id).windows.at(window).parts.at(static_cast<std::size_t>(rank));
+}
+
+// The same, for an op on some of its bytes, which must lie within.
+Window::Part& Engine::part(std::uint32_t id, std::uint64_t window, int rank, std::uint64_t offset, std::size_t bytes) {
+  Window::Part& it = part(id, window, rank);
+  if (offset > it.bytes || bytes > it.bytes - offset) throw std::out_of_range("beyond the end of a window");
+  return it;
 }
 
 std::string Engine::map_window(std::uint32_t id, std::uint64_t number, void* data, std::size_t bytes, bool remote) {
@@ -50,16 +58,17 @@ std::string Engine::map_window(std::uint32_t id, std::uint64_t number, void* dat
   Window& window = owner.windows[number];
   window.parts.resize(owner.peers.size());
   window.parts[owner.rank].mapped = static_cast<std::byte*>(data);
-  window.bytes = bytes;
+  window.parts[owner.rank].bytes = bytes;
   if (!remote || bytes == 0) return {};
   window.memory = worker_->map(data, bytes);
   return worker_->pack(window.memory);
 }
 
 void Engine::open_window(std::uint32_t id, std::uint64_t number, int rank, void* mapped, const std::string& rkey,
-                         std::uint64_t address) {
+                         std::uint64_t address, std::size_t bytes) {
   Turn turn(*this);
   Window::Part& it = part(id, number, rank);
+  it.bytes = bytes;
   if (mapped) it.mapped = static_cast<std::byte*>(mapped);
   it.address = address;
   if (!rkey.empty()) it.rkey = worker_->unpack(group(id).peers[rank], rkey);
@@ -121,7 +130,7 @@ void follow(Request* request, ucs_status_t status) {
 bool Engine::put(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank, std::uint64_t offset,
                  const void* data, std::size_t bytes) {
   Turn turn(*this);
-  Window::Part& to = part(id, window, rank);
+  Window::Part& to = part(id, window, rank, offset, bytes);
   auto request = new Request(*this, group(id), ticket);
   if (to.mapped || bytes == 0) {
     return act(request, {to.mapped + offset, static_cast<const std::byte*>(data), bytes, nullptr, {}});
@@ -136,7 +145,7 @@ bool Engine::put(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank
 bool Engine::get(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank, std::uint64_t offset, void* data,
                  std::size_t bytes) {
   Turn turn(*this);
-  Window::Part& from = part(id, window, rank);
+  Window::Part& from = part(id, window, rank, offset, bytes);
   auto request = new Request(*this, group(id), ticket);
   if (from.mapped || bytes == 0) {
     return act(request, {static_cast<std::byte*>(data), from.mapped + offset, bytes, nullptr, {}});
@@ -151,7 +160,7 @@ bool Engine::get(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank
 bool Engine::atomic(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank, std::uint64_t offset, bool swap,
                     std::size_t bytes, std::uint64_t a, std::uint64_t b) {
   Turn turn(*this);
-  Window::Part& at = part(id, window, rank);
+  Window::Part& at = part(id, window, rank, offset, bytes);
   Group& owner = group(id);
   auto request = new Request(*this, owner, ticket);
   request->answers = true;
@@ -185,13 +194,15 @@ bool Engine::atomic(Ticket ticket, std::uint32_t id, std::uint64_t window, int r
 void Engine::asked(Group& owner, const Header& header, const void* payload) {
   Atomic what;
   auto found = owner.windows.find(static_cast<std::uint64_t>(header.tag));
-  if (header.bytes != sizeof what || payload == nullptr || found == owner.windows.end()) return;
+  if (header.bytes != sizeof what || payload == nullptr) return worker_->refuse(owner.peers[header.source]);
+  if (found == owner.windows.end()) return;  // closed
   std::memcpy(&what, payload, sizeof what);
-  const Window& window = found->second;
-  const bool fits = (what.bytes == 4 || what.bytes == 8) && what.offset % what.bytes == 0 &&
-                    what.offset < window.bytes && what.bytes <= window.bytes - what.offset;
-  if (!fits) return;
-  std::byte* where = window.parts[owner.rank].mapped + what.offset;
+  const Window::Part& mine = found->second.parts[owner.rank];
+  const bool fits = (what.bytes == 4 || what.bytes == 8) && what.offset < mine.bytes &&
+                    what.bytes <= mine.bytes - what.offset &&
+                    (reinterpret_cast<std::uintptr_t>(mine.mapped) + what.offset) % what.bytes == 0;
+  if (!fits) return worker_->refuse(owner.peers[header.source]);
+  std::byte* where = mine.mapped + what.offset;
   answer(owner, header.source, what.number, atomically(where, what.bytes, what.swap, what.a, what.b));
 }
 

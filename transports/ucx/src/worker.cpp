@@ -57,8 +57,9 @@ ucp_generic_dt_ops_t beginning_ops() {
 UcxError::UcxError(const char* call, ucs_status_t status)
     : std::runtime_error(std::string(call) + ": " + ucs_status_string(status)) {}
 
-Worker::Worker(int peers, const std::vector<std::pair<std::string, std::string>>& options, Arrived arrived)
-    : peers_(peers), arrived_(std::move(arrived)) {
+Worker::Worker(int peers, const std::vector<std::pair<std::string, std::string>>& options, Arrived arrived,
+               Misled misled)
+    : peers_(peers), arrived_(std::move(arrived)), misled_(std::move(misled)) {
   ucp_config_t* config = nullptr;
   check("ucp_config_read", ucp_config_read(nullptr, nullptr, &config));
   for (const auto& [name, value] : options) {
@@ -125,9 +126,16 @@ int Worker::event_fd() const {
   return fd;
 }
 
-void Worker::introduce(int peer, std::string address, bool watched) {
+void Worker::introduce(int peer, std::string address, bool watched, Cookies cookies) {
   peers_[peer].address = std::move(address);
+  peers_[peer].cookies = cookies;
   peers_[peer].watched = watched;
+}
+
+void Worker::refuse(int peer) {
+  std::uint64_t& cookie = peers_[peer].cookies.theirs;
+  cookie = ~cookie;  // nothing that it sends has this one
+  misled_(peer);
 }
 
 ucp_ep_h Worker::endpoint(int number) {
@@ -151,11 +159,13 @@ ucp_ep_h Worker::endpoint(int number) {
 
 ucs_status_t Worker::send(int peer, Header header, const void* data, Pending* pending) {
   header.order = peers_[peer].sent;
+  header.cookie = peers_[peer].cookies.ours;
   return send(peer, &header, sizeof header, data, header.bytes, pending);
 }
 
 ucs_status_t Worker::tell(int peer, Header header, const void* what, std::size_t bytes, Pending* pending) {
   header.order = peers_[peer].sent;
+  header.cookie = peers_[peer].cookies.ours;
   std::array<std::byte, sizeof header + kLongestTold> both;
   std::memcpy(both.data(), &header, sizeof header);
   if (bytes) std::memcpy(both.data() + sizeof header, what, bytes);
@@ -192,11 +202,15 @@ ucs_status_t Worker::on_message(void* arg, const void* raw, std::size_t header_b
   Header header;
   if (header_bytes < sizeof header) return UCS_OK;  // nobody of ours
   std::memcpy(&header, raw, sizeof header);
-  if (header.peer >= self.peers_.size()) return UCS_OK;
+  if (header.peer >= self.peers_.size() || header.cookie != self.peers_[header.peer].cookies.theirs) return UCS_OK;
   const int peer = static_cast<int>(header.peer);
   const std::size_t told = header_bytes - sizeof header;
   const std::size_t wanted = header.dtype & kOffered ? sizeof(Offer) : header.bytes;
-  if (told + bytes != wanted || (told && bytes)) return UCS_OK;
+  const bool offer_told = told || !(header.dtype & kOffered);
+  if (told + bytes != wanted || (told && bytes) || !offer_told) {
+    self.refuse(peer);
+    return UCS_OK;
+  }
   if (told) {
     self.arrived_(peer, header, static_cast<const std::byte*>(raw) + sizeof header, nullptr);
     return UCS_OK;

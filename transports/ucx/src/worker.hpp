@@ -32,6 +32,9 @@ struct Header {
   std::int64_t tag;     // the user's, or the number of a collective, or of a window
   std::uint64_t bytes;  // of the payload
   std::uint64_t mark;   // a collective's fingerprint
+  // What only this pair of ranks knows; Worker sets it, and takes no message without it. UCX lets anybody send who has
+  // the worker's address.
+  std::uint64_t cookie = 0;
 };
 
 enum Channel : std::uint8_t { kUserChannels = 16, kSchedule = 16, kSignal, kAtomic, kAnswer };
@@ -52,6 +55,11 @@ struct Atomic {
   std::uint64_t number;
 };
 
+// What stands in each message to a peer, and what has to stand in each message from it.
+struct Cookies {
+  std::uint64_t ours = 0, theirs = 0;
+};
+
 // A call that UCX has not finished, and whoever waits for it. The memory it names must stay until `finished`.
 class Pending {
  public:
@@ -65,8 +73,11 @@ class Worker {
   // payload but a descriptor, for fetch() or drop().
   using Arrived = std::function<void(int peer, const Header&, const void* payload, void* descriptor)>;
 
+  // Told of a peer whose message makes no sense; nothing is taken from it any more.
+  using Misled = std::function<void(int peer)>;
+
   // options: UCX settings, such as {"NET_DEVICES", "eth0"}; the environment's UCX_ variables win.
-  Worker(int peers, const std::vector<std::pair<std::string, std::string>>& options, Arrived arrived);
+  Worker(int peers, const std::vector<std::pair<std::string, std::string>>& options, Arrived arrived, Misled misled);
   ~Worker();
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
@@ -78,7 +89,9 @@ class Worker {
   bool arm() { return ucp_worker_arm(worker_) == UCS_OK; }
 
   // watched: a peer on another host, whose connection UCX watches; within a host that would turn shared memory off.
-  void introduce(int peer, std::string address, bool watched);
+  void introduce(int peer, std::string address, bool watched, Cookies cookies);
+  // A peer has sent what makes no sense.
+  void refuse(int peer);
 
   // How many messages UCX has not sent off yet.
   int sending() const { return sending_; }
@@ -117,6 +130,7 @@ class Worker {
     bool watched = false;
     ucp_ep_h endpoint = nullptr;
     std::uint32_t sent = 0;
+    Cookies cookies;
     bool failed = false;
   };
 
@@ -139,6 +153,7 @@ class Worker {
   int sending_ = 0;
   std::vector<Peer> peers_;
   Arrived arrived_;
+  Misled misled_;
   Closing closing_;  // an endpoint that does not close in time calls back when the worker is destroyed
 };
 

@@ -139,7 +139,7 @@ std::int64_t* open_window(Comm& comm, std::uint64_t window, std::vector<Part>& p
     const bool near = host_of[comm.members[other]] == host_of[rank.number];
     rank.engine->open_window(comm.group, window, other, near ? parts[other].memory->map() : nullptr,
                              near ? std::string() : parts[other].rkey,
-                             reinterpret_cast<std::uint64_t>(parts[other].own));
+                             reinterpret_cast<std::uint64_t>(parts[other].own), bytes);
   }
   return mine.own;
 }

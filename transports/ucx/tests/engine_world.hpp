@@ -174,11 +174,16 @@ class World {
     for (int rank = 0; rank < the_size; ++rank) {
       std::vector<int> pids;
       for (int host : host_of) pids.push_back(host == host_of[rank] ? getpid() : 0);
-      ranks[rank]->engine->start(addresses, sockets[rank], pids, the_seed % 2 == 0);
+      std::vector<Cookies> cookies;
+      for (int peer = 0; peer < the_size; ++peer) cookies.push_back({cookie(rank, peer), cookie(peer, rank)});
+      ranks[rank]->engine->start(addresses, sockets[rank], pids, the_seed % 2 == 0, cookies);
     }
   }
 
   int size() const { return static_cast<int>(ranks.size()); }
+  std::uint64_t cookie(int src, int dst) const {
+    return seed * 0x9E3779B97F4A7C15u + 1'000'003u * static_cast<std::uint64_t>(src) + static_cast<std::uint64_t>(dst);
+  }
 
   // Run `body` on every rank's thread.
   void run(const std::function<void(Rank&)>& body) {
