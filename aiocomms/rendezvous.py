@@ -82,9 +82,7 @@ class StoreRendezvous:
             given_up.set()
         return [got[rank] for rank in range(self.size)]
 
-    def _meet(
-        self, store: Store, key: str, record: bytes, got: dict[int, bytes], given_up: threading.Event
-    ) -> None:
+    def _meet(self, store: Store, key: str, record: bytes, got: dict[int, bytes], given_up: threading.Event) -> None:
         """Look for the other ranks' values until all are there.
 
         Never waits in the store: a connection carries one call at a time, so other communicators that form over it at

@@ -138,7 +138,7 @@ def _read_private(path: str) -> bytes:
     except OSError as error:
         why = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
         raise ArgumentError(f"{_TOKEN_FILE} is {path!r}, which cannot be opened: {why}") from error
-    with open(fd, "rb", buffering=0) as file:
+    try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise ArgumentError(f"{_TOKEN_FILE} is {path!r}, which is no regular file")
@@ -149,4 +149,6 @@ def _read_private(path: str) -> bytes:
         if status.st_mode & 0o077:
             mode = stat.S_IMODE(status.st_mode)
             raise ArgumentError(f"{_TOKEN_FILE} is {path!r} with mode {mode:04o}; others may use it: chmod 600")
-        return file.read(_LONGEST + 2)
+        return os.read(fd, _LONGEST + 2)
+    finally:
+        os.close(fd)

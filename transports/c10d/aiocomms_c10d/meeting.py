@@ -142,7 +142,7 @@ class Meeting:
         """Take a peer's word on a collective."""
         number = frame.header.ident
         if not 0 <= number < self._count + _AHEAD:
-            raise ProtocolError(f"rank {peer} calls collective {number}, and this rank has called {self._count}", peer=peer)
+            raise ProtocolError(f"rank {peer} calls collective {number}, and this rank is at {self._count}", peer=peer)
         word = _Word(frame.text, frame.sizes, frame.payload.clone())
         with self._lock:
             call = self._calls.get(number)

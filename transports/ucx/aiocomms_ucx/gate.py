@@ -46,7 +46,7 @@ Dialogue = Generator[int, bytes, int]
 """Yields how many bytes it wants next, and returns the peer's rank."""
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """Raised within a dialogue: the other side is no rank of this family, or none that is expected."""
 
 
@@ -72,13 +72,13 @@ class Half:
         """Go on with what has come.
 
         :returns: the peer's rank, when that is proved.
-        :raises Refused: it is nobody of ours.
+        :raises RefusedError: it is nobody of ours.
         :raises OSError: it is gone.
         """
         with contextlib.suppress(BlockingIOError, InterruptedError):
             data = self.connection.recv(self.wanted - len(self.got))
             if not data:
-                raise Refused
+                raise RefusedError
             self.got += data
             if len(self.got) == self.wanted:
                 said, self.got = self.got, b""
@@ -127,9 +127,7 @@ class Gate:
             while self._missing:
                 now = time.monotonic()
                 if now >= ends:
-                    raise CommTimeoutError(
-                        f"these ranks did not connect within {seconds:g} s: {sorted(self._missing)}"
-                    )
+                    raise CommTimeoutError(f"these ranks did not connect within {seconds:g} s: {sorted(self._missing)}")
                 if self._uncalled and now >= retry:
                     self._call(ends)
                     retry = now + _PAUSE
@@ -191,7 +189,7 @@ class Gate:
     def _read(self, half: Half) -> None:
         try:
             peer = half.read()
-        except (Refused, OSError):
+        except (RefusedError, OSError):
             self._drop(half)
             return
         if peer is not None:
@@ -227,19 +225,19 @@ class Gate:
             raise AuthError(f"who answers in the place of rank {peer} does not prove to be that rank", peer=peer)
         connection.sendall(mac(self._key, "connector", *pair))
         if (yield len(_ACCEPTED)) != _ACCEPTED:
-            raise Refused
+            raise RefusedError
         return peer
 
     def _answer(self, connection: socket.socket) -> Dialogue:
         """The acceptor's side."""
         magic, peer, theirs = _HELLO.unpack((yield _HELLO.size))
         if magic != _MAGIC or not self._rank < peer < self._size:
-            raise Refused
+            raise RefusedError
         mine = secrets.token_bytes(_NONCE)
         pair = (peer, self._rank, theirs, mine)
         connection.sendall(mine + mac(self._key, "acceptor", *pair))
         if not same((yield _MAC), mac(self._key, "connector", *pair)):
-            raise Refused
+            raise RefusedError
         connection.sendall(_ACCEPTED)
         return int(peer)
 

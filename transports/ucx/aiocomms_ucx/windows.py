@@ -259,8 +259,7 @@ def _part(rank: int, record: Tensor) -> _Part:
     raw = bytes(record.tolist())
     length = int.from_bytes(raw[:_PREFIX], "big")
     part = wire.record(rank, raw[_PREFIX : _PREFIX + length], _Part)
-    if part.shared < -1 or part.offset < 0 or not 0 <= part.address < 2**64 or any(not 0 <= n < 2**62 for n in part.shape):
+    sizes = all(0 <= n < 2**62 for n in part.shape) and math.prod(part.shape) < 2**59
+    if part.shared < -1 or part.offset < 0 or not 0 <= part.address < 2**64 or not sizes:
         raise ProtocolError(f"rank {rank} describes its part of a window in a way that makes no sense", peer=rank)
-    if math.prod(part.shape) >= 2**60:
-        raise ProtocolError(f"rank {rank} describes a part of a window of {part.shape} elements", peer=rank)
     return part

@@ -9,6 +9,7 @@
 #include <numeric>
 
 #include "engine_collectives.hpp"
+#include "engine_hostile.hpp"
 
 namespace aiocomms {
 namespace {
@@ -326,6 +327,7 @@ int main(int count, char** arguments) {
   const std::uint64_t ends = now_ns() + static_cast<std::uint64_t>(seconds * 1e9);
   const std::pair<int, Hosts> kWorlds[] = {{2, Hosts::kOne}, {3, Hosts::kOne},   {2, Hosts::kEach},
                                            {4, Hosts::kOne}, {4, Hosts::kPairs}, {3, Hosts::kEach}};
+  constexpr int kAttacks = 40;
   unsigned worlds = 0;
   do {
     for (auto [size, hosts] : kWorlds) {
@@ -336,6 +338,10 @@ int main(int count, char** arguments) {
       world.run([&](Rank& rank) { live(rank, parts, seed % 3 == 0); });
       ++worlds;
       ++seed;
+    }
+    for (int attack = 0; attack < kAttacks; ++attack, ++seed, ++worlds) {
+      World world(3, Hosts::kOne, seed);
+      world.run([&](Rank& rank) { attacked(rank, attack % 4 != 0, [](Comm& comm) { messages(comm, 2); }); });
     }
   } while (now_ns() < ends);
   std::printf("%u worlds, %u checks, %u failures\n", worlds, checks.load(), failures.load());
