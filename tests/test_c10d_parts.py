@@ -78,7 +78,7 @@ def test_one_host_listens_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_several_hosts_listen_on_the_named_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     hellos = [said("here/1"), said("there/1")]
     monkeypatch.setenv("AIOCOMMS_IFACE", "lo")
-    with pytest.raises(ArgumentError, match="several hosts, and this job has no token.*AIOCOMMS_TOKEN"):
+    with pytest.raises(ArgumentError, match=r"several hosts, and this job has no token.*AIOCOMMS_TOKEN"):
         bringup.listen_on(hellos, None)
     monkeypatch.setenv("AIOCOMMS_TOKEN", "a token of this test")
     assert bringup.listen_on(hellos, None) == "127.0.0.1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import socket
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from aiocomms.transport import Rendezvous
 from aiocomms.trust import mac
 from aiocomms_c10d import wire
 from aiocomms_c10d.link import FOREVER
-from aiocomms_c10d.proof import SignedStore, prove
+from aiocomms_c10d.proof import SignedStore, prove, stop_listening
 
 _THREADS: Final = 2
 """gloo's threads for collectives; each runs one at a time, in the order in which they were started."""
@@ -93,6 +94,8 @@ def _connect(store: Store, rank: int, size: int, address: str, timeout: float, k
         signed = SignedStore(PrefixStore("c10d/gloo", _separate(store)), key)
         group = ProcessGroupGloo(signed, rank, size, options)
         prove(group, rank, size, key)
+        if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") == "0":  # else it connects when it is first used
+            stop_listening(signed.written)
     except DistNetworkError as error:
         raise StoreLostError(f"the rendezvous store is gone: {_first_line(error)}") from error
     except RuntimeError as error:

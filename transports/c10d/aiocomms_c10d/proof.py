@@ -1,8 +1,17 @@
-"""gloo knows no strangers: what it reads in the store is signed here, and each of its connections is proved."""
+"""gloo knows no strangers: what it reads in the store is signed here, and each of its connections is proved.
+
+And it goes on listening when every rank is there, and keeps a descriptor for whoever connects: so it is made deaf.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
+import socket
+import struct
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -14,6 +23,7 @@ from aiocomms.trust import MAX_RECORD, mac, same
 _MAC: Final = 32
 _TAG: Final = 2
 """Of gloo: apart from those of the frames."""
+_SO_ATTACH_FILTER: Final = 26
 
 
 class SignedStore(Store):
@@ -23,10 +33,13 @@ class SignedStore(Store):
         super().__init__()
         self._store = store
         self._key = key
+        self.written = b""
+        """All that was."""
 
     def set(self, key: str, value: Any) -> None:
         """Write a value; bytes, or text."""
         raw = value.encode() if isinstance(value, str) else bytes(value)
+        self.written += raw
         self._store.set(key, mac(self._key, key, raw) + raw)  # type: ignore[arg-type]  # bytes are fine
 
     def get(self, key: str) -> bytes:
@@ -66,6 +79,31 @@ def prove(group: Any, rank: int, size: int, key: bytes) -> None:
     for tensor, peer in zip(taken, peers, strict=True):
         if not same(bytes(tensor.tolist()), bytes(_proof(key, peer, rank).tolist())):
             raise AuthError(f"who is connected in the place of rank {peer} does not prove to be that rank", peer=peer)
+
+
+def stop_listening(written: bytes) -> None:
+    """Let nobody connect any more to where gloo listens.
+
+    Its socket cannot be closed without its knowledge; but it can be told to drop what comes. Connections that exist
+    are not concerned.
+
+    :param written: what gloo has told the others; its address, as the kernel has it, is in there.
+    """
+    drop_all = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF: return 0
+    program = struct.pack("HP", 1, ctypes.addressof(drop_all))
+    for link in list(Path("/proc/self/fd").iterdir()):
+        with contextlib.suppress(OSError):  # of what has been closed meanwhile
+            if str(link.readlink()).startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(link.name))) as it:
+                    listens = it.family == socket.AF_INET and it.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                    if listens and _address(it) in written:
+                        it.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+
+
+def _address(it: socket.socket) -> bytes:
+    """As struct sockaddr_in."""
+    host, port = it.getsockname()
+    return struct.pack("=H", socket.AF_INET) + struct.pack("!H", port) + socket.inet_aton(host)
 
 
 def _proof(key: bytes, src: int, dst: int) -> torch.Tensor:

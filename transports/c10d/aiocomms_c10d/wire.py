@@ -126,6 +126,7 @@ def unpack(buffer: bytearray, tensor: Tensor) -> Frame:
         or header.kind > ACK
         or header.dtype >= len(_DTYPES)
         or header.nbytes < 0
+        or header.text > TEXT
         or start + inside > len(buffer)
     ):
         raise ProtocolError(f"a frame makes no sense: {bytes(buffer[: _HEADER.size]).hex()}")

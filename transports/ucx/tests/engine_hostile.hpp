@@ -25,10 +25,9 @@ class Intruder {
     worker_.introduce(0, world.ranks[0]->engine->address(), false, {cookie, 0});
   }
   ~Intruder() {
-    const std::uint64_t ends = now_ns() + 5'000'000'000;
-    while (worker_.sending() > 0 && now_ns() < ends) worker_.progress();
+    settle(5'000);
     expect(worker_.sending() == 0, "%d messages of an intruder are not let go of", worker_.sending());
-    worker_.disconnect([&] { return now_ns() < ends; });
+    worker_.disconnect([ends = now_ns() + 1'000'000'000] { return now_ns() < ends; });
   }
 
   void send_any() {
@@ -44,15 +43,18 @@ class Intruder {
       if (header.channel == kAtomic && random_.below(2)) bytes = any_atomic(payload.data(), header);
       worker_.tell(0, header, payload.data(), bytes, nullptr);
     }
-    progress();
+    settle(1);
   }
   // What no rank sends: fewer bytes than it says.
   void send_nonsense() {
     worker_.tell(0, {group_, 0, static_cast<std::uint16_t>(as_), 0, 4, as_, 0, ~0ull, 0}, nullptr, 0, nullptr);
-    progress();
   }
-  void progress() {
-    for (int turn = 0; turn < 20; ++turn) worker_.progress();
+  // Send off what there is room for, for so many ms at most.
+  void settle(std::uint64_t most) {
+    const std::uint64_t ends = now_ns() + most * 1'000'000;
+    do {
+      worker_.progress();
+    } while (worker_.sending() > 0 && now_ns() < ends);
   }
 
  private:
@@ -104,9 +106,10 @@ void attacked(Rank& rank, bool knows, GoOn go_on) {
     Intruder intruder(rank.world, 2, knows);
     for (int sent = 0; sent < (knows ? 20 : 400); ++sent) intruder.send_any();
     if (knows) intruder.send_nonsense();
+    intruder.settle(100);
     for (int phase = 0; phase < 3; ++phase) {
       rank.world.meeting.arrive_and_wait();
-      for (int turn = 0; turn < 100; ++turn) intruder.progress();
+      intruder.settle(20);
     }
   } else {
     std::vector<std::byte> memory(2 * kCanaries + 64, kCanary);
@@ -143,6 +146,7 @@ void attacked(Rank& rank, bool knows, GoOn go_on) {
     rank.engine->close_group(pair.group);
     rank.world.meeting.arrive_and_wait();  // what was kept is let go of by now, and the intruder may go
   }
+  rank.world.meeting.arrive_and_wait();
   rank.close(false);
 }
 

@@ -1,0 +1,250 @@
+"""Case 68: every parser of foreign bytes, given any bytes: what comes is a value or a ProtocolError, in bounded memory.
+
+The native engine's parsers are in transports/ucx/tests/engine_hostile.hpp.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import tracemalloc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from aiocomms_c10d import bringup as c10d_bringup
+from aiocomms_c10d import wire as c10d_wire
+from aiocomms_ucx import bringup as ucx_bringup
+from aiocomms_ucx import transport as ucx_transport
+from aiocomms_ucx import windows as ucx_windows
+from aiocomms_ucx import wire as ucx_wire
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aiocomms import codec, launchers, objects, streams
+from aiocomms.errors import ArgumentError, ProtocolError
+from aiocomms.trust import Seal
+
+MEMORY = 4 * 2**20
+"""Bytes that reading a few hundred may take."""
+TURNS = int(os.environ.get("AIOCOMMS_FUZZ", "20000"))
+"""How many mutations of each sample."""
+
+
+def _c10d_frame(data: bytes) -> object:
+    buffer = bytearray(c10d_wire.capacity(3))
+    buffer[: len(data)] = data[: len(buffer)]
+    frame = c10d_wire.unpack(buffer, torch.frombuffer(buffer, dtype=torch.uint8))
+    return c10d_wire.unpack_error(frame)
+
+
+def _row(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data[: ucx_windows._RECORD].ljust(ucx_windows._RECORD)), dtype=torch.uint8)
+
+
+def _object(data: bytes) -> object:
+    header = codec.to_tensor(data[: objects.HEADER_BYTES].ljust(objects.HEADER_BYTES, b"\0"), torch.device("cpu"))
+    arrival = objects.Arrival(header)
+    # Memory that the operating system has not given yet: pages exist once something comes.
+    assert arrival.body.nbytes <= codec.MAX_OBJECT_BYTES
+    return arrival.open(pickle=False) if arrival.inline else None
+
+
+def _ucx_hello(data: bytes) -> object:
+    return repr(ucx_bringup._hello(1, data))
+
+
+class Canary:
+    sung = False
+
+    def __reduce__(self) -> Any:
+        return (_sing, ())
+
+
+def _sing() -> None:
+    Canary.sung = True
+
+
+HELLO = ucx_bringup.Hello(ucx_wire.VERSION, "little", "host", "name", 1, [0, 1], "\0path", b"n" * 32)
+C10D_FRAME = c10d_wire.pack(c10d_wire.Header(c10d_wire.CALL, ident=3), b"all_reduce", (1, 2), torch.zeros(9).byte())
+SIGNED, PLAIN = Seal(b"a token", "name", 1), Seal(None, "name", 1)
+
+PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
+    "objects": (codec.decode, codec.encode({"a": [1, (2.5, torch.arange(3))], b"b": torch.Size([1]), 3: torch.int8})),
+    "object headers": (_object, objects.Parcel([1, "x"], torch.device("cpu"), pickle=False).header.numpy().tobytes()),
+    "tensors' descriptions": (codec.parse_tensor, codec.describe_tensor(torch.zeros(2, 3))),
+    "signed records": (lambda data: SIGNED.verify("k", 1, data), SIGNED.sign("k", 1, b"value")),
+    "plain records": (lambda data: PLAIN.verify("k", 1, data), PLAIN.sign("k", 1, b"value")),
+    "frames of c10d": (_c10d_frame, bytes(C10D_FRAME.tolist())),
+    "hellos of c10d": (lambda data: c10d_bringup.listen_on([data, data], None), c10d_bringup.hello(adopt=True)),
+    "frames of ucx": (ucx_wire.unpack, ucx_wire.pack(ucx_wire.Abort(0, "PeerDiedError", "why", 1, -1))),
+    "hellos of ucx": (_ucx_hello, msgspec.msgpack.encode(HELLO)),
+    "places of ucx": (
+        lambda data: ucx_wire.record(1, data, ucx_bringup.Place),
+        msgspec.msgpack.encode(ucx_bringup.Place(b"address", ("192.0.2.1", 9))),
+    ),
+    "members of ucx": (
+        lambda data: ucx_wire.record(1, data, ucx_transport._Member),
+        msgspec.msgpack.encode(ucx_transport._Member(0, 5, True)),
+    ),
+    "parts of windows of ucx": (
+        lambda data: ucx_windows._part(1, _row(data)),
+        bytes(ucx_windows._record(ucx_windows._Part(3, 0, (4, 5), 2**47, b"key")).tolist())[:64],
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What hellos of c10d that name several hosts lead to: a way to the other."""
+    monkeypatch.setenv("AIOCOMMS_ALLOW_UNAUTHENTICATED", "1")
+    monkeypatch.setenv("AIOCOMMS_IFACE", "lo")
+
+
+@pytest.mark.parametrize("what", PARSERS)
+def test_what_is_right_is_read(what: str) -> None:
+    """Else the rest of this file would find nothing."""
+    parse, sample = PARSERS[what]
+    parse(sample)
+
+
+def mutations(sample: bytes, turns: int) -> Iterator[bytes]:
+    """A sample with bytes changed, cut out, doubled, or replaced by numbers that are dangerous."""
+    rng = random.Random(sample)
+    dangerous = [
+        b"\xff" * 8,
+        b"\x7f" + b"\xff" * 7,
+        b"\0" * 8,
+        b"\x80" + bytes(7),
+        b"\xdd\xff\xff\xff\xff",
+        b"\xc9\xff",
+    ]
+    for _ in range(turns):
+        data = bytearray(sample)
+        for _ in range(rng.randint(1, 4)):
+            at = rng.randrange(len(data) + 1)
+            kind = rng.randrange(5)
+            if kind == 0:
+                data[at : at + 1] = bytes([rng.randrange(256)])
+            elif kind == 1:
+                data[at : at + 1] = bytes([(data[at] if at < len(data) else 0) ^ (1 << rng.randrange(8))])
+            elif kind == 2:
+                del data[at : at + rng.randint(1, 8)]
+            elif kind == 3:
+                data[at:at] = data[at : at + rng.randint(1, 16)]
+            else:
+                some = rng.choice(dangerous)
+                data[at : at + len(some)] = some
+        yield bytes(data)
+
+
+@pytest.mark.parametrize("what", PARSERS)
+def test_mutations(what: str) -> None:
+    parse, sample = PARSERS[what]
+    refused = 0
+    tracemalloc.start()
+    for data in mutations(sample, TURNS // 10 if what.startswith("objects") else TURNS // 4):
+        try:
+            parse(data)
+        except ProtocolError:
+            refused += 1
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert refused > 10
+    assert peak < MEMORY
+
+
+@pytest.mark.parametrize("what", PARSERS)
+def test_any_bytes(what: str) -> None:
+    parse, _ = PARSERS[what]
+
+    @given(st.binary(max_size=400))
+    @settings(deadline=None, max_examples=200)
+    def each(data: bytes) -> None:
+        try:
+            parse(data)
+        except ProtocolError:
+            pass
+
+    each()
+
+
+@pytest.mark.parametrize("what", PARSERS)
+def test_a_pickle_is_not_run(what: str) -> None:
+    """Neither as it is, nor where the format has room for bytes."""
+    parse, sample = PARSERS[what]
+    canary = pickle.dumps(Canary())
+    for at in range(len(sample)):
+        for data in (canary, sample[:at] + canary + sample[at:], sample[:at] + canary):
+            try:
+                parse(data)
+            except ProtocolError:
+                pass
+    assert not Canary.sung
+    pickle.loads(canary)
+    assert Canary.sung, "the canary is dead"
+    Canary.sung = False
+
+
+# ------------------------------------------------------------------------------------------- what a launcher has set
+
+NAMES = (
+    "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK",
+    "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID",
+    "SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "PMIX_NAMESPACE", "OMPI_COMM_WORLD_LOCAL_SIZE",
+)  # fmt: skip
+values = st.integers(-2, 5).map(str) | st.sampled_from(
+    ["host[1-99999999999999]", "a[", "b]", "n[1-3,5],m", "[", "1" * 5000, "²", "0x1"]
+) | st.text(st.characters(exclude_characters="\0"), max_size=20)  # fmt: skip
+
+
+@given(st.dictionaries(st.sampled_from(NAMES), values, max_size=8))
+@settings(deadline=None, max_examples=500)
+def test_any_environment(environ: dict[str, str]) -> None:
+    """A launch, none, or one error."""
+    try:
+        launch = launchers.read_environment(environ)
+    except ArgumentError:
+        return
+    assert launch is None or 0 <= launch.rank < launch.size
+
+
+def test_a_list_of_hosts_is_not_spelt_out() -> None:
+    """A huge range costs nothing until somebody asks for it."""
+    tracemalloc.start()
+    launchers.read_environment({
+        "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "1",
+        "SLURM_STEP_NODELIST": "node[0-99999999999999]",
+    })  # fmt: skip
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**20
+
+
+# ------------------------------------------------------------------------------------------------------- streams
+
+
+def test_a_streams_header_allocates_no_more_than_comes() -> None:
+    """A tensor that is announced exists in full only when its bytes have come."""
+    import psutil
+
+    class Comm:
+        device = torch.device("cpu")
+
+    stream = streams.TensorStream.__new__(streams.TensorStream)
+    stream._comm, stream.peer, stream.name = Comm(), 1, "s"
+    before = psutil.Process().memory_info().rss
+    for elements in (2**30, 2**61, 2**40, 3):
+        header = bytes(8) + codec._TENSOR.pack(codec._CODES[torch.uint8], 1, elements, *[0] * 13)
+        try:
+            got = stream._announced(header)
+            assert got is not None
+            assert got.numel() == elements
+        except ProtocolError:
+            assert elements > 2**30
+    with pytest.raises(ProtocolError, match="kind 7"):
+        stream._announced(b"\7" + header[1:])
+    assert psutil.Process().memory_info().rss - before < 2**24

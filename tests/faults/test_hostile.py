@@ -1,0 +1,697 @@
+# ruff: noqa: ASYNC240 - the ranks of these tests may wait for a file
+"""Hostile peers: the cases 22 and 64 to 70 of the catalogue, between real processes.
+
+What each listener and each parser does by itself is in test_trust.py, test_ucx_gate.py, test_fuzz.py and, for the
+native engine, transports/ucx/tests/engine_hostile.hpp.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import pickle
+import random
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from aiocomms_c10d import wire as c10d_wire
+from aiocomms_ucx import windows as ucx_windows
+from hosts import Enter, address, hosts
+from processes import LARGE, Rank, Run, empty, exchange, held, listening, numbers
+
+import aiocomms
+from aiocomms import codec, objects, ops
+from aiocomms.errors import ArgumentError, AuthError, CommAbortedError, CommError, ProtocolError
+from aiocomms.testing import local_world
+
+TOKEN = "a token of these tests, of some length"
+NOBODY = 65534
+
+on_c10d = pytest.mark.parametrize("transport", ["c10d"])
+on_ucx = pytest.mark.parametrize("transport", ["ucx"])
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
+
+
+@pytest.fixture(params=["c10d", "ucx"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def names() -> Iterator[list[str]]:
+    """Two hosts."""
+    with hosts(2) as made:
+        yield made
+
+
+# ------------------------------------------------------------------------- 22 and 64: strangers at every listener
+
+HELLO = bytes.fromhex("1603010200010001fc0303") + bytes(range(256)) * 2
+PIECES = [
+    b"",
+    b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    HELLO,
+    b"\xff" * 64,
+    bytes(64),
+    b"\x80\x04\x95" + bytes(50),
+    b"aioC" + b"\xff" * 60,
+]
+
+
+def strangers(where: list[tuple[str, int]], stop: threading.Event, each: int) -> int:
+    """Connect to each address so often, with garbage, nothing, or half of something; some stay, and say nothing."""
+    rng = random.Random(1)
+    met = 0
+    with contextlib.ExitStack() as stack:
+        for number in range(each):
+            for host in where:
+                if stop.is_set():
+                    return met
+                try:
+                    it = socket.create_connection(host, timeout=5 if met else 0.5)
+                except TimeoutError:
+                    where = [other for other in where if other != host]  # it is deaf
+                    continue
+                except OSError:
+                    continue
+                met += 1
+                with contextlib.suppress(OSError):
+                    it.sendall(PIECES[number % len(PIECES)] if number % 9 else rng.randbytes(100))
+                if number % 20 == 0:
+                    stack.enter_context(it)
+                else:
+                    it.close()
+    return met
+
+
+def own_listeners() -> list[tuple[str, int]]:
+    """Where this process listens, TCP over IPv4."""
+    found = []
+    for text in listening()[0]:
+        host, _, port = text.partition(":")
+        assert len(host) == 8, f"it listens at {text}"
+        found.append((socket.inet_ntoa(bytes.fromhex(host)[::-1]), int(port, 16)))
+    return found
+
+
+async def stand(place: Rank, port: int, host: str, each: int) -> int:
+    """Form a communicator as a launcher has it, and work while strangers knock at all that listens."""
+    os.environ |= {
+        "RANK": f"{place.rank}",
+        "WORLD_SIZE": f"{place.size}",
+        "MASTER_ADDR": host,
+        "MASTER_PORT": f"{port}",
+    }
+    async with aiocomms.new_comm(place.transport, timeout=20) as comm:
+        await exchange(comm, LARGE)
+        where = own_listeners()
+        assert not listening()[1], "a unix socket still listens"
+        assert not any(at in ("0.0.0.0", "::") for at, _ in where), where
+        before, resident = held(), psutil.Process().memory_info().rss
+        stop, met = threading.Event(), [0]
+        knocking = threading.Thread(target=lambda: met.append(strangers(where, stop, each)))
+        knocking.start()
+        try:
+            while any(await comm.all_gather_object(knocking.is_alive())):
+                await comm.all_reduce(torch.ones(LARGE))
+        finally:
+            stop.set()
+            knocking.join()
+        await exchange(comm, LARGE)
+        grown = psutil.Process().memory_info().rss - resident
+        assert grown < 32 * 2**20, f"{grown} bytes more"
+        await let_go(before)
+        return met[-1]
+
+
+async def let_go(before: tuple[list[str], list[str]]) -> None:
+    """No more descriptors and threads than there were."""
+    ends = time.monotonic() + 10
+    while any(more := [Counter(now) - Counter(then) for now, then in zip(held(), before, strict=True)]):
+        assert time.monotonic() < ends, f"still held: {more}"
+        await asyncio.sleep(0.05)
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    with socket.create_server((host, 0)) as it:
+        return int(it.getsockname()[1])
+
+
+def test_strangers_at_every_listener(ranks: Run, transport: str) -> None:
+    """On one host that is the store's: ucx listens nowhere once it is open, and gloo does not hear."""
+    assert ranks(2, stand, free_port(), "127.0.0.1", 300, seconds=40) == [300, 0]
+
+
+def test_strangers_at_every_listener_between_hosts(ranks: Run, transport: str, names: list[str]) -> None:
+    """The store's and UCX's own, of which each rank has several."""
+    met = ranks(2, stand, 29533, address(0), 200, before=Enter(names, "01"), seconds=50)
+    assert met[0] >= 200, met
+    assert (met[1] >= 200) == (transport == "ucx"), met
+
+
+async def come_late(place: Rank) -> None:
+    """Rank 0 listens; somebody fills its queue with silent connections and garbage before rank 1 comes."""
+    if place.rank == 1:
+        await place.all_told("full", 0)
+        async with place.open() as comm:
+            await exchange(comm, LARGE)
+        return
+    forming = asyncio.create_task(opened(place))
+    while not (paths := [path for path in listening()[1] if path.startswith("@aiocomms-")]):  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    with contextlib.ExitStack() as stack:
+        count = 0
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                it = stack.enter_context(socket.socket(socket.AF_UNIX))
+                it.setblocking(False)
+                it.connect("\0" + paths[0][1:])
+                it.send(PIECES[count % len(PIECES)])
+                count += 1
+        assert count > 100, count
+        place.tell("full 0")
+        started = time.monotonic()
+        comm = await forming
+        assert time.monotonic() - started < 5
+        await exchange(comm, LARGE)
+    await comm.aclose()
+
+
+async def opened(place: Rank) -> Any:
+    return await place.open()
+
+
+@on_ucx  # gloo's listener is known to nobody before it is full of ranks
+def test_strangers_come_first(ranks: Run, transport: str) -> None:
+    ranks(2, come_late, before=in_job)
+
+
+# --------------------------------------------------------------------------------------------------- 64: the token
+
+
+def in_job(rank: int) -> None:
+    os.environ["AIOCOMMS_TOKEN"] = TOKEN
+
+
+def with_another_token(rank: int) -> None:
+    os.environ["AIOCOMMS_TOKEN"] = TOKEN if rank == 0 else "a token of another job altogether"
+
+
+def with_none(rank: int) -> None:
+    if rank == 0:
+        os.environ["AIOCOMMS_TOKEN"] = TOKEN
+
+
+async def work(place: Rank) -> str:
+    async with place.open() as comm:
+        await exchange(comm, LARGE)
+        child = await comm.split([1, 0])
+        assert child is not None
+        await exchange(child, 3)
+        await child.aclose()
+        return repr(comm) + repr(comm.__dict__) + repr(comm._rendezvous.__dict__)
+
+
+def test_a_job_with_a_token(ranks: Run, transport: str, tmp_path: Path) -> None:
+    """It works, and the token stands nowhere."""
+    for said in ranks(2, work, before=in_job):
+        assert TOKEN not in said
+    stores = list(tmp_path.rglob("store"))
+    assert stores
+    assert not any(TOKEN.encode() in path.read_bytes() for path in stores if path.is_file())
+
+
+async def refused(place: Rank) -> tuple[str, int | None]:
+    before = held()
+    with pytest.raises(AuthError) as caught:
+        await place.open(timeout=5)
+    await let_go(before)
+    return caught.value.message, caught.value.peer
+
+
+@pytest.mark.parametrize("before", [with_another_token, with_none])
+def test_a_rank_of_another_job(ranks: Run, transport: str, before: Callable[[int], None]) -> None:
+    """Each rank learns whose record it does not believe, and no memory, thread or descriptor is left."""
+    for rank, (message, peer) in enumerate(ranks(2, refused, before=before)):
+        assert peer == 1 - rank, message
+        assert f"rank {peer}" in message, message
+
+
+async def impersonated(place: Rank) -> str:
+    """Rank 1 is somebody who writes into the store what rank 1 wrote in another job: all that a stranger can read."""
+    store = place.store()
+    if place.rank == 0:
+        with pytest.raises(ProtocolError) as caught:
+            await place.open(timeout=10)
+        return str(caught.value.peer)
+    key = {"c10d": "c10d", "ucx": "ucx"}[place.transport]
+    store.set(f"aiocomms/world/1/{key}/1", b"\x02" + bytes(32) + b"\x96whatever")
+    return ""
+
+
+def test_a_stranger_in_the_store(ranks: Run, transport: str) -> None:
+    assert ranks(2, impersonated, before=in_job)[0] == "1"
+
+
+async def tampered(place: Rank) -> str:
+    """Rank 1 joins with the right hello, and somebody overwrites what gloo reads of it."""
+    from aiocomms_c10d import proof
+
+    if place.rank == 1:
+        write = proof.SignedStore.set
+        proof.SignedStore.set = lambda self, key, value: write(  # type: ignore[method-assign]
+            self if "1" not in key else proof.SignedStore(self._store, b"another key"), key, value
+        )
+    with pytest.raises(CommError) as caught:
+        await place.open(timeout=5)
+    return f"{type(caught.value).__name__}: {caught.value.message}"
+
+
+@on_c10d  # UCX reads nothing there: its addresses come in signed records
+def test_gloo_does_not_believe_the_store(ranks: Run, transport: str) -> None:
+    assert "not signed with this job's token" in ranks(2, tampered, before=in_job)[0]
+
+
+# ------------------------------------------------------------------------------------- 65: headers that make no sense
+
+
+def c10d_bombs() -> list[bytes]:
+    def frame(**more: Any) -> bytes:
+        header = c10d_wire.Header(**{"kind": c10d_wire.EAGER, **more})
+        fields = (b"aioC", c10d_wire.VERSION, *header[:4], header.text, header.sizes, header.ident, header.nbytes)
+        return c10d_wire._HEADER.pack(*fields)
+
+    return [
+        frame(nbytes=2**63 - 1),
+        frame(nbytes=-1),
+        frame(nbytes=c10d_wire.INLINE + 10**6),
+        frame(kind=255),
+        frame(dtype=255),
+        frame(text=65535),
+        frame(sizes=65535),
+        frame(kind=c10d_wire.CALL, ident=2**62),
+        frame(kind=c10d_wire.CALL, ident=-1),
+        frame(kind=c10d_wire.CTS, ident=99),
+        frame(kind=c10d_wire.DATA, ident=99),
+        frame(kind=c10d_wire.DONE, ident=99),
+        b"GET / HTTP/1.1\r\n\r\n".ljust(32, b"\0"),
+    ]
+
+
+async def bombed(place: Rank) -> None:
+    """One communicator for each bomb; rank 1 throws it, and another communicator goes on."""
+    async with place.open("healthy") as healthy:
+        for number, bomb in enumerate(c10d_bombs()):
+            comm = await place.open(f"bombed {number}")
+            reasons: list[CommError] = []
+            comm.register_abort_hook(reasons.append)
+            await comm.barrier()
+            resident = psutil.Process().memory_info().rss
+            if place.rank == 1:
+                (link,) = next(iter(comm._by_family.values()))._links.values()
+                link.send(torch.frombuffer(bytearray(bomb), dtype=torch.uint8))
+            with pytest.raises((ProtocolError, CommAbortedError)) as caught:
+                await comm.recv(empty(3), 1 - place.rank, timeout=10)
+            await comm.aclose()
+            assert place.rank == 1 or isinstance(reasons[0], ProtocolError), (number, repr(caught.value))
+            assert psutil.Process().memory_info().rss - resident < 8 * 2**20
+            await exchange(healthy, 3)
+
+
+@on_c10d
+def test_header_bombs(ranks: Run, transport: str) -> None:
+    """Of frames of c10d; of ucx's headers see engine_hostile.hpp, and of its control frames the next test."""
+    ranks(2, bombed, seconds=40)
+
+
+UCX_BOMBS = [
+    b"",
+    b"\x01",
+    b"\x01\xc1",
+    b"\x01\xdd\xff\xff\xff\xff",
+    b"\x01" + b"\x91" * 5000,
+    b"\x80\x04\x95" + bytes(40),
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"B",
+    b"E" + b"\xff" * 5,
+    b"\x01" + bytes(2**16),
+]
+
+
+async def bombed_frames(place: Rank) -> None:
+    async with place.open("healthy") as healthy:
+        for number, bomb in enumerate(UCX_BOMBS):
+            comm = await place.open(f"bombed {number}")
+            reasons: list[CommError] = []
+            comm.register_abort_hook(reasons.append)
+            await comm.barrier()
+            if place.rank == 1:
+                next(iter(comm._by_family.values())).engine.send_frame(0, bomb)
+            with pytest.raises((ProtocolError, CommAbortedError)) as caught:
+                await comm.recv(empty(3), 1 - place.rank, timeout=10)
+            await comm.aclose()
+            assert place.rank == 1 or isinstance(reasons[0], ProtocolError), (number, repr(caught.value))
+            await exchange(healthy, 3)
+
+
+@on_ucx
+def test_control_frames_that_make_no_sense(ranks: Run, transport: str) -> None:
+    ranks(2, bombed_frames, seconds=40)
+
+
+# ------------------------------------------------------------------------- 66 and 67: pickles, and objects too large
+
+
+class Canary:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (_sing, (self.path,))
+
+
+def _sing(path: str) -> str:
+    Path(path).touch()
+    return "sung"
+
+
+async def sing(place: Rank) -> None:
+    """A pickle by every channel that takes bytes of another rank."""
+    song = str(place.folder / "sung")
+    canary = pickle.dumps(Canary(song))
+    other = 1 - place.rank
+    async with place.open() as comm:
+
+        async def ends(receive: Any, send: Any = None) -> None:
+            """The receiver is told, and the communicator goes on."""
+            if place.rank == 1:
+                await send()
+            else:
+                with pytest.raises(ProtocolError):
+                    await receive()
+            await exchange(comm, 3)
+
+        await ends(lambda: comm.recv_object(1), lambda: comm.send_object(Canary(song), 0, pickle=True))
+        # Also without the header's flag, and with it in the header alone.
+        for flags, inline in ((0, canary), (0, b""), (1, canary), (2, canary)):
+            head = objects._HEADER.pack(objects._MAGIC, flags, 5, len(inline), len(canary)) + inline
+            header = codec.to_tensor(head.ljust(objects.HEADER_BYTES, b"\0"), comm.device)
+
+            async def send(header: Any = header, inline: bytes = inline) -> None:
+                await comm._issue(ops.Send(header, 0, 0, ops.OBJECT))
+                if not inline:
+                    body = codec.to_tensor(canary, comm.device)
+                    await comm._issue(ops.Send(body, 0, 5, ops.OBJECT_DATA))
+
+            await ends(lambda: comm.recv_object(1), send)
+        mine = Canary(song) if place.rank == 1 else "no pickle"
+        asks = place.rank == 1
+        for call in (
+            lambda: comm.broadcast_object(mine, 1, pickle=asks),
+            lambda: comm.all_gather_object(mine, pickle=asks),
+            lambda: comm.gather_object(mine, 0, pickle=asks),
+            lambda: comm.scatter_object([mine, mine] if asks else None, 1, pickle=asks),
+        ):
+            if place.rank == 1:
+                with contextlib.suppress(ProtocolError):  # of the other's object, where it gets that
+                    # Its own copy it has asked for: that one may be unpickled, and is looked at below.
+                    await call()
+                Path(song).unlink(missing_ok=True)
+                place.tell("asked")
+            else:
+                with pytest.raises(ProtocolError, match="pickled"):
+                    await call()
+            await comm.barrier()
+        stream = comm.open_stream(other)
+        opened_stream = await stream
+        if place.rank == 1:
+            await comm._issue(
+                ops.Send(
+                    codec.to_tensor(canary.ljust(8 + codec.TENSOR_BYTES, b"\0")[: 8 + codec.TENSOR_BYTES], comm.device),
+                    0, opened_stream._out_tag, ops.STREAM_DATA,
+                )
+            )  # fmt: skip
+        else:
+            with pytest.raises(ProtocolError):
+                await opened_stream.receive()
+        await exchange(comm, 3)
+    assert not Path(song).exists()
+
+
+def test_a_pickle_by_every_channel(ranks: Run, transport: str, tmp_path: Path) -> None:
+    """Object messages and collectives, streams: none runs it. Records and frames: test_fuzz.py."""
+    ranks(2, sing, seconds=40)
+    assert not list(tmp_path.rglob("sung"))
+
+
+def test_a_pickle_on_local(tmp_path: Path) -> None:
+    song = tmp_path / "sung"
+
+    async def main() -> None:
+        async with local_world(2) as (one, two):
+            sent = one.send_object(Canary(str(song)), 1, pickle=True)
+            with pytest.raises(ProtocolError, match="pickled by its sender"):
+                await two.recv_object(0)
+            await sent
+
+    asyncio.run(main())
+    assert not song.exists()
+
+
+async def too_much(place: Rank) -> None:
+    """Objects beyond each limit: refused where they are made, and where they come from a rank that has no limits."""
+    async with place.open() as comm:
+        deep: Any = []
+        for _ in range(10**5):
+            deep = [deep]
+        many = [None] * 10**7
+        for value, why in ((deep, "nested"), (many, "values"), (b"\0" * (codec.MAX_OBJECT_BYTES + 1), "at most")):
+            with pytest.raises(ArgumentError, match=why):
+                comm.send_object(value, 1 - place.rank)
+        while deep:  # else the interpreter goes too deep itself
+            deep = deep[0]
+        bombs = [b"\x91" * 10**5 + b"\xc0", b"\xdd\x00\x98\x96\x80" + b"\xc0" * 10**7, b"\xdc\xff\xff" * 10**5]
+        for bomb in bombs:
+            if place.rank == 1:
+                head = objects._HEADER.pack(objects._MAGIC, 0, 5, 0, len(bomb))
+                header = codec.to_tensor(head.ljust(objects.HEADER_BYTES, b"\0"), comm.device)
+                await comm._issue(ops.Send(header, 0, 0, ops.OBJECT))
+                await comm._issue(ops.Send(codec.to_tensor(bomb, comm.device), 0, 5, ops.OBJECT_DATA))
+            else:
+                resident = psutil.Process().memory_info().rss
+                with pytest.raises(ProtocolError):
+                    await comm.recv_object(1)
+                assert psutil.Process().memory_info().rss - resident < 64 * 2**20
+        await exchange(comm, 3)
+
+
+def test_objects_beyond_each_limit(ranks: Run, transport: str) -> None:
+    ranks(2, too_much, seconds=40)
+
+
+# ------------------------------------------------------------------------------------------------ 69: another user
+
+
+def as_nobody(call: Callable[[], object]) -> str:
+    """What comes of a call in a process of another user: the error's name, or "done"."""
+    here, there = os.pipe()
+    child = os.fork()
+    if child == 0:
+        outcome = "?"
+        try:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            call()
+            outcome = "done"
+        except OSError as error:
+            outcome = errno.errorcode[error.errno or 0]
+        finally:
+            os.write(there, outcome.encode())
+            os._exit(0)
+    os.close(there)
+    os.waitpid(child, 0)
+    said = os.read(here, 100).decode()
+    os.close(here)
+    return said
+
+
+async def guarded(place: Rank) -> list[tuple[str, str]]:
+    """All that this process shares by name or descriptor, and what another user can do with it."""
+    async with place.open() as comm:
+        window = await comm.new_window(torch.ones(LARGE))
+        await exchange(comm, LARGE)
+        await comm.barrier()
+        tried = []
+        me = os.getpid()
+        for link in list(Path("/proc/self/fd").iterdir()):
+            with contextlib.suppress(OSError):
+                target = str(link.readlink())
+                if any(word in target for word in ("memfd", "/dev/shm", "shm_open", "torch_", "ucx")):
+                    there = f"/proc/{me}/fd/{link.name}"
+                    tried.append((target, as_nobody(lambda there=there: os.open(there, os.O_RDONLY))))
+        for file in Path("/dev/shm").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if file.owner() == Path("/proc/self").owner() and ("ucx" in file.name or "torch" in file.name):
+                    tried.append((str(file), as_nobody(lambda file=file: os.open(file, os.O_RDONLY))))
+                    assert file.stat().st_mode & 0o077 == 0, file
+        tried.append(("memory", as_nobody(lambda: os.open(f"/proc/{me}/mem", os.O_RDONLY))))
+        await comm.barrier()
+        await window.aclose()
+        return tried
+
+
+@needs_root
+def test_another_user_opens_nothing(ranks: Run, transport: str) -> None:
+    for tried in ranks(2, guarded):
+        assert len(tried) > 1 or transport == "c10d"
+        assert {outcome for _, outcome in tried} == {"EACCES"}, tried
+        assert any("memfd" in what or "torch" in what or "ucx" in what for what, _ in tried) == (transport == "ucx"), (
+            tried
+        )
+
+
+@needs_root
+def test_another_user_cannot_read_the_token(tmp_path: Path) -> None:
+    for folder in (tmp_path, *list(tmp_path.parents)[:-1]):
+        folder.chmod(folder.stat().st_mode | 0o055)
+    token = tmp_path / "token"
+    token.touch(mode=0o600)
+    assert as_nobody(lambda: os.open(tmp_path, os.O_RDONLY)) == "done"
+    assert as_nobody(lambda: os.open(token, os.O_RDONLY)) == "EACCES"
+
+
+def test_ucx_shares_nothing_with_the_group() -> None:
+    """Its sysv segments would be readable by the group."""
+    from aiocomms_ucx import bringup
+
+    for outside in (None, "192.0.2.1"):
+        assert dict(bringup._options(outside))["TLS"].startswith("^sysv")
+
+
+@pytest.mark.parametrize("what", ["file", "unsealed memory", "another user's"])
+def test_memory_that_is_not_a_ranks_own(tmp_path: Path, what: str) -> None:
+    """A descriptor that a rank names is looked at before it is mapped."""
+    if what == "file":
+        (tmp_path / "file").write_bytes(bytes(10**6))
+        fd = os.open(tmp_path / "file", os.O_RDWR)
+    else:
+        flags = os.MFD_CLOEXEC | (os.MFD_ALLOW_SEALING if what == "another user's" else 0)
+        fd = os.memfd_create("it", flags)
+        os.truncate(fd, 10**6)
+    if what == "another user's":
+        if os.geteuid() != 0:
+            pytest.skip("giving memory away needs root")
+        import fcntl
+
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        os.fchown(fd, NOBODY, -1)
+    before = held()
+    with pytest.raises(ProtocolError, match="rank 3 names something else than shared memory"):
+        ucx_windows.open_segment(3, os.getpid(), fd)
+    assert held() == before
+    os.close(fd)
+
+
+# ------------------------------------------------------------------------------------------------------ 70: windows
+
+
+async def out_of_bounds(place: Rank) -> None:
+    """Through the raw engine: Python's own checks would hide it."""
+    canary = 0x5A5A5A5A
+    whole = torch.full((3 * 1024,), canary, dtype=torch.int64)
+    mine = whole[1024:2048]
+    async with place.open() as comm:
+        window = await comm.new_window(mine)
+        other, size = 1 - place.rank, 1024 * 8
+        transport = next(iter(comm._by_family.values()))
+        engine, group, number = transport.engine, transport.group, window.handle.number
+        data = numbers(1024, place.rank)
+        for offset, nbytes in ((size, 8), (size - 8, 16), (0, size + 8), (2**40, 8), (2**64 - 8, 16), (2**64 - 8, 8)):
+            for call in (engine.put, engine.get):
+                with pytest.raises(IndexError, match="beyond the end of a window"):
+                    call(1, group, number, other, offset, data.data_ptr(), nbytes)
+            if nbytes == 8:
+                with pytest.raises(IndexError):
+                    engine.atomic(1, group, number, other, offset, False, 8, 1, 0)
+        for rank in (2, -1, 2**31 - 1):
+            with pytest.raises(IndexError):
+                engine.put(1, group, number, rank, 0, data.data_ptr(), 8)
+        with pytest.raises(IndexError):
+            engine.put(1, group, number + 1, other, 0, data.data_ptr(), 8)
+        await comm.barrier()
+        assert (whole == canary).all()
+        await comm.barrier()
+        await window.put(data, other)
+        await window.flush()
+        await comm.barrier()
+        assert torch.equal(mine, numbers(1024, other))
+        await window.aclose()
+        for call in (engine.put, engine.get):
+            with pytest.raises(IndexError):
+                call(1, group, number, other, 0, data.data_ptr(), 8)
+        with pytest.raises(IndexError):
+            engine.signal(1, group, number, other)
+        assert (whole[:1024] == canary).all()
+        assert (whole[2048:] == canary).all()
+        await exchange(comm, 3)
+
+
+@on_ucx
+def test_windows_are_bounded_in_the_engine(ranks: Run, transport: str) -> None:
+    ranks(2, out_of_bounds)
+
+
+async def out_of_bounds_requests(place: Rank) -> None:
+    """The window over sends and receives: its owner looks at each request before it touches the tensor."""
+    from aiocomms import twosided
+
+    canary = 0x5A5A5A5A
+    whole = torch.full((3 * 64,), canary, dtype=torch.int64)
+    async with place.open() as comm:
+        window = await comm.new_window(whole[64:128])
+        if place.rank == 1:
+            request = codec.to_tensor(twosided._REQUEST.pack(twosided._SWAP, 64, canary, 0), comm.device)
+            await comm._issue(ops.Send(request, 0, window.handle.tag, ops.RMA_REQUEST))
+        await comm.barrier()
+        assert (whole == canary).all()
+
+
+@pytest.mark.parametrize(
+    ("offset", "count"), [(0, 65), (64, 1), (-1, 1), (0, -1), (2**63 - 1, 1), (-(2**63), 2**63 - 1), (1, 2**63 - 1)]
+)
+def test_a_request_beyond_a_window(offset: int, count: int) -> None:
+    """On local and c10d, whose windows go over messages."""
+    from aiocomms.twosided import _Window
+
+    whole = torch.full((3 * 64,), 7)
+    window = _Window(1, whole[64:128])
+    with pytest.raises(ProtocolError, match="of a window of 64"):
+        window.span(offset, count)
+    with pytest.raises(ProtocolError):
+        window.atomic(3, offset if count == 1 else 64, 1, 1)
+    assert (whole == 7).all()
+
+
+@on_c10d
+def test_requests_beyond_a_window(ranks: Run, transport: str) -> None:
+    ranks(2, out_of_bounds_requests)
+
+
+def test_a_key_of_memory_is_not_shown() -> None:
+    part = ucx_windows._Part(3, 0, (4,), 2**47, b"secret key")
+    for text in (repr(part), str(part)):
+        assert "secret" not in text
+        assert str(2**47) not in text
