@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import secrets
 import signal
 import statistics
 import sys
@@ -93,7 +94,11 @@ async def torchrun(ranks: int) -> AsyncIterator[Job]:
     """Start the server on `ranks` ranks of this machine; show what they complained of if the block fails."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += ["-m", "embedding_server", "--port=0"]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}  # what torchrun sets too, but with a warning
+    token = (
+        {} if "AIOCOMMS_TOKEN_FILE" in os.environ else {"AIOCOMMS_TOKEN": secrets.token_hex(32)}
+    )  # of this job alone
+    # OMP_NUM_THREADS: what torchrun sets too, but with a warning
+    environment = {"OMP_NUM_THREADS": "1", **token, **os.environ}
     with tempfile.TemporaryFile() as log:
         async with await anyio.open_process(
             command, stdin=DEVNULL, stderr=log, cwd=HERE.parent, env=environment, start_new_session=True

@@ -50,11 +50,12 @@ bool may_read(pid_t pid) {
 }  // namespace
 
 Engine::Engine(int rank, int size, const std::vector<std::pair<std::string, std::string>>& options)
-    : worker_(std::make_unique<Worker>(size, options,
-                                       [this](int peer, const Header& header, const void* payload, void* descriptor) {
-                                         arrived(peer, header, payload, descriptor);
-                                       },
-                                       [this](int peer) { notify({Notice::kMisled, peer, 0, 0, {}}); })),
+    : worker_(std::make_unique<Worker>(
+          size, options,
+          [this](int peer, const Header& header, const void* payload, void* descriptor) {
+            arrived(peer, header, payload, descriptor);
+          },
+          [this](int peer) { notify({Notice::kMisled, peer, 0, 0, {}}); })),
       rank_(rank),
       size_(size),
       received_(size),

@@ -1,5 +1,5 @@
-// Messages of somebody who has a worker's address and no cookie, and of a rank that sends nonsense: headers and payloads
-// drawn from a seed. Nobody crashes, memory that is not theirs stays as it was, and the other ranks go on.
+// Messages of somebody who has a worker's address and no cookie, and of a rank that sends nonsense: headers and
+// payloads drawn from a seed. Nobody crashes, memory that is not theirs stays as it was, and the other ranks go on.
 #pragma once
 
 #include <algorithm>
