@@ -62,14 +62,9 @@ async def open_family(rendezvous: Rendezvous) -> tuple[Family, list[str], list[i
     :raises AuthError: a rank has not this job's token.
     """
     rank, size = rendezvous.rank, rendezvous.size
-    path, nonce = f"\0aiocomms-{secrets.token_hex(16)}", secrets.token_bytes(_NONCE)
-    cores = sorted(os.sched_getaffinity(0))
-    mine = Hello(
-        wire.VERSION, sys.byteorder, f"{host_id('net', 'pid')}/{os.getuid()}", socket.gethostname(), os.getpid(),
-        cores, path, nonce,
-    )  # fmt: skip
+    mine = _introduction()
     with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(_listen_here(path))]
+        listeners = [stack.enter_context(_listen_here(mine.path))]
         hellos, key = await _hellos(rendezvous, mine)
         hosts = [hello.host for hello in hellos]
         outside = None
@@ -89,9 +84,16 @@ async def open_family(rendezvous: Rendezvous) -> tuple[Family, list[str], list[i
     pids = [hello.pid for hello in hellos]
     here = [hello for hello in hellos if hello.host == mine.host]
     crowded = len(here) > len({core for hello in here for core in hello.cores})
-    pids_here = [it.pid if it in here else 0 for it in hellos]
-    engine.start([place.address for place in places], sockets, pids_here, crowded, _cookies(key, rank, size))
+    near = [it.pid if it in here else 0 for it in hellos]
+    engine.start([place.address for place in places], sockets, near, crowded, _cookies(key, rank, size))
     return Family(engine, rank), hosts, pids
+
+
+def _introduction() -> Hello:
+    host = f"{host_id('net', 'pid')}/{os.getuid()}"
+    path, nonce = f"\0aiocomms-{secrets.token_hex(16)}", secrets.token_bytes(_NONCE)
+    cores = sorted(os.sched_getaffinity(0))
+    return Hello(wire.VERSION, sys.byteorder, host, socket.gethostname(), os.getpid(), cores, path, nonce)
 
 
 def _options(outside: str | None) -> list[tuple[str, str]]:
