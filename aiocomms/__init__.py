@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from aiocomms import errors, functional, ops, testing
+    from aiocomms import cuda, errors, functional, ops, testing
     from aiocomms.communicator import Communicator
     from aiocomms.dumps import dump_on_signal
     from aiocomms.errors import CommError
@@ -36,6 +36,7 @@ __all__ = [
     "Transport",
     "Window",
     "Work",
+    "cuda",
     "dump_on_signal",
     "errors",
     "from_process_group",
@@ -61,7 +62,7 @@ _HOME = {
     "get_comm": "groups:get",
     "new_comm": "rendezvous",
 }
-_MODULES = frozenset({"errors", "functional", "ops", "testing"})
+_MODULES = frozenset({"cuda", "errors", "functional", "ops", "testing"})
 
 
 def __getattr__(name: str) -> object:

@@ -126,7 +126,10 @@ def _unreadable(name: str, tensor: object, device: torch.device) -> ArgumentErro
     if tensor.dtype not in DTYPES:
         return ArgumentError(f"{name} has dtype {tensor.dtype}, wanted one of {', '.join(sorted(map(str, DTYPES)))}")
     if tensor.device != device:
-        return ArgumentError(f"{name} is on {tensor.device}, wanted it on {device}, the communicator's device")
+        return ArgumentError(
+            f"{name} is on {tensor.device}, wanted it on {device}, the communicator's device; "
+            f"give {name}.to('{device}'), or form a communicator with device='{tensor.device}'"
+        )
     if not tensor.is_contiguous():
         return ArgumentError(
             f"{name} ({describe(tensor)} with strides {tensor.stride()}) is not contiguous; give {name}.contiguous()"
@@ -211,6 +214,23 @@ def index(name: str, value: int, group: Group) -> None:
         raise ArgumentTypeError(f"{name} is {short(value)} ({type(value).__name__}), wanted a rank as an int")
     if not 0 <= value < group.size:
         raise ArgumentError(f"{name} is {value}, wanted a rank of this communicator: 0 <= {name} < {group.size}")
+
+
+def members(ranks: Sequence[int], group: Group) -> list[int]:
+    """Check the members of a new communicator: distinct ranks with this one among them, or none."""
+    if not isinstance(ranks, (list, tuple, range)):
+        raise ArgumentTypeError(f"ranks is {short(ranks)}, wanted a list of ranks", op="split")
+    chosen = list(ranks)
+    for i, rank in enumerate(chosen):
+        index(f"ranks[{i}]", rank, group)
+    if len(set(chosen)) != len(chosen):
+        raise ArgumentError(f"ranks is {chosen}, wanted each rank once", op="split")
+    if chosen and group.rank not in chosen:
+        raise ArgumentError(
+            f"ranks is {chosen} and leaves out this rank, {group.rank}; wanted it among them, or an empty list",
+            op="split",
+        )
+    return chosen
 
 
 def other(name: str, value: int, group: Group) -> None:

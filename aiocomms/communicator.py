@@ -27,7 +27,7 @@ from aiocomms.errors import (
     MismatchError,
     PeerDiedError,
 )
-from aiocomms.hooks import Hook, Hooks
+from aiocomms.hooks import Hooked, Hooks
 from aiocomms.inquest import Inquest, late, quote
 from aiocomms.issuer import Timeout
 from aiocomms.objects import Objects
@@ -49,7 +49,7 @@ CLOSE_GRACE = 5.0
 _POISONS = (CommTimeoutError, MismatchError, PeerDiedError)
 
 
-class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
+class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked):
     """One rank's handle on a fixed, ordered group of ranks; made by :func:`aiocomms.new_comm`.
 
     Every operation is started by its call and returns a :class:`~aiocomms.work.Work` at once. A communicator belongs
@@ -131,9 +131,13 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
             for hook in list(self._pre_hooks):
                 hook(op, seq)
         work: Work[Any] = Work(op, seq, self, hints)
-        if op.family == "collectives":
-            self.calls += 1
-        self._router[type(op)](op, work)
+        collective = op.family == "collectives"
+        self.calls += collective
+        try:
+            self._router[type(op)](op, work)
+        except BaseException:  # nothing was sent: the other ranks' next collective is this one's next, too
+            self.calls -= collective
+            raise
         if not work.done():
             self._keep(work, seconds)
         else:
@@ -186,6 +190,10 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
     def withdraw(self, work: Completion) -> bool:
         """Take an unmatched receive or wait back from its transport."""
         return self._router.withdraw(work)
+
+    def order_stream(self, work: Work[Any], stream: Any) -> None:
+        """Make a CUDA stream wait for a work."""
+        self._by_family[work.op.family].wait_stream(work, stream)
 
     def _after(self, work: Work[Any]) -> None:
         self._post_hooks.call(self.driver, work)
@@ -305,28 +313,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
             self.abort(error)  # the peers may be waiting for ops that this rank will never call
         await self.aclose()
 
-    # ------------------------------------------------------------------------------------ hooks and children
-
-    def register_pre_hook(self, fn: Callable[[Op, int], object]) -> Hook:
-        """Have ``fn(op, seq)`` called before each op is posted, after its checks; what it raises stops the op.
-
-        :returns: a handle with ``.remove()``.
-        """
-        return self._pre_hooks.register(fn)
-
-    def register_post_hook(self, fn: Callable[[Work[Any]], object]) -> Hook:
-        """Have ``fn(work)`` called on the loop's thread when an op is done, before its awaiters go on.
-
-        :returns: a handle with ``.remove()``.
-        """
-        return self._post_hooks.register(fn)
-
-    def register_abort_hook(self, fn: Callable[[CommError], object]) -> Hook:
-        """Have ``fn(error)`` called on the loop's thread when the communicator is lost; ``error`` is the first reason.
-
-        :returns: a handle with ``.remove()``.
-        """
-        return self._abort_hooks.register(fn)
+    # ------------------------------------------------------------------------------------------ and the rest
 
     def set_timeout(self, timeout: Timeout) -> None:
         """Set the deadline of ops that name none.
@@ -361,6 +348,10 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams):
                 self._fail(error)
                 raise error
         if not members:
+            if any(claims):
+                alone = self._rendezvous.child(f"{child}#{self._children}.out{self.rank}", child, 0, 1)
+                for transport in self._transports():
+                    await transport.stay_out(alone)
             return None
         key = f"{child}#{self._children}.{members[0]}"
         rendezvous = self._rendezvous.child(key, child, members.index(self.rank), len(members))

@@ -12,15 +12,30 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import Any, Protocol
 
 from aiocomms.errors import CommError
 from aiocomms.loops import Loop, Parkable, running_loop
-from aiocomms.transport import Transport
+from aiocomms.transport import Capabilities
 from aiocomms.waker import Waker
 from aiocomms.work import Work
 
 _local = threading.local()
+
+
+class Served(Protocol):
+    """What a driver needs of a transport."""
+
+    capabilities: Capabilities
+
+    def progress(self) -> bool | None:
+        """Move things on without blocking; whether anything completed. None: do not ask again, park."""
+
+    def fileno(self) -> int | None:
+        """A descriptor that is readable when :meth:`progress` has something to do."""
+
+    def on_failure(self, error: CommError) -> None:
+        """:meth:`progress` has raised, and is not called any more."""
 
 
 class Driver:
@@ -34,8 +49,8 @@ class Driver:
         self.call_soon: Callable[..., None] = loop.call_soon
         self.report: Callable[[str, BaseException], None] = loop.report
         self.tasks_of = loop.tasks_of
-        self._fds: dict[Transport, int | None] = {}
-        self._turns: dict[Transport, int] = {}  # how many more turns each transport is polled
+        self._fds: dict[Served, int | None] = {}
+        self._turns: dict[Served, int] = {}  # how many more turns each transport is polled
         self._scheduled = False
         self._calls: deque[tuple[Callable[..., object], tuple[object, ...]]] = deque()  # from other threads
         self._blocked: Waker | None = None  # while the loop's thread waits in block()
@@ -52,13 +67,13 @@ class Driver:
             driver = _local.driver = cls(loop)
         return driver
 
-    def attach(self, transport: Transport) -> None:
+    def attach(self, transport: Served) -> None:
         """Serve a transport from now on."""
         fd = self._fds[transport] = transport.fileno()
         if fd is not None:
             self._loop.watch(fd, lambda: self._ready(transport))
 
-    def detach(self, transport: Transport) -> None:
+    def detach(self, transport: Served) -> None:
         """Stop serving a transport. Twice is once."""
         fd = self._fds.pop(transport, None)
         self._turns.pop(transport, None)
@@ -67,7 +82,7 @@ class Driver:
         if not self._fds and getattr(_local, "driver", None) is self:
             _local.driver = None
 
-    def kick(self, transport: Transport) -> None:
+    def kick(self, transport: Served) -> None:
         """Something is pending on a transport: poll it for as many turns as it says it is worth."""
         spin = transport.capabilities.spin
         if spin:
@@ -120,7 +135,10 @@ class Driver:
                 while self._calls:
                     self._call()
                 for transport in list(self._fds):
-                    self._progress(transport)
+                    # As often as on the loop: only then is its descriptor what to wait for.
+                    turns = max(1, transport.capabilities.spin)
+                    while turns and self._progress(transport) is False and not work.done():
+                        turns -= 1
                 left = None if deadline is None else deadline - time.monotonic()
                 if work.done() or (left is not None and left <= 0):
                     return
@@ -129,7 +147,7 @@ class Driver:
             self._blocked = None
             waker.close()
 
-    def _ready(self, transport: Transport) -> None:
+    def _ready(self, transport: Served) -> None:
         if self._progress(transport):
             self.kick(transport)  # where one thing has happened, the next is near
 
@@ -147,7 +165,7 @@ class Driver:
         if turns:
             self.call_soon(self._turn)
 
-    def _progress(self, transport: Transport) -> bool | None:
+    def _progress(self, transport: Served) -> bool | None:
         try:
             return transport.progress()
         except Exception as error:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiocomms.driver import Driver
+
+if TYPE_CHECKING:
+    from aiocomms.errors import CommError
+    from aiocomms.ops import Op
+    from aiocomms.work import Work
 
 
 class Hook:
@@ -44,3 +49,32 @@ class Hooks(list[Hook]):
                 hook(*about)
             except Exception as error:
                 driver.report(f"the hook {hook!r} raised", error)
+
+
+class Hooked:
+    """The method family through which a program registers its hooks."""
+
+    _pre_hooks: Hooks
+    _post_hooks: Hooks
+    _abort_hooks: Hooks
+
+    def register_pre_hook(self, fn: Callable[[Op, int], object]) -> Hook:
+        """Have ``fn(op, seq)`` called before each op is posted, after its checks; what it raises stops the op.
+
+        :returns: a handle with ``.remove()``.
+        """
+        return self._pre_hooks.register(fn)
+
+    def register_post_hook(self, fn: Callable[[Work[Any]], object]) -> Hook:
+        """Have ``fn(work)`` called on the loop's thread when an op is done, before its awaiters go on.
+
+        :returns: a handle with ``.remove()``.
+        """
+        return self._post_hooks.register(fn)
+
+    def register_abort_hook(self, fn: Callable[[CommError], object]) -> Hook:
+        """Have ``fn(error)`` called on the loop's thread when the communicator is lost; ``error`` is the first reason.
+
+        :returns: a handle with ``.remove()``.
+        """
+        return self._abort_hooks.register(fn)

@@ -108,7 +108,7 @@ def in_process() -> str:
     device = torch.device("cpu")
     found = ((name, find(name, device)) for name in entries())
     fit = [
-        (cls.preference(device, 1), name)
+        (cls.preference(device, 1, "p2p"), name)
         for name, cls in found
         if not isinstance(cls, str) and cls.capabilities.in_process
     ]
@@ -139,16 +139,16 @@ async def open_transports(
 
 def _auto(device: torch.device, size: int) -> dict[ops.Family, tuple[str, type[Transport]]]:
     found = {name: find(name, device) for name in entries()}
-    ranked = sorted(
-        ((cls.preference(device, size), name, cls) for name, cls in found.items() if not isinstance(cls, str)),
-        key=lambda item: item[:2],
-        reverse=True,
-    )
     picks = {}
     for family in FAMILIES:
-        fit = [(name, cls) for preference, name, cls in ranked if preference > 0 and _carries(cls, family)]
+        fit = [
+            (preference, name, cls)
+            for name, cls in found.items()
+            if not isinstance(cls, str) and _carries(cls, family)
+            if (preference := cls.preference(device, size, family)) > 0
+        ]
         if fit:
-            picks[family] = fit[0]
+            picks[family] = max(fit, key=lambda item: item[:2])[1:]
     if "p2p" not in picks and "collectives" not in picks:
         raise UnsupportedOperation(
             f"transport is 'auto', and none can serve {size} ranks on {device}\n{_listing(device)}"

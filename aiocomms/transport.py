@@ -14,7 +14,7 @@ import torch
 from torch.distributed import Store
 
 from aiocomms import ops
-from aiocomms.errors import CommError
+from aiocomms.errors import CommError, UnsupportedOperation
 from aiocomms.reductions import ReduceOp
 
 OP_RESULT = object()
@@ -42,7 +42,10 @@ class Completion(Protocol):
         """
 
     def fail(self, error: CommError) -> None:
-        """The op has failed, and the wire has let go of its buffers. Once, on the loop's thread."""
+        """The op has failed, and the wire has let go of its buffers. Once, on the loop's thread.
+
+        With a :class:`~aiocomms.errors.CapturedWorkError` it is part of a CUDA graph instead, and has no end.
+        """
 
 
 class Rendezvous(Protocol):
@@ -105,6 +108,8 @@ class Capabilities(msgspec.Struct, frozen=True):
     :param reductions: for each dtype that it reduces natively, the operators' names; None: all that are defined.
     :param fifo: whether ops complete in the order posted, so that one that waits holds up those behind it.
     :param in_process: whether all ranks may be tasks of one process.
+    :param compares: whether ranks that call different collectives are told so before any of them completes one.
+    :param stepwise: dtypes whose sums it rounds after each rank's contribution, and not only at the end.
     :param spin: how many turns of the loop it is worth asking :meth:`Transport.progress` before parking on the
         descriptor; 0 where completions come from another thread or from the peer's own call.
     """
@@ -114,6 +119,8 @@ class Capabilities(msgspec.Struct, frozen=True):
     reductions: Mapping[torch.dtype, frozenset[str]] | None = None
     fifo: bool = False
     in_process: bool = False
+    compares: bool = True
+    stepwise: frozenset[torch.dtype] = frozenset()
     spin: int = 0
 
     def reduces(self, op: ReduceOp, dtype: torch.dtype) -> bool:
@@ -150,8 +157,8 @@ class Transport(ABC):
         """Why it cannot run here for tensors on ``device``, as the end of "... is not available: ", or None. Cheap."""
 
     @classmethod
-    def preference(cls, device: torch.device, size: int) -> int:
-        """How much ``"auto"`` should prefer it for ``size`` ranks on ``device``; 0: never."""
+    def preference(cls, device: torch.device, size: int, family: ops.Family) -> int:
+        """How much ``"auto"`` should prefer it for a family of ops of ``size`` ranks on ``device``; 0: never."""
         return 0
 
     @classmethod
@@ -165,6 +172,14 @@ class Transport(ABC):
         """Meet the other ranks. Collective.
 
         :param options: the user's hints; those it does not know are not meant for it.
+        """
+
+    async def stay_out(self, rendezvous: Rendezvous) -> None:  # noqa: B027 - nobody need define it
+        """Take part in a split on a rank that joins none of the new communicators.
+
+        Called where others' :meth:`split` is, for transports whose split is collective over all ranks.
+
+        :param rendezvous: for its ``run``; this rank is alone in it.
         """
 
     async def split(self, rendezvous: Rendezvous, ranks: Sequence[int], options: Mapping[str, Any]) -> Self:
@@ -184,6 +199,14 @@ class Transport(ABC):
 
         The transport keeps ``op``, and with it the tensors, until the wire has let go of them.
         """
+
+    def wait_stream(self, work: Completion, stream: Any) -> None:
+        """Make a CUDA stream wait for an op, which may be captured, or done already.
+
+        :param stream: a ``torch.cuda.Stream``; None: the current one.
+        :raises UnsupportedOperation: the op runs on no stream.
+        """
+        raise UnsupportedOperation("wait_stream() orders a CUDA stream, and this op has none: await the work instead")
 
     @abstractmethod
     def progress(self) -> bool | None:

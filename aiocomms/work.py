@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import msgspec
 
-from aiocomms.errors import CommError, UnsupportedOperation, WorkCancelledError
+from aiocomms.errors import CapturedWorkError, CommError, WorkCancelledError
 from aiocomms.transport import OP_RESULT
 
 if TYPE_CHECKING:
@@ -32,6 +32,12 @@ class Owner(Protocol):
 
     def withdraw(self, work: Work[Any]) -> bool:
         """Take an unmatched receive or wait back from the transport; False if it is under way."""
+
+    def order_stream(self, work: Work[Any], stream: Any) -> None:
+        """Make a CUDA stream wait for a work.
+
+        :raises UnsupportedOperation: it runs on no stream.
+        """
 
     def verdict(self, work: Work[Any], error: CommError) -> CommError | None:
         """What a work fails with, of which its transport says that it failed with ``error``; None: not yet."""
@@ -130,13 +136,16 @@ class Work(msgspec.Struct, Generic[T_co], eq=False, weakref=True):
     def wait_stream(self, stream: Any = None) -> None:
         """Make a CUDA stream wait for the op; the host does not.
 
+        For an op that was captured into a CUDA graph, this joins it back to the capturing stream.
+
         :param stream: a ``torch.cuda.Stream``; None: the current one.
-        :raises UnsupportedOperation: the op's tensors are not on a CUDA device.
+        :raises UnsupportedOperation: the op runs on no stream: its tensors are on the CPU, or it completes on the host.
         """
-        raise UnsupportedOperation(
-            "wait_stream() orders a CUDA stream, and this op has none: await the work instead",
-            comm=self.owner.name, op=self.op.name, seq=self.seq, rank=self.owner.rank,
-        )  # fmt: skip
+        owner = self.owner
+        try:
+            owner.order_stream(self, stream)
+        except CommError as error:
+            raise error.about(comm=owner.name, op=self.op.name, seq=self.seq, rank=owner.rank) from None
 
     def wait_blocking(self, timeout: float | None = None) -> T_co:
         """Wait in synchronous code, on any thread; on the loop's own thread this drives the transports meanwhile.
@@ -175,7 +184,7 @@ class Work(msgspec.Struct, Generic[T_co], eq=False, weakref=True):
         self.fault = error.about(seq=self.seq)
         asked = self._waiters is not None or self._callbacks is not None
         self._end(error, _DONE)
-        if not asked and self._error is not None:
+        if not asked and self._error is not None and not isinstance(error, CapturedWorkError):
             self._unseen = _UnseenError(self.owner.driver, self._error)
         return None
 

@@ -23,6 +23,7 @@ LAYERS = (
     {"ops"},
     {"transport", "waker"},
     {"work", "driver", "loops", "deadlines"},
+    {"cuda"},
     {"registry"},
     {"issuer", "codec", "lowering", "collectives", "p2p", "rma", "objects", "streams"},
     {"twosided", "routing", "pending", "hooks", "groups"},
@@ -31,7 +32,7 @@ LAYERS = (
     {"inquest"},
     {"communicator"},
 )
-FOR_TRANSPORTS = {"errors", "checks", "reductions", "hosts", "ops", "transport", "trust", "waker", "driver"}
+FOR_TRANSPORTS = {"errors", "checks", "reductions", "hosts", "ops", "transport", "trust", "waker", "driver", "cuda"}
 FOR_TYPES_ONLY = {("groups", "communicator"), ("work", "pending")}
 """Imports against the order, which only type checkers see."""
 

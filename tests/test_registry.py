@@ -64,7 +64,7 @@ class Named(LocalTransport):
         return cls.reason
 
     @classmethod
-    def preference(cls, device, size):
+    def preference(cls, device, size, family):
         return cls.liking
 
 

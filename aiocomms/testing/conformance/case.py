@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 import unittest
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import anyio
@@ -199,6 +199,15 @@ class Case:
         found = find(self.comm.transports[family], self.comm.device)
         assert not isinstance(found, str), found
         return found
+
+    def stepwise(self, dtype: torch.dtype) -> bool:
+        """Whether sums of a dtype are rounded after each rank's contribution."""
+        carried = "collectives" in self.comm.transports  # else they are made of messages
+        return carried and dtype in self.carrier("collectives").capabilities.stepwise
+
+    def reduced(self, op: ReduceOp, tensors: Sequence[Tensor]) -> data.Expected:
+        """What a reduction of one tensor per rank must give."""
+        return data.reduced(op, tensors, self.stepwise(tensors[0].dtype))
 
     def native(self, op: type[ops.Op]) -> bool:
         """Whether the transport does an operation itself, and the core does not express it in others."""

@@ -99,6 +99,8 @@ def need_comparison(case: Case) -> None:
     """Skip the check where nobody compares what the ranks do."""
     if not case.native(ops.AllReduce):
         raise unittest.SkipTest("collectives made of messages do not compare what the ranks do")
+    if not case.carrier("collectives").capabilities.compares:
+        raise unittest.SkipTest(f"{case.place.transport} does not compare what the ranks do")
 
 
 def call(comm: Communicator, start: Call) -> Work[object] | None:

@@ -205,7 +205,7 @@ def all_to_all_v_single(comm: Communicator, case: Case, s: Setting) -> Trial:
 def all_reduce(comm: Communicator, case: Case, s: Setting) -> Trial:
     contents = [case.numbers(s.dtype, s.shape, s.key, r) for r in range(comm.size)]
     slot = case.full(contents[comm.rank])
-    return Trial(comm.all_reduce(slot.tensor, s.op), slot.tensor).writes(slot, *data.reduced(s.op, contents))
+    return Trial(comm.all_reduce(slot.tensor, s.op), slot.tensor).writes(slot, *case.reduced(s.op, contents))
 
 
 @reducing
@@ -213,7 +213,7 @@ def reduce(comm: Communicator, case: Case, s: Setting) -> Trial:
     contents = [case.numbers(s.dtype, s.shape, s.key, r) for r in range(comm.size)]
     slot = case.full(contents[comm.rank])
     trial = Trial(comm.reduce(slot.tensor, s.root, s.op), slot.tensor)
-    return trial.writes(slot, *data.reduced(s.op, contents)) if comm.rank == s.root else trial.keeps(slot)
+    return trial.writes(slot, *case.reduced(s.op, contents)) if comm.rank == s.root else trial.keeps(slot)
 
 
 @reducing
@@ -247,7 +247,7 @@ def _scattered(
     everyone = range(comm.size)
     ins = [case.full(case.numbers(s.dtype, shape, s.key, comm.rank, r)) for r, shape in enumerate(shapes)]
     mine = [case.numbers(s.dtype, shapes[comm.rank], s.key, r, comm.rank) for r in everyone]
-    return ins, data.reduced(s.op, mine)
+    return ins, case.reduced(s.op, mine)
 
 
 def _into(trial: Trial, slots: Sequence[data.Slot], wants: Sequence[Tensor]) -> Trial:

@@ -76,7 +76,7 @@ class C10dTransport(Transport):
         return None
 
     @classmethod
-    def preference(cls, device: torch.device, size: int) -> int:
+    def preference(cls, device: torch.device, size: int, family: ops.Family) -> int:
         """See :meth:`Transport.preference`: what there is where nothing faster is."""
         return 10 if device.type == "cpu" else 0
 

@@ -58,7 +58,7 @@ class LocalTransport(Transport):
         return None
 
     @classmethod
-    def preference(cls, device: torch.device, size: int) -> int:
+    def preference(cls, device: torch.device, size: int, family: ops.Family) -> int:
         """See :meth:`Transport.preference`: the obvious choice for a world of one."""
         return 100 if size == 1 else 0
 

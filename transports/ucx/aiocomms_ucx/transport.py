@@ -93,7 +93,7 @@ class UcxTransport(Transport):
         return None
 
     @classmethod
-    def preference(cls, device: torch.device, size: int) -> int:
+    def preference(cls, device: torch.device, size: int, family: ops.Family) -> int:
         """See :meth:`Transport.preference`: the fastest there is for the memory of CPUs."""
         return 50 if device.type == "cpu" else 0
 
