@@ -1,0 +1,336 @@
+"""A GPU made of queues and a thread: streams, events, captures and graphs, which refuse what CUDA refuses.
+
+Tensors on the CPU stand for device memory. A stream is a queue of tasks; the engine's thread does the first of each
+queue until none can go on, so that a task which waits holds up its stream and no other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+Task = Callable[[], bool]
+"""Done when it says so; asked again until then."""
+
+GLOBAL, THREAD_LOCAL = "global", "thread_local"
+
+
+class CudaError(RuntimeError):
+    """As torch raises it."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f"CUDA error: {text} ({code})")
+        self.code = code
+
+
+class Batch:
+    """What has fired together: whoever sees the one event can see the others."""
+
+    seen = False
+
+
+class Mark:
+    """One record of an event."""
+
+    def __init__(self, capture: Capture | None = None, stream: FakeStream | None = None, position: int = 0) -> None:
+        self.batch: Batch | None = None
+        self.capture = capture
+        self.stream = stream
+        self.position = position
+
+    @property
+    def fired(self) -> bool:
+        """Whether the host can see it."""
+        return self.batch is not None and self.batch.seen
+
+
+class Capture:
+    """A capture in progress."""
+
+    def __init__(self, origin: FakeStream, mode: str) -> None:
+        self.origin = origin
+        self.mode = mode
+        self.thread = threading.get_ident()
+        self.invalid = False
+        self.nodes: list[Callable[[], Task]] = []
+        self.positions: dict[FakeStream, int] = {origin: 0}
+        self.joined: dict[FakeStream, int] = {}
+
+    def add(self, stream: FakeStream, node: Callable[[], Task]) -> None:
+        self.nodes.append(node)
+        self.positions[stream] += 1
+
+
+class Graph:
+    """What a capture has become."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self.nodes: list[Callable[[], Task]] = []
+
+    def replay(self, stream: FakeStream) -> None:
+        for node in self.nodes:
+            stream.push(node())
+
+
+class FakeStream:
+    """See :class:`aiocomms.cuda.Stream`."""
+
+    _numbers = itertools.count(1)
+
+    def __init__(self, gpu: Gpu, priority: int = 0) -> None:
+        self.gpu = gpu
+        self.priority = priority
+        self.cuda_stream = next(self._numbers)
+        self.queue: deque[Task] = deque()
+        self.capture: Capture | None = None
+        gpu.streams[self.cuda_stream] = self
+
+    def push(self, task: Task) -> None:
+        with self.gpu.changed:
+            self.queue.append(task)
+            self.gpu.busy[self.cuda_stream] = self
+            self.gpu.kick()
+
+    def add(self, node: Callable[[], Task]) -> None:
+        """Give it something to do: now, or in every replay of a graph."""
+        if self.capture is None:
+            self.push(node())
+        else:
+            self.capture.add(self, node)
+
+    def wait_event(self, event: FakeEvent) -> None:
+        mark = event.mark
+        if mark is None:
+            return
+        if mark.capture is not None:
+            self._join(mark)
+        elif self.capture is not None:
+            raise CudaError(905, "dependency created on uncaptured work in another stream")
+        else:
+            self.push(lambda: mark.batch is not None)
+
+    def _join(self, mark: Mark) -> None:
+        capture = mark.capture
+        assert capture is not None
+        assert mark.stream is not None
+        if self.capture is None:
+            if capture not in self.gpu.captures:
+                raise CudaError(907, "operation not permitted on an event last recorded in a capturing stream")
+            self.capture = capture
+            capture.positions[self] = 0
+            return
+        capture.joined[mark.stream] = max(mark.position, capture.joined.get(mark.stream, 0))
+
+
+class FakeEvent:
+    """See :class:`aiocomms.cuda.Event`."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self.mark: Mark | None = None
+        self.queries = 0
+        gpu.events += 1
+
+    def record(self, stream: FakeStream) -> None:
+        old = self.mark
+        if old is not None and old.capture is None and not old.fired:
+            raise AssertionError("an event is recorded again although its last record has not fired: that is lost")
+        capture = stream.capture
+        if capture is not None:
+            self.mark = Mark(capture, stream, capture.positions[stream])
+            return
+        mark = self.mark = Mark()
+
+        def fire() -> bool:
+            mark.batch = self.gpu.batch
+            return True
+
+        stream.push(fire)
+
+    def query(self) -> bool:
+        self.queries += 1
+        self._check()
+        return self.mark is None or self.mark.fired
+
+    def synchronize(self) -> None:
+        self._check()
+        with self.gpu.changed:
+            self.gpu.sleeping += 1
+            while self.mark is not None and not self.mark.fired:
+                self.gpu.changed.wait()
+            self.gpu.sleeping -= 1
+
+    def _check(self) -> None:
+        if self.gpu.broken:
+            raise CudaError(719, "unspecified launch failure")
+        if self.mark is not None and self.mark.capture is not None:
+            raise CudaError(907, "operation not permitted on an event last recorded in a capturing stream")
+        me = threading.get_ident()
+        for capture in self.gpu.captures:
+            mine = capture.thread == me
+            if mine or (capture.mode == GLOBAL and self.gpu.mode == GLOBAL):
+                capture.invalid = True
+                raise CudaError(900, "operation not permitted when stream is capturing")
+
+
+class Gpu:
+    """The device."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition(threading.RLock())
+        self.streams: dict[int, FakeStream] = {}
+        self.busy: dict[int, FakeStream] = {}
+        self.captures: list[Capture] = []
+        self.events = 0
+        self.sleeping = 0
+        """Threads that sleep on an event."""
+        self.broken = False
+        """As after an assertion in some kernel."""
+        self.memory: int | None = None
+        """Allocations that are left; None: as many as you like."""
+        self._local = threading.local()
+        self._dirty = False
+        self.batch = Batch()
+        threading.Thread(target=self._run, name="fake GPU", daemon=True).start()
+
+    @property
+    def mode(self) -> str:
+        """This thread's capture mode."""
+        mode: str = getattr(self._local, "mode", GLOBAL)
+        return mode
+
+    @mode.setter
+    def mode(self, value: str) -> None:
+        self._local.mode = value
+
+    def kick(self) -> None:
+        """Something can go on."""
+        with self.changed:
+            self._dirty = True
+            self.changed.notify_all()
+
+    def _run(self) -> None:
+        with self.changed:
+            while True:
+                while not self._dirty:
+                    self.changed.wait()
+                self._dirty = False
+                while self._step():
+                    pass
+                self.batch.seen = True
+                self.batch = Batch()
+                self.changed.notify_all()
+
+    def _step(self) -> bool:
+        went_on = False
+        for key, stream in list(self.busy.items()):
+            while stream.queue and stream.queue[0]():
+                stream.queue.popleft()
+                went_on = True
+            if not stream.queue:
+                del self.busy[key]
+        return went_on
+
+
+class Gate:
+    """A kernel that runs until it is told to end."""
+
+    def __init__(self, stream: FakeStream) -> None:
+        self.gpu = stream.gpu
+        self.is_open = False
+        stream.push(lambda: self.is_open)
+
+    def open(self) -> None:
+        self.is_open = True
+        self.gpu.kick()
+
+
+class FakeCuda:
+    """See :class:`aiocomms.cuda.Cuda`."""
+
+    def __init__(self, gpu: Gpu | None = None) -> None:
+        self.gpu = gpu or Gpu()
+        self.default = FakeStream(self.gpu)
+        self._local = threading.local()
+        self.made: list[FakeStream] = []
+
+    def activate(self) -> None:
+        pass
+
+    def stream(self, priority: int) -> FakeStream:
+        self.made.append(FakeStream(self.gpu, priority))
+        return self.made[-1]
+
+    def current_stream(self) -> FakeStream:
+        stream: FakeStream = getattr(self._local, "current", self.default)
+        return stream
+
+    def event(self) -> FakeEvent:
+        return FakeEvent(self.gpu)
+
+    def capturing(self, stream: Any = None) -> bool:
+        return (stream or self.current_stream()).capture is not None
+
+    def enqueue(self, stream: FakeStream, call: Callable[[], object]) -> None:
+        def node() -> Task:
+            def task() -> bool:
+                call()
+                return True
+
+            return task
+
+        stream.add(node)
+
+    def empty_like(self, stream: FakeStream, tensor: torch.Tensor) -> torch.Tensor:
+        if self.gpu.memory is not None:
+            if not self.gpu.memory:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+            self.gpu.memory -= 1
+        return torch.full_like(tensor, 1)
+
+    @contextlib.contextmanager
+    def harmless(self) -> Iterator[None]:
+        before, self.gpu.mode = self.gpu.mode, THREAD_LOCAL
+        try:
+            yield
+        finally:
+            self.gpu.mode = before
+
+    # ------------------------------------------------------------------------------------------- for tests
+
+    @contextlib.contextmanager
+    def on(self, stream: FakeStream) -> Iterator[FakeStream]:
+        """As ``with torch.cuda.stream(stream):``."""
+        before = self.current_stream()
+        self._local.current = stream
+        try:
+            yield stream
+        finally:
+            self._local.current = before
+
+    @contextlib.contextmanager
+    def graph(self, mode: str = GLOBAL) -> Iterator[Graph]:
+        """As ``with torch.cuda.graph(...):``, on a stream of its own."""
+        graph, stream = Graph(self.gpu), FakeStream(self.gpu)
+        capture = stream.capture = Capture(stream, mode)
+        self.gpu.captures.append(capture)
+        try:
+            with self.on(stream):
+                yield graph
+        finally:
+            self.gpu.captures.remove(capture)
+            for member in capture.positions:
+                member.capture = None
+        if capture.invalid:
+            raise CudaError(901, "operation failed due to a previous error during capture")
+        for member, position in capture.positions.items():
+            if member is not stream and capture.joined.get(member, 0) < position:
+                raise CudaError(904, "capturing stream has unjoined work")
+        graph.nodes = capture.nodes

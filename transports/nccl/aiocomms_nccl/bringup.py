@@ -1,0 +1,190 @@
+"""Ranks meet: who they are, their control connections, and the NCCL communicator that all form together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from aiocomms.errors import ArgumentError, CommTimeoutError, ProtocolError
+from aiocomms.hosts import LOOPBACK, host_id, reachable_address
+from aiocomms.transport import Rendezvous
+from aiocomms_nccl import wire
+from aiocomms_nccl.nccl import SEVERAL_RANKS_PER_GPU, Nccl, readable
+
+_HELLO: Final = struct.Struct("<I32s")  # who connects, and the token of whom it connects to
+_PATIENCE: Final = 2.0
+"""Seconds in which whoever connects must say who it is."""
+
+
+class Hello(msgspec.Struct, array_like=True):
+    """What each rank tells the others first."""
+
+    version: int
+    byte_order: str
+    host: str
+    name: str
+    gpu: str
+    """What tells its GPU from every other one."""
+    nccl: int
+    several: bool
+    """Whether it lets NCCL put several ranks on one GPU."""
+    host_override: str
+    """NCCL_HOSTID."""
+    token: bytes
+
+
+class Place(msgspec.Struct, array_like=True):
+    """Where a rank takes connections; and from rank 0, what NCCL's ranks must share."""
+
+    address: str
+    port: int
+    unique_id: bytes
+
+
+def hello(gpu: str, library: Nccl) -> Hello:
+    """This rank's."""
+    several = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") == "1"
+    override = os.environ.get("NCCL_HOSTID", "")
+    return Hello(
+        wire.VERSION, sys.byteorder, host_id("net"), socket.gethostname(), gpu, library.version(), several, override,
+        secrets.token_bytes(32),
+    )  # fmt: skip
+
+
+async def meet(rendezvous: Rendezvous, mine: Hello) -> list[Hello]:
+    """Get every rank's hello.
+
+    :raises ArgumentError: the ranks cannot work together; says what to change.
+    """
+    raw = await rendezvous.exchange("nccl", msgspec.msgpack.encode(mine))
+    try:
+        hellos = [msgspec.msgpack.decode(value, type=Hello) for value in raw]
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"a rank's greeting makes no sense: {error}") from None
+    check(hellos)
+    return hellos
+
+
+def check(hellos: Sequence[Hello]) -> None:
+    """Check that ranks can work together.
+
+    :raises ArgumentError: they cannot; says what to change.
+    """
+    first = hellos[0]
+    for rank, it in enumerate(hellos):
+        if (it.version, it.byte_order) != (first.version, first.byte_order):
+            raise ProtocolError(f"rank {rank} and rank 0 run versions of aiocomms that do not understand each other")
+        if it.nccl // 100 != first.nccl // 100:
+            raise ArgumentError(
+                f"rank {rank} has NCCL {readable(it.nccl)}, rank 0 has {readable(first.nccl)}; install one on all ranks"
+            )
+    seen: dict[str, int] = {}
+    for rank, it in enumerate(hellos):
+        other = seen.setdefault(it.gpu, rank)
+        if other != rank:
+            _check_shared_gpu(hellos, other, rank)
+
+
+def _check_shared_gpu(hellos: Sequence[Hello], a: int, b: int) -> None:
+    one, two = hellos[a], hellos[b]
+    if one.nccl >= SEVERAL_RANKS_PER_GPU and one.several and two.several:
+        return
+    if one.host_override and two.host_override and one.host_override != two.host_override:
+        return
+    how = (
+        "or set NCCL_MULTI_RANK_GPU_ENABLE=1 on all ranks (with NCCL_MAX_CTAS=1 and NCCL_NVLS_ENABLE=0)"
+        if one.nccl >= SEVERAL_RANKS_PER_GPU
+        else "or set NCCL_HOSTID to a value of its own for each process"
+    )
+    raise ArgumentError(
+        f"ranks {a} and {b} are on the same GPU, which NCCL {readable(one.nccl)} refuses unless it is told otherwise; "
+        f"give each rank a GPU of its own (device=f'cuda:{{local_rank}}'), {how}"
+    )
+
+
+async def connect(rendezvous: Rendezvous, hellos: Sequence[Hello], library: Nccl | None) -> tuple[Any, bytes]:
+    """Connect to all other ranks.
+
+    :param library: makes what NCCL's ranks must share; None: nothing is needed.
+    :returns: the connections by rank, and what NCCL's ranks must share.
+    :raises CommTimeoutError: a rank did not connect.
+    """
+    rank = rendezvous.rank
+    with contextlib.closing(_listener(rendezvous, hellos)) as listener:
+        unique_id = b""
+        if rank == 0 and library is not None:
+            unique_id = await rendezvous.run("making a unique id for NCCL", library.unique_id)
+        address, port = listener.getsockname()[:2]
+        place = Place(address, port, unique_id)
+        raw = await rendezvous.exchange("nccl place", msgspec.msgpack.encode(place))
+        places = [msgspec.msgpack.decode(value, type=Place) for value in raw]
+        call: Callable[[], Any] = lambda: _connect_all(rendezvous, listener, hellos, places)  # noqa: E731
+        return await rendezvous.run("connecting the ranks", call), places[0].unique_id
+
+
+def _listener(rendezvous: Rendezvous, hellos: Sequence[Hello]) -> socket.socket:
+    mine = hellos[rendezvous.rank]
+    others = [it.name for it in hellos if it.host != mine.host]
+    address = reachable_address(others, rendezvous.store) if others else LOOPBACK
+    return socket.create_server((address, 0), backlog=rendezvous.size)
+
+
+def _connect_all(
+    rendezvous: Rendezvous, listener: socket.socket, hellos: Sequence[Hello], places: Sequence[Place]
+) -> dict[int, socket.socket]:
+    """Connect to every rank below this one, and let those above connect; blocks."""
+    rank, size = rendezvous.rank, rendezvous.size
+    ends = time.monotonic() + rendezvous.timeout
+    sockets: dict[int, socket.socket] = {}
+    try:
+        for peer in range(rank):
+            where = places[peer].address, places[peer].port
+            sockets[peer] = socket.create_connection(where, timeout=max(0.001, ends - time.monotonic()))
+            sockets[peer].sendall(_HELLO.pack(rank, hellos[peer].token))
+        while len(sockets) < size - 1:
+            listener.settimeout(max(0.001, ends - time.monotonic()))
+            peer, connection = _accept(listener, hellos[rank].token)
+            if rank < peer < size and peer not in sockets:
+                sockets[peer] = connection
+            else:
+                connection.close()
+    except OSError as error:
+        for connection in sockets.values():
+            connection.close()
+        absent = [peer for peer in range(size) if peer != rank and peer not in sockets]
+        raise CommTimeoutError(f"these ranks could not be connected to: {absent} ({error})") from error
+    for connection in sockets.values():
+        _prompt(connection)
+    return sockets
+
+
+def _accept(listener: socket.socket, token: bytes) -> tuple[int, socket.socket]:
+    """The next connection, and the rank of who knows the token; -1: nobody's."""
+    connection, _ = listener.accept()
+    connection.settimeout(_PATIENCE)
+    with contextlib.suppress(OSError):
+        said = connection.recv(_HELLO.size, socket.MSG_WAITALL)
+        if len(said) == _HELLO.size:
+            rank, theirs = _HELLO.unpack(said)
+            if secrets.compare_digest(theirs, token):
+                return int(rank), connection
+    return -1, connection
+
+
+def _prompt(connection: socket.socket) -> None:
+    """Have a connection send at once, and notice within seconds that a host is gone."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 5000)

@@ -1,0 +1,272 @@
+"""Every collective as calls of NCCL, enqueued on one stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from aiocomms import ops
+from aiocomms.cuda import Cuda, Stream
+from aiocomms.transport import Rendezvous
+from aiocomms_nccl import nccl
+from aiocomms_nccl.dtypes import Reduction, reduction
+from aiocomms_nccl.nccl import Nccl, NcclComm
+
+
+class Bench:
+    """What collectives work with: one rank's communicator and stream."""
+
+    def __init__(
+        self, cuda: Cuda, library: Nccl, comm: NcclComm, rank: int, size: int, scratch: Tensor, high: bool
+    ) -> None:
+        """Take what there is.
+
+        :param scratch: 2 bytes of this rank's device memory, which nobody reads.
+        :param high: whether the stream is one of high priority.
+        """
+        self.cuda = cuda
+        self.nccl = library
+        self.comm = comm
+        self.rank = rank
+        self.size = size
+        self.stream: Stream = cuda.stream(-1 if high else 0)
+        self.handle = self.stream.cuda_stream
+        self._given = scratch[:1].data_ptr()
+        self._got = scratch[1:].data_ptr()
+        self._scratch = scratch
+        self._high = high
+        self._kept: list[Tensor] = []
+
+    def like(self, comm: NcclComm, rank: int, size: int) -> Bench:
+        """Another communicator of this rank's, with a stream of its own."""
+        return Bench(self.cuda, self.nccl, comm, rank, size, self._scratch, self._high)
+
+    def taken(self) -> list[Tensor]:
+        """The memory that the last op has taken for itself: to be kept until it is done."""
+        kept, self._kept = self._kept, []
+        return kept
+
+    # ------------------------------------------------------------------------------------------------- parts
+
+    def meet(self) -> None:
+        """Let the stream go on when every rank's has come here: NCCL ignores collectives of nothing."""
+        self.comm.allReduce(self._given, self._got, 1, nccl.UINT8, nccl.SUM, self.handle)
+
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        """What is called within is one group."""
+        self.nccl.group_start()
+        try:
+            yield
+        finally:
+            self.nccl.group_end()
+
+    def warm(self, sends: bool | None = None) -> None:
+        """Connect everything; blocks, off the loop. NCCL would do it within the first calls, and block there.
+
+        :param sends: on one end of a lane, whether it is the sender's; None: everybody sends to everybody.
+        """
+        if sends is None:
+            self.meet()
+        with self.group():
+            for peer in range(self.size):
+                if peer != self.rank and sends is not False:
+                    self.comm.send(self._given, 1, nccl.UINT8, peer, self.handle)
+                if peer != self.rank and sends is not True:
+                    self.comm.recv(self._got, 1, nccl.UINT8, peer, self.handle)
+        event = self.cuda.event()
+        event.record(self.stream)
+        event.synchronize()
+
+    def copy(self, out: Tensor, source: Tensor) -> None:
+        """Copy on the stream."""
+        if out.numel() and out.data_ptr() != source.data_ptr():
+            self.cuda.enqueue(self.stream, lambda: out.view(-1).copy_(source.view(-1), non_blocking=True))
+
+    def send(self, tensor: Tensor, peer: int) -> None:
+        """Within a group: send to a rank; one byte of nothing, so that empty tensors synchronise too."""
+        pointer, nbytes = (tensor.data_ptr(), tensor.nbytes) if tensor.numel() else (self._given, 1)
+        self.comm.send(pointer, nbytes, nccl.UINT8, peer, self.handle)
+
+    def recv(self, tensor: Tensor, peer: int) -> None:
+        """Within a group: receive from a rank."""
+        pointer, nbytes = (tensor.data_ptr(), tensor.nbytes) if tensor.numel() else (self._got, 1)
+        self.comm.recv(pointer, nbytes, nccl.UINT8, peer, self.handle)
+
+    def scaled(self, how: Reduction, factor: float, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The tensors that NCCL reads: as they are, or multiplied into memory of the stream's own.
+
+        :raises torch.OutOfMemoryError: there is no memory; nothing was enqueued.
+        """
+        if not how.scaled:
+            return tensors
+        temporary = [self.cuda.empty_like(self.stream, tensor) for tensor in tensors]
+        for out, tensor in zip(temporary, tensors, strict=True):
+            self.cuda.enqueue(self.stream, lambda out=out, tensor=tensor: torch.mul(tensor, factor, out=out))  # type: ignore[misc]
+        self._kept = temporary
+        return temporary
+
+    def finish(self, how: Reduction, out: Tensor) -> None:
+        """Make of NCCL's result the operator's."""
+        if how.odd and out.numel():
+            self.cuda.enqueue(self.stream, lambda: out.view(torch.uint8).bitwise_and_(1))
+
+
+def open_bench(cuda: Cuda, library: Nccl, form: Callable[[], NcclComm], rendezvous: Rendezvous, high: bool) -> Bench:
+    """Form NCCL's communicator and connect everything; blocks."""
+    scratch = torch.zeros(2, dtype=torch.uint8, device=rendezvous.device)
+    bench = Bench(cuda, library, form(), rendezvous.rank, rendezvous.size, scratch, high)
+    bench.warm()
+    return bench
+
+
+Start = Callable[[Bench, Any], None]
+"""Enqueues a collective. Raises before anything is enqueued, or what NCCL raises."""
+
+
+def barrier(b: Bench, op: ops.Op) -> None:
+    """An all_reduce of one byte."""
+    b.meet()
+
+
+def broadcast(b: Bench, op: ops.Broadcast) -> None:
+    """Native, as bytes."""
+    pointer = op.tensor.data_ptr()
+    if op.tensor.nbytes:
+        b.comm.broadcast(pointer, pointer, op.tensor.nbytes, nccl.UINT8, op.root, b.handle)
+
+
+def all_reduce(b: Bench, op: ops.AllReduce) -> None:
+    """Native."""
+    tensor = op.tensor
+    if not tensor.numel():
+        return b.meet()
+    how = reduction(op.op, tensor.dtype)
+    (given,) = b.scaled(how, op.op.factor, [tensor])
+    count = tensor.numel() * how.parts
+    b.comm.allReduce(given.data_ptr(), tensor.data_ptr(), count, how.dtype, how.op, b.handle)
+    return b.finish(how, tensor)
+
+
+def reduce(b: Bench, op: ops.Reduce) -> None:
+    """Native; only the root names where the result goes."""
+    tensor = op.tensor
+    if not tensor.numel():
+        return
+    how = reduction(op.op, tensor.dtype)
+    (given,) = b.scaled(how, op.op.factor, [tensor])
+    out = tensor.data_ptr() if b.rank == op.root else 0
+    b.comm.reduce(given.data_ptr(), out, tensor.numel() * how.parts, how.dtype, how.op, op.root, b.handle)
+    if b.rank == op.root:
+        b.finish(how, tensor)
+
+
+def all_gather_single(b: Bench, op: ops.AllGatherSingle) -> None:
+    """Native, as bytes."""
+    if not op.input.numel():
+        return b.meet()
+    b.comm.allGather(op.input.data_ptr(), op.output.data_ptr(), op.input.nbytes, nccl.UINT8, b.handle)
+    return None
+
+
+def all_gather(b: Bench, op: ops.AllGather) -> None:
+    """A group of broadcasts, one from each rank."""
+    if not any(out.numel() for out in op.outputs):
+        return b.meet()
+    with b.group():
+        for root, out in enumerate(op.outputs):
+            given = op.input if root == b.rank else out
+            if out.numel():
+                b.comm.broadcast(given.data_ptr(), out.data_ptr(), out.nbytes, nccl.UINT8, root, b.handle)
+    return None
+
+
+def reduce_scatter_single(b: Bench, op: ops.ReduceScatterSingle) -> None:
+    """Native."""
+    out = op.output
+    if not out.numel():
+        return b.meet()
+    how = reduction(op.op, out.dtype)
+    (given,) = b.scaled(how, op.op.factor, [op.input])
+    b.comm.reduceScatter(given.data_ptr(), out.data_ptr(), out.numel() * how.parts, how.dtype, how.op, b.handle)
+    return b.finish(how, out)
+
+
+def reduce_scatter(b: Bench, op: ops.ReduceScatter) -> None:
+    """A group of reductions, one to each rank."""
+    if not any(part.numel() for part in op.inputs):
+        return b.meet()
+    how = reduction(op.op, op.output.dtype)
+    given = b.scaled(how, op.op.factor, op.inputs)
+    with b.group():
+        for root, part in enumerate(given):
+            if part.numel():
+                out = op.output.data_ptr() if root == b.rank else 0
+                b.comm.reduce(part.data_ptr(), out, part.numel() * how.parts, how.dtype, how.op, root, b.handle)
+    return b.finish(how, op.output)
+
+
+def all_to_all(b: Bench, op: ops.AllToAll) -> None:
+    """A group of sends and receives, one of each with each other rank; this rank's own part is copied."""
+    ins, outs = op.ins(b.size), op.outs(b.size)
+    b.copy(outs[b.rank], ins[b.rank])
+    with b.group():
+        for peer in range(b.size):
+            if peer != b.rank:
+                b.send(ins[peer], peer)
+                b.recv(outs[peer], peer)
+
+
+def gather(b: Bench, op: ops.Gather) -> None:
+    """A group of receives on the root, a send elsewhere."""
+    if not op.input.numel():
+        return
+    if b.rank != op.root:
+        b.send(op.input, op.root)
+        return
+    outs = op.outs(b.size)
+    b.copy(outs[b.rank], op.input)
+    with b.group():
+        for peer in range(b.size):
+            if peer != b.rank:
+                b.recv(outs[peer], peer)
+
+
+def scatter(b: Bench, op: ops.Scatter) -> None:
+    """A group of sends on the root, a receive elsewhere."""
+    if not op.output.numel():
+        return
+    if b.rank != op.root:
+        b.recv(op.output, op.root)
+        return
+    ins = op.ins(b.size)
+    b.copy(op.output, ins[b.rank])
+    with b.group():
+        for peer in range(b.size):
+            if peer != b.rank:
+                b.send(ins[peer], peer)
+
+
+START: Final[dict[type[ops.Op], Start]] = {
+    ops.Barrier: barrier,
+    ops.Broadcast: broadcast,
+    ops.AllReduce: all_reduce,
+    ops.Reduce: reduce,
+    ops.AllGather: all_gather,
+    ops.AllGatherV: all_gather,
+    ops.AllGatherSingle: all_gather_single,
+    ops.ReduceScatter: reduce_scatter,
+    ops.ReduceScatterV: reduce_scatter,
+    ops.ReduceScatterSingle: reduce_scatter_single,
+    ops.AllToAll: all_to_all,
+    ops.AllToAllSingle: all_to_all,
+    ops.AllToAllVSingle: all_to_all,
+    ops.Gather: gather,
+    ops.GatherSingle: gather,
+    ops.Scatter: scatter,
+}
+"""How each collective is started."""

@@ -1,0 +1,69 @@
+"""Which of NCCL's dtypes and operators stand for torch's.
+
+Data that is only moved travels as bytes. A reduction is native where NCCL has the dtype, or another one with the same
+arithmetic: a complex number is two real ones where sums are taken, a bool is a byte of 0 or 1, whose minimum is "and",
+whose maximum is "or", and whose sum is odd where "xor" is true. What is not here is made of messages by the core.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+
+from aiocomms.reductions import ReduceOp
+from aiocomms_nccl import nccl
+
+_NATIVE: Final = {
+    torch.int8: nccl.INT8,
+    torch.uint8: nccl.UINT8,
+    torch.int32: nccl.INT32,
+    torch.int64: nccl.INT64,
+    torch.float16: nccl.FLOAT16,
+    torch.bfloat16: nccl.BFLOAT16,
+    torch.float32: nccl.FLOAT32,
+    torch.float64: nccl.FLOAT64,
+}
+_PARTS: Final = {torch.complex64: nccl.FLOAT32, torch.complex128: nccl.FLOAT64}
+_OPS: Final = {
+    "sum": nccl.SUM,
+    "product": nccl.PROD,
+    "min": nccl.MIN,
+    "max": nccl.MAX,
+    "avg": nccl.AVG,
+    "premul_sum": nccl.SUM,
+}
+_BOOL: Final = {"min": nccl.MIN, "max": nccl.MAX, "band": nccl.MIN, "bor": nccl.MAX, "bxor": nccl.SUM}
+_ADDING: Final = frozenset({"sum", "avg", "premul_sum"})
+
+HALVES: Final = frozenset({torch.float16, torch.bfloat16})
+"""What NCCL rounds after each rank's contribution."""
+
+REDUCTIONS: Final = {
+    **{dtype: frozenset(_OPS) for dtype in _NATIVE},
+    **dict.fromkeys(_PARTS, _ADDING),
+    torch.bool: frozenset(_BOOL),
+}
+"""See :attr:`aiocomms.transport.Capabilities.reductions`."""
+
+
+class Reduction(NamedTuple):
+    """How NCCL reduces a dtype."""
+
+    dtype: int
+    parts: int
+    """NCCL's elements in one of torch's."""
+    op: int
+    scaled: bool
+    """Whether each rank's contribution is multiplied by the operator's factor first."""
+    odd: bool
+    """Whether the result is the lowest bit of what NCCL calculates."""
+
+
+def reduction(op: ReduceOp, dtype: torch.dtype) -> Reduction:
+    """How a reduction in :data:`REDUCTIONS` is done."""
+    if dtype == torch.bool:
+        return Reduction(nccl.UINT8, 1, _BOOL[op.kind], False, op.kind == "bxor")
+    parts = 2 if dtype in _PARTS else 1
+    code = _PARTS[dtype] if dtype in _PARTS else _NATIVE[dtype]
+    return Reduction(code, parts, _OPS[op.kind], op.kind == "premul_sum", False)

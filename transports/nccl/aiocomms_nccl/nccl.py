@@ -1,0 +1,165 @@
+"""NCCL as CuPy has it: the calls, thin enough to be replaced where there is no GPU, and what their errors mean."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any, Final, Protocol, TypeVar
+
+import torch
+
+from aiocomms.cuda import Cuda
+from aiocomms.errors import CommError
+
+T = TypeVar("T")
+
+OLDEST: Final = 21801
+"""NCCL 2.18.1: the first with ``ncclCommSplit``."""
+SEVERAL_RANKS_PER_GPU: Final = 23000
+"""NCCL 2.30: the first with ``NCCL_MULTI_RANK_GPU_ENABLE``."""
+
+INT8, UINT8, INT32, UINT32, INT64, UINT64, FLOAT16, FLOAT32, FLOAT64, BFLOAT16 = range(10)
+"""``ncclDataType_t``."""
+SUM, PROD, MAX, MIN, AVG = range(5)
+"""``ncclRedOp_t``."""
+
+_STATUS: Final = {
+    1: ("ncclUnhandledCudaError", "a CUDA call within NCCL failed; NCCL_DEBUG=INFO says which"),
+    2: ("ncclSystemError", "a system call within NCCL failed: shared memory, a socket, a limit; NCCL_DEBUG=WARN says"),
+    3: ("ncclInternalError", "NCCL has met a bug, its own or of memory that was overwritten"),
+    4: ("ncclInvalidArgument", "NCCL did not accept an argument, or the communicator is gone"),
+    5: ("ncclInvalidUsage", "NCCL is not used as it wants to be; NCCL_DEBUG=WARN says how"),
+    6: ("ncclRemoteError", "another rank has ended, or the network between the ranks failed"),
+    7: ("ncclInProgress", "the communicator is still being formed: it was made non-blocking, and this was too early"),
+    8: ("ncclTimeout", "NCCL waited longer for another rank than it was told to"),
+}
+
+
+class NcclComm(Protocol):
+    """One rank's ``ncclComm_t``: a ``cupy.cuda.nccl.NcclCommunicator``, with its names.
+
+    Pointers, counts of elements, and streams are integers. A call only enqueues. None may follow :meth:`abort`.
+    """
+
+    def allReduce(self, send: int, recv: int, count: int, dtype: int, op: int, stream: int) -> None: ...
+    def reduce(self, send: int, recv: int, count: int, dtype: int, op: int, root: int, stream: int) -> None: ...
+    def broadcast(self, send: int, recv: int, count: int, dtype: int, root: int, stream: int) -> None: ...
+    def allGather(self, send: int, recv: int, count: int, dtype: int, stream: int) -> None: ...
+    def reduceScatter(self, send: int, recv: int, count: int, dtype: int, op: int, stream: int) -> None: ...
+    def send(self, send: int, count: int, dtype: int, peer: int, stream: int) -> None: ...
+    def recv(self, recv: int, count: int, dtype: int, peer: int, stream: int) -> None: ...
+    def commSplit(self, color: int, key: int) -> NcclComm | None: ...
+    def check_async_error(self) -> None: ...
+    def abort(self) -> None: ...
+    def destroy(self) -> None: ...
+
+
+class Nccl(Protocol):
+    """The library."""
+
+    errors: tuple[type[Exception], ...]
+    """What its calls raise, and those of its communicators; :func:`explain` knows them."""
+
+    def version(self) -> int:
+        """Such as 23203."""
+
+    def unique_id(self) -> bytes:
+        """What the ranks of one communicator must share: 128 bytes."""
+
+    def communicator(self, size: int, unique_id: bytes, rank: int) -> NcclComm:
+        """Form a communicator on this thread's device; blocks until all ranks have come."""
+
+    def group_start(self) -> None:
+        """This thread's calls are one group from now on."""
+
+    def group_end(self) -> None:
+        """Enqueue the group."""
+
+
+class CupyNccl:
+    """The real :class:`Nccl`."""
+
+    def __init__(self) -> None:
+        from cupy.cuda import nccl
+
+        self._nccl: Any = nccl
+        # CuPy has no texts for status 7 and 8, and stumbles when it looks for them.
+        self.errors: tuple[type[Exception], ...] = (nccl.NcclError, KeyError)
+        self.group_start = nccl.groupStart
+        self.group_end = nccl.groupEnd
+
+    def version(self) -> int:
+        """See :meth:`Nccl.version`."""
+        return int(self._nccl.get_version())
+
+    def unique_id(self) -> bytes:
+        """See :meth:`Nccl.unique_id`."""
+        return bytes(self._nccl.get_unique_id())
+
+    def communicator(self, size: int, unique_id: bytes, rank: int) -> NcclComm:
+        """See :meth:`Nccl.communicator`."""
+        comm: NcclComm = self._nccl.NcclCommunicator(size, unique_id, rank)
+        return comm
+
+
+def no_cupy() -> str | None:
+    """Why CuPy cannot be used, as the end of "... is not available: ", or None."""
+    if importlib.util.find_spec("cupy") is None:
+        return "CuPy is not installed: pip install 'aiocomms[nccl]' for CUDA 13, 'aiocomms[nccl-cu12]' for CUDA 12"
+    from cupy.cuda import nccl
+
+    if not nccl.available:
+        return "CuPy finds no NCCL: pip install nvidia-nccl-cu13 for CUDA 13, nvidia-nccl-cu12 for CUDA 12"
+    found = int(nccl.get_version())
+    if found < OLDEST:
+        return (
+            f"NCCL is {readable(found)}, wanted {readable(OLDEST)} or newer: pip install -U nvidia-nccl-cu13 (or -cu12)"
+        )
+    return None
+
+
+def no_gpu(device: torch.device) -> str | None:
+    """Why torch cannot use a GPU, or None."""
+    if torch.version.cuda is None:
+        return "this torch was built without CUDA: install a CUDA build of torch, which plain `torch` on PyPI is"
+    if not torch.cuda.is_available():
+        return "torch finds no GPU: check nvidia-smi, the driver, and CUDA_VISIBLE_DEVICES; or use device='cpu'"
+    count = torch.cuda.device_count()
+    if device.index is not None and device.index >= count:
+        return f"device is {device}, and this process sees {count} GPU(s): use cuda:0 to cuda:{count - 1}"
+    return None
+
+
+def readable(version: int) -> str:
+    """A version as people write it."""
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
+def status_of(error: Exception) -> int:
+    """The ``ncclResult_t`` of what a call raised."""
+    return int(error.args[0]) if isinstance(error, KeyError) else int(getattr(error, "status", 0))
+
+
+def guarded(cuda: Cuda, library: Nccl, what: str, call: Callable[[], T]) -> T:
+    """Run a call that blocks, on a thread of its own.
+
+    :raises CommError: NCCL has failed.
+    """
+    cuda.activate()
+    try:
+        return call()
+    except library.errors as error:
+        raise explain(what, error) from error
+
+
+def explain(what: str, error: Exception) -> CommError:
+    """What a call that raised means.
+
+    :param what: what was tried, such as ``"all_reduce"``.
+    :param error: one of :attr:`Nccl.errors`.
+    """
+    status = status_of(error)
+    name, text = _STATUS.get(status, (f"status {status}", str(error)))
+    failure = CommError(f"NCCL could not do {what}: {text} ({name})")
+    failure.__cause__ = error
+    return failure

@@ -1,0 +1,400 @@
+"""The plug-in itself: ops down to NCCL, events and the other ranks' words back up."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Self
+from weakref import WeakKeyDictionary
+
+import torch
+
+from aiocomms import ops
+from aiocomms.cuda import SPIN, Completions, Cuda, Event, TorchCuda
+from aiocomms.driver import Driver, run_in_thread
+from aiocomms.errors import CapturedWorkError, CommAbortedError, CommError, UnsupportedOperation
+from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport
+from aiocomms_nccl import bringup
+from aiocomms_nccl.collectives import START, Bench, Start, open_bench
+from aiocomms_nccl.dtypes import HALVES, REDUCTIONS
+from aiocomms_nccl.mesh import Mesh
+from aiocomms_nccl.messages import Messages
+from aiocomms_nccl.nccl import CupyNccl, Nccl, NcclComm, explain, guarded, no_cupy, no_gpu, status_of
+from aiocomms_nccl.ranks import Ranks
+
+HIGH_PRIORITY: Final = "high_priority_stream"
+"""The hint with which a communicator's streams are served before others."""
+_IN_PROGRESS: Final = 7
+_PATIENCE: Final = 1.0
+"""Seconds that closing waits for NCCL, and for each rank to take what it is told."""
+_NONE: Final = -1
+
+
+_CAPTURED: Final = (
+    "it is part of a CUDA graph now: work.wait_stream() joins it to the capture; behind graph.replay(), "
+    "await aiocomms.cuda.recorded()"
+)
+
+
+class NcclTransport(Transport):
+    """Collectives by NCCL on a stream of their own; messages matched on the host and carried by NCCL."""
+
+    capabilities = Capabilities(
+        ops=(ops.P2P - {ops.Batch}) | ops.COLLECTIVES,
+        devices=frozenset({"cuda"}),
+        reductions=REDUCTIONS,
+        stepwise=HALVES,
+        compares=os.environ.get("AIOCOMMS_DEBUG", "0") not in ("", "0"),
+        spin=SPIN,
+    )
+
+    def __init__(self, cuda: Cuda, library: Nccl, mesh: Mesh, hellos: Sequence[bringup.Hello], bench: Bench) -> None:
+        self.cuda = cuda
+        self.library = library
+        self.mesh = mesh
+        self.completions = Completions(cuda, mesh.wake, self.capabilities.spin)
+        self._bench = bench
+        self._hellos = list(hellos)
+        self._ranks = Ranks(mesh, bench.rank, self.capabilities.compares, self._fail)
+        self._messages = self._ranks.messages = Messages(self)
+        self.closed_by = self._ranks.closed_by
+        self._ends: WeakKeyDictionary[Completion, Event] = WeakKeyDictionary()
+        self._captured: list[object] = []  # what graphs refer to, for as long as the communicator lives
+        self._held: deque[tuple[Start, ops.Op, Completion, Event]] | None = None  # while it is being split
+        self._inbox: deque[tuple[Callable[[Any], object], Any, BaseException | None]] = deque()
+        self._threads: list[threading.Thread] = []
+        self._failure: CommError | None = None
+        self._ending = threading.RLock()
+        self.aborted = False
+
+    # --------------------------------------------------------------------------------------------------- opening
+
+    @classmethod
+    def layers(cls, device: torch.device) -> tuple[Cuda, Nccl]:
+        """What drives the device, and NCCL."""
+        # Otherwise the first call of each algorithm would connect, and keep the loop until the other ranks have come.
+        os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
+        return TorchCuda(device), CupyNccl()
+
+    @classmethod
+    def gpu(cls, device: torch.device) -> str:
+        """What tells a GPU from every other one."""
+        return str(torch.cuda.get_device_properties(device).uuid)
+
+    @classmethod
+    def probe(cls, device: torch.device) -> str | None:
+        """See :meth:`Transport.probe`."""
+        return no_cupy() or no_gpu(device)
+
+    @classmethod
+    def preference(cls, device: torch.device, size: int, family: ops.Family) -> int:
+        """See :meth:`Transport.preference`: NCCL for collectives; for messages whoever else carries them."""
+        if device.type not in cls.capabilities.devices:
+            return 0
+        return 100 if family == "collectives" else 10
+
+    @classmethod
+    async def open(cls, rendezvous: Rendezvous, options: Mapping[str, Any]) -> Self:
+        """See :meth:`Transport.open`. Hint ``"high_priority_stream"``: run on streams of high priority."""
+        cuda, library = cls.layers(rendezvous.device)
+        hellos = await bringup.meet(rendezvous, bringup.hello(cls.gpu(rendezvous.device), library))
+        sockets, unique_id = await bringup.connect(rendezvous, hellos, library)
+        rank, size = rendezvous.rank, rendezvous.size
+        form = functools.partial(library.communicator, size, unique_id, rank)
+        return await cls._finish(cuda, library, rendezvous, hellos, sockets, form, bool(options.get(HIGH_PRIORITY)))
+
+    async def split(self, rendezvous: Rendezvous, ranks: Sequence[int], options: Mapping[str, Any]) -> Self:
+        """See :meth:`Transport.split`: by ``ncclCommSplit``."""
+        hellos = [self._hellos[rank] for rank in ranks]
+        split = self._hold(ranks[0], rendezvous.rank)
+        try:
+            sockets, _ = await bringup.connect(rendezvous, hellos, None)
+            high = bool(options.get(HIGH_PRIORITY))
+            return await self._finish(self.cuda, self.library, rendezvous, hellos, sockets, split, high)
+        finally:
+            self._let_go()
+
+    async def stay_out(self, rendezvous: Rendezvous) -> None:
+        """See :meth:`Transport.stay_out`: ``ncclCommSplit`` needs every rank."""
+        split = self._hold(_NONE, 0)
+        try:
+            call = functools.partial(guarded, self.cuda, self.library, "split", split)
+            await rendezvous.run("splitting NCCL's communicator", call)
+        finally:
+            self._let_go()
+
+    @classmethod
+    async def _finish(
+        cls,
+        cuda: Cuda,
+        library: Nccl,
+        rendezvous: Rendezvous,
+        hellos: Sequence[bringup.Hello],
+        sockets: Mapping[int, Any],
+        form: Callable[[], NcclComm],
+        high: bool,
+    ) -> Self:
+        """Form NCCL's communicator, in a thread that may be left behind."""
+        mesh = Mesh(sockets)
+
+        what = "forming NCCL's communicator"
+        call = functools.partial(open_bench, cuda, library, form, rendezvous, high)
+        try:
+            bench = await rendezvous.run(what, functools.partial(guarded, cuda, library, what, call))
+            return cls(cuda, library, mesh, hellos, bench)
+        except BaseException:
+            mesh.close(_PATIENCE)
+            raise
+
+    def _hold(self, color: int, key: int) -> Callable[[], Any]:
+        """Hold back collectives while this communicator is split; the split itself, for another thread."""
+        self._held = deque()
+        quiet = self.cuda.event()
+        quiet.record(self._bench.stream)
+
+        def split() -> Any:
+            quiet.synchronize()  # NCCL wants nothing outstanding
+            return self._bench.comm.commSplit(color, key)
+
+        return split
+
+    def _let_go(self) -> None:
+        held, self._held = self._held or deque(), None
+        for start, op, work, after in held:
+            try:
+                self._enqueue(start, op, work, after, captured=False)
+            except CommError as error:
+                work.fail(error)
+
+    # -------------------------------------------------------------------------------------------------- going down
+
+    def post(self, op: ops.Op, work: Completion) -> None:
+        """See :meth:`Transport.post`."""
+        if self._failure is not None or self.aborted:
+            self.on_failure(self._failure or CommAbortedError("the communicator is lost"))
+            return  # NCCL is not called any more; the communicator ends the work
+        start = START.get(type(op))
+        if isinstance(op, (ops.Send, ops.Recv)):
+            self._messages.post(op, work)
+        elif start is not None:
+            self._collective(start, op, work)
+
+    def _collective(self, start: Start, op: ops.Op, work: Completion) -> None:
+        captured = self.cuda.capturing()
+        if captured and self._held is not None:
+            raise UnsupportedOperation("the communicator is being split; capture afterwards")
+        if not captured and self._captured and self.cuda.capturing(self._bench.stream):
+            raise UnsupportedOperation(
+                "the communicator's stream is being captured, from another stream than the current one: "
+                "end the capture first, or call the op on a stream of the capture"
+            )
+        after = self._mark(captured)
+        if self._held is not None:
+            self._held.append((start, op, work, after))
+        else:
+            self._enqueue(start, op, work, after, captured)
+
+    def _mark(self, captured: bool) -> Event:
+        """The point that the caller's stream has come to."""
+        stream = self.cuda.current_stream()
+        if not captured:
+            return self.completions.mark(stream)
+        event = self.cuda.event()  # not of the pool: it belongs to the graph
+        event.record(stream)
+        return event
+
+    def _enqueue(self, start: Start, op: ops.Op, work: Completion, after: Event, captured: bool) -> None:
+        bench = self._bench
+        bench.stream.wait_event(after)
+        try:
+            if not self.calling(op.name, functools.partial(start, bench, op)):
+                return
+        except torch.OutOfMemoryError as error:
+            raise CommError(
+                f"there is no GPU memory for what {op.name} needs beside its tensors; nothing was sent on this rank. "
+                f"Free some, and call it again: {str(error).partition(chr(10))[0]}"
+            ) from error
+        kept = bench.taken()
+        if captured:
+            end = self.cuda.event()
+            end.record(bench.stream)
+            self._captured.append((op, after, end, kept))
+            self._ends[work] = end
+            self._ranks.call(op, None)
+            work.fail(CapturedWorkError(_CAPTURED))
+        else:
+            index = self._ranks.call(op, work)
+            finish = functools.partial(self._moved, work, index, after, kept)
+            self._ends[work] = self.completions.add(bench.stream, finish)
+
+    def _moved(self, work: Completion, index: int, after: Event, kept: object) -> None:
+        """A collective's end event has fired."""
+        self.completions.release(after)
+        self._ends.pop(work, None)
+        if not self.aborted:  # else it may have fired because NCCL has given up
+            self._ranks.moved(index)
+
+    def wait_stream(self, work: Completion, stream: Any) -> None:
+        """See :meth:`Transport.wait_stream`."""
+        event = self._ends.get(work)
+        if event is not None:
+            (stream or self.cuda.current_stream()).wait_event(event)
+        elif not work.done() and not self._ranks.knows(work):
+            raise UnsupportedOperation(
+                "wait_stream() orders a CUDA stream, and this op begins only when ranks have agreed on it on the host: "
+                "await the work instead"
+            )
+
+    # -------------------------------------------------------------------------------------------------- coming up
+
+    def progress(self) -> bool:
+        """See :meth:`Transport.progress`. While the current stream is being captured everything waits."""
+        if self.cuda.capturing():
+            return bool(self.completions)  # so that it is asked again: nothing tells when a capture ends
+        said = self.mesh.poll()
+        did = self._look() or bool(said)  # in between: what was done before a rank gave up is done
+        self._ranks.hear(said)
+        while self._inbox and not self.aborted:  # what comes later is looked at in the end
+            did = True
+            self._take(*self._inbox.popleft())
+        return did
+
+    def _look(self) -> bool:
+        """Look at the events, and while some have not fired at how NCCL is."""
+        if not self.completions or isinstance(self._failure, _CudaError):
+            return False
+        try:
+            did = self.completions.poll()
+        except RuntimeError as error:  # torch's: what a kernel did wrong before shows in every later call
+            self._fail(_CudaError(f"CUDA has failed, and this process must end: {str(error).partition(chr(10))[0]}"))
+            return True
+        if self.completions and not self.aborted:
+            for bench in (self._bench, *self._messages.benches()):
+                self.calling("what is under way", bench.comm.check_async_error)
+            if self.completions.parked and self._ranks.pending:
+                self._ranks.tell()
+        return did
+
+    def fileno(self) -> int | None:
+        """See :meth:`Transport.fileno`."""
+        return self.mesh.fileno()
+
+    def try_cancel(self, work: Completion) -> bool:
+        """See :meth:`Transport.try_cancel`."""
+        return self._messages.withdraw(work)
+
+    def missing(self, work: Completion) -> Sequence[int]:
+        """See :meth:`Transport.missing`."""
+        op = work.op
+        if isinstance(op, ops.Recv):
+            return [op.src]
+        if isinstance(op, ops.Send):
+            return [op.dst]
+        return self._ranks.missing(work)
+
+    def _fail(self, error: CommError) -> None:
+        self._failure = self._failure or error
+        self.on_failure(self._failure)
+
+    def calling(self, what: str, call: Callable[[], object]) -> bool:
+        """Call NCCL; False: it has failed, or has been given up, and the communicator is lost."""
+        with self._ending:  # while NCCL is called, it is not aborted
+            if self.aborted:
+                return False
+            try:
+                call()
+            except self.library.errors as error:
+                if status_of(error) == _IN_PROGRESS:
+                    return True  # enqueued, by a communicator that does not block
+                failure = explain(what, error)
+            else:
+                return True
+        self._fail(failure)
+        return False
+
+    # ----------------------------------------------------------------------------------------------------- threads
+
+    def bench(self, comm: NcclComm, rank: int, size: int) -> Bench:
+        """A communicator with a stream, like this one's."""
+        return self._bench.like(comm, rank, size)
+
+    def spawn(self, call: Callable[[], Any], then: Callable[[Any], object]) -> None:
+        """Run a blocking call in a thread, and ``then`` on the loop's; an error loses the communicator."""
+
+        def run() -> None:
+            outcome: Any = None
+            failure: BaseException | None = None
+            try:
+                outcome = guarded(self.cuda, self.library, "forming a communicator of two ranks", call)
+            except BaseException as error:  # it is looked at on the loop's thread
+                failure = error
+            self._inbox.append((then, outcome, failure))
+            self.mesh.wake()
+
+        thread = threading.Thread(target=run, name="aiocomms nccl forms a lane", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _take(self, then: Callable[[Any], object], outcome: Any, failure: BaseException | None) -> None:
+        if failure is None:
+            then(outcome)
+        else:
+            error = failure if isinstance(failure, CommError) else CommError(f"NCCL could not be used: {failure!r}")
+            self._fail(error)
+
+    # ------------------------------------------------------------------------------------------------- the end
+
+    def abort(self, error: CommError) -> None:
+        """See :meth:`Transport.abort`: NCCL gives up in a thread, for it waits until its kernels have ended."""
+        with self._ending:
+            if self.aborted:
+                return
+            self.aborted = True
+            self._ranks.say_why(error)
+            thread = threading.Thread(target=self._abort, name="aiocomms nccl aborts", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _abort(self) -> None:
+        self.cuda.activate()
+        with self.cuda.harmless():
+            for bench in (self._bench, *self._messages.benches()):
+                bench.comm.abort()
+
+    async def aclose(self) -> None:
+        """See :meth:`Transport.aclose`."""
+        await run_in_thread(Driver.current(), self._end)
+        while self._inbox:
+            self._inbox.popleft()
+        self._captured.clear()
+
+    def _end(self) -> None:
+        """Off the loop. What does not end in time is left behind with the tensors that it may still use."""
+        with self._ending:
+            if not self.aborted:
+                self._ranks.say_bye()
+                thread = threading.Thread(target=self._destroy, name="aiocomms nccl closes", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+        self.mesh.close(_PATIENCE)
+        for thread in self._threads:
+            thread.join(_PATIENCE)
+        if self.aborted and not isinstance(self._failure, _CudaError):
+            for _, outcome, _ in list(self._inbox):
+                if isinstance(outcome, Bench):  # formed too late
+                    outcome.comm.abort()
+            self.cuda.activate()
+            self.completions.wait()
+        self.completions.close()
+
+    def _destroy(self) -> None:
+        self.cuda.activate()
+        for bench in (self._bench, *self._messages.benches()):
+            bench.comm.destroy()
+
+
+class _CudaError(CommError):
+    """The device is of no use any more."""
