@@ -13,7 +13,7 @@ UCX := transports/ucx
 UCX_NATIVE := $(wildcard $(UCX)/src/*) $(UCX)/CMakeLists.txt $(UCX)/pyproject.toml
 SOURCES := aiocomms transports tests examples benchmarks
 
-.PHONY: demo serve test unit conformance-all test-sanitizers lint format conformance conformance-ucxx bench docs clean
+.PHONY: demo serve test unit conformance-all test-sanitizers lint format conformance conformance-ucxx test-cupy bench docs clean
 
 $(VENV)/setup.stamp: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -97,6 +97,17 @@ conformance-ucxx: .venv-ucxx/setup.stamp
 		--editable "examples/transport_ucxx[cu13]"
 	touch $@
 
+# About 400 MB of wheels. torch is that of the CPU: CuPy finds NCCL without it.
+.venv-cupy/setup.stamp: pyproject.toml
+	$(PYTHON) -m venv .venv-cupy
+	.venv-cupy/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	.venv-cupy/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[test,nccl]"
+	touch $@
+
+## The nccl transport's thin layer against the real wheels of CuPy and NCCL, which load without a GPU.
+test-cupy: .venv-cupy/setup.stamp
+	.venv-cupy/bin/python -m pytest tests/cupy
+
 # The peers have an environment of their own: UCXX pins the version of UCX, and nothing else needs them.
 $(BENCH_VENV)/setup.stamp: pyproject.toml examples/transport_ucxx/pyproject.toml
 	$(PYTHON) -m venv $(BENCH_VENV)
@@ -117,4 +128,4 @@ bench: $(BENCH_VENV)/ucx.stamp
 	$(BENCH_BIN)/python -m benchmarks.heartbeat --transport ucx
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) .venv-ucxx build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) .venv-ucxx .venv-cupy build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
