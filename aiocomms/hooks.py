@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aiocomms.driver import Driver
 
-if TYPE_CHECKING:
-    from aiocomms.errors import CommError
-    from aiocomms.ops import Op
-    from aiocomms.work import Work
+
+from aiocomms.errors import CommError
+from aiocomms.ops import Op
+from aiocomms.work import Work
 
 
 class Hook:
