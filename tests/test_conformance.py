@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 SUITE = "aiocomms.testing.conformance"
 
@@ -85,6 +86,33 @@ def test_a_wrong_option(stranger: Path) -> None:
     done = run(stranger, "--transport=nobody", modules="test_idle")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout
     assert "--transport nobody: it is not installed" in done.stderr
+
+
+@pytest.mark.parametrize("device", ["meta", "cuda", "cuda:99", "abacus"])
+def test_a_device_without_memory_to_read(stranger: Path, device: str) -> None:
+    """Said once and before anything runs, not by every check."""
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    done = run(stranger, "--transport=local", f"--device={device}", modules="test_idle")
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout
+    assert f"--device {device}: no tensor can be made and read there: " in done.stderr
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0"])
+def test_a_device_that_is_there(stranger: Path, device: str) -> None:
+    """The communicators are opened on it."""
+    (stranger / "where.py").write_text(
+        "import unittest\n"
+        "from aiocomms.testing.conformance import case\n"
+        "def skip(self, *rest, init=case.Case.__init__):\n"
+        "    init(self, *rest)\n"
+        "    raise unittest.SkipTest(f'on {self.comm.device}, as {self.place.device} says')\n"
+        "case.Case.__init__ = skip\n"
+    )
+    options = ["--transport=local", f"--device={device}", "--ranks=2", "--loops=asyncio", "-pwhere", "-rs"]
+    done = run(stranger, *options, modules="test_split")
+    assert done.returncode == pytest.ExitCode.OK, done.stdout
+    assert f"on {device}, as {device} says" in done.stdout
 
 
 def test_ranks_of_one_loop_that_hang(stranger: Path) -> None:

@@ -119,8 +119,8 @@ class Slot:
 
 
 def same_bits(got: Tensor, want: Tensor) -> None:
-    """Check that two tensors agree in dtype, shape and every bit."""
-    got = got.detach().cpu()
+    """Check that two tensors agree in dtype, shape and every bit, on whatever devices they are."""
+    got, want = got.detach().cpu(), want.detach().cpu()
     if got.dtype != want.dtype or got.shape != want.shape or not torch.equal(_raw(got), _raw(want)):
         raise AssertionError(f"{describe(got)}: {_difference(got, want)}")
 
@@ -130,7 +130,7 @@ def near(got: Tensor, want: Tensor, allowance: Tensor | None) -> None:
     if allowance is None:
         same_bits(got, want)
         return
-    got = got.detach().cpu()
+    got, want = got.detach().cpu(), want.detach().cpu()
     error = (got.to(_wide(got.dtype)) - want).abs()
     if got.shape != want.shape or not bool((error <= allowance).all()):  # so that a NaN is wrong
         raise AssertionError(f"{_difference(got, want)}; error {_brief(error)}, allowed {_brief(allowance)}")

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    import torch
+
     from aiocomms.testing.conformance.case import Place
 
 LOOPS = ("asyncio", "uvloop", "trio")
@@ -27,7 +29,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--processes", action="store_true", help="run each rank in a process, where one would do too")
     group.addoption("--ranks", metavar="N,N", help="only on so many ranks, such as 1,4; default: all the check names")
     group.addoption("--loops", metavar="NAME,NAME", help=f"only on these loops; default: {','.join(LOOPS)}")
-    group.addoption("--device", default="cpu", help="the device of all tensors; default: cpu")
+    group.addoption(
+        "--device", default="cpu", metavar="DEVICE",
+        help="where the communicators and their tensors are, such as cuda or cuda:1; default: cpu",
+    )  # fmt: skip
     group.addoption("--deadline", type=float, default=30.0, help="seconds that a check may take; default: 30")
     group.addoption("--seed", type=int, help="seed of the random data; default: a new one")
 
@@ -38,8 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[SEED] = secrets.randbits(32) if given is None else given
     _loops(config)
     _sizes(config)
-    if config.getoption("--transport") is not None:
-        _transports(config)
+    _transports(config)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -52,9 +56,9 @@ def places(config: pytest.Config, numbers: Iterable[int]) -> list[Place]:
     from aiocomms.testing.conformance.case import Place
 
     wanted = _sizes(config)
-    device: str = config.getoption("--device")
+    device = _device(config)
     return [
-        Place(transport, device, loop, size, processes, config.getoption("--deadline"))
+        Place(transport, str(device), loop, size, processes, config.getoption("--deadline"))
         for transport, processes in _transports(config)
         for loop in _loops(config)
         for size in numbers
@@ -80,15 +84,29 @@ def _sizes(config: pytest.Config) -> set[int] | None:
         raise pytest.UsageError(f"--ranks is {given!r}, wanted numbers such as 1,4") from None
 
 
-def _transports(config: pytest.Config) -> list[tuple[str | dict[str, str], bool]]:
-    """The transports asked for, or all that are available, and whether their ranks are processes."""
+def _device(config: pytest.Config) -> torch.device:
+    """The device of all tensors, checked here once: a check that fails for the lack of it would tell less."""
     import torch
 
+    given: str = config.getoption("--device")
+    try:
+        device = torch.device(given)
+        torch.zeros(1, device=device).cpu()
+    except Exception as error:  # torch's own are of many types: RuntimeError, AssertionError, NotImplementedError
+        why = str(error).splitlines()[0]
+        raise pytest.UsageError(f"--device {given}: no tensor can be made and read there: {why}") from None
+    return device
+
+
+def _transports(config: pytest.Config) -> list[tuple[str | dict[str, str], bool]]:
+    """The transports asked for, or all that are available, and whether their ranks are processes."""
     from aiocomms.registry import available, find
 
-    device = torch.device(config.getoption("--device"))
+    device = _device(config)
     state = available(device)
     given = config.getoption("--transport") or [name for name, why_not in state.items() if why_not is None]
+    if not given:
+        raise pytest.UsageError(f"no transport is available for --device {device}: {state}")
     chosen: list[tuple[str | dict[str, str], bool]] = []
     for text in given:
         parts = dict(part.split("=", 1) for part in text.split(",")) if "=" in text else {"": text}
