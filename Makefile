@@ -7,13 +7,23 @@ VENV ?= .venv
 BIN := $(abspath $(VENV))/bin
 BENCH_VENV ?= .venv-bench
 BENCH_BIN := $(abspath $(BENCH_VENV))/bin
+# What `make gpu-check` installs besides. torch asks for an older NCCL, so that comes last; NCCL= leaves torch's.
+GPU_VENV ?= .venv-gpu
+GPU_BIN := $(abspath $(GPU_VENV))/bin
+GPU_PACKAGES ?= cupy-cuda13x>=14 nccl4py
+NCCL ?= nvidia-nccl-cu13==2.32.3
+# A folder with all wheels (make gpu-wheels WHEELS=folder): then nothing is asked of the network.
+WHEELS ?=
+GPU_PIP := $(GPU_BIN)/python -m pip install --quiet --disable-pip-version-check \
+	$(if $(WHEELS),--no-index --find-links $(abspath $(WHEELS)))
 # What `make bench` compares with, beside gloo, which comes with torch.
 PEERS := mpi4py mpich ucxx-cu13
 UCX := transports/ucx
 UCX_NATIVE := $(wildcard $(UCX)/src/*) $(UCX)/CMakeLists.txt $(UCX)/pyproject.toml
 SOURCES := aiocomms transports tests examples benchmarks
 
-.PHONY: demo serve test unit conformance-all test-sanitizers lint format conformance conformance-ucxx test-cupy bench docs clean
+.PHONY: demo serve demo-tensor-parallel demo-kv-cache test unit conformance-all test-sanitizers lint format conformance \
+	conformance-ucxx test-cupy bench gpu-check gpu-wheels docs clean
 
 $(VENV)/setup.stamp: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -33,6 +43,14 @@ demo: $(VENV)/ucx.stamp
 ## Leave the embedding server running on 2 ranks.
 serve: $(VENV)/ucx.stamp
 	cd examples && $(BIN)/torchrun --standalone --nproc-per-node 2 -m embedding_server --port 8000
+
+## A transformer whose layers are split over 2 ranks, awaited from async handlers, compared with the unsplit one.
+demo-tensor-parallel: $(VENV)/ucx.stamp
+	cd examples && OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m tensor_parallel
+
+## KV-cache blocks pushed from a prefill process to a decode process, compared with one process.
+demo-kv-cache: $(VENV)/ucx.stamp
+	cd examples && OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m kv_cache
 
 ## Everything: lint, types, tests, docs, examples, and the conformance suite on every built-in transport.
 test: lint
@@ -127,5 +145,29 @@ bench: $(BENCH_VENV)/ucx.stamp
 	$(BENCH_BIN)/python -m benchmarks.core
 	$(BENCH_BIN)/python -m benchmarks.heartbeat --transport ucx
 
+## On a machine with a GPU: conformance, faults, graphs, examples, compute-sanitizer, benchmarks; into build/gpu/.
+gpu-check:
+	@$(PYTHON) tests/gpu/look.py
+	@$(MAKE) --no-print-directory $(GPU_VENV)/ucx.stamp
+	$(GPU_BIN)/python -m tests.gpu.check
+
+$(GPU_VENV)/setup.stamp: pyproject.toml
+	$(PYTHON) -m venv $(GPU_VENV)
+	$(GPU_PIP) "$(TORCH)" $(foreach package,$(GPU_PACKAGES),"$(package)")
+	$(GPU_PIP) --editable ".[demo,test]"
+	$(if $(NCCL),$(GPU_PIP) --no-deps "$(NCCL)")
+	touch $@
+
+$(GPU_VENV)/ucx.stamp: $(GPU_VENV)/setup.stamp $(UCX_NATIVE)
+	AIOCOMMS_WERROR=ON $(GPU_PIP) --editable ./$(UCX)
+	touch $@
+
+## All that gpu-check installs, as wheels in a folder, for a machine without a network: make gpu-wheels WHEELS=folder
+gpu-wheels:
+	@test -n "$(WHEELS)" || { echo "say where to: make gpu-wheels WHEELS=folder" >&2; exit 1; }
+	$(PYTHON) -m pip wheel --quiet --wheel-dir "$(WHEELS)" "$(TORCH)" $(foreach package,$(GPU_PACKAGES),"$(package)") \
+		".[demo,test]" ./$(UCX) hatchling editables scikit-build-core nanobind cmake ninja
+	$(if $(NCCL),$(PYTHON) -m pip wheel --quiet --wheel-dir "$(WHEELS)" --no-deps "$(NCCL)")
+
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) .venv-ucxx .venv-cupy build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) $(GPU_VENV) .venv-ucxx .venv-cupy build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,230 @@
+"""What `make gpu-check` runs on a machine with one GPU: ``python -m tests.gpu.check``.
+
+Every step is a program of its own, with a limit of time, so that one which hangs or breaks the GPU does not take the
+others with it. Writes ``check.json``, ``check.md`` and what each step printed to ``build/gpu/``. Ends with 1 if a step
+failed; says what was skipped and why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[2]
+OWN_HOST = Path(__file__).parent / "own_host"
+PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+
+
+class Step(NamedTuple):
+    """One program."""
+
+    name: str
+    command: Sequence[str]
+    limit: float
+    """Seconds."""
+    environment: Mapping[str, str] = {}
+    tests: bool = False
+    """Whether it is pytest, and writes what became of each test to the file that ``{junit}`` stands for."""
+    why_not: Callable[[], str] = lambda: ""
+    """Why it cannot run here, which is asked when its turn comes; "" where it can."""
+
+
+class Result(NamedTuple):
+    """What became of a step."""
+
+    name: str
+    status: str
+    seconds: float
+    detail: str
+    skips: dict[str, int] = {}  # noqa: RUF012 - never changed
+    """Why tests of it were skipped, and how many."""
+
+
+# -------------------------------------------------------------------------------------------------------------- steps
+
+
+def conformance(transport: str, ranks: int, environment: Mapping[str, str]) -> Step:
+    """The suite on so many ranks: with one on every loop, with several on asyncio."""
+    options = [f"--transport={transport}", "--device=cuda", f"--ranks={ranks}", "--deadline=60", "--timeout=150"]
+    loops = [] if ranks == 1 else ["--loops=asyncio", "--processes"]
+    command = ["-m", "pytest", "--pyargs", "aiocomms.testing.conformance", *options, *loops, "--junitxml={junit}"]
+    name = f"conformance, {transport}, {ranks} {'rank' if ranks == 1 else 'ranks'}"
+    return Step(name, [sys.executable, *command], 1200.0, environment if ranks > 1 else {}, tests=True)
+
+
+def pytest(name: str, environment: Mapping[str, str], *files: str) -> Step:
+    """Some of this repository's tests."""
+    command = [sys.executable, "-m", "pytest", *files, "--timeout=200", "--junitxml={junit}"]
+    return Step(name, command, 1200.0, environment, tests=True)
+
+
+def sanitizer(tool: str) -> Step:
+    """compute-sanitizer on a short run."""
+    command = ["compute-sanitizer", f"--tool={tool}", "--target-processes=all", "--error-exitcode=99"]
+    run = [*command, sys.executable, "-m", "tests.gpu.short_run"]
+    return Step(f"compute-sanitizer, {tool}", run, 600.0, why_not=no_sanitizer)
+
+
+def no_sanitizer() -> str:
+    """Why compute-sanitizer does not work here: it is not installed, or not for this GPU and driver."""
+    if shutil.which("compute-sanitizer") is None:
+        return "compute-sanitizer is not installed"
+    program = [sys.executable, "-c", "import torch; torch.ones(1, device='cuda').add_(1).item()"]
+    try:
+        probe = subprocess.run(
+            ["compute-sanitizer", "--error-exitcode=99", *program],
+            capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return "compute-sanitizer does not come to an end with the smallest of programs"
+    last = (probe.stdout + probe.stderr).strip().splitlines()[-1:]
+    return f"compute-sanitizer does not work here: {' '.join(last)}" if probe.returncode else ""
+
+
+def all_steps(nccl: tuple[int, ...], out: Path) -> list[Step]:
+    """Everything, for this version of NCCL."""
+    from benchmarks.gpu.onegpu import SWITCH, environment
+
+    shared = {name: value for name, value in environment(nccl, 0).items() if name != "NCCL_HOSTID"}
+    if nccl < SWITCH:
+        shared["PYTHONPATH"] = os.pathsep.join(filter(None, [str(OWN_HOST), os.environ.get("PYTHONPATH")]))
+    return [
+        *(conformance(transport, ranks, shared) for transport in ("nccl", "ucx") for ranks in (1, 2, 4)),
+        pytest("faults G1 to G12", {}, "tests/gpu/test_faults.py"),
+        pytest("CUDA graphs", {}, "tests/gpu/test_graphs.py"),
+        pytest("examples", shared, "tests/test_tensor_parallel.py", "tests/test_kv_cache.py"),
+        *(sanitizer(tool) for tool in ("memcheck", "racecheck")),
+        Step("benchmarks", [sys.executable, "-m", "benchmarks.gpu", f"--out={out}"], 1000.0),
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------------ running
+
+
+def run(step: Step, out: Path) -> Result:
+    """Run a step, and judge what comes of it."""
+    why = step.why_not()
+    if why:
+        return Result(step.name, SKIPPED, 0.0, why)
+    stem = "".join(c if c.isalnum() else "-" for c in step.name)
+    junit = out / f"{stem}.xml"
+    junit.unlink(missing_ok=True)
+    command = [part.replace("{junit}", str(junit)) for part in step.command]
+    began = time.monotonic()
+    with (out / f"{stem}.log").open("wb") as log:
+        code = execute(command, step, log)
+    seconds = time.monotonic() - began
+    if code is None:
+        return Result(step.name, FAILED, seconds, f"killed after {step.limit:.0f} s; see {log.name}")
+    status = FAILED if code else PASSED
+    detail, skips = f"ended with {code}; see {log.name}" if code else "", {}
+    if step.tests:
+        counts, skips = read_junit(junit)
+        if not counts[PASSED]:
+            status = FAILED  # a step that tests nothing proves nothing
+        told = ", ".join(f"{counts[kind]} {kind}" for kind in (PASSED, FAILED, SKIPPED) if counts[kind])
+        detail = "; ".join(filter(None, [told or "no test ran", detail]))
+    return Result(step.name, status, seconds, detail, skips)
+
+
+def execute(command: Sequence[str], step: Step, log: Any) -> int | None:
+    """Run a program with all that it starts; its exit code, None if it had to be killed."""
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | step.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        return process.wait(step.limit)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)  # also what it has left behind
+        except ProcessLookupError:
+            pass  # nothing
+        process.wait()
+
+
+def read_junit(path: Path) -> tuple[Counter[str], dict[str, int]]:
+    """How many tests passed, failed and were skipped, and why those were."""
+    counts: Counter[str] = Counter()
+    skips: Counter[str] = Counter()
+    if not path.exists():
+        return counts, {}
+    for case in ET.parse(path).iter("testcase"):
+        if case.find("failure") is not None or case.find("error") is not None:
+            counts[FAILED] += 1
+        elif (skip := case.find("skipped")) is not None:
+            counts[SKIPPED] += 1
+            skips[str(skip.get("message")).removeprefix("Skipped: ")] += 1
+        else:
+            counts[PASSED] += 1
+    return counts, dict(skips)
+
+
+# ---------------------------------------------------------------------------------------------------------- reporting
+
+
+def markdown(results: Sequence[Result]) -> str:
+    """The table, and below it why anything was skipped."""
+    from benchmarks.peers.report import table
+
+    rows = [[r.name, r.status, f"{r.seconds:.0f} s", r.detail] for r in results]
+    skips = [f"* skipped in {r.name}: {count} times: {why}" for r in results for why, count in r.skips.items()]
+    return "\n\n".join(filter(None, [table(["step", "", "took", ""], rows, 4), "\n".join(skips)])) + "\n"
+
+
+def check(steps: Sequence[Step], out: Path) -> int:
+    """Run all steps, whatever becomes of them, and write the report; 1 if one failed."""
+    out.mkdir(parents=True, exist_ok=True)
+    for name in ("gpu.json", "gpu.md", "check.json", "check.md"):
+        (out / name).unlink(missing_ok=True)  # or a figure of an earlier run would be taken for one of this
+    results = []
+    for step in steps:
+        results.append(run(step, out))
+        print(f"{results[-1].status:8}{step.name}: {results[-1].detail}", flush=True)
+    (out / "check.json").write_text(json.dumps([result._asdict() for result in results], indent=1) + "\n")
+    text = markdown(results)
+    figures = out / "gpu.md"  # which the benchmarks write
+    text += f"\n{figures.read_text()}" if figures.exists() else ""
+    (out / "check.md").write_text(text)
+    failed = [result.name for result in results if result.status == FAILED]
+    print(f"\n{text}\n{'failed: ' + ', '.join(failed) if failed else 'nothing failed'}")
+    return int(bool(failed))
+
+
+def main() -> int:
+    """Look for a GPU, then run everything, or the steps that are asked for."""
+    from tests.gpu.look import why_not
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu", help="default: %(default)s")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only steps whose name has this text")
+    options = parser.parse_args()
+    if why := why_not():
+        sys.exit(why)
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.exit(f"gpu-check needs a torch that can use the GPU, and torch {torch.__version__} cannot")
+    from benchmarks.gpu.onegpu import nccl_version
+
+    steps = [step for step in all_steps(nccl_version(), options.out.absolute()) if options.only in step.name]
+    if not steps:
+        sys.exit(f"--only {options.only!r} leaves no step")
+    return check(steps, options.out.absolute())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
