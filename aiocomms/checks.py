@@ -282,23 +282,6 @@ def splits(name: str, value: Sequence[int], rows: int, group: Group) -> None:
         raise ArgumentError(f"{name} sums to {sum(value)}, wanted {rows}, the tensor's size along dimension 0")
 
 
-def members(ranks: Sequence[int], group: Group) -> list[int]:
-    """Check the members of a new group: distinct ranks, this one among them, or none at all."""
-    if not isinstance(ranks, (list, tuple, range)):
-        raise ArgumentTypeError(f"ranks is {short(ranks)}, wanted a list of ranks", op="split")
-    found = list(ranks)
-    for i, rank in enumerate(found):
-        index(f"ranks[{i}]", rank, group)
-    if len(set(found)) != len(found):
-        raise ArgumentError(f"ranks is {found}, wanted each rank once", op="split")
-    if found and group.rank not in found:
-        raise ArgumentError(
-            f"ranks is {found} and leaves out this rank, {group.rank}; wanted it among them, or an empty list",
-            op="split",
-        )
-    return found
-
-
 def label(value: str) -> str:
     """Check a communicator's name: 1 to 200 characters."""
     if not isinstance(value, str):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
@@ -66,9 +66,8 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         self._by_family = dict(transports)
         if "rma" not in self._by_family and "p2p" in self._by_family:
             self._by_family["rma"] = TwoSided(self)
-        self._seq = 0
+        self._seq = self._children = 0
         self.calls = 0  # collectives called so far: the same on all ranks, so it tells their messages apart
-        self._children = 0
         self._refusal: CommError | None = None  # why nothing can be started any more; the first reason stays
         self._lock = threading.RLock()  # guards the step to a refusal; a signal handler may abort what it interrupts
         self._pending = Pending(self)

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from aiocomms.driver import Driver
-
-
 from aiocomms.errors import CommError
 from aiocomms.ops import Op
 from aiocomms.work import Work
