@@ -127,30 +127,28 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
             raise error.about(comm=self.name, op=op.name, rank=self.rank) from None
         self._seq = seq + 1
         if self._pre_hooks:
-            for hook in list(self._pre_hooks):
-                hook(op, seq)
+            self._pre_hooks.ask(op, seq)
         work: Work[Any] = Work(op, seq, self, hints)
-        collective = op.family == "collectives"
-        self.calls += collective
+        self.calls += (collective := op.family == "collectives")
         try:
             self._router[type(op)](op, work)
         except BaseException:  # nothing was sent: the other ranks' next collective is this one's next, too
             self.calls -= collective
             raise
         if not work.done():
-            self._keep(work, seconds)
-        else:
-            args = PEERS[type(op)](op) if type(op) in PEERS else None
-            self._ring[seq & self._mask] = (seq, type(op), monotonic(), args, work.fault)
-            if self._post_hooks or work.fault is not None:
-                self._after(work)
+            return self._keep(work, seconds)
+        args = PEERS[type(op)](op) if type(op) in PEERS else None
+        self._ring[seq & self._mask] = (seq, type(op), monotonic(), args, work.fault)
+        if self._post_hooks or work.fault is not None:
+            self._after(work)
         return work
 
-    def _keep(self, work: Work[Any], seconds: float) -> None:
+    def _keep(self, work: Work[Any], seconds: float) -> Work[Any]:
         """An op was posted and is pending."""
         self._pending.add(work, seconds)
         for transport in self._spinning:
             self.driver.kick(transport)
+        return work
 
     def post(self, op: Op, work: Completion) -> None:
         """Hand one message of a lowered op to the transport that carries it."""

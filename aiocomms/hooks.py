@@ -40,6 +40,11 @@ class Hooks(list[Hook]):
         self.append(hook)
         return hook
 
+    def ask(self, *about: Any) -> None:
+        """Call them; what one raises goes to the caller."""
+        for hook in list(self):
+            hook(*about)
+
     def call(self, driver: Driver, *about: Any) -> None:
         """Call them; no caller stands behind who could handle what they raise, so that is reported."""
         for hook in list(self):
