@@ -29,6 +29,8 @@ PATIENCE, LONGER = 0.25, 0.4
 ASKED = 64
 """Ranks that are asked at most: those that are missing first."""
 
+_DOING, _VERDICT = "doing", "verdict"
+"""What a rank leaves in the store: what it is doing; what the late rank has made of that."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.01
 _LARGEST = 16384
 """Bytes of what another rank says."""
@@ -127,14 +129,16 @@ class Inquest:
         """Say what this rank is doing, and hear the others or the late rank."""
         comm, brief = self._comm, snapshot.header.brief
         try:
-            self._rendezvous.tell(f"doing/{comm.rank}", msgspec.json.encode(brief))
+            self._rendezvous.tell(_DOING, msgspec.json.encode(brief))
             if isinstance(self._error, CommTimeoutError):
                 verdict = self._ask(snapshot)
-                self._rendezvous.tell(f"verdict/{comm.rank}", verdict.encode())
+                self._rendezvous.tell(_VERDICT, verdict.encode())
                 return verdict
             if isinstance(self._error, CommAbortedError) and self._error.peer not in (None, comm.rank):
-                key = f"verdict/{self._error.peer}"
-                return printable(self._hear([key], LONGER).get(key, b"").decode(errors="replace"), 4 * LONGEST)
+                late = self._error.peer
+                return printable(
+                    self._hear(_VERDICT, [late], LONGER).get(late, b"").decode(errors="replace"), 4 * LONGEST
+                )
         except RuntimeError:  # the store is gone: the base of torch's store errors
             pass
         return ""
@@ -146,20 +150,20 @@ class Inquest:
             return ""
         others = [] if op.collective is None else [r for r in range(comm.size) if r not in self._absent]
         asked = [rank for rank in (*self._absent, *others) if rank != comm.rank][:ASKED]
-        said = self._hear([f"doing/{rank}" for rank in asked], PATIENCE)
-        briefs = {rank: brief for rank in asked if (brief := read_brief(said.get(f"doing/{rank}"), rank)) is not None}
+        said = self._hear(_DOING, asked, PATIENCE)
+        briefs = {rank: brief for rank in asked if (brief := read_brief(said.get(rank), rank)) is not None}
         mine = {} if op.collective is None else {comm.rank: snapshot.header.brief}
         return judge(op, {**briefs, **mine}, set(asked) - briefs.keys())[: 4 * LONGEST]
 
-    def _hear(self, keys: Sequence[str], seconds: float) -> dict[str, bytes]:
+    def _hear(self, key: str, ranks: Sequence[int], seconds: float) -> dict[int, bytes]:
         """Wait until all have been told, time is up, or the communicator is closed. Never waits in the store."""
-        heard: dict[str, bytes] = {}
+        heard: dict[int, bytes] = {}
         ends, pause = time.monotonic() + seconds, _FIRST_PAUSE
-        while len(heard) < len(keys) and time.monotonic() < ends:
-            for key in keys:
-                if key not in heard and (value := self._rendezvous.told(key)) is not None:
-                    heard[key] = value
-            if len(heard) < len(keys) and self._closed.wait(pause):
+        while len(heard) < len(ranks) and time.monotonic() < ends:
+            for rank in ranks:
+                if rank not in heard and (value := self._rendezvous.told(key, rank)) is not None:
+                    heard[rank] = value
+            if len(heard) < len(ranks) and self._closed.wait(pause):
                 break
             pause = min(2 * pause, _LONGEST_PAUSE)
         return heard

@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore, Store
 from aiocomms import checks
 from aiocomms.communicator import Communicator
 from aiocomms.driver import Driver, run_in_thread
-from aiocomms.errors import ArgumentError, CommError, CommTimeoutError, StoreLostError
+from aiocomms.errors import ArgumentError, CommError, CommTimeoutError, ProtocolError, StoreLostError
 from aiocomms.groups import DEFAULT
 from aiocomms.issuer import Timeout
 from aiocomms.launchers import read_environment
@@ -102,12 +102,16 @@ class StoreRendezvous:
 
     def tell(self, key: str, value: bytes) -> None:
         """See :meth:`aiocomms.transport.Rendezvous.tell`."""
-        self._store().set(key, value)  # type: ignore[arg-type]  # bytes are fine
+        record = self._seal.sign(key, self.rank, value)
+        self._store().set(f"{key}/{self.rank}", record)  # type: ignore[arg-type]  # bytes are fine
 
-    def told(self, key: str) -> bytes | None:
+    def told(self, key: str, rank: int) -> bytes | None:
         """See :meth:`aiocomms.transport.Rendezvous.told`."""
-        store = self._store()
-        return store.get(key) if store.check([key]) else None
+        store, where = self._store(), f"{key}/{rank}"
+        try:
+            return self._seal.verify(key, rank, store.get(where)) if store.check([where]) else None
+        except ProtocolError:  # AuthError is one
+            return None
 
     def _left(self) -> float:
         return self._ends - time.monotonic()

@@ -80,8 +80,8 @@ class Rendezvous(Protocol):
         :raises RuntimeError: the store is gone.
         """
 
-    def told(self, key: str) -> bytes | None:
-        """What was left under a key, or None; blocks for as long as the store does.
+    def told(self, key: str, rank: int) -> bytes | None:
+        """What a rank has left under a key; None: nothing that it can be shown to have left. Blocks as :meth:`tell`.
 
         :raises RuntimeError: the store is gone.
         """

@@ -619,18 +619,19 @@ async def out_of_bounds(place: Rank) -> None:
         transport = next(iter(comm._by_family.values()))
         engine, group, number = transport.engine, transport.group, window.handle.number
         data = numbers(1024, place.rank)
+        raw = torch.empty(2 * size, dtype=torch.uint8)
         for offset, nbytes in ((size, 8), (size - 8, 16), (0, size + 8), (2**40, 8), (2**64 - 8, 16), (2**64 - 8, 8)):
             for call in (engine.put, engine.get):
                 with pytest.raises(IndexError, match="beyond the end of a window"):
-                    call(1, group, number, other, offset, data.data_ptr(), nbytes)
+                    call(1, group, number, other, offset, raw[:nbytes])
             if nbytes == 8:
                 with pytest.raises(IndexError):
                     engine.atomic(1, group, number, other, offset, False, 8, 1, 0)
         for rank in (2, -1, 2**31 - 1):
             with pytest.raises(IndexError):
-                engine.put(1, group, number, rank, 0, data.data_ptr(), 8)
+                engine.put(1, group, number, rank, 0, raw[:8])
         with pytest.raises(IndexError):
-            engine.put(1, group, number + 1, other, 0, data.data_ptr(), 8)
+            engine.put(1, group, number + 1, other, 0, raw[:8])
         await comm.barrier()
         assert (whole == canary).all()
         await comm.barrier()
@@ -641,7 +642,7 @@ async def out_of_bounds(place: Rank) -> None:
         await window.aclose()
         for call in (engine.put, engine.get):
             with pytest.raises(IndexError):
-                call(1, group, number, other, 0, data.data_ptr(), 8)
+                call(1, group, number, other, 0, raw[:8])
         with pytest.raises(IndexError):
             engine.signal(1, group, number, other)
         assert (whole[:1024] == canary).all()
