@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from threading import get_ident
 from time import monotonic
 from types import TracebackType
 from typing import Any, Self
@@ -113,7 +114,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
 
     def _issue(self, op: Op, hints: Mapping[str, Any] | None = None, timeout: Timeout = None) -> Work[Any]:
         """Check an op, post it, and return its work."""
-        if self._refusal is not None or threading.get_ident() != self.driver.thread:
+        if self._refusal is not None or get_ident() != self.driver.thread:
             raise self._refused(op)
         seq = self._seq
         try:
