@@ -293,6 +293,18 @@ class _Sleeper:
             return None if self._closed else self.target
 
 
+def no_gpu(device: torch.device) -> str | None:
+    """Why torch cannot use a GPU, or None."""
+    if torch.version.cuda is None:
+        return "this torch was built without CUDA: install a CUDA build of torch, which plain `torch` on PyPI is"
+    if not torch.cuda.is_available():
+        return "torch finds no GPU: check nvidia-smi, the driver, and CUDA_VISIBLE_DEVICES; or use device='cpu'"
+    count = torch.cuda.device_count()
+    if device.index is not None and device.index >= count:
+        return f"device is {device}, and this process sees {count} GPU(s): use cuda:0 to cuda:{count - 1}"
+    return None
+
+
 class recorded:  # noqa: N801 - it reads as what it is: ``await recorded(stream)``
     """Await the point that a CUDA stream has come to: after ``graph.replay()``, that the replay is done.
 

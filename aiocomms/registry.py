@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from aiocomms import ops
+from aiocomms.cuda import no_gpu
 from aiocomms.errors import ArgumentError, ArgumentTypeError, UnsupportedOperation
 from aiocomms.transport import Transport
 
@@ -58,7 +59,7 @@ def find(name: str, device: torch.device) -> type[Transport] | str:
         cls = _load(entries()[name])
         if device.type not in cls.capabilities.devices:
             return f"it carries tensors on {', '.join(sorted(cls.capabilities.devices))}, not on {device.type}"
-        return cls.probe(device) or cls
+        return cls.probe(device) or (no_gpu(device) if device.type == "cuda" else None) or cls
     except Exception as error:  # a broken plug-in must not take the others with it
         return f"{type(error).__name__}: {error}"
 

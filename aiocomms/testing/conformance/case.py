@@ -6,7 +6,7 @@ import functools
 import time
 import unittest
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import anyio
 import torch
@@ -18,7 +18,7 @@ from aiocomms.communicator import Communicator
 from aiocomms.errors import UnsupportedOperation
 from aiocomms.registry import find
 from aiocomms.testing.conformance import data
-from aiocomms.transport import Transport
+from aiocomms.transport import Capabilities, Transport
 
 ALL_SIZES = (1, 2, 3, 4, 7)
 """One rank, two, an odd number, a power of two, and a prime that is none."""
@@ -186,8 +186,17 @@ class Case:
     def need_any_order(self) -> None:
         """Skip the check where a message that waits holds up those behind it."""
         self.need("p2p")
-        if self.carrier("p2p").capabilities.fifo:
+        if self.capabilities("p2p").fifo:
             raise unittest.SkipTest(f"{self.place.transport} completes operations in the order posted only")
+
+    def atomics(self) -> bool:
+        """Whether windows here have atomics, which those in a GPU's memory need not have."""
+        return "rma" not in self.comm.transports or ops.FetchAdd in self.capabilities("rma").ops
+
+    def need_atomics(self) -> None:
+        """Skip the check where windows have no atomics."""
+        if not self.atomics():
+            raise unittest.SkipTest(f"{self.place.transport} has no atomics on windows of this device")
 
     def need_processes(self) -> None:
         """Skip the check where the ranks share one loop."""
@@ -200,10 +209,14 @@ class Case:
         assert not isinstance(found, str), found
         return found
 
+    def capabilities(self, family: str) -> Capabilities:
+        """What the transport that carries a family of operations can do, on this device."""
+        return self.comm._by_family[cast("ops.Family", family)].capabilities
+
     def stepwise(self, dtype: torch.dtype) -> bool:
         """Whether sums of a dtype are rounded after each rank's contribution."""
         carried = "collectives" in self.comm.transports  # else they are made of messages
-        return carried and dtype in self.carrier("collectives").capabilities.stepwise
+        return carried and dtype in self.capabilities("collectives").stepwise
 
     def reduced(self, op: ReduceOp, tensors: Sequence[Tensor]) -> data.Expected:
         """What a reduction of one tensor per rank must give."""
@@ -211,7 +224,7 @@ class Case:
 
     def native(self, op: type[ops.Op]) -> bool:
         """Whether the transport does an operation itself, and the core does not express it in others."""
-        return op.family in self.comm.transports and op in self.carrier(op.family).capabilities.ops
+        return op.family in self.comm.transports and op in self.capabilities(op.family).ops
 
     async def open(self, name: str, timeout: float | None = None) -> Communicator:
         """Open another communicator over the same ranks. Collective."""

@@ -6,8 +6,6 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any, Final, Protocol, TypeVar
 
-import torch
-
 from aiocomms.cuda import Cuda
 from aiocomms.errors import CommError
 
@@ -115,18 +113,6 @@ def no_cupy() -> str | None:
         return (
             f"NCCL is {readable(found)}, wanted {readable(OLDEST)} or newer: pip install -U nvidia-nccl-cu13 (or -cu12)"
         )
-    return None
-
-
-def no_gpu(device: torch.device) -> str | None:
-    """Why torch cannot use a GPU, or None."""
-    if torch.version.cuda is None:
-        return "this torch was built without CUDA: install a CUDA build of torch, which plain `torch` on PyPI is"
-    if not torch.cuda.is_available():
-        return "torch finds no GPU: check nvidia-smi, the driver, and CUDA_VISIBLE_DEVICES; or use device='cpu'"
-    count = torch.cuda.device_count()
-    if device.index is not None and device.index >= count:
-        return f"device is {device}, and this process sees {count} GPU(s): use cuda:0 to cuda:{count - 1}"
     return None
 
 

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from aiocomms import ops
-from aiocomms.cuda import SPIN, Completions, Cuda, Event, TorchCuda
+from aiocomms.cuda import SPIN, Completions, Cuda, Event, TorchCuda, no_gpu
 from aiocomms.driver import Driver, run_in_thread
 from aiocomms.errors import CapturedWorkError, CommAbortedError, CommError, UnsupportedOperation
 from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport
@@ -22,7 +22,7 @@ from aiocomms_nccl.collectives import START, Bench, Start, open_bench
 from aiocomms_nccl.dtypes import HALVES, REDUCTIONS
 from aiocomms_nccl.mesh import Mesh
 from aiocomms_nccl.messages import Messages
-from aiocomms_nccl.nccl import CupyNccl, Nccl, NcclComm, explain, guarded, no_cupy, no_gpu, status_of
+from aiocomms_nccl.nccl import CupyNccl, Nccl, NcclComm, explain, guarded, no_cupy, status_of
 from aiocomms_nccl.ranks import Ranks
 
 HIGH_PRIORITY: Final = "high_priority_stream"

@@ -12,12 +12,13 @@ from typing import Final
 
 import msgspec
 
-from aiocomms.errors import ArgumentError, AuthError, ProtocolError
+from aiocomms.cuda import Cuda
+from aiocomms.errors import ArgumentError, AuthError, ProtocolError, UnsupportedOperation
 from aiocomms.hosts import host_id, reachable_address
 from aiocomms.transport import Rendezvous
 from aiocomms.trust import mac
 from aiocomms_ucx import wire
-from aiocomms_ucx._engine import Engine
+from aiocomms_ucx._engine import NO_DEVICE, Engine, UcxError
 from aiocomms_ucx.family import Family
 from aiocomms_ucx.gate import Gate, same_user
 
@@ -54,9 +55,13 @@ class Place(msgspec.Struct, array_like=True):
     """Where ranks of other hosts connect."""
 
 
-async def open_family(rendezvous: Rendezvous) -> tuple[Family, list[str], list[int]]:
+async def open_family(
+    rendezvous: Rendezvous, cuda: Cuda | None = None, memory: int = NO_DEVICE
+) -> tuple[Family, list[str], list[int]]:
     """Meet the other ranks. Collective.
 
+    :param cuda: the GPU whose memory it is for; None: it is for the memory of CPUs.
+    :param memory: UCX's type of that GPU's memory.
     :returns: the family, and each rank's host and process.
     :raises CommTimeoutError: a rank did not come, or did not connect.
     :raises AuthError: a rank has not this job's token.
@@ -72,7 +77,7 @@ async def open_family(rendezvous: Rendezvous) -> tuple[Family, list[str], list[i
             names = [hello.name for hello in hellos if hello.host != mine.host]
             outside = reachable_address((hellos[0].name, *names), rendezvous.store)
             listeners.append(stack.enter_context(socket.create_server((outside, 0), backlog=_BACKLOG)))
-        engine = await rendezvous.run("opening UCX", lambda: Engine(rank, size, _options(outside)))
+        engine = await rendezvous.run("opening UCX", lambda: _engine(rank, size, outside, cuda, memory))
         places = await _places(
             rendezvous, Place(engine.address(), listeners[-1].getsockname()[:2] if outside else None)
         )
@@ -86,7 +91,7 @@ async def open_family(rendezvous: Rendezvous) -> tuple[Family, list[str], list[i
     crowded = len(here) > len({core for hello in here for core in hello.cores})
     near = [it.pid if it in here else 0 for it in hellos]
     engine.start([place.address for place in places], sockets, near, crowded, _cookies(key, rank, size))
-    return Family(engine, rank), hosts, pids
+    return Family(engine, rank, cuda), hosts, pids
 
 
 def _introduction() -> Hello:
@@ -96,17 +101,36 @@ def _introduction() -> Hello:
     return Hello(wire.VERSION, sys.byteorder, host, socket.gethostname(), os.getpid(), cores, path, nonce)
 
 
-def _options(outside: str | None) -> list[tuple[str, str]]:
+def _engine(rank: int, size: int, outside: str | None, cuda: Cuda | None, memory: int) -> Engine:
+    if cuda is None:
+        return Engine(rank, size, _options(outside, "sysv,cuda"))
+    cuda.activate()
+    try:
+        return Engine(rank, size, _options(outside, "sysv"), memory)
+    except UcxError as error:
+        tls = os.environ.get("UCX_TLS")
+        why = (
+            "install libucx-cu12 or libucx-cu13, whichever CUDA torch is built for; the driver must be as new"
+            if tls is None
+            else f"UCX_TLS={tls} may leave them out: unset it, or add cuda"
+        )
+        raise UnsupportedOperation(
+            f"UCX cannot reach CUDA memory ({error}), for which it needs its transports cuda_copy and cuda_ipc; {why}"
+        ) from error
+
+
+def _options(outside: str | None, without: str) -> list[tuple[str, str]]:
     """UCX's settings. The user's environment variables win.
 
+    Without a GPU's memory to carry UCX need not look for GPUs, which takes time and memory of each.
     sysv's segments can be read by the group. On one host there is no use for a network, and nothing then listens. On
     several UCX listens at the address of each interface, or of the one alone that ``AIOCOMMS_IFACE`` names.
     """
     if outside is None:
-        return [("TLS", "^sysv,tcp")]
+        return [("TLS", f"^{without},tcp")]
     interface = os.environ.get("AIOCOMMS_IFACE")
     devices = [("NET_DEVICES", interface)] if interface else []
-    return [("TLS", "^sysv"), *devices]
+    return [("TLS", f"^{without}"), *devices]
 
 
 async def _hellos(rendezvous: Rendezvous, mine: Hello) -> tuple[list[Hello], bytes]:

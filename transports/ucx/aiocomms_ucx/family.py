@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from torch import UntypedStorage
 
+from aiocomms.cuda import Cuda
 from aiocomms.driver import Driver, run_in_thread
 from aiocomms.errors import ProtocolError
 from aiocomms.transport import Completion
@@ -31,8 +32,13 @@ Entry = tuple["UcxTransport", Completion, int]
 class Family:
     """One rank's engine. Every method is called on the loop's thread."""
 
-    def __init__(self, engine: Engine, rank: int) -> None:
+    def __init__(self, engine: Engine, rank: int, cuda: Cuda | None = None) -> None:
+        """Begin.
+
+        :param cuda: the GPU whose memory it is for; None: it is for the memory of CPUs.
+        """
         self.engine = engine
+        self.cuda = cuda
         self.rank = rank
         self.transports: dict[int, UcxTransport] = {}
         """By the engine's number of their communicator."""
@@ -97,10 +103,15 @@ class Family:
         del self.transports[group]
         self.engine.close_group(group)
         if not self.transports:
-            sound = not self.broken
-            await run_in_thread(Driver.current(), lambda: self.engine.close(sound, _GOODBYE))
+            await run_in_thread(Driver.current(), self._close)
             self.pending.clear()
             _open.discard(self)
+
+    def _close(self) -> None:
+        """Blocks, off the loop."""
+        if self.cuda is not None:
+            self.cuda.activate()
+        self.engine.close(not self.broken, _GOODBYE)
 
 
 _open: weakref.WeakSet[Family] = weakref.WeakSet()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, Self
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Self, cast
 
 import msgspec
 import torch
@@ -56,8 +58,14 @@ class _Member(msgspec.Struct, array_like=True):
 class UcxTransport(Transport):
     """Messages and one-sided operations over UCX; collectives in shared memory within a host, over UCX beyond."""
 
-    capabilities = Capabilities(ops=(ops.P2P - {ops.Batch}) | ops.COLLECTIVES | ops.RMA, in_process=True, spin=TURNS)
-    plain = staticmethod(is_plain)
+    capabilities = Capabilities(
+        ops=(ops.P2P - {ops.Batch}) | ops.COLLECTIVES | ops.RMA,
+        devices=frozenset({"cpu", "cuda"}),
+        in_process=True,
+        spin=TURNS,
+    )
+    plain: Callable[[object, bool], bool] | None = staticmethod(is_plain)
+    windows: type[Windows] = Windows
 
     def __init__(self, family: Family, peers: Sequence[int], hosts: Sequence[str], pids: Sequence[int]) -> None:
         """Begin.
@@ -76,7 +84,7 @@ class UcxTransport(Transport):
         self.group = self.engine.add_group(self.rank, self.peers)
         self._fd = os.dup(self.engine.fileno())
         self._numbers = [0] * self.size
-        self._windows = Windows(self)
+        self._windows = self.windows(self)
         self._calls = 0  # collectives posted
         self._collectives: dict[int, Completion] = {}  # those that are not done
         self._left: dict[int, int] = {}  # ranks that have closed, and the collectives that they had done
@@ -90,12 +98,12 @@ class UcxTransport(Transport):
     @classmethod
     def probe(cls, device: torch.device) -> str | None:
         """See :meth:`Transport.probe`: where UCX cannot be loaded, this module is not imported."""
-        return None
+        return None if device.type == "cpu" else no_cuda_in_ucx()
 
     @classmethod
     def preference(cls, device: torch.device, size: int, family: ops.Family) -> int:
-        """See :meth:`Transport.preference`: the fastest there is for the memory of CPUs."""
-        return 50 if device.type == "cpu" else 0
+        """See :meth:`Transport.preference`: the fastest on CPUs; on GPUs collectives are made of its messages."""
+        return 0 if device.type == "cuda" and family == "collectives" else 50
 
     # --------------------------------------------------------------------------------------------------- opening
 
@@ -104,6 +112,10 @@ class UcxTransport(Transport):
         """See :meth:`Transport.open`."""
         if rendezvous.size > _MOST_RANKS:
             raise ArgumentError(f"size is {rendezvous.size}, and transport 'ucx' carries at most {_MOST_RANKS} ranks")
+        if rendezvous.device.type == "cuda":
+            from aiocomms_ucx.device import CudaUcxTransport  # only for those who need it
+
+            return cast("Self", await CudaUcxTransport.open(rendezvous, options))
         family, hosts, pids = await open_family(rendezvous)
         return await cls._join(family, rendezvous, range(rendezvous.size), hosts, pids)
 
@@ -355,6 +367,16 @@ class UcxTransport(Transport):
         os.close(self._fd)
         self._windows.close()
         await self.family.leave(self.group)
+
+
+def no_cuda_in_ucx() -> str | None:
+    """Why this UCX has nothing for CUDA, or None."""
+    found = importlib.util.find_spec("libucx")
+    folders = found.submodule_search_locations if found is not None and found.submodule_search_locations else []
+    own = [Path(folder, "lib") for folder in folders if Path(folder, "lib", "libucp.so").exists()]
+    if not own or any((lib / "ucx" / "libuct_cuda.so").exists() for lib in own):
+        return None  # the system's UCX: opening shows what it can do
+    return "this libucx has no modules for CUDA: install the wheel libucx-cu12 or libucx-cu13"
 
 
 def _peer(op: Any) -> int | None:

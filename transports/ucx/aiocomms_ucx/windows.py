@@ -22,12 +22,10 @@ from aiocomms_ucx.collectives import FORMS
 if TYPE_CHECKING:
     from aiocomms_ucx.transport import UcxTransport
 
-_RECORD: Final = 2048
-"""Bytes in which a rank describes its part; UCX's keys are a few hundred at most."""
 _PREFIX: Final = 4
 
 
-class _Part(msgspec.Struct, array_like=True):
+class Part(msgspec.Struct, array_like=True):
     """One rank's part, for the others."""
 
     shared: int
@@ -37,6 +35,10 @@ class _Part(msgspec.Struct, array_like=True):
     shape: tuple[int, ...]
     address: int
     rkey: bytes
+    ipc: list[tuple[Any, ...] | None] = []
+    """What each rank needs to map it, where it is a GPU's memory."""
+    gpu: str = ""
+    """That GPU's identifier."""
 
     def __repr__(self) -> str:  # who has address and key reads and writes the memory
         return f"<part of shape {self.shape}>"
@@ -57,6 +59,11 @@ class Handle:
 
 class Windows:
     """The windows of one communicator."""
+
+    record: int = 2048
+    """Bytes in which a rank describes its part; UCX's keys are a few hundred at most."""
+    unshared = "is no memory of torch's own that could be shared (from_numpy, frombuffer and the like)"
+    """Why a part on this host may not be mapped."""
 
     def __init__(self, transport: UcxTransport) -> None:
         self._transport = transport
@@ -130,11 +137,7 @@ class Windows:
         if rank in handle.mapped:
             work.complete(handle.mapped[rank].detach())
             return
-        where = (
-            "is on another host"
-            if self._transport.far(rank)
-            else ("is no memory of torch's own that could be shared (from_numpy, frombuffer and the like)")
-        )
+        where = "is on another host" if self._transport.far(rank) else self.unshared
         work.fail(UnsupportedOperation(f"the window of rank {rank} {where}; use get() and put()"))
 
     # ------------------------------------------------------------------------------------------ opening and closing
@@ -144,18 +147,23 @@ class Windows:
         number = self._opened
         self._opened += 1
         handle = self._handles[number] = Handle(number, tensor)
-        shared = self._share(tensor)
-        remote = any(map(transport.far, range(transport.size))) or (shared < 0 and transport.size > 1)
-        rkey = transport.engine.map_window(transport.group, number, tensor, remote)
-        offset = int(tensor.storage_offset()) * tensor.element_size()
-        mine = _record(_Part(shared, offset, tuple(tensor.shape), tensor.data_ptr(), rkey))
-        theirs = torch.empty(transport.size, _RECORD, dtype=torch.uint8)
+        mine = _record(self._describe(number, tensor), self.record)
+        theirs = torch.empty(transport.size, self.record, dtype=torch.uint8)
         handle.exchange = mine, theirs
         self._opening[id(work)] = handle
         done = transport.engine.all_gather(
             id(work), transport.group, FORMS[ops.WindowOpen], transport.size, mine, theirs
         )
         transport.follow_collective(work, done)
+
+    def _describe(self, number: int, tensor: Tensor) -> Part:
+        """What the others need to know of this rank's part."""
+        transport = self._transport
+        shared = self._share(tensor)
+        remote = any(map(transport.far, range(transport.size))) or (shared < 0 and transport.size > 1)
+        rkey = transport.engine.map_window(transport.group, number, tensor, remote)
+        offset = int(tensor.storage_offset()) * tensor.element_size()
+        return Part(shared, offset, tuple(tensor.shape), tensor.data_ptr(), rkey)
 
     def _share(self, tensor: Tensor) -> int:
         """Move a tensor's storage to memory that can be shared, in place: all its views follow.
@@ -197,7 +205,7 @@ class Windows:
             return
         work.complete(handle)
 
-    def _reach(self, handle: Handle, rank: int, part: _Part) -> Tensor | None:
+    def _reach(self, handle: Handle, rank: int, part: Part) -> Tensor | None:
         """A rank's part as a tensor of this process, if they share memory."""
         transport, dtype = self._transport, handle.tensor.dtype
         if rank == transport.rank:
@@ -247,18 +255,18 @@ def open_segment(rank: int, pid: int, number: int) -> int:
     return fd
 
 
-def _record(part: _Part) -> Tensor:
+def _record(part: Part, size: int) -> Tensor:
     encoded = msgspec.msgpack.encode(part)
-    if len(encoded) + _PREFIX > _RECORD:
-        raise CommError(f"UCX's key for the window takes {len(part.rkey)} bytes, more than fit into {_RECORD}")
+    if len(encoded) + _PREFIX > size:
+        raise CommError(f"UCX's key for the window takes {len(part.rkey)} bytes, more than fit into {size}")
     record = len(encoded).to_bytes(_PREFIX, "big") + encoded
-    return torch.frombuffer(bytearray(record.ljust(_RECORD)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(record.ljust(size)), dtype=torch.uint8)
 
 
-def _part(rank: int, record: Tensor) -> _Part:
+def _part(rank: int, record: Tensor) -> Part:
     raw = bytes(record.tolist())
     length = int.from_bytes(raw[:_PREFIX], "big")
-    part = wire.record(rank, raw[_PREFIX : _PREFIX + length], _Part)
+    part = wire.record(rank, raw[_PREFIX : _PREFIX + length], Part)
     sizes = all(0 <= n < 2**62 for n in part.shape) and math.prod(part.shape) < 2**59
     if part.shared < -1 or part.offset < 0 or not 0 <= part.address < 2**64 or not sizes:
         raise ProtocolError(f"rank {rank} describes its part of a window in a way that makes no sense", peer=rank)

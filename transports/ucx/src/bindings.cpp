@@ -18,6 +18,8 @@ namespace nb = nanobind;
 namespace aiocomms {
 namespace {
 
+constexpr int kNoDevice = -1;
+
 using Released = nb::call_guard<nb::gil_scoped_release>;
 
 // What each rank sends or gets: a tensor per rank, or one tensor that is cut into equal blocks, in rank order.
@@ -238,8 +240,15 @@ NB_MODULE(_engine, module) {
   module.def("create_segment", &Segment::create, nb::arg("ranks"));
 
   nb::class_<Engine>(module, "Engine")
-      .def(nb::init<int, int, const std::vector<std::pair<std::string, std::string>>&>(), nb::arg("rank"),
-           nb::arg("size"), nb::arg("options"), Released())
+      .def(
+          "__init__",
+          [](Engine* engine, int rank, int size, const std::vector<std::pair<std::string, std::string>>& options,
+             int device) {
+            std::optional<ucs_memory_type_t> memory;
+            if (device != kNoDevice) memory = static_cast<ucs_memory_type_t>(device);
+            new (engine) Engine(rank, size, options, memory);
+          },
+          nb::arg("rank"), nb::arg("size"), nb::arg("options"), nb::arg("device") = kNoDevice, Released())
       .def("address",
            [](Engine& engine) {
              std::string address = engine.address();
@@ -284,6 +293,13 @@ NB_MODULE(_engine, module) {
       .def("cancel", &Engine::cancel,
            nb::sig("def cancel(self, group: int, src: int, channel: int, tag: int, ticket: int, /) -> bool"),
            Released())
+      .def(
+          "head",
+          [](Engine& engine, Ticket ticket) {
+            const std::string head = engine.head(ticket);
+            return nb::bytes(head.data(), head.size());
+          },
+          nb::arg("ticket"))
       .def("barrier", &barrier_op,
            nb::sig("def barrier(self, ticket: int, group: int, form: int, detail: int, /) -> bool"))
       .def("broadcast", &broadcast_op,
@@ -345,4 +361,7 @@ NB_MODULE(_engine, module) {
            nb::sig("def flush(self, ticket: int, group: int, window: int, rank: int, /) -> bool"), Released());
 
   module.attr("TURNS") = Engine::kTurns;
+  module.attr("NO_DEVICE") = kNoDevice;
+  module.attr("HOST") = static_cast<int>(UCS_MEMORY_TYPE_HOST);
+  module.attr("CUDA") = static_cast<int>(UCS_MEMORY_TYPE_CUDA);
 }

@@ -49,9 +49,10 @@ bool may_read(pid_t pid) {
 
 }  // namespace
 
-Engine::Engine(int rank, int size, const std::vector<std::pair<std::string, std::string>>& options)
+Engine::Engine(int rank, int size, const std::vector<std::pair<std::string, std::string>>& options,
+               std::optional<ucs_memory_type_t> device)
     : worker_(std::make_unique<Worker>(
-          size, options,
+          size, options, device,
           [this](int peer, const Header& header, const void* payload, void* descriptor) {
             arrived(peer, header, payload, descriptor);
           },
@@ -64,6 +65,7 @@ Engine::Engine(int rank, int size, const std::vector<std::pair<std::string, std:
       awaited_(size) {
   completions_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (completions_fd_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
+  if (device == UCS_MEMORY_TYPE_CUDA) cuda_.emplace();
 }
 
 Engine::~Engine() {
@@ -177,7 +179,9 @@ void Engine::wake_loop() {
 
 // Whether all that can happen comes as a message, which a sleeping thread hears of. It does not hear of what appears in
 // shared memory, for a schedule that it has not seen, nor of room for messages that UCX could not send off.
-bool Engine::quiet() const { return active_.empty() && jobs_.empty() && pulls_.empty() && worker_->sending() == 0; }
+bool Engine::quiet() const {
+  return active_.empty() && jobs_.empty() && pulls_.empty() && worker_->sending() == 0 && moving_ == 0;
+}
 
 void Engine::wake_thread() {
   asleep_ = false;
@@ -267,6 +271,7 @@ void Engine::rouse(Group& group) {
 // ------------------------------------------------------------------------------------------------- the engine's thread
 
 void Engine::run() {
+  if (cuda_) cuda_->enter();
   for (;;) {
     Rest rest;
     {
@@ -313,11 +318,11 @@ Engine::Rest Engine::take_turn() {
     return Rest::kYield;
   }
   asleep_ = true;
-  if (worker_->sending() == 0) {
+  if (worker_->sending() == 0 && moving_ == 0) {
     doze_ms_ = 1;
     return Rest::kSleep;
   }
-  // UCX tells of what comes in, but not of room in a peer's queue for what is to go out.
+  // UCX tells of what comes in, but not of room in a peer's queue for what is to go out; nor, always, of a device.
   doze_ms_ = std::min(2 * doze_ms_, kLongestDozeMs);
   return Rest::kDoze;
 }

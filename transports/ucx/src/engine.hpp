@@ -14,12 +14,14 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <unordered_map>
 #include <vector>
 
 #include "control.hpp"
+#include "cuda_thread.hpp"
 #include "group.hpp"
 #include "worker.hpp"
 
@@ -82,7 +84,9 @@ class Engine {
   static constexpr int kTurns = 16;
 
   // rank, size: in the family, that is, the communicator that all others are split from.
-  Engine(int rank, int size, const std::vector<std::pair<std::string, std::string>>& options);
+  // device: see Worker; and whose thread is to use it, if it is a GPU's.
+  Engine(int rank, int size, const std::vector<std::pair<std::string, std::string>>& options,
+         std::optional<ucs_memory_type_t> device);
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
@@ -115,6 +119,8 @@ class Engine {
   bool recv(Ticket ticket, std::uint32_t group, void* data, std::size_t bytes, int src, int channel, std::int64_t tag,
             int dtype);
   bool cancel(std::uint32_t group, int src, int channel, std::int64_t tag, Ticket ticket);
+  // As much of a message that was too long for a device's buffer as would have fit; once, when its outcome is known.
+  std::string head(Ticket ticket);
   // make: Task make(Group&, Unequal&), the schedule; called before this returns.
   template <typename Make>
   bool collective(Ticket ticket, std::uint32_t id, std::uint64_t mark, const Make& make) {
@@ -164,6 +170,12 @@ class Engine {
     std::function<void(Request*)> then;  // in place of completing the request
     pid_t pid = 0;
   };
+
+  // The one decision on device memory. What a user's message carries then is never looked at, copied, offered or mapped
+  // here: UCX alone moves it, by its descriptor or a window's key. All else in this file is as ever, for the engine's
+  // own memory: barriers, what ranks tell each other of their windows, signals.
+  bool on_device(const Header& header) const { return worker_->device() && header.channel < kUserChannels; }
+  void follow(Request* request, ucs_status_t status);  // what a call of UCX on a user's memory has returned
 
   Group& group(std::uint32_t id);
   bool begin(Group& group, Schedule schedule);
@@ -238,6 +250,8 @@ class Engine {
   std::uint64_t next_question_ = 0;
   int doze_ms_ = 1;
   std::size_t pending_ = 0;  // tickets without an outcome
+  std::size_t moving_ = 0;   // calls of UCX on a device's memory that it has not finished
+  std::unordered_map<Ticket, std::string> heads_;
 
   std::vector<Outcome> outcomes_;
   std::vector<Notice> notices_;
@@ -259,6 +273,7 @@ class Engine {
   bool asleep_ = false;  // the thread waits for a descriptor
   bool stopping_ = false;
   pid_t process_ = getpid();
+  std::optional<CudaThread> cuda_;  // if the device is a GPU
   std::thread thread_;
 };
 

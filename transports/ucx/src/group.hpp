@@ -33,11 +33,13 @@ struct Request final : Pending {
   void* data = nullptr;  // a receive's
   std::size_t bytes = 0;
   std::uint64_t ticket;
-  std::uint64_t details[2] = {};  // a message's size and dtype; who gives how much too much; what was there before
-  Worker::Beginning beginning{};  // of a message that is too long
-  bool answers = false;           // its outcome is of interest even if it went well
-  Event* event = nullptr;         // a schedule's receive, which has no ticket
-  Unequal unequal;                // an all-to-all's
+  std::uint64_t details[2] = {};      // a message's size and dtype; who gives how much too much; what was there before
+  Worker::Beginning beginning{};      // of a message that is too long
+  std::unique_ptr<std::byte[]> head;  // where that goes if the buffer is a device's
+  bool moving = false;                // UCX is at a device's memory
+  bool answers = false;               // its outcome is of interest even if it went well
+  Event* event = nullptr;             // a schedule's receive, which has no ticket
+  Unequal unequal;                    // an all-to-all's
   Status status = Status::kDone;
   std::uint8_t dtype = 0;
   bool posted = false;  // its post has returned
@@ -72,7 +74,7 @@ struct Schedule {
 struct Window {
   struct Part {
     std::byte* mapped = nullptr;  // memory shared with this process, if it is
-    ucp_rkey_h rkey = nullptr;    // else
+    ucp_rkey_h rkey = nullptr;    // else; a device's memory is reached by this alone
     std::uint64_t address = 0;
     std::size_t bytes = 0;
     std::uint64_t signals = 0;  // that this rank has not waited for

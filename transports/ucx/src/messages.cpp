@@ -21,7 +21,10 @@ Request::Request(Engine& the_engine, Group& the_group, Ticket the_ticket)
   ++group.users;
 }
 
-Request::~Request() { --group.users; }
+Request::~Request() {
+  --group.users;
+  engine.moving_ -= moving;
+}
 
 void Request::finished(ucs_status_t result) {
   if (event) {
@@ -30,6 +33,9 @@ void Request::finished(ucs_status_t result) {
     return;
   }
   if (result == UCS_OK) {
+    if (head && !group.lost) {
+      engine.heads_[ticket] = {reinterpret_cast<const char*>(head.get()), beginning.room};
+    }
     engine.complete(this, status, details[0], details[1]);
   } else if (group.lost) {
     engine.complete(this, Status::kDropped);
@@ -66,8 +72,10 @@ bool Engine::send(Ticket ticket, std::uint32_t id, const void* data, std::size_t
 // Send a message off: large ones within a host as an offer, for UCX would copy them at one go, on the loop.
 ucs_status_t Engine::dispatch(Group& group, int rank, Header header, const void* data, Pending* pending) {
   const int peer = group.peers[rank];
-  if (header.bytes < kOfferedFrom || peers_[peer].readable == 0) {
-    return worker_->send(peer, header, data, pending);
+  const bool device = on_device(header);
+  if (device || header.bytes < kOfferedFrom || peers_[peer].readable == 0) {
+    const Memory memory = header.channel < kUserChannels ? Memory::kUsers : Memory::kOwn;
+    return worker_->send(peer, header, data, memory, pending);
   }
   const Offer offer{reinterpret_cast<std::uint64_t>(data), ++next_question_};
   header.dtype |= kOffered;
@@ -184,6 +192,7 @@ void Engine::arrived(int peer, const Header& header, const void* payload, void* 
 bool Engine::sensible(const Group& to, int peer, const Header& header, void* descriptor) const {
   if (header.source >= to.peers.size() || to.peers[header.source] != peer || header.channel > kAnswer) return false;
   if (header.channel > kSchedule) return descriptor == nullptr && !(header.dtype & kOffered);
+  if (on_device(header)) return (descriptor || header.bytes == 0) && !(header.dtype & kOffered);
   return !(header.dtype & kOffered) || peers_[peer].readable != 0;  // else there would be nobody to copy it from
 }
 
@@ -220,11 +229,30 @@ void Engine::take(Request* request, const Header& header, const void* payload, v
     if (bytes) std::memcpy(request->data, payload, bytes);
     return request->finished(UCS_OK);
   }
+  if (header.bytes <= request->bytes) {
+    const Memory memory = header.channel < kUserChannels ? Memory::kUsers : Memory::kOwn;
+    return follow(request, worker_->fetch(descriptor, request->data, bytes, memory, request));
+  }
   request->beginning = {request->data, request->bytes, header.bytes};
-  ucs_status_t status = header.bytes <= request->bytes
-                            ? worker_->fetch(descriptor, request->data, bytes, request)
-                            : worker_->fetch_beginning(descriptor, &request->beginning, request);
-  if (status != UCS_INPROGRESS) request->finished(status);
+  if (on_device(header)) {
+    request->head = std::make_unique<std::byte[]>(bytes);
+    request->beginning.data = request->head.get();
+  }
+  follow(request, worker_->fetch_beginning(descriptor, &request->beginning, request));
+}
+
+// A call of UCX that has returned `status` tells the request, now or later.
+void Engine::follow(Request* request, ucs_status_t status) {
+  if (status != UCS_INPROGRESS) return request->finished(status);
+  if (!worker_->device()) return;
+  request->moving = true;
+  ++moving_;
+}
+
+std::string Engine::head(Ticket ticket) {
+  Turn turn(*this);
+  auto found = heads_.extract(ticket);
+  return found ? std::move(found.mapped()) : std::string();
 }
 
 // A receive copies an offered message from where it lies, in pieces.

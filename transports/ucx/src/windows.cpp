@@ -57,9 +57,9 @@ std::string Engine::map_window(std::uint32_t id, std::uint64_t number, void* dat
   Group& owner = group(id);
   Window& window = owner.windows[number];
   window.parts.resize(owner.peers.size());
-  window.parts[owner.rank].mapped = static_cast<std::byte*>(data);
+  if (!worker_->device()) window.parts[owner.rank].mapped = static_cast<std::byte*>(data);
   window.parts[owner.rank].bytes = bytes;
-  if (!remote || bytes == 0) return {};
+  if (!(remote || worker_->device()) || bytes == 0) return {};
   window.memory = worker_->map(data, bytes);
   return worker_->pack(window.memory);
 }
@@ -69,7 +69,7 @@ void Engine::open_window(std::uint32_t id, std::uint64_t number, int rank, void*
   Turn turn(*this);
   Window::Part& it = part(id, number, rank);
   it.bytes = bytes;
-  if (mapped) it.mapped = static_cast<std::byte*>(mapped);
+  if (mapped && !worker_->device()) it.mapped = static_cast<std::byte*>(mapped);
   it.address = address;
   if (!rkey.empty()) it.rkey = worker_->unpack(group(id).peers[rank], rkey);
 }
@@ -117,15 +117,6 @@ bool Engine::advance_jobs(std::deque<Job>& jobs) {
   }
   return true;
 }
-
-namespace {
-
-// A call of UCX that has returned `status` tells the request, now or later.
-void follow(Request* request, ucs_status_t status) {
-  if (status != UCS_INPROGRESS) request->finished(status);
-}
-
-}  // namespace
 
 bool Engine::put(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank, std::uint64_t offset,
                  const void* data, std::size_t bytes) {
@@ -198,7 +189,7 @@ void Engine::asked(Group& owner, const Header& header, const void* payload) {
   if (found == owner.windows.end()) return;  // closed
   std::memcpy(&what, payload, sizeof what);
   const Window::Part& mine = found->second.parts[owner.rank];
-  const bool fits = (what.bytes == 4 || what.bytes == 8) && what.offset < mine.bytes &&
+  const bool fits = mine.mapped && (what.bytes == 4 || what.bytes == 8) && what.offset < mine.bytes &&
                     what.bytes <= mine.bytes - what.offset &&
                     (reinterpret_cast<std::uintptr_t>(mine.mapped) + what.offset) % what.bytes == 0;
   if (!fits) return worker_->refuse(owner.peers[header.source]);
@@ -230,17 +221,13 @@ bool Engine::signal(Ticket ticket, std::uint32_t id, std::uint64_t window, int r
                 static_cast<std::int64_t>(window),
                 0,
                 0};
-  if (rank == owner.rank) {
-    return act(request, {nullptr, nullptr, 0, nullptr, [=, this, &owner](Request* it) {
-                           signalled(owner, header);
-                           it->finished(UCS_OK);
-                         }});
-  }
   const int peer = owner.peers[rank];
-  const bool mapped = part(id, window, rank).mapped != nullptr;
+  const bool own = rank == owner.rank;
+  const bool mapped = part(id, window, rank).mapped != nullptr || (own && !worker_->device());
   return act(request, {nullptr, nullptr, 0, nullptr, [=, this, &owner](Request* it) {
-                         auto send = [=, this] {
-                           ucs_status_t status = worker_->tell(peer, header, nullptr, 0, it);
+                         auto send = [=, this, &owner] {
+                           if (own) signalled(owner, header);
+                           ucs_status_t status = own ? UCS_OK : worker_->tell(peer, header, nullptr, 0, it);
                            if (status == UCS_OK) it->finished(UCS_OK);
                            return status;
                          };

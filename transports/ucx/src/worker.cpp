@@ -52,14 +52,21 @@ ucp_generic_dt_ops_t beginning_ops() {
   return ops;
 }
 
+bool reaches(ucp_context_h context, ucs_memory_type_t memory) {
+  ucp_context_attr_t attr{};
+  attr.field_mask = UCP_ATTR_FIELD_MEMORY_TYPES;
+  check("ucp_context_query", ucp_context_query(context, &attr));
+  return (attr.memory_types >> memory & 1) != 0;
+}
+
 }  // namespace
 
 UcxError::UcxError(const char* call, ucs_status_t status)
     : std::runtime_error(std::string(call) + ": " + ucs_status_string(status)) {}
 
-Worker::Worker(int peers, const std::vector<std::pair<std::string, std::string>>& options, Arrived arrived,
-               Misled misled)
-    : peers_(peers), arrived_(std::move(arrived)), misled_(std::move(misled)) {
+Worker::Worker(int peers, const std::vector<std::pair<std::string, std::string>>& options,
+               std::optional<ucs_memory_type_t> device, Arrived arrived, Misled misled)
+    : device_(device), peers_(peers), arrived_(std::move(arrived)), misled_(std::move(misled)) {
   ucp_config_t* config = nullptr;
   check("ucp_config_read", ucp_config_read(nullptr, nullptr, &config));
   for (const auto& [name, value] : options) {
@@ -79,6 +86,10 @@ Worker::Worker(int peers, const std::vector<std::pair<std::string, std::string>>
   ucs_status_t status = ucp_init_version(kUcxMajor, kUcxMinor, &params, config, &context_);
   ucp_config_release(config);
   check("ucp_init", status);
+  if (device_ && !reaches(context_, *device_)) {
+    ucp_cleanup(context_);
+    throw UcxError(ucs_memory_type_names[*device_], UCS_ERR_UNSUPPORTED);
+  }
 
   ucp_worker_params_t wanted{};
   // Outstanding requests are no leak when a worker whose peer has died is set aside.
@@ -157,10 +168,20 @@ ucp_ep_h Worker::endpoint(int number) {
   return peer.failed ? nullptr : peer.endpoint;
 }
 
-ucs_status_t Worker::send(int peer, Header header, const void* data, Pending* pending) {
+// What goes with every call: who is told of its end, and what kind of memory it is about.
+ucp_request_param_t Worker::param(Memory memory, Pending* pending) const {
+  ucp_request_param_t param = request_param(pending);
+  if (memory == Memory::kUsers && device_) {
+    param.op_attr_mask |= UCP_OP_ATTR_FIELD_MEMORY_TYPE;
+    param.memory_type = *device_;
+  }
+  return param;
+}
+
+ucs_status_t Worker::send(int peer, Header header, const void* data, Memory memory, Pending* pending) {
   header.order = peers_[peer].sent;
   header.cookie = peers_[peer].cookies.ours;
-  return send(peer, &header, sizeof header, data, header.bytes, pending);
+  return send(peer, &header, sizeof header, data, header.bytes, memory, pending);
 }
 
 ucs_status_t Worker::tell(int peer, Header header, const void* what, std::size_t bytes, Pending* pending) {
@@ -169,17 +190,19 @@ ucs_status_t Worker::tell(int peer, Header header, const void* what, std::size_t
   std::array<std::byte, sizeof header + kLongestTold> both;
   std::memcpy(both.data(), &header, sizeof header);
   if (bytes) std::memcpy(both.data() + sizeof header, what, bytes);
-  return send(peer, both.data(), sizeof header + bytes, nullptr, 0, pending);
+  return send(peer, both.data(), sizeof header + bytes, nullptr, 0, Memory::kOwn, pending);
 }
 
 ucs_status_t Worker::send(int number, const void* header, std::size_t header_bytes, const void* data, std::size_t bytes,
-                          Pending* pending) {
+                          Memory memory, Pending* pending) {
   ucp_ep_h to = endpoint(number);
   if (to == nullptr) return UCS_ERR_CONNECTION_RESET;
   ++peers_[number].sent;
-  ucp_request_param_t param = request_param(nullptr);
+  ucp_request_param_t param = this->param(memory, nullptr);
   param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
   param.flags = UCP_AM_SEND_FLAG_COPY_HEADER;
+  // By rendezvous the receiver is handed a descriptor, and UCX alone touches the memory at both ends.
+  if (memory == Memory::kUsers && device_ && bytes) param.flags |= UCP_AM_SEND_FLAG_RNDV;
   param.cb.send = on_sent;
   param.user_data = this;
   ucs_status_ptr_t request = ucp_am_send_nbx(to, kMessage, header, header_bytes, data, bytes, &param);
@@ -220,8 +243,8 @@ ucs_status_t Worker::on_message(void* arg, const void* raw, std::size_t header_b
   return large ? UCS_INPROGRESS : UCS_OK;
 }
 
-ucs_status_t Worker::fetch(void* descriptor, void* data, std::size_t bytes, Pending* pending) {
-  ucp_request_param_t param = request_param(pending);
+ucs_status_t Worker::fetch(void* descriptor, void* data, std::size_t bytes, Memory memory, Pending* pending) {
+  ucp_request_param_t param = this->param(memory, pending);
   param.cb.recv_am = on_fetched;
   return outcome(ucp_am_recv_data_nbx(worker_, descriptor, data, bytes, &param));
 }
@@ -238,7 +261,7 @@ ucs_status_t Worker::put(int peer, ucp_rkey_h rkey, std::uint64_t address, const
                          Pending* pending) {
   ucp_ep_h to = endpoint(peer);
   if (to == nullptr) return UCS_ERR_CONNECTION_RESET;
-  ucp_request_param_t param = request_param(pending);
+  ucp_request_param_t param = this->param(Memory::kUsers, pending);
   return outcome(ucp_put_nbx(to, data, bytes, address, rkey, &param));
 }
 
@@ -246,7 +269,7 @@ ucs_status_t Worker::get(int peer, ucp_rkey_h rkey, std::uint64_t address, void*
                          Pending* pending) {
   ucp_ep_h from = endpoint(peer);
   if (from == nullptr) return UCS_ERR_CONNECTION_RESET;
-  ucp_request_param_t param = request_param(pending);
+  ucp_request_param_t param = this->param(Memory::kUsers, pending);
   return outcome(ucp_get_nbx(from, data, bytes, address, rkey, &param));
 }
 
@@ -262,6 +285,10 @@ ucp_mem_h Worker::map(void* data, std::size_t bytes) {
   params.field_mask = UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH;
   params.address = data;
   params.length = bytes;
+  if (device_) {
+    params.field_mask |= UCP_MEM_MAP_PARAM_FIELD_MEMORY_TYPE;
+    params.memory_type = *device_;
+  }
   ucp_mem_h memory = nullptr;
   check("ucp_mem_map", ucp_mem_map(context_, &params, &memory));
   return memory;

@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -67,6 +68,9 @@ class Pending {
   virtual void finished(ucs_status_t status) = 0;
 };
 
+// Whose memory a call is about: the engine's own, or a user's tensor, which may lie on a device (Worker::device()).
+enum class Memory { kOwn, kUsers };
+
 class Worker {
  public:
   // Given each message that arrives: its header, and its payload, valid in this call only; or, for a large one, no
@@ -77,12 +81,16 @@ class Worker {
   using Misled = std::function<void(int peer)>;
 
   // options: UCX settings, such as {"NET_DEVICES", "eth0"}; the environment's UCX_ variables win.
-  Worker(int peers, const std::vector<std::pair<std::string, std::string>>& options, Arrived arrived, Misled misled);
+  // device: UCX's type of the users' memory, if only UCX may touch it; UcxError: this UCX cannot.
+  Worker(int peers, const std::vector<std::pair<std::string, std::string>>& options,
+         std::optional<ucs_memory_type_t> device, Arrived arrived, Misled misled);
   ~Worker();
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
 
   std::string address() const;
+  // Whether users' memory is a device's: no pointer to it may be followed, and messages from it have to be fetched.
+  bool device() const { return device_.has_value(); }
   int event_fd() const;
   bool progress() { return ucp_worker_progress(worker_) != 0; }
   // True: the descriptor will tell of the next event. False: there is one now.
@@ -99,11 +107,11 @@ class Worker {
   std::uint32_t sent(int peer) const { return peers_[peer].sent; }
 
   // Each returns UCS_OK: done; UCS_INPROGRESS: `pending` will hear of it; or an error.
-  ucs_status_t send(int peer, Header header, const void* data, Pending* pending);
+  ucs_status_t send(int peer, Header header, const void* data, Memory memory, Pending* pending);
   // Send an offer or the like, of which UCX takes a copy.
   ucs_status_t tell(int peer, Header header, const void* what, std::size_t bytes, Pending* pending);
-  ucs_status_t fetch(void* descriptor, void* data, std::size_t bytes, Pending* pending);
-  // The beginning of a message that is longer than the buffer, which must stay as long as `pending`.
+  ucs_status_t fetch(void* descriptor, void* data, std::size_t bytes, Memory memory, Pending* pending);
+  // The beginning of a message that is longer than the buffer, which must stay as long as `pending`; no device's.
   struct Beginning {
     void* data;
     std::size_t room;   // of the buffer
@@ -111,6 +119,7 @@ class Worker {
   };
   ucs_status_t fetch_beginning(void* descriptor, Beginning* beginning, Pending* pending);
   void drop(void* descriptor) { ucp_am_data_release(worker_, descriptor); }
+  // These are about users' memory.
   ucs_status_t put(int peer, ucp_rkey_h rkey, std::uint64_t address, const void* data, std::size_t bytes, Pending*);
   ucs_status_t get(int peer, ucp_rkey_h rkey, std::uint64_t address, void* data, std::size_t bytes, Pending*);
   ucs_status_t flush(int peer, Pending* pending);
@@ -139,7 +148,8 @@ class Worker {
   ucp_ep_h endpoint(int peer);
 
   ucs_status_t send(int peer, const void* header, std::size_t header_bytes, const void* data, std::size_t bytes,
-                    Pending* pending);
+                    Memory memory, Pending* pending);
+  ucp_request_param_t param(Memory memory, Pending* pending) const;
   static void on_sent(void* request, ucs_status_t status, void* worker);
 
   struct Closing : Pending {
@@ -150,6 +160,7 @@ class Worker {
   ucp_context_h context_ = nullptr;
   ucp_worker_h worker_ = nullptr;
   ucp_datatype_t beginnings_ = 0;
+  std::optional<ucs_memory_type_t> device_;
   int sending_ = 0;
   std::vector<Peer> peers_;
   Arrived arrived_;

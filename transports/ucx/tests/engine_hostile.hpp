@@ -20,7 +20,7 @@ class Intruder {
         as_(static_cast<std::uint32_t>(as)),
         group_(world.ids[0]),
         large_(300'000, std::byte{1}),
-        worker_(world.size(), {{"TLS", "^sysv,tcp"}}, [](int, const Header&, const void*, void*) {}, [](int) {}) {
+        worker_(world.size(), {{"TLS", "^sysv,tcp"}}, {}, [](int, const Header&, const void*, void*) {}, [](int) {}) {
     const std::uint64_t cookie = knows ? world.cookie(as, 0) : world.cookie(as, 0) ^ (1ull << random_.below(64));
     worker_.introduce(0, world.ranks[0]->engine->address(), false, {cookie, 0});
   }
@@ -34,7 +34,7 @@ class Intruder {
     Header header = any_header();
     if (random_.below(8) == 0) {  // so large that it stays with its sender for a while
       header.bytes = large_.size();
-      worker_.send(0, header, large_.data(), nullptr);
+      worker_.send(0, header, large_.data(), Memory::kOwn, nullptr);
     } else {
       std::array<std::byte, 64> payload;
       for (std::byte& it : payload) it = static_cast<std::byte>(random_.below(256));

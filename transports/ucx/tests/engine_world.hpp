@@ -20,6 +20,7 @@
 #include <cstdlib>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -154,8 +155,9 @@ class Rank {
 
 class World {
  public:
-  World(int the_size, Hosts hosts, std::uint64_t the_seed)
-      : seed(the_seed), meeting(the_size), ids(the_size), fds(the_size) {
+  // device: the users' memory is taken for a device's, which the engines may not touch.
+  World(int the_size, Hosts hosts, std::uint64_t the_seed, bool the_device = false)
+      : seed(the_seed), device(the_device), meeting(the_size), ids(the_size), fds(the_size) {
     for (int rank = 0; rank < the_size; ++rank) {
       host_of.push_back(hosts == Hosts::kOne ? 0 : hosts == Hosts::kEach ? rank : rank / 2);
     }
@@ -194,6 +196,7 @@ class World {
 
   // What the ranks tell each other beside their engines, as aiocomms does through its rendezvous.
   const std::uint64_t seed;
+  const bool device;
   std::barrier<> meeting;
   std::vector<std::uint32_t> ids;
   std::vector<int> fds;
@@ -207,7 +210,9 @@ inline Rank::Rank(World& the_world, int the_number, std::uint64_t seed)
   const bool far = the_world.host_of.front() != the_world.host_of.back();
   std::vector<std::pair<std::string, std::string>> options = {{"TLS", far ? "^sysv" : "^sysv,tcp"}};
   if (far) options.emplace_back("NET_DEVICES", "lo");
-  engine = std::make_unique<Engine>(the_number, static_cast<int>(the_world.host_of.size()), options);
+  std::optional<ucs_memory_type_t> device;
+  if (the_world.device) device = UCS_MEMORY_TYPE_HOST;
+  engine = std::make_unique<Engine>(the_number, static_cast<int>(the_world.host_of.size()), options, device);
 }
 
 inline std::uint32_t Rank::open(const std::vector<int>& members) {
