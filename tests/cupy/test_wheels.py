@@ -14,6 +14,7 @@ from aiocomms_nccl import nccl as ours
 from aiocomms_nccl.nccl import CupyNccl, NcclComm
 
 from aiocomms import registry
+from aiocomms.cuda import no_gpu
 from aiocomms.errors import CommError
 
 theirs = pytest.importorskip("cupy.cuda.nccl", reason="CuPy is not installed: make test-cupy")
@@ -114,4 +115,4 @@ def test_the_registry_says_what_is_missing_else() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     why = registry.find("nccl", torch.device("cuda"))
-    assert why == ours.no_gpu(torch.device("cuda")) is not None
+    assert why == no_gpu(torch.device("cuda")) is not None
