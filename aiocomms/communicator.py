@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import anyio
 
-from aiocomms import checks, dumps, groups, ops
+from aiocomms import checks, dumps, groups, ops, recovery
 from aiocomms.collectives import Collectives
 from aiocomms.driver import Driver, Promise
 from aiocomms.errors import (
@@ -28,6 +28,7 @@ from aiocomms.errors import (
     MismatchError,
     PeerDiedError,
 )
+from aiocomms.heartbeat import Heartbeat
 from aiocomms.hooks import Hooked, Hooks
 from aiocomms.inquest import Inquest, late, quote
 from aiocomms.issuer import Timeout
@@ -71,7 +72,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         self.calls = 0  # collectives called so far: the same on all ranks, so it tells their messages apart
         self._refusal: CommError | None = None  # why nothing can be started any more; the first reason stays
         self._lock = threading.RLock()  # guards the step to a refusal; a signal handler may abort what it interrupts
-        self._pending = Pending(self)
+        self._pending = Pending(self, Heartbeat(self._transports(), plan.options, self._fail))
         self._recorder = Recorder(self, self._pending)
         self._ring, self._mask = self._recorder.ring, self._recorder.mask
         self._inquest: Inquest | None = None
@@ -215,6 +216,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
 
     def _fail(self, error: CommError, absent: Sequence[int] = ()) -> None:
         """The communicator is lost; any thread."""
+        error = recovery.excluded(error, self.rank)
         with self._lock:
             if self._refusal is not None:
                 return
@@ -356,6 +358,20 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         plan, parents = self._plan, self._by_family
         opened = await open_transports(plan, lambda _, f: parents[f].split(rendezvous, members, plan.options))
         return Communicator(rendezvous, plan, opened)
+
+    async def reconfigure(
+        self, ranks: Sequence[int] | None = None, *, size: int | None = None, timeout: Timeout = 10.0
+    ) -> Communicator:
+        """Form a new communicator of the ranks that are left of this lost one, which it closes; collective over those.
+
+        :param ranks: who is left, the same on all; None: whoever calls this within a quarter of ``timeout`` seconds.
+        :param size: the new size; who is left keeps its number, and newcomers (``new_comm(join=True)``) fill the gaps.
+            None: who is left is numbered anew, in the old order.
+        :raises CommAbortedError: this rank is excluded: the others go on without it.
+        :raises CommTimeoutError: a rank or newcomer did not come in time.
+        :raises StoreLostError: the store is gone, and the transport cannot do without it.
+        """
+        return await recovery.reconfigure(self, ranks, size, timeout)
 
     def dump(self, folder: str | os.PathLike[str] | None = None) -> Path:
         """Write the flight recorder to a file: the last ops and those that are pending; any thread.

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from aiocomms.deadlines import watchdog
 from aiocomms.driver import Driver, Promise
+from aiocomms.heartbeat import Heartbeat
 from aiocomms.work import Work
 
 
@@ -37,8 +38,9 @@ class Pending:
     one insertion and one deletion whatever else is pending.
     """
 
-    def __init__(self, comm: Expirer) -> None:
+    def __init__(self, comm: Expirer, heartbeat: Heartbeat) -> None:
         self._comm = comm
+        self._heartbeat = heartbeat
         self._queues: dict[float, Queue] = {}
         self._drained: Promise | None = None
         watchdog.register(self)
@@ -56,11 +58,13 @@ class Pending:
         if queue is None:
             self._queues = {s: q for s, q in self._queues.items() if q}
             queue = self._queues[seconds] = Queue(seconds)
-        deadline = time.monotonic() + seconds
-        queue[work] = deadline
+        now = time.monotonic()
+        deadline = queue[work] = now + seconds
         work.queue = queue
-        if deadline < watchdog.wakes_at:
-            watchdog.wake_by(deadline)
+        period = self._heartbeat.period
+        look = deadline if seconds < period else now + period
+        if look < watchdog.wakes_at:
+            watchdog.wake_by(look)
 
     def remove(self, work: Work[Any]) -> float:
         """Forget a work that has just become done.
@@ -88,6 +92,9 @@ class Pending:
     def expire(self, now: float) -> float:
         """See :class:`aiocomms.deadlines.Watched`; copies before it looks, for the loop's thread goes on meanwhile."""
         earliest = float("inf")
+        if self:
+            self._heartbeat.look(now)
+            earliest = now + self._heartbeat.period
         for queue in list(self._queues.values()):
             for work, deadline in list(queue.items()):
                 if deadline > now:

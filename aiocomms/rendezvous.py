@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
+import secrets
 import threading
 import time
-import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Generator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Mapping
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -17,19 +17,31 @@ import anyio
 import torch
 from torch.distributed import PrefixStore, Store
 
-from aiocomms import checks
+from aiocomms import checks, heartbeat
+from aiocomms.arrivals import Arrival, Claims
 from aiocomms.communicator import Communicator
 from aiocomms.driver import Driver, run_in_thread
-from aiocomms.errors import ArgumentError, CommError, CommTimeoutError, ProtocolError, StoreLostError
+from aiocomms.errors import (
+    ArgumentError,
+    CommError,
+    CommTimeoutError,
+    MismatchError,
+    ProtocolError,
+    StoreLostError,
+)
 from aiocomms.groups import DEFAULT
 from aiocomms.issuer import Timeout
 from aiocomms.launchers import read_environment
+from aiocomms.recovery import read_invitation
 from aiocomms.registry import Plan, choose, choose_adopter, open_transports
 from aiocomms.stores import connect_store
 from aiocomms.trust import Seal, read_token
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
 """Seconds between looking for a rank that has not come: soon at first, and later without loading the store."""
+
+ANYBODY = -1
+"""Who has signed what all ranks agree on."""
 
 
 class StoreRendezvous:
@@ -39,6 +51,9 @@ class StoreRendezvous:
         self, store: Store | None, rank: int, size: int, *, name: str, device: torch.device, timeout: float, seal: Seal
     ) -> None:
         self.store = store
+        self.root: Store | None = None
+        self.base = name
+        self.epoch = 1
         self.rank = rank
         self.size = size
         self.name = name
@@ -47,12 +62,77 @@ class StoreRendezvous:
         self._seal = seal
         self._ends = time.monotonic() + timeout
 
-    def child(self, key: str, name: str, rank: int, size: int) -> StoreRendezvous:
+    def child(self, key: str, name: str, rank: int, size: int, store: Store | None = None) -> StoreRendezvous:
         """See :meth:`aiocomms.transport.Rendezvous.child`."""
-        store = None if self.store is None else PrefixStore(key, self.store)
-        return StoreRendezvous(
-            store, rank, size, name=name, device=self.device, timeout=self.timeout, seal=self._seal.child(key)
-        )
+        parent = self.store if store is None else store
+        child = StoreRendezvous(
+            None if parent is None else PrefixStore(key, parent),
+            rank, size, name=name, device=self.device, timeout=self.timeout, seal=self._seal.child(key),
+        )  # fmt: skip
+        child.root = self.root
+        return child
+
+    def successor(self, root: Store, key: str, epoch: int, rank: int, size: int, timeout: float) -> StoreRendezvous:
+        """See :meth:`aiocomms.transport.Rendezvous.successor`."""
+        new = StoreRendezvous(
+            PrefixStore(f"aiocomms/{self.base}/{key}", root), rank, size, name=f"{self.base}@{epoch}",
+            device=self.device, timeout=timeout, seal=Seal(read_token(os.environ), self.base, key),
+        )  # fmt: skip
+        new.root, new.base, new.epoch = root, self.base, epoch
+        return new
+
+    async def arrive(self, root: Store) -> None:
+        """Meet the ranks that are there on a store, and share nothing with those that were there before."""
+        self.root = root
+        here = PrefixStore(f"aiocomms/{self.base}", root)
+        if self.size == 1:  # nobody to wait for
+            self.store = PrefixStore(secrets.token_hex(8), here)
+            return
+        arrival, given_up = Arrival(here, self.rank, self.size), threading.Event()
+        key = await self._meeting("all at once", lambda: arrival.meet(given_up), arrival.present, given_up)
+        self.store, self._seal = PrefixStore(key, here), self._seal.child(key)
+
+    async def join(self, root: Store) -> StoreRendezvous:
+        """Wait until the ranks of an earlier epoch take this one in.
+
+        :returns: the rendezvous with them.
+        """
+        claims, given_up = Claims(PrefixStore(f"aiocomms/{self.base}", root)), threading.Event()
+        rank = self.rank
+
+        def wait() -> bytes:
+            return claims.wait(rank, claims.add(rank), given_up)
+
+        try:
+            record = await self._meeting("to be taken in", wait, {rank}, given_up)
+        except CommTimeoutError as error:
+            raise CommTimeoutError(
+                f"within {self.timeout} s nobody took this process in as rank {rank}: do the others call "
+                f"reconfigure(size={self.size})?", comm=self.name, rank=rank,
+            ) from error  # fmt: skip
+        epoch, size, key = read_invitation(self._seal.verify("join", rank, record))
+        if size != self.size:
+            raise MismatchError(f"size is {self.size}, and the others have agreed on {size}", rank=rank)
+        return self.successor(root, key, epoch, rank, size, max(0.001, self._left()))
+
+    def invite(self, root: Store, rank: int, number: int, invitation: bytes) -> None:
+        """See :meth:`aiocomms.transport.Rendezvous.invite`."""
+        record = Seal(read_token(os.environ), self.base).sign("join", rank, invitation)
+        Claims(PrefixStore(f"aiocomms/{self.base}", root)).answer(rank, number, record)
+
+    def claim(self, root: Store, rank: int) -> int:
+        """See :meth:`aiocomms.transport.Rendezvous.claim`."""
+        return Claims(PrefixStore(f"aiocomms/{self.base}", root)).newest(rank)
+
+    def decide(self, key: str, value: bytes) -> bytes:
+        """See :meth:`aiocomms.transport.Rendezvous.decide`."""
+        wanted = self._seal.sign(key, ANYBODY, value).hex()
+        return self._seal.verify(key, ANYBODY, bytes.fromhex(self._store().compare_set(key, "", wanted).decode()))
+
+    def decided(self, key: str) -> bytes | None:
+        """See :meth:`aiocomms.transport.Rendezvous.decided`."""
+        record = self.told(key)
+        return None if record is None else self._seal.verify(key, ANYBODY, bytes.fromhex(record.decode()))
 
     def secret(self, purpose: str) -> bytes:
         """See :meth:`aiocomms.transport.Rendezvous.secret`."""
@@ -71,16 +151,22 @@ class StoreRendezvous:
         got: dict[int, bytes] = {self.rank: value}
         given_up = threading.Event()
         store, record = self._store(), self._seal.sign(key, self.rank, value)
+        call = functools.partial(self._meet, store, key, record, got, given_up)
+        await self._meeting(key, call, got, given_up)
+        return [got[rank] for rank in range(self.size)]
+
+    async def _meeting(
+        self, what: str, call: Callable[[], Any], got: Collection[int], given_up: threading.Event
+    ) -> Any:
+        """Wait for the other ranks in a thread, which adds to ``got`` those that have come."""
         try:
-            call = functools.partial(self._meet, store, key, record, got, given_up)
-            await self.run(f"meeting the other ranks ({key})", call)
+            return await self.run(f"meeting the other ranks ({what})", call)
         except CommTimeoutError as error:
             raise self._absent(got) from error
         except RuntimeError as error:  # the base of torch's store errors
             raise StoreLostError(f"the rendezvous store is gone: {error}", comm=self.name, rank=self.rank) from error
         finally:
             given_up.set()
-        return [got[rank] for rank in range(self.size)]
 
     def _meet(self, store: Store, key: str, record: bytes, got: dict[int, bytes], given_up: threading.Event) -> None:
         """Look for the other ranks' values until all are there.
@@ -123,10 +209,11 @@ class StoreRendezvous:
             )
         return self.store
 
-    def _absent(self, got: Mapping[int, bytes]) -> CommTimeoutError:
+    def _absent(self, got: Collection[int]) -> CommTimeoutError:
         absent = [rank for rank in range(self.size) if rank not in got]
+        who = f"these ranks had not come: {', '.join(map(str, absent))}" if absent else "not all ranks saw each other"
         return CommTimeoutError(
-            f"after {self.timeout} s these ranks had not come: {', '.join(map(str, absent))}. "
+            f"after {self.timeout} s {who}. "
             "Was every rank started, with the same size and name?",
             comm=self.name, rank=self.rank,
         )  # fmt: skip
@@ -147,7 +234,10 @@ class new_comm:  # noqa: N801 - it is called like a function, as asyncpg.create_
     :param size: how many ranks there are.
     :param name: the communicator's name, the same on all ranks; tells apart communicators that share a store.
     :param timeout: the deadline in seconds for forming it, and afterwards that of ops that name none.
-    :param hints: advice to the transports, by name.
+    :param hints: advice to the transports, by name; and ``"heartbeat"``: seconds without a sign of life after which a
+        rank is taken for dead, 0 for never. Without it ``AIOCOMMS_HEARTBEAT`` says, or else it is 5.
+    :param join: take the place of a rank that was lost, or an additional one, in a communicator that exists: the others
+        call :meth:`~aiocomms.communicator.Communicator.reconfigure` with this ``size``.
     :raises ArgumentError: an argument is wrong, or the environment is incomplete; one error lists all that is.
     :raises UnsupportedOperation: the transport is not available; says why, and what else there is.
     :raises CommTimeoutError: some rank did not come in time; says which.
@@ -166,6 +256,7 @@ class new_comm:  # noqa: N801 - it is called like a function, as asyncpg.create_
         name: str = DEFAULT,
         timeout: float | timedelta = 600.0,
         hints: Mapping[str, Any] | None = None,
+        join: bool = False,
     ) -> None:
         self._transport = transport
         self._device = _device(device)
@@ -175,6 +266,8 @@ class new_comm:  # noqa: N801 - it is called like a function, as asyncpg.create_
         if hints is not None:
             checks.mapping("hints", hints)
         self._options = dict(hints or {})
+        heartbeat.silence(self._options)
+        self._join = join
         self._comm: Communicator | None = None
         _check_place(store, rank, size)
 
@@ -196,7 +289,7 @@ class new_comm:  # noqa: N801 - it is called like a function, as asyncpg.create_
         if rank is None or size is None:
             store, rank, size = await self._launched()
         plan = choose(self._transport, self._device, size, self._options)
-        return await _form(plan, store, rank, size, self._name, self._device, self._timeout)
+        return await _form(plan, store, rank, size, self._name, self._device, self._timeout, self._join)
 
     async def _launched(self) -> tuple[Store | None, int, int]:
         launch = read_environment(os.environ)
@@ -236,27 +329,21 @@ async def from_process_group(
 
 
 async def _form(
-    plan: Plan, store: Store | None, rank: int, size: int, name: str, device: torch.device, timeout: float
-) -> Communicator:
-    generation = 0 if store is None else _generation(store, name, rank)
-    scoped = None if store is None else PrefixStore(f"aiocomms/{name}/{generation}", store)
-    seal = Seal(read_token(os.environ), name, generation)
-    rendezvous = StoreRendezvous(scoped, rank, size, name=name, device=device, timeout=timeout, seal=seal)
+    plan: Plan, store: Store | None, rank: int, size: int, name: str, device: torch.device, timeout: float,
+    join: bool = False,
+) -> Communicator:  # fmt: skip
+    seal = Seal(read_token(os.environ), name)
+    rendezvous = StoreRendezvous(None, rank, size, name=name, device=device, timeout=timeout, seal=seal)
     try:
+        if store is not None and join:
+            rendezvous = await rendezvous.join(store)
+        elif store is not None:
+            await rendezvous.arrive(store)
         transports = await open_transports(plan, lambda cls, _: cls.open(rendezvous, plan.options))
+        rendezvous.timeout = timeout
         return Communicator(rendezvous, plan, transports)
     except CommError as error:
         raise error.about(comm=name, rank=rank) from error.__cause__
-
-
-_generations: weakref.WeakKeyDictionary[Store, Counter[tuple[str, int]]] = weakref.WeakKeyDictionary()
-
-
-def _generation(store: Store, name: str, rank: int) -> int:
-    """How often this rank has met on this store under this name; keeps a new communicator off an old one's keys."""
-    count = _generations.setdefault(store, Counter())
-    count[name, rank] += 1
-    return count[name, rank]
 
 
 _launched: dict[tuple[str, int], Store] = {}

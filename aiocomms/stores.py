@@ -26,7 +26,7 @@ from aiocomms.trust import check_exposed
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-__all__ = ["connect_store"]
+__all__ = ["connect_store", "serve_store"]
 
 _log = logging.getLogger(__name__)
 
@@ -94,6 +94,21 @@ def connect_store(host: str, port: int, rank: int, size: int, *, agent_store: bo
     store = _serve(target) if rank == 0 and not agent_store else _join(target)
     store.set_timeout(timedelta(seconds=timeout))
     return store
+
+
+def serve_store(host: str, size: int, timeout: float) -> tuple[TCPStore, int]:
+    """Serve a new store at an address of this machine, and at no other; blocks.
+
+    :param host: the address.
+    :returns: the store, which serves as long as it lives, and its port.
+    """
+    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    port = int(listener.getsockname()[1])
+    store = TCPStore(
+        host, port, size, True, timedelta(seconds=timeout), wait_for_workers=False,
+        master_listen_fd=listener.detach(), use_libuv=_USE_LIBUV,
+    )  # fmt: skip
+    return store, port
 
 
 def _serve(target: _Target) -> TCPStore:

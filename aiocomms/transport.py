@@ -57,6 +57,12 @@ class Rendezvous(Protocol):
     device: torch.device
     timeout: float
     store: Store | None
+    root: Store | None
+    """What the ranks' communicators share; :attr:`store` is a part of it that is this one's alone."""
+    base: str
+    """The name before the first reconfiguration."""
+    epoch: int
+    """1, and one more with each reconfiguration."""
 
     async def exchange(self, key: str, value: bytes) -> list[bytes]:
         """Give one value per rank and get every rank's, in rank order; off the loop and within the timeout.
@@ -86,11 +92,34 @@ class Rendezvous(Protocol):
         :raises RuntimeError: the store is gone.
         """
 
-    def child(self, key: str, name: str, rank: int, size: int) -> Rendezvous:
+    def child(self, key: str, name: str, rank: int, size: int, store: Store | None = None) -> Rendezvous:
         """The rendezvous of a communicator of some of these ranks.
 
         :param key: tells it from every other child; the same on all its ranks.
+        :param store: in place of :attr:`store`.
         """
+
+    def successor(self, root: Store, key: str, epoch: int, rank: int, size: int, timeout: float) -> Rendezvous:
+        """The rendezvous of the next epoch.
+
+        :param key: tells it from all others; the same on all its ranks.
+        """
+
+    def decide(self, key: str, value: bytes) -> bytes:
+        """Settle something for all ranks: the value that is given first; blocks for as long as the store does.
+
+        :raises RuntimeError: the store is gone.
+        :raises AuthError: what is there is not signed by a rank.
+        """
+
+    def decided(self, key: str) -> bytes | None:
+        """What was settled, or None; blocks for as long as the store does."""
+
+    def claim(self, root: Store, rank: int) -> int:
+        """The number of the last claim of a newcomer to a rank that is not answered yet, or 0; blocks likewise."""
+
+    def invite(self, root: Store, rank: int, number: int, invitation: bytes) -> None:
+        """Answer a claim; blocks likewise. Twice is once."""
 
     async def run(self, what: str, call: Callable[[], Any]) -> Any:
         """Run a blocking call in a thread of its own, off the loop, within the timeout.
@@ -98,6 +127,22 @@ class Rendezvous(Protocol):
         :param what: what the call does, for the error's message.
         :raises CommTimeoutError: it took longer; the thread is left behind.
         """
+
+
+class Lifeline(Protocol):
+    """What the ranks of a lost communicator can still say to each other, without the store; any thread."""
+
+    def say(self, rank: int, note: bytes) -> None:
+        """Leave a note of at most 1 KiB with a rank, in place of an earlier one; nothing happens if it is gone."""
+
+    def note_of(self, rank: int) -> bytes | None:
+        """The note that a rank has left here."""
+
+    def gone(self, rank: int) -> bool:
+        """Whether the connection to a rank has ended."""
+
+    def far(self, rank: int) -> bool:
+        """Whether a rank is on another host."""
 
 
 class Capabilities(msgspec.Struct, frozen=True):
@@ -246,3 +291,15 @@ class Transport(ABC):
     def missing(self, work: Completion) -> Sequence[int]:
         """The ranks a pending op waits for, where the transport can tell. On any thread: the loop may be busy."""
         return ()
+
+    def signs(self) -> Sequence[float] | None:
+        """When each rank last gave a sign of life, of ``time.monotonic()``; each is asked for another.
+
+        Called every now and then while works are pending, on any thread. None: there is no need, or no way, to ask.
+        The answer may wait neither for a rank's loop nor for its interpreter's lock.
+        """
+        return None
+
+    def lifeline(self) -> Lifeline | None:
+        """What is left to the ranks after :meth:`abort`, until :meth:`aclose`; None: nothing but the store."""
+        return None

@@ -19,21 +19,22 @@ TRANSPORTS = sorted((ROOT / "transports").glob("*/aiocomms_*/"))
 # docs/design.md, "Layout". A module may import from its own layer and those before it; one not named is in the last.
 LAYERS = (
     {"errors"},
-    {"checks", "reductions", "launchers", "stores", "hosts", "trust"},
+    {"checks", "reductions", "launchers", "stores", "hosts", "trust", "arrivals"},
     {"ops"},
     {"transport", "waker"},
     {"work", "driver", "loops", "deadlines"},
     {"cuda"},
     {"registry"},
     {"issuer", "codec", "lowering", "collectives", "p2p", "rma", "objects", "streams"},
+    {"heartbeat"},
     {"twosided", "routing", "pending", "hooks", "groups"},
     {"recorder"},
     {"dumps", "verdicts"},
-    {"inquest"},
+    {"inquest", "recovery"},
     {"communicator"},
 )
 FOR_TRANSPORTS = {"errors", "checks", "reductions", "hosts", "ops", "transport", "trust", "waker", "driver", "cuda"}
-FOR_TYPES_ONLY = {("groups", "communicator"), ("work", "pending")}
+FOR_TYPES_ONLY = {("groups", "communicator"), ("recovery", "communicator"), ("work", "pending")}
 """Imports against the order, which only type checkers see."""
 
 MODULE_LINES = 400

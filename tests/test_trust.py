@@ -10,9 +10,8 @@ import anyio
 import pytest
 import torch
 from conftest import together
-from torch.distributed import HashStore, PrefixStore
+from torch.distributed import HashStore
 
-import aiocomms
 from aiocomms import trust
 from aiocomms.errors import ArgumentError, AuthError, CommTimeoutError, ProtocolError
 from aiocomms.rendezvous import StoreRendezvous
@@ -208,18 +207,20 @@ def test_a_record_of_an_earlier_generation_is_not_believed(monkeypatch):
     """Its keys are others; but who can write to the store can copy it there."""
     monkeypatch.setenv("AIOCOMMS_TOKEN", TOKEN)
 
-    async def form(store, rank):
-        return await aiocomms.new_comm("local", store=store, rank=rank, size=2, timeout=2)
+    def place(rank):
+        where = {"name": "world", "device": torch.device("cpu"), "timeout": 5.0, "seal": Seal(TOKEN.encode(), "world")}
+        return StoreRendezvous(None, rank, 2, **where)
 
     async def main():
-        store = HashStore()
-        for comm in await together(*(lambda r=r: form(store, r) for r in range(2))):
-            await comm.aclose()
-        first, second = (PrefixStore(f"aiocomms/world/{generation}", store) for generation in (1, 2))
-        second.set("local/1", first.get("local/1"))
-        with pytest.raises(AuthError, match="rank 1's record 'local'") as caught:
-            await form(store, 0)
-        assert (caught.value.comm, caught.value.rank, caught.value.peer) == ("world", 0, 1)
+        root = HashStore()
+        first, second = [place(0), place(1)], [place(0), place(1)]
+        for both in (first, second):
+            await together(*(lambda it=it: it.arrive(root) for it in both))
+        await together(*(lambda it=it: it.exchange("k", b"v") for it in first))
+        second[1].store.set("k/1", first[1].store.get("k/1"))
+        with pytest.raises(AuthError, match="rank 1's record 'k'") as caught:
+            await second[0].exchange("k", b"v")
+        assert caught.value.peer == 1
 
     anyio.run(main)
 

@@ -28,9 +28,11 @@ from aiocomms_c10d import wire as c10d_wire
 from aiocomms_ucx import windows as ucx_windows
 from hosts import Enter, address, hosts
 from processes import LARGE, Rank, Run, empty, exchange, held, listening, numbers
+from torch.distributed import PrefixStore
 
 import aiocomms
 from aiocomms import codec, objects, ops
+from aiocomms.arrivals import Arrival
 from aiocomms.errors import ArgumentError, AuthError, CommAbortedError, CommError, ProtocolError
 from aiocomms.testing import local_world
 
@@ -255,7 +257,9 @@ async def impersonated(place: Rank) -> str:
             await place.open(timeout=10)
         return str(caught.value.peer)
     key = {"c10d": "c10d", "ucx": "ucx"}[place.transport]
-    store.set(f"aiocomms/world/1/{key}/1", b"\x02" + bytes(32) + b"\x96whatever")
+    here = PrefixStore("aiocomms/world", store)
+    meeting = Arrival(here, 1, 2).meet(threading.Event())
+    here.set(f"{meeting}/{key}/1", b"\x02" + bytes(32) + b"\x96whatever")
     return ""
 
 

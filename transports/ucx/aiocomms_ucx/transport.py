@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ from aiocomms_ucx._engine import TURNS, create_segment, dtype_names, explain, is
 from aiocomms_ucx.bringup import open_family
 from aiocomms_ucx.collectives import START, describe
 from aiocomms_ucx.family import Family
+from aiocomms_ucx.lifeline import UcxLifeline
 from aiocomms_ucx.windows import Windows, open_segment
 
 DONE, TRUNCATED, OTHER_DTYPE, CLOSED, UNEQUAL, BROKEN, DROPPED = range(7)
@@ -93,6 +95,10 @@ class UcxTransport(Transport):
         self._failure: CommError | None = None
         self._ending = threading.RLock()  # the engine must not go while another thread uses it
         self._aborted = self._closed = False
+        self.notes: dict[int, bytes] = {}
+        """What ranks have left here for :meth:`lifeline`."""
+        self.gone: set[int] = set()
+        """Ranks that have closed, or whose connection has broken."""
         family.transports[self.group] = self
 
     @classmethod
@@ -249,6 +255,24 @@ class UcxTransport(Transport):
         with self._ending:
             return () if self._closed else self.engine.missing(self.group)
 
+    def signs(self) -> Sequence[float]:
+        """See :meth:`Transport.signs`: the engines' threads ask and answer, over the control connections."""
+        with self._ending:
+            if self._closed:
+                return ()
+            signs = self.engine.signs()
+        return [math.inf if peer == self.family.rank else signs[peer] / 1e9 for peer in self.peers]
+
+    def lifeline(self) -> UcxLifeline:
+        """See :meth:`Transport.lifeline`: the control connections of those that live."""
+        return UcxLifeline(self)
+
+    def leave_note(self, rank: int, text: bytes) -> None:
+        """Say something to a rank although the communicator is lost."""
+        with self._ending:
+            if not self._closed:
+                self._tell(rank, wire.Note(self._numbers[rank], text))
+
     def _error(self, op: Any, status: int, a: int, b: int) -> CommError:
         """What a status means."""
         if status == CLOSED:
@@ -280,6 +304,8 @@ class UcxTransport(Transport):
     def lost(self, peer: int) -> None:
         """A member of the family is gone without a word."""
         rank = self.rank_of(peer)
+        if rank is not None:
+            self.gone.add(rank)
         if rank is not None and rank not in self._left:
             self._fail(PeerDiedError(f"rank {rank} is gone: its connection broke without a goodbye", peer=rank))
 
@@ -292,6 +318,7 @@ class UcxTransport(Transport):
     def left(self, rank: int, collectives: int) -> None:
         """A rank has closed this communicator, after so many collectives."""
         self._left[rank] = collectives
+        self.gone.add(rank)
         for index in list(self._collectives):
             self._reconsider(index)
 
@@ -304,11 +331,13 @@ class UcxTransport(Transport):
                 self._tell(other, wire.Dispute(self._numbers[other], index, text))
             self._reconsider(index)
 
-    def hear(self, rank: int, said: wire.Dispute | wire.Abort) -> None:
+    def hear(self, rank: int, said: wire.Frame) -> None:
         """A rank has said something."""
         if isinstance(said, wire.Dispute):
             self._disputes.setdefault(said.index, []).append((rank, said.text))
             self._reconsider(said.index)
+        elif isinstance(said, wire.Note):
+            self.notes[rank] = said.text
         else:
             error = wire.error_of(said)
             self._disputed = said.index  # so that what this rank passes on says it too
@@ -342,7 +371,7 @@ class UcxTransport(Transport):
         self._failure = self._failure or error
         self.on_failure(self._failure)
 
-    def _tell(self, rank: int, frame: wire.Dispute | wire.Abort) -> None:
+    def _tell(self, rank: int, frame: wire.Frame) -> None:
         if rank != self.rank:
             self.engine.send_frame(self.peers[rank], wire.pack(frame))
 
@@ -354,6 +383,8 @@ class UcxTransport(Transport):
             if self._aborted or self._closed:
                 return
             self._aborted = True
+            if isinstance(error, PeerDiedError):  # it may be silent, with its connection open
+                self.family.broken = True
             for rank in range(self.size):
                 self._tell(rank, wire.abort_frame(self._numbers[rank], error, self.rank, self._disputed))
             self.engine.lose_group(self.group)

@@ -8,7 +8,7 @@ import msgspec
 
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError, MismatchError, PeerDiedError, ProtocolError
 
-VERSION: Final = 2
+VERSION: Final = 3
 _PREFIX: Final = b"\x01"  # what the engine takes for none of its own frames
 _LONGEST: Final = 2000
 """Characters of a reason or description."""
@@ -34,7 +34,19 @@ class Abort(msgspec.Struct, tag=True, array_like=True):
     index: int
 
 
-_decoder = msgspec.msgpack.Decoder(Dispute | Abort)
+class Note(msgspec.Struct, tag=True, array_like=True):
+    """What the sender wants to have said although the communicator is lost."""
+
+    group: int
+    text: bytes
+
+    def __post_init__(self) -> None:
+        if len(self.text) > _LONGEST:
+            raise ValueError("a note is too long")
+
+
+Frame = Dispute | Abort | Note
+_decoder = msgspec.msgpack.Decoder(Frame)
 
 
 _Record = TypeVar("_Record")
@@ -51,12 +63,12 @@ def record(rank: int, raw: bytes, kind: type[_Record]) -> _Record:
         raise ProtocolError(f"rank {rank} does not introduce itself as this version does: {error}", peer=rank) from None
 
 
-def pack(frame: Dispute | Abort) -> bytes:
+def pack(frame: Frame) -> bytes:
     """Encode a frame."""
     return _PREFIX + msgspec.msgpack.encode(frame)
 
 
-def unpack(frame: bytes) -> Dispute | Abort:
+def unpack(frame: bytes) -> Frame:
     """Decode a frame.
 
     :raises ProtocolError: it is none.
@@ -64,7 +76,7 @@ def unpack(frame: bytes) -> Dispute | Abort:
     try:
         if frame[:1] != _PREFIX:
             raise msgspec.DecodeError("unknown kind")
-        said: Dispute | Abort = _decoder.decode(frame[1:])
+        said: Frame = _decoder.decode(frame[1:])
         return said
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"a control frame makes no sense: {error}") from None

@@ -283,6 +283,7 @@ NB_MODULE(_engine, module) {
       .def("reads_all", &Engine::reads_all, nb::arg("peers"))
       .def("lose_group", &Engine::lose_group, nb::arg("group"), Released())
       .def("close_group", &Engine::close_group, nb::arg("group"), Released())
+      .def("signs", &Engine::signs, Released())
       .def("missing", &Engine::missing, nb::arg("group"), Released())
       .def("send", &send_op,
            nb::sig("def send(self, ticket: int, group: int, tensor: torch.Tensor, dst: int, channel: int, tag: int, /) "

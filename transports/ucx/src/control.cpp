@@ -10,10 +10,12 @@
 #include <cstring>
 #include <system_error>
 
+#include "shared_collectives.hpp"
+
 namespace aiocomms {
 namespace {
 
-enum Kind : std::uint32_t { kDoorbell, kFrame, kFarewell };
+enum Kind : std::uint32_t { kDoorbell, kFrame, kFarewell, kAsk, kAlive };
 
 struct Prefix {
   std::uint32_t bytes;  // of the payload
@@ -78,6 +80,17 @@ bool Control::send(int peer, const std::string& frame) {
   return true;
 }
 
+std::vector<std::uint64_t> Control::signs() {
+  std::lock_guard lock(mutex_);
+  std::vector<std::uint64_t> heard;
+  for (std::size_t peer = 0; peer < links_.size(); ++peer) {
+    heard.push_back(links_[peer].fd < 0 ? ~std::uint64_t{0} : links_[peer].heard);
+    // One that has not been sent yet does as well as a second.
+    if (links_[peer].out.empty()) post(static_cast<int>(peer), kAsk, {});
+  }
+  return heard;
+}
+
 void Control::farewell() {
   std::lock_guard lock(mutex_);
   for (std::size_t peer = 0; peer < links_.size(); ++peer) post(static_cast<int>(peer), kFarewell, {});
@@ -138,17 +151,25 @@ void Control::hear(int peer) {
   ssize_t got = recv(link.fd, buffer.data(), buffer.size(), MSG_DONTWAIT);
   if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
   if (got <= 0) return lose(peer);
+  {
+    std::lock_guard lock(mutex_);
+    link.heard = now_ns();
+  }
   link.in.append(buffer.data(), static_cast<std::size_t>(got));
   std::size_t at = 0;
   while (link.in.size() - at >= sizeof(Prefix)) {
     Prefix prefix;
     std::memcpy(&prefix, link.in.data() + at, sizeof prefix);
-    if (prefix.bytes > kLongest || prefix.kind > kFarewell) return lose(peer);  // it speaks another language
+    if (prefix.bytes > kLongest || prefix.kind > kAlive) return lose(peer);  // it speaks another language
     if (link.in.size() - at - sizeof prefix < prefix.bytes) break;
     std::string payload = link.in.substr(at + sizeof prefix, prefix.bytes);
     at += sizeof prefix + prefix.bytes;
     if (prefix.kind == kFarewell) link.parted = true;
     if (prefix.kind == kFrame) heard_.frame(peer, std::move(payload));
+    if (prefix.kind == kAsk) {
+      std::lock_guard lock(mutex_);
+      if (link.out.empty()) post(peer, kAlive, {});  // else what waits there is a sign, too
+    }
   }
   link.in.erase(0, at);
 }

@@ -29,8 +29,11 @@ class Control {
   // ---------------------------------------------------------------------------------------------- from any thread
   void ring(int peer);                            // let a peer's thread look
   bool send(int peer, const std::string& frame);  // false: the peer is gone
-  void farewell();                                // what ends now ends in order
-  void wake();                                    // let this rank's own thread look
+  // When each peer was last heard of, ns of now_ns(), or the end of time where it is known to be gone; all are asked for another sign of life, which their engines' own
+  // threads give, whatever their loops and interpreters do.
+  std::vector<std::uint64_t> signs();
+  void farewell();  // what ends now ends in order
+  void wake();      // let this rank's own thread look
 
   // ------------------------------------------------------------------------------------- on the engine's thread
   // Wait for any of it, and, if `worker` says so, for UCX too; hand on what was heard.
@@ -39,10 +42,11 @@ class Control {
  private:
   struct Link {
     int fd = -1;
-    bool parted = false;   // it has said farewell
-    bool blocked = false;  // the rest of `out` waits for room
-    std::string in;        // the beginning of a frame
-    std::string out;       // what the socket did not take
+    bool parted = false;      // it has said farewell
+    bool blocked = false;     // the rest of `out` waits for room
+    std::uint64_t heard = 0;  // when anything came last
+    std::string in;           // the beginning of a frame
+    std::string out;          // what the socket did not take
   };
 
   void post(int peer, std::uint32_t kind, const std::string& payload);

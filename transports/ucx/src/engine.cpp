@@ -27,6 +27,8 @@ constexpr std::uint64_t kCrowdedSlice = 2'000'000;
 // After so long without a visit the loop is taken to be busy or parked, ns.
 constexpr std::uint64_t kLoopAway = 500'000;
 constexpr int kTickMs = 1;
+// The thread looks at the control connections at least this often, however much it has to do, ns.
+constexpr std::uint64_t kListen = 10'000'000;
 constexpr int kLongestDozeMs = 8;
 // The thread looks on that long before it sleeps, when a collective is under way: the peers are about to answer.
 constexpr std::uint64_t kLinger = 50'000;
@@ -281,9 +283,14 @@ void Engine::run() {
     }
     while (wanting_.load(std::memory_order_relaxed) > 0) sched_yield();
     if (rest == Rest::kYield) sched_yield();
+    if (rest == Rest::kNone || rest == Rest::kYield) {
+      if (now_ns() - listened_ < kListen) continue;
+      control_->wait(0, false);
+    }
     if (rest == Rest::kTick) control_->wait(kTickMs, false);
     if (rest == Rest::kDoze) control_->wait(doze_ms_, true);
     if (rest == Rest::kSleep) control_->wait(-1, true);
+    listened_ = now_ns();
   }
 }
 

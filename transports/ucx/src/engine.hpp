@@ -110,6 +110,7 @@ class Engine {
   void lose_group(std::uint32_t group);                 // nothing of it is moved on any more
   void close_group(std::uint32_t group);                // and the others are told
   bool send_frame(int peer, const std::string& frame) { return control_->send(peer, frame); }
+  std::vector<std::uint64_t> signs() { return control_->signs(); }
   std::vector<int> missing(std::uint32_t group);  // the ranks that the collective under way waits for
 
   // ------------------------------------------------------------ ops
@@ -269,6 +270,7 @@ class Engine {
   int turns_in_vain_ = 0;
   std::uint64_t slice_ends_ = 0;
   std::uint64_t busy_until_ = 0;  // the thread looks on that long before it sleeps
+  std::uint64_t listened_ = 0;    // when it last looked at the control connections
 
   bool asleep_ = false;  // the thread waits for a descriptor
   bool stopping_ = false;

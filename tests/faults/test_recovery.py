@@ -1,0 +1,383 @@
+"""Ranks die, are stopped and come back; those that are left form a new communicator."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import KILLED, LARGE, Rank, Run, empty, exchange, numbers
+
+import aiocomms
+from aiocomms.communicator import Communicator
+from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError, PeerDiedError, StoreLostError
+from aiocomms.stores import connect_store
+
+BEAT = {"heartbeat": 2.0}
+
+
+async def lost(comm: Communicator) -> CommError:
+    """What ends all collectives of a communicator."""
+    while True:
+        try:
+            await comm.all_reduce(torch.ones(LARGE))
+        except (PeerDiedError, CommAbortedError) as error:
+            return error
+
+
+async def works(comm: Communicator) -> None:
+    """Each kind of op, and a part of the ranks."""
+    if comm.size > 1:
+        await exchange(comm, 100)
+    assert (await comm.all_reduce(torch.ones(LARGE)) == comm.size).all()
+    child = await comm.split(list(range(comm.size))[::-1])
+    assert child is not None
+    assert (await child.all_reduce(torch.ones(3)) == comm.size).all()
+    await child.aclose()
+
+
+# ------------------------------------------------------------------------------------------------------------ deaths
+
+
+async def outlive(place: Rank, victims: list[int], explicit: bool, hosted: bool) -> tuple[str, int, int, float]:
+    """``hosted``: rank 0 serves the store."""
+    more: dict[str, Any] = {}
+    if hosted:
+        more["store"] = await asyncio.to_thread(
+            connect_store, "127.0.0.1", await port(place), place.rank, place.size, agent_store=False, timeout=20
+        )
+    comm = await place.open(**more)
+    await comm.barrier()
+    if place.rank in victims:
+        place.die()
+    await lost(comm)
+    left = [rank for rank in range(place.size) if rank not in victims]
+    new = await comm.reconfigure(left if explicit else None)
+    took = place.since_death()
+    assert comm.closed
+    await works(new)
+    with pytest.raises(CommAbortedError, match="is lost"):
+        comm.barrier()
+    await new.aclose()
+    return new.name, new.rank, new.size, took
+
+
+async def port(place: Rank) -> int:
+    """A free port, of rank 0's choice."""
+    file = place.folder / "port"
+    if place.rank == 0:
+        with socket.create_server(("127.0.0.1", 0)) as it:
+            part = place.folder / "port.part"
+            part.write_text(str(it.getsockname()[1]))
+        part.rename(file)
+    await asyncio.to_thread(place.told, "port")
+    return int(file.read_text())
+
+
+@pytest.mark.parametrize("victims", [[1], [0], [2]])
+@pytest.mark.parametrize("transport", ["ucx", "c10d"])
+def test_survivors_of_a_death_go_on(ranks: Run, transport: str, victims: list[int]) -> None:
+    results = ranks(3, outlive, victims, False, False)
+    assert results.pop(victims[0]) is KILLED
+    assert [it[:3] for it in results] == [("world@2", 0, 2), ("world@2", 1, 2)]
+    assert max(it[3] for it in results) < 3, results
+
+
+@pytest.mark.parametrize("explicit", [True, False])
+@pytest.mark.parametrize("transport", ["ucx", "c10d"])
+def test_two_die_at_once(ranks: Run, transport: str, explicit: bool) -> None:
+    results = ranks(4, outlive, [1, 2], explicit, False)
+    assert results[1:3] == [KILLED, KILLED]
+    assert [it[:3] for it in (results[0], results[3])] == [("world@2", 0, 2), ("world@2", 1, 2)]
+    # Without connections to those that live nobody can tell a second death from a rank that is late.
+    assert max(it[3] for it in (results[0], results[3])) < (3 if transport == "ucx" or explicit else 5), results
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_store_dies_too(ranks: Run, size: int) -> None:
+    killed, *results = ranks(size, outlive, [0], False, True)
+    assert killed is KILLED
+    assert [it[:3] for it in results] == [("world@2", rank, size - 1) for rank in range(size - 1)]
+    assert max(it[3] for it in results) < 3, results
+
+
+async def outlive_again(place: Rank) -> list[str]:
+    """One after the other, the store with the first."""
+    names = []
+    comm = await place.open(
+        store=await asyncio.to_thread(
+            connect_store, "127.0.0.1", await port(place), place.rank, place.size, agent_store=False, timeout=20
+        )
+    )
+    for victim in range(place.size - 1):
+        await works(comm)
+        if place.rank == victim:
+            place.die()
+        await lost(comm)
+        comm = await comm.reconfigure()
+        names.append(comm.name)
+    await works(comm)
+    await comm.aclose()
+    return names
+
+
+def test_one_after_the_other(ranks: Run) -> None:
+    assert ranks(4, outlive_again)[3] == ["world@2", "world@3", "world@4"]
+
+
+async def without_a_store(place: Rank) -> str:
+    store = await asyncio.to_thread(
+        connect_store, "127.0.0.1", await port(place), place.rank, place.size, agent_store=False, timeout=20
+    )
+    comm = await place.open(store=store)
+    await comm.barrier()
+    if place.rank == 0:
+        place.die()
+    await lost(comm)
+    with pytest.raises(StoreLostError) as caught:
+        await comm.reconfigure()
+    await comm.aclose()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("transport", ["c10d"])
+def test_a_transport_that_needs_the_store_says_so(ranks: Run, transport: str) -> None:
+    assert all("store is gone" in text for text in ranks(3, without_a_store)[1:])
+
+
+# ----------------------------------------------------------------------------------------- those that are not there
+
+
+async def leave_one_out(place: Rank) -> str:
+    """A deadline passes; one rank never comes, and comes too late."""
+    comm = await place.open()
+    await comm.barrier()
+    if place.rank < 2:
+        with pytest.raises((CommTimeoutError, CommAbortedError)):
+            await comm.all_reduce(torch.ones(3), timeout=0.3)
+        new = await comm.reconfigure(timeout=4)
+        place.tell(f"formed {place.rank}")
+        await works(new)
+        await place.all_told("out", 2)
+        await new.aclose()
+        return new.name
+    await place.all_told("formed", 0, 1)
+    with pytest.raises(CommAbortedError) as caught:
+        await comm.all_reduce(torch.ones(3))
+    with pytest.raises(CommAbortedError, match="excluded") as caught:
+        await comm.reconfigure()
+    place.tell("out 2")
+    await comm.aclose()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("transport", ["ucx", "c10d"])
+def test_who_comes_too_late_is_out(ranks: Run, transport: str) -> None:
+    first, second, text = ranks(3, leave_one_out)
+    assert first == second == "world@2"
+    assert "ranks [0, 1] go on without it" in text
+
+
+async def stop_one(place: Rank) -> Any:
+    comm = await place.open(hints=BEAT)
+    await comm.barrier()
+    (place.folder / f"pid {place.rank}").write_text(str(os.getpid()))
+    place.tell(f"ready {place.rank}")
+    await place.all_told("ready", 0, 1, 2)
+    if place.rank == 2:
+        return await be_stopped(place, comm)
+    waiting = comm.recv(torch.zeros(1), 1 - place.rank, 5)  # of a rank that lives
+    if place.rank == 0:
+        os.kill(int((place.folder / "pid 2").read_text()), signal.SIGSTOP)
+        (place.folder / "died").write_text(str(time.monotonic()))
+    with pytest.raises(PeerDiedError) as caught:
+        await waiting
+    took = place.since_death() if place.rank == 0 else 0.0
+    new = await comm.reconfigure()
+    mine = empty(1000)
+    work = new.recv(mine, 1 - place.rank, 9)
+    await works(new)
+    if place.rank == 0:
+        os.kill(int((place.folder / "pid 2").read_text()), signal.SIGCONT)
+    await place.all_told("back", 2)
+    await works(new)
+    await new.send(numbers(1000, place.rank), 1 - place.rank, 9)
+    assert torch.equal(await work, numbers(1000, 1 - place.rank))
+    await new.aclose()
+    return took, caught.value.peer
+
+
+async def be_stopped(place: Rank, comm: Communicator) -> str:
+    """Sends all the time, what nobody is to see."""
+    error: CommError | None = None
+    while error is None:
+        try:
+            for rank in (0, 1):
+                comm.send(torch.full((1000,), -1, dtype=torch.int64), rank, 9)
+            await asyncio.sleep(0.01)
+        except CommAbortedError as caught:
+            error = caught
+    with pytest.raises(CommAbortedError, match="excluded"):
+        await comm.reconfigure(timeout=2)
+    place.tell("back 2")
+    await comm.aclose()
+    return str(error.__cause__)
+
+
+def test_a_stopped_rank_is_out(ranks: Run) -> None:
+    first, second, text = ranks(3, stop_one, seconds=30)
+    assert first[1] == second[1] == 2
+    assert 1.9 < first[0] < 3, first
+    assert "this rank is excluded" in text
+
+
+# ---------------------------------------------------------------------------------------------- those that only seem so
+
+
+async def block(place: Rank) -> None:
+    comm = await place.open(hints={"heartbeat": 1.0})
+    await comm.barrier()
+    if place.rank == 0:
+        time.sleep(3)  # noqa: ASYNC251 - that is the point
+    await comm.all_reduce(torch.ones(3))
+    await comm.aclose()
+
+
+def test_a_blocked_loop_is_no_death(ranks: Run) -> None:
+    ranks(3, block)
+
+
+async def hold_the_lock(place: Rank) -> None:
+    import ctypes
+
+    comm = await place.open(hints={"heartbeat": 1.0})
+    await comm.barrier()
+    if place.rank == 0:
+        ctypes.PyDLL(None).usleep(3_000_000)  # keeps the interpreter's lock
+    await comm.all_reduce(torch.ones(3))
+    await comm.aclose()
+
+
+def test_a_long_call_that_holds_the_interpreter_is_no_death(ranks: Run) -> None:
+    ranks(3, hold_the_lock)
+
+
+async def starve(place: Rank) -> None:
+    comm = await place.open(hints=BEAT, timeout=60)
+    stop = threading.Event()
+
+    def burn() -> None:
+        while not stop.is_set():
+            sum(range(1000))
+
+    burner = await asyncio.create_subprocess_exec(sys.executable, "-c", "while True: pass")
+    thread = threading.Thread(target=burn)
+    thread.start()
+    try:
+        ends = time.monotonic() + 6
+        while True:
+            going = await comm.all_reduce(torch.tensor([float(time.monotonic() < ends)]), aiocomms.ReduceOp.MIN)
+            if going.item() == 0:
+                break
+            await comm.all_reduce(torch.ones(LARGE))
+    finally:
+        stop.set()
+        thread.join()
+        burner.kill()
+        await burner.wait()
+    await comm.aclose()
+
+
+def test_a_starved_rank_is_no_death(ranks: Run) -> None:
+    ranks(8, starve, seconds=60)
+
+
+# ----------------------------------------------------------------------------------------------------------- newcomers
+
+
+async def be_replaced(place: Rank) -> Any:
+    """Rank 3 is the process that takes the place of rank 1."""
+    if place.rank == 3:
+        await asyncio.to_thread(place.told, "dead")
+        comm = await aiocomms.new_comm(place.transport, store=place.store(), rank=1, size=3, timeout=20, join=True)
+    else:
+        comm = await place.open(ranks=[0, 1, 2])
+        await comm.barrier()
+        if place.rank == 1:
+            place.tell("dead")
+            place.die()
+        await lost(comm)
+        comm = await comm.reconfigure(size=3)
+    await works(comm)
+    await comm.aclose()
+    return comm.name, comm.rank, comm.size
+
+
+@pytest.mark.parametrize("transport", ["ucx", "c10d"])
+def test_a_newcomer_takes_the_place_of_the_dead(ranks: Run, transport: str) -> None:
+    results = ranks(4, be_replaced)
+    assert results.pop(1) is KILLED
+    assert results == [("world@2", 0, 3), ("world@2", 2, 3), ("world@2", 1, 3)]
+
+
+async def nobody_joins(place: Rank) -> str:
+    if place.rank == 1:
+        with pytest.raises(CommTimeoutError, match="nobody took this process in as rank 1") as late:
+            await aiocomms.new_comm(place.transport, store=place.store(), rank=1, size=2, timeout=0.5, join=True)
+        return str(late.value)
+    comm = await aiocomms.new_comm(place.transport, store=dist.HashStore(), rank=0, size=1, timeout=5)
+    comm.abort("to grow")
+    with pytest.raises(CommTimeoutError, match="nobody came to take the free ranks") as caught:
+        await comm.reconfigure(size=2, timeout=1)
+    await comm.aclose()
+    return str(caught.value)
+
+
+def test_waiting_for_newcomers_has_an_end(ranks: Run) -> None:
+    ranks(2, nobody_joins)
+
+
+RESTARTED = """
+import asyncio, os, sys, torch, aiocomms
+
+async def main():
+    comm = await aiocomms.new_comm("ucx", timeout=30)
+    total = await comm.all_reduce(torch.ones(1))
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if comm.rank == 1:
+            os._exit(9)
+        await comm.barrier()
+    print(f"rank {comm.rank} of {comm.size} sums up to {total.item():g}", flush=True)
+    await comm.aclose()
+
+asyncio.run(main())
+"""
+
+
+def test_torchrun_starts_all_anew(tmp_path: Path) -> None:
+    script = tmp_path / "restarted.py"
+    script.write_text(RESTARTED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", str(script)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert sorted(line for line in result.stdout.splitlines() if "sums" in line) == [
+        "rank 0 of 2 sums up to 2",
+        "rank 1 of 2 sums up to 2",
+    ]
+
+
+@pytest.fixture
+def transport() -> str:
+    """Unless a test names others."""
+    return "ucx"

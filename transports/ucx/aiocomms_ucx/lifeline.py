@@ -1,0 +1,31 @@
+"""What the ranks of a lost communicator still say to each other: notes, over their control connections."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from aiocomms_ucx.transport import UcxTransport
+
+
+class UcxLifeline:
+    """See :class:`aiocomms.transport.Lifeline`."""
+
+    def __init__(self, transport: UcxTransport) -> None:
+        self._transport = transport
+
+    def say(self, rank: int, note: bytes) -> None:
+        """See :meth:`aiocomms.transport.Lifeline.say`."""
+        self._transport.leave_note(rank, note)
+
+    def note_of(self, rank: int) -> bytes | None:
+        """See :meth:`aiocomms.transport.Lifeline.note_of`."""
+        return self._transport.notes.get(rank)
+
+    def gone(self, rank: int) -> bool:
+        """See :meth:`aiocomms.transport.Lifeline.gone`."""
+        return rank in self._transport.gone
+
+    def far(self, rank: int) -> bool:
+        """See :meth:`aiocomms.transport.Lifeline.far`."""
+        return self._transport.far(rank)
