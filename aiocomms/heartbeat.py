@@ -18,7 +18,7 @@ from aiocomms.transport import Transport
 SILENCE: Final = 5.0
 """Seconds without a sign of life after which a rank is taken for dead."""
 _VARIABLE: Final = "AIOCOMMS_HEARTBEAT"
-_LONGEST_PERIOD: Final = 0.5
+_LONGEST_PERIOD: Final = 0.4
 
 
 def silence(options: Mapping[str, Any]) -> float:

@@ -22,6 +22,7 @@ from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 import aiocomms
 from aiocomms import groups, launchers
+from aiocomms.arrivals import Arrival
 from aiocomms.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -507,3 +508,59 @@ def test_a_process_that_nobody_joins_says_who_is_missing(free_port):
     assert stdout == ""
     assert "CommTimeoutError" in stderr
     assert "these ranks had not come: 1, 2" in stderr
+
+
+# -------------------------------------------------------------------------------------- a store that is older than they
+
+
+def crashed(store, *ranks):
+    """What processes leave behind that came as these ranks of 2 at the same time, and are gone."""
+    here, given_up = PrefixStore("aiocomms/world", store), threading.Event()
+    before = [here.add(f"came/{r}", 0) for r in ranks]
+    arrivals = [threading.Thread(target=Arrival(here, r, 2).meet, args=(given_up,)) for r in ranks]
+    for arrival in arrivals:
+        arrival.start()
+    while [here.add(f"came/{r}", 0) for r in ranks] == before or (len(ranks) == 2 and arrivals[1].is_alive()):
+        time.sleep(0.001)
+    given_up.set()
+    for arrival in arrivals:
+        arrival.join(10)
+
+
+@pytest.mark.parametrize("before", [[], [(0,)], [(1,)], [(0, 1)], [(1,), (1,)], [(0,), (0, 1), (1,)]], ids=str)
+@pytest.mark.parametrize("kind", [HashStore, FileStore])
+def test_what_a_crashed_run_left_in_the_store_is_nobody(kind, before, tmp_path):
+    async def main():
+        store = FileStore(str(tmp_path / "store"), 2) if kind is FileStore else HashStore()
+        for came in before:
+            crashed(store, *came)
+        comms = await together(*(lambda r=r: opened(store=store, rank=r, size=2, timeout=10) for r in range(2)))
+        await part(comms)
+
+    anyio.run(main)
+
+
+def test_of_two_processes_that_are_one_rank_the_later_one_is_it():
+    async def main():
+        store, comms = HashStore(), []
+
+        async def come(rank):
+            comms.append(await opened(store=store, rank=rank, size=2, timeout=10))
+
+        async with anyio.create_task_group() as tasks:
+            failed = anyio.Event()
+
+            async def be_first():
+                with pytest.raises(ArgumentError, match="another process has come as rank 1"):
+                    await come(1)
+                failed.set()
+
+            tasks.start_soon(be_first)
+            while not store.check(["aiocomms/world/came/1"]):  # noqa: ASYNC110 - a store has no events
+                await anyio.sleep(0.001)
+            tasks.start_soon(come, 1)
+            await failed.wait()
+            tasks.start_soon(come, 0)
+        await part(comms)
+
+    anyio.run(main)

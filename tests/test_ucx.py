@@ -90,7 +90,7 @@ async def rest(place: Rank) -> tuple[dict[str, int], dict[str, float]]:
         await comm.all_reduce(torch.ones(MEGA))
         await comm.send(torch.ones(4), 1 - place.rank)
         await comm.recv(torch.ones(4), 1 - place.rank)
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.7)  # the watchdog looks once more, and then sleeps for good
         before = wake_ups()
         await asyncio.sleep(1)
         woken = {name: count - before.get(name, 0) for name, count in wake_ups().items()}
