@@ -372,10 +372,8 @@ def test_torchrun_starts_all_anew(tmp_path: Path) -> None:
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", str(script)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
-    assert sorted(line for line in result.stdout.splitlines() if "sums" in line) == [
-        "rank 0 of 2 sums up to 2",
-        "rank 1 of 2 sums up to 2",
-    ]
+    for rank in range(2):  # they may write at the same time, into one line
+        assert result.stdout.count(f"rank {rank} of 2 sums up to 2") == 1, result.stdout
 
 
 @pytest.fixture
