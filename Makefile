@@ -22,7 +22,7 @@ UCX := transports/ucx
 UCX_NATIVE := $(wildcard $(UCX)/src/*) $(UCX)/CMakeLists.txt $(UCX)/pyproject.toml
 SOURCES := aiocomms transports tests examples benchmarks
 
-.PHONY: demo serve demo-tensor-parallel demo-kv-cache test unit conformance-all test-sanitizers lint format conformance \
+.PHONY: demo serve demo-tensor-parallel demo-kv-cache test unit conformance-all faults soak test-sanitizers lint format conformance \
 	conformance-ucxx test-cupy bench gpu-check gpu-wheels docs clean
 
 $(VENV)/setup.stamp: pyproject.toml
@@ -63,6 +63,15 @@ unit: $(VENV)/ucx.stamp
 conformance-all: $(VENV)/ucx.stamp
 	$(BIN)/python -m pytest --pyargs aiocomms.testing.conformance --transport=local --transport=c10d --transport=ucx
 	$(BIN)/python -m pytest --pyargs aiocomms.testing.conformance --transport=ucx --processes --loops=asyncio
+
+## Every case of the fault catalogue, all victims and delays; writes the table of docs/reliability.md.
+faults: $(VENV)/ucx.stamp
+	$(BIN)/python tests/faults/report.py
+
+## Ranks that work, cancel, are stopped, killed and replaced: make soak SOAK_SECONDS=3600 (60 without it)
+soak: export SOAK_SECONDS ?= 60
+soak: $(VENV)/ucx.stamp
+	$(BIN)/python tests/faults/soak.py
 
 # The ucx transport with an engine that was built with a sanitizer, as a package of its own beside the editable one.
 SANITIZERS := build/sanitizers

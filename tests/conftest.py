@@ -6,7 +6,7 @@ import gc
 import os
 import tempfile
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,17 @@ def _processes(tmp_path: Path, transport: str) -> Iterator[Run]:
     """Run an async function in a process for each rank; a module that asks for it has a fixture ``transport``."""
     with runner(transport, tmp_path) as run:
         yield run
+
+
+@pytest.fixture
+def notice(record_property: Callable[[str, object], None]) -> Callable[[Sequence[float], float], None]:
+    """``notice(seconds, bound)``: how long after a fault it was noticed, for the table of ``make faults``."""
+
+    def within(seconds: Sequence[float], bound: float) -> None:
+        record_property("notice", max(seconds))
+        assert max(seconds) < bound, seconds
+
+    return within
 
 
 class Entry:

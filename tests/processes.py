@@ -11,9 +11,10 @@ import re
 import signal
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from aiocomms.errors import CommAbortedError, PeerDiedError
 LARGE = 60_013
 """Elements: more than travels with an agreement or in one slot of memory, and no multiple of any number of ranks."""
 KILLED = "killed"
+INTERRUPTED = "interrupted"
 
 Body = Callable[..., Awaitable[Any]]
 Before = Callable[[int], object]
@@ -75,6 +77,11 @@ class Rank:
         (self.folder / "died").write_text(str(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
 
+    def end(self, end: Callable[[], object]) -> None:
+        """End in another way, and write down when."""
+        (self.folder / "died").write_text(str(time.monotonic()))
+        end()
+
     def since_death(self) -> float:
         """Seconds since another rank did so."""
         return time.monotonic() - float((self.folder / "died").read_text())
@@ -86,6 +93,10 @@ def _main(body: Body, place: Rank, before: Before | None, args: tuple[Any, ...],
             before(place.rank)
         torch.set_num_threads(1)
         pipe.send((True, asyncio.run(body(place, *args))))
+    except SystemExit:
+        raise
+    except KeyboardInterrupt:
+        pipe.send((True, INTERRUPTED))
     except BaseException:
         pipe.send((False, traceback.format_exc()))
 
@@ -94,14 +105,22 @@ def _main(body: Body, place: Rank, before: Before | None, args: tuple[Any, ...],
 def runner(transport: str, folder: Path) -> Iterator[Run]:
     """Gives ``run(size, body, *args)``, which runs ``await body(Rank, *args)`` in a process for each rank.
 
-    It returns what they return, KILLED for one that was, and raises where one raises or does not end. ``before(rank)``
-    is called in each process first.
+    It returns what they return, KILLED for one that was (or that ended without a word, as ``codes`` has it: its exit
+    status), INTERRUPTED for one that ended by Ctrl-C, and raises where one raises or does not end. ``before(rank)`` is
+    called in each process first.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     running: list[Any] = []
 
-    def run(size: int, body: Body, *args: Any, seconds: float = 20, before: Before | None = None) -> list[Any]:
+    def run(
+        size: int,
+        body: Body,
+        *args: Any,
+        seconds: float = 20,
+        before: Before | None = None,
+        codes: Mapping[int, int] = MappingProxyType({}),
+    ) -> list[Any]:
         own = folder / f"{body.__name__}{len(running)}"
         own.mkdir()
         pipes = []
@@ -116,9 +135,10 @@ def runner(transport: str, folder: Path) -> Iterator[Run]:
         results = _collect(pipes, seconds)
         for process in running[-size:]:
             process.join(5)
-        codes = [process.exitcode for process in running[-size:]]
-        for rank, (result, code) in enumerate(zip(results, codes, strict=True)):
-            assert code == (-signal.SIGKILL if result is KILLED else 0), f"rank {rank} ended with {code}: {result}"
+        ended = [process.exitcode for process in running[-size:]]
+        for rank, (result, code) in enumerate(zip(results, ended, strict=True)):
+            wanted = codes.get(rank, -signal.SIGKILL) if result is KILLED else 0
+            assert code == wanted, f"rank {rank} ended with {code}: {result}"
         return results
 
     try:
@@ -211,12 +231,14 @@ async def exchange(comm: Communicator, count: int) -> None:
 def held() -> tuple[list[str], list[str]]:
     """The threads of this process, and what its descriptors are of."""
     gc.collect()
-    threads = sorted((task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir())
-    links = []
+    threads, links = [], []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            threads.append((task / "comm").read_text().strip())
     for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # what lists the folder
             links.append(re.sub(r"\d+", "", str(link.readlink())))
-    return threads, sorted(links)
+    return sorted(threads), sorted(links)
 
 
 def listening() -> tuple[list[str], list[str]]:

@@ -1,0 +1,460 @@
+"""Every numbered case of the fault catalogue on every transport: the tests that make it, or why it does not apply.
+
+A test is named as pytest does, without its parameters: those of a test that has the transport among them are told apart
+by it. ``conformance::`` stands for the suite's package.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TRANSPORTS = ("local", "c10d", "ucx")
+
+
+@dataclass(frozen=True)
+class Why:
+    """Why a case has no test on a transport."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Case:
+    """One case: its tests on each transport, or why there are none."""
+
+    number: int
+    what: str
+    local: tuple[str, ...] | Why
+    c10d: tuple[str, ...] | Why
+    ucx: tuple[str, ...] | Why
+
+    def of(self, transport: str) -> tuple[str, ...] | Why:
+        return getattr(self, transport)
+
+
+ONE_PROCESS = Why("all ranks are in one process, which dies or stops as a whole")
+NO_NETWORK = Why("there is no network")
+NO_LISTENER = Why("nothing listens, and nothing of another process is read")
+RECOVERY = Why("with heartbeats and reconfigure: tests/faults/test_recovery.py")
+
+
+def tests(module: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"tests/{module}.py::{name}" for name in names)
+
+
+def suite(module: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"conformance::{module}.py::{name}" for name in names)
+
+
+def between_processes(number: int, what: str, *names: str, ucx: tuple[str, ...] = ()) -> Case:
+    """A case of processes, whose tests run on both transports that have several."""
+    return Case(number, what, ONE_PROCESS, names, names + ucx)
+
+
+def everywhere(number: int, what: str, *names: str, ucx: tuple[str, ...] = ()) -> Case:
+    """A case whose tests run on all transports."""
+    return Case(number, what, names, names, names + ucx)
+
+
+def deaths(*names: str) -> tuple[str, ...]:
+    return tests("faults/test_deaths", *names)
+
+
+def life(*names: str) -> tuple[str, ...]:
+    return tests("faults/test_lifecycle", *names)
+
+
+DEATHS = (
+    between_processes(
+        1,
+        "SIGKILL amid a collective, small and 64 MiB",
+        *deaths("test_amid_a_collective"),
+        *tests("test_processes", "test_a_rank_that_dies"),
+        ucx=(
+            *tests("test_ucx_deaths", "test_a_rank_that_dies_amid", "test_what_does_not_need_the_dead_rank_goes_on"),
+            *tests("test_ucx_hosts", "test_a_rank_that_dies"),
+        ),
+    ),
+    between_processes(2, "SIGKILL of a sender whose message waits", *deaths("test_a_sender_whose_message_waits")),
+    between_processes(3, "SIGKILL of a sender amid a message of 64 MiB", *deaths("test_amid_a_message")),
+    between_processes(4, "SIGKILL of a receiver amid a message of 64 MiB", *deaths("test_amid_a_message")),
+    between_processes(
+        5,
+        "SIGKILL of the target of put, get, fetch_add, flush",
+        *deaths("test_the_target_of_a_window"),
+        *tests("test_processes", "test_the_owner_of_a_window_dies"),
+    ),
+    between_processes(
+        6,
+        "two ranks at once, one of them the store's host",
+        *deaths("test_two_at_once_and_the_host_of_the_store"),
+        ucx=tests("test_ucx_deaths", "test_two_die_at_once"),
+    ),
+    between_processes(7, "SIGTERM and a handler that closes", *deaths("test_sigterm_and_a_close")),
+    between_processes(8, "sys.exit, os._exit, segfault, abort", *deaths("test_other_ends")),
+    between_processes(9, "no memory for an object", *deaths("test_no_memory")),
+    between_processes(
+        10, "death before the first op, or while it forms", *deaths("test_before_the_first_op", "test_while_it_forms")
+    ),
+    Case(11, "elastic restart of all workers", ONE_PROCESS, RECOVERY, RECOVERY),
+)
+
+STALLS = (
+    Case(12, "SIGSTOP amid a collective, then SIGCONT", ONE_PROCESS, RECOVERY, RECOVERY),
+    Case(13, "SIGSTOP for less than the timeout", ONE_PROCESS, RECOVERY, RECOVERY),
+    Case(
+        14,
+        "a blocked event loop is no death",
+        tests("test_deadlines", "test_a_deadline_passes_while_the_loop_is_busy"),
+        RECOVERY,
+        tests("test_ucx", "test_a_rank_that_computes_does_not_hold_up_the_others"),
+    ),
+    Case(15, "8 processes on 2 busy cores", ONE_PROCESS, RECOVERY, RECOVERY),
+    Case(
+        16,
+        "a rank that never calls is named",
+        tests("test_deadlines", "test_the_message_says_who_was_missing"),
+        tests("test_recorder_processes", "test_the_error_says_who_was_missing_and_what_it_does"),
+        tests("test_recorder_processes", "test_the_error_says_who_was_missing_and_what_it_does"),
+    ),
+    Case(
+        17,
+        "a straggler after the others gave up",
+        suite("test_timeouts", "test_a_late_collective_ends_the_communicator_everywhere"),
+        life("test_a_straggler"),
+        life("test_a_straggler"),
+    ),
+    *(
+        Case(
+            number,
+            what,
+            NO_NETWORK,
+            tests("faults/test_network", *names),
+            tests("faults/test_network", *names),
+        )
+        for number, what, names in (
+            (
+                18,
+                "a link that is down for a while, or for good",
+                ("test_a_link_that_comes_back", "test_a_link_that_is_lost"),
+            ),
+            (19, "one way is lost", ("test_one_way_is_lost",)),
+            (20, "RST, half-close, dribble", ("test_a_connection_that_breaks", "test_a_dribble")),
+            (21, "a link of 1 Mbit/s", ("test_a_slow_link",)),
+        )
+    ),
+    Case(
+        22,
+        "garbage at every listener",
+        NO_LISTENER,
+        tests("faults/test_hostile", "test_strangers_at_every_listener"),
+        tests("faults/test_hostile", "test_strangers_at_every_listener")
+        + tests("test_ucx_gate", "test_garbage_is_dropped"),
+    ),
+)
+
+MISMATCHES = (
+    everywhere(
+        23,
+        "another op",
+        *suite("test_mismatch", "test_the_last_rank_does_something_else"),
+        ucx=tests("test_ucx_hosts", "test_ranks_that_disagree"),
+    ),
+    everywhere(24, "another shape", *suite("test_mismatch", "test_the_last_rank_does_something_else")),
+    everywhere(
+        25,
+        "another dtype of the same size",
+        *suite("test_mismatch", "test_the_last_rank_does_something_else", "test_a_message_of_another_dtype"),
+    ),
+    everywhere(26, "another reduce op or root", *suite("test_mismatch", "test_the_last_rank_does_something_else")),
+    everywhere(27, "two collectives swapped", *suite("test_mismatch", "test_swapped_order")),
+    everywhere(28, "a message of another size", *suite("test_messages", "test_a_message_of_another_size")),
+    Case(
+        29,
+        "splits that disagree",
+        suite("test_mismatch", "test_the_last_rank_does_something_else"),
+        tests("test_processes", "test_splits_that_disagree_are_told_to_all"),
+        tests("test_processes", "test_splits_that_disagree_are_told_to_all"),
+    ),
+    Case(
+        30,
+        "another version of the protocol",
+        Why("one process has one version"),
+        tests("faults/test_bootstrap", "test_ranks_of_two_versions"),
+        tests("faults/test_bootstrap", "test_ranks_of_two_versions"),
+    ),
+)
+
+STORE_DIES = tests("faults/test_bootstrap", "test_a_store_that_stops_and_dies")
+STORES = (
+    Case(
+        31,
+        "the store is killed before, during, after",
+        tests("test_rendezvous", "test_a_store_whose_server_has_gone_is_lost"),
+        STORE_DIES + tests("faults/test_bootstrap", "test_a_split_without_a_store"),
+        STORE_DIES + tests("faults/test_bootstrap", "test_a_split_without_a_store"),
+    ),
+    Case(
+        32,
+        "the store is stopped",
+        tests("test_rendezvous", "test_a_store_whose_server_is_stopped_is_left_at_the_deadline"),
+        STORE_DIES,
+        STORE_DIES,
+    ),
+    Case(
+        33,
+        "a rank that comes late, or too late",
+        tests("test_rendezvous", "test_who_did_not_come_is_named"),
+        deaths("test_while_it_forms"),
+        deaths("test_while_it_forms") + tests("test_ucx_gate", "test_who_does_not_come_is_named"),
+    ),
+    Case(
+        34,
+        "a rank twice, stale keys, two jobs at one store",
+        RECOVERY,
+        RECOVERY,
+        RECOVERY,
+    ),
+    *(
+        Case(
+            35,
+            "a port in use, a name that does not resolve, nobody there",
+            names,
+            names,
+            names,
+        )
+        for names in (
+            tests(
+                "test_stores",
+                "test_a_port_in_use_is_refused_at_once",
+                "test_a_name_that_does_not_resolve",
+                "test_nobody_listens",
+                "test_the_master_says_nothing",
+            ),
+        )
+    ),
+    Case(
+        36,
+        "values of the store that are wrong",
+        tests("test_trust", "test_a_forged_record_names_its_rank", "test_a_record_has_a_bound"),
+        tests("faults/test_hostile", "test_a_stranger_in_the_store"),
+        tests("faults/test_hostile", "test_a_stranger_in_the_store"),
+    ),
+)
+
+C = "test_cancellation"
+CANCELLATIONS = (
+    everywhere(
+        37,
+        "cancel a receive that nothing matched",
+        *suite(C, "test_withdrawn_receive_did_not_happen", "test_cancelling_the_only_await_withdraws_a_receive"),
+    ),
+    Case(
+        38,
+        "cancel a receive amid its transfer, and forget the tensor",
+        tests("test_work", "test_a_work_that_nobody_keeps_is_done_all_the_same_and_keeps_its_tensors_until_then"),
+        suite(C, "test_cancel_races_with_the_message"),
+        tests("test_ucx", "test_a_receive_that_is_cancelled_and_forgotten"),
+    ),
+    Case(
+        39,
+        "cancel a send, and forget the tensor",
+        suite(C, "test_a_send_is_not_withdrawn"),
+        suite(C, "test_a_send_is_not_withdrawn"),
+        tests("test_ucx", "test_a_send_that_is_cancelled_and_forgotten") + suite(C, "test_a_send_is_not_withdrawn"),
+    ),
+    everywhere(40, "cancel a collective on one rank", *suite(C, "test_a_collective_is_not_withdrawn")),
+    everywhere(41, "cancel on all ranks, again and again", *suite(C, "test_cancelled_again_and_again")),
+    everywhere(
+        42,
+        "time that runs out, in each way",
+        *suite(
+            C,
+            "test_time_that_runs_out_withdraws_a_receive",
+            "test_asyncio_timeout_withdraws_a_receive",
+            "test_cancelled_when_it_has_just_happened",
+        ),
+    ),
+    everywhere(
+        43,
+        "cancel twice, amid a close, beside another awaiter",
+        *suite(C, "test_one_of_two_awaits_is_cancelled"),
+        *suite("test_closing", "test_a_cancelled_close_releases_everything"),
+    ),
+    everywhere(44, "a sibling in a task group fails", *suite(C, "test_a_sibling_that_fails_cancels_a_receive")),
+    everywhere(45, "close in a cancelled scope", *suite("test_closing", "test_a_cancelled_close_releases_everything")),
+    between_processes(46, "Ctrl-C during an await", *life("test_an_interrupt")),
+    everywhere(
+        47,
+        "the deadline of an op",
+        *suite("test_timeouts", "test_a_late_collective_ends_the_communicator_everywhere"),
+        *suite("test_closing", "test_a_buffer_is_left_alone_after_an_abort"),
+    ),
+    Case(
+        48,
+        "abort with 1000 ops pending, from anywhere",
+        tests(
+            "test_communicator",
+            "test_abort_ends_everything_everywhere",
+            "test_abort_from_another_thread",
+            "test_abort_from_a_signal_handler",
+        ),
+        life("test_an_abort_of_a_thousand"),
+        life("test_an_abort_of_a_thousand"),
+    ),
+)
+
+W = "test_work"
+LIFE = (
+    Case(
+        49,
+        "a storage that is resized, a tensor that is set",
+        tests(W, "test_a_work_that_nobody_keeps_is_done_all_the_same_and_keeps_its_tensors_until_then"),
+        life("test_a_storage_that_is_resized", "test_a_tensor_that_is_set"),
+        life("test_a_storage_that_is_resized", "test_a_tensor_that_is_set"),
+    ),
+    everywhere(
+        50,
+        "a work that nobody awaits",
+        *suite("test_collectives", "test_a_work_that_nobody_awaits_completes"),
+        *tests(W, "test_a_failure_that_nobody_asks_for_is_reported_once"),
+    ),
+    everywhere(
+        51, "a work that is awaited often, or late", *suite(W, "test_many_awaiters", "test_awaited_after_the_close")
+    ),
+    everywhere(
+        52,
+        "another loop, another thread",
+        *suite(W, "test_waiting_on_another_thread", "test_operations_belong_to_the_loops_thread"),
+        *tests(W, "test_awaiting_in_another_loop_is_an_error"),
+    ),
+    Case(
+        53,
+        "a loop that ends with works pending",
+        tests("test_driver", "test_a_loop_that_ends_with_works_pending_ends"),
+        life("test_loops_come_and_go"),
+        life("test_loops_come_and_go"),
+    ),
+    Case(
+        54,
+        "loop after loop in one process",
+        tests("test_driver", "test_fifty_loops_one_after_the_other"),
+        life("test_loops_come_and_go"),
+        life("test_loops_come_and_go"),
+    ),
+    everywhere(
+        55,
+        "close twice, at once, on one rank, by an exception",
+        *suite(
+            "test_closing",
+            "test_several_tasks_close_it",
+            "test_who_needs_a_rank_that_closed_is_told",
+            "test_an_error_in_the_context_aborts",
+        ),
+    ),
+    between_processes(
+        56,
+        "an interpreter that ends without a close",
+        *life("test_an_interpreters_end"),
+        *tests("test_processes", "test_an_end_without_a_close"),
+    ),
+    Case(
+        57,
+        "fork",
+        tests("test_driver", "test_a_forked_child_is_refused_and_does_its_parent_no_harm"),
+        tests("test_processes", "test_a_forked_child"),
+        tests("test_processes", "test_a_forked_child"),
+    ),
+    Case(
+        58,
+        "exec",
+        Why("it holds no descriptor but the loop's waker, which Python opens close-on-exec"),
+        life("test_a_child_inherits_nothing"),
+        life("test_a_child_inherits_nothing"),
+    ),
+    Case(
+        59,
+        "no descriptors, no shared memory, a full disk",
+        tests("test_recorder", "test_what_cannot_be_written_is_said_once_and_harms_nothing"),
+        life("test_no_descriptors"),
+        life("test_no_descriptors", "test_no_shared_memory"),
+    ),
+    Case(
+        60,
+        "created and closed again and again",
+        tests("test_communicator", "test_many_communicators_leave_nothing_behind"),
+        tests("test_processes", "test_nothing_is_left")
+        + suite("test_closing", "test_opened_and_closed_again_and_again"),
+        tests("test_ucx_leaks", "test_nothing_is_left"),
+    ),
+    everywhere(61, "a clock that is set", *life("test_no_clock_that_can_be_set", "test_a_clock_that_jumps")),
+    Case(
+        62,
+        "a storm of collections; a subinterpreter",
+        life("test_a_subinterpreter"),
+        life("test_a_storm_of_collections"),
+        life("test_a_storm_of_collections"),
+    ),
+    Case(
+        63,
+        "callbacks that start ops, raise, close",
+        suite(W, "test_a_callback_may_start_operations", "test_a_callback_that_raises"),
+        life("test_callbacks"),
+        life("test_callbacks"),
+    ),
+)
+
+H = "faults/test_hostile"
+HOSTILE = (
+    Case(
+        64,
+        "strangers, ten thousand, silent, with old words",
+        NO_LISTENER,
+        tests(H, "test_strangers_at_every_listener", "test_a_rank_of_another_job"),
+        tests(H, "test_strangers_at_every_listener", "test_a_rank_of_another_job")
+        + tests(
+            "test_ucx_gate",
+            "test_ten_thousand_strangers",
+            "test_an_old_handshake_opens_nothing",
+            "test_who_says_nothing_is_dropped_in_time",
+        ),
+    ),
+    Case(
+        65,
+        "header bombs",
+        tests("test_objects", "test_a_header_that_makes_no_sense_is_refused"),
+        tests(H, "test_header_bombs"),
+        tests(H, "test_header_bombs", "test_control_frames_that_make_no_sense"),
+    ),
+    Case(
+        66,
+        "a pickle by every channel",
+        tests(H, "test_a_pickle_on_local"),
+        tests(H, "test_a_pickle_by_every_channel"),
+        tests(H, "test_a_pickle_by_every_channel"),
+    ),
+    *(
+        Case(67, "objects beyond each limit", names, names, names)
+        for names in (tests(H, "test_objects_beyond_each_limit"),)
+    ),
+    *(
+        Case(68, "mutated bytes into every parser", names, names, names)
+        for names in (tests("faults/test_fuzz", "test_mutations", "test_any_bytes"),)
+    ),
+    Case(
+        69,
+        "another user of the machine",
+        Why("it has no files, sockets or memory that others could open"),
+        tests(H, "test_another_user_opens_nothing"),
+        tests(H, "test_another_user_opens_nothing"),
+    ),
+    Case(
+        70,
+        "a window that is gone, or ends earlier",
+        tests(H, "test_requests_beyond_a_window"),
+        tests(H, "test_requests_beyond_a_window"),
+        tests(H, "test_requests_beyond_a_window", "test_windows_are_bounded_in_the_engine"),
+    ),
+)
+
+CASES = (*DEATHS, *STALLS, *MISMATCHES, *STORES, *CANCELLATIONS, *LIFE, *HOSTILE)

@@ -1,0 +1,158 @@
+"""What every rank that lives through a fault is held to, whatever the fault is.
+
+Its errors name the communicator, the rank, the op and the peer; an unrelated communicator of the same process passes
+traffic during the fault and after it, with right data; and descriptors, threads, memory shared with others and tasks
+are back where they were.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import LARGE, Rank, empty, held, numbers
+
+from aiocomms.communicator import Communicator
+from aiocomms.errors import CommAbortedError, CommError, PeerDiedError
+
+FULL = os.environ.get("AIOCOMMS_FAULTS") == "full"
+"""All victims, delays and loops (make faults), or one of each (make test)."""
+VISIBLE = 1.05
+"""Seconds within which a death is noticed that a connection shows."""
+LATE = 0.5
+"""Seconds by which a deadline may be late."""
+SETTLE = 2.0
+"""Seconds within which what a fault leaves behind is gone."""
+
+
+class Watch:
+    """What the other communicator does meanwhile."""
+
+    def __init__(self) -> None:
+        self.rounds = 0
+        self.stop = False
+
+    async def pass_traffic(self, comm: Communicator) -> None:
+        """Collectives and messages, checked, until every rank has had enough."""
+        rank, size = comm.rank, comm.size
+        while True:
+            count = LARGE if self.rounds % 8 == 0 else 5
+            ready = comm.all_reduce(torch.tensor([int(self.stop)]))
+            whole = comm.all_reduce(numbers(count, rank, self.rounds))
+            if size > 1:
+                given = comm.send(numbers(count, rank, self.rounds), (rank + 1) % size, 7)
+                got = await comm.recv(empty(count), (rank - 1) % size, 7)
+                await given
+                assert torch.equal(got, numbers(count, (rank - 1) % size, self.rounds))
+            assert torch.equal(await whole, sum(numbers(count, r, self.rounds) for r in range(size)))
+            self.rounds += 1
+            if int(await ready) == size:
+                return
+            await asyncio.sleep(0.001)
+
+
+def holdings() -> Counter[str]:
+    """What this process has of its machine: threads, descriptors, mappings that are shared; and tasks."""
+    threads, links = held()
+    rows = [row.split() for row in Path("/proc/self/maps").read_text().splitlines()]
+    shared = sum(row[1].endswith("s") for row in rows)
+    if any(it.name == "aiocomms deadlines" for it in threading.enumerate()):
+        threads.remove("python")  # it comes with the first op that has to wait, and goes with the last communicator
+    names = [re.sub("posix_[0-9a-f]*", "posix_", link) for link in links]
+    return Counter([f"thread {name}" for name in threads] + names) + Counter(
+        {"shared mappings": shared, "tasks": len(asyncio.all_tasks())}
+    )
+
+
+async def hear(place: Rank, note: str, *ranks: int) -> None:
+    """Wait for some ranks' notes on the loop, without a thread."""
+    ends = time.monotonic() + 10
+    for rank in ranks:
+        while not (place.folder / f"{note} {rank}").exists():
+            assert time.monotonic() < ends, f"nobody told '{note} {rank}'"
+            await asyncio.sleep(0.001)
+
+
+@contextlib.asynccontextmanager
+async def oracle(place: Rank, *victims: int, reported: str | None = None, **options: Any) -> AsyncIterator[Watch]:
+    """Hold a rank to all that, from before the fault until it is over; a victim is held to nothing.
+
+    :param reported: what may be told to the loop's exception handler; nothing else may.
+    :param options: of the communicators that it opens.
+    """
+    watch = Watch()
+    if place.rank in victims:
+        yield watch
+        return
+    survivors = [rank for rank in range(place.size) if rank not in victims]
+    async with place.open("once", survivors, **options) as once:  # what the first one loads stays
+        await once.all_reduce(torch.zeros(LARGE))
+    async with place.open("healthy", survivors, **options) as healthy:
+        contexts: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: contexts.append(context))
+        traffic = asyncio.create_task(watch.pass_traffic(healthy))
+        try:
+            await go_on(watch, traffic)
+            before = holdings()
+            yield watch
+            await go_on(watch, traffic)
+        finally:
+            watch.stop = True
+            if not traffic.done():
+                await asyncio.wait_for(traffic, 10)
+        del traffic
+        await settled(before)
+        assert not [it for it in contexts if not reported or reported not in repr(it)], contexts
+
+
+async def go_on(watch: Watch, traffic: asyncio.Task[None]) -> None:
+    rounds, ends = watch.rounds, time.monotonic() + 5
+    while watch.rounds < rounds + 3 and not traffic.done():
+        assert time.monotonic() < ends, "the other communicator does not go on"
+        await asyncio.sleep(0.001)
+    if traffic.done():
+        traffic.result()
+
+
+async def settled(before: Counter[str]) -> None:
+    """Wait until this process holds no more than it held."""
+    ends = time.monotonic() + SETTLE
+    while more := holdings() - before:
+        assert time.monotonic() < ends, f"more than before: {dict(more)}"
+        await asyncio.sleep(0.01)
+        gc.collect()
+
+
+async def end(ops: Awaitable[Any], comm: Communicator, peers: Iterable[int]) -> CommError:
+    """The death of one of some ranks that ends ops without end; the next call may already be refused for it."""
+    with pytest.raises((PeerDiedError, CommAbortedError)) as caught:
+        await ops
+    error: CommError = caught.value
+    died = error if isinstance(error, PeerDiedError) else error.__cause__
+    assert isinstance(died, PeerDiedError), repr(error)
+    assert died.peer in peers, repr(error)
+    named(error, comm, peers)
+    return error
+
+
+def named(error: CommError, comm: Communicator, peers: Iterable[int] = ()) -> None:
+    """The error says whose it is, and whose fault. A call that was refused has no number."""
+    about = f"{error!r}: {error}"
+    assert error.comm == comm.name, about
+    assert error.rank == comm.rank, about
+    assert error.op is not None, about
+    assert error.seq is not None or "the communicator is lost" in error.message, about
+    peers = list(peers)
+    assert not peers or any(f"rank {peer}" in error.message for peer in peers), about
+    assert not peers or error.peer in (*peers, None), about

@@ -1,0 +1,386 @@
+"""A process dies: the cases 1 to 10 of the catalogue."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import gc
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from oracle import FULL, LATE, VISIBLE, end, hear, named, oracle
+from processes import KILLED, Rank, Run, empty, numbers
+
+import aiocomms
+from aiocomms.communicator import Communicator
+from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError, PeerDiedError
+from aiocomms.rendezvous import StoreRendezvous
+from aiocomms.rma import Window
+
+HUGE = 8 * 2**20
+"""Elements of int64: 64 MiB."""
+VICTIMS = (0, 1, 2) if FULL else (1,)
+DELAYS = (0.0, 0.005, 0.02, 0.05) if FULL else (0.02,)
+Notice = Callable[[list[float], float], None]
+
+
+@pytest.fixture(params=["c10d", "ucx"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def kill_later(place: Rank, delay: float) -> None:
+    threading.Timer(delay, place.die).start()
+
+
+async def lost_at_once(comm: Communicator, victim: int) -> None:
+    """All later ops are refused, for that reason."""
+    for call in (comm.barrier, lambda: comm.send(torch.ones(1), (comm.rank + 1) % comm.size)):
+        with pytest.raises(CommAbortedError, match=f"rank {victim}"):
+            call()
+    await comm.aclose()
+
+
+# ------------------------------------------------------------------------------------------------- 1: in the midst
+
+
+async def lose_amid(place: Rank, count: int, victim: int, delay: float) -> float:
+    async with oracle(place, victim):
+        comm = await place.open()
+        await comm.barrier()
+
+        async def go_on() -> None:
+            while True:
+                total = sum(numbers(3, rank) for rank in range(place.size))
+                got = await comm.all_reduce(numbers(count, place.rank))
+                assert torch.equal(got[:3], total)
+
+        if place.rank == victim:
+            kill_later(place, delay)
+            await go_on()
+        await end(go_on(), comm, [victim])
+        took = place.since_death()
+        await lost_at_once(comm, victim)
+        return took
+
+
+@pytest.mark.parametrize("delay", DELAYS)
+@pytest.mark.parametrize("victim", VICTIMS)
+@pytest.mark.parametrize("count", [8, HUGE])
+def test_amid_a_collective(ranks: Run, notice: Notice, count: int, victim: int, delay: float) -> None:
+    took = ranks(3, lose_amid, count, victim, delay, seconds=40)
+    assert took.pop(victim) is KILLED
+    notice(took, VISIBLE)
+
+
+# ------------------------------------------------------------------------------------------------ 2 to 4: messages
+
+
+async def lose_a_sender(place: Rank) -> float:
+    """Whose small message nobody has asked for yet: it comes whole, or not at all."""
+    async with oracle(place, 1):
+        comm = await place.open()
+        if place.rank == 1:
+            await comm.send(numbers(20, 1), 0)
+            await hear(place, "ready", 0)
+            place.die()
+        lost = comm.recv(empty(3), 1, 5)
+        place.tell("ready 0")
+        with pytest.raises(PeerDiedError) as caught:
+            await lost
+        took = place.since_death()
+        named(caught.value, comm, [1])
+        with contextlib.suppress(PeerDiedError, CommAbortedError):
+            assert torch.equal(await comm.recv(empty(20), 1), numbers(20, 1))
+        await comm.aclose()
+        return took
+
+
+def test_a_sender_whose_message_waits(ranks: Run, notice: Notice) -> None:
+    took, killed = ranks(2, lose_a_sender)
+    assert killed is KILLED
+    notice([took], VISIBLE)
+
+
+async def lose_amid_a_message(place: Rank, victim_sends: bool, delay: float) -> float:
+    async with oracle(place, 1):
+        comm = await place.open()
+        await comm.barrier()
+        gives = (place.rank == 1) == victim_sends
+        kept: list[weakref.ref[Any]] = []
+
+        async def go_on() -> None:
+            while True:
+                tensor = numbers(HUGE, 1) if gives else torch.full((HUGE,), -1)
+                kept[:] = [weakref.ref(tensor)]
+                got = await (comm.send(tensor, 1 - place.rank) if gives else comm.recv(tensor, 1 - place.rank))
+                assert gives or torch.equal(got, numbers(HUGE, 1))
+
+        if place.rank == 1:
+            kill_later(place, delay)
+            await go_on()
+        error = await end(go_on(), comm, [1])
+        took = place.since_death()
+        await lost_at_once(comm, 1)
+        error.__traceback__ = None
+        gc.collect()
+        assert kept[0]() is None, "the buffer is kept for ever"
+        return took
+
+
+@pytest.mark.parametrize("delay", DELAYS)
+@pytest.mark.parametrize("victim", ["sender", "receiver"])
+def test_amid_a_message(ranks: Run, notice: Notice, victim: str, delay: float) -> None:
+    took, killed = ranks(2, lose_amid_a_message, victim == "sender", delay)
+    assert killed is KILLED
+    notice([took], VISIBLE)
+
+
+# ----------------------------------------------------------------------------------------------------- 5: windows
+
+
+async def put_and_flush(window: Window, dst: int) -> None:
+    await window.put(numbers(8, 0), dst)
+    await window.flush(dst)
+
+
+ACCESSES: dict[str, Callable[[Window, int], Any]] = {
+    "put": lambda window, dst: window.put(numbers(60_000, 0), dst),
+    "get": lambda window, src: window.get(empty(60_000), src),
+    "fetch_add": lambda window, dst: window.fetch_add(dst, 0, 1),
+    "flush": put_and_flush,
+}
+
+
+async def lose_a_target(place: Rank, what: str) -> float:
+    async with oracle(place, 1):
+        comm = await place.open()
+        window = await comm.new_window(empty(60_000))
+        await comm.barrier()
+        if place.rank == 1:
+            kill_later(place, 0.02)
+            await asyncio.sleep(10)
+
+        async def go_on() -> None:
+            while True:
+                await ACCESSES[what](window, 1)
+
+        await end(go_on(), comm, [1])
+        took = place.since_death()
+        await comm.aclose()
+        return took
+
+
+@pytest.mark.parametrize("what", ACCESSES)
+def test_the_target_of_a_window(ranks: Run, notice: Notice, what: str) -> None:
+    took = ranks(3, lose_a_target, what)
+    assert took.pop(1) is KILLED
+    notice(took, VISIBLE)
+
+
+# ------------------------------------------------------------------------------------ 6: two, and the store's host
+
+
+async def lose_two(place: Rank, port: int) -> float:
+    """Rank 0 serves the store; and the last, at the same time."""
+    async with oracle(place, 0, 3):
+        os.environ |= {"RANK": f"{place.rank}", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
+        comm = await aiocomms.new_comm(place.transport, timeout=20)
+        await comm.barrier()
+        if place.rank in (0, 3):
+            await hear(place, "posted", 1, 2)
+            place.die()
+        works = [comm.recv(empty(3), 0), comm.recv(empty(3), 3), comm.all_reduce(numbers(HUGE, place.rank))]
+        place.tell(f"posted {place.rank}")
+        peers = set()
+        for work in works:
+            with pytest.raises(PeerDiedError) as caught:
+                await work
+            named(caught.value, comm, [0, 3])
+            peers.add(caught.value.peer)
+        took = place.since_death()
+        assert len(peers) == 1, "the first reason stays"
+        await comm.aclose()
+        del comm, works, work, caught  # with them goes the connection to the store
+        return took
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def test_two_at_once_and_the_host_of_the_store(ranks: Run, notice: Notice) -> None:
+    first, *took, last = ranks(4, lose_two, free_port())
+    assert (first, last) == (KILLED, KILLED)
+    notice(took, VISIBLE)
+
+
+# ----------------------------------------------------------------------------------------------- 7 and 8: each end
+
+
+async def lose_politely(place: Rank) -> float:
+    """SIGTERM, and a handler that closes."""
+    async with oracle(place, 1):
+        comm = await place.open()
+        await comm.barrier()
+        if place.rank == 1:
+            asked = asyncio.Event()
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asked.set)
+            await hear(place, "posted", 0, 2)
+            place.end(lambda: os.kill(os.getpid(), signal.SIGTERM))
+            await asked.wait()
+            await comm.aclose()
+            place.tell("closed 1")
+            return 0.0
+        works = [comm.recv(empty(3), 1), comm.all_reduce(numbers(9, place.rank))]
+        place.tell(f"posted {place.rank}")
+        for work in works:
+            with pytest.raises(CommAbortedError, match="closed by rank 1") as caught:
+                await work
+            named(caught.value, comm, [1])
+        took = place.since_death()
+        await comm.aclose()
+        return took
+
+
+def test_sigterm_and_a_close(ranks: Run, notice: Notice) -> None:
+    notice(ranks(3, lose_politely), VISIBLE)
+
+
+ENDS: dict[str, tuple[Callable[[], object], int]] = {
+    "sys.exit": (lambda: sys.exit(3), 3),
+    "os._exit": (lambda: os._exit(0), 0),
+    "segfault": (lambda: ctypes.string_at(0), -signal.SIGSEGV),
+    "abort": (os.abort, -signal.SIGABRT),
+}
+
+
+async def lose_somehow(place: Rank, how: str) -> float:
+    async with oracle(place, 1):
+        comm = await place.open()
+        await comm.barrier()
+        if place.rank == 1:
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            await hear(place, "posted", 0, 2)
+            place.end(ENDS[how][0])
+        works = [comm.recv(empty(3), 1), comm.all_reduce(numbers(HUGE, place.rank))]
+        place.tell(f"posted {place.rank}")
+        for work in works:
+            with pytest.raises(PeerDiedError) as caught:
+                await work
+            named(caught.value, comm, [1])
+            assert "closed" not in caught.value.message, "it did not say good-bye"
+        took = place.since_death()
+        await comm.aclose()
+        return took
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_other_ends(ranks: Run, notice: Notice, how: str) -> None:
+    took = ranks(3, lose_somehow, how, codes={1: ENDS[how][1]})
+    assert took.pop(1) is KILLED
+    notice(took, VISIBLE)
+
+
+# -------------------------------------------------------------------------------------------------- 9: no memory
+
+
+async def run_out_of_memory(place: Rank) -> float:
+    """In the midst of a receive of an object; who has no memory says so, and the others are told."""
+    async with oracle(place, reported="can't allocate memory"):
+        comm = await place.open()
+        await comm.barrier()
+        if place.rank == 1:
+            place.end(lambda: None)
+            place.tell("began 1")
+        await hear(place, "began", 1)
+        if place.rank == 0:
+            work = comm.send_object(b"x" * (60 * 2**20), 1)
+        if place.rank != 1:
+            with pytest.raises(CommAbortedError, match="rank 1") as caught:
+                await comm.all_reduce(numbers(9, place.rank))
+            took = place.since_death()
+            named(caught.value, comm)
+            if place.rank == 0:
+                await work.wait()
+                work.exception()
+                del work
+            await comm.aclose()
+            return took
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        room = psutil.Process().memory_info().vms + 40 * 2**20
+        resource.setrlimit(resource.RLIMIT_AS, (room, limits[1]))
+        try:
+            with pytest.raises((MemoryError, RuntimeError, CommError)):
+                await comm.recv_object(0)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+        comm.abort("no memory")  # as leaving its context does
+        await comm.aclose()
+        return 0.0
+
+
+def test_no_memory(ranks: Run, notice: Notice) -> None:
+    notice(ranks(3, run_out_of_memory), 2.0)  # the message of 60 MiB included
+
+
+# ------------------------------------------------------------------------------------------------- 10: beginning
+
+
+async def lose_before_the_first_op(place: Rank) -> float:
+    async with oracle(place, 1):
+        comm = await place.open()
+        if place.rank == 1:
+            place.die()
+        await end(comm.all_reduce(numbers(9, place.rank)), comm, [1])
+        took = place.since_death()
+        await comm.aclose()
+        return took
+
+
+def test_before_the_first_op(ranks: Run, notice: Notice) -> None:
+    took = ranks(3, lose_before_the_first_op)
+    assert took.pop(1) is KILLED
+    notice(took, VISIBLE)
+
+
+async def lose_while_forming(place: Rank, calls: int) -> float:
+    """A rank has said where it is, and never comes."""
+    async with oracle(place, 1):
+        if place.rank == 1:
+            exchange, made = StoreRendezvous.exchange, 0
+
+            async def dies(self: StoreRendezvous, key: str, value: bytes) -> list[bytes]:
+                nonlocal made
+                made += 1
+                result = await exchange(self, key, value)
+                if made == calls:
+                    place.die()
+                return result
+
+            StoreRendezvous.exchange = dies  # type: ignore[method-assign]
+        began = time.monotonic()
+        with pytest.raises((PeerDiedError, CommTimeoutError, CommError)) as caught:
+            await place.open("late", timeout=1)
+        assert "1" in caught.value.message, caught.value
+        del caught  # its traceback keeps what did not form
+        return time.monotonic() - began
+
+
+def test_while_it_forms(ranks: Run, notice: Notice) -> None:
+    took = ranks(3, lose_while_forming, 1)
+    assert took.pop(1) is KILLED
+    notice(took, 1 + LATE)

@@ -1,0 +1,485 @@
+"""Loops, interpreters and what a process runs out of: the cases 17, 46, 48, 49 and 53 to 63 of the catalogue."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import contextlib
+import fcntl
+import gc
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import FULL, hear, named, oracle, settled
+from oracle import holdings as holds
+from processes import INTERRUPTED, LARGE, Rank, Run, empty, exchange, numbers
+
+from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError
+from aiocomms.testing import local_world
+
+ROOT = Path(__file__).parents[2]
+LOOPS = 200 if FULL else 12
+Notice = Callable[[list[float], float], None]
+
+
+@pytest.fixture(params=["c10d", "ucx"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+# ----------------------------------------------------------------------------- 17: a straggler after the others' end
+
+
+async def come_late(place: Rank) -> float:
+    """The others have given up; what the late rank calls now fails at once, and matches nothing."""
+    async with oracle(place):
+        comm = await place.open()
+        await comm.barrier()
+        if place.rank != 1:
+            with pytest.raises((CommTimeoutError, CommAbortedError)) as caught:
+                await comm.all_reduce(numbers(LARGE, place.rank), timeout=0.2)
+            named(caught.value, comm)
+            place.tell(f"gave up {place.rank}")
+            await hear(place, "late", 1)
+            await comm.aclose()
+            return 0.0
+        await hear(place, "gave up", 0, 2)
+        began = time.monotonic()
+        mine = numbers(LARGE, 1)
+        with pytest.raises(CommAbortedError):
+            await comm.all_reduce(mine)
+        took = time.monotonic() - began
+        assert torch.equal(mine, numbers(LARGE, 1)), "it matched something"
+        place.tell("late 1")
+        await comm.aclose()
+        return took
+
+
+def test_a_straggler(ranks: Run, notice: Notice) -> None:
+    notice(ranks(3, come_late), 1.0)
+
+
+# ------------------------------------------------------------------------------------------------ 46 and 48: ends
+
+
+async def interrupt(place: Rank) -> float:
+    """Ctrl-C on one rank while it awaits."""
+    if place.rank == 1:
+        async with place.open() as comm:
+            await comm.barrier()
+            threading.Timer(0.05, place.end, [lambda: os.kill(os.getpid(), signal.SIGINT)]).start()
+            await comm.recv(empty(3), 0)
+    comm = await place.open()
+    await comm.barrier()
+    with pytest.raises(CommAbortedError) as caught:
+        await comm.all_reduce(numbers(9, place.rank))
+    took = place.since_death()
+    named(caught.value, comm)
+    assert "rank 1" in caught.value.message
+    await comm.aclose()
+    return took
+
+
+def test_an_interrupt(ranks: Run, notice: Notice) -> None:
+    first, interrupted, last = ranks(3, interrupt)
+    assert interrupted == INTERRUPTED
+    notice([first, last], 2.0)
+
+
+async def abort_a_thousand(place: Rank, how: str) -> float:
+    """From a thread, a signal handler or a task, twice."""
+    async with oracle(place):
+        comm = await place.open()
+        works = [comm.recv(empty(3), (place.rank + 1) % place.size, tag) for tag in range(1000)]
+        await comm.barrier()
+        if place.rank == 0:
+            await hear(place, "ready", 1)
+
+            def abort(*_: object) -> None:
+                place.end(lambda: comm.abort("enough"))
+                comm.abort("more than enough")
+
+            if how == "thread":
+                threading.Thread(target=abort).start()
+            elif how == "task":
+                asyncio.get_running_loop().call_soon(abort)
+            else:
+                signal.signal(signal.SIGUSR2, abort)
+                os.kill(os.getpid(), signal.SIGUSR2)
+        else:
+            place.tell("ready 1")
+        for work in works:
+            with pytest.raises(CommAbortedError, match="aborted by rank 0: enough") as caught:
+                await work
+        took = place.since_death()
+        named(caught.value, comm, [0])
+        del work, works, caught
+        await comm.aclose()
+        return took
+
+
+@pytest.mark.parametrize("how", ["thread", "signal", "task"])
+def test_an_abort_of_a_thousand(ranks: Run, notice: Notice, how: str) -> None:
+    notice(ranks(2, abort_a_thousand, how), 1.0)
+
+
+# ------------------------------------------------------------------------------------------------ 49: the tensor
+
+
+async def resize(place: Rank, count: int) -> None:
+    """The storage of a receive's tensor is gone when the message comes: an error, and no crash."""
+    async with oracle(place):
+        comm = await place.open()
+        await comm.barrier()
+        if place.rank == 0:
+            await hear(place, "resized", 1)
+            await comm.send(numbers(count, 0), 1)
+        else:
+            tensor = empty(count)
+            work = comm.recv(tensor, 0)
+            tensor.untyped_storage().resize_(0)
+            place.tell("resized 1")
+            with pytest.raises(CommError):
+                await work
+        await comm.aclose()
+
+
+@pytest.mark.xfail(raises=AssertionError, reason="nothing looks at a tensor's storage once its op has begun")
+@pytest.mark.parametrize("count", [20, 2**22])
+def test_a_storage_that_is_resized(ranks: Run, count: int) -> None:
+    ranks(2, resize, count)
+
+
+async def swap_tensors(place: Rank) -> None:
+    """``set_``, and the last reference dropped: the op keeps the storage that it was given."""
+    async with oracle(place):
+        comm = await place.open()
+        await comm.barrier()
+        for count in (20, 2**20):
+            if place.rank == 0:
+                await hear(place, f"set {count}", 1)
+                await comm.send(numbers(count, 0), 1)
+            else:
+                tensor, other = empty(count), empty(count)
+                kept = tensor.detach()
+                work = comm.recv(tensor, 0)
+                tensor.set_(other)
+                del tensor
+                gc.collect()
+                place.tell(f"set {count} 1")
+                await work
+                assert torch.equal(kept, numbers(count, 0))
+                assert not other.any()
+        await comm.aclose()
+
+
+def test_a_tensor_that_is_set(ranks: Run, transport: str, request: pytest.FixtureRequest) -> None:
+    if transport == "c10d":
+        reason = "c10d copies into the tensor, and not into the storage that it had when the op began"
+        request.applymarker(pytest.mark.xfail(raises=AssertionError, reason=reason))
+    ranks(2, swap_tensors)
+
+
+# ------------------------------------------------------------------------------------------------- 53, 54: loops
+
+
+async def come_and_go(place: Rank) -> None:
+    """Each loop ends with works pending and its communicator open, and the next one knows nothing of that."""
+
+    async def use(turn: int, old: Any) -> Any:
+        if old is not None:
+            with pytest.raises((CommError, RuntimeError)):
+                await old.recv(empty(3), 1 - place.rank)
+        comm = await place.open(f"turn {turn}")
+        assert (await comm.all_reduce(torch.ones(3)) == 2).all()
+        if turn % 2:
+            comm.recv(empty(3), 1 - place.rank)
+            await comm.barrier()
+        else:
+            await comm.aclose()
+        return comm
+
+    def loops() -> None:
+        before, old = [0, 0], None
+        for turn in range(LOOPS):
+            old = asyncio.run(use(turn, old))
+            if turn == 3:
+                before = counted()
+        old = None
+        ends = time.monotonic() + 8
+        while any(now > then for now, then in zip(counted(), before, strict=True)):
+            assert time.monotonic() < ends, (counted(), before)
+            time.sleep(0.01)
+
+    ended = asyncio.get_running_loop().create_future()
+    loop = asyncio.get_running_loop()
+    threading.Thread(target=lambda: loop.call_soon_threadsafe(ended.set_result, failed(loops))).start()
+    failures = await ended
+    assert not failures, failures
+
+
+def counted() -> list[int]:
+    """Threads and descriptors."""
+    gc.collect()
+    return [threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))]
+
+
+def failed(call: Callable[[], None]) -> list[BaseException]:
+    try:
+        call()
+    except BaseException as error:
+        return [error]
+    return []
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_loops_come_and_go(ranks: Run) -> None:
+    ranks(2, come_and_go, seconds=50)
+
+
+# --------------------------------------------------------------------------------------- 56: the interpreter's end
+
+ENDS = {
+    "an exception": "raise ValueError('of this test')",
+    "exit in a thread": "import _thread, threading; threading.Thread(target=sys.exit).start(); sys.exit(4)",
+}
+END = """
+import asyncio, sys, time
+import torch
+from pathlib import Path
+from processes import Rank
+from aiocomms.errors import CommError
+
+place = Rank(sys.argv[1], int(sys.argv[2]), 2, sys.argv[3])
+
+async def main():
+    global comm, work
+    comm = await place.open()
+    await comm.barrier()
+    work = comm.recv(torch.zeros(3), 1 - comm.rank)
+    if comm.rank == 0:
+        try:
+            await work
+        except CommError as error:
+            print(type(error).__name__, place.since_death())
+        await comm.aclose()
+
+asyncio.run(main())
+if place.rank == 1:
+    (place.folder / "died").write_text(str(time.monotonic()))
+    exec(sys.argv[4])
+"""
+
+
+@pytest.mark.parametrize("how", ENDS if FULL else ["an exception"])
+def test_an_interpreters_end(tmp_path: Path, transport: str, notice: Notice, how: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
+    command = [sys.executable, "-W", "error::RuntimeWarning", "-c", END, transport]
+    both = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path), ENDS[how]], env=environment, stdout=-1, stderr=-1, text=True
+        )
+        for rank in range(2)
+    ]
+    try:
+        (told, errors), (_, said) = (process.communicate(timeout=30) for process in both)
+    finally:
+        for process in both:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in both] == [0, 4 if "thread" in how else 1], (errors, said)
+    assert not re.search("destroyed|never retrieved|Fatal", errors + said), errors + said
+    name, took = told.split()
+    assert name in ("PeerDiedError", "CommAbortedError")
+    notice([float(took)], 2.0)
+
+
+# ---------------------------------------------------------------------------------------- 58, 59: what is held
+
+
+def inheritable() -> int:
+    """How many descriptors a program would inherit that is started without closing any."""
+    count = 0
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            count += not fcntl.fcntl(int(path.name), fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+    return count
+
+
+async def exec_a_child(place: Rank, close: bool) -> None:
+    """A program that is started has none of the communicator's descriptors."""
+    before = inheritable()
+    async with place.open() as comm:
+        await exchange(comm, LARGE)
+        if close:  # Python's own way
+            command = ["/bin/ls", "-l", "/proc/self/fd"]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: ASYNC221
+            assert not re.findall("socket:|eventpoll|eventfd|memfd|/dev/shm", done.stdout), done.stdout
+        else:
+            assert inheritable() == before
+        await comm.barrier()
+
+
+def test_a_child_inherits_nothing(ranks: Run) -> None:
+    ranks(2, exec_a_child, True)
+
+
+@pytest.mark.xfail(raises=AssertionError, reason="gloo and UCX open sockets, pipes and epolls without close-on-exec")
+def test_nothing_is_inheritable(ranks: Run) -> None:
+    ranks(2, exec_a_child, False)
+
+
+def highest() -> int:
+    """The highest descriptor in use."""
+    return max(int(path.name) for path in Path("/proc/self/fd").iterdir())
+
+
+LIMITS = {"descriptors": resource.RLIMIT_NOFILE, "shared memory": resource.RLIMIT_FSIZE}
+
+
+async def run_out(place: Rank, what: str, room: int) -> None:
+    """Nothing can be opened, or no shared memory had: an error on all ranks, all rolled back, and then it works."""
+    async with oracle(place):
+        before = holds()
+        limit = LIMITS[what]
+        soft, hard = resource.getrlimit(limit)
+        used = highest() if what == "descriptors" else 0
+        if place.rank == 1:
+            place.store()  # the file is there
+            resource.setrlimit(limit, (used + room, hard))
+        try:
+            with pytest.raises((CommError, OSError, RuntimeError)):
+                await place.open("poor", timeout=1)
+        finally:
+            resource.setrlimit(limit, (soft, hard))
+        gc.collect()
+        await settled(before)
+        async with place.open("rich") as comm:
+            await comm.all_reduce(torch.ones(LARGE))
+
+
+@pytest.mark.parametrize("room", [2, 4, 6, 8, 10] if FULL else [4])
+def test_no_descriptors(ranks: Run, room: int) -> None:
+    ranks(2, run_out, "descriptors", room)
+
+
+@pytest.mark.parametrize("transport", ["ucx"])
+def test_no_shared_memory(ranks: Run) -> None:
+    ranks(2, run_out, "shared memory", 4096)
+
+
+# ------------------------------------------------------------------------------------- 61 to 63: clocks, GC, callbacks
+
+
+def wall_clocks(path: Path) -> Iterator[str]:
+    """Where a source reads a clock that somebody may set."""
+    if path.suffix != ".py":
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if re.search(r"system_clock|CLOCK_REALTIME|gettimeofday", line):
+                yield f"{path.relative_to(ROOT)}:{number}"
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            name = f"{node.value.id}.{node.attr}"
+            if name in ("time.time", "time.time_ns", "datetime.now", "datetime.utcnow"):
+                yield f"{path.relative_to(ROOT)}:{node.lineno}"
+
+
+def test_no_clock_that_can_be_set() -> None:
+    """But for what is written into files for people."""
+    sources = [*(ROOT / "aiocomms").rglob("*.py"), *(ROOT / "transports").rglob("*.py")]
+    sources += [path for path in (ROOT / "transports").rglob("*.?pp") if "build" not in path.parts]
+    found = [where for path in sources for where in wall_clocks(path)]
+    assert {where.partition(":")[0] for where in found} <= {"aiocomms/recorder.py", "aiocomms/dumps.py"}, found
+
+
+def test_a_clock_that_jumps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hours forth and back while a deadline runs."""
+
+    async def main() -> None:
+        async with local_world(2) as (left, right):
+            began = time.monotonic()
+            work = left.recv(torch.zeros(1), 1, timeout=0.3)
+            for hours in (5, -5):
+                monkeypatch.setattr(time, "time", lambda hours=hours: 3600.0 * hours)
+                await asyncio.sleep(0.05)
+                assert not work.done()
+            with pytest.raises(CommTimeoutError):
+                await work
+            assert 0.3 <= time.monotonic() - began < 0.8
+            await asyncio.gather(left.barrier(), right.barrier())
+
+    asyncio.run(main())
+
+
+async def collect_all_the_time(place: Rank) -> None:
+    async with place.open() as comm:
+        old = gc.get_threshold()
+        gc.set_threshold(1, 1, 1)
+        try:
+            for turn in range(2):
+                await exchange(comm, (5, LARGE)[turn])
+        finally:
+            gc.set_threshold(*old)
+        await comm.barrier()
+
+
+def test_a_storm_of_collections(ranks: Run) -> None:
+    ranks(2, collect_all_the_time, seconds=50)
+
+
+async def close_in_a_callback(place: Rank) -> None:
+    """A callback starts ops, raises, and another one closes the communicator."""
+    async with oracle(place):
+        comm = await place.open()
+        closing: asyncio.Future[asyncio.Task[None]] = asyncio.get_running_loop().create_future()
+        heard: list[Any] = []
+        loop = asyncio.get_running_loop()
+        handler = loop.get_exception_handler()
+        loop.set_exception_handler(lambda loop, context: heard.append(context["exception"]))
+
+        def again(work: Any) -> None:
+            follow = comm.all_reduce(numbers(LARGE, place.rank))
+            follow.add_done_callback(lambda _: closing.set_result(loop.create_task(comm.aclose())))
+            raise ValueError("of this test")
+
+        first = comm.barrier()
+        first.add_done_callback(again)
+        await first
+        await (await closing)
+        assert comm.closed
+        assert [str(error) for error in heard] == ["of this test"]
+        loop.set_exception_handler(handler)
+
+
+def test_callbacks(ranks: Run) -> None:
+    ranks(2, close_in_a_callback)
+
+
+SUBINTERPRETER = """
+import _xxsubinterpreters as interpreters
+it = interpreters.create()
+try:
+    interpreters.run_string(it, "import aiocomms; aiocomms.__version__; print('works')")
+except interpreters.RunFailedError as error:
+    assert "ImportError" in str(error), error
+    print("refuses")
+"""
+
+
+def test_a_subinterpreter() -> None:
+    if sys.version_info >= (3, 13):
+        pytest.skip("_xxsubinterpreters has another name from Python 3.13 on")
+    done = subprocess.run([sys.executable, "-c", SUBINTERPRETER], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() in ("works", "refuses"), done.stderr
