@@ -215,23 +215,16 @@ STORES = (
         RECOVERY,
         RECOVERY,
     ),
-    *(
-        Case(
-            35,
-            "a port in use, a name that does not resolve, nobody there",
-            names,
-            names,
-            names,
-        )
-        for names in (
-            tests(
-                "test_stores",
-                "test_a_port_in_use_is_refused_at_once",
-                "test_a_name_that_does_not_resolve",
-                "test_nobody_listens",
-                "test_the_master_says_nothing",
-            ),
-        )
+    everywhere(
+        35,
+        "a port in use, a name that does not resolve, nobody there",
+        *tests(
+            "test_stores",
+            "test_a_port_in_use_is_refused_at_once",
+            "test_a_name_that_does_not_resolve",
+            "test_nobody_listens",
+            "test_the_master_says_nothing",
+        ),
     ),
     Case(
         36,
@@ -332,8 +325,8 @@ LIFE = (
         53,
         "a loop that ends with works pending",
         tests("test_driver", "test_a_loop_that_ends_with_works_pending_ends"),
-        life("test_loops_come_and_go"),
-        life("test_loops_come_and_go"),
+        life("test_loops_end_with_works_pending"),
+        life("test_loops_end_with_works_pending"),
     ),
     Case(
         54,
@@ -369,8 +362,8 @@ LIFE = (
         58,
         "exec",
         Why("it holds no descriptor but the loop's waker, which Python opens close-on-exec"),
-        life("test_a_child_inherits_nothing"),
-        life("test_a_child_inherits_nothing"),
+        life("test_a_child_inherits_nothing", "test_nothing_is_inheritable"),
+        life("test_a_child_inherits_nothing", "test_nothing_is_inheritable"),
     ),
     Case(
         59,
@@ -424,7 +417,9 @@ HOSTILE = (
         "header bombs",
         tests("test_objects", "test_a_header_that_makes_no_sense_is_refused"),
         tests(H, "test_header_bombs"),
-        tests(H, "test_header_bombs", "test_control_frames_that_make_no_sense"),
+        tests(H, "test_control_frames_that_make_no_sense")
+        + tests("faults/test_fuzz", "test_mutations")
+        + tests("test_ucx_engine", "test_engines_of_one_process"),
     ),
     Case(
         66,
@@ -433,13 +428,19 @@ HOSTILE = (
         tests(H, "test_a_pickle_by_every_channel"),
         tests(H, "test_a_pickle_by_every_channel"),
     ),
-    *(
-        Case(67, "objects beyond each limit", names, names, names)
-        for names in (tests(H, "test_objects_beyond_each_limit"),)
+    Case(
+        67,
+        "objects beyond each limit",
+        tests("test_codec", "test_what_is_too_much_is_refused", "test_nesting_bombs_are_refused"),
+        tests(H, "test_objects_beyond_each_limit"),
+        tests(H, "test_objects_beyond_each_limit"),
     ),
-    *(
-        Case(68, "mutated bytes into every parser", names, names, names)
-        for names in (tests("faults/test_fuzz", "test_mutations", "test_any_bytes"),)
+    Case(
+        68,
+        "mutated bytes into every parser",
+        tests("test_codec", "test_mutated_objects_give_an_object_or_a_protocol_error"),
+        tests("faults/test_fuzz", "test_mutations", "test_any_bytes"),
+        tests("faults/test_fuzz", "test_mutations", "test_any_bytes"),
     ),
     Case(
         69,
@@ -451,9 +452,9 @@ HOSTILE = (
     Case(
         70,
         "a window that is gone, or ends earlier",
-        tests(H, "test_requests_beyond_a_window"),
-        tests(H, "test_requests_beyond_a_window"),
-        tests(H, "test_requests_beyond_a_window", "test_windows_are_bounded_in_the_engine"),
+        suite("test_windows", "test_wrong_arguments"),
+        tests(H, "test_a_request_beyond_a_window", "test_requests_beyond_a_window"),
+        tests(H, "test_windows_are_bounded_in_the_engine") + suite("test_windows", "test_wrong_arguments"),
     ),
 )
 

@@ -107,10 +107,10 @@ async def oracle(place: Rank, *victims: int, reported: str | None = None, **opti
             before = holdings()
             yield watch
             await go_on(watch, traffic)
-        finally:
             watch.stop = True
-            if not traffic.done():
-                await asyncio.wait_for(traffic, 10)
+            await asyncio.wait_for(traffic, 10)
+        finally:
+            traffic.cancel()
         del traffic
         await settled(before)
         assert not [it for it in contexts if not reported or reported not in repr(it)], contexts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import statistics
@@ -17,6 +18,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 from catalogue import CASES, TRANSPORTS, Case, Why  # noqa: E402 - found by the path above
 
 ROOT = Path(__file__).parents[2]
+FOUND = ROOT / "build" / "faults.json"
 PAGE = ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- made by make faults -->", "<!-- end -->"
 SUITE = "aiocomms/testing/conformance"
@@ -55,12 +57,20 @@ class Results:
         outcome = "xfailed" if hasattr(report, "wasxfail") else report.outcome
         if report.when == "call" or outcome != "passed":
             self.outcomes[report.nodeid] = outcome
+            self.reasons.pop(report.nodeid, None)
             if outcome == "xfailed":
                 self.reasons[report.nodeid] = report.wasxfail
             elif outcome == "skipped" and isinstance(report.longrepr, tuple):
                 self.reasons[report.nodeid] = report.longrepr[2]
         if report.when == "call":
-            self.notices[report.nodeid] += [value for key, value in report.user_properties if key == "notice"]
+            self.notices[report.nodeid] = [value for key, value in report.user_properties if key == "notice"]
+
+    def load(self) -> None:
+        """Go on from what an earlier run found."""
+        if FOUND.exists():
+            found = json.loads(FOUND.read_text())
+            self.outcomes, self.reasons = found["outcomes"], found["reasons"]
+            self.notices.update(found["notices"])
 
     def row(self, case: Case, transport: str) -> str:
         named = case.of(transport)
@@ -84,13 +94,18 @@ class Results:
         head = "| case | what | transport | outcome | noticed after: median / worst |\n|---|---|---|---|---|\n"
         table = f"{BEGIN}\n\n{head}" + "\n".join(rows) + f"\n\n{END}"
         page = PAGE.read_text()
+        FOUND.parent.mkdir(exist_ok=True)
+        found = {"outcomes": self.outcomes, "reasons": self.reasons, "notices": self.notices}
+        FOUND.write_text(json.dumps(found))
         PAGE.write_text(page[: page.index(BEGIN)] + table + page[page.index(END) + len(END) :])
 
 
 def main() -> int:
-    """Run all, or what the arguments select, and write the table whatever the outcome."""
+    """Run all, or what pytest's arguments select and add it to what was found before; write the table in any case."""
     os.environ.setdefault("AIOCOMMS_FAULTS", "full")
     results = Results()
+    if len(sys.argv) > 1:
+        results.load()
     code = pytest.main([*arguments(quick=False), "--loops=asyncio", *sys.argv[1:]], plugins=[results])
     results.write()
     return int(code)
