@@ -165,23 +165,22 @@ ACCESSES: dict[str, Callable[[Window, int], Any]] = {
 }
 
 
+async def access_for_ever(place: Rank, comm: Communicator, what: str) -> None:
+    window = await comm.new_window(empty(60_000))
+    await comm.barrier()
+    if place.rank == 1:
+        kill_later(place, 0.02)
+        await asyncio.sleep(10)
+    while True:
+        await ACCESSES[what](window, 1)
+
+
 async def lose_a_target(place: Rank, what: str) -> float:
     async with oracle(place, 1):
         comm = await place.open()
-        window = await comm.new_window(empty(60_000))
-        await comm.barrier()
-        if place.rank == 1:
-            kill_later(place, 0.02)
-            await asyncio.sleep(10)
-
-        async def go_on() -> None:
-            while True:
-                await ACCESSES[what](window, 1)
-
-        await end(go_on(), comm, [1])
+        await end(access_for_ever(place, comm, what), comm, [1])
         took = place.since_death()
         await comm.aclose()
-        del comm, window
         return took
 
 

@@ -195,7 +195,7 @@ def test_a_tensor_that_is_set(ranks: Run, transport: str, request: pytest.Fixtur
 
 
 async def come_and_go(place: Rank, closes: bool) -> None:
-    """Loop after loop; each may end with works pending and its communicator open. The next one knows nothing of that."""
+    """Loop after loop; each may end with works pending, its communicator open. The next one knows nothing of that."""
 
     async def use(turn: int, old: Any) -> Any:
         if old is not None:
