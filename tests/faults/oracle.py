@@ -95,6 +95,7 @@ async def oracle(place: Rank, *victims: int, reported: str | None = None, **opti
     if place.rank in victims:
         yield watch
         return
+    gc.freeze()  # what torch brings need not be looked through each time
     survivors = [rank for rank in range(place.size) if rank not in victims]
     async with place.open("once", survivors, **options) as once:  # what the first one loads stays
         await once.all_reduce(torch.zeros(LARGE))
