@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from threading import get_ident
+from threading import RLock, get_ident
 from time import monotonic
 from types import TracebackType
 from typing import Any, Self
@@ -71,7 +70,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         self._seq = self._children = 0
         self.calls = 0  # collectives called so far: the same on all ranks, so it tells their messages apart
         self._refusal: CommError | None = None  # why nothing can be started any more; the first reason stays
-        self._lock = threading.RLock()  # guards the step to a refusal; a signal handler may abort what it interrupts
+        self._lock = RLock()  # guards the step to a refusal; a signal handler may abort what it interrupts
         self._pending = Pending(self, Heartbeat(self._transports(), plan.options, self._fail))
         self._recorder = Recorder(self, self._pending)
         self._ring, self._mask = self._recorder.ring, self._recorder.mask
@@ -366,7 +365,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
 
         :param ranks: who is left, the same on all; None: whoever calls this within a quarter of ``timeout`` seconds.
         :param size: the new size; who is left keeps its number, and newcomers (``new_comm(join=True)``) fill the gaps.
-            None: who is left is numbered anew, in the old order.
+            None: they are numbered anew, in the old order.
         :raises CommAbortedError: this rank is excluded: the others go on without it.
         :raises CommTimeoutError: a rank or newcomer did not come in time.
         :raises StoreLostError: the store is gone, and the transport cannot do without it.

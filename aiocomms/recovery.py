@@ -228,12 +228,11 @@ class Recovery:
 
     async def _answers(self) -> bool:
         """Whether the store of the old communicator does."""
-        rendezvous = self._comm._rendezvous
-        key = f"probe/{self._comm.rank}"
+        rendezvous, rank = self._comm._rendezvous, self._comm.rank
 
         def probe() -> bool:
-            rendezvous.tell(key, b"1")
-            return rendezvous.told(key) is not None
+            rendezvous.tell("probe", b"1")
+            return rendezvous.told("probe", rank) is not None
 
         with anyio.move_on_after(_PROBE):
             try:
@@ -267,11 +266,11 @@ class Recovery:
     def _vote(self, board: Rendezvous, root: Store, came: set[int], given_up: threading.Event) -> Decision:
         """Say that this rank has come, and wait for the decision or make it; in a thread."""
         rank, began, complete = self._comm.rank, time.monotonic(), None
-        board.tell(f"came/{rank}", b"1")
+        board.tell("came", b"1")
         while not given_up.wait(_PAUSE):
             record = board.decided("decision")
             if record is None:
-                came |= {r for r in range(self._comm.size) if r not in came and board.told(f"came/{r}") is not None}
+                came |= {r for r in range(self._comm.size) if r not in came and board.told("came", r) is not None}
                 now = time.monotonic()
                 proposal = self._proposal(board, root, came, now - began)
                 complete = now if complete is None and proposal else complete

@@ -20,7 +20,8 @@ from aiocomms.waker import Waker
 from aiocomms_ucx._engine import CUDA, TURNS
 from aiocomms_ucx.bringup import open_family
 from aiocomms_ucx.family import Family
-from aiocomms_ucx.transport import TRUNCATED, UcxTransport
+from aiocomms_ucx.outcomes import TRUNCATED
+from aiocomms_ucx.transport import UcxTransport
 from aiocomms_ucx.windows import Handle, Part, Windows
 
 

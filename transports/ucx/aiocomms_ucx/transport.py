@@ -14,34 +14,22 @@ import msgspec
 import torch
 
 from aiocomms import ops
-from aiocomms.errors import (
-    ArgumentError,
-    CommAbortedError,
-    CommError,
-    MessageTruncatedError,
-    MismatchError,
-    PeerDiedError,
-    ProtocolError,
-)
+from aiocomms.errors import ArgumentError, CommError, MismatchError, PeerDiedError, ProtocolError
 from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport
 from aiocomms_ucx import wire
-from aiocomms_ucx._engine import TURNS, create_segment, dtype_names, explain, is_plain
+from aiocomms_ucx._engine import TURNS, create_segment, is_plain
 from aiocomms_ucx.bringup import open_family
 from aiocomms_ucx.collectives import START, describe
 from aiocomms_ucx.family import Family
 from aiocomms_ucx.lifeline import UcxLifeline
+from aiocomms_ucx.outcomes import DONE, DROPPED, UNEQUAL, closed_by, error_of, peer_of
 from aiocomms_ucx.windows import Windows, open_segment
 
-DONE, TRUNCATED, OTHER_DTYPE, CLOSED, UNEQUAL, BROKEN, DROPPED = range(7)
-"""How an op ended, as in group.hpp."""
 PLAIN: Final = -1
 """In place of a collective's number: an op that is none."""
 _NONE: Final = -1
-_DTYPES: Final = dtype_names()
 _MOST_RANKS: Final = 65535
 """What the header of a message can name."""
-_GONE: Final = frozenset({3, 6, 24, 25, 80})
-"""UCX's errors for a connection that is no more (ucs/type/status.h, without the sign)."""
 _STEPS: Final = frozenset({ops.WindowOpen, ops.WindowClose, ops.FetchAdd, ops.CompareSwap})
 """Ops that are not simply complete when the engine is done with what it was given last."""
 
@@ -222,7 +210,7 @@ class UcxTransport(Transport):
         if status == UNEQUAL:
             self._disputed = index
         if status != DONE:
-            work.fail(self._error(work.op, status, a, b))
+            work.fail(error_of(work.op, status, a, b, self.rank, self.size))
         elif type(work.op) in _STEPS:
             self._windows.finish(work, collective, a)
         else:
@@ -249,7 +237,7 @@ class UcxTransport(Transport):
 
     def missing(self, work: Completion) -> Sequence[int]:
         """See :meth:`Transport.missing`."""
-        peer = _peer(work.op)
+        peer = peer_of(work.op)
         if peer is not None:
             return [peer]
         with self._ending:
@@ -272,24 +260,6 @@ class UcxTransport(Transport):
         with self._ending:
             if not self._closed:
                 self._tell(rank, wire.Note(self._numbers[rank], text))
-
-    def _error(self, op: Any, status: int, a: int, b: int) -> CommError:
-        """What a status means."""
-        if status == CLOSED:
-            return _closed(a)
-        if status == UNEQUAL:
-            wanted = op.outs(self.size)[a].nbytes
-            return MismatchError(f"rank {a} sends {b} bytes to rank {self.rank}, which wants {wanted}", peer=a)
-        peer = _peer(op)
-        if status == BROKEN:
-            why = explain(a)
-            if a in _GONE:
-                return PeerDiedError(f"rank {peer} is gone: {why}", peer=peer)
-            return CommError(f"UCX could not do it, with rank {peer}: {why}", peer=peer)
-        theirs = f"the message from rank {peer} is {_DTYPES[b]}, {a} bytes"
-        mine = f"the buffer {str(op.tensor.dtype).removeprefix('torch.')}, {op.tensor.nbytes} bytes"
-        cls = MessageTruncatedError if status == TRUNCATED else MismatchError
-        return cls(f"{theirs}, and {mine}", peer=peer)
 
     # ------------------------------------------------------------------------------------- what the others say and do
 
@@ -357,7 +327,7 @@ class UcxTransport(Transport):
     def _verdict(self, op: ops.Op, index: int) -> CommError | None:
         for rank, done in self._left.items():
             if index >= done:
-                return _closed(rank)
+                return closed_by(rank)
         text = describe(op) if index in self._disputes else ""
         for rank, theirs in self._disputes.get(index, ()):
             if theirs != text:
@@ -408,12 +378,3 @@ def no_cuda_in_ucx() -> str | None:
     if not own or any((lib / "ucx" / "libuct_cuda.so").exists() for lib in own):
         return None  # the system's UCX: opening shows what it can do
     return "this libucx has no modules for CUDA: install the wheel libucx-cu12 or libucx-cu13"
-
-
-def _peer(op: Any) -> int | None:
-    """The one rank that an op is about, if it is about one."""
-    return next((getattr(op, name) for name in ("src", "dst") if hasattr(op, name)), None)
-
-
-def _closed(rank: int) -> CommAbortedError:
-    return CommAbortedError(f"closed by rank {rank}, which this op needs", peer=rank)

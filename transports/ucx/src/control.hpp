@@ -29,8 +29,8 @@ class Control {
   // ---------------------------------------------------------------------------------------------- from any thread
   void ring(int peer);                            // let a peer's thread look
   bool send(int peer, const std::string& frame);  // false: the peer is gone
-  // When each peer was last heard of, ns of now_ns(), or the end of time where it is known to be gone; all are asked for another sign of life, which their engines' own
-  // threads give, whatever their loops and interpreters do.
+  // When each peer was last heard of, ns of now_ns(), or the end of time where it is known to be gone; all are asked
+  // for another sign of life, which their engines' own threads give, whatever their loops and interpreters do.
   std::vector<std::uint64_t> signs();
   void farewell();  // what ends now ends in order
   void wake();      // let this rank's own thread look
