@@ -22,7 +22,7 @@ UCX := transports/ucx
 UCX_NATIVE := $(wildcard $(UCX)/src/*) $(UCX)/CMakeLists.txt $(UCX)/pyproject.toml
 SOURCES := aiocomms transports tests examples benchmarks
 
-.PHONY: demo serve demo-tensor-parallel demo-kv-cache test unit conformance-all faults soak test-sanitizers lint format conformance \
+.PHONY: demo serve demo-tensor-parallel demo-kv-cache test unit conformance-and-faults faults soak test-sanitizers lint format conformance \
 	conformance-ucxx test-cupy bench gpu-check gpu-wheels docs clean
 
 $(VENV)/setup.stamp: pyproject.toml
@@ -54,15 +54,17 @@ demo-kv-cache: $(VENV)/ucx.stamp
 
 ## Everything: lint, types, tests, docs, examples, and the conformance suite on every built-in transport.
 test: lint
-	$(MAKE) --no-print-directory --jobs=2 --output-sync=target unit conformance-all
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=target unit conformance-and-faults
 
 unit: $(VENV)/ucx.stamp
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --ignore=tests/faults
 
-# In one process where that is possible, which is quicker; and ucx, which is made for them, in processes too.
-conformance-all: $(VENV)/ucx.stamp
+# In one process where that is possible, which is quicker; and ucx, which is made for them, in processes too. Then the
+# faults, in their quick form: both halves of `make test` take about as long.
+conformance-and-faults: $(VENV)/ucx.stamp
 	$(BIN)/python -m pytest --pyargs aiocomms.testing.conformance --transport=local --transport=c10d --transport=ucx
 	$(BIN)/python -m pytest --pyargs aiocomms.testing.conformance --transport=ucx --processes --loops=asyncio
+	$(BIN)/python -m pytest tests/faults
 
 ## Every case of the fault catalogue, all victims and delays; writes the table of docs/reliability.md.
 faults: $(VENV)/ucx.stamp

@@ -42,7 +42,7 @@ def _c10d_frame(data: bytes) -> object:
 
 
 def _row(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data[: ucx_windows._RECORD].ljust(ucx_windows._RECORD)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data[:2048].ljust(2048)), dtype=torch.uint8)
 
 
 def _object(data: bytes) -> object:
@@ -92,7 +92,7 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
     ),
     "parts of windows of ucx": (
         lambda data: ucx_windows._part(1, _row(data)),
-        bytes(ucx_windows._record(ucx_windows._Part(3, 0, (4, 5), 2**47, b"key")).tolist())[:64],
+        bytes(ucx_windows._record(ucx_windows.Part(3, 0, (4, 5), 2**47, b"key"), 2048).tolist())[:64],
     ),
 }
 

@@ -703,7 +703,7 @@ def test_requests_beyond_a_window(ranks: Run, transport: str) -> None:
 
 
 def test_a_key_of_memory_is_not_shown() -> None:
-    part = ucx_windows._Part(3, 0, (4,), 2**47, b"secret key")
+    part = ucx_windows.Part(3, 0, (4,), 2**47, b"secret key")
     for text in (repr(part), str(part)):
         assert "secret" not in text
         assert str(2**47) not in text
