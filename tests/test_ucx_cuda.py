@@ -364,8 +364,8 @@ def test_auto_takes_ucx_for_messages_and_windows(monkeypatch: pytest.MonkeyPatch
 
 def test_what_ucx_loads() -> None:
     """A communicator on the CPU does not look for GPUs; one on a GPU may use all that UCX has for it."""
-    assert bringup._options(None, "sysv,cuda") == [("TLS", "^sysv,cuda,tcp")]
-    assert bringup._options(None, "sysv") == [("TLS", "^sysv,tcp")]
+    assert bringup._options(None, gpu=False) == [("TLS", "^sysv,cuda,tcp")]
+    assert bringup._options(None, gpu=True) == [("TLS", "^sysv,tcp")]
     assert CudaUcxTransport.plain is None  # which would take a tensor on the CPU for one on the GPU
 
 

@@ -589,7 +589,8 @@ def test_ucx_shares_nothing_with_the_group() -> None:
     from aiocomms_ucx import bringup
 
     for outside in (None, "192.0.2.1"):
-        assert dict(bringup._options(outside))["TLS"].startswith("^sysv")
+        for gpu in (False, True):
+            assert dict(bringup._options(outside, gpu=gpu))["TLS"].startswith("^sysv")
 
 
 @pytest.mark.parametrize("what", ["file", "unsealed memory", "another user's"])

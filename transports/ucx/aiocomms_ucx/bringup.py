@@ -103,10 +103,10 @@ def _introduction() -> Hello:
 
 def _engine(rank: int, size: int, outside: str | None, cuda: Cuda | None, memory: int) -> Engine:
     if cuda is None:
-        return Engine(rank, size, _options(outside, "sysv,cuda"))
+        return Engine(rank, size, _options(outside, gpu=False))
     cuda.activate()
     try:
-        return Engine(rank, size, _options(outside, "sysv"), memory)
+        return Engine(rank, size, _options(outside, gpu=True), memory)
     except UcxError as error:
         tls = os.environ.get("UCX_TLS")
         why = (
@@ -119,13 +119,14 @@ def _engine(rank: int, size: int, outside: str | None, cuda: Cuda | None, memory
         ) from error
 
 
-def _options(outside: str | None, without: str) -> list[tuple[str, str]]:
+def _options(outside: str | None, *, gpu: bool) -> list[tuple[str, str]]:
     """UCX's settings. The user's environment variables win.
 
     Without a GPU's memory to carry UCX need not look for GPUs, which takes time and memory of each.
     sysv's segments can be read by the group. On one host there is no use for a network, and nothing then listens. On
     several UCX listens at the address of each interface, or of the one alone that ``AIOCOMMS_IFACE`` names.
     """
+    without = "sysv" if gpu else "sysv,cuda"
     if outside is None:
         return [("TLS", f"^{without},tcp")]
     interface = os.environ.get("AIOCOMMS_IFACE")
