@@ -21,6 +21,7 @@ from processes import LARGE, Rank, Run, empty, exchange, listening, numbers
 
 import aiocomms
 from aiocomms.communicator import Communicator
+from aiocomms.testing import local_world
 
 MEGA = 2**20
 
@@ -354,3 +355,28 @@ def test_the_engines_types(tmp_path: Path) -> None:
     assert spec.origin is not None
     kept = Path(spec.origin).with_name("_engine.pyi")
     assert ast.dump(ast.parse(made.read_text())) == ast.dump(ast.parse(kept.read_text()))
+
+
+# ----------------------------------------------------------------------------------------------------- coming and going
+
+
+def test_a_communicator_that_never_opened_says_no_farewell() -> None:
+    """It knows no names of the others, and must not be taken for the one it was to be split from."""
+    from aiocomms_ucx import wire
+    from aiocomms_ucx.transport import UcxTransport
+
+    async def main() -> None:
+        async with local_world(2, "ucx") as (mine, theirs):
+            here: Any = mine._by_family["p2p"]
+            there: Any = theirs._by_family["p2p"]
+            work = theirs.all_reduce(torch.ones(3))
+            orphan = UcxTransport(here.family, here.peers, here.hosts, here.pids)
+            await orphan.aclose()
+            here._tell(1, wire.Dispute(here._numbers[1], 99, "what comes behind the farewell"))
+            while 99 not in there._disputes:  # noqa: ASYNC110 - what another engine's thread says
+                await asyncio.sleep(0)
+            assert not work.done()
+            await mine.all_reduce(torch.ones(3))
+            assert (await work).tolist() == [2, 2, 2]
+
+    asyncio.run(main())

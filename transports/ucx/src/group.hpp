@@ -86,13 +86,13 @@ struct Window {
 
 struct Group {
   Group(std::uint32_t the_id, int the_rank, std::vector<int> the_peers)
-      : id(the_id), rank(the_rank), peers(std::move(the_peers)), left(peers.size(), 0), their_ids(peers.size(), 0) {}
+      : id(the_id), rank(the_rank), peers(std::move(the_peers)), left(peers.size(), 0) {}
 
   std::uint32_t id;
   int rank;
   std::vector<int> peers;                // the engine's number of each rank
   std::vector<std::uint64_t> left;       // 1 + the collectives that a rank had done when it closed; 0: it has not
-  std::vector<std::uint32_t> their_ids;  // what each rank calls this group
+  std::vector<std::uint32_t> their_ids;  // what each rank calls this group; empty until it is opened
   std::unique_ptr<Shared> shared;        // with the ranks of this host, if there are others
   std::unique_ptr<Wire> wire;            // between all ranks
   std::unique_ptr<Wire> leaders;         // between one rank of each host; on the others null

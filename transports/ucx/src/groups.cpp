@@ -117,7 +117,9 @@ void Engine::lose_group(std::uint32_t id) {
 void Engine::close_group(std::uint32_t id) {
   Turn turn(*this);
   Group& it = group(id);
-  for (int rank = 0; !it.lost && rank < static_cast<int>(it.peers.size()); ++rank) {
+  // One that was never opened has no name that the others would know, and 0 is another communicator's.
+  const int told = it.lost ? 0 : static_cast<int>(it.their_ids.size());
+  for (int rank = 0; rank < told; ++rank) {
     if (rank == it.rank) continue;
     control_->send(it.peers[rank], Farewell{'B', worker_->sent(it.peers[rank]), it.their_ids[rank],
                                             static_cast<std::uint32_t>(it.rank), it.collectives}
