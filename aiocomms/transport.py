@@ -48,6 +48,16 @@ class Completion(Protocol):
         """
 
 
+def conclude(work: Completion, outcome: Any = OP_RESULT) -> None:
+    """End a work with a value or with the :class:`CommError` that it failed with, unless it was given up before."""
+    if work.done():
+        return
+    if isinstance(outcome, CommError):
+        work.fail(outcome)
+    else:
+        work.complete(outcome)
+
+
 class Rendezvous(Protocol):
     """How the ranks of one communicator find each other while its transports open."""
 

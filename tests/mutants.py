@@ -171,7 +171,7 @@ def double_completion() -> None:
         if isinstance(work.op, ops.Recv):
             work.complete(value)
 
-    wrap(transports, "_complete", complete)
+    wrap(transports, "conclude", complete)
 
 
 # ------------------------------------------------------------------------------------------------- collectives

@@ -6,8 +6,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from aiocomms.errors import CommError
-from aiocomms.transport import OP_RESULT, Completion
 from aiocomms.waker import Waker
 
 
@@ -34,13 +32,3 @@ class Inbox:
             call, args = calls.popleft()
             call(*args)
         return any_done
-
-
-def complete(work: Completion, outcome: Any = OP_RESULT) -> None:
-    """Complete a work with its result, or with the :class:`CommError` that it failed with; on the loop's thread."""
-    if work.done():
-        return  # given up by its communicator
-    if isinstance(outcome, CommError):
-        work.fail(outcome)
-    else:
-        work.complete(outcome)

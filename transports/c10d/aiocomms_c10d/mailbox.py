@@ -16,8 +16,8 @@ from torch import Tensor
 from aiocomms import ops
 from aiocomms.checks import describe
 from aiocomms.errors import CommError, MessageTruncatedError, MismatchError, ProtocolError
-from aiocomms.transport import OP_RESULT, Completion
-from aiocomms_c10d.inbox import Inbox, complete
+from aiocomms.transport import OP_RESULT, Completion, conclude
+from aiocomms_c10d.inbox import Inbox
 from aiocomms_c10d.link import FOREVER, Link
 from aiocomms_c10d.wire import CODES, CREDIT, CTS, DATA, DONE, EAGER, INLINE, RTS, Frame, Header, flat, pack
 
@@ -98,7 +98,7 @@ class Mailbox:
                 self._posted[key].append((op, work))
                 outcome = _LATER
         if outcome is not _LATER:
-            complete(work, outcome)
+            conclude(work, outcome)
 
     def try_cancel(self, work: Completion) -> bool:
         """Forget a receive that nothing has matched; False if something has."""
@@ -141,7 +141,7 @@ class Mailbox:
                 if not self._kept[key]:
                     del self._kept[key]
         for work in orphans:
-            self._inbox.put(complete, work, error)
+            self._inbox.put(conclude, work, error)
 
     def cut_off(self) -> bool:
         """Whether a large message was under way from the peer or to it."""
@@ -161,7 +161,7 @@ class Mailbox:
                 del self._posted[key]
             outcome = self._take(header, frame.payload, op, work)
         if outcome is not _LATER:
-            self._inbox.put(complete, work, outcome)
+            self._inbox.put(conclude, work, outcome)
 
     def _take(self, header: Header, payload: Tensor | None, op: ops.Recv, work: Completion) -> Any:
         """Deliver a message or, if it was only announced, ask for it."""
@@ -195,7 +195,7 @@ class Mailbox:
         if payload is None or work is None or header.nbytes > payload.numel():
             raise ProtocolError(f"rank {self._link.peer} asks for what was not announced", peer=self._link.peer)
         if not header.nbytes:
-            self._inbox.put(complete, work)
+            self._inbox.put(conclude, work)
             return
         with self._lock:
             going = self._link.send_data(payload[: header.nbytes], pack(Header(DATA, ident=header.ident)))
@@ -214,14 +214,14 @@ class Mailbox:
             self._coming.popleft()
         # First, so that it reaches the peer even if the loop closes as soon as the work is complete.
         self._link.send(pack(Header(DONE, ident=frame.header.ident)))
-        self._inbox.put(complete, work, outcome)
+        self._inbox.put(conclude, work, outcome)
 
     def _done(self, frame: Frame) -> None:
         with self._lock:
             _, work, _ = self._going.pop(frame.header.ident, (None, None, None))
         if work is None:
             raise ProtocolError(f"rank {self._link.peer} confirms what was not sent", peer=self._link.peer)
-        self._inbox.put(complete, work)
+        self._inbox.put(conclude, work)
 
     def _get_credit(self, frame: Frame) -> None:
         with self._lock:

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from aiocomms import ops
 from aiocomms.errors import CommError, MismatchError, ProtocolError
-from aiocomms.transport import Completion
+from aiocomms.transport import Completion, conclude
 from aiocomms_c10d.group import Group
-from aiocomms_c10d.inbox import Inbox, complete
+from aiocomms_c10d.inbox import Inbox
 from aiocomms_c10d.link import Link
 from aiocomms_c10d.plans import PLANS, Plan
 from aiocomms_c10d.wire import CALL, INLINE, TEXT, Frame, Header, pack
@@ -113,7 +113,7 @@ class Meeting:
         if outcome is _SMALL:
             self._finish(call)
         elif outcome is not None:
-            complete(work, outcome)
+            conclude(work, outcome)
 
     def _tell(self, call: _Call) -> None:
         """Say what this rank calls, to every rank, with its part of the data if that is little."""
@@ -134,7 +134,7 @@ class Meeting:
         if not call.work.done():
             words = call.words
             call.plan.finish([words[rank].payload for rank in range(self._group.size)])
-            complete(call.work)
+            conclude(call.work)
 
     # -------------------------------------------------------------------------------------- on the readers' threads
 
@@ -155,7 +155,7 @@ class Meeting:
         if outcome is _SMALL:
             self._inbox.put(self._finish, call)
         elif outcome is not None:
-            self._inbox.put(complete, call.work, outcome)
+            self._inbox.put(conclude, call.work, outcome)
 
     def dispute(self, number: int, error: MismatchError) -> None:
         """Another rank has found that ranks disagree on a collective."""
@@ -165,7 +165,7 @@ class Meeting:
             self.disputed, self._verdict = number, error
             call = self._calls.pop(number, None)
         if call is not None:
-            self._inbox.put(complete, call.work, error)
+            self._inbox.put(conclude, call.work, error)
 
     def waits_for(self, peer: int) -> bool:
         """Whether a call needs a word that a peer has not said."""
@@ -248,7 +248,7 @@ class Meeting:
                 if next(ended) == len(works):
                     call.plan.end()
                     self._running.discard(call)
-                    self._inbox.put(complete, call.work)
+                    self._inbox.put(conclude, call.work)
             except Exception as error:  # nobody hears what a callback raises
                 self._broke(error)
 

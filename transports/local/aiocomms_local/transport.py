@@ -13,7 +13,7 @@ import torch
 
 from aiocomms import ops
 from aiocomms.errors import ArgumentError, CommAbortedError, CommError
-from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport
+from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport, conclude
 from aiocomms.waker import Waker
 from aiocomms_local.hub import Done, Hub
 from aiocomms_local.meaning import perform
@@ -114,7 +114,7 @@ class LocalTransport(Transport):
         inbox = self._inbox
         any_done = bool(inbox)
         while inbox:
-            _complete(*inbox.popleft())
+            conclude(*inbox.popleft())
         return any_done
 
     def fileno(self) -> int | None:
@@ -162,7 +162,7 @@ class LocalTransport(Transport):
         for rank, work, value in done:
             transport = self._hub.ranks[rank]
             if transport is None or transport._thread == threading.get_ident():
-                _complete(work, value)
+                conclude(work, value)
             else:
                 transport._inbox.append((work, value))
                 transport._waker.wake()
@@ -174,12 +174,3 @@ class LocalTransport(Transport):
                 transport.on_failure(failure)
         if self._hub.ranks[self._rank] is self:
             self.on_failure(failure)
-
-
-def _complete(work: Completion, value: Any) -> None:
-    if work.done():
-        return  # given up by its communicator
-    if isinstance(value, CommError):
-        work.fail(value)
-    else:
-        work.complete(value)

@@ -20,7 +20,7 @@ from aiocomms import ops
 from aiocomms.checks import describe
 from aiocomms.cuda import Completions, Cuda, Event
 from aiocomms.errors import CommError, MessageTruncatedError, MismatchError, ProtocolError, UnsupportedOperation
-from aiocomms.transport import OP_RESULT, Completion
+from aiocomms.transport import OP_RESULT, Completion, conclude
 from aiocomms_nccl import nccl
 from aiocomms_nccl.collectives import Bench
 from aiocomms_nccl.mesh import Mesh
@@ -190,7 +190,7 @@ class Messages:
 
     def _transfer(self, peer: int, posted: Posted, nbytes: int, outcome: Any) -> None:
         if not nbytes:
-            _complete(posted.work, outcome)
+            conclude(posted.work, outcome)
             return
         sends = isinstance(posted.op, ops.Send)
         new = (peer, sends) not in self._lanes
@@ -242,16 +242,7 @@ class Messages:
     def _finish(self, posted: Posted, outcome: Any) -> None:
         self._owner.completions.release(posted.after)
         if not self._owner.aborted:  # else it may have fired because NCCL has given up
-            _complete(posted.work, outcome)
-
-
-def _complete(work: Completion, outcome: Any) -> None:
-    if work.done():
-        return  # given up by its communicator
-    if isinstance(outcome, CommError):
-        work.fail(outcome)
-    else:
-        work.complete(outcome)
+            conclude(posted.work, outcome)
 
 
 def _fits(message: Announce, wanted: torch.Tensor, peer: int) -> Any:
