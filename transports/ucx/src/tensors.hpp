@@ -1,7 +1,7 @@
 // What the engine needs to know of a torch.Tensor.
 //
 // Asking a tensor from Python costs 50 ns a question, and a small collective takes 3 us in all. Torch answers most of
-// the questions in one call of its DLPack table (DLPack 1.3, "C exchange API"; torch 2.10 and later); where there is no
+// the questions in one call of its DLPack table (DLPack 1.3, "C exchange API"; seen in torch 2.13); where there is no
 // such table they are put one by one.
 #pragma once
 
