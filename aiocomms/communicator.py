@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import RLock, get_ident
@@ -42,6 +41,7 @@ from aiocomms.routing import Router
 from aiocomms.streams import Streams
 from aiocomms.transport import Completion, Rendezvous, Transport
 from aiocomms.twosided import TwoSided
+from aiocomms.unclosed import Guard, guards
 from aiocomms.work import Work
 
 CLOSE_GRACE = 5.0
@@ -84,7 +84,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         for transport in self._transports():
             transport.on_failure = self._fail  # type: ignore[method-assign]
             self.driver.attach(transport)
-        _live.add(self)
+        self._guard = Guard(self)
         dumps.register(self._recorder)
         groups.register(self)
 
@@ -289,7 +289,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
 
     async def _release(self) -> None:
         groups.unregister(self)
-        _live.discard(self)
+        self._guard.dismiss()
         assert self._refusal is not None
         if self._inquest is not None:
             self._inquest.close()
@@ -386,12 +386,11 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         return list(dict.fromkeys(self._by_family.values()))
 
 
-_live: weakref.WeakSet[Communicator] = weakref.WeakSet()
-
-
 def _disown_in_child() -> None:
     """A forked child shares its parent's sockets, and must not use or close them."""
-    for comm in list(_live):
+    for guard in guards():
+        guard.dismiss()
+        comm = guard.comm
         comm._refusal = CommClosedError(f"it was created in process {os.getppid()} and cannot be used after a fork")
         comm._closing = Promise(comm.driver)
         comm._closing.set()
