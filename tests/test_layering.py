@@ -19,7 +19,7 @@ TRANSPORTS = sorted((ROOT / "transports").glob("*/aiocomms_*/"))
 # docs/design.md, "Layout". A module may import from its own layer and those before it; one not named is in the last.
 LAYERS = (
     {"errors"},
-    {"checks", "reductions", "launchers", "stores", "hosts", "trust", "arrivals"},
+    {"checks", "reductions", "launchers", "stores", "hosts", "trust", "arrivals", "descriptors"},
     {"ops"},
     {"transport", "waker"},
     {"work", "driver", "loops", "deadlines"},
@@ -33,7 +33,9 @@ LAYERS = (
     {"inquest", "recovery"},
     {"communicator"},
 )
-FOR_TRANSPORTS = {"errors", "checks", "reductions", "hosts", "ops", "transport", "trust", "waker", "driver", "cuda"}
+FOR_TRANSPORTS = {
+    *("errors", "checks", "reductions", "hosts", "descriptors", "trust", "ops", "transport", "waker", "driver", "cuda"),
+}
 FOR_TYPES_ONLY = {
     ("groups", "communicator"),
     ("recovery", "communicator"),

@@ -344,7 +344,6 @@ def test_a_child_inherits_nothing(ranks: Run) -> None:
     ranks(2, exec_a_child, True)
 
 
-@pytest.mark.xfail(raises=AssertionError, reason="gloo and UCX open sockets, pipes and epolls without close-on-exec")
 def test_nothing_is_inheritable(ranks: Run) -> None:
     ranks(2, exec_a_child, False)
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 from torch.distributed import DistNetworkError, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
+from aiocomms.descriptors import closed_on_exec
 from aiocomms.errors import ArgumentError, CommTimeoutError, ProtocolError, StoreLostError
 from aiocomms.hosts import LOOPBACK, host_id, reachable_address
 from aiocomms.transport import Rendezvous
@@ -54,7 +55,8 @@ async def open_gloo(rendezvous: Rendezvous, adopt: bool) -> tuple[Any, bool]:
     rank, size, timeout = rendezvous.rank, rendezvous.size, min(rendezvous.timeout, _CONNECT)
 
     def connect() -> Any:
-        return _connect(store, rank, size, listen_on(hellos, store), timeout, key)
+        with closed_on_exec():
+            return _connect(store, rank, size, listen_on(hellos, store), timeout, key)
 
     return await rendezvous.run("connecting gloo", connect), all(value.split()[1] == b"1" for value in hellos)
 

@@ -13,6 +13,7 @@ from typing import Final
 import msgspec
 
 from aiocomms.cuda import Cuda
+from aiocomms.descriptors import closed_on_exec
 from aiocomms.errors import ArgumentError, AuthError, ProtocolError, UnsupportedOperation
 from aiocomms.hosts import host_id, reachable_address
 from aiocomms.transport import Rendezvous
@@ -103,10 +104,12 @@ def _introduction() -> Hello:
 
 def _engine(rank: int, size: int, outside: str | None, cuda: Cuda | None, memory: int) -> Engine:
     if cuda is None:
-        return Engine(rank, size, _options(outside, gpu=False))
+        with closed_on_exec():
+            return Engine(rank, size, _options(outside, gpu=False))
     cuda.activate()
     try:
-        return Engine(rank, size, _options(outside, gpu=True), memory)
+        with closed_on_exec():
+            return Engine(rank, size, _options(outside, gpu=True), memory)
     except UcxError as error:
         tls = os.environ.get("UCX_TLS")
         why = (

@@ -1,0 +1,37 @@
+"""Descriptors that a library below opens without close-on-exec, as Python opens none (PEP 446)."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+_KINDS: Final = ("socket:", "pipe:", "anon_inode:")
+
+
+@contextlib.contextmanager
+def closed_on_exec() -> Iterator[None]:
+    """Set close-on-exec on the sockets, pipes and epolls that are opened within, once they are.
+
+    Nobody can tell which thread has opened a descriptor. What another one opens meanwhile, to be inherited by number,
+    is taken for the library's; Python gives descriptors to its children in the child, after this.
+    """
+    before = _inheritable()
+    try:
+        yield
+    finally:
+        for fd in _inheritable() - before:
+            with contextlib.suppress(OSError):  # closed meanwhile
+                fcntl.fcntl(fd, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
+
+
+def _inheritable() -> set[int]:
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the one that listed them
+            fd = int(entry.name)
+            if not fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC and str(entry.readlink()).startswith(_KINDS):
+                found.add(fd)
+    return found
