@@ -61,6 +61,7 @@ class Pending:
         now = time.monotonic()
         deadline = queue[work] = now + seconds
         work.queue = queue
+        work.hold()
         period = self._heartbeat.period
         look = deadline if seconds < period else now + period
         if look < watchdog.wakes_at:

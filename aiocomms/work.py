@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import msgspec
@@ -11,12 +11,17 @@ from aiocomms.errors import CapturedWorkError, CommError, WorkCancelledError
 from aiocomms.transport import OP_RESULT
 
 if TYPE_CHECKING:
+    from torch import UntypedStorage
+
     from aiocomms.driver import Driver
     from aiocomms.ops import Op
     from aiocomms.pending import Queue
 
 T_co = TypeVar("T_co", covariant=True)
 
+_RESIZED = (
+    "the storage of a tensor was resized while the op had it: its result is lost, or went to memory that was freed"
+)
 _PENDING, _DONE, _GIVEN_UP = range(3)
 
 
@@ -60,6 +65,8 @@ class Work(msgspec.Struct, Generic[T_co], eq=False, weakref=True):
     """How the transport said that it failed; not set where the work was given up or withdrawn."""
     queue: Queue | None = None
     """Where the communicator keeps it while it is pending."""
+    memory: Sequence[tuple[UntypedStorage, int]] = ()
+    """Of one that was pending: its tensors' storages, and where each was. Its program may give the tensors others."""
     _state: int = _PENDING
     _value: Any = OP_RESULT
     _error: CommError | None = None
@@ -165,13 +172,30 @@ class Work(msgspec.Struct, Generic[T_co], eq=False, weakref=True):
         """See :meth:`aiocomms.transport.Completion.complete`."""
         if self._state:
             return self._refuse_second()
-        self._state = _DONE
-        self._value = value
         if self.queue is not None:
+            for storage, address in self.memory:
+                if storage.data_ptr() != address:
+                    return self.fail(CommError(_RESIZED))
+            self._state = _DONE
+            self._value = value
             self.owner.settled(self)
+        else:
+            self._state = _DONE
+            self._value = value
         if self._waiters is not None or self._callbacks is not None:
             self._notify()
         return None
+
+    def hold(self) -> None:
+        """Keep the memory of an op that is pending, also if its program gives a tensor another storage."""
+        op = self.op
+        tensor = getattr(op, "tensor", None)
+        if tensor is not None:  # nearly always
+            storage = tensor.untyped_storage()
+            self.memory = ((storage, storage.data_ptr()),)
+        else:
+            storages = [tensor.untyped_storage() for _, tensor in op.reads() + op.writes()]
+            self.memory = [(storage, storage.data_ptr()) for storage in storages]
 
     def fail(self, error: CommError) -> None:
         """See :meth:`aiocomms.transport.Completion.fail`."""

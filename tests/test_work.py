@@ -631,6 +631,44 @@ def test_a_work_that_nobody_keeps_is_done_all_the_same_and_keeps_its_tensors_unt
     run(main)
 
 
+def test_a_storage_that_is_resized_during_an_op_is_an_error(run):
+    async def main():
+        async with local_world(2) as (one, two):
+            tensor = torch.zeros(3)
+            work = two.recv(tensor, 0)
+            tensor.untyped_storage().resize_(4096)
+            await one.send(torch.ones(3), 1)
+            with pytest.raises(CommError, match=r"recv #0 .* the storage of a tensor was resized while the op had it"):
+                await work
+            works = [two.recv(tensor, 0), one.send(torch.ones(3), 1)]  # it is harmed no further
+            await works[0]
+            assert tensor.tolist() == [1, 1, 1]
+
+    run(main)
+
+
+def test_memory_stays_until_an_op_is_done_whatever_its_tensor_is_given(run):
+    async def main():
+        async with local_world(2) as (one, two):
+            given, lists = torch.zeros(3), [torch.zeros(3) for _ in range(2)]
+            works = [two.recv(given, 0), two.all_gather(lists, torch.zeros(3))]
+            memory = [weakref.ref(tensor.untyped_storage()) for tensor in (given, *lists)]
+            for tensor in (given, *lists):
+                tensor.set_(torch.zeros(3))
+            gc.collect()
+            assert all(ref() is not None for ref in memory)
+            await one.send(torch.ones(3), 1)
+            await one.all_gather([torch.zeros(3) for _ in range(2)], torch.ones(3))
+            for work in works:
+                await work
+            del work, works
+            await turns()
+            gc.collect()
+            assert all(ref() is None for ref in memory)
+
+    run(main)
+
+
 def test_it_says_what_it_is(run):
     async def main():
         async with local_world(2) as world:

@@ -302,9 +302,14 @@ LIFE = (
     Case(
         49,
         "a storage that is resized, a tensor that is set",
-        tests(W, "test_a_work_that_nobody_keeps_is_done_all_the_same_and_keeps_its_tensors_until_then"),
+        tests(
+            W,
+            "test_a_work_that_nobody_keeps_is_done_all_the_same_and_keeps_its_tensors_until_then",
+            "test_a_storage_that_is_resized_during_an_op_is_an_error",
+            "test_memory_stays_until_an_op_is_done_whatever_its_tensor_is_given",
+        ),
         life("test_a_storage_that_is_resized", "test_a_tensor_that_is_set"),
-        life("test_a_storage_that_is_resized", "test_a_tensor_that_is_set"),
+        life("test_a_tensor_that_is_set"),
     ),
     everywhere(
         50,

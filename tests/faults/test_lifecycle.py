@@ -155,9 +155,9 @@ async def resize(place: Rank, count: int) -> None:
         await comm.aclose()
 
 
-@pytest.mark.xfail(raises=AssertionError, reason="nothing looks at a tensor's storage once its op has begun")
+@pytest.mark.parametrize("transport", ["c10d"])  # ucx writes into memory that was freed: docs/reliability.md
 @pytest.mark.parametrize("count", [20, 2**22] if FULL else [20])
-def test_a_storage_that_is_resized(ranks: Run, count: int) -> None:
+def test_a_storage_that_is_resized(ranks: Run, transport: str, count: int) -> None:
     ranks(2, resize, count)
 
 
@@ -184,10 +184,7 @@ async def swap_tensors(place: Rank) -> None:
         await comm.aclose()
 
 
-def test_a_tensor_that_is_set(ranks: Run, transport: str, request: pytest.FixtureRequest) -> None:
-    if transport == "c10d":
-        reason = "c10d copies into the tensor, and not into the storage that it had when the op began"
-        request.applymarker(pytest.mark.xfail(raises=AssertionError, reason=reason))
+def test_a_tensor_that_is_set(ranks: Run) -> None:
     ranks(2, swap_tensors)
 
 

@@ -167,7 +167,8 @@ class Mailbox:
         """Deliver a message or, if it was only announced, ask for it."""
         buffer = flat(op.tensor)
         outcome = _fits(header, op, self._link.peer)
-        n = 0 if isinstance(outcome, MismatchError) else min(header.nbytes, buffer.numel())
+        short = outcome is OP_RESULT or isinstance(outcome, MessageTruncatedError)
+        n = min(header.nbytes, buffer.numel()) if short else 0
         if header.kind == RTS:
             return self._ask(header.ident, buffer[:n], op, work, outcome)
         assert payload is not None
@@ -239,6 +240,8 @@ class Mailbox:
 def _fits(header: Header, op: ops.Recv, peer: int) -> CommError | object:
     """What a receive is completed with when it has taken a message."""
     wanted = op.tensor
+    if wanted.untyped_storage().nbytes() < wanted.nbytes:
+        return CommError("the tensor's storage was resized while the op had it, and has no room for the message")
     if header.type == wanted.dtype and header.nbytes == wanted.nbytes:
         return OP_RESULT
     cls = MessageTruncatedError if header.type == wanted.dtype else MismatchError

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Final, Self
 
+import msgspec
 import torch
 from torch._C._distributed_c10d import Backend, ProcessGroup
 
@@ -117,6 +118,7 @@ class C10dTransport(Transport):
 
     def post(self, op: ops.Op, work: Completion) -> None:
         """See :meth:`Transport.post`."""
+        op = _aliased(op)
         if isinstance(op, ops.Send):
             self._mail[op.dst].send(op, work)
         elif isinstance(op, ops.Recv):
@@ -247,6 +249,18 @@ class C10dTransport(Transport):
             with contextlib.suppress(RuntimeError):
                 if work is not None:
                     work.wait(timedelta(seconds=max(0.001, ends - time.monotonic())))
+
+
+def _aliased(op: ops.Op) -> ops.Op:
+    """The op with tensors of our own, of the same memory: its program may give its own other memory meanwhile."""
+    ours: dict[str, Any] = {}
+    for name in op.__struct_fields__:
+        value = getattr(op, name)
+        if isinstance(value, torch.Tensor):
+            ours[name] = value.detach()
+        elif isinstance(value, Sequence) and value and isinstance(value[0], torch.Tensor):
+            ours[name] = [tensor.detach() for tensor in value]
+    return msgspec.structs.replace(op, **ours)
 
 
 _open: weakref.WeakSet[C10dTransport] = weakref.WeakSet()
