@@ -133,8 +133,8 @@ def _arguments(cls: type[Op]) -> list[str]:
 
 PEERS: dict[type[Op], Callable[[Any], Any]] = {}
 """Reads the numbers that an op of each type has, if it has any."""
-_BYTES: dict[type[Op], Callable[[Any], int]] = {}
-"""Reads the size of the tensor that an op of each type is about, if there is one."""
+_KEPT: dict[type[Op], Callable[[Any], Any]] = {}
+"""Reads these numbers and the size of the tensor that an op of each type is about, if there is one."""
 
 
 def _learn(cls: type[Op]) -> None:
@@ -142,10 +142,14 @@ def _learn(cls: type[Op]) -> None:
     if names:
         PEERS[cls] = attrgetter(*names)
     tensor = next((name for name in ("tensor", "input", "output") if name in fields), None)
-    if tensor is not None:
-        _BYTES[cls] = attrgetter(f"{tensor}.nbytes")
+    paths = [*names, f"{tensor}.nbytes"] if tensor is not None else names
+    _KEPT[cls] = attrgetter(*paths) if paths else _nothing
     for below in cls.__subclasses__():
         _learn(below)
+
+
+def _nothing(op: Op) -> None:
+    """Of an op without numbers and tensors."""
 
 
 class Recorder:
@@ -166,18 +170,15 @@ class Recorder:
 
     def ended(self, work: Work[Any], posted: float) -> None:
         """An op has ended that was pending; of others the communicator makes the row, without a call."""
-        op, error = work.op, work._error
+        op, error, seq = work.op, work._error, work.seq
         cls = type(op)
-        args = PEERS[cls](op) if cls in PEERS else None
-        size = None
-        if cls in _BYTES:
-            try:
-                size = _BYTES[cls](op)
-            except AttributeError:  # no tensor on this rank, or not one alone
-                pass
+        try:
+            kept = _KEPT[cls](op)
+        except (AttributeError, KeyError):  # no tensor on this rank, or not one alone; a type that came later
+            kept = PEERS[cls](op) if cls in PEERS else None
         # Of an error the text alone: its traceback would keep frames, and with them tensors.
         text = None if error is None else str(error)[:LONGEST]
-        self.ring[work.seq & self.mask] = (work.seq, cls, monotonic(), args, text, size, posted)
+        self.ring[seq & self.mask] = (seq, cls, monotonic(), kept, text, posted)
 
     def snapshot(self, reason: str) -> Snapshot:
         """Everything, now. On any thread, whatever the loop is doing; takes no lock, for a signal handler calls it."""
@@ -268,13 +269,14 @@ def _dtype(dtype: torch.dtype) -> str:
 
 def _finished(row: tuple[Any, ...]) -> Item:
     """An op that has ended, from its number among the collectives and what was kept of it."""
-    number, seq, cls, finished, kept, error, *more = row
-    size, posted = more or (None, None)
-    names = _arguments(cls)
-    args = dict(zip(names, kept if len(names) > 1 else [kept], strict=True)) if names else {}
+    number, seq, cls, finished, kept, error, *posted = row
+    values = kept if isinstance(kept, tuple) else (kept,)
+    args = dict(zip([*_arguments(cls), "bytes"], values, strict=False))
+    size = args.pop("bytes", None)
     args = {name: value for name, value in args.items() if type(value) is int}
     state = "done" if error is None else "failed"
-    return Item(cls.name, seq, state, args, number, size, posted, finished, error=str(error or "")[:LONGEST])
+    when = posted[0] if posted else None
+    return Item(cls.name, seq, state, args, number, size, when, finished, error=str(error or "")[:LONGEST])
 
 
 def _place(coroutine: Any) -> str:
