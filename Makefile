@@ -22,8 +22,9 @@ UCX := transports/ucx
 UCX_NATIVE := $(wildcard $(UCX)/src/*) $(UCX)/CMakeLists.txt $(UCX)/pyproject.toml
 SOURCES := aiocomms transports tests examples benchmarks
 
-.PHONY: demo serve demo-tensor-parallel demo-kv-cache test unit conformance-and-faults faults soak test-sanitizers lint format conformance \
-	conformance-ucxx test-cupy bench gpu-check gpu-wheels docs clean
+.PHONY: demo serve demo-tensor-parallel demo-kv-cache test programs unit conformance-in-process conformance-in-processes \
+	faults-quick faults soak test-sanitizers lint format conformance conformance-ucxx test-cupy bench gpu-check gpu-wheels \
+	docs clean
 
 $(VENV)/setup.stamp: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -52,18 +53,31 @@ demo-tensor-parallel: $(VENV)/ucx.stamp
 demo-kv-cache: $(VENV)/ucx.stamp
 	cd examples && OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m kv_cache
 
+# Tests that mostly wait for programs and compilers, as a job of their own; every other one is in `unit`.
+PROGRAMS := $(patsubst %,tests/test_%.py,conformance docs embedding_server kv_cache mutations nccl tensor_parallel \
+	transport_ucxx_example ucx_cuda ucx_engine ucx_schedules)
+
 ## Everything: lint, types, tests, docs, examples, and the conformance suite on every built-in transport.
-test: lint
-	$(MAKE) --no-print-directory --jobs=2 --output-sync=target unit conformance-and-faults
+test: $(VENV)/ucx.stamp
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint programs conformance-in-process unit faults-quick \
+		conformance-in-processes
+
+# `test` has two jobs under way at a time and starts them in its order, lint first: it is short, and nothing is begun once
+# one has failed.
+programs: $(VENV)/ucx.stamp
+	$(BIN)/python -m pytest $(PROGRAMS)
 
 unit: $(VENV)/ucx.stamp
-	$(BIN)/python -m pytest --ignore=tests/faults
+	$(BIN)/python -m pytest --ignore=tests/faults $(addprefix --ignore=,$(PROGRAMS))
 
-# In one process where that is possible, which is quicker; and ucx, which is made for them, in processes too. Then the
-# faults, in their quick form: both halves of `make test` take about as long.
-conformance-and-faults: $(VENV)/ucx.stamp
+# In one process where that is possible, which is quicker; and ucx, which is made for them, in processes too.
+conformance-in-process: $(VENV)/ucx.stamp
 	$(BIN)/python -m pytest --pyargs aiocomms.testing.conformance --transport=local --transport=c10d --transport=ucx
+
+conformance-in-processes: $(VENV)/ucx.stamp
 	$(BIN)/python -m pytest --pyargs aiocomms.testing.conformance --transport=ucx --processes --loops=asyncio
+
+faults-quick: $(VENV)/ucx.stamp
 	$(BIN)/python -m pytest tests/faults
 
 ## Every case of the fault catalogue, all victims and delays; writes the table of docs/reliability.md.
