@@ -280,7 +280,7 @@ class Recovery:
             decision = self._accepted(_decoded(record, Decision))
             invitation = Invitation(self._comm._rendezvous.epoch + 1, decision.size, decision.key)
             for new, number in decision.joins.items():  # each says it: the one that proposed may be gone
-                board.invite(root, new, number, msgspec.msgpack.encode(invitation))
+                self._comm._rendezvous.invite(root, new, number, msgspec.msgpack.encode(invitation))
             return decision
         raise CommTimeoutError("nobody waits for it any more")
 
@@ -298,7 +298,7 @@ class Recovery:
                 return None
         if self._wanted is None:
             return Decision(secrets.token_hex(16), dict(enumerate(old)), {})
-        joins = {new: board.claim(root, new) for new in range(self._wanted) if new not in old}
+        joins = {new: self._comm._rendezvous.claim(root, new) for new in range(self._wanted) if new not in old}
         return Decision(secrets.token_hex(16), {r: r for r in old}, joins) if all(joins.values()) else None
 
     def _check_quorum(self, old: Sequence[int]) -> None:

@@ -331,6 +331,24 @@ def test_a_newcomer_takes_the_place_of_the_dead(ranks: Run, transport: str) -> N
     assert results == [("world@2", 0, 3), ("world@2", 2, 3), ("world@2", 1, 3)]
 
 
+async def be_replaced_thrice() -> None:
+    store = dist.HashStore()
+    place: dict[str, Any] = {"store": store, "size": 2, "timeout": 10}
+    comms = list(await asyncio.gather(*(aiocomms.new_comm("local", rank=rank, **place) for rank in range(2))))
+    for epoch in (2, 3, 4):
+        comms[1].abort("it goes away")
+        await comms[1].aclose()
+        newcomer = aiocomms.new_comm("local", rank=1, join=True, **place)
+        comms = list(await asyncio.gather(comms[0].reconfigure(size=2), newcomer))
+        assert [comm.name for comm in comms] == 2 * [f"world@{epoch}"]
+        await asyncio.gather(*map(works, comms))
+    await asyncio.gather(*(comm.aclose() for comm in comms))
+
+
+def test_newcomers_come_again_and_again() -> None:
+    asyncio.run(be_replaced_thrice())
+
+
 async def nobody_joins(place: Rank) -> str:
     if place.rank == 1:
         with pytest.raises(CommTimeoutError, match="nobody took this process in as rank 1") as late:
