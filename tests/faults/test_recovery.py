@@ -339,7 +339,7 @@ async def be_replaced_thrice() -> None:
         comms[1].abort("it goes away")
         await comms[1].aclose()
         newcomer = aiocomms.new_comm("local", rank=1, join=True, **place)
-        comms = list(await asyncio.gather(comms[0].reconfigure(size=2), newcomer))
+        comms = list(await asyncio.gather(comms[0].reconfigure([0], size=2), newcomer))
         assert [comm.name for comm in comms] == 2 * [f"world@{epoch}"]
         await asyncio.gather(*map(works, comms))
     await asyncio.gather(*(comm.aclose() for comm in comms))
