@@ -26,7 +26,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
@@ -51,23 +51,37 @@ class Process:
     pipe: Connection
     memory: list[tuple[float, int]] = field(default_factory=list)
 
-    def hear(self) -> Heard:
-        """Wait for its next word."""
-        if not self.pipe.poll(SILENCE):
-            raise AssertionError(f"a hang: process {self.pid}")
+    def hear(self) -> Heard | str:
+        """What it has said, or why it has not."""
         try:
             said = self.pipe.recv()
         except (EOFError, ConnectionResetError):
-            raise AssertionError(f"a crash: process {os.waitpid(self.pid, 0)}") from None
-        if isinstance(said, str):
-            raise AssertionError(said)
-        assert isinstance(said, Heard)
+            return f"a crash: process {os.waitpid(self.pid, 0)}"
+        assert isinstance(said, Heard | str)
         return said
 
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
         self.pipe.close()
+
+
+def hear(processes: list[Process]) -> list[Heard]:
+    """The next word of each; or, if one fails, what all have to say of it."""
+    heard: dict[int, Heard | str] = {}
+    ends = time.monotonic() + SILENCE
+    while missing := {it.pipe: it for it in processes if it.pid not in heard}:
+        ready = wait(list(missing), max(0.0, ends - time.monotonic()))
+        for pipe in ready:
+            process = missing[pipe]  # type: ignore[index]  # they are all connections
+            heard[process.pid] = process.hear()
+            if isinstance(heard[process.pid], str):
+                ends = min(ends, time.monotonic() + 2)
+        if not ready:
+            heard.update({it.pid: f"a hang: process {it.pid}" for it in missing.values()})
+    failures = [said for said in heard.values() if isinstance(said, str)]
+    assert not failures, "\n".join(failures)
+    return [said for it in processes if isinstance(said := heard[it.pid], Heard)]
 
 
 class Soak:
@@ -134,7 +148,7 @@ class Soak:
         pause = self.rng.uniform(0, 0.5)
         for rank, it in enumerate(self.present()):
             it.pipe.send(order._replace(rank=rank))
-        formed = max(it.hear().at for it in self.present())
+        formed = max(said.at for said in hear(self.present()))
         if killed is not None:
             self.recoveries.append(formed - killed)
         self.counts[fate if fate != "close" or not grows else "grown"] += 1
@@ -166,11 +180,9 @@ class Soak:
 
     def collect(self) -> list[Heard]:
         """How it ended for all that are left."""
-        heard = []
-        for it in self.present():
-            said = it.hear()
-            heard.append(said)
-            self.counts.update(said.counts)
+        heard = hear(self.present())
+        for it, said in zip(self.present(), heard, strict=True):
+            self.counts.update(said.counts or {})
             if said.memory is not None:
                 it.memory.append((said.at, said.memory))
         return heard

@@ -252,10 +252,10 @@ async def rank_main(pipe: Connection, transport: str) -> None:
     asked = asyncio.Event()
     loop.add_reader(pipe.fileno(), asked.set)
     while True:
-        await asked.wait()
-        order = pipe.recv()
-        asked.clear()
-        await member.obey(order)
+        while not pipe.poll():
+            asked.clear()
+            await asked.wait()
+        await member.obey(pipe.recv())
         assert not complaints, complaints
 
 
