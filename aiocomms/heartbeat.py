@@ -45,12 +45,12 @@ class Heartbeat:
 
         :param fail: told of the first rank that is silent for too long.
         """
-        self._transports = [it for it in transports if it.signs() is not None]
         self._most = silence(options)
+        self._transports = [it for it in transports if self._most and it.signs() is not None]
         self._fail = fail
         self._looked = float("-inf")
         self._silent: list[dict[int, float]] = [{} for _ in self._transports]
-        self.period = min(self._most / 4, _LONGEST_PERIOD) if self._transports and self._most else float("inf")
+        self.period = min(self._most / 4, _LONGEST_PERIOD) if self._transports else float("inf")
         """Seconds between two looks while works are pending."""
 
     def look(self, now: float) -> None:

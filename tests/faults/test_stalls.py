@@ -1,0 +1,117 @@
+"""A process is stopped, and goes on: the cases 12 and 13 of the catalogue."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from oracle import LATE, hear, named, oracle
+from processes import LARGE, Rank, Run, exchange, numbers
+
+from aiocomms.communicator import Communicator
+from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError, PeerDiedError
+
+Notice = Callable[[list[float], float], None]
+DEADLINE = 1.0
+
+
+@pytest.fixture(params=["c10d", "ucx"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+async def processes(comm: Communicator) -> list[Any]:
+    """Of all ranks."""
+    return await comm.all_gather_object(os.getpid())
+
+
+async def reduced(comm: Communicator, turn: int, **more: Any) -> None:
+    """One collective, checked."""
+    total = await comm.all_reduce(numbers(LARGE, comm.rank, turn), **more)
+    assert torch.equal(total, sum(numbers(LARGE, rank, turn) for rank in range(comm.size)))
+
+
+async def stop_past_a_deadline(place: Rank) -> Any:
+    """Rank 2 is stopped amid collectives; the others give up and go on without it. What it had sent reaches nobody."""
+    async with oracle(place, 2):
+        comm = await place.open(hints={"heartbeat": 0})
+        pids = await processes(comm)
+        if place.rank == 0:
+            threading.Timer(0.05, os.kill, (pids[2], signal.SIGSTOP)).start()
+        error, took = await late(comm)
+        if place.rank == 2:
+            return await be_told(place, comm)
+        named(error, comm, [2] if isinstance(error, CommTimeoutError) else [])
+        new = await comm.reconfigure([0, 1])
+        await exchange(new, 1000)
+        place.tell(f"gone on {place.rank}")
+        if place.rank == 0:
+            await hear(place, "gone on", 1)
+            os.kill(pids[2], signal.SIGCONT)
+        await hear(place, "told", 2)
+        await exchange(new, 1000)
+        await new.aclose()
+        return took
+
+
+async def late(comm: Communicator) -> tuple[CommError, float]:
+    """What ends collectives, and how long after the start of the one that it ends."""
+    turn = 0
+    while True:
+        began = time.monotonic()
+        try:
+            await reduced(comm, turn, timeout=DEADLINE)
+        except (CommTimeoutError, CommAbortedError, PeerDiedError) as error:
+            return error, time.monotonic() - began
+        turn += 1
+
+
+async def be_told(place: Rank, comm: Communicator) -> str:
+    """It goes on, and learns that the others have left."""
+    with pytest.raises(CommAbortedError):
+        comm.send(torch.ones(1), 0, 9)
+    with pytest.raises(CommAbortedError, match="excluded") as caught:
+        await comm.reconfigure(timeout=2)
+    await comm.aclose()
+    place.tell("told 2")
+    return str(caught.value)
+
+
+def test_stopped_past_a_deadline(ranks: Run, notice: Notice) -> None:
+    *times, text = ranks(3, stop_past_a_deadline)
+    notice([took - DEADLINE for took in times], LATE)
+    assert "ranks [0, 1] go on without it" in text
+
+
+async def stop_for_a_moment(place: Rank) -> None:
+    """Less than the heartbeat's time and any deadline: nobody is taken for dead, and nothing is lost."""
+    async with oracle(place):
+        comm = await place.open(hints={"heartbeat": 2.0}, timeout=10)
+        pids = await processes(comm)
+        back = threading.Event()
+        if place.rank == 0:
+            threading.Thread(target=stop_and_go, args=(pids[2], back)).start()
+        turn, done = 0, False
+        while not done:
+            await reduced(comm, turn)
+            done = bool(await comm.broadcast(torch.tensor([back.is_set()]), 0))
+            turn += 1
+        await exchange(comm, 1000)
+        await comm.aclose()
+
+
+def stop_and_go(pid: int, back: threading.Event) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(1)
+    os.kill(pid, signal.SIGCONT)
+    back.set()
+
+
+def test_stopped_for_a_moment(ranks: Run) -> None:
+    ranks(3, stop_for_a_moment)
