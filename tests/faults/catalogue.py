@@ -35,7 +35,6 @@ class Case:
 ONE_PROCESS = Why("all ranks are in one process, which dies or stops as a whole")
 NO_NETWORK = Why("there is no network")
 NO_LISTENER = Why("nothing listens, and nothing of another process is read")
-RECOVERY = Why("with heartbeats and reconfigure: tests/faults/test_recovery.py")
 
 
 def tests(module: str, *names: str) -> tuple[str, ...]:
@@ -58,6 +57,10 @@ def everywhere(number: int, what: str, *names: str, ucx: tuple[str, ...] = ()) -
 
 def deaths(*names: str) -> tuple[str, ...]:
     return tests("faults/test_deaths", *names)
+
+
+def recovery(*names: str) -> tuple[str, ...]:
+    return tests("faults/test_recovery", *names)
 
 
 def life(*names: str) -> tuple[str, ...]:
@@ -96,20 +99,33 @@ DEATHS = (
     between_processes(
         10, "death before the first op, or while it forms", *deaths("test_before_the_first_op", "test_while_it_forms")
     ),
-    Case(11, "elastic restart of all workers", ONE_PROCESS, RECOVERY, RECOVERY),
+    between_processes(
+        11,
+        "elastic restart of all workers",
+        *recovery("test_torchrun_starts_all_anew", "test_a_store_that_a_crashed_run_has_used"),
+        ucx=recovery("test_a_stopped_rank_is_out"),
+    ),
 )
 
 STALLS = (
-    Case(12, "SIGSTOP amid a collective, then SIGCONT", ONE_PROCESS, RECOVERY, RECOVERY),
-    Case(13, "SIGSTOP for less than the timeout", ONE_PROCESS, RECOVERY, RECOVERY),
+    between_processes(
+        12,
+        "SIGSTOP amid a collective, then SIGCONT",
+        *tests("faults/test_stalls", "test_stopped_past_a_deadline"),
+        ucx=recovery("test_a_stopped_rank_is_out"),  # by heartbeat, for which c10d does not ask
+    ),
+    between_processes(
+        13, "SIGSTOP for less than the timeout", *tests("faults/test_stalls", "test_stopped_for_a_moment")
+    ),
     Case(
         14,
         "a blocked event loop is no death",
         tests("test_deadlines", "test_a_deadline_passes_while_the_loop_is_busy"),
-        RECOVERY,
-        tests("test_ucx", "test_a_rank_that_computes_does_not_hold_up_the_others"),
+        recovery("test_a_blocked_loop_is_no_death"),
+        recovery("test_a_blocked_loop_is_no_death", "test_a_long_call_that_holds_the_interpreter_is_no_death")
+        + tests("test_ucx", "test_a_rank_that_computes_does_not_hold_up_the_others"),
     ),
-    Case(15, "8 processes on 2 busy cores", ONE_PROCESS, RECOVERY, RECOVERY),
+    between_processes(15, "8 processes on 2 busy cores", *recovery("test_a_starved_rank_is_no_death")),
     Case(
         16,
         "a rank that never calls is named",
@@ -186,6 +202,14 @@ MISMATCHES = (
 )
 
 STORE_DIES = tests("faults/test_bootstrap", "test_a_store_that_stops_and_dies")
+# Before any transport is opened.
+MEETING = tests(
+    "test_rendezvous",
+    "test_of_two_processes_that_are_one_rank_the_later_one_is_it",
+    "test_what_a_crashed_run_left_in_the_store_is_nobody",
+    "test_one_name_many_times_on_one_store",
+    "test_several_names_on_one_store",
+)
 STORES = (
     Case(
         31,
@@ -211,9 +235,9 @@ STORES = (
     Case(
         34,
         "a rank twice, stale keys, two jobs at one store",
-        RECOVERY,
-        RECOVERY,
-        RECOVERY,
+        MEETING,
+        MEETING + recovery("test_a_store_that_a_crashed_run_has_used"),
+        MEETING + recovery("test_a_store_that_a_crashed_run_has_used"),
     ),
     everywhere(
         35,

@@ -254,7 +254,8 @@ async def block(place: Rank) -> None:
     await comm.aclose()
 
 
-def test_a_blocked_loop_is_no_death(ranks: Run) -> None:
+@pytest.mark.parametrize("transport", ["ucx", "c10d"])
+def test_a_blocked_loop_is_no_death(ranks: Run, transport: str) -> None:
     ranks(3, block)
 
 
@@ -299,7 +300,8 @@ async def starve(place: Rank) -> None:
     await comm.aclose()
 
 
-def test_a_starved_rank_is_no_death(ranks: Run) -> None:
+@pytest.mark.parametrize("transport", ["ucx", "c10d"])
+def test_a_starved_rank_is_no_death(ranks: Run, transport: str) -> None:
     ranks(8, starve, seconds=60)
 
 
@@ -366,11 +368,34 @@ def test_waiting_for_newcomers_has_an_end(ranks: Run) -> None:
     ranks(2, nobody_joins)
 
 
+async def form_again(place: Rank) -> tuple[str, int]:
+    """Rank 2 is who is started anew as rank 1, over a store that keeps what the crashed run has left."""
+    if place.rank == 2:
+        await asyncio.to_thread(place.told, "dead")
+    else:
+        comm = await place.open(ranks=[0, 1])
+        await comm.barrier()
+        if place.rank == 1:
+            place.tell("dead")
+            place.die()
+        await lost(comm)
+        await comm.aclose()
+    rank = min(place.rank, 1)
+    async with aiocomms.new_comm(place.transport, store=place.store(), rank=rank, size=2, timeout=10) as comm:
+        await works(comm)
+        return comm.name, comm.rank
+
+
+@pytest.mark.parametrize("transport", ["ucx", "c10d"])
+def test_a_store_that_a_crashed_run_has_used(ranks: Run, transport: str) -> None:
+    assert ranks(3, form_again) == [("world", 0), KILLED, ("world", 1)]
+
+
 RESTARTED = """
 import asyncio, os, sys, torch, aiocomms
 
 async def main():
-    comm = await aiocomms.new_comm("ucx", timeout=30)
+    comm = await aiocomms.new_comm(sys.argv[1], timeout=30)
     total = await comm.all_reduce(torch.ones(1))
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         if comm.rank == 1:
@@ -383,11 +408,12 @@ asyncio.run(main())
 """
 
 
-def test_torchrun_starts_all_anew(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["ucx", "c10d"])
+def test_torchrun_starts_all_anew(tmp_path: Path, transport: str) -> None:
     script = tmp_path / "restarted.py"
     script.write_text(RESTARTED)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", str(script)]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", str(script), transport]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
     for rank in range(2):  # they may write at the same time, into one line
