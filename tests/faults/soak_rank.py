@@ -182,7 +182,8 @@ class Member:
             self.say(Heard(time.monotonic(), self.died(error, order), self.counted()))
         else:
             ended = time.monotonic()
-            self.say(Heard(ended, None, self.counted(), None if order.aborts else await self.close(comm)))
+            del comm
+            self.say(Heard(ended, None, self.counted(), None if order.aborts else await self.close()))
 
     async def form(self, order: Order) -> Communicator:
         """As one of those that are left, or a newcomer, or all at once."""
@@ -219,9 +220,10 @@ class Member:
         self.counts.clear()
         return counts
 
-    async def close(self, comm: Communicator) -> int:
+    async def close(self) -> int:
         """Close it, and see that nothing is left; the memory that this process has then."""
-        await comm.aclose()
+        assert self.comm is not None
+        await self.comm.aclose()
         self.comm = None
         self.closes += 1
         memory = anonymous()
