@@ -136,7 +136,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         except BaseException:  # nothing was sent: the other ranks' next collective is this one's next, too
             self.calls -= collective
             raise
-        if not work.done():
+        if not work._state:  # done(), without the call
             return self._keep(work, seconds)
         args = PEERS[type(op)](op) if type(op) in PEERS else None
         self._ring[seq & self._mask] = (seq, type(op), monotonic(), args, work.fault)

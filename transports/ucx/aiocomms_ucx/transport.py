@@ -164,12 +164,11 @@ class UcxTransport(Transport):
         collective = START.get(type(op))
         if collective is not None:
             start, form = collective
-            done = start(engine, ticket, self.group, self.size, op, form)
-            if done and not engine.ready:
+            if start(engine, ticket, self.group, self.size, op, form):
                 self._calls += 1
                 work.complete()
             else:
-                self.follow_collective(work, done)
+                self.follow_collective(work, done=False)
         elif isinstance(op, ops.Send):
             self.follow(work, engine.send(ticket, self.group, op.tensor, op.dst, op.channel, op.tag))
         elif isinstance(op, ops.Recv):
@@ -178,27 +177,27 @@ class UcxTransport(Transport):
             self._windows.post(op, work)
 
     def follow(self, work: Completion, done: bool) -> None:
-        """An op was handed to the engine, under its work's ``id``."""
+        """An op was handed to the engine, under its work's ``id``. Done, and there is nothing else that is; or not."""
         if done:
-            work.complete()
-        else:
-            self.family.pending[id(work)] = (self, work, PLAIN)
+            return work.complete()
+        self.family.pending[id(work)] = (self, work, PLAIN)
         if self.engine.ready:
             self.family.progress()
+        return None
 
     def follow_collective(self, work: Completion, done: bool) -> None:
         """A collective was."""
         index = self._calls
         self._calls = index + 1
         if done:
-            self.finish(work, index, DONE, 0, 0)
-        else:
-            self._collectives[index] = work
-            self.family.pending[id(work)] = (self, work, index)
+            return self.finish(work, index, DONE, 0, 0)
+        self._collectives[index] = work
+        self.family.pending[id(work)] = (self, work, index)
         if self.engine.ready:
             self.family.progress()
         if self._left or self._disputes:
             self._reconsider(index)
+        return None
 
     def finish(self, work: Completion, index: int, status: int, a: int, b: int) -> None:
         """An op has ended, or the engine has let go of one that was given up."""

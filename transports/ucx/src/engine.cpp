@@ -102,7 +102,8 @@ void Engine::start(const std::vector<std::string>& addresses, std::vector<int> s
 
 bool Engine::settle(Request* request, std::uint64_t began) {
   if (!request->done && !bulk_) spin(*request, began);  // else the thread is at it
-  if (request->done && request->status == Status::kDone && !request->answers) {
+  // Not if other outcomes came first: they are heard of first.
+  if (request->done && request->status == Status::kDone && !request->answers && !ready()) {
     delete request;
     return true;
   }

@@ -114,7 +114,7 @@ class Engine {
   std::vector<int> missing(std::uint32_t group);  // the ranks that the collective under way waits for
 
   // ------------------------------------------------------------ ops
-  // True: done. False: the outcome follows, under the ticket that the caller gave it.
+  // True: done, and nothing else is to be told. False: the outcome follows, under the ticket that the caller gave it.
   bool send(Ticket ticket, std::uint32_t group, const void* data, std::size_t bytes, int dst, int channel,
             std::int64_t tag, int dtype);
   bool recv(Ticket ticket, std::uint32_t group, void* data, std::size_t bytes, int src, int channel, std::int64_t tag,

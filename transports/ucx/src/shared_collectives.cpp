@@ -23,6 +23,9 @@ void transfer(void* out, const void* in, std::size_t bytes) {
   if (bytes && out != in) std::memcpy(out, in, bytes);
 }
 
+// The same out of another rank's slot.
+void fetch(void* out, const std::byte* slot, std::size_t bytes) { copy_pages(static_cast<std::byte*>(out), slot, bytes); }
+
 std::uint64_t rounds_for(std::size_t bytes, std::size_t chunk) {
   return std::max<std::size_t>(1, (bytes + chunk - 1) / chunk);
 }
@@ -154,7 +157,7 @@ class Chunk {
     std::byte* there = shared_.segment.slot(owner, round_) + share.offset * size_;
     const std::size_t offset = (elements_.offset + share.offset) * size_;
     if (out) {
-      transfer(at(out, offset), there, share.length * size_);
+      fetch(at(out, offset), there, share.length * size_);
     } else {
       transfer(there, at(in, offset), share.length * size_);
     }
@@ -282,8 +285,8 @@ Task spread_by_slots(Shared& shared, const void* in, std::vector<void*> outs, By
       if (rank == me || theirs.length == 0) continue;
       const std::uint64_t round = first + turn - 1;
       co_await shared.one(rank, round);
-      transfer(at(outs[rank], theirs.offset), small ? segment.line(rank, round).data : segment.slot(rank, round),
-               theirs.length);
+      fetch(at(outs[rank], theirs.offset), small ? segment.line(rank, round).data : segment.slot(rank, round),
+            theirs.length);
     }
     if (turn >= meeting) shared.finish(first + turn - 1);
     co_await shared.turn();
@@ -344,7 +347,7 @@ Task exchange_by_slots(Shared& shared, std::vector<const void*> ins, Bytes in_by
       const Span part(turn - 1, step, out_bytes[rank]);
       if (rank == me || part.length == 0) continue;
       co_await shared.one(rank, first + turn - 1);
-      transfer(at(outs[rank], part.offset), segment.slot(rank, first + turn - 1) + me * piece, part.length);
+      fetch(at(outs[rank], part.offset), segment.slot(rank, first + turn - 1) + me * piece, part.length);
     }
     if (turn >= 1) shared.finish(first + turn - 1);
     co_await shared.turn();
