@@ -26,7 +26,10 @@ constexpr std::uint64_t kSlice = 400'000;
 constexpr std::uint64_t kCrowdedSlice = 2'000'000;
 // After so long without a visit the loop is taken to be busy or parked, ns.
 constexpr std::uint64_t kLoopAway = 500'000;
-constexpr int kTickMs = 1;
+// How often the thread looks whether it is, at most: with nothing pending, and nobody who waits for it, ever less often. A
+// thousand times a second it would get in the way of ranks that share a core, and the scheduler would move them about.
+constexpr int kShortestTickMs = 1;
+constexpr int kLongestTickMs = 8;
 // The thread looks at the control connections at least this often, however much it has to do, ns.
 constexpr std::uint64_t kListen = 10'000'000;
 constexpr int kLongestDozeMs = 8;
@@ -112,7 +115,7 @@ bool Engine::settle(Request* request, std::uint64_t began) {
   if (request->done) {
     request->done = false;
     complete(request, request->status, request->details[0], request->details[1]);
-  } else if (bulk_ || (asleep_ && !quiet())) {
+  } else if (bulk_ || (asleep_ && !quiet()) || tick_ms_ > kShortestTickMs) {
     wake_thread();
   }
   return false;
@@ -188,6 +191,7 @@ bool Engine::quiet() const {
 
 void Engine::wake_thread() {
   asleep_ = false;
+  tick_ms_ = kShortestTickMs;
   control_->wake();
 }
 
@@ -277,10 +281,12 @@ void Engine::run() {
   if (cuda_) cuda_->enter();
   for (;;) {
     Rest rest;
+    int tick;
     {
       std::lock_guard lock(mutex_);
       if (stopping_) return;
       rest = take_turn();
+      tick = tick_ms_;
     }
     while (wanting_.load(std::memory_order_relaxed) > 0) sched_yield();
     if (rest == Rest::kYield) sched_yield();
@@ -288,7 +294,7 @@ void Engine::run() {
       if (now_ns() - listened_ < kListen) continue;
       control_->wait(0, false);
     }
-    if (rest == Rest::kTick) control_->wait(kTickMs, false);
+    if (rest == Rest::kTick) control_->wait(tick, false);
     if (rest == Rest::kDoze) control_->wait(doze_ms_, true);
     if (rest == Rest::kSleep) control_->wait(-1, true);
     listened_ = now_ns();
@@ -298,7 +304,11 @@ void Engine::run() {
 Engine::Rest Engine::take_turn() {
   const std::uint64_t now = now_ns();
   asleep_ = false;
-  if (!bulk_ && now - loop_seen_.load(std::memory_order_relaxed) < kLoopAway) return Rest::kTick;
+  if (!bulk_ && now - loop_seen_.load(std::memory_order_relaxed) < kLoopAway) {
+    tick_ms_ = pending_ > 0 || !quiet() ? kShortestTickMs : std::min(2 * tick_ms_, kLongestTickMs);
+    return Rest::kTick;
+  }
+  tick_ms_ = kShortestTickMs;
   slice_ends_ = now + kSlice;
   bool moved = false;
   while (wanting_.load(std::memory_order_relaxed) == 0 && advance()) {

@@ -250,6 +250,7 @@ class Engine {
   std::unordered_map<std::uint64_t, Asked> asked_;
   std::uint64_t next_question_ = 0;
   int doze_ms_ = 1;
+  int tick_ms_ = 1;
   std::size_t pending_ = 0;  // tickets without an outcome
   std::size_t moving_ = 0;   // calls of UCX on a device's memory that it has not finished
   std::unordered_map<Ticket, std::string> heads_;
