@@ -10,13 +10,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import inspect
 import json
 import platform
 import selectors
 import statistics
 import sys
-import textwrap
 import time
 import tracemalloc
 from collections.abc import Awaitable, Callable
@@ -27,9 +25,8 @@ import torch
 import uvloop
 
 import aiocomms
-from aiocomms import communicator
-from aiocomms.communicator import Communicator
 from aiocomms.testing import local_world
+from benchmarks.bare import drop_recorder
 
 ROUNDS = 40
 BATCH = 1000
@@ -72,15 +69,10 @@ async def finished_in_post() -> dict[str, Any]:
 
 async def recorded() -> dict[str, Any]:
     """What the flight recorder adds to an op that completes inside ``post``: with and without it, in turn."""
-    source = textwrap.dedent(inspect.getsource(Communicator._issue))
-    without = "".join(line for line in source.splitlines(True) if "PEERS" not in line and "self._ring" not in line)
-    assert source.count("\n") == without.count("\n") + 2, "the recorder's lines are not where this benchmark looks"
-    namespace: dict[str, Any] = {}
-    exec(f"from __future__ import annotations\n{without}", vars(communicator) | {"__name__": "without"}, namespace)
     tensor = torch.ones(2)
     samples: dict[str, list[float]] = {name: [] for name in ("with", "without")}
     async with aiocomms.new_comm("local") as comm, aiocomms.new_comm("local", name="without") as other:
-        other._issue = namespace["_issue"].__get__(other)
+        drop_recorder(other)
         for _ in range(4 * ROUNDS):
             for name, one in (("with", comm), ("without", other)):
                 samples[name].append(await batch(lambda one=one: one.all_reduce(tensor), BATCH))

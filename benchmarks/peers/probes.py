@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import random
 import time
 import tracemalloc
@@ -16,6 +17,7 @@ import torch
 from aiocomms import Communicator
 from aiocomms.errors import CommError
 from aiocomms.work import Work
+from benchmarks.bare import drop_recorder
 from benchmarks.heartbeat import beat
 
 Ready = Callable[[], None]
@@ -113,6 +115,30 @@ async def heartbeat(comm: Communicator, _: Ready, nbytes: int, ops: int) -> tupl
             await asyncio.sleep(1)
         task.cancel()
     return idle, busy
+
+
+async def overhead(comm: Communicator, _: Ready, nbytes: int, ops: int, rounds: int) -> list[tuple[float, float]]:
+    """Seconds per all_reduce, round by round: as it is, and with neither flight recorder nor heartbeat."""
+    os.environ["AIOCOMMS_HEARTBEAT"] = "0"  # read where a communicator is made
+    try:
+        bare = await comm.split(range(comm.size))
+    finally:
+        del os.environ["AIOCOMMS_HEARTBEAT"]
+    assert bare is not None
+    drop_recorder(bare)
+    tensor = torch.zeros(nbytes // 4)
+    took = []
+    for turn in range(rounds):
+        means = {}
+        for one in (comm, bare) if turn % 2 else (bare, comm):
+            await comm.barrier()
+            start = time.perf_counter()
+            for _ in range(ops):
+                await one.all_reduce(tensor)
+            means[one] = (time.perf_counter() - start) / ops
+        took.append((means[comm], means[bare]))
+    await bare.aclose()
+    return took
 
 
 async def idle(comm: Communicator, ready: Ready, waiting: bool, seconds: float) -> None:

@@ -83,6 +83,18 @@ def heartbeat(transport: str, pace: Pace) -> Result:
     return [idle, busy], [verdict("lateness at p99", busy["p99_us"] / 1e3, "ms", 3.0, 1.0)]
 
 
+def overhead(transport: str, pace: Pace) -> Result:
+    """What the flight recorder and the heartbeat cost; the slower rank's time."""
+    figures, verdicts = [], []
+    for nbytes, title, ops, must in ((8, "8 B", 2_000, 1.05), (MIB, "1 MiB", 50, 1.02)):
+        answers = with_world(transport, lambda w, n=nbytes, k=ops: w.ask("probe", "overhead", n, k, 10 * pace.rounds))
+        rounds = [[max(it) for it in zip(*of_ranks, strict=True)] for of_ranks in zip(*answers, strict=True)]
+        whole, bare = ([it[at] for it in rounds] for at in (0, 1))
+        figures += [figure(f"all_reduce {title}", whole), figure(f"all_reduce {title}, without both", bare)]
+        verdicts.append(verdict(f"{title}: time / without", paired(whole, bare), "x", must))
+    return figures, verdicts
+
+
 def usage(pid: int) -> tuple[float, int]:
     """Seconds on a core, and how often it woke from a wait: all threads of a process so far."""
     seconds, wakes = 0.0, 0
@@ -148,6 +160,7 @@ SPECIAL: dict[str, Callable[[str, Pace], Result]] = {
     "10,000 outstanding recvs": many_recvs,
     "peer computes for 200 ms after posting": busy_peer,
     "1 ms heartbeat during 64 MiB all_reduces": heartbeat,
+    "flight recorder and heartbeat": overhead,
     "idle": idling,
     "kill -9 of a peer": death,
 }
