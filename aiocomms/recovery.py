@@ -272,7 +272,7 @@ class Recovery:
             if record is None:
                 came |= {r for r in range(self._comm.size) if r not in came and board.told("came", r) is not None}
                 now = time.monotonic()
-                proposal = self._proposal(board, root, came, now - began)
+                proposal = self._proposal(root, came, now - began)
                 complete = now if complete is None and proposal else complete
                 if proposal is None or complete is None or now - complete < sorted(came).index(rank) * _TURN:
                     continue
@@ -284,7 +284,7 @@ class Recovery:
             return decision
         raise CommTimeoutError("nobody waits for it any more")
 
-    def _proposal(self, board: Rendezvous, root: Store, came: set[int], waited: float) -> Decision | None:
+    def _proposal(self, root: Store, came: set[int], waited: float) -> Decision | None:
         """What this rank would propose, if it is time for that."""
         if self._ranks is None:
             late = [r for r in range(self._comm.size) if r not in came and not self._dead(r)]
@@ -298,7 +298,8 @@ class Recovery:
                 return None
         if self._wanted is None:
             return Decision(secrets.token_hex(16), dict(enumerate(old)), {})
-        joins = {new: self._comm._rendezvous.claim(root, new) for new in range(self._wanted) if new not in old}
+        rendezvous = self._comm._rendezvous  # which knows the name that newcomers ask under; the board has the epoch's
+        joins = {new: rendezvous.claim(root, new) for new in range(self._wanted) if new not in old}
         return Decision(secrets.token_hex(16), {r: r for r in old}, joins) if all(joins.values()) else None
 
     def _check_quorum(self, old: Sequence[int]) -> None:

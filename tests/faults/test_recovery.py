@@ -333,22 +333,30 @@ def test_a_newcomer_takes_the_place_of_the_dead(ranks: Run, transport: str) -> N
     assert results == [("world@2", 0, 3), ("world@2", 2, 3), ("world@2", 1, 3)]
 
 
-async def be_replaced_thrice() -> None:
-    store = dist.HashStore()
-    place: dict[str, Any] = {"store": store, "size": 2, "timeout": 10}
-    comms = list(await asyncio.gather(*(aiocomms.new_comm("local", rank=rank, **place) for rank in range(2))))
-    for epoch in (2, 3, 4):
-        comms[1].abort("it goes away")
-        await comms[1].aclose()
-        newcomer = aiocomms.new_comm("local", rank=1, join=True, **place)
-        comms = list(await asyncio.gather(comms[0].reconfigure([0], size=2), newcomer))
-        assert [comm.name for comm in comms] == 2 * [f"world@{epoch}"]
-        await asyncio.gather(*map(works, comms))
-    await asyncio.gather(*(comm.aclose() for comm in comms))
+async def be_replaced_again(place: Rank) -> Any:
+    """Rank 0 outlives processes 1 and 2, each of which dies as rank 1, and process 3 stays."""
+    if place.rank < 2:
+        comm = await place.open(ranks=[0, 1])
+    else:
+        await asyncio.to_thread(place.told, f"dead {place.rank - 1}")
+        comm = await aiocomms.new_comm(place.transport, store=place.store(), rank=1, size=2, timeout=20, join=True)
+    await works(comm)
+    if place.rank in (1, 2):
+        place.tell(f"dead {place.rank}")
+        place.die()
+    if place.rank == 0:
+        for _ in range(2):
+            await lost(comm)
+            comm = await comm.reconfigure(size=2)
+            await works(comm)
+    await comm.aclose()
+    return comm.name, comm.rank, comm.size
 
 
-def test_newcomers_come_again_and_again() -> None:
-    asyncio.run(be_replaced_thrice())
+@pytest.mark.parametrize("transport", ["ucx", "c10d"])
+def test_one_place_is_taken_twice(ranks: Run, transport: str) -> None:
+    results = ranks(4, be_replaced_again)
+    assert results == [("world@3", 0, 2), KILLED, KILLED, ("world@3", 1, 2)]
 
 
 async def nobody_joins(place: Rank) -> str:
