@@ -96,7 +96,7 @@ class Supervisor:
     async def _keep(self, rank: int, tell: Connection) -> None:
         """Start a rank, and again when it has died."""
         join = False
-        while not self._stopping:
+        while not (self._stopping or self._scope.cancel_called):
             listener = self._listener if rank == 0 else None
             environment = {**self._environment, "RANK": str(rank)}
             process = context.Process(target=run_rank, args=(environment, listener, tell, join), daemon=True)
@@ -184,7 +184,7 @@ def main() -> None:
 
     store, port = serve_store("127.0.0.1", options.ranks, 60)
     anyio.run(Supervisor(options.ranks, listener, port).run)
-    del store
+    del store  # which served until here
 
 
 if __name__ == "__main__":
