@@ -87,7 +87,7 @@ class Work:
 
     def expect(self, got: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
         if not torch.equal(got, wanted):
-            raise AssertionError(f"wrong data: {what} in turn {self.turn}")
+            raise AssertionError(f"wrong data: {what} in turn {self.turn}: {difference(got, wanted)}")
 
     async def reduce(self, count: int) -> int:
         total = sum((self.mine(count, r) for r in range(self.comm.size)), empty(count))
@@ -151,6 +151,13 @@ class Work:
         self.expect(await reduced, total, "all_reduce, awaited again")
         self.counts["cancellations"] += 2
         return 2
+
+
+def difference(got: torch.Tensor, wanted: torch.Tensor) -> str:
+    """Where two tensors differ, and how."""
+    wrong = (got != wanted).nonzero().flatten().tolist()
+    shown = ", ".join(f"{got[at]} for {wanted[at]} at {at}" for at in (wrong[0], wrong[-1]))
+    return f"{len(wrong)} of {len(got)} numbers: {shown}"
 
 
 async def wait(work: Any) -> None:
@@ -249,7 +256,13 @@ async def rank_main(pipe: Connection, transport: str) -> None:
     """A rank's life, as the parent orders it."""
     loop = asyncio.get_running_loop()
     complaints: list[str] = []
-    loop.set_exception_handler(lambda _, context: complaints.append(str(context)))
+
+    def complain(_: object, context: dict[str, Any]) -> None:
+        # A death ends several ops of one task, which hears of the first of them.
+        if not isinstance(context.get("exception"), (PeerDiedError, CommAbortedError)):
+            complaints.append(str(context))
+
+    loop.set_exception_handler(complain)
     member = Member(transport, pipe.send)
     asked = asyncio.Event()
     loop.add_reader(pipe.fileno(), asked.set)

@@ -26,8 +26,9 @@ constexpr std::uint64_t kSlice = 400'000;
 constexpr std::uint64_t kCrowdedSlice = 2'000'000;
 // After so long without a visit the loop is taken to be busy or parked, ns.
 constexpr std::uint64_t kLoopAway = 500'000;
-// How often the thread looks whether it is, at most: with nothing pending, and nobody who waits for it, ever less often. A
-// thousand times a second it would get in the way of ranks that share a core, and the scheduler would move them about.
+// How often the thread looks whether it is, at most: with nothing pending, and nobody who waits for it, ever less
+// often. A thousand times a second it would get in the way of ranks that share a core, and the scheduler would move
+// them about.
 constexpr int kShortestTickMs = 1;
 constexpr int kLongestTickMs = 8;
 // The thread looks at the control connections at least this often, however much it has to do, ns.

@@ -1,6 +1,7 @@
 // One communicator, as the engine knows it: who its ranks are, what waits to be matched, and which collectives run.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -110,6 +111,12 @@ struct Group {
   std::size_t users = 0;                                         // requests and sends that are not done
   std::unordered_map<std::uint64_t, Window> windows;
   std::uint64_t next_window = 0;
+
+  // Whether a rank of this host has given up what it had offered.
+  bool has_let_go(int of) const {
+    const auto place = std::find(local.begin(), local.end(), of) - local.begin();
+    return shared && shared->segment.has_let_go(static_cast<int>(place));
+  }
 };
 
 }  // namespace aiocomms

@@ -134,6 +134,7 @@ void Engine::close_group(std::uint32_t id) {
 void Engine::drop(Group& it) {
   it.lost = true;
   it.running = false;
+  if (it.shared) it.shared->segment.let_go();  // before anybody hears that an op of it has ended
   std::erase(active_, &it);
   std::erase_if(events_, [&](auto& entry) { return entry.first == &it; });
   auto end = [&](Request* request) {

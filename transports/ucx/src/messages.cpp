@@ -255,7 +255,8 @@ std::string Engine::head(Ticket ticket) {
   return found ? std::move(found.mapped()) : std::string();
 }
 
-// A receive copies an offered message from where it lies, in pieces.
+// A receive copies an offered message from where it lies, in pieces. If its sender has given up meanwhile, for which it
+// needs nobody's leave, what was copied may be anything: then the receive waits on, until its communicator is lost too.
 void Engine::pull(Request* request, const Header& header, const void* payload) {
   Offer offer;
   std::memcpy(&offer, payload, sizeof offer);
@@ -264,6 +265,9 @@ void Engine::pull(Request* request, const Header& header, const void* payload) {
   pulls_.push_back({static_cast<std::byte*>(request->data), reinterpret_cast<const std::byte*>(offer.address), bytes,
                     request,
                     [=, this](Request* it) {
+                      if (it->group.has_let_go(rank)) {
+                        return it->group.mail.keep(Key(header.source, header.channel, header.tag), it);
+                      }
                       answer(it->group, rank, offer.number, 0);
                       it->finished(UCS_OK);
                     },

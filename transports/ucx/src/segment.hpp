@@ -66,13 +66,31 @@ class Segment {
     return asleep.load(std::memory_order_seq_cst) && asleep.exchange(0, std::memory_order_seq_cst);
   }
 
+  // This rank's program may do as it likes with the memory that others read in place, from now on. They look at that
+  // after they have read: who does not see it has read what was meant for it.
+  void let_go() {
+    owners_[rank_].gone.round.store(1, std::memory_order_seq_cst);
+    fence();
+  }
+  bool has_let_go(int rank) {
+    fence();
+    return owners_[rank].gone.round.load(std::memory_order_seq_cst) != 0;
+  }
+
  private:
   struct Owner {
     Line lines[kDepth];
     Line second[kDepth];
     Line done;
     Line asleep;
+    Line gone;
   };
+
+  static void fence() {
+#ifndef __SANITIZE_THREAD__  // which does not know fences
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+#endif
+  }
 
   int rank_;
   int ranks_;

@@ -24,7 +24,9 @@ void transfer(void* out, const void* in, std::size_t bytes) {
 }
 
 // The same out of another rank's slot.
-void fetch(void* out, const std::byte* slot, std::size_t bytes) { copy_pages(static_cast<std::byte*>(out), slot, bytes); }
+void fetch(void* out, const std::byte* slot, std::size_t bytes) {
+  copy_pages(static_cast<std::byte*>(out), slot, bytes);
+}
 
 std::uint64_t rounds_for(std::size_t bytes, std::size_t chunk) {
   return std::max<std::size_t>(1, (bytes + chunk - 1) / chunk);
@@ -245,6 +247,7 @@ Task read_in_place(Shared& shared, std::vector<const void*> from, std::vector<vo
       }
       co_await shared.turn();
     }
+    if (bytes[rank] && segment.has_let_go(rank)) co_await shared.never();
   }
   shared.finish(round);
   co_await shared.writable(round + 1);

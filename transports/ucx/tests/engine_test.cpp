@@ -243,6 +243,36 @@ void losses(Comm& lost, Comm& other) {
   rank.engine->close_group(lost.group);
 }
 
+// A rank gives up while a large message of its own lies with another, and writes over it: nobody takes that for the
+// message.
+void changes_of_mind(Comm& comm) {
+  Rank& rank = comm.rank;
+  const int last = comm.size() - 1;
+  const bool read_in_place = last > 0 && !rank.world.device && rank.world.host_of.front() == rank.world.host_of.back();
+  const bool gives = read_in_place && comm.me == 0, takes = read_in_place && comm.me == last;
+  Ints offered = filled(0, 20'000, 1), taken(offered.size()), small(1);
+  Ticket given = 0;
+  if (gives) {
+    given = post_send(comm, offered, last, 3);
+    rank.finish(post_send(comm, small, last, 4), "a message behind an offer");
+  }
+  if (takes) rank.finish(post_recv(comm, small, 0, 4), "a message behind an offer");  // so the offer has come
+  rank.world.meeting.arrive_and_wait();
+  if (comm.me == 0) rank.engine->lose_group(comm.group);
+  if (gives) {
+    expect(rank.wait(given).status == Status::kDropped, "an offer that was given up ends otherwise");
+    offered.assign(offered.size(), -1);
+  }
+  rank.world.meeting.arrive_and_wait();
+  if (takes) {
+    const Ticket late = post_recv(comm, taken, 0, 3);
+    rank.engine->lose_group(comm.group);
+    expect(rank.wait(late).status == Status::kDropped, "what was written over an offer is taken for the message");
+  }
+  rank.world.meeting.arrive_and_wait();
+  rank.engine->close_group(comm.group);
+}
+
 // Ranks that disagree find out: some by themselves, who tell the others.
 void quarrels(Comm& comm) {
   const Ticket ticket = comm.collective(comm.me == 0 ? 5 : 6, [](Group& it, Unequal&) { return run_barrier(it); });
@@ -312,13 +342,14 @@ void live(Rank& rank, std::vector<Part>& parts, bool dies) {
   std::vector<int> all(rank.world.size());
   std::iota(all.begin(), all.end(), 0);
   std::vector<int> reversed(all.rbegin(), all.rend());
-  Comm comm(rank, all), other(rank, reversed), doomed(rank, all), disputed(rank, all);
+  Comm comm(rank, all), other(rank, reversed), doomed(rank, all), regretted(rank, all), disputed(rank, all);
   collectives(comm, other, 12);
   messages(comm, 6);
   cancels(other, 12);
   misfits(comm);
   windows(comm, parts, 0, 4);
   losses(doomed, comm);
+  changes_of_mind(regretted);
   quarrels(disputed);
   collectives(other, comm, 4);
   rank.engine->close_group(other.group);
