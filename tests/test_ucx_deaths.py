@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from aiocomms_ucx.outcomes import BROKEN
+from aiocomms_ucx.transport import PLAIN
 from processes import KILLED, LARGE, Rank, Run, death, numbers
 
+import aiocomms
 from aiocomms.communicator import Communicator
 from aiocomms.errors import CommAbortedError, PeerDiedError
 
@@ -181,3 +187,32 @@ def test_two_die_at_once(ranks: Run) -> None:
     for peers in ranks(4, lose_two)[1:3]:
         assert len(peers) == 1
         assert peers < {0, 3}
+
+
+SHARED_MEMORY = 17
+"""UCX's error for memory that it cannot map (ucs/type/status.h, without the sign)."""
+
+
+async def fail_first_contact(ended: int) -> None:
+    """UCX cannot reach a rank whose process has just ended, and says so before its connection does."""
+    store = dist.HashStore()
+    one, two = await asyncio.gather(
+        *(aiocomms.new_comm("ucx", store=store, rank=rank, size=2, timeout=10) for rank in range(2))
+    )
+    work: Any = one.recv(torch.zeros(1), 1)
+    transport: Any = one._by_family["p2p"]
+    transport.pids[1] = ended
+    transport.finish(work, PLAIN, BROKEN, SHARED_MEMORY, 0)
+    with pytest.raises(PeerDiedError) as caught:
+        await work
+    assert (caught.value.peer, one.aborted) == (1, True)
+    with pytest.raises(CommAbortedError):
+        await two.recv(torch.zeros(1), 0)
+    await one.aclose()
+    await two.aclose()
+
+
+def test_a_rank_that_ends_before_it_is_first_spoken_to() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    asyncio.run(fail_first_contact(process.pid))

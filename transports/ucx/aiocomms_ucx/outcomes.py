@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Final
 
 from aiocomms.errors import CommAbortedError, CommError, MessageTruncatedError, MismatchError, PeerDiedError
@@ -31,6 +32,17 @@ def error_of(op: Any, status: int, a: int, b: int, rank: int, size: int) -> Comm
     mine = f"the buffer {str(op.tensor.dtype).removeprefix('torch.')}, {op.tensor.nbytes} bytes"
     cls = MessageTruncatedError if status == TRUNCATED else MismatchError
     return cls(f"{theirs}, and {mine}", peer=peer)
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process of this host is gone, or about to be: its memory is, before its descriptors are."""
+    try:
+        Path(f"/proc/{pid}/exe").readlink()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        pass  # another user's, say
+    return False
 
 
 def peer_of(op: Any) -> int | None:

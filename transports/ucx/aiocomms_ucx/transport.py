@@ -22,7 +22,7 @@ from aiocomms_ucx.bringup import open_family
 from aiocomms_ucx.collectives import START, describe
 from aiocomms_ucx.family import Family
 from aiocomms_ucx.lifeline import UcxLifeline
-from aiocomms_ucx.outcomes import DONE, DROPPED, UNEQUAL, closed_by, error_of, peer_of
+from aiocomms_ucx.outcomes import BROKEN, DONE, DROPPED, UNEQUAL, closed_by, error_of, has_ended, peer_of
 from aiocomms_ucx.windows import Windows, open_segment
 
 PLAIN: Final = -1
@@ -208,12 +208,25 @@ class UcxTransport(Transport):
             return  # the communicator ends it, if it has not yet
         if status == UNEQUAL:
             self._disputed = index
+        if status == BROKEN and self._ends_soon(peer_of(work.op)):
+            return  # with the communicator
         if status != DONE:
             work.fail(error_of(work.op, status, a, b, self.rank, self.size))
         elif type(work.op) in _STEPS:
             self._windows.finish(work, collective, a)
         else:
             work.complete()
+
+    def _ends_soon(self, peer: int | None) -> bool:
+        """Whether UCX failed because a rank of this host is gone, or has lost the communicator: then all is lost."""
+        if peer is None or self.far(peer):
+            return False
+        if self.engine.has_let_go(self.group, peer):
+            return True  # and has told everybody why
+        if has_ended(self.pids[peer]):
+            self.lost(self.peers[peer])
+            return True
+        return False
 
     def progress(self) -> bool | None:
         """See :meth:`Transport.progress`."""

@@ -284,6 +284,7 @@ NB_MODULE(_engine, module) {
       .def("lose_group", &Engine::lose_group, nb::arg("group"), Released())
       .def("close_group", &Engine::close_group, nb::arg("group"), Released())
       .def("signs", &Engine::signs, Released())
+      .def("has_let_go", &Engine::has_let_go, nb::arg("group"), nb::arg("rank"), Released())
       .def("missing", &Engine::missing, nb::arg("group"), Released())
       .def("send", &send_op,
            nb::sig("def send(self, ticket: int, group: int, tensor: torch.Tensor, dst: int, channel: int, tag: int, /) "

@@ -111,7 +111,8 @@ class Engine {
   void close_group(std::uint32_t group);                // and the others are told
   bool send_frame(int peer, const std::string& frame) { return control_->send(peer, frame); }
   std::vector<std::uint64_t> signs() { return control_->signs(); }
-  std::vector<int> missing(std::uint32_t group);  // the ranks that the collective under way waits for
+  bool has_let_go(std::uint32_t group, int rank);  // whether a rank of this host has lost the communicator
+  std::vector<int> missing(std::uint32_t group);   // the ranks that the collective under way waits for
 
   // ------------------------------------------------------------ ops
   // True: done, and nothing else is to be told. False: the outcome follows, under the ticket that the caller gave it.
@@ -201,6 +202,7 @@ class Engine {
   void arrived(int peer, const Header& header, const void* payload, void* descriptor);
   bool sensible(const Group& group, int peer, const Header& header, void* descriptor) const;
   void deliver(Group& group, const Header& header, const void* payload, void* descriptor);
+  bool stale(Request* recv, const Header& header);
   void take(Request* recv, const Header& header, const void* payload, void* descriptor);
   void signalled(Group& group, const Header& header);
   void heard(int peer, std::string frame);

@@ -112,10 +112,10 @@ struct Group {
   std::unordered_map<std::uint64_t, Window> windows;
   std::uint64_t next_window = 0;
 
-  // Whether a rank of this host has given up what it had offered.
+  // Whether a rank of this host has lost the communicator, and with it what it had not sent or shown yet.
   bool has_let_go(int of) const {
-    const auto place = std::find(local.begin(), local.end(), of) - local.begin();
-    return shared && shared->segment.has_let_go(static_cast<int>(place));
+    const auto place = static_cast<std::size_t>(std::find(local.begin(), local.end(), of) - local.begin());
+    return shared && place < local.size() && shared->segment.has_let_go(static_cast<int>(place));
   }
 };
 

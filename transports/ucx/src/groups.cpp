@@ -111,7 +111,9 @@ void Engine::open_group(std::uint32_t id, std::vector<std::uint32_t> their_ids, 
 
 void Engine::lose_group(std::uint32_t id) {
   Turn turn(*this);
-  drop(group(id));
+  Group& it = group(id);
+  if (it.shared) it.shared->segment.let_go();  // before anybody hears that an op of it has ended
+  drop(it);
 }
 
 void Engine::close_group(std::uint32_t id) {
@@ -134,7 +136,6 @@ void Engine::close_group(std::uint32_t id) {
 void Engine::drop(Group& it) {
   it.lost = true;
   it.running = false;
-  if (it.shared) it.shared->segment.let_go();  // before anybody hears that an op of it has ended
   std::erase(active_, &it);
   std::erase_if(events_, [&](auto& entry) { return entry.first == &it; });
   auto end = [&](Request* request) {
@@ -173,6 +174,11 @@ void Engine::drop(Group& it) {
     end(it.schedules.front().request);
     it.schedules.pop_front();
   }
+}
+
+bool Engine::has_let_go(std::uint32_t id, int rank) {
+  Turn turn(*this);
+  return group(id).has_let_go(rank);
 }
 
 std::vector<int> Engine::missing(std::uint32_t id) {

@@ -211,8 +211,20 @@ void Engine::deliver(Group& to, const Header& header, const void* payload, void*
   to.mail.keep(keep(header, payload, descriptor));
 }
 
+// Whether the sender has lost the communicator before its message was read: then that may be anything by now. The
+// receive waits on, until the communicator is lost here, too, of which the sender has told.
+bool Engine::stale(Request* request, const Header& header) {
+  if (!request->group.has_let_go(header.source)) return false;
+  request->group.mail.keep(Key(header.source, header.channel, header.tag), request);
+  return true;
+}
+
 // A receive takes the message that it matches.
 void Engine::take(Request* request, const Header& header, const void* payload, void* descriptor) {
+  if (stale(request, header)) {
+    if (descriptor) worker_->drop(descriptor);
+    return;
+  }
   const std::uint8_t dtype = header.dtype & ~kOffered;
   if (dtype != request->dtype || header.bytes != request->bytes) {
     request->status = dtype != request->dtype ? Status::kDtype : Status::kTruncated;
@@ -255,8 +267,7 @@ std::string Engine::head(Ticket ticket) {
   return found ? std::move(found.mapped()) : std::string();
 }
 
-// A receive copies an offered message from where it lies, in pieces. If its sender has given up meanwhile, for which it
-// needs nobody's leave, what was copied may be anything: then the receive waits on, until its communicator is lost too.
+// A receive copies an offered message from where it lies, in pieces.
 void Engine::pull(Request* request, const Header& header, const void* payload) {
   Offer offer;
   std::memcpy(&offer, payload, sizeof offer);
@@ -265,9 +276,7 @@ void Engine::pull(Request* request, const Header& header, const void* payload) {
   pulls_.push_back({static_cast<std::byte*>(request->data), reinterpret_cast<const std::byte*>(offer.address), bytes,
                     request,
                     [=, this](Request* it) {
-                      if (it->group.has_let_go(rank)) {
-                        return it->group.mail.keep(Key(header.source, header.channel, header.tag), it);
-                      }
+                      if (stale(it, header)) return;
                       answer(it->group, rank, offer.number, 0);
                       it->finished(UCS_OK);
                     },

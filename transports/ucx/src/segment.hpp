@@ -66,15 +66,15 @@ class Segment {
     return asleep.load(std::memory_order_seq_cst) && asleep.exchange(0, std::memory_order_seq_cst);
   }
 
-  // This rank's program may do as it likes with the memory that others read in place, from now on. They look at that
-  // after they have read: who does not see it has read what was meant for it.
+  // The communicator is lost on this rank: its program may do as it likes with memory that is still to be sent, or read
+  // by others. They look at that after they have read: who does not see it has read what was meant for it.
   void let_go() {
     owners_[rank_].gone.round.store(1, std::memory_order_seq_cst);
-    fence();
+    fence(std::memory_order_release);
   }
   bool has_let_go(int rank) {
-    fence();
-    return owners_[rank].gone.round.load(std::memory_order_seq_cst) != 0;
+    fence(std::memory_order_acquire);
+    return owners_[rank].gone.round.load(std::memory_order_relaxed) != 0;
   }
 
  private:
@@ -86,9 +86,9 @@ class Segment {
     Line gone;
   };
 
-  static void fence() {
+  static void fence([[maybe_unused]] std::memory_order order) {
 #ifndef __SANITIZE_THREAD__  // which does not know fences
-    std::atomic_thread_fence(std::memory_order_seq_cst);
+    std::atomic_thread_fence(order);
 #endif
   }
 
