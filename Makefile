@@ -22,9 +22,9 @@ UCX := transports/ucx
 UCX_NATIVE := $(wildcard $(UCX)/src/*) $(UCX)/CMakeLists.txt $(UCX)/pyproject.toml
 SOURCES := aiocomms transports tests examples benchmarks
 
-.PHONY: demo serve demo-tensor-parallel demo-kv-cache test programs unit conformance-in-process conformance-in-processes \
-	faults-quick faults soak test-sanitizers lint format conformance conformance-ucxx test-cupy bench gpu-check gpu-wheels \
-	docs clean
+.PHONY: demo serve demo-tensor-parallel demo-kv-cache test programs unit conformance-in-process \
+	conformance-in-processes faults-quick faults soak test-sanitizers lint format conformance conformance-ucxx \
+	test-cupy bench gpu-check gpu-wheels docs clean
 
 $(VENV)/setup.stamp: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -54,16 +54,16 @@ demo-kv-cache: $(VENV)/ucx.stamp
 	cd examples && OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m kv_cache
 
 # Tests that mostly wait for programs and compilers, as a job of their own; every other one is in `unit`.
-PROGRAMS := $(patsubst %,tests/test_%.py,conformance docs embedding_server kv_cache mutations nccl tensor_parallel \
-	transport_ucxx_example ucx_cuda ucx_engine ucx_schedules)
+PROGRAMS := $(patsubst %,tests/test_%.py,conformance docs embedding_recovery embedding_server kv_cache mutations nccl \
+	tensor_parallel transport_ucxx_example ucx_cuda ucx_engine ucx_schedules)
 
 ## Everything: lint, types, tests, docs, examples, and the conformance suite on every built-in transport.
 test: $(VENV)/ucx.stamp
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint programs conformance-in-process unit faults-quick \
 		conformance-in-processes
 
-# `test` has two jobs under way at a time and starts them in its order, lint first: it is short, and nothing is begun once
-# one has failed.
+# `test` has two jobs under way at a time and starts them in its order, lint first: it is short, and nothing is begun
+# once one has failed.
 programs: $(VENV)/ucx.stamp
 	$(BIN)/python -m pytest $(PROGRAMS)
 
