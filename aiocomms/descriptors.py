@@ -29,7 +29,8 @@ def closed_on_exec() -> Iterator[None]:
 
 def _inheritable() -> set[int]:
     found = set()
-    for entry in Path("/proc/self/fd").iterdir():
+    own = Path("/proc/self/fd")
+    for entry in own.iterdir() if own.exists() else ():  # Linux has it
         with contextlib.suppress(OSError):  # the one that listed them
             fd = int(entry.name)
             if not fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC and str(entry.readlink()).startswith(_KINDS):
