@@ -61,7 +61,8 @@ class Pending:
         now = time.monotonic()
         deadline = queue[work] = now + seconds
         work.queue = queue
-        work.hold()
+        if not work.op.moves:
+            work.hold()
         period = self._heartbeat.period
         look = deadline if seconds < period else now + period
         if look < watchdog.wakes_at:

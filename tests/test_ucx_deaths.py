@@ -193,12 +193,24 @@ SHARED_MEMORY = 17
 """UCX's error for memory that it cannot map (ucs/type/status.h, without the sign)."""
 
 
-async def fail_first_contact(ended: int) -> None:
-    """UCX cannot reach a rank whose process has just ended, and says so before its connection does."""
+async def two_of_them() -> list[Communicator]:
     store = dist.HashStore()
-    one, two = await asyncio.gather(
+    return await asyncio.gather(
         *(aiocomms.new_comm("ucx", store=store, rank=rank, size=2, timeout=10) for rank in range(2))
     )
+
+
+@pytest.fixture
+def ended() -> int:
+    """A process that is no more."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    return process.pid
+
+
+async def fail_first_contact(ended: int) -> None:
+    """UCX cannot reach a rank whose process has just ended, and says so before its connection does."""
+    one, two = await two_of_them()
     work: Any = one.recv(torch.zeros(1), 1)
     transport: Any = one._by_family["p2p"]
     transport.pids[1] = ended
@@ -212,7 +224,22 @@ async def fail_first_contact(ended: int) -> None:
     await two.aclose()
 
 
-def test_a_rank_that_ends_before_it_is_first_spoken_to() -> None:
-    with subprocess.Popen([sys.executable, "-c", ""]) as process:
-        process.wait()
-    asyncio.run(fail_first_contact(process.pid))
+def test_a_rank_that_ends_before_it_is_first_spoken_to(ended: int) -> None:
+    asyncio.run(fail_first_contact(ended))
+
+
+async def fail_to_map(ended: int) -> None:
+    """The memory of a window's part is gone with its rank."""
+    one, two = await two_of_them()
+    transport: Any = one._by_family["rma"]
+    transport.pids[1] = ended
+    outcomes = await asyncio.gather(*(it.new_window(torch.zeros(4)) for it in (one, two)), return_exceptions=True)
+    error = outcomes[0]
+    assert isinstance(error, PeerDiedError)
+    assert (error.peer, one.aborted) == (1, True)
+    await one.aclose()
+    await two.aclose()
+
+
+def test_a_rank_that_ends_while_a_window_opens(ended: int) -> None:
+    asyncio.run(fail_to_map(ended))

@@ -27,6 +27,8 @@ class Op(msgspec.Struct, frozen=True, eq=False):
     family: ClassVar[Family] = "collectives"
     withdrawable: ClassVar[bool] = False
     """Whether one rank may take it back while nothing has matched it: receives and waits for signals."""
+    moves: ClassVar[bool] = False
+    """Whether it may move its tensors to other memory, as the opening of a window does."""
 
     def check(self, group: Group) -> None:
         """Check the arguments, before anything is sent.

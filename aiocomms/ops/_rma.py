@@ -65,6 +65,7 @@ class WindowOpen(_Rma, frozen=True, eq=False):
     """Open ``tensor`` to the other ranks; collective; completed with the transport's handle."""
 
     name = kind = "new_window"
+    moves = True
     tensor: Tensor
 
     def check(self, group: Group) -> None:

@@ -208,7 +208,7 @@ class UcxTransport(Transport):
             return  # the communicator ends it, if it has not yet
         if status == UNEQUAL:
             self._disputed = index
-        if status == BROKEN and self._ends_soon(peer_of(work.op)):
+        if status == BROKEN and self.ends_soon(peer_of(work.op)):
             return  # with the communicator
         if status != DONE:
             work.fail(error_of(work.op, status, a, b, self.rank, self.size))
@@ -217,8 +217,8 @@ class UcxTransport(Transport):
         else:
             work.complete()
 
-    def _ends_soon(self, peer: int | None) -> bool:
-        """Whether UCX failed because a rank of this host is gone, or has lost the communicator: then all is lost."""
+    def ends_soon(self, peer: int | None) -> bool:
+        """Whether a call failed because a rank of this host is gone, or has lost the communicator: then all is lost."""
         if peer is None or self.far(peer):
             return False
         if self.engine.has_let_go(self.group, peer):

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from aiocomms import ops
-from aiocomms.errors import CommError, ProtocolError, UnsupportedOperation
+from aiocomms.errors import CommError, PeerDiedError, ProtocolError, UnsupportedOperation
 from aiocomms.transport import Completion
 from aiocomms_ucx import wire
 from aiocomms_ucx.collectives import FORMS
+from aiocomms_ucx.outcomes import has_ended
 
 if TYPE_CHECKING:
     from aiocomms_ucx.transport import UcxTransport
@@ -201,7 +202,8 @@ class Windows:
             work.fail(error)
             return
         except (OSError, RuntimeError) as error:
-            work.fail(CommError(f"the window of rank {rank} cannot be reached: {error}"))
+            if not transport.ends_soon(rank):
+                work.fail(CommError(f"the window of rank {rank} cannot be reached: {error}", peer=rank))
             return
         work.complete(handle)
 
@@ -242,9 +244,15 @@ class Windows:
 def open_segment(rank: int, pid: int, number: int) -> int:
     """The memory in which the ranks of a host do their collectives, by its descriptor in another rank's process.
 
+    :raises PeerDiedError: that process has ended.
     :raises ProtocolError: it is something else: a file, or another user's, or could be cut off under this rank's hands.
     """
-    fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        if has_ended(pid):
+            raise PeerDiedError(f"rank {rank} is gone: its process has ended", peer=rank) from None
+        raise CommError(f"the shared memory of rank {rank} cannot be reached: {error}", peer=rank) from None
     try:
         sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK and os.fstat(fd).st_uid == os.geteuid()
     except OSError:  # which is said of all that is no memory
