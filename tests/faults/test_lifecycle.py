@@ -91,8 +91,13 @@ async def interrupt(place: Rank) -> float:
     return took
 
 
+def heed_interrupts(rank: int) -> None:
+    """As in the foreground: what a shell starts in the background ignores them, and so do its children."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def test_an_interrupt(ranks: Run, notice: Notice) -> None:
-    first, interrupted, last = ranks(3, interrupt)
+    first, interrupted, last = ranks(3, interrupt, before=heed_interrupts)
     assert interrupted == INTERRUPTED
     notice([first, last], 2.0)
 
