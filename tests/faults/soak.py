@@ -61,8 +61,9 @@ class Process:
         return said
 
     def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # it has crashed, and was heard of
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
         self.pipe.close()
 
 

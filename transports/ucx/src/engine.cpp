@@ -87,6 +87,9 @@ void Engine::start(const std::vector<std::string>& addresses, std::vector<int> s
     worker_->introduce(peer, addresses[peer], pids[peer] == 0, cookies.at(peer));
     peers_.push_back({pids[peer], may_read(pids[peer]) ? pids[peer] : 0});
     alone = alone && (peer == rank_ || pids[peer] != getpid());
+    // UCX 1.21 maps the memory of a peer on this host at the first word to or from it, and does not survive that the
+    // peer has just died: while a family forms all are there.
+    if (peer != rank_ && pids[peer] != 0) worker_->connect(peer);
   }
   control_ =
       std::make_unique<Control>(std::move(sockets), worker_->event_fd(),

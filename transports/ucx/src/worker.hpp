@@ -98,6 +98,8 @@ class Worker {
 
   // watched: a peer on another host, whose connection UCX watches; within a host that would turn shared memory off.
   void introduce(int peer, std::string address, bool watched, Cookies cookies);
+  // Make its endpoint, which is otherwise made at the first word to it.
+  void connect(int peer) { endpoint(peer); }
   // A peer has sent what makes no sense.
   void refuse(int peer);
 
