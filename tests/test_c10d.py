@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from aiocomms_c10d import wire
+from aiocomms_c10d.mailbox import Mailbox
+from aiocomms_c10d.plans import PLANS
+from aiocomms_c10d.transport import C10dTransport
 from processes import LARGE, Rank, Run, listening, numbers
 
 import aiocomms
+from aiocomms.errors import CommAbortedError, CommError, PeerDiedError
 
 
 @pytest.fixture
@@ -73,3 +85,91 @@ def test_no_rank_listens_on_every_interface(ranks: Run) -> None:
     for addresses in ranks(2, listeners):
         assert addresses
         assert all(address.startswith("0100007F:") for address in addresses), addresses
+
+
+WHOLE = 8 * 2**20
+"""Elements of int64, 64 MiB: more than the kernel takes off a rank whose peer does not read."""
+
+
+def stop_when(place: Rank, what: str) -> None:
+    """This process stops as soon as it has asked for the data of an op, and tells when gloo has it all."""
+    if what == "message":
+        ask, hear = Mailbox._ask, Mailbox.hear
+
+        def stop_then(*args: Any) -> Any:
+            outcome = ask(*args)
+            place.tell("asked")
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return outcome
+
+        def hear_then(mailbox: Mailbox, frame: wire.Frame) -> None:
+            hear(mailbox, frame)
+            if frame.header.kind in (wire.DATA, wire.VOID):
+                place.tell("read")
+
+        patch.multiple(Mailbox, _ask=stop_then, hear=hear_then).start()
+        return
+    plan = PLANS[what]
+    start, end = plan.start, plan.end
+
+    def start_then(*args: Any) -> list[Any]:
+        works = start(*args)
+        place.tell("asked")
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return works
+
+    def end_then(*args: Any) -> None:
+        end(*args)
+        place.tell("read")
+
+    patch.multiple(plan, start=start_then, end=end_then).start()
+
+
+async def give_up_amid(place: Rank, what: str) -> None:
+    """Rank 0 loses the communicator while it sends, and fills its tensor anew; rank 1 hears of it as late as can be."""
+    async with place.open(timeout=20) as comm:
+        calls: dict[str, Callable[[torch.Tensor], Any]] = {
+            "message": lambda it: comm.recv(it, 0) if place.rank else comm.send(it, 1),
+            "broadcast": lambda it: comm.broadcast(it, root=0),
+            "all_reduce": lambda it: comm.all_reduce(it),
+            "all_gather": lambda it: comm.all_gather_single(torch.zeros(2 * WHOLE, dtype=torch.int64), it),
+        }
+        tensor = torch.full((WHOLE,), 1 - place.rank)
+        if place.rank == 1:
+            stop_when(place, what)
+            (place.folder / "pid").write_text(str(os.getpid()))
+            place.tell("ready")
+            with contextlib.suppress(CommAbortedError, PeerDiedError):
+                got = await calls[what](tensor)
+                assert (got[:WHOLE] == 1).all(), "rank 1 has taken for data what rank 0 wrote later"
+            return
+        await asyncio.to_thread(place.told, "ready")
+        say_why = C10dTransport._say_why
+
+        def say_why_late(transport: C10dTransport, error: CommError) -> None:
+            with contextlib.suppress(AssertionError):  # nobody reads it all where a connection has broken
+                place.told("read")
+            say_why(transport, error)
+
+        patch.object(C10dTransport, "_say_why", say_why_late).start()
+        work = calls[what](tensor)
+        await asyncio.to_thread(place.told, "asked")
+        pid = int((place.folder / "pid").read_text())
+        await asyncio.to_thread(stopped, pid)
+        comm.abort("it gives up")
+        with contextlib.suppress(CommAbortedError):
+            await work
+        tensor.fill_(-1)
+        os.kill(pid, signal.SIGCONT)
+
+
+def stopped(pid: int) -> None:
+    ends = time.monotonic() + 10
+    while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
+        assert time.monotonic() < ends, "it does not stop"
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("what", ["message", "broadcast", "all_reduce", "all_gather"])
+def test_what_a_rank_gives_up_amid_is_not_taken_for_its_data(ranks: Run, what: str) -> None:
+    ranks(2, give_up_amid, what)

@@ -3,6 +3,9 @@
 A small message travels with its header and is kept by the receiver until it is asked for; a large one is announced,
 and sent straight into the tensor that a receive has named. Matching is done on whichever thread comes second, so it
 does not wait for a busy loop.
+
+A sender that gives up lets its program have the tensor at once, while gloo may still be sending it. Behind the bytes
+goes a frame that says whether they stand, and a receive that does not hear so waits for the end of the communicator.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from aiocomms.errors import CommError, MessageTruncatedError, MismatchError, Pro
 from aiocomms.transport import OP_RESULT, Completion, conclude
 from aiocomms_c10d.inbox import Inbox
 from aiocomms_c10d.link import FOREVER, Link
-from aiocomms_c10d.wire import CODES, CREDIT, CTS, DATA, DONE, EAGER, INLINE, RTS, Frame, Header, flat, pack
+from aiocomms_c10d.wire import CODES, CREDIT, CTS, DATA, DONE, EAGER, INLINE, RTS, VOID, Frame, Header, flat, pack, void
 
 Key = tuple[int, int]
 """Channel and tag."""
@@ -43,17 +46,19 @@ class Mailbox:
         self._posted: defaultdict[Key, deque[tuple[ops.Recv, Completion]]] = defaultdict(deque)
         self._kept: defaultdict[Key, deque[tuple[Header, Tensor | None]]] = defaultdict(deque)
         self._announced: dict[int, tuple[Tensor, Completion]] = {}
-        self._going: dict[int, tuple[Tensor, Completion, Any]] = {}
+        self._going: dict[int, tuple[Tensor, Completion, Tensor, Any]] = {}
         self._coming: deque[tuple[int, Any, ops.Recv, Completion, Any]] = deque()
         self._number = 0
         self._credit = _CREDIT  # what the peer will still keep for us
         self._owed = 0  # what we have kept for the peer, and handed over since we last told it
+        self._given_up = False
         self._gone: CommError | None = None  # why nothing more will come, once the peer has closed
         self._hear = {
             EAGER: self._match,
             RTS: self._match,
             CTS: self._send_data,
             DATA: self._finish_data,
+            VOID: lambda _: None,  # the peer has lost the communicator, and will say why, or nothing more
             DONE: self._done,
             CREDIT: self._get_credit,
         }
@@ -198,9 +203,14 @@ class Mailbox:
         if not header.nbytes:
             self._inbox.put(conclude, work)
             return
+        behind = pack(Header(DATA, ident=header.ident))
         with self._lock:
-            going = self._link.send_data(payload[: header.nbytes], pack(Header(DATA, ident=header.ident)))
-            self._going[header.ident] = (payload, work, going)
+            self._going[header.ident] = (payload, work, behind, None)
+        # Either give_up() has seen what goes behind the data, or we see here that it was called.
+        if not self._given_up:
+            going = self._link.send_data(payload[: header.nbytes], behind)
+            with self._lock:
+                self._going[header.ident] = (payload, work, behind, going)
 
     def _finish_data(self, frame: Frame) -> None:
         with self._lock:
@@ -219,7 +229,7 @@ class Mailbox:
 
     def _done(self, frame: Frame) -> None:
         with self._lock:
-            _, work, _ = self._going.pop(frame.header.ident, (None, None, None))
+            _, work, *_ = self._going.pop(frame.header.ident, (None, None))
         if work is None:
             raise ProtocolError(f"rank {self._link.peer} confirms what was not sent", peer=self._link.peer)
         self._inbox.put(conclude, work)
@@ -227,6 +237,12 @@ class Mailbox:
     def _get_credit(self, frame: Frame) -> None:
         with self._lock:
             self._credit = min(_CREDIT, self._credit + frame.header.ident)
+
+    def give_up(self) -> None:
+        """From now on the program may write into what is being sent. Any thread, or a signal handler: takes no lock."""
+        self._given_up = True
+        for _, _, frame, _ in list(self._going.values()):
+            void(frame)
 
     def clear(self) -> None:
         """Let go of all tensors; the group is poisoned and its threads have ended."""

@@ -6,6 +6,9 @@ in the same order*. A rank starts an op when all ranks' words on it have come an
 started, so it starts them in the order of its calls; and whether a call is large follows from what the ranks agreed on.
 Words travel beside the group and wait for nothing. So the first op that is not finished is one that every rank has
 started or is free to start: nothing can deadlock or cross.
+
+A rank that loses the communicator lets its program have the tensors at once, while gloo may still be sending them. So a
+large call is done when gloo has done with it on every rank, and no rank says so that has lost the communicator by then.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any, Final, NamedTuple
@@ -28,7 +31,7 @@ from aiocomms_c10d.group import Group
 from aiocomms_c10d.inbox import Inbox
 from aiocomms_c10d.link import Link
 from aiocomms_c10d.plans import PLANS, Plan
-from aiocomms_c10d.wire import CALL, INLINE, TEXT, Frame, Header, pack
+from aiocomms_c10d.wire import CALL, INLINE, LANDED, TEXT, Frame, Header, pack
 
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 _SMALL = object()
@@ -76,7 +79,7 @@ class Meeting:
         """Begin.
 
         :param fail: says on any thread that the communicator is lost.
-        :param lost: set when somebody else has said so.
+        :param lost: set when somebody has said so, before any work fails for it.
         """
         self._group = group
         self._links = links
@@ -89,6 +92,8 @@ class Meeting:
         self._early: dict[int, dict[int, _Word]] = {}  # words on what this rank has not called yet
         self._large: deque[_Call] = deque()  # what is or may turn out large, in the order of the calls
         self._running: set[_Call] = set()  # gloo has their tensors
+        self._landing: dict[int, _Call] = {}  # gloo is done with them here, but not everywhere
+        self._landed: defaultdict[int, set[int]] = defaultdict(set)  # where it is, by the number of the call
         self._jobs: SimpleQueue[_Call | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._verdict: MismatchError | None = None
@@ -156,6 +161,18 @@ class Meeting:
             self._inbox.put(self._finish, call)
         elif outcome is not None:
             self._inbox.put(conclude, call.work, outcome)
+
+    def land(self, rank: int, number: int) -> None:
+        """A rank is done with a large collective: gloo reads none of its tensors any more."""
+        if not 0 <= number < self._count:
+            raise ProtocolError(f"rank {rank} ends collective {number}, and this rank is at {self._count}", peer=rank)
+        with self._lock:
+            self._landed[number].add(rank)
+            if len(self._landed[number]) < self._group.size:
+                return
+            del self._landed[number]
+            call = self._landing.pop(number)
+        self._inbox.put(conclude, call.work)
 
     def dispute(self, number: int, error: MismatchError) -> None:
         """Another rank has found that ranks disagree on a collective."""
@@ -246,14 +263,24 @@ class Meeting:
             try:
                 future.value()
                 if next(ended) == len(works):
-                    call.plan.end()
-                    self._running.discard(call)
-                    self._inbox.put(conclude, call.work)
+                    self._end(call)
             except Exception as error:  # nobody hears what a callback raises
                 self._broke(error)
 
         for work in works:
             work.get_future().add_done_callback(land)
+
+    def _end(self, call: _Call) -> None:
+        """Tell the others that gloo is done with a call here, and wait until it is everywhere."""
+        self._running.discard(call)
+        if self._lost.is_set():
+            return
+        frame = pack(Header(LANDED, ident=call.number))
+        for link in self._links.values():
+            link.send(frame)
+        call.plan.end()
+        self._landing[call.number] = call
+        self.land(self._group.rank, call.number)
 
     def _broke(self, error: Exception) -> None:
         """An op failed in gloo. If a peer is gone its link says so at once, and better."""
@@ -274,6 +301,7 @@ class Meeting:
         self._calls.clear()
         self._early.clear()
         self._large.clear()
+        self._landing.clear()
 
 
 def _describe(op: ops.Op) -> bytes:

@@ -153,6 +153,8 @@ class C10dTransport(Transport):
         kind = frame.header.kind
         if kind == wire.CALL:
             self._meeting.hear(peer, frame)
+        elif kind == wire.LANDED:
+            self._meeting.land(peer, frame.header.ident)
         elif kind == wire.ABORT:
             self._hear_abort(frame)
         elif kind == wire.BYE:
@@ -198,9 +200,11 @@ class C10dTransport(Transport):
 
     def abort(self, error: CommError) -> None:
         """See :meth:`Transport.abort`."""
+        self._lost.set()
+        for mail in self._mail.values():
+            mail.give_up()
         if self._reason is None:
             self._reason = error
-            self._lost.set()
             threading.Thread(target=self._stop, name="aiocomms c10d aborts", daemon=True).start()
 
     async def aclose(self) -> None:

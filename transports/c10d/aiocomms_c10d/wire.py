@@ -14,12 +14,12 @@ from torch import Tensor
 
 from aiocomms.errors import CommAbortedError, CommError, MismatchError, PeerDiedError, ProtocolError
 
-VERSION: Final = 2
+VERSION: Final = 3
 
-EAGER, RTS, CTS, DATA, DONE, CREDIT, CALL, ABORT, BYE, BYE_ACK, ACK = range(11)
-"""Kinds: a message with its payload; a large one announced, asked for, sent and received; room for eager messages given
-back; one rank's part in the agreement on a collective; the end of the communicator, for a reason or for none; and that
-so many frames have come."""
+EAGER, RTS, CTS, DATA, VOID, DONE, CREDIT, CALL, LANDED, ABORT, BYE, BYE_ACK, ACK = range(13)
+"""Kinds: a message with its payload; a large one announced, asked for, sent, given up while it was being sent, and
+received; room for eager messages given back; one rank's part in the agreement on a collective, and that gloo is done
+with its tensors there; the end of the communicator, for a reason or for none; and that so many frames have come."""
 
 INLINE: Final = 64 * 1024
 """Most bytes of payload that a frame carries; larger tensors travel on their own."""
@@ -29,6 +29,8 @@ TEXT: Final = 3072
 
 _HEADER = struct.Struct("<4sBBBBiHHqq")
 _MAGIC: Final = b"aioC"
+_KIND: Final = 5
+"""Where it stands."""
 _DTYPES: Final = (
     torch.bool,
     torch.uint8,
@@ -107,6 +109,11 @@ def pack(header: Header, text: bytes = b"", sizes: Sequence[int] = (), payload: 
     if payload is not None:
         frame[start:].copy_(payload)
     return frame
+
+
+def void(frame: Tensor) -> None:
+    """Make a frame of kind DATA say VOID, unless gloo has sent it: gloo reads it only then."""
+    frame[_KIND] = VOID
 
 
 def unpack(buffer: bytearray, tensor: Tensor) -> Frame:
