@@ -60,15 +60,24 @@ class Watchdog:
             thread.join()
 
     def wake_by(self, deadline: float) -> None:
-        """See to it that the thread looks when ``deadline`` passes."""
+        """See to it that the thread looks when ``deadline`` passes.
+
+        :raises RuntimeError: no thread can be started.
+        """
         with self._changed:
             if deadline < self.wakes_at:
-                self.wakes_at = deadline
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name="aiocomms deadlines", daemon=True)
-                    self._thread.start()
-                else:
-                    self._changed.notify_all()
+                    self._begin()
+                self.wakes_at = deadline
+                self._changed.notify_all()
+
+    def _begin(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="aiocomms deadlines", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._thread = None  # the next deadline tries again
+            raise
 
     def _run(self) -> None:
         me = threading.current_thread()

@@ -208,11 +208,14 @@ class Promise:
             yield from self._driver.park(self)
 
 
-async def run_in_thread(driver: Driver, call: Callable[[], Any]) -> Any:
+async def run_in_thread(driver: Driver, call: Callable[[], Any], *, anyhow: bool = False) -> Any:
     """Run a blocking call in a daemon thread of its own.
 
     A cancelled wait leaves the thread behind: some calls, such as those of a store whose server has stopped, come back
     long after their own timeout, and neither the loop nor the interpreter's exit may wait for them.
+
+    :param anyhow: where no thread can be started, run it here: it releases something.
+    :raises CommError: no thread can be started.
     """
     promise = Promise(driver)
     outcome: list[Any] = [None, None]
@@ -225,7 +228,12 @@ async def run_in_thread(driver: Driver, call: Callable[[], Any]) -> Any:
         driver.call_threadsafe(promise.set)
 
     thread = threading.Thread(target=target, name="aiocomms blocking call", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError as error:
+        if anyhow:
+            return call()
+        raise CommError(f"no thread can be started: {error}") from error
     await promise
     thread.join()  # all it has left to do is to end
     if outcome[1] is not None:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from aiocomms.deadlines import watchdog
 from aiocomms.driver import Driver, Promise
+from aiocomms.errors import CommError
 from aiocomms.heartbeat import Heartbeat
 from aiocomms.work import Work
 
@@ -19,6 +20,9 @@ class Expirer(Protocol):
 
     def expire(self, work: Work[Any]) -> None:
         """A work is late; called on the watchdog's thread."""
+
+    def _fail(self, error: CommError) -> None:
+        """The communicator is lost."""
 
 
 class Queue(dict[Work[Any], float]):
@@ -66,7 +70,10 @@ class Pending:
         period = self._heartbeat.period
         look = deadline if seconds < period else now + period
         if look < watchdog.wakes_at:
-            watchdog.wake_by(look)
+            try:
+                watchdog.wake_by(look)
+            except RuntimeError as error:  # what nobody watches might never end
+                self._comm._fail(CommError(f"nobody watches its deadlines: {error}"))
 
     def remove(self, work: Work[Any]) -> float:
         """Forget a work that has just become done.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import multiprocessing
 import os
@@ -226,6 +227,21 @@ async def exchange(comm: Communicator, count: int) -> None:
         if wanted is not None:
             assert torch.equal(got, wanted), work
     await window.aclose()
+
+
+@contextlib.contextmanager
+def no_threads() -> Iterator[None]:
+    """No thread can be started meanwhile, neither by Python nor by a library: the stack of each would be too large."""
+    libc = ctypes.CDLL(None)
+    before, impossible = ctypes.create_string_buffer(64), ctypes.create_string_buffer(64)
+    for attributes in (before, impossible):
+        assert libc.pthread_getattr_default_np(attributes) == 0
+    assert libc.pthread_attr_setstacksize(impossible, ctypes.c_size_t(2**47)) == 0
+    assert libc.pthread_setattr_default_np(impossible) == 0
+    try:
+        yield
+    finally:
+        assert libc.pthread_setattr_default_np(before) == 0
 
 
 def held() -> tuple[list[str], list[str]]:

@@ -9,11 +9,12 @@ from datetime import timedelta
 import pytest
 import torch
 from conftest import in_threads, ranks, run_on, together, turns
+from processes import no_threads
 from torch.distributed import HashStore
 
 import aiocomms
 from aiocomms.deadlines import Watchdog, watchdog
-from aiocomms.errors import ArgumentError, CommAbortedError, CommTimeoutError
+from aiocomms.errors import ArgumentError, CommAbortedError, CommError, CommTimeoutError
 from aiocomms.testing import local_world
 
 SHORT = 0.1
@@ -246,6 +247,36 @@ def test_an_aborted_communicator_has_no_deadlines(run):
                 await work.wait()
             await turns()
             assert not watching()
+
+    run(main)
+
+
+def test_without_a_thread_the_communicator_is_lost_at_once(run):
+    """An op whose deadline nobody watches might never end. The next communicator has its watchdog again."""
+
+    async def main():
+        async with local_world(2) as world:
+            with no_threads():
+                work = world[0].recv(torch.zeros(1), 1)
+                with pytest.raises(CommAbortedError, match="nobody watches its deadlines: can't start new thread"):
+                    await work
+            assert all(comm.aborted for comm in world)
+        async with local_world(2) as world:
+            with pytest.raises(CommTimeoutError):
+                await world[0].recv(torch.zeros(1), 1, timeout=SHORT)
+            assert len(watching()) == 1
+
+    run(main)
+    assert not watching()
+
+
+def test_without_a_thread_nothing_opens_but_a_world_of_one(run):
+    async def main():
+        with no_threads():
+            async with aiocomms.new_comm() as comm:
+                assert (await comm.all_reduce(torch.ones(1))).item() == 1
+            with pytest.raises(CommError, match="no thread can be started: can't start new thread"):
+                await aiocomms.new_comm("local", store=HashStore(), rank=0, size=2, timeout=5)
 
     run(main)
 

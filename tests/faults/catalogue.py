@@ -321,6 +321,13 @@ CANCELLATIONS = (
     ),
 )
 
+# Of the core, whatever the transport is.
+FULL_DISK = tests("test_recorder", "test_what_cannot_be_written_is_said_once_and_harms_nothing")
+NO_WATCHDOG = tests(
+    "test_deadlines",
+    "test_without_a_thread_the_communicator_is_lost_at_once",
+    "test_without_a_thread_nothing_opens_but_a_world_of_one",
+)
 W = "test_work"
 LIFE = (
     Case(
@@ -396,10 +403,15 @@ LIFE = (
     ),
     Case(
         59,
-        "no descriptors, no shared memory, a full disk",
-        tests("test_recorder", "test_what_cannot_be_written_is_said_once_and_harms_nothing"),
-        life("test_no_descriptors"),
-        life("test_no_descriptors", "test_no_shared_memory"),
+        "no descriptors, no shared memory, no threads, a full disk",
+        FULL_DISK + NO_WATCHDOG,
+        FULL_DISK
+        + NO_WATCHDOG
+        + life("test_no_descriptors", "test_no_threads", "test_no_thread_of_its_own")
+        + life("test_no_thread_for_a_large_collective"),
+        FULL_DISK
+        + NO_WATCHDOG
+        + life("test_no_descriptors", "test_no_shared_memory", "test_no_threads", "test_no_thread_of_its_own"),
     ),
     Case(
         60,

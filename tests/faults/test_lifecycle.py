@@ -21,9 +21,11 @@ from typing import Any
 
 import pytest
 import torch
+from aiocomms_c10d import link as c10d_link
+from aiocomms_ucx import bringup as ucx_bringup
 from oracle import FULL, hear, named, oracle, settled
 from oracle import holdings as holds
-from processes import INTERRUPTED, LARGE, Rank, Run, empty, exchange, numbers
+from processes import INTERRUPTED, LARGE, Rank, Run, empty, exchange, no_threads, numbers
 
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError
 from aiocomms.testing import local_world
@@ -393,6 +395,85 @@ def test_no_descriptors(ranks: Run, room: int) -> None:
 @pytest.mark.parametrize("transport", ["ucx"])
 def test_no_shared_memory(ranks: Run) -> None:
     ranks(2, run_out, "shared memory", 4096)
+
+
+async def run_out_of_threads(place: Rank) -> None:
+    """A communicator does not open, and says why; one that is open works, gives up and closes."""
+    async with oracle(place):
+        early, spare = await place.open("early"), await place.open("spare")
+        await early.barrier()
+        before = holds()
+        if place.rank == 1:
+            with no_threads(), pytest.raises(CommError, match="thread") as caught:
+                await place.open("poor", timeout=1)
+            del caught
+        else:
+            with pytest.raises(CommError):
+                await place.open("poor", timeout=1)
+        gc.collect()
+        await settled(before)
+        with no_threads() if place.rank == 1 else contextlib.nullcontext():
+            await exchange(early, 5)
+            spare.abort("enough")
+            await spare.aclose()
+            await early.aclose()
+        async with place.open("rich") as comm:
+            await exchange(comm, LARGE)
+
+
+def test_no_threads(ranks: Run) -> None:
+    ranks(2, run_out_of_threads)
+
+
+LAST_STEPS = {"c10d": (c10d_link.Link, "start"), "ucx": (ucx_bringup, "_cookies")}
+"""What each calls last before its own first thread is there."""
+
+
+async def run_out_at_last(place: Rank) -> None:
+    """All but the transport's own thread is there when a communicator forms: all is rolled back."""
+    async with oracle(place):
+        before = holds()
+        with contextlib.ExitStack() as stack:
+            if place.rank == 1:
+                where, what = LAST_STEPS[place.transport]
+                step = getattr(where, what)
+
+                def run_out(*args: Any) -> Any:
+                    stack.enter_context(no_threads())
+                    return step(*args)
+
+                stack.callback(setattr, where, what, step)
+                setattr(where, what, run_out)
+            with pytest.raises(CommError) as caught:
+                async with place.open("poor", timeout=2) as comm:
+                    await comm.barrier()
+        assert place.rank == 0 or "start" in caught.value.message, caught.value
+        del caught
+        gc.collect()
+        await settled(before)
+        async with place.open("rich") as comm:
+            await exchange(comm, LARGE)
+
+
+def test_no_thread_of_its_own(ranks: Run) -> None:
+    ranks(2, run_out_at_last)
+
+
+async def run_out_amid(place: Rank) -> None:
+    """The first large collective needs a thread of c10d's that is not to be had."""
+    async with oracle(place):
+        comm = await place.open()
+        await comm.barrier()
+        with no_threads() if place.rank == 1 else contextlib.nullcontext(), pytest.raises(CommError) as caught:
+            await comm.all_reduce(numbers(LARGE, place.rank))
+        assert "thread" in caught.value.message, caught.value
+        await comm.aclose()
+        del comm, caught
+
+
+@pytest.mark.parametrize("transport", ["c10d"])  # the engine of ucx has its only thread from the beginning
+def test_no_thread_for_a_large_collective(ranks: Run) -> None:
+    ranks(2, run_out_amid)
 
 
 # ------------------------------------------------------------------------------------- 61 to 63: clocks, GC, callbacks

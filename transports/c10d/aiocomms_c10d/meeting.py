@@ -239,8 +239,13 @@ class Meeting:
         """Pass on the large calls that all ranks start next."""
         while self._large and self._large[0].agreed:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="aiocomms c10d collectives", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="aiocomms c10d collectives", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    self._fail(CommError(f"no thread can be started: {error}"))
+                    return
+                self._thread = thread
             call = self._large.popleft()
             self._running.add(call)
             self._jobs.put(call)

@@ -62,8 +62,15 @@ class C10dTransport(Transport):
         self._links = {peer: self._link(peer, size) for peer in peers}
         self._mail = {peer: Mailbox(link, self._inbox) for peer, link in self._links.items()}
         self._meeting = Meeting(Group(group, rank, size), self._links, self._inbox, self._fail, self._lost)
-        for link in self._links.values():
-            link.start()
+        try:
+            for link in self._links.values():
+                link.start()
+        except RuntimeError as error:
+            self._stop()
+            for link in self._links.values():
+                link.join()
+            self._inbox.close()
+            raise CommError(f"no thread can be started: {error}") from error
         _open.add(self)
 
     def _link(self, peer: int, size: int) -> Link:
@@ -205,11 +212,14 @@ class C10dTransport(Transport):
             mail.give_up()
         if self._reason is None:
             self._reason = error
-            threading.Thread(target=self._stop, name="aiocomms c10d aborts", daemon=True).start()
+            try:
+                threading.Thread(target=self._stop, name="aiocomms c10d aborts", daemon=True).start()
+            except RuntimeError:  # there are no more threads
+                self._stop()
 
     async def aclose(self) -> None:
         """See :meth:`Transport.aclose`."""
-        await run_in_thread(Driver.current(), self._close)
+        await run_in_thread(Driver.current(), self._close, anyhow=True)
         self._inbox.drain()
         self._inbox.close()
 

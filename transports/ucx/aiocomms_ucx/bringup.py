@@ -8,13 +8,13 @@ import secrets
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
 from aiocomms.cuda import Cuda
 from aiocomms.descriptors import closed_on_exec
-from aiocomms.errors import ArgumentError, AuthError, ProtocolError, UnsupportedOperation
+from aiocomms.errors import ArgumentError, AuthError, CommError, ProtocolError, UnsupportedOperation
 from aiocomms.hosts import host_id, reachable_address
 from aiocomms.transport import Rendezvous
 from aiocomms.trust import mac
@@ -91,8 +91,15 @@ async def open_family(
     here = [hello for hello in hellos if hello.host == mine.host]
     crowded = len(here) > len({core for hello in here for core in hello.cores})
     near = [it.pid if it in here else 0 for it in hellos]
-    engine.start([place.address for place in places], sockets, near, crowded, _cookies(key, rank, size))
+    _start(engine, [place.address for place in places], sockets, near, crowded, _cookies(key, rank, size))
     return Family(engine, rank, cuda), hosts, pids
+
+
+def _start(engine: Engine, *arguments: Any) -> None:
+    try:
+        engine.start(*arguments)
+    except RuntimeError as error:
+        raise CommError(f"the engine cannot be started: {error}") from error
 
 
 def _introduction() -> Hello:

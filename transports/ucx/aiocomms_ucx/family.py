@@ -103,7 +103,7 @@ class Family:
         del self.transports[group]
         self.engine.close_group(group)
         if not self.transports:
-            await run_in_thread(Driver.current(), self._close)
+            await run_in_thread(Driver.current(), self._close, anyhow=True)
             self.pending.clear()
             _open.discard(self)
 
