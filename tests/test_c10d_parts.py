@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 
 import pytest
 import torch
@@ -67,7 +68,7 @@ def test_any_other_reason_is_an_abort() -> None:
 
 
 def said(host: str = "here/1", version: int = wire.VERSION) -> bytes:
-    return f"{version} 0 0 {host} localhost".encode()
+    return f"{version}/{sys.byteorder} 0 0 {host} localhost".encode()
 
 
 def test_one_host_listens_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,10 @@
-"""The store and the first meeting fail: the cases 30 to 32 of the catalogue; the rest is in test_rendezvous.py."""
+"""The store and the first meeting fail: the cases 30 to 34 of the catalogue; the rest is in test_rendezvous.py."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import LATE, VISIBLE, oracle
+from oracle import LATE, VISIBLE, hear, oracle
 from processes import LARGE, Rank, Run, numbers
 
 import aiocomms
-from aiocomms.errors import CommAbortedError, CommTimeoutError, ProtocolError, StoreLostError
+from aiocomms.errors import ArgumentError, CommAbortedError, CommTimeoutError, ProtocolError, StoreLostError
 
 SERVER = """
 import sys
@@ -126,16 +127,90 @@ def test_a_split_without_a_store(ranks: Run, notice: Notice, server: Callable[[]
     notice(ranks(2, split_without_a_store, *server()), VISIBLE)
 
 
-async def speak_another_version(place: Rank) -> str:
+async def speak_another_version(place: Rank, what: str) -> str:
     """Both are told, by the versions."""
-    if place.rank == 1:
+    if place.rank == 1 and what == "version":
         wire = __import__(f"aiocomms_{place.transport}.wire").wire
         wire.VERSION += 1
+    elif place.rank == 1:
+        sys.byteorder = "big"  # type: ignore[misc]
     with pytest.raises((ProtocolError, CommAbortedError, CommTimeoutError)) as caught:
         await place.open(timeout=3)
     return caught.value.message
 
 
-def test_ranks_of_two_versions(ranks: Run) -> None:
-    for message in ranks(2, speak_another_version):
+def test_ranks_of_two_versions(ranks: Run, transport: str) -> None:
+    versions = __import__(f"aiocomms_{transport}.wire").wire.VERSION
+    for message in ranks(2, speak_another_version, "version"):
         assert "version" in message, message
+        assert {str(versions), str(versions + 1)} <= set(re.findall(r"\d+", message)), message
+
+
+def test_ranks_of_two_byte_orders(ranks: Run) -> None:
+    for message in ranks(2, speak_another_version, "byte order"):
+        assert "little" in message, message
+        assert "big" in message, message
+
+
+# ------------------------------------------------------------------------------------- 33 and 34: late, and twice
+
+
+async def come_late(place: Rank) -> tuple[str, float]:
+    """Rank 2 is late, but in time; then too late, for which it is named; and then all form anew."""
+    async with oracle(place):
+        if place.rank == 2:
+            await hear(place, "early", 0, 1)
+        else:
+            place.tell(f"early {place.rank}")
+        async with place.open("world") as comm:
+            await comm.barrier()
+        if place.rank == 2:
+            await hear(place, "gave up", 0, 1)
+        began = time.monotonic()
+        with pytest.raises(CommTimeoutError) as caught:
+            await place.open("world", timeout=0.5)
+        took = time.monotonic() - began - 0.5
+        message = caught.value.message
+        del caught
+        place.tell(f"gave up {place.rank}")
+        await hear(place, "gave up", 0, 1, 2)
+        async with place.open("world") as comm:
+            assert torch.equal(await comm.all_reduce(numbers(9, place.rank)), sum(numbers(9, r) for r in range(3)))
+        return message, took
+
+
+def test_a_rank_that_is_late(ranks: Run, notice: Notice) -> None:
+    said, late = zip(*ranks(3, come_late), strict=True)
+    for message, missing in zip(said, ["2", "2", "0, 1"], strict=True):
+        assert f"these ranks had not come: {missing}." in message, message
+    notice(list(late), LATE)
+
+
+async def come_twice(place: Rank) -> str:
+    """Processes 1 and 2 are both started as rank 1 of two; the earlier one is told, and the later one is it."""
+    one = {"store": place.store(), "rank": min(place.rank, 1), "size": 2, "timeout": 10}
+    if place.rank == 1:
+        forming = asyncio.ensure_future(opened(place, **one))
+        came = dist.PrefixStore("aiocomms/world", place.store())
+        while not came.check(["came/1"]):  # noqa: ASYNC110 - a store has no events
+            await asyncio.sleep(0.001)
+        place.tell("came 1")
+        with pytest.raises(ArgumentError) as caught:
+            await forming
+        place.tell("told 1")
+        return caught.value.message
+    await hear(place, *(("came", 1) if place.rank == 2 else ("told", 1)))
+    comm = await opened(place, **one)
+    assert (await comm.all_reduce(torch.ones(LARGE)) == 2).all()
+    await comm.aclose()
+    return ""
+
+
+async def opened(place: Rank, **more: Any) -> Any:
+    return await aiocomms.new_comm(place.transport, **more)
+
+
+def test_a_rank_that_is_there_twice(ranks: Run) -> None:
+    first, second, third = ranks(3, come_twice)
+    assert "another process has come as rank 1" in second
+    assert first == third == ""

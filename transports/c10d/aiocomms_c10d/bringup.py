@@ -6,10 +6,13 @@ import contextlib
 import os
 import secrets
 import socket
+import sys
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
+import anyio
 import torch
 from torch.distributed import DistNetworkError, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
@@ -26,16 +29,18 @@ _THREADS: Final = 2
 """gloo's threads for collectives; each runs one at a time, in the order in which they were started."""
 _CONNECT: Final = 120.0
 """Seconds that connecting may take once every rank is known to be there."""
+_SHARE: Final = 0.75
+"""Of the time that is left; the rest is for finding out who is missing."""
 _HELLO: Final = 512
 
 
 def hello(adopt: bool) -> bytes:
     """What the ranks tell each other first.
 
-    :returns: the version of their frames, whether they would adopt a group, something that makes the key of this
-        group a new one, the host they are on, and its name.
+    :returns: the version of their frames and the order of a number's bytes, whether they would adopt a group, something
+        that makes the key of this group a new one, the host they are on, and its name.
     """
-    return f"{wire.VERSION} {adopt:d} {secrets.token_hex(16)} {host_id('net')} {socket.gethostname()}".encode()
+    return f"{_dialect()} {adopt:d} {secrets.token_hex(16)} {host_id('net')} {socket.gethostname()}".encode()
 
 
 async def open_gloo(rendezvous: Rendezvous, adopt: bool) -> tuple[Any, bool]:
@@ -48,17 +53,26 @@ async def open_gloo(rendezvous: Rendezvous, adopt: bool) -> tuple[Any, bool]:
     :raises ProtocolError: a rank speaks another version.
     :raises AuthError: a rank has not this job's token.
     """
+    began = time.monotonic()
     hellos = await rendezvous.exchange("c10d", hello(adopt))
     key = mac(rendezvous.secret("c10d"), *hellos)
     store = rendezvous.store
     assert store is not None
-    rank, size, timeout = rendezvous.rank, rendezvous.size, min(rendezvous.timeout, _CONNECT)
+    rank, size = rendezvous.rank, rendezvous.size
+    timeout = min(_SHARE * max(0.0, rendezvous.timeout + began - time.monotonic()), _CONNECT)
 
     def connect() -> Any:
         with closed_on_exec():
             return _connect(store, rank, size, listen_on(hellos, store), timeout, key)
 
-    return await rendezvous.run("connecting gloo", connect), all(value.split()[1] == b"1" for value in hellos)
+    late = CommTimeoutError(f"gloo could not connect to every rank within {timeout:g} s")
+    with anyio.move_on_after(timeout):
+        try:
+            return await rendezvous.run("connecting gloo", connect), all(it.split()[1] == b"1" for it in hellos)
+        except CommTimeoutError as error:
+            late = error
+    await rendezvous.exchange("c10d waits", b"")  # gloo does not say for whom: this names who is not there any more
+    raise late
 
 
 def listen_on(hellos: Sequence[bytes], store: Store | None) -> str:
@@ -75,12 +89,14 @@ def listen_on(hellos: Sequence[bytes], store: Store | None) -> str:
     return reachable_address((names[0], *others), store)
 
 
+def _dialect() -> str:
+    return f"{wire.VERSION}/{sys.byteorder}"
+
+
 def _parse(peer: int, value: bytes) -> list[str]:
     parts = value.decode(errors="replace").split(" ", 4)
-    if parts[0] != str(wire.VERSION):
-        raise ProtocolError(
-            f"rank {peer} speaks version {parts[0][:9]} of c10d's frames, this rank {wire.VERSION}", peer=peer
-        )
+    if parts[0] != (ours := _dialect()):
+        raise ProtocolError(f"rank {peer} speaks version {parts[0][:16]} of c10d's frames, this rank {ours}", peer=peer)
     if len(parts) != 5 or parts[1] not in ("0", "1"):
         raise ProtocolError(f"rank {peer} does not introduce itself as this version does", peer=peer)
     return parts
