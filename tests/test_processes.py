@@ -20,7 +20,7 @@ from torch import Tensor
 
 from aiocomms import ReduceOp, checks, reductions
 from aiocomms.communicator import Communicator
-from aiocomms.errors import CommAbortedError, CommError, MismatchError, PeerDiedError
+from aiocomms.errors import CommAbortedError, CommClosedError, MismatchError, PeerDiedError
 from aiocomms.rma import Window
 
 
@@ -396,7 +396,9 @@ async def fork(place: Rank) -> None:
         await comm.barrier()
         child = os.fork()
         if not child:
-            with pytest.raises(CommError):
+            with pytest.raises(
+                CommClosedError, match=f"created in process {os.getppid()} and cannot be used after a fork"
+            ):
                 comm.barrier()
             os._exit(end_of_interpreter())
         assert await asyncio.to_thread(os.waitpid, child, 0) == (child, 0)

@@ -401,6 +401,24 @@ def test_a_store_whose_server_has_gone_is_lost():
     anyio.run(main)
 
 
+def test_a_store_whose_server_goes_while_ranks_meet_is_lost():
+    async def main():
+        server = [serve()]
+        store, look = connect(server[0].port), connect(server[0].port)
+
+        async def come():
+            with pytest.raises(StoreLostError, match="the rendezvous store is gone"):
+                await opened(store=store, rank=0, size=2, timeout=10)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(come)
+            while not look.check(["aiocomms/world/came/0"]):  # noqa: ASYNC110 - a store has no events
+                await anyio.sleep(0.001)
+            server.clear()
+
+    anyio.run(main)
+
+
 def test_an_established_communicator_outlives_its_store():
     async def main():
         server = serve()

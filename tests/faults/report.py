@@ -15,7 +15,7 @@ import pytest
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
-from catalogue import CASES, TRANSPORTS, Case, Why  # noqa: E402 - found by the path above
+from catalogue import CASES, TRANSPORTS, Case  # noqa: E402 - found by the path above
 
 ROOT = Path(__file__).parents[2]
 FOUND = ROOT / "build" / "faults.json"
@@ -31,9 +31,7 @@ def path(name: str) -> str:
 
 def arguments(quick: bool) -> list[str]:
     """Of pytest, to run or to find all that is named."""
-    named = {
-        path(name) for case in CASES for t in TRANSPORTS if not isinstance(found := case.of(t), Why) for name in found
-    }
+    named = {path(name) for case in CASES for t in TRANSPORTS for name in case.tests(t)}
     where = sorted({name.partition("::")[0] for name in named} if quick else named)
     return [*where, *(f"--transport={name}" for name in TRANSPORTS), *(["--loops=asyncio"] if quick else [])]
 
@@ -73,13 +71,13 @@ class Results:
             self.notices.update(found["notices"])
 
     def row(self, case: Case, transport: str) -> str:
-        named = case.of(transport)
+        named, reasons = case.tests(transport), case.reasons(transport)
         cells = [str(case.number), case.what, transport]
-        if isinstance(named, Why):
-            return f"| {' | '.join([*cells, 'no test: ' + named.reason, ''])} |"
+        if not named:
+            return f"| {' | '.join([*cells, 'no test: ' + '; '.join(reasons), ''])} |"
         ids = [it for name in named for it in matches(self.outcomes, name, transport)]
         counts = [f"{n} {kind}" for kind in ("passed", "failed", "xfailed", "skipped") if (n := self.count(ids, kind))]
-        why = {self.reasons[it] for it in ids if it in self.reasons}
+        why = [*reasons, *{self.reasons[it] for it in ids if it in self.reasons}]
         noticed = [value for it in ids for value in self.notices[it]]
         times = f"{statistics.median(noticed):.2f} / {max(noticed):.2f} s" if noticed else ""
         return (

@@ -686,7 +686,7 @@ async def out_of_bounds_requests(place: Rank) -> None:
     ("offset", "count"), [(0, 65), (64, 1), (-1, 1), (0, -1), (2**63 - 1, 1), (-(2**63), 2**63 - 1), (1, 2**63 - 1)]
 )
 def test_a_request_beyond_a_window(offset: int, count: int) -> None:
-    """On local and c10d, whose windows go over messages."""
+    """On c10d, whose windows go over messages."""
     from aiocomms.twosided import _Window
 
     whole = torch.full((3 * 64,), 7)

@@ -78,10 +78,14 @@ def test_a_straggler(ranks: Run, notice: Notice) -> None:
 async def interrupt(place: Rank) -> float:
     """Ctrl-C on one rank while it awaits."""
     if place.rank == 1:
-        async with place.open() as comm:
-            await comm.barrier()
-            threading.Timer(0.05, place.end, [lambda: os.kill(os.getpid(), signal.SIGINT)]).start()
-            await comm.recv(empty(3), 0)
+        try:
+            async with place.open() as comm:
+                await comm.barrier()
+                threading.Timer(0.05, place.end, [lambda: os.kill(os.getpid(), signal.SIGINT)]).start()
+                await comm.recv(empty(3), 0)
+        finally:
+            assert comm.closed
+            assert place.since_death() < 2
     comm = await place.open()
     await comm.barrier()
     with pytest.raises(CommAbortedError) as caught:
@@ -201,14 +205,17 @@ def test_a_tensor_that_is_set(ranks: Run) -> None:
 async def come_and_go(place: Rank, closes: bool) -> None:
     """Loop after loop; each may end with works pending, its communicator open. The next one knows nothing of that."""
 
+    works: list[Any] = []
+
     async def use(turn: int, old: Any) -> Any:
         if old is not None:
             with pytest.raises((CommError, RuntimeError)):
                 await old.recv(empty(3), 1 - place.rank)
+        assert all(isinstance(work.exception(), CommError) for work in works)
         comm = await place.open(f"turn {turn}")
         assert (await comm.all_reduce(torch.ones(3)) == 2).all()
         if not closes:
-            comm.recv(empty(3), 1 - place.rank)
+            works[:] = [comm.recv(empty(3), 1 - place.rank)]
             await comm.barrier()
         else:
             await comm.aclose()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging.handlers
 import os
 import signal
 import socket
@@ -249,9 +250,21 @@ async def block(place: Rank) -> None:
     comm = await place.open(hints={"heartbeat": 1.0})
     await comm.barrier()
     if place.rank == 0:
-        time.sleep(3)  # noqa: ASYNC251 - that is the point
+        await asyncio.create_task(be_reported())
     await comm.all_reduce(torch.ones(3))
     await comm.aclose()
+
+
+async def be_reported() -> None:
+    """Block the loop: in its debug mode asyncio says who did, after a turn that takes long."""
+    loop, said = asyncio.get_running_loop(), logging.handlers.BufferingHandler(99)
+    logging.getLogger("asyncio").addHandler(said)
+    loop.set_debug(True)
+    await asyncio.sleep(0)
+    time.sleep(3)  # noqa: ASYNC251 - that is the point
+    await asyncio.sleep(0)
+    loop.set_debug(False)
+    assert any("be_reported" in text and "took 3." in text for text in map(logging.LogRecord.getMessage, said.buffer))
 
 
 @pytest.mark.parametrize("transport", ["ucx", "c10d"])

@@ -358,3 +358,38 @@ async def test_cancelled_again_and_again(comm: Communicator, case: Case) -> None
     else:
         await send_when_told(comm, case)
     await comm.barrier()
+
+
+@ranks(2, 3)
+async def test_cancelled_at_random_on_all_ranks(comm: Communicator, case: Case) -> None:
+    """At any point of a collective and of an exchange; nothing is lost, and the next collective is right."""
+    case.need_any_order()
+    draw = random.Random(f"{case.seed} {comm.rank}")
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for turn in range(40):
+        content, count = case.numbers(torch.int64, SHAPE, turn, comm.rank), (3, 40_009)[turn % 8 == 0]
+        total = case.full(content)
+        mine, theirs = (case.bits(torch.int32, (count,), turn, r) for r in (comm.rank, left))
+        got = case.empty(torch.int32, (count,))
+        works = [comm.all_reduce(total.tensor), comm.send(mine.to(comm.device, copy=True), right)]
+        receiving = comm.recv(got.tensor, left)
+        async with anyio.create_task_group() as tasks:
+            for work in (*works, receiving):
+                scope = anyio.CancelScope()
+                tasks.start_soon(wait_for, work, scope, [])
+                tasks.start_soon(cancel_later, scope, draw.choice([0, 0, 1, 2, 5]))
+        if isinstance(receiving.exception() if receiving.done() else None, WorkCancelledError):
+            got.expect_untouched()
+            got = case.empty(torch.int32, (count,))
+            receiving = comm.recv(got.tensor, left)
+        for work in (*works, receiving):
+            await work
+        got.expect(theirs)
+        total.expect(sum((case.numbers(torch.int64, SHAPE, turn, r) for r in range(comm.size)), torch.tensor(0)))
+
+
+async def cancel_later(scope: anyio.CancelScope, turns: int) -> None:
+    """Some turns of the loop from now."""
+    for _ in range(turns):
+        await anyio.lowlevel.checkpoint()
+    scope.cancel()

@@ -177,6 +177,31 @@ async def test_a_cancelled_close_releases_everything(comm: Communicator, case: C
     await other.aclose()
 
 
+@ranks(2)
+async def test_a_close_in_a_cancelled_scope_releases_everything(comm: Communicator, case: Case) -> None:
+    """No await in it comes off any more, nor do those of the close; and there is nothing to wait for."""
+
+    async def cycle(number: int) -> None:
+        other = await case.open(f"cycle {number}")
+        works = pend(other, 1 - comm.rank)
+        began = time.monotonic()
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await other.aclose()
+        assert other.closed and time.monotonic() - began < PROMPT
+        for work in works:
+            with pytest.raises(CommError):
+                await work
+        case.opened.remove(other)
+
+    await cycle(0)
+    await case.meet("warm")
+    before = resources()
+    await cycle(1)
+    await case.meet("closed")
+    await expect_no_more_than(before)
+
+
 @ranks(2, 3, 7)
 async def test_abort_ends_everything_everywhere(comm: Communicator, case: Case) -> None:
     """Pending works of every rank fail with the first reason, hooks are called once, later calls fail at once."""
@@ -319,20 +344,23 @@ async def test_opened_and_closed_again_and_again(comm: Communicator, case: Case)
 
     await cycle(0)
     await case.meet("warm")
-    gc.collect()
-    threads, descriptors = resources()
+    before = resources()
     for number in range(1, 6):
         await cycle(number)
     await case.meet("closed")
-    gc.collect()
+    await expect_no_more_than(before)
+
+
+async def expect_no_more_than(before: tuple[int, int]) -> None:
+    """Threads and descriptors are back where they were, or fewer."""
     with anyio.move_on_after(PROMPT):
-        while resources()[0] > threads:  # noqa: ASYNC110 - they take a moment to end, and say nothing
-            await anyio.sleep(0.01)
-    assert resources() <= (threads, descriptors), (
-        f"{threads} threads and {descriptors} descriptors became {resources()}"
-    )
+        while any(now > then for now, then in zip(resources(), before, strict=True)):  # noqa: ASYNC110
+            await anyio.sleep(0.01)  # they take a moment to end, and say nothing
+    now = resources()
+    assert all(it <= then for it, then in zip(now, before, strict=True)), f"threads, descriptors: {before}, now {now}"
 
 
 def resources() -> tuple[int, int]:
     """How many threads and descriptors this process has."""
+    gc.collect()
     return threading.active_count(), sum(1 for _ in Path("/proc/self/fd").iterdir())

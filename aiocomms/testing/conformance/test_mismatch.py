@@ -75,6 +75,8 @@ async def test_the_last_rank_does_something_else(comm: Communicator, case: Case,
         with pytest.raises(MismatchError) as caught:
             await work
         assert caught.value.op == work.op.name, vars(caught.value)
+        if what == "operation":
+            assert all(name in caught.value.message for name in ("all_reduce", "broadcast")), caught.value
     with pytest.raises(CommAbortedError):
         await comm.barrier()
     assert comm.aborted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import unittest
 from collections.abc import Callable
@@ -93,6 +94,34 @@ async def test_a_late_collective_ends_the_communicator_everywhere(comm: Communic
     with pytest.raises(CommAbortedError, match="all_reduce"):
         await comm.all_reduce(ones(comm))
     assert comm.aborted and not comm.closed
+
+
+@ranks(2)
+@pytest.mark.parametrize("first", ["the deadline", "an abort", "either"])
+async def test_the_first_reason_stays(comm: Communicator, case: Case, first: str) -> None:
+    """Of a deadline and an abort, whichever comes first or at the same time: works and later calls agree on it."""
+    if comm.rank == 1:
+        await case.told("lost", 0)
+        return
+    works = [comm.all_reduce(ones(comm), timeout=SHORT) for _ in range(2)]
+    if first == "an abort":
+        comm.abort("enough")
+    elif first == "either":
+        timer = threading.Timer(SHORT, comm.abort, ("enough",))
+        timer.start()
+    reasons = set()
+    for work in works:
+        await work.wait()
+        reasons.add("enough" if "enough" in str(work.exception()) else "the deadline")
+    await anyio.sleep(2 * SHORT)  # until the other one has come, too
+    comm.abort("enough")
+    if first == "either":
+        timer.join()
+    with pytest.raises(CommAbortedError) as caught:
+        comm.barrier()
+    reasons.add("enough" if "enough" in str(caught.value) else "the deadline")
+    assert len(reasons) == 1 and (first == "either" or reasons == {"enough" if first == "an abort" else first}), reasons
+    case.tell("lost")
 
 
 @ranks(2, 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import unittest
 from collections.abc import Callable
@@ -145,6 +146,37 @@ async def test_a_callback_may_start_operations(comm: Communicator, case: Case) -
     await finished.wait()
     for slot, c in zip(slots, content, strict=True):
         slot.expect(c)
+
+
+@ranks(2)
+async def test_a_callback_may_close(comm: Communicator, case: Case) -> None:
+    other = await case.open("other")
+    closed = anyio.Event()
+
+    async def close() -> None:
+        await other.aclose()
+        closed.set()
+
+    async with anyio.create_task_group() as tasks:
+        other.barrier().add_done_callback(lambda _: tasks.start_soon(close))
+        await closed.wait()
+    assert other.closed and not other.aborted
+    await comm.barrier()
+
+
+@ranks(2)
+async def test_a_failure_that_nobody_asks_for_is_reported_once(comm: Communicator, case: Case) -> None:
+    case.need("p2p")
+    if comm.rank == 0:
+        await comm.send(torch.ones(9, device=comm.device), 1)
+        await comm.send(ones(comm), 1, 1)
+        return
+    comm.recv(ones(comm), 0)
+    await comm.recv(ones(comm), 0, 1)
+    await anyio.wait_all_tasks_blocked()
+    gc.collect()
+    assert len(case.reports) == 1 and "nobody asked for the result of a work that failed: recv" in case.reports[0]
+    case.reports.clear()
 
 
 @ranks(2)

@@ -1,0 +1,110 @@
+"""Faults that the ranks of one process can have, too: the cases 14, 46, 59, 62 and 63 of the catalogue on `local`."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import resource
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import exchange
+
+from aiocomms.errors import CommError
+from aiocomms.testing import local_world
+
+
+def test_a_slow_callback_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """By asyncio's debug mode, which says whose it is; the peer's deadline passes meanwhile, and nobody is dead."""
+
+    def hog(_: object) -> None:
+        time.sleep(0.15)
+
+    async def main() -> None:
+        async with local_world(2) as (one, two):
+            work = one.recv(torch.zeros(1), 1)
+            work.add_done_callback(hog)
+            await two.send(torch.ones(1), 0)
+            await asyncio.sleep(0)
+            await asyncio.gather(one.barrier(), two.barrier())
+
+    with caplog.at_level(logging.WARNING, "asyncio"):
+        asyncio.run(main(), debug=True)
+    assert any("hog" in text and "took 0.1" in text for text in caplog.messages), caplog.messages
+
+
+def test_an_interrupt() -> None:
+    """Ctrl-C during an await: the loop ends at once, and what was open is closed."""
+    kept: list[Any] = []
+    pressed: list[float] = []
+
+    def press() -> None:
+        pressed.append(time.monotonic())
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    async def main() -> None:
+        async with local_world(2) as (one, two):
+            kept.extend([one, two, two.recv(torch.zeros(1), 0)])
+            threading.Timer(0.05, press).start()
+            await kept[2]
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(main())
+    assert time.monotonic() - pressed[0] < 2
+    one, two, work = kept
+    assert one.closed
+    assert two.closed
+    assert isinstance(work.exception(), CommError)
+
+
+def descriptors() -> set[int]:
+    """Those that are open."""
+    return {int(path.name) for path in Path("/proc/self/fd").iterdir() if path.exists()}
+
+
+@pytest.mark.parametrize("room", [0, 1, 2])
+def test_no_descriptors(room: int) -> None:
+    """A world does not open for want of them, leaves none behind, and opens when there are some."""
+
+    async def main() -> None:
+        gc.collect()
+        before = descriptors()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(before) + 1 + room, hard))
+        fill = [os.dup(0) for _ in range(max(before) + 1 - len(descriptors()))]
+        try:
+            with pytest.raises((OSError, CommError, BaseExceptionGroup)):
+                async with local_world(4):
+                    pass
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for it in fill:
+                os.close(it)
+        gc.collect()
+        assert descriptors() <= before
+        async with local_world(4) as world:
+            await asyncio.gather(*(comm.barrier() for comm in world))
+
+    asyncio.run(main())
+
+
+def test_a_storm_of_collections() -> None:
+    async def main() -> None:
+        async with local_world(2) as world:
+            await asyncio.gather(*(exchange(comm, 5) for comm in world))
+
+    gc.freeze()  # what torch brings need not be looked through each time
+    old = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    try:
+        asyncio.run(main())
+    finally:
+        gc.set_threshold(*old)
+        gc.unfreeze()
