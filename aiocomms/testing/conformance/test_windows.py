@@ -241,6 +241,26 @@ async def test_a_wait_is_withdrawn(comm: Communicator, case: Case) -> None:
 
 
 @ranks(2)
+async def test_an_access_whose_await_is_cancelled_happens(comm: Communicator, case: Case) -> None:
+    """A put, a get, an addition are not withdrawn, and are done once."""
+    slot, win = await window(comm, case, torch.int64, 3)
+    if comm.rank == 0:
+        content, got = case.bits(torch.int64, (2,)), case.empty(torch.int64, (2,))
+        works: list[Work[Any]] = [win.put(content.to(comm.device, copy=True), 1), win.get(got.tensor, 1)]
+        works += [win.fetch_add(1, 2, 5)] if case.atomics() else []
+        for work in works:
+            with anyio.CancelScope() as scope:
+                scope.cancel()
+                await work
+            assert await work.cancel() is False and work.exception() is None
+        await win.flush()
+        got.expect(content)
+    await win.aclose()
+    if comm.rank == 1:
+        slot.expect(torch.cat([case.bits(torch.int64, (2,)), torch.tensor([5 if case.atomics() else 0])]))
+
+
+@ranks(2)
 async def test_close_comes_after_everybodys_operations(comm: Communicator, case: Case) -> None:
     slot, win = await window(comm, case, torch.int32, PART)
     if comm.rank == 0:
