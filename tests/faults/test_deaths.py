@@ -376,6 +376,8 @@ async def lose_while_forming(place: Rank, calls: int) -> float:
                 return result
 
             StoreRendezvous.exchange = dies  # type: ignore[method-assign]
+            await hear(place, "ready", 0, 2)  # their other communicators take a while to form
+        place.tell(f"ready {place.rank}")
         began = time.monotonic()
         with pytest.raises((PeerDiedError, CommTimeoutError, CommError)) as caught:
             await place.open("late", timeout=1)
