@@ -29,8 +29,8 @@ _THREADS: Final = 2
 """gloo's threads for collectives; each runs one at a time, in the order in which they were started."""
 _CONNECT: Final = 120.0
 """Seconds that connecting may take once every rank is known to be there."""
-_SHARE: Final = 0.75
-"""Of the time that is left; the rest is for finding out who is missing."""
+_SHARE: Final = 0.5
+"""Of the time that is left; the rest is for finding out who is missing, of ranks that may have begun much later."""
 _HELLO: Final = 512
 
 
