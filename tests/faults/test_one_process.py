@@ -10,6 +10,7 @@ import resource
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,15 @@ def test_a_slow_callback_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     assert any("hog" in text and "took 0.1" in text for text in caplog.messages), caplog.messages
 
 
+@pytest.fixture
+def _heeded() -> Iterator[None]:
+    """Interrupts are: what a shell starts in the background ignores them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_heeded")
 def test_an_interrupt() -> None:
     """Ctrl-C during an await: the loop ends at once, and what was open is closed."""
     kept: list[Any] = []
