@@ -36,7 +36,6 @@ constexpr std::uint64_t kListen = 10'000'000;
 constexpr int kLongestDozeMs = 8;
 // The thread looks on that long before it sleeps, when a collective is under way: the peers are about to answer.
 constexpr std::uint64_t kLinger = 50'000;
-constexpr int kSpinsBeforeYield = 20;  // where there are more ranks than cores; more of them cost a multiple
 
 void relax() {
 #if defined(__x86_64__)
@@ -131,10 +130,9 @@ void Engine::spin(const Request& request, std::uint64_t began) {
   last_post_ = began;
   turns_in_vain_ = 0;
   std::uint64_t idle_since = 0;  // 0: it has moved since
-  for (int vain = 0; !request.done;) {
+  while (!request.done) {
     if (advance()) {
       idle_since = 0;
-      vain = 0;
       if (now_ns() >= slice_ends_) break;
       continue;
     }
@@ -143,8 +141,8 @@ void Engine::spin(const Request& request, std::uint64_t began) {
     // It may wait for as long as it has worked: the peers have as much to copy. (Karlin, Li, Manasse, Owicki:
     // "Empirical Studies of Competitive Spinning for a Shared-Memory Multiprocessor", SOSP 1991.)
     if (now - idle_since >= std::max(spin_now_, idle_since - began) || now >= slice_ends_) break;
-    if (crowded_ && ++vain > kSpinsBeforeYield) {
-      sched_yield();
+    if (crowded_) {
+      sched_yield();  // at once: who is waited for may be waiting for this core
     } else {
       relax();
     }
