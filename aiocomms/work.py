@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import msgspec
@@ -65,8 +65,10 @@ class Work(msgspec.Struct, Generic[T_co], eq=False, weakref=True):
     """How the transport said that it failed; not set where the work was given up or withdrawn."""
     queue: Queue | None = None
     """Where the communicator keeps it while it is pending."""
-    memory: Sequence[tuple[UntypedStorage, int]] = ()
-    """Of one that was pending: its tensors' storages, and where each was. Its program may give the tensors others."""
+    memory: UntypedStorage | list[tuple[UntypedStorage, int]] | None = None
+    """Of one that was pending: its tensor's storage, or those of several and where they were. Its program may give the
+    tensors others."""
+    _place: int = 0
     _state: int = _PENDING
     _value: Any = OP_RESULT
     _error: CommError | None = None
@@ -173,9 +175,8 @@ class Work(msgspec.Struct, Generic[T_co], eq=False, weakref=True):
         if self._state:
             return self._refuse_second()
         if self.queue is not None:
-            for storage, address in self.memory:
-                if storage.data_ptr() != address:
-                    return self.fail(CommError(_RESIZED))
+            if self._resized():
+                return self.fail(CommError(_RESIZED))
             self._state = _DONE
             self._value = value
             self.owner.settled(self)
@@ -191,11 +192,17 @@ class Work(msgspec.Struct, Generic[T_co], eq=False, weakref=True):
         op = self.op
         tensor = getattr(op, "tensor", None)
         if tensor is not None:  # nearly always
-            storage = tensor.untyped_storage()
-            self.memory = ((storage, storage.data_ptr()),)
+            self.memory = storage = tensor.untyped_storage()
+            self._place = storage.data_ptr()
         else:
             storages = [tensor.untyped_storage() for _, tensor in op.reads() + op.writes()]
             self.memory = [(storage, storage.data_ptr()) for storage in storages]
+
+    def _resized(self) -> bool:
+        memory = self.memory
+        if isinstance(memory, list):
+            return any(storage.data_ptr() != place for storage, place in memory)
+        return memory is not None and memory.data_ptr() != self._place
 
     def fail(self, error: CommError) -> None:
         """See :meth:`aiocomms.transport.Completion.fail`."""
