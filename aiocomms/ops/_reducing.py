@@ -38,10 +38,8 @@ class AllReduce(_InPlace, frozen=True, eq=False):
     op: ReduceOp
 
     def check(self, group: Group) -> None:
-        tensor, op = self.tensor, self.op
-        checks.writable("tensor", tensor, group)
-        if type(op) is not ReduceOp or tensor.dtype not in SUPPORTED[op.kind]:  # as in _reducible, without the call
-            _reducible(op, tensor)
+        checks.writable("tensor", self.tensor, group)
+        _reducible(self.op, self.tensor)
 
     def signature(self) -> tuple[object, ...]:
         return (self.name, str(self.op), self.tensor.dtype, tuple(self.tensor.shape))

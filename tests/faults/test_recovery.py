@@ -321,11 +321,16 @@ def test_a_starved_rank_is_no_death(ranks: Run, transport: str) -> None:
 # ----------------------------------------------------------------------------------------------------------- newcomers
 
 
+async def come_as_rank_1(place: Rank, size: int, timeout: float = 20) -> Communicator:
+    """A new process takes the place of the dead."""
+    return await aiocomms.new_comm(place.transport, store=place.store(), rank=1, size=size, timeout=timeout, join=True)
+
+
 async def be_replaced(place: Rank) -> Any:
     """Rank 3 is the process that takes the place of rank 1."""
     if place.rank == 3:
         await asyncio.to_thread(place.told, "dead")
-        comm = await aiocomms.new_comm(place.transport, store=place.store(), rank=1, size=3, timeout=20, join=True)
+        comm = await come_as_rank_1(place, 3)
     else:
         comm = await place.open(ranks=[0, 1, 2])
         await comm.barrier()
@@ -352,7 +357,7 @@ async def be_replaced_again(place: Rank) -> Any:
         comm = await place.open(ranks=[0, 1])
     else:
         await asyncio.to_thread(place.told, f"dead {place.rank - 1}")
-        comm = await aiocomms.new_comm(place.transport, store=place.store(), rank=1, size=2, timeout=20, join=True)
+        comm = await come_as_rank_1(place, 2)
     await works(comm)
     if place.rank in (1, 2):
         place.tell(f"dead {place.rank}")
@@ -375,7 +380,7 @@ def test_one_place_is_taken_twice(ranks: Run, transport: str) -> None:
 async def nobody_joins(place: Rank) -> str:
     if place.rank == 1:
         with pytest.raises(CommTimeoutError, match="nobody took this process in as rank 1") as late:
-            await aiocomms.new_comm(place.transport, store=place.store(), rank=1, size=2, timeout=0.5, join=True)
+            await come_as_rank_1(place, 2, timeout=0.5)
         return str(late.value)
     comm = await aiocomms.new_comm(place.transport, store=dist.HashStore(), rank=0, size=1, timeout=5)
     comm.abort("to grow")

@@ -366,10 +366,7 @@ void Engine::close(bool sound, double patience) {
     control_->wake();
   }
   thread_.join();
-  for (auto& [id, group] : groups_) {
-    if (group->shared) group->shared->segment.let_go();
-    drop(*group);
-  }
+  for (auto& [id, group] : groups_) lose(*group);
   for (auto& messages : early_) {
     for (auto& [order, message] : messages) delete message;
     messages.clear();

@@ -212,6 +212,7 @@ class Engine {
   bool act(Request* request, Job job);
   void behind_puts(Group& group, int rank, Request* request, std::function<ucs_status_t()> then);
   bool advance_jobs(std::deque<Job>& jobs);
+  void lose(Group& group);  // drop it, after the others can see that
   void drop(Group& group);
   Window::Part& part(std::uint32_t group, std::uint64_t window, int rank);
   Window::Part& part(std::uint32_t group, std::uint64_t window, int rank, std::uint64_t offset, std::size_t bytes);

@@ -111,7 +111,10 @@ void Engine::open_group(std::uint32_t id, std::vector<std::uint32_t> their_ids, 
 
 void Engine::lose_group(std::uint32_t id) {
   Turn turn(*this);
-  Group& it = group(id);
+  lose(group(id));
+}
+
+void Engine::lose(Group& it) {
   if (it.shared) it.shared->segment.let_go();  // before anybody hears that an op of it has ended
   drop(it);
 }
