@@ -116,7 +116,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         """Check an op, post it, and return its work."""
         if self._refusal is not None or get_ident() != self.driver.thread:
             raise self._refused(op)
-        seq = self._seq
+        seq, kind = self._seq, type(op)
         try:
             op.check(self)
             if hints is not None:
@@ -132,14 +132,14 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         work: Work[Any] = Work(op, seq, self, hints)
         self.calls += (collective := op.family == "collectives")
         try:
-            self._router[type(op)](op, work)
+            self._router[kind](op, work)
         except BaseException:  # nothing was sent: the other ranks' next collective is this one's next, too
             self.calls -= collective
             raise
         if not work._state:  # done(), without the call
             return self._keep(work, seconds)
-        args = PEERS[type(op)](op) if type(op) in PEERS else None
-        self._ring[seq & self._mask] = (seq, type(op), monotonic(), args, work.fault)
+        args = PEERS[kind](op) if kind in PEERS else None
+        self._ring[seq & self._mask] = (seq, kind, monotonic(), args, work.fault)
         if self._post_hooks or work.fault is not None:
             self._after(work)
         return work
