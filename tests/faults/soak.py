@@ -13,6 +13,7 @@ close and did not hold before, and when one of the bounds below is broken.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import itertools
 import os
@@ -41,6 +42,8 @@ NOTICE, RECOVERY = 1.0, 3.0
 SLOPE = 2.0
 """MiB per hour that a process grows by; nobody can tell within LONG seconds."""
 LONG = 1800.0
+_M_ARENA_MAX = -8
+"""Of malloc.h: from how many heaps threads allocate."""
 
 
 @dataclass
@@ -258,6 +261,8 @@ def main() -> int:
     seed = int(os.environ.get("SOAK_SEED", random.SystemRandom().randrange(2**31)))
     transport = os.environ.get("SOAK_TRANSPORT", "ucx")
     os.environ.setdefault("AIOCOMMS_RECORDER_DIR", "")
+    # Each of several heaps keeps pages of which little is in use, and their sum would hide a leak, or look like one.
+    ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
     __import__(f"aiocomms_{transport}")
     gc.freeze()  # what the ranks inherit need not be looked through at each collection
     print(f"soak: SOAK_SEED={seed} SOAK_TRANSPORT={transport} SOAK_SECONDS={seconds:.0f}", flush=True)
