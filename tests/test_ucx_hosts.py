@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from aiocomms_ucx.transport import UcxTransport
 from hosts import Enter, address, hosts, kernel_address
 from processes import KILLED, LARGE, Rank, Run, death, empty, exchange, listening, numbers
 from test_processes import abort_amid, leave_at_once, mix
+from torch import Tensor
 
 import aiocomms
 from aiocomms import ReduceOp
@@ -204,6 +208,93 @@ def test_a_rank_that_dies(ranks: Run, names: list[str], what: str) -> None:
     results = ranks(3, lose_a_rank, what, 1, before=Enter(names, "011", **ROUTE))
     assert results.pop(1) is KILLED
     assert max(results) < 1.05, results
+
+
+GIVING: dict[str, Callable[[Communicator, Tensor], Any]] = {
+    "send": lambda comm, tensor: comm.recv(tensor, 0) if comm.rank else comm.send(tensor, 1),
+    "broadcast": lambda comm, tensor: comm.broadcast(tensor, 0),
+    "scatter": lambda comm, tensor: comm.scatter(tensor, None if comm.rank else [tensor, tensor], 0),
+    "gather": lambda comm, tensor: (
+        comm.gather([tensor, torch.zeros_like(tensor)], tensor.clone(), 1)
+        if comm.rank
+        else comm.gather(None, tensor, 1)
+    ),
+    "put": lambda comm, tensor: put_and_signal(comm, tensor),
+}
+"""What rank 0 has comes to rank 1."""
+WINDOWS: list[Any] = []
+
+
+def put_and_signal(comm: Communicator, tensor: Tensor) -> Any:
+    (window,) = WINDOWS
+    if comm.rank:
+        return window.wait_signal(0)
+    window.put(tensor, 1)
+    return window.signal(1)
+
+
+@contextlib.contextmanager
+def stopped(process: int) -> Iterator[None]:
+    """It does nothing meanwhile."""
+    os.kill(process, signal.SIGSTOP)
+    while Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.001)
+    yield
+    os.kill(process, signal.SIGCONT)
+
+
+async def change_of_mind(place: Rank, what: str, count: int) -> str:
+    """Rank 0 aborts what it has begun, and writes over its tensor; rank 1 hears of that after all has come."""
+    comm = await place.open()
+    other = await comm.split([0, 1])  # over the same connection
+    assert other is not None
+    tensor = torch.zeros(count) if place.rank else torch.ones(count)
+    if what == "put":
+        WINDOWS.append(await comm.new_window(tensor if place.rank else torch.zeros(count)))
+    held: list[Callable[[], None]] = []
+    room = 0 if what == "put" else 2**20  # a put waits for what was sent before, and its caller with it
+    if place.rank == 0:
+        tell = UcxTransport._tell
+        hold = lambda self, *words: held.append(lambda: tell(self, *words))  # noqa: E731
+        UcxTransport._tell = hold  # type: ignore[method-assign]
+        await place.all_told("waits", 1)
+        with stopped(int((place.folder / "pid").read_text())):
+            filler = other.send(torch.zeros(room), 1)  # so UCX finds the connection full
+            work = GIVING[what](comm, tensor)
+            comm.abort("on second thoughts")
+            with contextlib.suppress(CommAbortedError):
+                await work
+            tensor.fill_(2)
+        place.tell("changed 0")
+    else:
+        (place.folder / "pid").write_text(str(os.getpid()))
+        place.tell("waits 1")
+        await place.all_told("changed", 0)
+        work = GIVING[what](comm, tensor)
+        filler = other.recv(torch.zeros(room), 0)
+    await filler
+    await other.broadcast(torch.zeros(2**24), 0)  # behind what was given
+    await other.barrier()
+    for word in held:
+        word()
+    try:
+        await work
+        return "right" if (tensor == 1).all() else f"wrong: {tensor}"
+    except CommAbortedError:
+        return "aborted"
+    finally:
+        await other.aclose()
+        await comm.aclose()
+
+
+@pytest.mark.parametrize("count", [2, 2**14, 2**18, 2**24])
+@pytest.mark.parametrize("what", GIVING)
+def test_what_is_written_over_after_an_abort_is_not_received(
+    ranks: Run, names: list[str], what: str, count: int
+) -> None:
+    """UCX reads it later, for the other host does not listen for a while."""
+    outcomes = ranks(2, change_of_mind, what, count, before=Enter(names, "01", **ROUTE))
+    assert outcomes[1] in {"aborted", "right"}, outcomes
 
 
 async def disagree(place: Rank, odd: int) -> str:

@@ -8,7 +8,7 @@ import msgspec
 
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError, MismatchError, PeerDiedError, ProtocolError
 
-VERSION: Final = 3
+VERSION: Final = 4
 _PREFIX: Final = b"\x01"  # what the engine takes for none of its own frames
 _LONGEST: Final = 2000
 """Characters of a reason or description."""

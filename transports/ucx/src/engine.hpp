@@ -161,6 +161,8 @@ class Engine {
 
  private:
   friend struct Request;
+  friend struct Outgoing;
+  friend struct Incoming;
   friend class Wire;
 
   // A copy, in pieces; and what is to be done after it. Jobs are done one after the other.
@@ -177,7 +179,8 @@ class Engine {
   // here: UCX alone moves it, by its descriptor or a window's key. All else in this file is as ever, for the engine's
   // own memory: barriers, what ranks tell each other of their windows, signals.
   bool on_device(const Header& header) const { return worker_->device() && header.channel < kUserChannels; }
-  void follow(Request* request, ucs_status_t status);  // what a call of UCX on a user's memory has returned
+  // What a call of UCX on a user's memory has returned.
+  void follow(Request* request, ucs_status_t status, Pending* pending = nullptr);
 
   Group& group(std::uint32_t id);
   bool begin(Group& group, Schedule schedule);
@@ -196,7 +199,7 @@ class Engine {
 
   ucs_status_t dispatch(Group& group, int rank, Header header, const void* data, Pending* pending);
   void answered(const Header& header);
-  void answer(Group& group, int rank, std::uint64_t number, std::uint64_t value);
+  void tell(Group& group, int rank, Channel channel, std::uint64_t number, std::uint64_t value);
   void asked(Group& group, const Header& header, const void* payload);
   void pull(Request* recv, const Header& header, const void* payload);
   void arrived(int peer, const Header& header, const void* payload, void* descriptor);
@@ -204,6 +207,8 @@ class Engine {
   void deliver(Group& group, const Header& header, const void* payload, void* descriptor);
   bool stale(Request* recv, const Header& header);
   void take(Request* recv, const Header& header, const void* payload, void* descriptor);
+  void came(Request* recv, const Header& header);
+  void vouched(Group& group, const Header& header);
   void signalled(Group& group, const Header& header);
   void heard(int peer, std::string frame);
   void obey(int peer);  // the farewells for which all messages have come by now

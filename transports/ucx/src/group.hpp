@@ -111,6 +111,13 @@ struct Group {
   std::size_t users = 0;                                         // requests and sends that are not done
   std::unordered_map<std::uint64_t, Window> windows;
   std::uint64_t next_window = 0;
+  // Of messages that have to be vouched for, by sender and order: whether that has come, and the receive that has got
+  // all but that.
+  struct Vouch {
+    bool come = false;
+    Request* waits = nullptr;
+  };
+  std::map<std::pair<int, std::uint32_t>, Vouch> vouches;
 
   // Whether a rank of this host has lost the communicator, and with it what it had not sent or shown yet.
   bool has_let_go(int of) const {

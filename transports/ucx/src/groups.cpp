@@ -161,6 +161,9 @@ void Engine::drop(Group& it) {
     if (asked.group == &it) asked.pending->finished(UCS_ERR_CANCELED);
   }
   it.mail.drain_receives([](const Key&) { return true; }, end);
+  for (auto& [message, vouch] : std::exchange(it.vouches, {})) {
+    if (vouch.waits) end(vouch.waits);
+  }
   it.mail.drain_messages([](const Key&) { return true; },
                          [&](Message* message) {
                            if (message->descriptor) worker_->drop(message->descriptor);

@@ -11,6 +11,9 @@ namespace {
 // Messages within a host are offered from this size on. Below, copying twice is faster than a system call and an
 // answer.
 constexpr std::size_t kOfferedFrom = 32 * 1024;
+// Messages to other hosts are copied up to this size, the longest segment of a collective's: that takes less time than
+// vouching for them.
+constexpr std::size_t kCopiedTo = 64 * 1024;
 // UCX lets small messages overtake large ones, but not that many.
 constexpr std::uint32_t kMostEarly = 1u << 20;
 
@@ -69,13 +72,53 @@ bool Engine::send(Ticket ticket, std::uint32_t id, const void* data, std::size_t
   return settle(request);
 }
 
+// A message on its way to another host. UCX may read it long after the call, whatever its size: while the connection is
+// being made, or the socket is full. By then the communicator may be lost, and the program may have written over it.
+struct Outgoing final : Pending {
+  Outgoing(Engine& the_engine, Group& the_group, int the_rank, Pending* the_pending)
+      : engine(the_engine),
+        group(the_group),
+        rank(the_rank),
+        order(the_engine.worker_->sent(the_group.peers[the_rank])),
+        pending(the_pending) {}
+  void finished(ucs_status_t status) override {
+    if (status == UCS_OK) vouch();
+    pending->finished(status);
+    delete this;
+  }
+  // UCX has read all of it. So what has been sent is what was meant, if the communicator is not lost yet.
+  void vouch() {
+    if (!copy && !group.lost) engine.tell(group, rank, kVouch, order, 0);
+  }
+
+  Engine& engine;
+  Group& group;
+  const int rank;
+  const std::uint32_t order;
+  Pending* pending;
+  std::unique_ptr<std::byte[]> copy;  // of a small one
+};
+
 // Send a message off: large ones within a host as an offer, for UCX would copy them at one go, on the loop.
 ucs_status_t Engine::dispatch(Group& group, int rank, Header header, const void* data, Pending* pending) {
   const int peer = group.peers[rank];
   const bool device = on_device(header);
   if (device || header.bytes < kOfferedFrom || peers_[peer].readable == 0) {
     const Memory memory = header.channel < kUserChannels ? Memory::kUsers : Memory::kOwn;
-    return worker_->send(peer, header, data, memory, pending);
+    if (peers_[peer].pid != 0 || header.bytes == 0) return worker_->send(peer, header, data, memory, pending);
+    auto outgoing = new Outgoing(*this, group, rank, pending);
+    if (device || header.bytes > kCopiedTo) {
+      header.dtype |= kVouched;
+    } else {
+      outgoing->copy = std::make_unique_for_overwrite<std::byte[]>(header.bytes);
+      std::memcpy(outgoing->copy.get(), data, header.bytes);
+      data = outgoing->copy.get();
+    }
+    ucs_status_t status = worker_->send(peer, header, data, memory, outgoing);
+    if (status == UCS_INPROGRESS) return status;
+    if (status == UCS_OK) outgoing->vouch();
+    delete outgoing;
+    return status;
   }
   const Offer offer{reinterpret_cast<std::uint64_t>(data), ++next_question_};
   header.dtype |= kOffered;
@@ -85,11 +128,12 @@ ucs_status_t Engine::dispatch(Group& group, int rank, Header header, const void*
   return UCS_INPROGRESS;
 }
 
-void Engine::answer(Group& group, int rank, std::uint64_t number, std::uint64_t value) {
+// Say something to a rank that one number identifies.
+void Engine::tell(Group& group, int rank, Channel channel, std::uint64_t number, std::uint64_t value) {
   const Header header{group.their_ids[rank],
                       0,
                       static_cast<std::uint16_t>(group.rank),
-                      kAnswer,
+                      channel,
                       0,
                       static_cast<std::uint32_t>(rank_),
                       static_cast<std::int64_t>(number),
@@ -190,8 +234,9 @@ void Engine::arrived(int peer, const Header& header, const void* payload, void* 
 
 // Whether a peer is who it says it is in a group, and may send such a message.
 bool Engine::sensible(const Group& to, int peer, const Header& header, void* descriptor) const {
-  if (header.source >= to.peers.size() || to.peers[header.source] != peer || header.channel > kAnswer) return false;
+  if (header.source >= to.peers.size() || to.peers[header.source] != peer || header.channel > kVouch) return false;
   if (header.channel > kSchedule) return descriptor == nullptr && !(header.dtype & kOffered);
+  if (header.dtype & kVouched && peers_[peer].pid != 0) return false;  // only those of other hosts vouch
   if (on_device(header)) return (descriptor || header.bytes == 0) && !(header.dtype & kOffered);
   return !(header.dtype & kOffered) || peers_[peer].readable != 0;  // else there would be nobody to copy it from
 }
@@ -200,6 +245,7 @@ void Engine::deliver(Group& to, const Header& header, const void* payload, void*
   if (header.channel == kSignal) return signalled(to, header);
   if (header.channel == kAtomic) return asked(to, header, payload);
   if (header.channel == kAnswer) return answered(header);
+  if (header.channel == kVouch) return vouched(to, header);
   if (header.channel == kSchedule) {
     check_mark(to, header.source, static_cast<std::uint64_t>(header.tag), header.mark);
     if (to.disagrees >= 0) {
@@ -207,6 +253,7 @@ void Engine::deliver(Group& to, const Header& header, const void* payload, void*
       return;
     }
   }
+  if (header.dtype & kVouched) to.vouches[{header.source, header.order}] = {};
   if (Request* request = to.mail.receive_for(header)) return take(request, header, payload, descriptor);
   to.mail.keep(keep(header, payload, descriptor));
 }
@@ -219,13 +266,33 @@ bool Engine::stale(Request* request, const Header& header) {
   return true;
 }
 
+// A message that UCX fetches.
+struct Incoming final : Pending {
+  Incoming(Engine& the_engine, Request* the_request, const Header& the_header)
+      : engine(the_engine), request(the_request), header(the_header) {}
+  void finished(ucs_status_t status) override {
+    engine.moving_ -= std::exchange(request->moving, false);
+    if (status == UCS_OK) {
+      engine.came(request, header);
+    } else {
+      request->group.vouches.erase({header.source, header.order});
+      request->finished(status);
+    }
+    delete this;
+  }
+
+  Engine& engine;
+  Request* request;
+  const Header header;
+};
+
 // A receive takes the message that it matches.
 void Engine::take(Request* request, const Header& header, const void* payload, void* descriptor) {
   if (stale(request, header)) {
     if (descriptor) worker_->drop(descriptor);
     return;
   }
-  const std::uint8_t dtype = header.dtype & ~kOffered;
+  const std::uint8_t dtype = header.dtype & ~(kOffered | kVouched);
   if (dtype != request->dtype || header.bytes != request->bytes) {
     request->status = dtype != request->dtype ? Status::kDtype : Status::kTruncated;
     request->details[0] = header.bytes;
@@ -234,28 +301,61 @@ void Engine::take(Request* request, const Header& header, const void* payload, v
   if (header.dtype & kOffered) return pull(request, header, payload);
   if (request->status == Status::kDtype) {
     if (descriptor) worker_->drop(descriptor);
-    return request->finished(UCS_OK);
+    return came(request, header);
   }
   const std::size_t bytes = std::min<std::size_t>(header.bytes, request->bytes);
   if (!descriptor) {
     if (bytes) std::memcpy(request->data, payload, bytes);
-    return request->finished(UCS_OK);
+    return came(request, header);
   }
+  auto incoming = new Incoming(*this, request, header);
   if (header.bytes <= request->bytes) {
     const Memory memory = header.channel < kUserChannels ? Memory::kUsers : Memory::kOwn;
-    return follow(request, worker_->fetch(descriptor, request->data, bytes, memory, request));
+    return follow(request, worker_->fetch(descriptor, request->data, bytes, memory, incoming), incoming);
   }
   request->beginning = {request->data, request->bytes, header.bytes};
   if (on_device(header)) {
     request->head = std::make_unique<std::byte[]>(bytes);
     request->beginning.data = request->head.get();
   }
-  follow(request, worker_->fetch_beginning(descriptor, &request->beginning, request));
+  follow(request, worker_->fetch_beginning(descriptor, &request->beginning, incoming), incoming);
 }
 
-// A call of UCX that has returned `status` tells the request, now or later.
-void Engine::follow(Request* request, ucs_status_t status) {
-  if (status != UCS_INPROGRESS) return request->finished(status);
+// The payload is all here. Does it count? It may have been written over while it was read, if its sender had lost the
+// communicator by then.
+void Engine::came(Request* request, const Header& header) {
+  Group& from = request->group;
+  if (from.lost) return request->finished(UCS_ERR_CANCELED);
+  if (!(header.dtype & kVouched)) {
+    if (!stale(request, header)) request->finished(UCS_OK);
+    return;
+  }
+  auto vouch = from.vouches.find({header.source, header.order});
+  if (!vouch->second.come && (!from.left[header.source] || request->event)) {
+    vouch->second.waits = request;
+    return;
+  }
+  const bool counts = vouch->second.come;
+  from.vouches.erase(vouch);
+  if (counts) return request->finished(UCS_OK);
+  complete(request, Status::kClosed, header.source);
+}
+
+void Engine::vouched(Group& from, const Header& header) {
+  auto vouch = from.vouches.find({header.source, static_cast<std::uint32_t>(header.tag)});
+  if (vouch == from.vouches.end()) return;
+  Request* request = vouch->second.waits;
+  if (request == nullptr) {
+    vouch->second.come = true;
+    return;
+  }
+  from.vouches.erase(vouch);
+  request->finished(UCS_OK);
+}
+
+// A call of UCX that has returned `status` tells who waits for it, now or later: the request, or who asks for it.
+void Engine::follow(Request* request, ucs_status_t status, Pending* pending) {
+  if (status != UCS_INPROGRESS) return (pending ? pending : request)->finished(status);
   if (!worker_->device()) return;
   request->moving = true;
   ++moving_;
@@ -277,7 +377,7 @@ void Engine::pull(Request* request, const Header& header, const void* payload) {
                     request,
                     [=, this](Request* it) {
                       if (stale(it, header)) return;
-                      answer(it->group, rank, offer.number, 0);
+                      tell(it->group, rank, kAnswer, offer.number, 0);
                       it->finished(UCS_OK);
                     },
                     peers_[request->group.peers[rank]].readable});
@@ -418,6 +518,13 @@ void Engine::left(Group& from, int rank, std::uint64_t collectives) {
                                from.mail.keep(message);
                              }
                            });
+  // Nor does it vouch for anything any more.
+  std::erase_if(from.vouches, [&](const auto& entry) {
+    const auto& [message, vouch] = entry;
+    const bool vain = message.first == rank && vouch.waits && !vouch.waits->event;
+    if (vain) complete(vouch.waits, Status::kClosed, static_cast<std::uint64_t>(rank));
+    return vain;
+  });
   for (auto& [number, window] : from.windows) {
     Queue<Request>& waits = window.parts[rank].waits;
     while (!waits.empty()) complete(waits.pop(), Status::kClosed, static_cast<std::uint64_t>(rank));

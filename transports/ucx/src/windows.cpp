@@ -194,13 +194,14 @@ void Engine::asked(Group& owner, const Header& header, const void* payload) {
                     (reinterpret_cast<std::uintptr_t>(mine.mapped) + what.offset) % what.bytes == 0;
   if (!fits) return worker_->refuse(owner.peers[header.source]);
   std::byte* where = mine.mapped + what.offset;
-  answer(owner, header.source, what.number, atomically(where, what.bytes, what.swap, what.a, what.b));
+  tell(owner, header.source, kAnswer, what.number, atomically(where, what.bytes, what.swap, what.a, what.b));
 }
 
-// Do something when all that was put into a rank's window before is there.
+// Do something when all that was put into a rank's window before is there; as it was meant, if the communicator is not
+// lost yet.
 void Engine::behind_puts(Group& owner, int rank, Request* request, std::function<ucs_status_t()> then) {
-  auto flushed = [=](ucs_status_t status) {
-    if (status == UCS_OK) status = then();
+  auto flushed = [=, &owner](ucs_status_t status) {
+    if (status == UCS_OK) status = owner.lost ? UCS_ERR_CANCELED : then();
     if (status != UCS_OK && status != UCS_INPROGRESS) request->finished(status);
   };
   auto behind = new Countdown(1, flushed);

@@ -38,10 +38,12 @@ struct Header {
   std::uint64_t cookie = 0;
 };
 
-enum Channel : std::uint8_t { kUserChannels = 16, kSchedule = 16, kSignal, kAtomic, kAnswer };
+enum Channel : std::uint8_t { kUserChannels = 16, kSchedule = 16, kSignal, kAtomic, kAnswer, kVouch };
 
 // In Header::dtype: the payload is an Offer in place of the data.
 constexpr std::uint8_t kOffered = 0x80;
+// There, too: the payload counts once its sender has vouched for it, by a message on kVouch with its order as the tag.
+constexpr std::uint8_t kVouched = 0x40;
 
 // Where a large message lies, for a receiver on the same host, which copies it from there and answers.
 struct Offer {
