@@ -7,6 +7,7 @@ and size, and best effort: what cannot be learnt leaves the error as it was.
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,8 +25,9 @@ from aiocomms.work import Work
 
 PASSED = "its deadline passed"
 """What the errors of a late op, and those of other ranks that quote it, have in common."""
-PATIENCE, LONGER = 0.25, 0.4
-"""Seconds: for the other ranks' words, and for the late rank's verdict. A late op must have failed within 0.5 s."""
+PATIENCE, LONGER = 0.2, 0.3
+"""Seconds after a rank has lost the communicator: until when the late one hears the others' words, and until when works
+wait at all. A late op must have failed within 0.5 s, and what comes after this takes its time on a busy machine."""
 ASKED = 64
 """Ranks that are asked at most: those that are missing first."""
 
@@ -76,6 +78,7 @@ class Inquest:
         self._rendezvous = rendezvous
         self._error = error
         self._absent = absent
+        self._began = time.monotonic()
         self._snapshot = self._look(recorder)
         self._closed = threading.Event()
         self.sitting = self._snapshot is not None and PASSED in error.message
@@ -109,7 +112,8 @@ class Inquest:
     def _sit(self, snapshot: Snapshot, end: Callable[[CommError], object]) -> None:
         verdict, path = "", None
         try:
-            verdict = self._verdict(snapshot) if self._comm.size > 1 and self._rendezvous.store is not None else ""
+            if self._comm.size > 1 and self._rendezvous.store is not None:
+                verdict = self._verdict_in_time(snapshot)
             snapshot.header.verdict = verdict
             path = dumps.try_write(snapshot)
         finally:
@@ -124,6 +128,20 @@ class Inquest:
         new = type(old)(message, comm=old.comm, op=old.op, seq=old.seq, rank=old.rank, peer=old.peer)
         new.__cause__ = old.__cause__
         return new
+
+    def _verdict_in_time(self, snapshot: Snapshot) -> str:
+        """Learn it on a thread that may be left behind: a store whose host is stopped, or gone, keeps its callers."""
+        said: queue.SimpleQueue[str] = queue.SimpleQueue()
+        if not dumps.in_background(lambda: said.put(self._verdict(snapshot))):
+            return ""
+        try:
+            return said.get(timeout=max(0.0, self._left(LONGER)))
+        except queue.Empty:
+            return ""
+
+    def _left(self, seconds: float) -> float:
+        """Of so many seconds since the communicator was lost."""
+        return self._began + seconds - time.monotonic()
 
     def _verdict(self, snapshot: Snapshot) -> str:
         """Say what this rank is doing, and hear the others or the late rank."""
@@ -158,15 +176,15 @@ class Inquest:
     def _hear(self, key: str, ranks: Sequence[int], seconds: float) -> dict[int, bytes]:
         """Wait until all have been told, time is up, or the communicator is closed. Never waits in the store."""
         heard: dict[int, bytes] = {}
-        ends, pause = time.monotonic() + seconds, _FIRST_PAUSE
-        while len(heard) < len(ranks) and time.monotonic() < ends:
+        pause = _FIRST_PAUSE
+        while True:
             for rank in ranks:
                 if rank not in heard and (value := self._rendezvous.told(key, rank)) is not None:
                     heard[rank] = value
-            if len(heard) < len(ranks) and self._closed.wait(pause):
-                break
+            left = self._left(seconds)
+            if len(heard) == len(ranks) or left <= 0 or self._closed.wait(min(pause, left)):
+                return heard
             pause = min(2 * pause, _LONGEST_PAUSE)
-        return heard
 
 
 def read_brief(said: bytes | None, rank: int) -> Brief | None:

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -172,6 +173,11 @@ def _collect(pipes: list[Connection], seconds: float) -> list[Any]:
     assert not failures, "".join(f"\nrank {rank}:\n{trace}" for rank, trace in failures.items())
     assert not late, f"ranks {late} hang"
     return [results[pipe] for pipe in pipes]
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    with socket.create_server((host, 0)) as server:
+        return int(server.getsockname()[1])
 
 
 async def death(ops: Awaitable[Any]) -> PeerDiedError:

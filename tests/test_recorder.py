@@ -25,6 +25,7 @@ from aiocomms.cli import main as command
 from aiocomms.errors import CommAbortedError, CommTimeoutError, MessageTruncatedError
 from aiocomms.inquest import read_brief
 from aiocomms.recorder import Brief, Header, Item
+from aiocomms.rendezvous import StoreRendezvous
 from aiocomms.testing import local_world
 from aiocomms.verdicts import judge
 
@@ -343,6 +344,25 @@ def test_an_adopted_store_or_none(run):
         comms[0]._rendezvous.store = None
         assert "its deadline passed; waiting for rank 1 [flight" in await time_out(comms[0])
         await ranks(comms, lambda comm: comm.aclose())
+
+    run(main)
+
+
+def test_a_store_that_keeps_its_callers_does_not_keep_the_error(run, monkeypatch):
+    """As one does whose host is stopped. Who waits for the late rank's verdict does not wait for ever either."""
+    given_up = threading.Event()
+    monkeypatch.setattr(StoreRendezvous, "tell", lambda *_: given_up.wait(30))
+
+    async def main():
+        async with local_world(2) as world:
+            other = world[1].recv(torch.zeros(1), 0)
+            try:
+                assert "its deadline passed; waiting for rank 1 [flight" in await time_out(world[0])
+                with pytest.raises(CommAbortedError, match="its deadline passed"):
+                    await other
+                assert not given_up.is_set()
+            finally:
+                given_up.set()
 
     run(main)
 

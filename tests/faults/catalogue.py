@@ -133,7 +133,7 @@ STALLS = (
     between_processes(
         12,
         "SIGSTOP amid a collective, then SIGCONT",
-        *tests("faults/test_stalls", "test_stopped_past_a_deadline"),
+        *tests("faults/test_stalls", "test_stopped_past_a_deadline", "test_the_host_of_the_store_is_stopped"),
         ucx=recovery("test_a_stopped_rank_is_out"),  # by heartbeat, for which c10d does not ask
     ),
     between_processes(

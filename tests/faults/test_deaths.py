@@ -10,7 +10,6 @@ import os
 import re
 import resource
 import signal
-import socket
 import sys
 import threading
 import time
@@ -22,7 +21,7 @@ import psutil
 import pytest
 import torch
 from oracle import FULL, LATE, VISIBLE, end, hear, named, oracle
-from processes import KILLED, Rank, Run, empty, numbers
+from processes import KILLED, Rank, Run, empty, free_port, numbers
 
 import aiocomms
 from aiocomms import rendezvous
@@ -218,11 +217,6 @@ async def lose_two(place: Rank, port: int) -> float:
         rendezvous._launched.clear()  # a launcher's store is kept for the next communicator
         del comm, works, work, caught
         return took
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def test_two_at_once_and_the_host_of_the_store(ranks: Run, notice: Notice) -> None:

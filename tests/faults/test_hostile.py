@@ -28,7 +28,7 @@ from aiocomms_c10d import wire as c10d_wire
 from aiocomms_ucx import bringup as ucx_bringup
 from aiocomms_ucx import windows as ucx_windows
 from hosts import Enter, address, hosts
-from processes import LARGE, Rank, Run, empty, exchange, held, listening, numbers
+from processes import LARGE, Rank, Run, empty, exchange, free_port, held, listening, numbers
 from torch.distributed import PrefixStore
 
 import aiocomms
@@ -143,11 +143,6 @@ async def let_go(before: tuple[list[str], list[str]]) -> None:
     while any(more := [Counter(now) - Counter(then) for now, then in zip(held(), before, strict=True)]):
         assert time.monotonic() < ends, f"still held: {more}"
         await asyncio.sleep(0.05)
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    with socket.create_server((host, 0)) as it:
-        return int(it.getsockname()[1])
 
 
 def test_strangers_at_every_listener(ranks: Run, transport: str) -> None:
