@@ -81,15 +81,16 @@ ucs_status_t Engine::dispatch(Group& group, int rank, Header header, const void*
   header.dtype |= kOffered;
   ucs_status_t status = worker_->tell(peer, header, &offer, sizeof offer, nullptr);
   if (status != UCS_OK && status != UCS_INPROGRESS) return status;
-  asked_.emplace(offer.number, Asked{&group, pending, nullptr});
+  asked_.emplace(offer.number,
+                 Asked{&group, pending, nullptr, rank, static_cast<const std::byte*>(data), header.bytes});
   return UCS_INPROGRESS;
 }
 
-void Engine::answer(Group& group, int rank, std::uint64_t number, std::uint64_t value) {
+void Engine::answer(Group& group, int rank, std::uint64_t number, std::uint64_t value, Channel channel) {
   const Header header{group.their_ids[rank],
                       0,
                       static_cast<std::uint16_t>(group.rank),
-                      kAnswer,
+                      channel,
                       0,
                       static_cast<std::uint32_t>(rank_),
                       static_cast<std::int64_t>(number),
@@ -103,6 +104,7 @@ void Engine::answered(const Header& header) {
   if (found == asked_.end()) return;
   const Asked asked = found->second;
   asked_.erase(found);
+  std::erase(pours_, static_cast<std::uint64_t>(header.tag));
   if (asked.value) *asked.value = header.mark;
   asked.pending->finished(UCS_OK);
 }
@@ -190,7 +192,7 @@ void Engine::arrived(int peer, const Header& header, const void* payload, void* 
 
 // Whether a peer is who it says it is in a group, and may send such a message.
 bool Engine::sensible(const Group& to, int peer, const Header& header, void* descriptor) const {
-  if (header.source >= to.peers.size() || to.peers[header.source] != peer || header.channel > kAnswer) return false;
+  if (header.source >= to.peers.size() || to.peers[header.source] != peer || header.channel > kPour) return false;
   if (header.channel > kSchedule) return descriptor == nullptr && !(header.dtype & kOffered);
   if (on_device(header)) return (descriptor || header.bytes == 0) && !(header.dtype & kOffered);
   return !(header.dtype & kOffered) || peers_[peer].readable != 0;  // else there would be nobody to copy it from
@@ -200,6 +202,7 @@ void Engine::deliver(Group& to, const Header& header, const void* payload, void*
   if (header.channel == kSignal) return signalled(to, header);
   if (header.channel == kAtomic) return asked(to, header, payload);
   if (header.channel == kAnswer) return answered(header);
+  if (header.channel == kPour) return called(to, header);
   if (header.channel == kSchedule) {
     check_mark(to, header.source, static_cast<std::uint64_t>(header.tag), header.mark);
     if (to.disagrees >= 0) {
@@ -273,14 +276,21 @@ void Engine::pull(Request* request, const Header& header, const void* payload) {
   std::memcpy(&offer, payload, sizeof offer);
   const int rank = header.source;
   const std::size_t bytes = request->status == Status::kDtype ? 0 : std::min<std::size_t>(header.bytes, request->bytes);
-  pulls_.push_back({static_cast<std::byte*>(request->data), reinterpret_cast<const std::byte*>(offer.address), bytes,
-                    request,
-                    [=, this](Request* it) {
-                      if (stale(it, header)) return;
-                      answer(it->group, rank, offer.number, 0);
-                      it->finished(UCS_OK);
-                    },
-                    peers_[request->group.peers[rank]].readable});
+  Job job{static_cast<std::byte*>(request->data),
+          reinterpret_cast<const std::byte*>(offer.address),
+          bytes,
+          request,
+          [=, this](Request* it) {
+            if (stale(it, header)) return;
+            answer(it->group, rank, offer.number, 0);
+            it->finished(UCS_OK);
+          },
+          peers_[request->group.peers[rank]].readable};
+  if (bytes == header.bytes && may_help(request->group, rank, bytes)) {
+    job.helper = rank;
+    job.number = offer.number;
+  }
+  pulls_.push_back(std::move(job));
 }
 
 // ------------------------------------------------------------------------------------------------- schedules' messages
