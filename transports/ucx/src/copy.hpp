@@ -9,10 +9,16 @@
 
 namespace aiocomms {
 
-// memcpy for what another core has just written: several pages side by side, so that more cache lines are under way
-// than a single sequence of addresses has (the processor fetches ahead within a page only). A fifth quicker than memcpy
-// from the other core's second-level cache, and no slower from memory.
+// memcpy for what another core has just written. On Intel's processors several pages side by side, so that more cache
+// lines are under way than a single sequence of addresses has (they fetch ahead within a page only): a fifth quicker
+// than memcpy from the other core's second-level cache, and no slower from memory. AMD's take twice as long that way.
 inline void copy_pages(std::byte* to, const std::byte* from, std::size_t bytes) {
+#if defined(__x86_64__)
+  if (!__builtin_cpu_is("intel")) {
+    std::memcpy(to, from, bytes);
+    return;
+  }
+#endif
   constexpr std::size_t kPage = 4096, kPages = 8, kLine = 64, kBlock = kPage * kPages;
   for (; bytes >= kBlock; bytes -= kBlock, to += kBlock, from += kBlock) {
     for (std::size_t offset = 0; offset < kPage; offset += kLine) {

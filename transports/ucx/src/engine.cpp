@@ -188,7 +188,8 @@ void Engine::wake_loop() {
 // Whether all that can happen comes as a message, which a sleeping thread hears of. It does not hear of what appears in
 // shared memory, for a schedule that it has not seen, nor of room for messages that UCX could not send off.
 bool Engine::quiet() const {
-  return active_.empty() && jobs_.empty() && pulls_.empty() && worker_->sending() == 0 && moving_ == 0;
+  return active_.empty() && jobs_.empty() && pulls_.empty() && pours_.empty() && worker_->sending() == 0 &&
+         moving_ == 0;
 }
 
 void Engine::wake_thread() {
@@ -236,7 +237,7 @@ void Engine::progress(std::vector<Outcome>& outcomes, std::vector<Notice>& notic
 // ---------------------------------------------------------------------------------------------------- moving things on
 
 bool Engine::advance() {
-  bool moved = advance_jobs(jobs_) | advance_jobs(pulls_);
+  bool moved = advance_jobs(jobs_) | advance_jobs(pulls_) | pour();
   for (std::size_t i = 0; i < active_.size(); ++i) moved |= advance_group(*active_[i]);
   moved |= worker_->progress();
   while (!events_.empty()) {
@@ -338,11 +339,12 @@ Engine::Rest Engine::take_turn() {
     return Rest::kYield;
   }
   asleep_ = true;
-  if (worker_->sending() == 0 && moving_ == 0) {
+  if (worker_->sending() == 0 && moving_ == 0 && pours_.empty()) {
     doze_ms_ = 1;
     return Rest::kSleep;
   }
   // UCX tells of what comes in, but not of room in a peer's queue for what is to go out; nor, always, of a device.
+  // Nobody tells of a slot that a receiver has emptied.
   doze_ms_ = std::min(2 * doze_ms_, kLongestDozeMs);
   return Rest::kDoze;
 }

@@ -173,6 +173,12 @@ class Engine {
     Request* request;
     std::function<void(Request*)> then;  // in place of completing the request
     pid_t pid = 0;
+    // Of a message whose sender can help; see pouring.cpp.
+    int helper = -1;            // its rank, else -1
+    std::uint64_t number = 0;   // of its offer
+    bool called = false;        // it has been told to
+    std::size_t read = 0;       // bytes, from the beginning
+    std::uint64_t emptied = 0;  // slots
   };
 
   // The one decision on device memory. What a user's message carries then is never looked at, copied, offered or mapped
@@ -200,6 +206,10 @@ class Engine {
   ucs_status_t dispatch(Group& group, int rank, Header header, const void* data, Pending* pending);
   void answered(const Header& header);
   void tell(Group& group, int rank, Channel channel, std::uint64_t number, std::uint64_t value);
+  bool may_help(const Group& group, int rank, std::size_t bytes) const;
+  bool share(Job& job);
+  void called(Group& group, const Header& header);
+  bool pour();
   void asked(Group& group, const Header& header, const void* payload);
   void pull(Request* recv, const Header& header, const void* payload);
   void arrived(int peer, const Header& header, const void* payload, void* descriptor);
@@ -217,6 +227,7 @@ class Engine {
   bool act(Request* request, Job job);
   void behind_puts(Group& group, int rank, Request* request, std::function<ucs_status_t()> then);
   bool advance_jobs(std::deque<Job>& jobs);
+  bool copy_next(Job& job, std::size_t most);
   void lose(Group& group);  // drop it, after the others can see that
   void drop(Group& group);
   Window::Part& part(std::uint32_t group, std::uint64_t window, int rank);
@@ -254,9 +265,15 @@ class Engine {
     Group* group;
     Pending* pending;
     std::uint64_t* value;
+    // Of an offer:
+    int rank = -1;                    // the receiver
+    const std::byte* data = nullptr;  // the message
+    std::size_t bytes = 0;            // of it, that have not been in slots
+    std::uint64_t filled = 0;         // slots
   };
   std::unordered_map<std::uint64_t, Asked> asked_;
   std::uint64_t next_question_ = 0;
+  std::deque<std::uint64_t> pours_;  // offers whose receivers have called
   int doze_ms_ = 1;
   int tick_ms_ = 1;
   std::size_t pending_ = 0;  // tickets without an outcome

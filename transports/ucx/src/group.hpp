@@ -119,11 +119,13 @@ struct Group {
   };
   std::map<std::pair<int, std::uint32_t>, Vouch> vouches;
 
-  // Whether a rank of this host has lost the communicator, and with it what it had not sent or shown yet.
-  bool has_let_go(int of) const {
-    const auto place = static_cast<std::size_t>(std::find(local.begin(), local.end(), of) - local.begin());
-    return shared && place < local.size() && shared->segment.has_let_go(static_cast<int>(place));
+  // Where a rank is among those of this host with whom this one shares memory, or -1.
+  int place(int of) const {
+    const auto found = std::find(local.begin(), local.end(), of);
+    return shared && found != local.end() ? static_cast<int>(found - local.begin()) : -1;
   }
+  // Whether a rank of this host has lost the communicator, and with it what it had not sent or shown yet.
+  bool has_let_go(int of) const { return place(of) >= 0 && shared->segment.has_let_go(place(of)); }
 };
 
 }  // namespace aiocomms

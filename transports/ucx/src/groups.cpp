@@ -157,6 +157,7 @@ void Engine::drop(Group& it) {
   }
   for (auto entry = asked_.begin(); entry != asked_.end();) {
     const Asked asked = entry->second;
+    if (asked.group == &it) std::erase(pours_, entry->first);
     entry = asked.group == &it ? asked_.erase(entry) : std::next(entry);
     if (asked.group == &it) asked.pending->finished(UCS_ERR_CANCELED);
   }

@@ -124,7 +124,8 @@ ucs_status_t Engine::dispatch(Group& group, int rank, Header header, const void*
   header.dtype |= kOffered;
   ucs_status_t status = worker_->tell(peer, header, &offer, sizeof offer, nullptr);
   if (status != UCS_OK && status != UCS_INPROGRESS) return status;
-  asked_.emplace(offer.number, Asked{&group, pending, nullptr});
+  asked_.emplace(offer.number,
+                 Asked{&group, pending, nullptr, rank, static_cast<const std::byte*>(data), header.bytes});
   return UCS_INPROGRESS;
 }
 
@@ -147,6 +148,7 @@ void Engine::answered(const Header& header) {
   if (found == asked_.end()) return;
   const Asked asked = found->second;
   asked_.erase(found);
+  std::erase(pours_, static_cast<std::uint64_t>(header.tag));
   if (asked.value) *asked.value = header.mark;
   asked.pending->finished(UCS_OK);
 }
@@ -246,6 +248,7 @@ void Engine::deliver(Group& to, const Header& header, const void* payload, void*
   if (header.channel == kAtomic) return asked(to, header, payload);
   if (header.channel == kAnswer) return answered(header);
   if (header.channel == kVouch) return vouched(to, header);
+  if (header.channel == kPour) return called(to, header);
   if (header.channel == kSchedule) {
     check_mark(to, header.source, static_cast<std::uint64_t>(header.tag), header.mark);
     if (to.disagrees >= 0) {
@@ -373,14 +376,21 @@ void Engine::pull(Request* request, const Header& header, const void* payload) {
   std::memcpy(&offer, payload, sizeof offer);
   const int rank = header.source;
   const std::size_t bytes = request->status == Status::kDtype ? 0 : std::min<std::size_t>(header.bytes, request->bytes);
-  pulls_.push_back({static_cast<std::byte*>(request->data), reinterpret_cast<const std::byte*>(offer.address), bytes,
-                    request,
-                    [=, this](Request* it) {
-                      if (stale(it, header)) return;
-                      tell(it->group, rank, kAnswer, offer.number, 0);
-                      it->finished(UCS_OK);
-                    },
-                    peers_[request->group.peers[rank]].readable});
+  Job job{static_cast<std::byte*>(request->data),
+          reinterpret_cast<const std::byte*>(offer.address),
+          bytes,
+          request,
+          [=, this](Request* it) {
+            if (stale(it, header)) return;
+            tell(it->group, rank, kAnswer, offer.number, 0);
+            it->finished(UCS_OK);
+          },
+          peers_[request->group.peers[rank]].readable};
+  if (bytes == header.bytes && may_help(request->group, rank, bytes)) {
+    job.helper = rank;
+    job.number = offer.number;
+  }
+  pulls_.push_back(std::move(job));
 }
 
 // ------------------------------------------------------------------------------------------------- schedules' messages

@@ -21,7 +21,8 @@ std::size_t up(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; 
 }  // namespace
 
 std::size_t Segment::bytes(int ranks) {
-  return up(sizeof(Owner) * static_cast<std::size_t>(ranks)) + static_cast<std::size_t>(ranks) * kDepth * kSlot;
+  return up(sizeof(Owner) * static_cast<std::size_t>(ranks)) +
+         static_cast<std::size_t>(ranks) * (kDepth + kPool) * kSlot;
 }
 
 int Segment::create(int ranks) {
@@ -49,6 +50,7 @@ Segment::Segment(int fd, int rank, int ranks) : rank_(rank), ranks_(ranks) {
   if (memory_ == MAP_FAILED) fail("mmap");
   owners_ = static_cast<Owner*>(memory_);
   slots_ = static_cast<std::byte*>(memory_) + up(sizeof(Owner) * static_cast<std::size_t>(ranks));
+  pools_ = slots_ + static_cast<std::size_t>(ranks) * kDepth * kSlot;
 }
 
 Segment::~Segment() { munmap(memory_, bytes(ranks_)); }

@@ -18,6 +18,7 @@ class Segment {
   static constexpr std::uint64_t kDepth = 8;        // rounds that may be under way at once
   static constexpr std::size_t kInline = 48;        // bytes that travel in a line itself
   static constexpr std::size_t kSlot = 128 * 1024;  // bytes of a slot; see docs/benchmarks/cpu.md
+  static constexpr std::uint64_t kPool = 4;  // slots of a rank for a message; together less than a second-level cache
 
   struct alignas(64) Line {
     std::atomic<std::uint64_t> round;  // n + 1 once round n is published
@@ -77,13 +78,39 @@ class Segment {
     return owners_[rank].gone.round.load(std::memory_order_relaxed) != 0;
   }
 
+  // A large message, poured by its sender (pouring.cpp). A rank pours one at a time, and takes one at a time, so one
+  // pool of slots and one set of counters per rank do. Counters that are about an older message do no harm: `filled`
+  // names its message; and a sender is called after `begin_message`, and has nobody who reads its slots after the
+  // answer.
+  std::byte* pool(int rank, std::uint64_t slot) { return pools_ + (rank * kPool + slot % kPool) * kSlot; }
+  void begin_message() {
+    empty(0);
+    read(0);
+  }
+  void read(std::uint64_t bytes) { owners_[rank_].read.round.store(bytes, std::memory_order_seq_cst); }
+  void empty(std::uint64_t slots) { owners_[rank_].emptied.round.store(slots, std::memory_order_seq_cst); }
+  void fill(std::uint64_t message, std::uint64_t slots) {
+    owners_[rank_].filled.round.store(message << kSlotBits | slots, std::memory_order_seq_cst);
+  }
+  // Bytes that `rank` has read, or is reading, and slots that it has emptied; slots that it has filled of a message.
+  std::uint64_t bytes_read(int rank) { return owners_[rank].read.round.load(std::memory_order_seq_cst); }
+  std::uint64_t emptied(int rank) { return owners_[rank].emptied.round.load(std::memory_order_seq_cst); }
+  std::uint64_t filled(int rank, std::uint64_t message) {
+    const std::uint64_t filled = owners_[rank].filled.round.load(std::memory_order_seq_cst);
+    return (filled ^ message << kSlotBits) >> kSlotBits == 0 ? filled & ((1u << kSlotBits) - 1) : 0;
+  }
+
  private:
+  static constexpr int kSlotBits = 24;  // 2 TiB
+
   struct Owner {
     Line lines[kDepth];
     Line second[kDepth];
     Line done;
     Line asleep;
     Line gone;
+    Line read, emptied;  // as a receiver
+    Line filled;         // as a sender
   };
 
   static void fence([[maybe_unused]] std::memory_order order) {
@@ -98,6 +125,7 @@ class Segment {
   void* memory_;
   Owner* owners_;
   std::byte* slots_;
+  std::byte* pools_;
 };
 
 }  // namespace aiocomms

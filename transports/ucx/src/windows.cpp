@@ -94,19 +94,25 @@ bool Engine::act(Request* request, Job job) {
   return settle(request);
 }
 
+// False: it cannot be read any more.
+bool Engine::copy_next(Job& job, std::size_t most) {
+  const std::size_t bytes = std::min(job.bytes, most);
+  if (bytes && !copy_from(job.pid, job.to, job.from, bytes)) return false;
+  job.to += bytes;
+  job.from += bytes;
+  job.bytes -= bytes;
+  return true;
+}
+
 bool Engine::advance_jobs(std::deque<Job>& jobs) {
   if (jobs.empty()) return false;
   Job& job = jobs.front();
-  const std::size_t bytes = std::min(job.bytes, kCopyAtOnce);
-  if (bytes && !copy_from(job.pid, job.to, job.from, bytes)) {
+  if (!(job.helper >= 0 ? share(job) : copy_next(job, kCopyAtOnce))) {
     Request* request = job.request;
     jobs.pop_front();
     complete(request, Status::kBroken, -UCS_ERR_CONNECTION_RESET);
     return true;
   }
-  job.to += bytes;
-  job.from += bytes;
-  job.bytes -= bytes;
   if (job.bytes > 0) return true;
   Job done = std::move(job);
   jobs.pop_front();

@@ -38,7 +38,7 @@ struct Header {
   std::uint64_t cookie = 0;
 };
 
-enum Channel : std::uint8_t { kUserChannels = 16, kSchedule = 16, kSignal, kAtomic, kAnswer, kVouch };
+enum Channel : std::uint8_t { kUserChannels = 16, kSchedule = 16, kSignal, kAtomic, kAnswer, kPour, kVouch };
 
 // In Header::dtype: the payload is an Offer in place of the data.
 constexpr std::uint8_t kOffered = 0x80;

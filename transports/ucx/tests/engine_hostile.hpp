@@ -59,12 +59,12 @@ class Intruder {
 
  private:
   Header any_header() {
-    static constexpr std::uint8_t kChannels[] = {0, kSchedule, kSignal, kAtomic, kAnswer, kVouch, 255};
+    static constexpr std::uint8_t kChannels[] = {0, kSchedule, kSignal, kAtomic, kAnswer, kPour, kVouch, 255};
     static constexpr std::uint64_t kSizes[] = {0, 1, 16, 40, 64, 1ull << 31, 1ull << 63, ~0ull};
     Header header{group_,
                   0,
                   static_cast<std::uint16_t>(as_),
-                  kChannels[random_.below(7)],
+                  kChannels[random_.below(8)],
                   static_cast<std::uint8_t>(4 | (random_.below(3) ? 0 : kOffered)),
                   as_,
                   static_cast<std::int64_t>(random_.below(4)),

@@ -52,6 +52,45 @@ void messages(Comm& comm, int count) {
   end(comm.rank, ops);
 }
 
+// Large ones, all at once, to and from everybody: shorter and longer than those that their senders help with, by less
+// and by more than a slot.
+void floods(Comm& comm) {
+  const std::uint64_t round = ++comm.round;
+  std::vector<Op> ops;
+  for (std::size_t count : {131'071, 131'072, 131'073, 163'840, 400'001}) {
+    for (int step = 1; step < comm.size(); ++step) {
+      const int dst = (comm.me + step) % comm.size(), src = (comm.me + comm.size() - step) % comm.size();
+      auto give = std::make_shared<Ints>(filled(comm.me, count, round));
+      auto take = std::make_shared<Ints>(count);
+      const Ticket recv = post_recv(comm, *take, src, static_cast<std::int64_t>(count));
+      ops.push_back({recv, [=] { matches(*take, src, round, "a large message"); }});
+      ops.push_back({post_send(comm, *give, dst, static_cast<std::int64_t>(count)), [give] {}});
+    }
+  }
+  end(comm.rank, ops);
+}
+
+// The sender of a large message fills slots while the receiver reads, wherever each has a core; sooner or later it
+// does.
+void pours(Comm& comm) {
+  Rank& rank = comm.rank;
+  World& world = rank.world;
+  const bool helped =
+      comm.size() > 1 && world.host_of.front() == world.host_of.back() && !world.device && !world.crowded;
+  for (std::uint64_t round = ++comm.round, last = round + 1000, seen = helped ? 0 : 1; !seen; ++round) {
+    if (!expect(round < last, "nobody helps with large messages")) break;
+    Ints data = comm.me == 0 ? filled(0, 4'000'000, round) : Ints(4'000'000);
+    if (comm.me == 0) rank.finish(post_send(comm, data, 1, 7), "a large send");
+    if (comm.me == 1) {
+      rank.finish(post_recv(comm, data, 0, 7), "a large receive");
+      matches(data, 0, round, "a message by both sides");
+    }
+    comm.barrier();
+    seen = rank.segments.at(comm.group)->emptied(1);
+    comm.barrier();
+  }
+}
+
 // Receives that are withdrawn while their message may be on its way; whoever loses that race takes it.
 void cancels(Comm& comm, int count) {
   const int dst = (comm.me + 1) % comm.size(), src = (comm.me + comm.size() - 1) % comm.size();
@@ -285,6 +324,28 @@ void changes_of_mind(Comm& comm) {
   rank.engine->close_group(comm.group);
 }
 
+// The same, while the message is being copied, by both sides.
+void changes_of_mind_amid(Comm& comm) {
+  Rank& rank = comm.rank;
+  const int last = comm.size() - 1;
+  const bool shared = last > 0 && !rank.world.device && rank.world.host_of.front() == rank.world.host_of.back();
+  const std::uint64_t round = ++comm.round;
+  const bool gives = shared && comm.me == 0, takes = shared && comm.me == last;
+  Ints data = gives ? filled(0, 2'000'000, round) : Ints(2'000'000);
+  const Ticket ticket = gives ? post_send(comm, data, last, 3) : takes ? post_recv(comm, data, 0, 3) : 0;
+  if (gives) {
+    std::this_thread::sleep_for(std::chrono::microseconds(rank.random.below(2000)));
+    rank.engine->lose_group(comm.group);
+    data.assign(data.size(), -1);
+  }
+  rank.world.meeting.arrive_and_wait();
+  rank.engine->lose_group(comm.group);
+  if (ticket && rank.wait(ticket).status == Status::kDone && takes)
+    matches(data, 0, round, "a message that was given up");
+  rank.world.meeting.arrive_and_wait();
+  rank.engine->close_group(comm.group);
+}
+
 // Ranks that disagree find out: some by themselves, who tell the others.
 void quarrels(Comm& comm) {
   const Ticket ticket = comm.collective(comm.me == 0 ? 5 : 6, [](Group& it, Unequal&) { return run_barrier(it); });
@@ -354,14 +415,18 @@ void live(Rank& rank, std::vector<Part>& parts, bool dies) {
   std::vector<int> all(rank.world.size());
   std::iota(all.begin(), all.end(), 0);
   std::vector<int> reversed(all.rbegin(), all.rend());
-  Comm comm(rank, all), other(rank, reversed), doomed(rank, all), regretted(rank, all), disputed(rank, all);
+  Comm comm(rank, all), other(rank, reversed), doomed(rank, all), regretted(rank, all), recanted(rank, all),
+      disputed(rank, all);
   collectives(comm, other, 12);
   messages(comm, 6);
+  floods(comm);
+  pours(comm);
   cancels(other, 12);
   misfits(comm);
   windows(comm, parts, 0, 4);
   losses(doomed, comm);
   changes_of_mind(regretted);
+  changes_of_mind_amid(recanted);
   quarrels(disputed);
   collectives(other, comm, 4);
   rank.engine->close_group(other.group);

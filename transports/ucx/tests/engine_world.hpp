@@ -80,6 +80,7 @@ class Rank {
   Random random;
   std::unique_ptr<Engine> engine;
   std::vector<Notice> notices;
+  std::unordered_map<std::uint32_t, std::unique_ptr<Segment>> segments;  // of the communicators, to look at
 
   // Start an op: `call` is given its ticket, and returns whether it is done.
   template <class Call>
@@ -157,7 +158,7 @@ class World {
  public:
   // device: the users' memory is taken for a device's, which the engines may not touch.
   World(int the_size, Hosts hosts, std::uint64_t the_seed, bool the_device = false)
-      : seed(the_seed), device(the_device), meeting(the_size), ids(the_size), fds(the_size) {
+      : seed(the_seed), crowded(the_seed % 5 > 2), device(the_device), meeting(the_size), ids(the_size), fds(the_size) {
     for (int rank = 0; rank < the_size; ++rank) {
       host_of.push_back(hosts == Hosts::kOne ? 0 : hosts == Hosts::kEach ? rank : rank / 2);
     }
@@ -178,7 +179,7 @@ class World {
       for (int host : host_of) pids.push_back(host == host_of[rank] ? getpid() : 0);
       std::vector<Cookies> cookies;
       for (int peer = 0; peer < the_size; ++peer) cookies.push_back({cookie(rank, peer), cookie(peer, rank)});
-      ranks[rank]->engine->start(addresses, sockets[rank], pids, the_seed % 2 == 0, cookies);
+      ranks[rank]->engine->start(addresses, sockets[rank], pids, crowded, cookies);
     }
   }
 
@@ -196,6 +197,7 @@ class World {
 
   // What the ranks tell each other beside their engines, as aiocomms does through its rendezvous.
   const std::uint64_t seed;
+  const bool crowded;  // as if ranks outnumbered cores
   const bool device;
   std::barrier<> meeting;
   std::vector<std::uint32_t> ids;
@@ -246,7 +248,9 @@ inline std::uint32_t Rank::open(const std::vector<int>& members) {
     }
     // In some worlds ranks do as if they were not allowed to read each other's memory.
     const bool readable = world.seed % 4 < 2 && engine->reads_all(local);
-    engine->open_group(group, theirs, local.size() > 1 ? world.fds[local.front()] : -1, numbers, readable);
+    const int shared = local.size() > 1 ? world.fds[local.front()] : -1;
+    if (shared >= 0) segments[group] = std::make_unique<Segment>(shared, mine, static_cast<int>(local.size()));
+    engine->open_group(group, theirs, shared, numbers, readable);
   }
   world.meeting.arrive_and_wait();
   if (leads) ::close(world.fds[number]);
