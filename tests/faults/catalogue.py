@@ -116,7 +116,12 @@ DEATHS = (
     ),
     between_processes(7, "SIGTERM and a handler that closes", *deaths("test_sigterm_and_a_close")),
     between_processes(8, "sys.exit, os._exit, segfault, abort", *deaths("test_other_ends")),
-    between_processes(9, "no memory for an object", *deaths("test_no_memory")),
+    between_processes(
+        9,
+        "no memory for an object",
+        *deaths("test_no_memory"),
+        Why("who allocates says it in its own way, not always by a MemoryError; 2 s, with a message of 60 MiB"),
+    ),
     between_processes(
         10, "death before the first op, or while it forms", *deaths("test_before_the_first_op", "test_while_it_forms")
     ),
@@ -340,7 +345,8 @@ CANCELLATIONS = (
         38,
         "cancel a receive amid its transfer, and forget the tensor",
         tests("test_work", "test_a_work_that_nobody_keeps_is_done_all_the_same_and_keeps_its_tensors_until_then"),
-        suite(C, "test_cancel_races_with_the_message"),
+        suite(C, "test_cancel_races_with_the_message")
+        + but("a race, and its tensor is kept: none is forgotten amid the transfer, none's memory given to others"),
         tests("test_ucx", "test_a_receive_that_is_cancelled_and_forgotten"),
     ),
     Case(
@@ -514,10 +520,13 @@ LIFE = (
     Case(
         60,
         "created and closed again and again",
-        tests("test_communicator", "test_many_communicators_leave_nothing_behind"),
+        tests("test_communicator", "test_many_communicators_leave_nothing_behind")
+        + but("600 worlds of one: threads and descriptors; memory is not measured, and nothing is split"),
         tests("test_processes", "test_nothing_is_left")
-        + suite("test_closing", "test_opened_and_closed_again_and_again"),
-        tests("test_ucx_leaks", "test_nothing_is_left"),
+        + suite("test_closing", "test_opened_and_closed_again_and_again")
+        + but("some ten times, threads and descriptors; memory is not measured, and nothing is split"),
+        tests("test_ucx_leaks", "test_nothing_is_left")
+        + but("200 times and 300 splits; of memory, less than 16 KiB each time"),
     ),
     everywhere(61, "a clock that is set", *life("test_no_clock_that_can_be_set", "test_a_clock_that_jumps")),
     Case(
@@ -564,12 +573,17 @@ HOSTILE = (
     Case(
         65,
         "header bombs",
-        tests("test_objects", "test_a_header_that_makes_no_sense_is_refused") + DESCRIPTIONS,
-        tests(H, "test_header_bombs") + DESCRIPTIONS,
+        tests("test_objects", "test_a_header_that_makes_no_sense_is_refused")
+        + DESCRIPTIONS
+        + but("of objects and streams, no others have headers; memory is measured of the decoder, not of the process"),
+        tests(H, "test_header_bombs")
+        + DESCRIPTIONS
+        + but("a process may grow by 8 MiB meanwhile, for it goes on working; the decoder alone by less than 1 MiB"),
         tests(H, "test_control_frames_that_make_no_sense")
         + DESCRIPTIONS
         + tests("faults/test_fuzz", "test_mutations")
-        + tests("test_ucx_engine", "test_engines_of_one_process"),
+        + tests("test_ucx_engine", "test_engines_of_one_process")
+        + but("memory is measured of the decoder, not of the process"),
     ),
     Case(
         66,
@@ -581,7 +595,8 @@ HOSTILE = (
     Case(
         67,
         "objects beyond each limit",
-        tests("test_codec", "test_what_is_too_much_is_refused", "test_nesting_bombs_are_refused"),
+        tests("test_codec", "test_what_is_too_much_is_refused", "test_nesting_bombs_are_refused")
+        + tests(H, "test_objects_beyond_each_limit_on_local"),
         tests(H, "test_objects_beyond_each_limit"),
         tests(H, "test_objects_beyond_each_limit"),
     ),

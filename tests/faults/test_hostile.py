@@ -34,6 +34,7 @@ from torch.distributed import PrefixStore
 import aiocomms
 from aiocomms import codec, objects, ops
 from aiocomms.arrivals import Arrival
+from aiocomms.communicator import Communicator
 from aiocomms.errors import ArgumentError, AuthError, CommAbortedError, CommError, ProtocolError
 from aiocomms.testing import local_world
 
@@ -476,31 +477,59 @@ def test_a_pickle_on_local(tmp_path: Path) -> None:
     assert not song.exists()
 
 
+OBJECT_BOMBS = [
+    b"\x91" * 10**5 + b"\xc0",
+    b"\xdd\x00\x98\x96\x80" + b"\xc0" * 10**7,
+    b"\xdc\xff\xff" * 10**5,
+]
+
+
+def refuse_too_much(comm: Communicator) -> None:
+    """Objects beyond each limit, where they are made."""
+    deep: Any = []
+    for _ in range(10**5):
+        deep = [deep]
+    many = [None] * 10**7
+    for value, why in ((deep, "nested"), (many, "values"), (b"\0" * (codec.MAX_OBJECT_BYTES + 1), "at most")):
+        with pytest.raises(ArgumentError, match=why):
+            comm.send_object(value, 1 - comm.rank)
+    while deep:  # else the interpreter goes too deep itself
+        deep = deep[0]
+
+
+async def throw(comm: Communicator, bomb: bytes) -> None:
+    """As a rank does that has no limits."""
+    head = objects._HEADER.pack(objects._MAGIC, 0, 5, 0, len(bomb))
+    header = codec.to_tensor(head.ljust(objects.HEADER_BYTES, b"\0"), comm.device)
+    await comm._issue(ops.Send(header, 0, 0, ops.OBJECT))
+    await comm._issue(ops.Send(codec.to_tensor(bomb, comm.device), 0, 5, ops.OBJECT_DATA))
+
+
+async def catch(comm: Communicator) -> None:
+    resident = psutil.Process().memory_info().rss
+    with pytest.raises(ProtocolError):
+        await comm.recv_object(1)
+    assert psutil.Process().memory_info().rss - resident < 64 * 2**20
+
+
 async def too_much(place: Rank) -> None:
     """Objects beyond each limit: refused where they are made, and where they come from a rank that has no limits."""
     async with place.open() as comm:
-        deep: Any = []
-        for _ in range(10**5):
-            deep = [deep]
-        many = [None] * 10**7
-        for value, why in ((deep, "nested"), (many, "values"), (b"\0" * (codec.MAX_OBJECT_BYTES + 1), "at most")):
-            with pytest.raises(ArgumentError, match=why):
-                comm.send_object(value, 1 - place.rank)
-        while deep:  # else the interpreter goes too deep itself
-            deep = deep[0]
-        bombs = [b"\x91" * 10**5 + b"\xc0", b"\xdd\x00\x98\x96\x80" + b"\xc0" * 10**7, b"\xdc\xff\xff" * 10**5]
-        for bomb in bombs:
-            if place.rank == 1:
-                head = objects._HEADER.pack(objects._MAGIC, 0, 5, 0, len(bomb))
-                header = codec.to_tensor(head.ljust(objects.HEADER_BYTES, b"\0"), comm.device)
-                await comm._issue(ops.Send(header, 0, 0, ops.OBJECT))
-                await comm._issue(ops.Send(codec.to_tensor(bomb, comm.device), 0, 5, ops.OBJECT_DATA))
-            else:
-                resident = psutil.Process().memory_info().rss
-                with pytest.raises(ProtocolError):
-                    await comm.recv_object(1)
-                assert psutil.Process().memory_info().rss - resident < 64 * 2**20
+        refuse_too_much(comm)
+        for bomb in OBJECT_BOMBS:
+            await (throw(comm, bomb) if place.rank == 1 else catch(comm))
         await exchange(comm, 3)
+
+
+def test_objects_beyond_each_limit_on_local() -> None:
+    async def main() -> None:
+        async with local_world(2) as (one, two):
+            refuse_too_much(one)
+            for bomb in OBJECT_BOMBS:
+                await asyncio.gather(throw(two, bomb), catch(one))
+            await asyncio.gather(exchange(one, 3), exchange(two, 3))
+
+    asyncio.run(main())
 
 
 def test_objects_beyond_each_limit(ranks: Run, transport: str) -> None:
