@@ -370,7 +370,10 @@ void Engine::close(bool sound, double patience) {
   thread_.join();
   for (auto& [id, group] : groups_) lose(*group);
   for (auto& messages : early_) {
-    for (auto& [order, message] : messages) delete message;
+    for (auto& [order, message] : messages) {
+      if (message->descriptor) worker_->drop(message->descriptor);
+      delete message;
+    }
     messages.clear();
   }
   if (sound) {
