@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from processes import LARGE, Rank, Run, held
+from processes import LARGE, Rank, Run, forgotten, held, shared_memory
 
 CYCLES, SPLITS = 200, 300
 """1,000 cycles take five times as long and show the same."""
@@ -32,10 +32,6 @@ class Census:
         self.held = held()
         self.maps = len(Path("/proc/self/maps").read_text().splitlines())
         self.memory = psutil.Process().memory_info().rss
-
-
-def shared_memory() -> list[str]:
-    return sorted(path.name for path in Path("/dev/shm").iterdir())
 
 
 async def use(place: Rank, name: str, whole: bool) -> None:
@@ -95,4 +91,4 @@ def test_nothing_is_left(ranks: Run, body: object, count: int) -> None:
     for slope, seconds in ranks(2, body, count, seconds=50):
         print(f"{count} times: {slope:.0f} bytes and {seconds * 1e3:.1f} ms each")
         assert slope < SLOPE
-    assert shared_memory() == names
+    assert not forgotten(names)

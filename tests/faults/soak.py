@@ -32,7 +32,8 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
-from soak_rank import Heard, Order, child  # noqa: E402 - found by the path above
+from processes import forgotten, shared_memory  # noqa: E402 - found by the path above
+from soak_rank import Heard, Order, child  # noqa: E402
 
 SIZE = 4
 SILENCE = 60.0
@@ -266,7 +267,7 @@ def main() -> int:
     __import__(f"aiocomms_{transport}")
     gc.freeze()  # what the ranks inherit need not be looked through at each collection
     print(f"soak: SOAK_SEED={seed} SOAK_TRANSPORT={transport} SOAK_SECONDS={seconds:.0f}", flush=True)
-    shared = {path.name for path in Path("/dev/shm").iterdir()}
+    shared = shared_memory()
     soak, began, said = Soak(transport, seed), time.monotonic(), 0.0
     failures: list[str] = []
     try:
@@ -281,7 +282,7 @@ def main() -> int:
         soak.end()
     elapsed = time.monotonic() - began
     failures += soak.broken(elapsed)
-    if left := still_there(shared):
+    if left := forgotten(shared):
         failures.append(f"left in /dev/shm: {left}")
     return conclude(soak, elapsed, failures, seed)
 
@@ -297,25 +298,6 @@ def conclude(soak: Soak, elapsed: float, failures: list[str], seed: int) -> int:
             "0 hangs, 0 wrong data, 0 crashes of survivors, 0 drift of descriptors, threads, shared memory and tasks."
         )
     return 1 if failures else 0
-
-
-def still_there(before: set[str]) -> list[str]:
-    """What is new in /dev/shm and stays, though nobody uses it; others of this machine may have something there."""
-    ends = time.monotonic() + 20
-    while left := sorted(path.name for path in Path("/dev/shm").iterdir() if path.name not in before):
-        if time.monotonic() > ends:
-            break
-        time.sleep(0.1)
-    return [name for name in left if not in_use(f"/dev/shm/{name}")]
-
-
-def in_use(path: str) -> bool:
-    """Whether a process has mapped it."""
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):  # it has just ended, or is another's
-            if path in maps.read_text():
-                return True
-    return False
 
 
 if __name__ == "__main__":
