@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "engine.hpp"
 
@@ -56,6 +57,14 @@ void Engine::arrived(int peer, const Header& header, const void* payload, void* 
     deliver_to(message->header, message->payload.get(), message->descriptor);
   }
   if (!farewells_[peer].empty()) obey(peer);
+}
+
+// What has overtaken others is of no use any more.
+void Engine::forget_early(int peer) {
+  for (auto& [order, message] : std::exchange(early_[peer], {})) {
+    if (message->descriptor) worker_->drop(message->descriptor);
+    delete message;
+  }
 }
 
 // Whether a peer is who it says it is in a group, and may send such a message.

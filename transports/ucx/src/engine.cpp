@@ -61,7 +61,10 @@ Engine::Engine(int rank, int size, const std::vector<std::pair<std::string, std:
           [this](int peer, const Header& header, const void* payload, void* descriptor) {
             arrived(peer, header, payload, descriptor);
           },
-          [this](int peer) { notify({Notice::kMisled, peer, 0, 0, {}}); })),
+          [this](int peer) {
+            forget_early(peer);
+            notify({Notice::kMisled, peer, 0, 0, {}});
+          })),
       rank_(rank),
       size_(size),
       received_(size),
@@ -369,13 +372,7 @@ void Engine::close(bool sound, double patience) {
   }
   thread_.join();
   for (auto& [id, group] : groups_) lose(*group);
-  for (auto& messages : early_) {
-    for (auto& [order, message] : messages) {
-      if (message->descriptor) worker_->drop(message->descriptor);
-      delete message;
-    }
-    messages.clear();
-  }
+  for (int peer = 0; peer < static_cast<int>(early_.size()); ++peer) forget_early(peer);
   if (sound) {
     worker_->disconnect(patient);
     control_->farewell();

@@ -213,6 +213,7 @@ class Engine {
   void asked(Group& group, const Header& header, const void* payload);
   void pull(Request* recv, const Header& header, const void* payload);
   void arrived(int peer, const Header& header, const void* payload, void* descriptor);
+  void forget_early(int peer);
   bool sensible(const Group& group, int peer, const Header& header, void* descriptor) const;
   void deliver(Group& group, const Header& header, const void* payload, void* descriptor);
   bool stale(Request* recv, const Header& header);
