@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from oracle import FULL, LATE, VISIBLE, end, hear, named, oracle
+from oracle import FULL, LATE, VISIBLE, end, hear, named, oracle, together
 from processes import KILLED, Rank, Run, empty, free_port, numbers
 
 import aiocomms
@@ -60,7 +60,7 @@ async def lost_at_once(comm: Communicator, victim: int) -> None:
 async def lose_amid(place: Rank, count: int, victim: int, delay: float) -> float:
     async with oracle(place, victim):
         comm = await place.open()
-        await comm.barrier()
+        await together(place, comm)
 
         async def go_on() -> None:
             while True:
@@ -118,7 +118,7 @@ def test_a_sender_whose_message_waits(ranks: Run, notice: Notice) -> None:
 async def lose_amid_a_message(place: Rank, victim_sends: bool, delay: float) -> float:
     async with oracle(place, 1):
         comm = await place.open()
-        await comm.barrier()
+        await together(place, comm)
         gives = (place.rank == 1) == victim_sends
         kept: list[weakref.ref[Any]] = []
 
@@ -167,7 +167,7 @@ ACCESSES: dict[str, Callable[[Window, int], Any]] = {
 
 async def access_for_ever(place: Rank, comm: Communicator, what: str) -> None:
     window = await comm.new_window(empty(60_000))
-    await comm.barrier()
+    await together(place, comm)
     if place.rank == 1:
         kill_later(place, 0.02)
         await asyncio.sleep(10)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from oracle import together
 from processes import KILLED, LARGE, Rank, Run, empty, exchange, numbers
 
 import aiocomms
@@ -58,7 +59,7 @@ async def outlive(place: Rank, victims: list[int], explicit: bool, hosted: bool)
             connect_store, "127.0.0.1", await port(place), place.rank, place.size, agent_store=False, timeout=20
         )
     comm = await place.open(**more)
-    await comm.barrier()
+    await together(place, comm)
     if place.rank in victims:
         place.die()
     await lost(comm)
@@ -141,7 +142,7 @@ async def without_a_store(place: Rank) -> str:
         connect_store, "127.0.0.1", await port(place), place.rank, place.size, agent_store=False, timeout=20
     )
     comm = await place.open(store=store)
-    await comm.barrier()
+    await together(place, comm)
     if place.rank == 0:
         place.die()
     await lost(comm)
@@ -333,7 +334,7 @@ async def be_replaced(place: Rank) -> Any:
         comm = await come_as_rank_1(place, 3)
     else:
         comm = await place.open(ranks=[0, 1, 2])
-        await comm.barrier()
+        await together(place, comm)
         if place.rank == 1:
             place.tell("dead")
             place.die()
@@ -400,7 +401,7 @@ async def form_again(place: Rank) -> tuple[str, int]:
         await asyncio.to_thread(place.told, "dead")
     else:
         comm = await place.open(ranks=[0, 1])
-        await comm.barrier()
+        await together(place, comm)
         if place.rank == 1:
             place.tell("dead")
             place.die()
