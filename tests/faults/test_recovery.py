@@ -435,13 +435,14 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.timeout(180)  # six processes import torch
 @pytest.mark.parametrize("transport", ["ucx", "c10d"])
 def test_torchrun_starts_all_anew(tmp_path: Path, transport: str) -> None:
     script = tmp_path / "restarted.py"
     script.write_text(RESTARTED)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", str(script), transport]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
     for rank in range(2):  # they may write at the same time, into one line
         assert result.stdout.count(f"rank {rank} of 2 sums up to 2") == 1, result.stdout
