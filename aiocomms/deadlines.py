@@ -88,10 +88,15 @@ class Watchdog:
                 if self._thread is not me:
                     return
                 self.wakes_at = float("inf")
-                watched = list(self._watched)
-            # Outside the lock: a communicator that expires may well be closed by that.
-            for who in watched:
-                self.wake_by(who.expire(time.monotonic()))
+            self._look()
+
+    def _look(self) -> None:
+        """Act on what has passed. On return nothing of it is kept: the thread may sleep long before it looks again."""
+        with self._changed:
+            watched = list(self._watched)
+        # Outside the lock: a communicator that expires may well be closed by that.
+        for who in watched:
+            self.wake_by(who.expire(time.monotonic()))
 
 
 watchdog = Watchdog()

@@ -113,7 +113,7 @@ class StoreRendezvous:
         epoch, size, key = read_invitation(self._seal.verify("join", rank, record))
         if size != self.size:
             raise MismatchError(f"size is {self.size}, and the others have agreed on {size}", rank=rank)
-        return self.successor(root, key, epoch, rank, size, max(0.001, self._left()))
+        return self.successor(root, key, epoch, rank, size, max(0.001, self.left()))
 
     def invite(self, root: Store, rank: int, number: int, invitation: bytes) -> None:
         """See :meth:`aiocomms.transport.Rendezvous.invite`."""
@@ -141,7 +141,7 @@ class StoreRendezvous:
 
     async def run(self, what: str, call: Callable[[], Any]) -> Any:
         """See :meth:`aiocomms.transport.Rendezvous.run`."""
-        with anyio.move_on_after(self._left()):
+        with anyio.move_on_after(self.left()):
             return await run_in_thread(Driver.current(), call)
         raise CommTimeoutError(f"{what} took longer than {self.timeout} s", comm=self.name, rank=self.rank)
 
@@ -200,7 +200,8 @@ class StoreRendezvous:
         except ProtocolError:  # AuthError is one
             return None
 
-    def _left(self) -> float:
+    def left(self) -> float:
+        """See :meth:`aiocomms.transport.Rendezvous.left`."""
         return self._ends - time.monotonic()
 
     def _store(self) -> Store:

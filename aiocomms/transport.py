@@ -74,6 +74,9 @@ class Rendezvous(Protocol):
     epoch: int
     """1, and one more with each reconfiguration."""
 
+    def left(self) -> float:
+        """The seconds of the timeout that are left, from when this rank began; negative once time is up."""
+
     async def exchange(self, key: str, value: bytes) -> list[bytes]:
         """Give one value per rank and get every rank's, in rank order; off the loop and within the timeout.
 

@@ -68,12 +68,12 @@ def test_any_other_reason_is_an_abort() -> None:
 
 
 def said(host: str = "here/1", version: int = wire.VERSION) -> bytes:
-    return f"{version}/{sys.byteorder} 0 0 {host} localhost".encode()
+    return f"{version}/{sys.byteorder} 0 1000 0 {host} localhost".encode()
 
 
 def test_one_host_listens_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOCOMMS_IFACE", "nonsense")
-    assert bringup.listen_on([bringup.hello(adopt=False)] * 3, None) == "127.0.0.1"
+    assert bringup.listen_on([bringup.hello(adopt=False, left=1)] * 3, None) == "127.0.0.1"
 
 
 def test_several_hosts_listen_on_the_named_interface(monkeypatch: pytest.MonkeyPatch) -> None:

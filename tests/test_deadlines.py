@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -320,6 +321,15 @@ def test_a_watchdog_by_itself():
 
 
 def test_a_watchdog_does_not_keep_what_it_watches_alive():
-    dog = Watchdog()
+    dog, now, gone = Watchdog(), time.monotonic(), threading.Event()
     dog.register(Expiring())
     assert not list(dog._watched)
+    who, sleeps_on = Expiring(now), Expiring(now + 100)
+    weakref.finalize(who, gone.set)
+    dog.register(who)
+    dog.register(sleeps_on)
+    dog.wake_by(now)
+    assert who.all_told.wait(5)
+    del who
+    assert gone.wait(5)
+    dog.unregister(sleeps_on)

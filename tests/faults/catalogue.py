@@ -296,7 +296,8 @@ STORES = (
         tests(
             "test_rendezvous", "test_who_did_not_come_is_named", "test_what_a_crashed_run_left_in_the_store_is_nobody"
         ),
-        tests("faults/test_bootstrap", "test_a_rank_that_is_late") + deaths("test_while_it_forms"),
+        tests("faults/test_bootstrap", "test_a_rank_that_is_late")
+        + deaths("test_while_it_forms", "test_while_it_forms_and_one_is_late"),
         tests("faults/test_bootstrap", "test_a_rank_that_is_late")
         + deaths("test_while_it_forms")
         + tests("test_ucx_gate", "test_who_does_not_come_is_named"),

@@ -361,21 +361,26 @@ def test_before_the_first_op(ranks: Run, notice: Notice) -> None:
     notice(took, VISIBLE)
 
 
+def dies_after(place: Rank, calls: int) -> None:
+    """In this process, when it has heard so many of the values that the ranks give each other."""
+    exchange, made = StoreRendezvous.exchange, 0
+
+    async def dies(self: StoreRendezvous, key: str, value: bytes) -> list[bytes]:
+        nonlocal made
+        made += 1
+        result = await exchange(self, key, value)
+        if made == calls:
+            place.die()
+        return result
+
+    StoreRendezvous.exchange = dies  # type: ignore[method-assign]
+
+
 async def lose_while_forming(place: Rank, calls: int) -> float:
     """A rank has said where it is, and never comes."""
     async with oracle(place, 1):
         if place.rank == 1:
-            exchange, made = StoreRendezvous.exchange, 0
-
-            async def dies(self: StoreRendezvous, key: str, value: bytes) -> list[bytes]:
-                nonlocal made
-                made += 1
-                result = await exchange(self, key, value)
-                if made == calls:
-                    place.die()
-                return result
-
-            StoreRendezvous.exchange = dies  # type: ignore[method-assign]
+            dies_after(place, calls)
             await hear(place, "ready", 0, 2)  # their other communicators take a while to form
         place.tell(f"ready {place.rank}")
         began = time.monotonic()
@@ -392,3 +397,24 @@ def test_while_it_forms(ranks: Run, notice: Notice) -> None:
     took = ranks(3, lose_while_forming, 1)
     assert took.pop(1) is KILLED
     notice(took, 1 + LATE)
+
+
+async def lose_while_late(place: Rank, timeout: float) -> float:
+    """Rank 2 has begun when more than half of rank 0's time was over; but it is rank 1 that dies, and is named."""
+    if place.rank == 0:
+        asyncio.get_running_loop().call_later(0.6 * timeout, place.tell, "waits 0")
+    if place.rank == 1:
+        dies_after(place, 1)
+    if place.rank == 2:
+        await hear(place, "waits", 0)
+    began = time.monotonic()
+    with pytest.raises(CommTimeoutError, match=r"these ranks had not come: 1\."):
+        await place.open(timeout=timeout)
+    return time.monotonic() - began - timeout
+
+
+@pytest.mark.parametrize("transport", ["c10d"])  # gloo does not say for whom it waits; ucx does
+def test_while_it_forms_and_one_is_late(ranks: Run, notice: Notice) -> None:
+    took = ranks(3, lose_while_late, 3)
+    assert took.pop(1) is KILLED
+    notice(took, LATE)

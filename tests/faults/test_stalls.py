@@ -15,6 +15,7 @@ from oracle import LATE, hear, named, oracle
 from processes import LARGE, Rank, Run, exchange, free_port, numbers
 
 import aiocomms
+from aiocomms import rendezvous
 from aiocomms.communicator import Communicator
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError, PeerDiedError
 
@@ -92,27 +93,30 @@ def test_stopped_past_a_deadline(ranks: Run, notice: Notice) -> None:
 
 async def stop_the_host_of_the_store(place: Rank, port: int) -> float:
     """Rank 0, through which the others would tell each other who is missing: what it keeps waiting is not the error."""
-    os.environ |= {"RANK": f"{place.rank}", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
-    comm = await aiocomms.new_comm(place.transport, timeout=20, hints={"heartbeat": 0})
-    pids = await processes(comm)
-    place.tell(f"met {place.rank}")
-    await hear(place, "met", 0, 1, 2)
-    if place.rank == 0:
-        await hear(place, "over", 1, 2)  # nearly all of the time it is stopped
+    async with oracle(place, 0):
+        os.environ |= {"RANK": f"{place.rank}", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
+        comm = await aiocomms.new_comm(place.transport, timeout=20, hints={"heartbeat": 0})
+        pids = await processes(comm)
+        place.tell(f"met {place.rank}")
+        await hear(place, "met", 0, 1, 2)
+        if place.rank == 0:
+            await hear(place, "over", 1, 2)  # nearly all of the time it is stopped
+            await comm.aclose()
+            return 0.0
+        if place.rank == 1:
+            os.kill(pids[0], signal.SIGSTOP)
+            place.tell("stopped 1")
+        await hear(place, "stopped", 1)
+        error, took = await late(comm)
+        named(error, comm, [0] if isinstance(error, CommTimeoutError) else [])
+        place.tell(f"over {place.rank}")
+        if place.rank == 1:
+            await hear(place, "over", 2)
+            os.kill(pids[0], signal.SIGCONT)
         await comm.aclose()
-        return 0.0
-    if place.rank == 1:
-        os.kill(pids[0], signal.SIGSTOP)
-        place.tell("stopped 1")
-    await hear(place, "stopped", 1)
-    error, took = await late(comm)
-    named(error, comm, [0] if isinstance(error, CommTimeoutError) else [])
-    place.tell(f"over {place.rank}")
-    if place.rank == 1:
-        await hear(place, "over", 2)
-        os.kill(pids[0], signal.SIGCONT)
-    await comm.aclose()
-    return took
+        rendezvous._launched.clear()  # a launcher's store is kept for the next communicator
+        del comm, error
+        return took
 
 
 def test_the_host_of_the_store_is_stopped(ranks: Run, notice: Notice) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import socket
 import sys
@@ -30,17 +31,21 @@ _THREADS: Final = 2
 _CONNECT: Final = 120.0
 """Seconds that connecting may take once every rank is known to be there."""
 _SHARE: Final = 0.5
-"""Of the time that is left; the rest is for finding out who is missing, of ranks that may have begun much later."""
+"""Of the time that is left to the rank that began first; the rest is for finding out who is missing."""
 _HELLO: Final = 512
 
 
-def hello(adopt: bool) -> bytes:
+def hello(adopt: bool, left: float) -> bytes:
     """What the ranks tell each other first.
 
-    :returns: the version of their frames and the order of a number's bytes, whether they would adopt a group, something
-        that makes the key of this group a new one, the host they are on, and its name.
+    :param left: seconds that this rank has still for connecting.
+    :returns: the version of their frames and the order of a number's bytes, whether they would adopt a group, the
+        milliseconds that are left, something that makes the key of this group a new one, the host they are on, and its
+        name.
     """
-    return f"{_dialect()} {adopt:d} {secrets.token_hex(16)} {host_id('net')} {socket.gethostname()}".encode()
+    left_ms = max(0, int(left * 1000))
+    once = secrets.token_hex(16)
+    return f"{_dialect()} {adopt:d} {left_ms} {once} {host_id('net')} {socket.gethostname()}".encode()
 
 
 async def open_gloo(rendezvous: Rendezvous, adopt: bool) -> tuple[Any, bool]:
@@ -54,12 +59,12 @@ async def open_gloo(rendezvous: Rendezvous, adopt: bool) -> tuple[Any, bool]:
     :raises AuthError: a rank has not this job's token.
     """
     began = time.monotonic()
-    hellos = await rendezvous.exchange("c10d", hello(adopt))
+    hellos = await rendezvous.exchange("c10d", hello(adopt, rendezvous.left()))
     key = mac(rendezvous.secret("c10d"), *hellos)
     store = rendezvous.store
     assert store is not None
     rank, size = rendezvous.rank, rendezvous.size
-    timeout = min(_SHARE * max(0.0, rendezvous.timeout + began - time.monotonic()), _CONNECT)
+    timeout = min(_SHARE * max(0.0, began + _least(hellos) - time.monotonic()), _CONNECT)
 
     def connect() -> Any:
         with closed_on_exec():
@@ -82,11 +87,16 @@ def listen_on(hellos: Sequence[bytes], store: Store | None) -> str:
     :param store: where the ranks met, whose host they all can reach.
     :returns: an address.
     """
-    _, _, _, hosts, names = zip(*(_parse(peer, value) for peer, value in enumerate(hellos)), strict=True)
+    *_, hosts, names = zip(*(_parse(peer, value) for peer, value in enumerate(hellos)), strict=True)
     if len(set(hosts)) == 1:
         return LOOPBACK
     others = [name for name, host in zip(names, hosts, strict=True) if host != hosts[0]]
     return reachable_address((names[0], *others), store)
+
+
+def _least(hellos: Sequence[bytes]) -> float:
+    """The seconds of the rank that has the fewest left: all give up connecting at once, and it can still ask."""
+    return min(int(_parse(peer, value)[2]) for peer, value in enumerate(hellos)) / 1000
 
 
 def _dialect() -> str:
@@ -94,10 +104,10 @@ def _dialect() -> str:
 
 
 def _parse(peer: int, value: bytes) -> list[str]:
-    parts = value.decode(errors="replace").split(" ", 4)
+    parts = value.decode(errors="replace").split(" ", 5)
     if parts[0] != (ours := _dialect()):
         raise ProtocolError(f"rank {peer} speaks version {parts[0][:16]} of c10d's frames, this rank {ours}", peer=peer)
-    if len(parts) != 5 or parts[1] not in ("0", "1"):
+    if len(parts) != 6 or parts[1] not in ("0", "1") or re.fullmatch("[0-9]{1,15}", parts[2]) is None:
         raise ProtocolError(f"rank {peer} does not introduce itself as this version does", peer=peer)
     return parts
 
@@ -150,7 +160,7 @@ def store_over(group: Any, timeout: float) -> Store:
     :raises ArgumentError: the group does not carry tensors on the CPU.
     """
     rank, size = group.rank(), group.size()
-    hellos = _all_gather(group, size, hello(adopt=True))
+    hellos = _all_gather(group, size, hello(adopt=True, left=timeout))
     server: TCPStore | None = None
     address = b""
     if rank == 0:

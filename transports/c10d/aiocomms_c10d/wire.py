@@ -14,7 +14,7 @@ from torch import Tensor
 
 from aiocomms.errors import CommAbortedError, CommError, MismatchError, PeerDiedError, ProtocolError
 
-VERSION: Final = 3
+VERSION: Final = 4
 
 EAGER, RTS, CTS, DATA, VOID, DONE, CREDIT, CALL, LANDED, ABORT, BYE, BYE_ACK, ACK = range(13)
 """Kinds: a message with its payload; a large one announced, asked for, sent, given up while it was being sent, and
