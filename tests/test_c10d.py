@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -173,3 +175,19 @@ def stopped(pid: int) -> None:
 @pytest.mark.parametrize("what", ["message", "broadcast", "all_reduce", "all_gather"])
 def test_what_a_rank_gives_up_amid_is_not_taken_for_its_data(ranks: Run, what: str) -> None:
     ranks(2, give_up_amid, what)
+
+
+async def let_go_of(place: Rank) -> None:
+    async with place.open() as comm:
+        tensor = torch.ones(10 * LARGE)
+        kept = weakref.ref(tensor)
+        await comm.all_reduce(tensor)
+        del tensor
+        ends = time.monotonic() + 5
+        while kept() is not None:  # the thread that carried it may be a moment behind
+            assert time.monotonic() < ends, gc.get_referrers(kept())
+            await asyncio.sleep(0.01)
+
+
+def test_a_large_tensor_is_let_go_of_before_the_next_comes(ranks: Run) -> None:
+    ranks(2, let_go_of)

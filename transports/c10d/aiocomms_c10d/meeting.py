@@ -254,12 +254,16 @@ class Meeting:
 
     def _run(self) -> None:
         while (call := self._jobs.get()) is not None:
-            try:
-                works = call.plan.start(self._group)
-            except Exception as error:
-                self._broke(error)
-            else:
-                self._follow(call, works)
+            self._start(call)
+            del call  # while this waits for the next one, nothing keeps its tensors
+
+    def _start(self, call: _Call) -> None:
+        try:
+            works = call.plan.start(self._group)
+        except Exception as error:
+            self._broke(error)
+        else:
+            self._follow(call, works)
 
     def _follow(self, call: _Call, works: Sequence[Any]) -> None:
         ended = itertools.count(1)

@@ -25,6 +25,8 @@ from aiocomms_ucx.gate import Gate, same_user
 
 _NONCE: Final = 32
 _BACKLOG: Final = 1024
+_SHARE: Final = 0.9
+"""Of the time that is left; the rest is for saying who did not connect."""
 _CONNECT: Final = 5.0
 """Seconds for one attempt to connect to another host."""
 
@@ -84,7 +86,7 @@ async def open_family(
         )
         gate = Gate(rank, key, _ways(rank, hellos, places), size)
         connections = await rendezvous.run(
-            "connecting to the other ranks", lambda: gate.run(listeners, rendezvous.timeout)
+            "connecting to the other ranks", lambda: gate.run(listeners, _SHARE * rendezvous.left())
         )
     sockets = [-1 if peer == rank else _prompt(connections[peer]).detach() for peer in range(size)]
     pids = [hello.pid for hello in hellos]
