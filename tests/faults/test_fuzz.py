@@ -79,7 +79,10 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
     "signed records": (lambda data: SIGNED.verify("k", 1, data), SIGNED.sign("k", 1, b"value")),
     "plain records": (lambda data: PLAIN.verify("k", 1, data), PLAIN.sign("k", 1, b"value")),
     "frames of c10d": (_c10d_frame, bytes(C10D_FRAME.tolist())),
-    "hellos of c10d": (lambda data: c10d_bringup.listen_on([data, data], None), c10d_bringup.hello(adopt=True)),
+    "hellos of c10d": (
+        lambda data: c10d_bringup.listen_on([data, data], None),
+        c10d_bringup.hello(adopt=True, left=9.0),
+    ),
     "frames of ucx": (ucx_wire.unpack, ucx_wire.pack(ucx_wire.Abort(0, "PeerDiedError", "why", 1, -1))),
     "hellos of ucx": (_ucx_hello, msgspec.msgpack.encode(HELLO)),
     "places of ucx": (
