@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
 import os
+import random
 import signal
 import threading
 import time
@@ -13,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from aiocomms_ucx.family import _open as families
 from aiocomms_ucx.transport import UcxTransport
 from hosts import Enter, address, hosts, kernel_address
 from processes import KILLED, LARGE, Rank, Run, death, empty, exchange, listening, numbers
@@ -22,7 +26,14 @@ from torch import Tensor
 import aiocomms
 from aiocomms import ReduceOp
 from aiocomms.communicator import Communicator
-from aiocomms.errors import ArgumentError, CommAbortedError, MismatchError, PeerDiedError, UnsupportedOperation
+from aiocomms.errors import (
+    ArgumentError,
+    CommAbortedError,
+    CommTimeoutError,
+    MismatchError,
+    PeerDiedError,
+    UnsupportedOperation,
+)
 
 ROUTE = {"MASTER_ADDR": address(0)}
 """Where the ranks meet is a file here, which says nothing of the way to the others."""
@@ -126,6 +137,46 @@ def test_what_processes_do_on_one_host(ranks: Run, names: list[str]) -> None:
     ranks(3, mix, 6, before=Enter(names, "010", **ROUTE))
     assert set(ranks(3, abort_amid, before=Enter(names, "010", **ROUTE))) == {"aborted by rank 0: enough"}
     ranks(2, leave_at_once, before=Enter(names, "01", **ROUTE))
+
+
+async def post_at_once(place: Rank, seed: int, turns: int) -> None:
+    """Rank 0 calls ops on the same bytes, and awaits none before it has called all; their order can be seen."""
+    chance, size = random.Random(seed), 2**19
+    async with place.open() as comm:
+        window = await comm.new_window(empty(size))
+        model = empty(size)  # of rank 1's part
+        await comm.barrier()
+        for turn in range(turns):
+            cell = chance.randrange(size)
+            works: list[tuple[Any, Any]] = []
+            for number, kind in enumerate(chance.choices(["put", "get", "fetch_add"], k=6)):
+                count = int(2 ** chance.uniform(0, 19))
+                offset = chance.randint(max(0, cell - count + 1), min(cell, size - count))
+                there = model[offset : offset + count]
+                given = numbers(count, number, turn)
+                if place.rank == 0 and kind == "put":
+                    works.append((window.put(given, 1, offset), given.clone()))
+                elif place.rank == 0 and kind == "get":
+                    works.append((window.get(empty(count), 1, offset), there.clone()))
+                elif place.rank == 0:
+                    works.append((window.fetch_add(1, cell, 5), model[cell].clone()))
+                if kind == "put":
+                    there.copy_(given)
+                model[cell] += 5 * (kind == "fetch_add")
+            if place.rank == 0:
+                await window.signal(1)
+                for work, wanted in works:
+                    assert torch.equal(torch.as_tensor(await work), wanted), (seed, turn, work)
+                await window.wait_signal(1)
+            else:
+                await window.wait_signal(0)
+                assert torch.equal(window.tensor, model), (seed, turn)
+                await window.signal(0)
+        await window.aclose()
+
+
+def test_one_sided_ops_take_effect_in_the_order_of_the_calls(ranks: Run, names: list[str]) -> None:
+    ranks(2, post_at_once, random.randrange(2**32), 15, before=Enter(names, "01", **ROUTE))
 
 
 # --------------------------------------------------------------------------------------------------- the interface
@@ -295,6 +346,61 @@ def test_what_is_written_over_after_an_abort_is_not_received(
     """UCX reads it later, for the other host does not listen for a while."""
     outcomes = ranks(2, change_of_mind, what, count, before=Enter(names, "01", **ROUTE))
     assert outcomes[1] in {"aborted", "right"}, outcomes
+
+
+async def reach_one_that_has_stopped(place: Rank) -> None:
+    """The event loop goes on, the deadline ends all ops, and what they held is released."""
+    comm = await place.open()
+    other = await comm.split([0, 1])  # over the same connection
+    assert other is not None
+    window = await comm.new_window(torch.zeros(2**20, dtype=torch.int32))
+    await comm.barrier()
+    if place.rank == 1:
+        (place.folder / "pid").write_text(str(os.getpid()))
+        place.tell("waits 1")
+        await place.all_told("lost", 0)
+    else:
+        await place.all_told("waits", 1)
+        (family,) = families
+        with stopped(int((place.folder / "pid").read_text())):
+            first = window.put(torch.ones(2**20, dtype=torch.int32), 1)
+            ops = {
+                "put": window.put(torch.ones(8, dtype=torch.int32), 1),
+                "signal": window.signal(1),
+                "fetch_add": window.fetch_add(1, 0, 1),
+                "large put": window.put(torch.ones(2**20, dtype=torch.int32), 1),
+                "flush": window.flush(1),
+                "get": window.get(torch.zeros(2**20, dtype=torch.int32), 1, timeout=0.5),
+            }
+            with pytest.raises(CommTimeoutError, match="rank 1"):
+                await ops.pop("get")  # by the event loop, which would be waiting in `post`
+            for what, work in ops.items():
+                with pytest.raises(CommAbortedError):
+                    assert await work is None, what
+            with contextlib.suppress(CommAbortedError):
+                await first  # unless the connection took all of it
+            await until(lambda: len(family.pending) <= 1)  # UCX has been given the first only
+        place.tell("lost 0")
+    await other.barrier()
+    if place.rank == 0:
+        await until(lambda: not family.pending)
+    again = await other.new_window(empty(LARGE))
+    await again.put(numbers(LARGE, place.rank), 1 - place.rank)
+    await again.signal(1 - place.rank)
+    await again.wait_signal(1 - place.rank)
+    assert torch.equal(again.tensor, numbers(LARGE, 1 - place.rank))
+    await comm.aclose()
+    await other.aclose()
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """The loop runs meanwhile."""
+    for _ in itertools.takewhile(lambda _: not holds(), itertools.count()):
+        await asyncio.sleep(0.001)
+
+
+def test_one_sided_ops_on_one_that_has_stopped(ranks: Run, names: list[str]) -> None:
+    ranks(2, reach_one_that_has_stopped, before=Enter(names, "01", **ROUTE))
 
 
 async def disagree(place: Rank, odd: int) -> str:

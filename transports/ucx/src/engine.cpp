@@ -192,7 +192,7 @@ void Engine::wake_loop() {
 // shared memory, for a schedule that it has not seen, nor of room for messages that UCX could not send off.
 bool Engine::quiet() const {
   return active_.empty() && jobs_.empty() && pulls_.empty() && pours_.empty() && worker_->sending() == 0 &&
-         moving_ == 0;
+         moving_ == 0 && lined_up_.empty();
 }
 
 void Engine::wake_thread() {
@@ -243,6 +243,7 @@ bool Engine::advance() {
   bool moved = advance_jobs(jobs_) | advance_jobs(pulls_) | pour();
   for (std::size_t i = 0; i < active_.size(); ++i) moved |= advance_group(*active_[i]);
   moved |= worker_->progress();
+  moved |= advance_lanes();
   while (!events_.empty()) {
     std::vector<std::pair<Group*, Event*>> events;
     events.swap(events_);
@@ -342,7 +343,7 @@ Engine::Rest Engine::take_turn() {
     return Rest::kYield;
   }
   asleep_ = true;
-  if (worker_->sending() == 0 && moving_ == 0 && pours_.empty()) {
+  if (worker_->sending() == 0 && moving_ == 0 && pours_.empty() && lined_up_.empty()) {
     doze_ms_ = 1;
     return Rest::kSleep;
   }
@@ -377,6 +378,7 @@ void Engine::close(bool sound, double patience) {
     worker_->disconnect(patient);
     control_->farewell();
   }
+  for (Lane& lane : lanes_) lane.forget();
   control_.reset();
   worker_.reset();  // before what its callbacks may still want to touch
   ::close(std::exchange(completions_fd_, -1));

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -23,6 +24,7 @@
 #include "control.hpp"
 #include "cuda_thread.hpp"
 #include "group.hpp"
+#include "lane.hpp"
 #include "worker.hpp"
 
 namespace aiocomms {
@@ -226,7 +228,12 @@ class Engine {
   void left(Group& group, int rank, std::uint64_t collectives);
 
   bool act(Request* request, Job job);
-  void behind_puts(Group& group, int rank, Request* request, std::function<ucs_status_t()> then);
+  Lane& lane(Group& group, int rank);
+  void line_up(Lane& lane, Lane::Op op);
+  bool advance_lane(Lane& lane);
+  bool advance_lanes();
+  void flush_lane(Lane& lane);
+  void close_lanes(Group& group);
   bool advance_jobs(std::deque<Job>& jobs);
   bool copy_next(Job& job, std::size_t most);
   void lose(Group& group);  // drop it, after the others can see that
@@ -260,6 +267,8 @@ class Engine {
   std::vector<std::pair<Group*, Event*>> events_;  // that UCX has finished; schedules go on outside its calls
   std::deque<Job> jobs_;                           // on windows
   std::deque<Job> pulls_;                          // of offered messages
+  std::list<Lane> lanes_;                          // that stay where they are: UCX knows some of them
+  std::vector<Lane*> lined_up_;                    // those with ops that have not begun
   std::uint32_t next_group_ = 0;
   // Who waits for the answer to an offer or an atomic, and where the value goes that it brings.
   struct Asked {

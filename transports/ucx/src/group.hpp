@@ -18,6 +18,7 @@ namespace aiocomms {
 
 class Engine;
 struct Group;
+struct Lane;
 
 // How an op ended. Python's transport turns these into errors.
 enum class Status : int { kDone, kTruncated, kDtype, kClosed, kUnequal, kBroken, kDropped };
@@ -111,6 +112,7 @@ struct Group {
   std::size_t users = 0;                                         // requests and sends that are not done
   std::unordered_map<std::uint64_t, Window> windows;
   std::uint64_t next_window = 0;
+  std::map<int, Lane*> lanes;  // by rank
   // Of messages that have to be vouched for, by sender and order: whether that has come, and the receive that has got
   // all but that.
   struct Vouch {

@@ -131,6 +131,7 @@ void Engine::close_group(std::uint32_t id) {
                                        .pack());
   }
   drop(it);
+  close_lanes(it);
   if (it.users > 0) lost_.push_back(std::move(groups_.at(id)));
   groups_.erase(id);
 }
@@ -155,6 +156,7 @@ void Engine::drop(Group& it) {
       return its;
     });
   }
+  for (auto& [rank, lane] : it.lanes) lane->end(UCS_ERR_CANCELED, [](const Lane::Op&) { return true; });
   for (auto entry = asked_.begin(); entry != asked_.end();) {
     const Asked asked = entry->second;
     if (asked.group == &it) std::erase(pours_, entry->first);

@@ -39,6 +39,18 @@ struct Countdown final : Pending {
   ucs_status_t worst = UCS_OK;
 };
 
+// An atomic or a get, which its lane counts while it is under way.
+struct Question final : Pending {
+  Question(int& the_count, Request* the_request) : count(the_count), request(the_request) { ++count; }
+  void finished(ucs_status_t status) override {
+    --count;
+    request->finished(status);
+    delete this;
+  }
+  int& count;
+  Request* request;
+};
+
 }  // namespace
 
 Window::Part& Engine::part(std::uint32_t id, std::uint64_t window, int rank) {
@@ -79,8 +91,17 @@ void Engine::close_window(std::uint32_t id, std::uint64_t number) {
   Group& owner = group(id);
   auto found = owner.windows.find(number);
   if (found == owner.windows.end()) return;
-  for (Window::Part& it : found->second.parts) {
-    if (it.rkey) ucp_rkey_destroy(it.rkey);
+  for (int rank = 0; rank < static_cast<int>(owner.peers.size()); ++rank) {
+    const ucp_rkey_h rkey = found->second.parts[rank].rkey;
+    if (rkey == nullptr) continue;
+    Lane& its = lane(owner, rank);
+    its.end(UCS_ERR_CANCELED, [&](const Lane::Op& op) { return op.window == number; });
+    its.keys.push_back(rkey);
+    if (its.clean()) {
+      its.forget();
+    } else if (!its.flushing) {
+      flush_lane(its);
+    }
   }
   if (found->second.memory) worker_->unmap(found->second.memory);
   owner.windows.erase(found);
@@ -124,6 +145,59 @@ bool Engine::advance_jobs(std::deque<Job>& jobs) {
   return true;
 }
 
+Lane& Engine::lane(Group& group, int rank) {
+  Lane*& found = group.lanes[rank];
+  if (found == nullptr) found = &lanes_.emplace_back(&group, group.peers[rank]);
+  return *found;
+}
+
+// Begin an op, when it is its turn.
+void Engine::line_up(Lane& lane, Lane::Op op) {
+  if (lane.group->lost) return op.pending->finished(UCS_ERR_CANCELED);
+  lane.ops.push_back(std::move(op));
+  advance_lane(lane);
+  if (!lane.ops.empty() && std::find(lined_up_.begin(), lined_up_.end(), &lane) == lined_up_.end()) {
+    lined_up_.push_back(&lane);
+  }
+}
+
+bool Engine::advance_lane(Lane& lane) {
+  bool moved = false;
+  while (!lane.ops.empty() && !lane.flushing) {
+    if (lane.needs_flush(lane.ops.front())) {
+      flush_lane(lane);
+      continue;
+    }
+    if (lane.needs_answer(lane.ops.front())) break;
+    const Lane::Op op = std::move(lane.ops.front());
+    lane.ops.pop_front();
+    if (op.kind == Lane::kPut) lane.put.emplace(op.begin, op.end);
+    op.start();
+    moved = true;
+  }
+  return moved;
+}
+
+void Engine::flush_lane(Lane& lane) {
+  lane.flushing = true;
+  const ucs_status_t status = worker_->flush(lane.peer, &lane);
+  if (status != UCS_INPROGRESS) lane.finished(status);
+}
+
+bool Engine::advance_lanes() {
+  bool moved = false;
+  for (Lane* lane : lined_up_) moved |= advance_lane(*lane);
+  std::erase_if(lined_up_, [](Lane* lane) { return lane->ops.empty(); });
+  return moved;
+}
+
+// A communicator is closed. UCX may still have to tell that its peers have been flushed.
+void Engine::close_lanes(Group& group) {
+  for (auto& [rank, lane] : group.lanes) lane->group = nullptr;
+  std::erase_if(lined_up_, [](Lane* lane) { return lane->group == nullptr; });
+  lanes_.remove_if([](const Lane& lane) { return lane.group == nullptr && lane.clean(); });
+}
+
 bool Engine::put(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank, std::uint64_t offset,
                  const void* data, std::size_t bytes) {
   Turn turn(*this);
@@ -132,11 +206,12 @@ bool Engine::put(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank
   if (to.mapped || bytes == 0) {
     return act(request, {to.mapped + offset, static_cast<const std::byte*>(data), bytes, nullptr, {}});
   }
-  int peer = group(id).peers[rank];
-  return act(request, {nullptr, nullptr, 0, nullptr, [=, this, &to](Request* it) {
-                         worker_->fence();
-                         follow(it, worker_->put(peer, to.rkey, to.address + offset, data, bytes, it));
-                       }});
+  const std::uint64_t there = to.address + offset;
+  Lane& its = lane(request->group, rank);
+  line_up(its, {Lane::kPut, window, request, there, there + bytes, [=, this, peer = its.peer, rkey = to.rkey] {
+                  follow(request, worker_->put(peer, rkey, there, data, bytes, request));
+                }});
+  return settle(request);
 }
 
 bool Engine::get(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank, std::uint64_t offset, void* data,
@@ -147,11 +222,13 @@ bool Engine::get(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank
   if (from.mapped || bytes == 0) {
     return act(request, {static_cast<std::byte*>(data), from.mapped + offset, bytes, nullptr, {}});
   }
-  int peer = group(id).peers[rank];
-  return act(request, {nullptr, nullptr, 0, nullptr, [=, this, &from](Request* it) {
-                         worker_->fence();
-                         follow(it, worker_->get(peer, from.rkey, from.address + offset, data, bytes, it));
-                       }});
+  const std::uint64_t there = from.address + offset;
+  Lane& its = lane(request->group, rank);
+  line_up(its, {Lane::kGet, window, request, there, there + bytes, [=, this, &its, rkey = from.rkey] {
+                  auto question = new Question(its.got, request);
+                  follow(request, worker_->get(its.peer, rkey, there, data, bytes, question), question);
+                }});
+  return settle(request);
 }
 
 bool Engine::atomic(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank, std::uint64_t offset, bool swap,
@@ -178,12 +255,14 @@ bool Engine::atomic(Ticket ticket, std::uint32_t id, std::uint64_t window, int r
                       static_cast<std::int64_t>(window),
                       sizeof what,
                       0};
-  return act(request, {nullptr, nullptr, 0, nullptr, [=, this, &owner](Request* it) {
-                         behind_puts(owner, rank, it, [=, this, &owner] {
-                           asked_.emplace(what.number, Asked{&owner, it, &it->details[0]});
-                           return worker_->tell(owner.peers[rank], header, &what, sizeof what, nullptr);
-                         });
-                       }});
+  Lane& its = lane(owner, rank);
+  line_up(its, {Lane::kTell, window, request, 0, 0, [=, this, &owner, &its] {
+                  auto question = new Question(its.asked, request);
+                  ucs_status_t status = worker_->tell(its.peer, header, &what, sizeof what, nullptr);
+                  if (status != UCS_OK && status != UCS_INPROGRESS) return question->finished(status);
+                  asked_.emplace(what.number, Asked{&owner, question, &request->details[0]});
+                }});
+  return settle(request);
 }
 
 // The owner does it: one processor's atomics are atomic among themselves, a network's and a processor's are not. UCX's
@@ -203,18 +282,6 @@ void Engine::asked(Group& owner, const Header& header, const void* payload) {
   tell(owner, header.source, kAnswer, what.number, atomically(where, what.bytes, what.swap, what.a, what.b));
 }
 
-// Do something when all that was put into a rank's window before is there; as it was meant, if the communicator is not
-// lost yet.
-void Engine::behind_puts(Group& owner, int rank, Request* request, std::function<ucs_status_t()> then) {
-  auto flushed = [=, &owner](ucs_status_t status) {
-    if (status == UCS_OK) status = owner.lost ? UCS_ERR_CANCELED : then();
-    if (status != UCS_OK && status != UCS_INPROGRESS) request->finished(status);
-  };
-  auto behind = new Countdown(1, flushed);
-  ucs_status_t status = worker_->flush(owner.peers[rank], behind);
-  if (status != UCS_INPROGRESS) behind->finished(status);
-}
-
 bool Engine::signal(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank) {
   Turn turn(*this);
   Group& owner = group(id);
@@ -231,17 +298,14 @@ bool Engine::signal(Ticket ticket, std::uint32_t id, std::uint64_t window, int r
   const int peer = owner.peers[rank];
   const bool own = rank == owner.rank;
   const bool mapped = part(id, window, rank).mapped != nullptr || (own && !worker_->device());
-  return act(request, {nullptr, nullptr, 0, nullptr, [=, this, &owner](Request* it) {
-                         auto send = [=, this, &owner] {
-                           if (own) signalled(owner, header);
-                           ucs_status_t status = own ? UCS_OK : worker_->tell(peer, header, nullptr, 0, it);
-                           if (status == UCS_OK) it->finished(UCS_OK);
-                           return status;
-                         };
-                         if (!mapped) return behind_puts(owner, rank, it, send);
-                         ucs_status_t status = send();
-                         if (status != UCS_OK && status != UCS_INPROGRESS) it->finished(status);
-                       }});
+  auto send = [=, this, &owner](Request* it) {
+    if (own) signalled(owner, header);
+    ucs_status_t status = own ? UCS_OK : worker_->tell(peer, header, nullptr, 0, it);
+    if (status != UCS_INPROGRESS) it->finished(status);
+  };
+  if (mapped) return act(request, {nullptr, nullptr, 0, nullptr, send});
+  line_up(lane(owner, rank), {Lane::kTell, window, request, 0, 0, [=] { send(request); }});
+  return settle(request);
 }
 
 bool Engine::wait_signal(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank) {
@@ -282,20 +346,20 @@ void Engine::signalled(Group& owner, const Header& header) {
 bool Engine::flush(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank) {
   Turn turn(*this);
   Group& owner = group(id);
-  std::vector<int> peers;
+  std::vector<int> ranks;
   for (int other = 0; other < static_cast<int>(owner.peers.size()); ++other) {
-    if ((rank < 0 || rank == other) && part(id, window, other).rkey) peers.push_back(owner.peers[other]);
+    if ((rank < 0 || rank == other) && part(id, window, other).rkey) ranks.push_back(other);
   }
   auto request = new Request(*this, owner, ticket);
-  return act(request, {nullptr, nullptr, 0, nullptr, [=, this](Request* it) {
-                         if (peers.empty()) return it->finished(UCS_OK);
-                         auto all = new Countdown(static_cast<int>(peers.size()),
-                                                  [it](ucs_status_t worst) { it->finished(worst); });
-                         for (int peer : peers) {
-                           ucs_status_t status = worker_->flush(peer, all);
-                           if (status != UCS_INPROGRESS) all->finished(status);
-                         }
-                       }});
+  return act(request,
+             {nullptr, nullptr, 0, nullptr, [=, this, &owner](Request* it) {
+                if (ranks.empty()) return it->finished(UCS_OK);
+                auto all =
+                    new Countdown(static_cast<int>(ranks.size()), [it](ucs_status_t worst) { it->finished(worst); });
+                for (int other : ranks) {
+                  line_up(lane(owner, other), {Lane::kTell, window, all, 0, 0, [all] { all->finished(UCS_OK); }});
+                }
+              }});
 }
 
 }  // namespace aiocomms

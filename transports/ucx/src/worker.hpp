@@ -127,7 +127,6 @@ class Worker {
   ucs_status_t put(int peer, ucp_rkey_h rkey, std::uint64_t address, const void* data, std::size_t bytes, Pending*);
   ucs_status_t get(int peer, ucp_rkey_h rkey, std::uint64_t address, void* data, std::size_t bytes, Pending*);
   ucs_status_t flush(int peer, Pending* pending);
-  void fence() { ucp_worker_fence(worker_); }  // one-sided operations called before go first
 
   ucp_mem_h map(void* data, std::size_t bytes);
   void unmap(ucp_mem_h memory) { ucp_mem_unmap(context_, memory); }
