@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from aiocomms.errors import CommError
 from aiocomms.ops import Op
 from aiocomms.work import Work
 
@@ -25,10 +24,6 @@ class Issuer(ABC):
     device: torch.device
     plain: Callable[[object, bool], bool] | None
     """See :attr:`aiocomms.transport.Transport.plain`."""
-
-    @abstractmethod
-    def _fail(self, error: CommError) -> None:
-        """The communicator is lost."""
 
     @abstractmethod
     def _issue(self, op: Op, hints: Mapping[str, Any] | None = None, timeout: Timeout = None) -> Work[Any]:

@@ -24,7 +24,7 @@ class OneSided(Issuer):
         :param timeout: the deadline in seconds; None: the communicator's.
         :returns: the window, once every rank's part is open.
         :raises ArgumentError: the tensor is not fit for it; nothing was sent.
-        :raises MismatchError: the ranks' dtypes differ.
+        :raises MismatchError: the ranks' dtypes differ; the communicator can be used on.
         :raises UnsupportedOperation: no transport of this communicator has RMA.
         """
         opening = self._issue(ops.WindowOpen(tensor), timeout=timeout)
@@ -33,13 +33,15 @@ class OneSided(Issuer):
         parts = self._issue(ops.AllGatherSingle(theirs, mine.to(self.device)), timeout=timeout)
         handle = await opening
         sizes, dtypes = (await parts).T.tolist()
+        window = Window(self, handle, tensor, sizes)
         if len(set(dtypes)) > 1:
+            await window.aclose(timeout=timeout)  # all ranks see the same, and no state is in doubt
             names = sorted(map(str, checks.DTYPES))
             given = ", ".join(f"rank {r}: {names[d]}" for r, d in enumerate(dtypes))
-            error = MismatchError(f"a window has one dtype on all ranks, and here {given}", op="new_window")
-            self._fail(error)
-            raise error
-        return Window(self, handle, tensor, sizes)
+            raise MismatchError(
+                f"a window has one dtype on all ranks, and here {given}; it was closed", op="new_window", rank=self.rank
+            )
+        return window
 
 
 class Window:
