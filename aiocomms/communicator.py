@@ -34,7 +34,7 @@ from aiocomms.objects import Objects
 from aiocomms.ops import Op
 from aiocomms.p2p import PointToPoint
 from aiocomms.pending import Pending
-from aiocomms.recorder import PEERS, Recorder
+from aiocomms.recorder import PEERS, Recorder, numbers
 from aiocomms.registry import Plan, open_transports
 from aiocomms.rma import OneSided
 from aiocomms.routing import Router
@@ -67,13 +67,13 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         self._by_family = dict(transports)
         if "rma" not in self._by_family and "p2p" in self._by_family:
             self._by_family["rma"] = TwoSided(self)
-        self._seq = self._children = 0
+        self.issued = self._children = 0  # ops called so far, and communicators split off
         self.calls = 0  # collectives called so far: the same on all ranks, so it tells their messages apart
         self._refusal: CommError | None = None  # why nothing can be started any more; the first reason stays
         self._lock = RLock()  # guards the step to a refusal; a signal handler may abort what it interrupts
         self._pending = Pending(self, Heartbeat(self._transports(), plan.options, self._fail))
         self._recorder = Recorder(self, self._pending)
-        self._ring, self._mask = self._recorder.ring, self._recorder.mask
+        self._ring, self._times, self._mask = self._recorder.ring, self._recorder.times, self._recorder.mask
         self._inquest: Inquest | None = None
         self._closing: Promise | None = None
         self._pre_hooks, self._post_hooks, self._abort_hooks = Hooks(), Hooks(), Hooks()
@@ -116,7 +116,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         """Check an op, post it, and return its work."""
         if self._refusal is not None or get_ident() != self.driver.thread:
             raise self._refused(op)
-        seq, kind = self._seq, type(op)
+        seq, kind = self.issued, type(op)
         try:
             op.check(self)
             if hints is not None:
@@ -126,7 +126,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
                 self._check_busy(op)
         except CommError as error:
             raise error.about(comm=self.name, op=op.name, rank=self.rank) from None
-        self._seq = seq + 1
+        self.issued = seq + 1
         if self._pre_hooks:
             self._pre_hooks.ask(op, seq)
         work: Work[Any] = Work(op, seq, self, hints)
@@ -138,8 +138,8 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
             raise
         if not work._state:  # done(), without the call
             return self._keep(work, seconds)
-        args = PEERS[kind](op) if kind in PEERS else None
-        self._ring[seq & self._mask] = (seq, kind, monotonic(), args, work.fault)
+        row = kind if kind not in PEERS and work.fault is None else (seq, kind, numbers(op), work.fault)
+        self._ring[at := seq & self._mask], self._times[at] = row, monotonic()
         if self._post_hooks or work.fault is not None:
             self._after(work)
         return work

@@ -1,8 +1,10 @@
 """The flight recorder: the last ops of a communicator and those that are pending, to be written down when it is lost.
 
-It is always on, so an op costs one small tuple, made when the op ends, and that keeps no tensor alive. To read a
-tensor's size costs as much as all the rest, so it is kept only of ops that did not end within their call. What is
-pending is known to the communicator anyway, and is described in full when somebody asks.
+It is always on, so of an op that ends within its call it keeps the type and the time, in two lists; the numbers only
+where there are some, and no tensor. A tuple for each op would cost twice as much: 2048 of them drive each other, and
+what the program works on, out of the cache. To read a tensor's size costs as much as all the rest, so it is kept only
+of ops that did not end within their call. What is pending is known to the communicator anyway, and is described in full
+when somebody asks.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ LONGEST = 300
 """Characters of a name, place or message."""
 
 _ARGUMENTS = ("src", "dst", "root", "rank", "tag", "channel")
+_ENDED = 6
+"""The length of the row of an op that was pending."""
 _PACKAGE = str(Path(__file__).parent) + os.sep
 _log = logging.getLogger("aiocomms")
 
@@ -119,6 +123,7 @@ class Recorded(Protocol):
     size: int
     name: str
     calls: int
+    issued: int
     driver: Driver
 
     @property
@@ -148,6 +153,12 @@ def _learn(cls: type[Op]) -> None:
         _learn(below)
 
 
+def numbers(op: Op) -> Any:
+    """What is kept of an op that ended within its call: the numbers that it has, or None."""
+    cls = type(op)
+    return PEERS[cls](op) if cls in PEERS else None
+
+
 def _nothing(op: Op) -> None:
     """Of an op without numbers and tensors."""
 
@@ -158,8 +169,11 @@ class Recorder:
     def __init__(self, comm: Recorded, pending: Pending) -> None:
         self._comm = comm
         self._pending = pending
-        self.ring: list[tuple[Any, ...] | None] = [None] * capacity()
-        """Rows, at the place of their sequence numbers: those that the communicator makes, and :meth:`ended`'s."""
+        self.ring: list[type[Op] | tuple[Any, ...] | None] = [None] * capacity()
+        """At the place of their sequence numbers: ops that ended within their calls, as a type, or as number, type,
+        arguments and error; and :meth:`ended`'s."""
+        self.times = [0.0] * len(self.ring)
+        """When the former ended."""
         self.mask = len(self.ring) - 1
         _learn(Op)
 
@@ -175,7 +189,7 @@ class Recorder:
         try:
             kept = _KEPT[cls](op)
         except (AttributeError, KeyError):  # no tensor on this rank, or not one alone; a type that came later
-            kept = PEERS[cls](op) if cls in PEERS else None
+            kept = numbers(op)
         # Of an error the text alone: its traceback would keep frames, and with them tensors.
         text = None if error is None else str(error)[:LONGEST]
         self.ring[seq & self.mask] = (seq, cls, monotonic(), kept, text, posted)
@@ -183,7 +197,7 @@ class Recorder:
     def snapshot(self, reason: str) -> Snapshot:
         """Everything, now. On any thread, whatever the loop is doing; takes no lock, for a signal handler calls it."""
         works = _copy(self._pending)
-        finished: list[tuple[Any, ...]] = [row for row in self.ring[:] if row is not None]
+        finished = self._rows({work.seq for work in works})
         numbers = self._numbers(works, finished)
         pending = self._describe(sorted(works, key=lambda work: work.seq)[:MOST], numbers)
         finished = [(numbers.get(row[0]), *row) for row in sorted(finished, key=lambda row: row[2])]
@@ -193,6 +207,24 @@ class Recorder:
             reason[: 4 * LONGEST], "", self._brief(pending, finished, len(works)),
         )  # fmt: skip
         return Snapshot(header, finished, pending)
+
+    def _rows(self, pending: set[int]) -> list[tuple[Any, ...]]:
+        """What the ring holds, each with its number, type, time, arguments and error, and when it was called if known.
+
+        A type alone is that of the last op whose place it is, unless that one is pending, or about to be recorded: then
+        it is an older one's, as its time shows, and is left out.
+        """
+        rows: list[tuple[Any, ...]] = []
+        issued, latest = self._comm.issued, 0.0
+        for seq in range(max(0, issued - len(self.ring)), issued):
+            row, time_ = self.ring[seq & self.mask], self.times[seq & self.mask]
+            if isinstance(row, type):
+                if seq not in pending and time_ >= latest:
+                    latest = time_
+                    rows.append((seq, row, time_, None, None))
+            elif row is not None:
+                rows.append(row if len(row) == _ENDED else (*row[:2], time_, *row[2:]))
+        return rows
 
     def _numbers(self, works: Sequence[Work[Any]], finished: Sequence[tuple[Any, ...]]) -> dict[int, int]:
         """The numbers of collectives by sequence number, counted back from the last one that was called."""

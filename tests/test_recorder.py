@@ -77,6 +77,38 @@ def test_the_last_ops_are_kept(run, monkeypatch, said, kept):
     run(main)
 
 
+def test_an_older_op_is_not_taken_for_one_in_its_place(run, monkeypatch):
+    """For one that is pending, or that a hook has refused: of these the ring has nothing."""
+    monkeypatch.setenv("AIOCOMMS_RECORDER", "4")
+
+    def refuse(op, seq):
+        raise LookupError
+
+    async def main():
+        async with local_world(2) as (one, two):
+            for _ in range(4):
+                first = one.barrier()
+                await two.barrier()
+                await first
+            pending = two.recv(torch.ones(2), 0)
+            assert [(item.seq, item.name) for item in read(two.dump())[1]] == [
+                (1, "barrier"), (2, "barrier"), (3, "barrier"), (4, "recv")
+            ]  # fmt: skip
+            await pending.cancel()
+        async with local_world(1) as (alone,):
+            for _ in range(4):
+                await alone.barrier()
+            hook = alone.register_pre_hook(refuse)
+            with pytest.raises(LookupError):
+                alone.barrier()
+            hook.remove()
+            assert [item.seq for item in read(alone.dump())[1]] == [1, 2, 3]
+            await alone.barrier()
+            assert [item.seq for item in read(alone.dump())[1]] == [2, 3, 5]
+
+    run(main)
+
+
 @pytest.mark.parametrize("said", ["0", "-1", "many", "65537", "1e3", "٣"])
 def test_a_size_that_is_none_is_said_and_not_taken(said, monkeypatch, caplog):
     monkeypatch.setenv("AIOCOMMS_RECORDER", said)
