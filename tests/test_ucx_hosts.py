@@ -303,14 +303,13 @@ async def change_of_mind(place: Rank, what: str, count: int) -> str:
     if what == "put":
         WINDOWS.append(await comm.new_window(tensor if place.rank else torch.zeros(count)))
     held: list[Callable[[], None]] = []
-    room = 0 if what == "put" else 2**20  # a put waits for what was sent before, and its caller with it
     if place.rank == 0:
         tell = UcxTransport._tell
         hold = lambda self, *words: held.append(lambda: tell(self, *words))  # noqa: E731
         UcxTransport._tell = hold  # type: ignore[method-assign]
         await place.all_told("waits", 1)
         with stopped(int((place.folder / "pid").read_text())):
-            filler = other.send(torch.zeros(room), 1)  # so UCX finds the connection full
+            filler = other.send(torch.zeros(2**20), 1)  # so UCX finds the connection full
             work = GIVING[what](comm, tensor)
             comm.abort("on second thoughts")
             with contextlib.suppress(CommAbortedError):
@@ -322,7 +321,7 @@ async def change_of_mind(place: Rank, what: str, count: int) -> str:
         place.tell("waits 1")
         await place.all_told("changed", 0)
         work = GIVING[what](comm, tensor)
-        filler = other.recv(torch.zeros(room), 0)
+        filler = other.recv(torch.zeros(2**20), 0)
     await filler
     await other.broadcast(torch.zeros(2**24), 0)  # behind what was given
     await other.barrier()
