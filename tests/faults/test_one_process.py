@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
@@ -88,8 +89,13 @@ def test_no_descriptors(room: int) -> None:
         before = descriptors()
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(before) + 1 + room, hard))
-        fill = [os.dup(0) for _ in range(max(before) + 1 - len(descriptors()))]
+        fill = []
         try:
+            with contextlib.suppress(OSError):  # not by counting: some that are open look as if they were not there
+                while True:
+                    fill.append(os.dup(0))
+            for _ in range(room):
+                os.close(fill.pop())
             with pytest.raises((OSError, CommError, BaseExceptionGroup)):
                 async with local_world(4):
                     pass
