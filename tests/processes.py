@@ -277,22 +277,3 @@ def listening() -> tuple[list[str], list[str]]:
     accepting = 0x10000  # __SO_ACCEPTCON
     paths = [row[-1] for row in rows[1:] if int(row[3], 16) & accepting and f"socket:[{row[6]}]" in inodes]
     return addresses, paths
-
-
-def shared_memory() -> set[str]:
-    """The names of this machine's shared memory."""
-    return {path.name for path in Path("/dev/shm").iterdir()}
-
-
-def forgotten(before: set[str]) -> list[str]:
-    """What of it is new and stays, though no process has mapped it: others of this machine have some, too."""
-    ends = time.monotonic() + 20
-    while left := shared_memory() - before:
-        maps = ""
-        for path in Path("/proc").glob("[0-9]*/maps"):
-            with contextlib.suppress(OSError):  # it has just ended, or is another's
-                maps += path.read_text()
-        if not (left := {name for name in left if f"/dev/shm/{name}" not in maps}) or time.monotonic() > ends:
-            break
-        time.sleep(0.1)
-    return sorted(left)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from processes import LARGE, Rank, Run, forgotten, held, shared_memory
+from processes import LARGE, Rank, Run, held
 
 CYCLES, SPLITS = 200, 300
 """1,000 cycles take five times as long and show the same."""
@@ -32,6 +33,25 @@ class Census:
         self.held = held()
         self.maps = len(Path("/proc/self/maps").read_text().splitlines())
         self.memory = psutil.Process().memory_info().rss
+
+
+def shared_memory() -> set[str]:
+    """The names of this machine's shared memory."""
+    return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+def forgotten(before: set[str]) -> list[str]:
+    """What of it is new and stays, though no process has mapped it: others of this machine have some, too."""
+    ends = time.monotonic() + 20
+    while left := shared_memory() - before:
+        maps = ""
+        for path in Path("/proc").glob("[0-9]*/maps"):
+            with contextlib.suppress(OSError):  # it has just ended, or is another's
+                maps += path.read_text()
+        if not (left := {name for name in left if f"/dev/shm/{name}" not in maps}) or time.monotonic() > ends:
+            break
+        time.sleep(0.1)
+    return sorted(left)
 
 
 async def use(place: Rank, name: str, whole: bool) -> None:
