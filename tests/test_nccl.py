@@ -582,6 +582,21 @@ async def test_a_rank_that_never_comes(cuda: FakeCuda) -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_rank_that_does_not_connect(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for it says which one it is, before its time is up."""
+
+    def refused(*_: object, **__: object) -> None:
+        raise ConnectionRefusedError("nobody is in")
+
+    monkeypatch.setattr(bringup.socket, "create_connection", refused)
+    store = HashStore()
+    forming = [aiocomms.new_comm("nccl_fake", store=store, rank=rank, size=2, timeout=1) for rank in range(2)]
+    waits, fails = await asyncio.gather(*forming, return_exceptions=True)
+    assert "could not be connected to: [1] (timed out)" in str(waits)
+    assert "could not be connected to: [0] (nobody is in)" in str(fails)
+
+
+@pytest.mark.asyncio
 async def test_nccl_that_does_not_come_back(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop goes on meanwhile, and the thread is left behind."""
     stuck = threading.Event()

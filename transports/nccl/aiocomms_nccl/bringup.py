@@ -21,6 +21,8 @@ from aiocomms_nccl import wire
 from aiocomms_nccl.nccl import SEVERAL_RANKS_PER_GPU, Nccl, readable
 
 _HELLO: Final = struct.Struct("<I32s")  # who connects, and the token of whom it connects to
+_SHARE: Final = 0.9
+"""Of the time that is left; the rest is for saying who did not connect."""
 _PATIENCE: Final = 2.0
 """Seconds in which whoever connects must say who it is."""
 
@@ -143,7 +145,7 @@ def _connect_all(
 ) -> dict[int, socket.socket]:
     """Connect to every rank below this one, and let those above connect; blocks."""
     rank, size = rendezvous.rank, rendezvous.size
-    ends = time.monotonic() + rendezvous.timeout
+    ends = time.monotonic() + _SHARE * rendezvous.left()
     sockets: dict[int, socket.socket] = {}
     try:
         for peer in range(rank):
