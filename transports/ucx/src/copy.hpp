@@ -30,6 +30,16 @@ inline void copy_pages(std::byte* to, const std::byte* from, std::size_t bytes) 
   std::memcpy(to, from, bytes);
 }
 
+// Whether the kernel reads another process's memory hardly slower than a core copies. On AMD's processors it does not:
+// 512 KiB took 47 µs on an EPYC 9005, and 14 µs in two copies by way of memory that stays in the caches.
+inline bool reads_quickly() {
+#if defined(__x86_64__)
+  return !__builtin_cpu_is("amd");
+#else
+  return true;
+#endif
+}
+
 // What is copied without a look at anything else: about 20 µs.
 constexpr std::size_t kCopyAtOnce = 256 * 1024;
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "copy.hpp"
 #include "engine.hpp"
 
 namespace aiocomms {
@@ -12,7 +13,7 @@ constexpr std::size_t kMostMarks = 1 << 16;  // of collectives that this rank ha
 
 }  // namespace
 
-bool Engine::begin(Group& group, Schedule schedule) {
+std::uint64_t Engine::begin(Group& group, Schedule schedule) {
   const std::uint64_t began = now_ns();
   Request* request = schedule.request;
   group.schedules.push_back(std::move(schedule));
@@ -103,8 +104,8 @@ void Engine::open_group(std::uint32_t id, std::vector<std::uint32_t> their_ids, 
   if (segment >= 0) {
     int here = static_cast<int>(std::find(it.local.begin(), it.local.end(), it.rank) - it.local.begin());
     it.shared = std::make_unique<Shared>(segment, here, static_cast<int>(it.local.size()));
-    for (int rank : it.local) {
-      if (readable) it.shared->pids.push_back(peers_[it.peers[rank]].readable);
+    if (readable && (crowded_ || reads_quickly())) {
+      for (int rank : it.local) it.shared->pids.push_back(peers_[it.peers[rank]].readable);
     }
   }
 }

@@ -329,9 +329,7 @@ Task exchange_by_slots(Shared& shared, std::vector<const void*> ins, Bytes in_by
   Segment& segment = shared.segment;
   const int me = shared.rank();
   const std::size_t piece = piece_of(shared);
-  // As in chunk_for: enough rounds to overlap one rank's writing with the others' reading.
-  const std::size_t step =
-      std::clamp((largest / 16 + kLine - 1) / kLine * kLine, std::min(piece, kSmallestChunk / 4), piece);
+  const std::size_t step = std::min(chunk_for(largest), piece);
   const std::uint64_t rounds = rounds_for(largest, step);
   const std::uint64_t first = shared.take(rounds);
   transfer(outs[me], ins[me], in_bytes[me]);
@@ -399,7 +397,7 @@ Task shared_reduce_scatter(Shared& shared, Reduction reduction, std::vector<cons
   const std::size_t size = size_of(reduction.dtype);
   const std::size_t piece = piece_of(shared);
   const std::size_t most = *std::max_element(counts.begin(), counts.end());
-  const std::size_t wanted = std::clamp(most * size / 16, std::min(piece, kSmallestChunk / 4), piece);
+  const std::size_t wanted = std::min(chunk_for(most * size), piece);
   const std::size_t step = std::max<std::size_t>(1, wanted / size);
   const std::uint64_t rounds = rounds_for(most, step);
   const std::uint64_t first = shared.take(rounds);

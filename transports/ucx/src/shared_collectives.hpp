@@ -31,7 +31,7 @@ class Shared {
   std::uint64_t mark = 0;                     // of the collective under way
   const std::uint64_t* slice_ends = nullptr;  // when a schedule lets others have their turn, ns
   std::vector<const void*> inputs;            // scratch: one pointer per rank
-  std::vector<int> pids;                      // of the ranks, if each may read each other's memory; else empty
+  std::vector<int> pids;                      // of the ranks, if they read parts out of each other's memory; else empty
   int disagrees = -1;                         // a rank that is doing something else
   bool published_any = false;                 // since this was last set to false
 
