@@ -34,7 +34,7 @@ from aiocomms.objects import Objects
 from aiocomms.ops import Op
 from aiocomms.p2p import PointToPoint
 from aiocomms.pending import Pending
-from aiocomms.recorder import PEERS, Recorder, numbers
+from aiocomms.recorder import PEERS, Recorder
 from aiocomms.registry import Plan, open_transports
 from aiocomms.rma import OneSided
 from aiocomms.routing import Router
@@ -59,8 +59,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
 
     def __init__(self, rendezvous: Rendezvous, plan: Plan, transports: Mapping[ops.Family, Transport]) -> None:
         self.rank, self.size = rendezvous.rank, rendezvous.size
-        self.name, self.device = rendezvous.name, rendezvous.device
-        self.timeout = rendezvous.timeout
+        self.name, self.device, self.timeout = rendezvous.name, rendezvous.device, rendezvous.timeout
         self.driver = Driver.current()
         self._rendezvous = rendezvous
         self._plan = plan
@@ -73,7 +72,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         self._lock = RLock()  # guards the step to a refusal; a signal handler may abort what it interrupts
         self._pending = Pending(self, Heartbeat(self._transports(), plan.options, self._fail))
         self._recorder = Recorder(self, self._pending)
-        self._ring, self._times, self._mask = self._recorder.ring, self._recorder.times, self._recorder.mask
+        self._ring = self._recorder.ring
         self._inquest: Inquest | None = None
         self._closing: Promise | None = None
         self._pre_hooks, self._post_hooks, self._abort_hooks = Hooks(), Hooks(), Hooks()
@@ -127,21 +126,21 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         except CommError as error:
             raise error.about(comm=self.name, op=op.name, rank=self.rank) from None
         self.issued = seq + 1
+        self._ring.append(kind)
         if self._pre_hooks:
             self._pre_hooks.ask(op, seq)
         work: Work[Any] = Work(op, seq, self, hints)
         self.calls += (collective := op.family == "collectives")
         try:
-            self._router[kind](op, work)
+            at = self._router[kind](op, work)
         except BaseException:  # nothing was sent: the other ranks' next collective is this one's next, too
             self.calls -= collective
             raise
         if not work._state:  # done(), without the call
             return self._keep(work, seconds)
-        row = kind if kind not in PEERS and work.fault is None else (seq, kind, numbers(op), work.fault)
-        self._ring[at := seq & self._mask], self._times[at] = row, monotonic()
+        self._ring.append((at or monotonic()) if kind not in PEERS else self._recorder.row(work))
         if self._post_hooks or work.fault is not None:
-            self._after(work)
+            self._after(work, within=True)
         return work
 
     def _keep(self, work: Work[Any], seconds: float) -> Work[Any]:
@@ -181,7 +180,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
 
     def settled(self, work: Work[Any]) -> None:
         """Forget a pending work that has just become done."""
-        self._recorder.ended(work, self._pending.remove(work))
+        self._ring.append(self._recorder.row(work, self._pending.remove(work)))
         if self._post_hooks or work.fault is not None:
             self._after(work)
 
@@ -193,9 +192,11 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         """Make a CUDA stream wait for a work."""
         self._by_family[work.op.family].wait_stream(work, stream)
 
-    def _after(self, work: Work[Any]) -> None:
-        self._post_hooks.call(self.driver, work)
+    def _after(self, work: Work[Any], *, within: bool = False) -> None:
         fault = work.fault
+        if within and fault is not None:
+            self._ring.append(self._recorder.row(work))
+        self._post_hooks.call(self.driver, work)
         if isinstance(fault, _POISONS) or (isinstance(fault, CommAbortedError) and work.op.family == "collectives"):
             self._fail(fault)
 

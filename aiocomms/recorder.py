@@ -1,16 +1,19 @@
 """The flight recorder: the last ops of a communicator and those that are pending, to be written down when it is lost.
 
-It is always on, so of an op that ends within its call it keeps the type and the time, in two lists; the numbers only
-where there are some, and no tensor. A tuple for each op would cost twice as much: 2048 of them drive each other, and
-what the program works on, out of the cache. To read a tensor's size costs as much as all the rest, so it is kept only
-of ops that did not end within their call. What is pending is known to the communicator anyway, and is described in full
+It is always on, so of an op that ends within its call it keeps the type and the time, one behind the other; the numbers
+only where there are some, and no tensor. To read a tensor's size costs as much as all the rest, so it is kept only of
+ops that did not end within their call. What is pending is known to the communicator anyway, and is described in full
 when somebody asks.
+
+What it costs is for the most part cache: 512 ops of which a type and a time are kept fit into the innermost one beside
+what the program works on; four times as many drive each other out, and a tuple for each takes twice as much.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache
 from operator import attrgetter
@@ -28,7 +31,7 @@ from aiocomms.pending import Pending
 from aiocomms.work import Work
 
 FORMAT = "aiocomms recorder 1"
-DEFAULT, MOST = 2048, 65536
+DEFAULT, MOST = 512, 65536
 """Ops that a communicator keeps, and at most keeps; of pending ones it writes down as many."""
 SHOWN = 8
 """Pending ops and tensors that are described where there is little room."""
@@ -36,8 +39,6 @@ LONGEST = 300
 """Characters of a name, place or message."""
 
 _ARGUMENTS = ("src", "dst", "root", "rank", "tag", "channel")
-_ENDED = 6
-"""The length of the row of an op that was pending."""
 _PACKAGE = str(Path(__file__).parent) + os.sep
 _log = logging.getLogger("aiocomms")
 
@@ -138,6 +139,7 @@ def _arguments(cls: type[Op]) -> list[str]:
 
 PEERS: dict[type[Op], Callable[[Any], Any]] = {}
 """Reads the numbers that an op of each type has, if it has any."""
+Entry = type[Op] | tuple[Any, ...] | float
 _KEPT: dict[type[Op], Callable[[Any], Any]] = {}
 """Reads these numbers and the size of the tensor that an op of each type is about, if there is one."""
 
@@ -153,12 +155,6 @@ def _learn(cls: type[Op]) -> None:
         _learn(below)
 
 
-def numbers(op: Op) -> Any:
-    """What is kept of an op that ended within its call: the numbers that it has, or None."""
-    cls = type(op)
-    return PEERS[cls](op) if cls in PEERS else None
-
-
 def _nothing(op: Op) -> None:
     """Of an op without numbers and tensors."""
 
@@ -169,12 +165,10 @@ class Recorder:
     def __init__(self, comm: Recorded, pending: Pending) -> None:
         self._comm = comm
         self._pending = pending
-        self.ring: list[type[Op] | tuple[Any, ...] | None] = [None] * capacity()
-        """At the place of their sequence numbers: ops that ended within their calls, as a type, or as number, type,
-        arguments and error; and :meth:`ended`'s."""
-        self.times = [0.0] * len(self.ring)
-        """When the former ended."""
-        self.mask = len(self.ring) - 1
+        self.size = capacity()
+        self.ring: deque[Entry] = deque(maxlen=2 * self.size)
+        """Of each op its type, when it is called; and when it has ended the time, or, if it was pending, or failed, or
+        has numbers, a :meth:`row`."""
         _learn(Op)
 
     @property
@@ -182,17 +176,17 @@ class Recorder:
         """Whether the communicator is."""
         return not self._comm.closed
 
-    def ended(self, work: Work[Any], posted: float) -> None:
-        """An op has ended that was pending; of others the communicator makes the row, without a call."""
-        op, error, seq = work.op, work._error, work.seq
+    def row(self, work: Work[Any], posted: float | None = None) -> tuple[Any, ...]:
+        """What is kept of an op that has ended, and was pending since then; in its call, if None."""
+        op, error = work.op, work._error
         cls = type(op)
         try:
-            kept = _KEPT[cls](op)
-        except (AttributeError, KeyError):  # no tensor on this rank, or not one alone; a type that came later
-            kept = numbers(op)
+            kept = (PEERS if posted is None else _KEPT)[cls](op)
+        except (AttributeError, KeyError):  # no numbers, or not one tensor on this rank; a type that came later
+            kept = PEERS[cls](op) if cls in PEERS else None
         # Of an error the text alone: its traceback would keep frames, and with them tensors.
         text = None if error is None else str(error)[:LONGEST]
-        self.ring[seq & self.mask] = (seq, cls, monotonic(), kept, text, posted)
+        return work.seq, cls, monotonic(), kept, text, posted
 
     def snapshot(self, reason: str) -> Snapshot:
         """Everything, now. On any thread, whatever the loop is doing; takes no lock, for a signal handler calls it."""
@@ -209,22 +203,30 @@ class Recorder:
         return Snapshot(header, finished, pending)
 
     def _rows(self, pending: set[int]) -> list[tuple[Any, ...]]:
-        """What the ring holds, each with its number, type, time, arguments and error, and when it was called if known.
+        """The last ops that have ended: their numbers, types, times, arguments and errors, and when they were called.
 
-        A type alone is that of the last op whose place it is, unless that one is pending, or about to be recorded: then
-        it is an older one's, as its time shows, and is left out.
+        There is a type for every call, so counted back from the last one they tell the numbers.
         """
-        rows: list[tuple[Any, ...]] = []
-        issued, latest = self._comm.issued, 0.0
-        for seq in range(max(0, issued - len(self.ring)), issued):
-            row, time_ = self.ring[seq & self.mask], self.times[seq & self.mask]
-            if isinstance(row, type):
-                if seq not in pending and time_ >= latest:
-                    latest = time_
-                    rows.append((seq, row, time_, None, None))
-            elif row is not None:
-                rows.append(row if len(row) == _ENDED else (*row[:2], time_, *row[2:]))
-        return rows
+        issued, entries = self._read()
+        seq = issued - sum(isinstance(entry, type) for entry in entries) - 1
+        cls: Any = None
+        rows: dict[int, tuple[Any, ...]] = {}
+        for entry in entries:
+            if isinstance(entry, type):
+                seq, cls = seq + 1, entry
+            elif isinstance(entry, tuple):
+                rows[entry[0]] = entry
+            elif cls is not None:  # else it is of a call that has gone from the ring
+                rows[seq] = (seq, cls, entry, None, None, None)
+        return [row for number, row in rows.items() if number >= issued - self.size and number not in pending]
+
+    def _read(self) -> tuple[int, list[Entry]]:
+        """How many ops have been called, and the ring as it was then."""
+        while True:
+            issued = self._comm.issued
+            entries = _copy(self.ring)
+            if self._comm.issued == issued:
+                return issued, entries
 
     def _numbers(self, works: Sequence[Work[Any]], finished: Sequence[tuple[Any, ...]]) -> dict[int, int]:
         """The numbers of collectives by sequence number, counted back from the last one that was called."""
@@ -301,14 +303,13 @@ def _dtype(dtype: torch.dtype) -> str:
 
 def _finished(row: tuple[Any, ...]) -> Item:
     """An op that has ended, from its number among the collectives and what was kept of it."""
-    number, seq, cls, finished, kept, error, *posted = row
+    number, seq, cls, finished, kept, error, posted = row
     values = kept if isinstance(kept, tuple) else (kept,)
     args = dict(zip([*_arguments(cls), "bytes"], values, strict=False))
     size = args.pop("bytes", None)
     args = {name: value for name, value in args.items() if type(value) is int}
     state = "done" if error is None else "failed"
-    when = posted[0] if posted else None
-    return Item(cls.name, seq, state, args, number, size, when, finished, error=str(error or "")[:LONGEST])
+    return Item(cls.name, seq, state, args, number, size, posted, finished, error=str(error or "")[:LONGEST])
 
 
 def _place(coroutine: Any) -> str:

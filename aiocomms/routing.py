@@ -11,7 +11,8 @@ from aiocomms.errors import UnsupportedOperation
 from aiocomms.lowering import SCHEDULES, Context, Poster, Run
 from aiocomms.transport import Completion, Transport
 
-Route = Callable[[ops.Op, Completion], None]
+Route = Callable[[ops.Op, Completion], float | None]
+"""See :meth:`aiocomms.transport.Transport.post`."""
 
 
 class Router(dict[type[ops.Op], Route]):
@@ -43,9 +44,9 @@ class Router(dict[type[ops.Op], Route]):
             return transport.post
         capabilities, post = transport.capabilities, transport.post
 
-        def reduce(op: Any, work: Completion) -> None:
+        def reduce(op: Any, work: Completion) -> float | None:
             dtype = op.writes()[0][1].dtype
-            (post if capabilities.reduces(op.op, dtype) else otherwise)(op, work)
+            return (post if capabilities.reduces(op.op, dtype) else otherwise)(op, work)
 
         return reduce
 

@@ -252,10 +252,13 @@ class Transport(ABC):
         return await self.open(rendezvous, options)
 
     @abstractmethod
-    def post(self, op: ops.Op, work: Completion) -> None:
+    def post(self, op: ops.Op, work: Completion) -> float | None:
         """Start an op whose arguments are checked. Never blocks; completes ``work`` once, now or later.
 
         The transport keeps ``op``, and with it the tensors, until the wire has let go of them.
+
+        :returns: when it ended, by :func:`time.monotonic`, if it has and the transport knows: it spares a look at the
+            clock.
         """
 
     def wait_stream(self, work: Completion, stream: Any) -> None:

@@ -112,7 +112,7 @@ def test_an_older_op_is_not_taken_for_one_in_its_place(run, monkeypatch):
 @pytest.mark.parametrize("said", ["0", "-1", "many", "65537", "1e3", "٣"])
 def test_a_size_that_is_none_is_said_and_not_taken(said, monkeypatch, caplog):
     monkeypatch.setenv("AIOCOMMS_RECORDER", said)
-    assert recorder.capacity() == recorder.DEFAULT == 2048
+    assert recorder.capacity() == recorder.DEFAULT == 512
     assert "wanted a number from 1 to 65536" in caplog.text
 
 

@@ -17,7 +17,7 @@ import torch
 from aiocomms import Communicator
 from aiocomms.errors import CommError
 from aiocomms.work import Work
-from benchmarks.bare import drop_recorder
+from benchmarks.bare import without_recorder
 from benchmarks.heartbeat import beat
 
 Ready = Callable[[], None]
@@ -117,27 +117,22 @@ async def heartbeat(comm: Communicator, _: Ready, nbytes: int, ops: int) -> tupl
     return idle, busy
 
 
-async def overhead(comm: Communicator, _: Ready, nbytes: int, ops: int, rounds: int) -> list[tuple[float, float]]:
-    """Seconds per all_reduce, round by round: as it is, and with neither flight recorder nor heartbeat."""
-    os.environ["AIOCOMMS_HEARTBEAT"] = "0"  # read where a communicator is made
-    try:
-        bare = await comm.split(range(comm.size))
-    finally:
-        del os.environ["AIOCOMMS_HEARTBEAT"]
-    assert bare is not None
-    drop_recorder(bare)
+async def overhead(comm: Communicator, _: Ready, nbytes: int, ops: int, bare: bool) -> float:
+    """Seconds per all_reduce: as it is; or, in this process from now on, with neither flight recorder nor heartbeat."""
+    if bare:
+        os.environ["AIOCOMMS_HEARTBEAT"] = "0"  # read where a communicator is made
+        Communicator._issue = without_recorder()  # type: ignore[method-assign]
+    child = await comm.split(range(comm.size))
+    assert child is not None
     tensor = torch.zeros(nbytes // 4)
-    took = []
-    for turn in range(rounds):
-        means = {}
-        for one in (comm, bare) if turn % 2 else (bare, comm):
-            await comm.barrier()
+    async with child:
+        for count in (ops // 4, ops):  # the first ones warm up
+            await child.barrier()
             start = time.perf_counter()
-            for _ in range(ops):
-                await one.all_reduce(tensor)
-            means[one] = (time.perf_counter() - start) / ops
-        took.append((means[comm], means[bare]))
-    await bare.aclose()
+            for _ in range(count):
+                await child.all_reduce(tensor)
+            took = (time.perf_counter() - start) / count
+        await child.barrier()
     return took
 
 

@@ -17,47 +17,49 @@ _ALL: Final[frozenset[type[ops.Op]]] = ops.COLLECTIVES | {ops.WindowOpen, ops.Wi
 FORMS: Final = {cls: number for number, cls in enumerate(sorted(_ALL, key=lambda cls: cls.name))}
 """Which operation it is, for its fingerprint: the same numbers on all ranks."""
 
-Start = Callable[[Engine, int, int, int, Any, int], bool]
-"""Called with the engine, a ticket, the communicator's number, its size, the op and the op's form; True: it is done."""
+Start = Callable[[Engine, int, int, int, Any, int], float]
+"""Called with the engine, a ticket, the communicator's number, its size, the op and the op's form.
+
+Returns when it was done, by :func:`time.monotonic`; 0: it is not."""
 
 
-def _barrier(engine: Engine, ticket: int, group: int, size: int, op: ops.Barrier, form: int) -> bool:
+def _barrier(engine: Engine, ticket: int, group: int, size: int, op: ops.Barrier, form: int) -> float:
     return engine.barrier(ticket, group, form, 0)
 
 
-def _broadcast(engine: Engine, ticket: int, group: int, size: int, op: ops.Broadcast, form: int) -> bool:
+def _broadcast(engine: Engine, ticket: int, group: int, size: int, op: ops.Broadcast, form: int) -> float:
     return engine.broadcast(ticket, group, form, op.tensor, op.root)
 
 
-def _all_reduce(engine: Engine, ticket: int, group: int, size: int, op: ops.AllReduce, form: int) -> bool:
+def _all_reduce(engine: Engine, ticket: int, group: int, size: int, op: ops.AllReduce, form: int) -> float:
     how = op.op
     return engine.all_reduce(ticket, group, form, op.tensor, _OPERATORS[how.kind], how.factor)
 
 
-def _reduce(engine: Engine, ticket: int, group: int, size: int, op: ops.Reduce, form: int) -> bool:
+def _reduce(engine: Engine, ticket: int, group: int, size: int, op: ops.Reduce, form: int) -> float:
     how = op.op
     return engine.reduce(ticket, group, form, op.tensor, _OPERATORS[how.kind], how.factor, op.root)
 
 
-def _reduce_scatter(engine: Engine, ticket: int, group: int, size: int, op: Any, form: int) -> bool:
+def _reduce_scatter(engine: Engine, ticket: int, group: int, size: int, op: Any, form: int) -> float:
     ins, how = op.input if isinstance(op, ops.ReduceScatterSingle) else op.inputs, op.op
     return engine.reduce_scatter(ticket, group, form, size, ins, op.output, _OPERATORS[how.kind], how.factor)
 
 
-def _all_gather(engine: Engine, ticket: int, group: int, size: int, op: Any, form: int) -> bool:
+def _all_gather(engine: Engine, ticket: int, group: int, size: int, op: Any, form: int) -> float:
     outs = op.output if isinstance(op, ops.AllGatherSingle) else op.outputs
     return engine.all_gather(ticket, group, form, size, op.input, outs)
 
 
-def _gather(engine: Engine, ticket: int, group: int, size: int, op: Any, form: int) -> bool:
+def _gather(engine: Engine, ticket: int, group: int, size: int, op: Any, form: int) -> float:
     return engine.gather(ticket, group, form, op.input, op.outs(size), op.root)
 
 
-def _scatter(engine: Engine, ticket: int, group: int, size: int, op: ops.Scatter, form: int) -> bool:
+def _scatter(engine: Engine, ticket: int, group: int, size: int, op: ops.Scatter, form: int) -> float:
     return engine.scatter(ticket, group, form, op.ins(size), op.output, op.root)
 
 
-def _all_to_all(engine: Engine, ticket: int, group: int, size: int, op: Any, form: int) -> bool:
+def _all_to_all(engine: Engine, ticket: int, group: int, size: int, op: Any, form: int) -> float:
     if isinstance(op, ops.AllToAllSingle):
         return engine.all_to_all(ticket, group, form, size, op.input, op.output)
     return engine.all_to_all(ticket, group, form, size, op.ins(size), op.outs(size))

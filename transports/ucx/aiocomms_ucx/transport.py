@@ -156,7 +156,7 @@ class UcxTransport(Transport):
 
     # ------------------------------------------------------------------------------------------- ops, down and back
 
-    def post(self, op: ops.Op, work: Completion) -> None:
+    def post(self, op: ops.Op, work: Completion) -> float | None:
         """See :meth:`Transport.post`."""
         if self._failure is not None:
             self.on_failure(self._failure)
@@ -164,17 +164,18 @@ class UcxTransport(Transport):
         collective = START.get(type(op))
         if collective is not None:
             start, form = collective
-            if start(engine, ticket, self.group, self.size, op, form):
+            if at := start(engine, ticket, self.group, self.size, op, form):
                 self._calls += 1
                 work.complete()
-            else:
-                self.follow_collective(work, done=False)
+                return at
+            self.follow_collective(work, done=False)
         elif isinstance(op, ops.Send):
             self.follow(work, engine.send(ticket, self.group, op.tensor, op.dst, op.channel, op.tag))
         elif isinstance(op, ops.Recv):
             self.follow(work, engine.recv(ticket, self.group, op.tensor, op.src, op.channel, op.tag))
         else:
             self._windows.post(op, work)
+        return None
 
     def follow(self, work: Completion, done: bool) -> None:
         """An op was handed to the engine, under its work's ``id``. Done, and there is nothing else that is; or not."""

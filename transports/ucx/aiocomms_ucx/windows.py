@@ -152,10 +152,10 @@ class Windows:
         theirs = torch.empty(transport.size, self.record, dtype=torch.uint8)
         handle.exchange = mine, theirs
         self._opening[id(work)] = handle
-        done = transport.engine.all_gather(
+        ended = transport.engine.all_gather(
             id(work), transport.group, FORMS[ops.WindowOpen], transport.size, mine, theirs
         )
-        transport.follow_collective(work, done)
+        transport.follow_collective(work, done=ended > 0)
 
     def _describe(self, number: int, tensor: Tensor) -> Part:
         """What the others need to know of this rank's part."""
@@ -231,8 +231,8 @@ class Windows:
 
     def _meet_to_close(self, handle: Handle, work: Completion) -> None:
         transport = self._transport
-        done = transport.engine.barrier(id(work), transport.group, FORMS[ops.WindowClose], handle.number)
-        transport.follow_collective(work, done)
+        ended = transport.engine.barrier(id(work), transport.group, FORMS[ops.WindowClose], handle.number)
+        transport.follow_collective(work, done=ended > 0)
 
     def _forget(self, handle: Handle) -> None:
         transport = self._transport

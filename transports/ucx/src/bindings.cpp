@@ -84,20 +84,20 @@ struct Reducing {
 
 // The tensors are looked at first, for that takes the GIL; what follows does not.
 // form: which operation it is, as a number.
-bool barrier_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, std::uint64_t detail) {
+double barrier_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, std::uint64_t detail) {
   nb::gil_scoped_release released;
   return engine.collective(ticket, group, mark_of(form, detail), [](Group& it, Unequal&) { return run_barrier(it); });
 }
 
-bool broadcast_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, nb::handle tensor, int root) {
+double broadcast_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, nb::handle tensor, int root) {
   const View data = view_of(tensor);
   nb::gil_scoped_release released;
   return engine.collective(ticket, group, mark_of(form, root, static_cast<int>(data.dtype), data.bytes()),
                            [&](Group& it, Unequal&) { return run_broadcast(it, root, data.data, data.bytes()); });
 }
 
-bool all_reduce_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, nb::handle tensor, int op,
-                   double factor) {
+double all_reduce_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, nb::handle tensor, int op,
+                     double factor) {
   const View data = view_of(tensor);
   const Reducing how(data.dtype, op, factor);
   nb::gil_scoped_release released;
@@ -106,8 +106,8 @@ bool all_reduce_op(Engine& engine, Ticket ticket, std::uint32_t group, int form,
   });
 }
 
-bool reduce_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, nb::handle tensor, int op, double factor,
-               int root) {
+double reduce_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, nb::handle tensor, int op, double factor,
+                 int root) {
   const View data = view_of(tensor);
   const Reducing how(data.dtype, op, factor);
   nb::gil_scoped_release released;
@@ -116,8 +116,8 @@ bool reduce_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, nb:
   });
 }
 
-bool reduce_scatter_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, std::size_t size,
-                       nb::handle tensors, nb::handle output, int op, double factor) {
+double reduce_scatter_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, std::size_t size,
+                         nb::handle tensors, nb::handle output, int op, double factor) {
   const Blocks ins = blocks_of(tensors, size);
   const View out = view_of(output);
   const Reducing how(out.dtype, op, factor);
@@ -128,8 +128,8 @@ bool reduce_scatter_op(Engine& engine, Ticket ticket, std::uint32_t group, int f
   });
 }
 
-bool all_gather_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, std::size_t size, nb::handle input,
-                   nb::handle tensors) {
+double all_gather_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, std::size_t size, nb::handle input,
+                     nb::handle tensors) {
   const View in = view_of(input);
   const Blocks outs = blocks_of(tensors, size);
   nb::gil_scoped_release released;
@@ -137,8 +137,8 @@ bool all_gather_op(Engine& engine, Ticket ticket, std::uint32_t group, int form,
                            [&](Group& it, Unequal&) { return run_all_gather(it, in.data, outs.data, outs.bytes); });
 }
 
-bool gather_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, nb::handle input, nb::handle tensors,
-               int root) {
+double gather_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, nb::handle input, nb::handle tensors,
+                 int root) {
   const View in = view_of(input);
   const Blocks outs = blocks_of(tensors, 1);
   nb::gil_scoped_release released;
@@ -146,8 +146,8 @@ bool gather_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, nb:
                            [&](Group& it, Unequal&) { return run_gather(it, root, in.data, outs.data, in.bytes()); });
 }
 
-bool scatter_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, nb::handle tensors, nb::handle output,
-                int root) {
+double scatter_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, nb::handle tensors, nb::handle output,
+                  int root) {
   const Blocks ins = blocks_of(tensors, 1);
   const View out = view_of(output);
   nb::gil_scoped_release released;
@@ -157,8 +157,8 @@ bool scatter_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, nb
 }
 
 // Blocks of one tensor are of one size everywhere; lists may differ, and it is seen then.
-bool all_to_all_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, std::size_t size, nb::handle inputs,
-                   nb::handle outputs) {
+double all_to_all_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, std::size_t size, nb::handle inputs,
+                     nb::handle outputs) {
   const bool equal = !is_list(inputs);
   const Blocks ins = blocks_of(inputs, size), outs = blocks_of(outputs, size);
   nb::gil_scoped_release released;

@@ -109,12 +109,13 @@ void Engine::start(const std::vector<std::string>& addresses, std::vector<int> s
 
 // ------------------------------------------------------------ the loop's side
 
-bool Engine::settle(Request* request, std::uint64_t began) {
-  if (!request->done && !bulk_) spin(*request, began);  // else the thread is at it
+std::uint64_t Engine::settle(Request* request, std::uint64_t began) {
+  std::uint64_t ended = began;
+  if (!request->done && !bulk_) ended = spin(*request, began);  // else the thread is at it
   // Not if other outcomes came first: they are heard of first.
   if (request->done && request->status == Status::kDone && !request->answers && !ready()) {
     delete request;
-    return true;
+    return ended;
   }
   ++pending_;
   request->posted = true;
@@ -124,22 +125,23 @@ bool Engine::settle(Request* request, std::uint64_t began) {
   } else if (bulk_ || (asleep_ && !quiet()) || tick_ms_ > kShortestTickMs) {
     wake_thread();
   }
-  return false;
+  return 0;
 }
 
-void Engine::spin(const Request& request, std::uint64_t began) {
+std::uint64_t Engine::spin(const Request& request, std::uint64_t began) {
   slice_ends_ = began + (crowded_ ? kCrowdedSlice : kSlice);
   loop_seen_.store(began, std::memory_order_relaxed);
   last_post_ = began;
   turns_in_vain_ = 0;
-  std::uint64_t idle_since = 0;  // 0: it has moved since
+  std::uint64_t now = began, idle_since = 0;  // 0: it has moved since
   while (!request.done) {
-    if (advance()) {
+    const bool moved = advance();
+    now = now_ns();
+    if (moved) {
       idle_since = 0;
-      if (now_ns() >= slice_ends_) break;
+      if (now >= slice_ends_) break;
       continue;
     }
-    const std::uint64_t now = now_ns();
     if (idle_since == 0) idle_since = now;
     // It may wait for as long as it has worked: the peers have as much to copy. (Karlin, Li, Manasse, Owicki:
     // "Empirical Studies of Competitive Spinning for a Shared-Memory Multiprocessor", SOSP 1991.)
@@ -152,13 +154,12 @@ void Engine::spin(const Request& request, std::uint64_t began) {
   }
   if (request.done) {
     spin_now_ = spin_most_;
-    return;
-  }
-  if (idle_since == 0) {
+  } else if (idle_since == 0) {
     bulk_ = true;
   } else {
     spin_now_ = std::max(spin_now_ / 2, spin_least_);  // where it has been in vain lately it probably is again
   }
+  return now;
 }
 
 void Engine::complete(Request* request, Status status, std::uint64_t a, std::uint64_t b) {
@@ -188,12 +189,15 @@ void Engine::wake_loop() {
   [[maybe_unused]] ssize_t written = write(completions_fd_, &one, sizeof one);
 }
 
-// Whether all that can happen comes as a message, which a sleeping thread hears of. It does not hear of what appears in
-// shared memory, for a schedule that it has not seen, nor of room for messages that UCX could not send off.
-bool Engine::quiet() const {
-  return active_.empty() && jobs_.empty() && pulls_.empty() && pours_.empty() && worker_->sending() == 0 &&
-         moving_ == 0 && lined_up_.empty();
+// Whether something waits for room, of which nobody tells: UCX tells of what comes in, but not of room in a peer's
+// queue for what is to go out, nor, always, of a device; and nobody of a slot that a receiver has emptied.
+bool Engine::waits_for_room() const {
+  return worker_->sending() > 0 || moving_ > 0 || !pours_.empty() || !lined_up_.empty();
 }
+
+// Whether all that can happen comes as a message, which a sleeping thread hears of. Of what appears in shared memory it
+// does not hear, for a schedule that it has not seen.
+bool Engine::quiet() const { return active_.empty() && jobs_.empty() && pulls_.empty() && !waits_for_room(); }
 
 void Engine::wake_thread() {
   asleep_ = false;
@@ -343,12 +347,10 @@ Engine::Rest Engine::take_turn() {
     return Rest::kYield;
   }
   asleep_ = true;
-  if (worker_->sending() == 0 && moving_ == 0 && pours_.empty() && lined_up_.empty()) {
+  if (!waits_for_room()) {
     doze_ms_ = 1;
     return Rest::kSleep;
   }
-  // UCX tells of what comes in, but not of room in a peer's queue for what is to go out; nor, always, of a device.
-  // Nobody tells of a slot that a receiver has emptied.
   doze_ms_ = std::min(2 * doze_ms_, kLongestDozeMs);
   return Rest::kDoze;
 }

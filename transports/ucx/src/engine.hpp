@@ -125,13 +125,14 @@ class Engine {
   bool cancel(std::uint32_t group, int src, int channel, std::int64_t tag, Ticket ticket);
   // As much of a message that was too long for a device's buffer as would have fit; once, when its outcome is known.
   std::string head(Ticket ticket);
-  // make: Task make(Group&, Unequal&), the schedule; called before this returns.
+  // make: Task make(Group&, Unequal&), the schedule; called before this returns. Not 0: done, at that second of the
+  // monotonic clock. 0: the outcome follows.
   template <typename Make>
-  bool collective(Ticket ticket, std::uint32_t id, std::uint64_t mark, const Make& make) {
+  double collective(Ticket ticket, std::uint32_t id, std::uint64_t mark, const Make& make) {
     Turn turn(*this);
     Group& where = group(id);
     auto request = new Request(*this, where, ticket);
-    return begin(where, {make(where, request->unequal), mark, request});
+    return static_cast<double>(begin(where, {make(where, request->unequal), mark, request})) * 1e-9;
   }
 
   // --------------------------------------------------------------------------------------------------------- windows
@@ -191,9 +192,10 @@ class Engine {
   void follow(Request* request, ucs_status_t status, Pending* pending = nullptr);
 
   Group& group(std::uint32_t id);
-  bool begin(Group& group, Schedule schedule);
-  bool settle(Request* request, std::uint64_t began = now_ns());  // began: when its post was called
-  void spin(const Request& request, std::uint64_t began);
+  std::uint64_t begin(Group& group, Schedule schedule);
+  // began: when its post was called. Returns when it was done, ns; 0: it is not.
+  std::uint64_t settle(Request* request, std::uint64_t began = now_ns());
+  std::uint64_t spin(const Request& request, std::uint64_t began);  // when it last looked at the clock
   void complete(Request* request, Status status, std::uint64_t a = 0, std::uint64_t b = 0);
   void notify(Notice notice);
 
@@ -246,6 +248,7 @@ class Engine {
   Rest take_turn();
   void wake_loop();
   void wake_thread();
+  bool waits_for_room() const;
   bool quiet() const;
   void part_from_peers(const std::function<bool()>& patient);
 
