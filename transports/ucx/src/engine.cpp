@@ -12,6 +12,8 @@
 #include <system_error>
 #include <utility>
 
+#include "slice.hpp"
+
 namespace aiocomms {
 namespace {
 
@@ -289,6 +291,7 @@ void Engine::rouse(Group& group) {
 // ------------------------------------------------------------------------------------------------- the engine's thread
 
 void Engine::run() {
+  give_way();
   if (cuda_) cuda_->enter();
   for (;;) {
     Rest rest;
