@@ -191,8 +191,9 @@ class Recorder:
     def snapshot(self, reason: str) -> Snapshot:
         """Everything, now. On any thread, whatever the loop is doing; takes no lock, for a signal handler calls it."""
         works = _copy(self._pending)
-        finished = self._rows({work.seq for work in works})
-        numbers = self._numbers(works, finished)
+        oldest, finished = self._rows({work.seq for work in works})
+        # Behind one that ended late, and was called before all that the ring knows, others may be missing.
+        numbers = self._numbers(works, [row for row in finished if row[0] >= oldest])
         pending = self._describe(sorted(works, key=lambda work: work.seq)[:MOST], numbers)
         finished = [(numbers.get(row[0]), *row) for row in sorted(finished, key=lambda row: row[2])]
         comm = self._comm
@@ -202,13 +203,14 @@ class Recorder:
         )  # fmt: skip
         return Snapshot(header, finished, pending)
 
-    def _rows(self, pending: set[int]) -> list[tuple[Any, ...]]:
-        """The last ops that have ended: their numbers, types, times, arguments and errors, and when they were called.
+    def _rows(self, pending: set[int]) -> tuple[int, list[tuple[Any, ...]]]:
+        """The number of the oldest call in the ring, and the last ops that have ended.
 
-        There is a type for every call, so counted back from the last one they tell the numbers.
+        Of these numbers, types, times, arguments and errors, and when they were called. There is a type for every call,
+        so counted back from the last one they tell the numbers.
         """
         issued, entries = self._read()
-        seq = issued - sum(isinstance(entry, type) for entry in entries) - 1
+        seq = oldest = issued - sum(isinstance(entry, type) for entry in entries)
         cls: Any = None
         rows: dict[int, tuple[Any, ...]] = {}
         for entry in entries:
@@ -217,8 +219,8 @@ class Recorder:
             elif isinstance(entry, tuple):
                 rows[entry[0]] = entry
             elif cls is not None:  # else it is of a call that has gone from the ring
-                rows[seq] = (seq, cls, entry, None, None, None)
-        return [row for number, row in rows.items() if number >= issued - self.size and number not in pending]
+                rows[seq - 1] = (seq - 1, cls, entry, None, None, None)
+        return oldest, [row for number, row in rows.items() if number not in pending][-self.size :]
 
     def _read(self) -> tuple[int, list[Entry]]:
         """How many ops have been called, and the ring as it was then."""

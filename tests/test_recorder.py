@@ -109,6 +109,32 @@ def test_an_older_op_is_not_taken_for_one_in_its_place(run, monkeypatch):
     run(main)
 
 
+def test_an_op_that_ends_late_or_fails_at_once(run, monkeypatch):
+    """One was called before all others that are kept; one has failed when its call returns."""
+    monkeypatch.setenv("AIOCOMMS_RECORDER", "4")
+
+    async def main():
+        async with local_world(2) as (one, two):
+            late = one.recv(torch.zeros(3), 1, 9)
+            for _ in range(20):
+                given = two.send(torch.ones(2), 0, 1)
+                await one.recv(torch.ones(2), 1, 1)
+                await given
+            await two.send(torch.ones(3), 0, 9)
+            await late
+            assert [item.seq for item in read(one.dump())[1]] == [0, 18, 19, 20]
+            given = two.send(torch.ones(3), 0)
+            with pytest.raises(MessageTruncatedError):
+                await one.recv(torch.zeros(1), 1)
+            await given
+            assert [(item.seq, str(item), item.state) for item in read(one.dump())[1]] == [
+                (0, "recv(src=1, tag=9)", "done"), (19, "recv(src=1, tag=1)", "done"),
+                (20, "recv(src=1, tag=1)", "done"), (21, "recv(src=1, tag=0)", "failed"),
+            ]  # fmt: skip
+
+    run(main)
+
+
 @pytest.mark.parametrize("said", ["0", "-1", "many", "65537", "1e3", "٣"])
 def test_a_size_that_is_none_is_said_and_not_taken(said, monkeypatch, caplog):
     monkeypatch.setenv("AIOCOMMS_RECORDER", said)
