@@ -125,7 +125,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
                 self._check_busy(op)
         except CommError as error:
             raise error.about(comm=self.name, op=op.name, rank=self.rank) from None
-        self.issued = seq + 1
+        self.issued = seq + 1  # and with it, so that no other thread sees one without the other:
         self._ring.append(kind)
         if self._pre_hooks:
             self._pre_hooks.ask(op, seq)

@@ -223,7 +223,7 @@ class Recorder:
         return oldest, [row for number, row in rows.items() if number not in pending][-self.size :]
 
     def _read(self) -> tuple[int, list[Entry]]:
-        """How many ops have been called, and the ring as it was then."""
+        """How many ops have been called, and the ring as it was then: the loop's thread may be calling more."""
         while True:
             issued = self._comm.issued
             entries = _copy(self.ring)
