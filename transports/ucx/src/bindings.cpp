@@ -303,33 +303,33 @@ NB_MODULE(_engine, module) {
           },
           nb::arg("ticket"))
       .def("barrier", &barrier_op,
-           nb::sig("def barrier(self, ticket: int, group: int, form: int, detail: int, /) -> bool"))
+           nb::sig("def barrier(self, ticket: int, group: int, form: int, detail: int, /) -> float"))
       .def("broadcast", &broadcast_op,
            nb::sig("def broadcast(self, ticket: int, group: int, form: int, tensor: torch.Tensor, root: int, /) -> "
-                   "bool"))
+                   "float"))
       .def("all_reduce", &all_reduce_op,
            nb::sig("def all_reduce(self, ticket: int, group: int, form: int, tensor: torch.Tensor, op: int, factor: "
-                   "float, /) -> bool"))
+                   "float, /) -> float"))
       .def("reduce", &reduce_op,
            nb::sig("def reduce(self, ticket: int, group: int, form: int, tensor: torch.Tensor, op: int, factor: float, "
-                   "root: int, /) -> bool"))
+                   "root: int, /) -> float"))
       .def("reduce_scatter", &reduce_scatter_op,
            nb::sig("def reduce_scatter(self, ticket: int, group: int, form: int, size: int, "
                    "inputs: torch.Tensor | Sequence[torch.Tensor], output: torch.Tensor, op: int, factor: float, /) "
-                   "-> bool"))
+                   "-> float"))
       .def("all_gather", &all_gather_op,
            nb::sig("def all_gather(self, ticket: int, group: int, form: int, size: int, input: torch.Tensor, "
-                   "outputs: torch.Tensor | Sequence[torch.Tensor], /) -> bool"))
+                   "outputs: torch.Tensor | Sequence[torch.Tensor], /) -> float"))
       .def("gather", &gather_op,
            nb::sig("def gather(self, ticket: int, group: int, form: int, input: torch.Tensor, "
-                   "outputs: Sequence[torch.Tensor], root: int, /) -> bool"))
+                   "outputs: Sequence[torch.Tensor], root: int, /) -> float"))
       .def("scatter", &scatter_op,
            nb::sig("def scatter(self, ticket: int, group: int, form: int, inputs: Sequence[torch.Tensor], "
-                   "output: torch.Tensor, root: int, /) -> bool"))
+                   "output: torch.Tensor, root: int, /) -> float"))
       .def("all_to_all", &all_to_all_op,
            nb::sig("def all_to_all(self, ticket: int, group: int, form: int, size: int, "
                    "inputs: torch.Tensor | Sequence[torch.Tensor], outputs: torch.Tensor | Sequence[torch.Tensor], /) "
-                   "-> bool"))
+                   "-> float"))
       .def("map_window", &map_window,
            nb::sig("def map_window(self, group: int, window: int, tensor: torch.Tensor, remote: bool, /) -> bytes"))
       .def(
