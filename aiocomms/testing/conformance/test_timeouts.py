@@ -189,6 +189,6 @@ async def test_a_deadline_does_not_wait_for_a_busy_loop(comm: Communicator, case
 
 @ranks(1)
 async def test_a_deadline_that_is_not_reached_costs_nothing(comm: Communicator, case: Case) -> None:
-    for timeout in (5, 60.0, 3600.0, timedelta(days=1)):
+    for timeout in (0.5, 5, 3600.0, timedelta(days=1)):
         await comm.all_reduce(ones(comm), timeout=timeout)
     assert not comm.aborted
