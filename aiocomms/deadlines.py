@@ -65,7 +65,8 @@ class Watchdog:
         :raises RuntimeError: no thread can be started.
         """
         with self._changed:
-            if deadline < self.wakes_at:
+            # Nobody is there: the last one unregistered while the thread asked it for its deadlines.
+            if deadline < self.wakes_at and self._watched:
                 if self._thread is None:
                     self._begin()
                 self.wakes_at = deadline

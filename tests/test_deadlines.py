@@ -320,6 +320,26 @@ def test_a_watchdog_by_itself():
     assert watchdog._thread is None
 
 
+def test_a_watchdog_begins_no_thread_for_who_left_while_it_was_asked():
+    dog, now, left = Watchdog(), time.monotonic(), threading.Event()
+
+    class Leaving:
+        def expire(self, now):
+            dog.unregister(self)
+            left.set()
+            return now + 100
+
+    who = Leaving()
+    dog.register(who)
+    dog.wake_by(now)
+    thread = dog._thread
+    assert left.wait(5)
+    thread.join(5)
+    assert not thread.is_alive()
+    assert dog._thread is None
+    assert dog.wakes_at == float("inf")
+
+
 def test_a_watchdog_does_not_keep_what_it_watches_alive():
     dog, now, gone = Watchdog(), time.monotonic(), threading.Event()
     dog.register(Expiring())

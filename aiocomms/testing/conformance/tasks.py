@@ -116,9 +116,9 @@ class _Resources:
         self._threads = set(threading.enumerate())
         self._descriptors = _descriptors()
 
-    def left(self, patience: float = 1.0) -> str:
-        """What is there now and was not before; threads that end are given time to."""
-        deadline = time.monotonic() + patience
+    def left(self, patience: float = 3.0) -> str:
+        """What is there now and was not before; threads that end, and files being written, are given time to."""
+        deadline, pause = time.monotonic() + patience, 0.001
         while True:
             started = set(threading.enumerate()) - self._threads
             threads = [thread.name for thread in started if not thread.name.startswith(_POOLS)]
@@ -128,7 +128,8 @@ class _Resources:
             gc.collect()  # a failed check's tensors, and their memory's descriptors, are held by its traceback
             if time.monotonic() > deadline:
                 return f"threads {threads}, descriptors {opened}"
-            time.sleep(0.001)
+            time.sleep(pause)
+            pause *= 2  # what is to end needs the interpreter too, which a collection does not give away
 
 
 def _descriptors() -> set[tuple[str, str]]:
