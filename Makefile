@@ -22,7 +22,7 @@ UCX := transports/ucx
 UCX_NATIVE := $(wildcard $(UCX)/src/*) $(UCX)/CMakeLists.txt $(UCX)/pyproject.toml
 SOURCES := aiocomms transports tests examples benchmarks
 
-.PHONY: demo serve demo-tensor-parallel demo-kv-cache test programs unit conformance-in-process \
+.PHONY: demo serve demo-tensor-parallel demo-kv-cache test examples suites unit conformance-in-process \
 	conformance-in-processes faults-quick faults soak test-sanitizers lint format conformance conformance-ucxx \
 	test-cupy bench gpu-check gpu-wheels docs clean
 
@@ -53,22 +53,28 @@ demo-tensor-parallel: $(VENV)/ucx.stamp
 demo-kv-cache: $(VENV)/ucx.stamp
 	cd examples && OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m kv_cache
 
-# Tests that mostly wait for programs and compilers, as a job of their own; every other one is in `unit`.
-PROGRAMS := $(patsubst %,tests/test_%.py,conformance docs embedding_recovery embedding_server kv_cache mutations nccl \
-	tensor_parallel transport_ucxx_example ucx_cuda ucx_engine ucx_schedules)
+# Tests as jobs of their own: the examples and the code of the documentation, as their users run them; the conformance
+# suite as a stranger runs it, on transports with faults and on fakes of devices. Every other one is in `unit`.
+EXAMPLES := $(patsubst %,tests/test_%.py,docs embedding_recovery embedding_server kv_cache tensor_parallel)
+SUITES := $(patsubst %,tests/test_%.py,conformance mutations nccl transport_ucxx_example ucx_cuda ucx_schedules)
+# The engine alone under sanitizers, which `test-sanitizers` runs: that takes longer than all else in `unit`.
+ENGINE := tests/test_ucx_engine.py
 
-## Everything: lint, types, tests, docs, examples, and the conformance suite on every built-in transport.
+## Everything but the sanitizers: lint, types, tests, docs, examples, and the conformance suite on every built-in transport.
 test: $(VENV)/ucx.stamp
-	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint programs conformance-in-process unit faults-quick \
-		conformance-in-processes
+	$(MAKE) --no-print-directory --jobs=3 --output-sync=target lint conformance-in-process unit examples suites \
+		faults-quick conformance-in-processes
 
-# `test` has two jobs under way at a time and starts them in its order, lint first: it is short, and nothing is begun
-# once one has failed.
-programs: $(VENV)/ucx.stamp
-	$(BIN)/python -m pytest $(PROGRAMS)
+# `test` has three jobs under way at a time and starts them in its order, lint first: it is short, and nothing is begun
+# once one has failed; then the longest.
+examples: $(VENV)/ucx.stamp
+	$(BIN)/python -m pytest $(EXAMPLES)
+
+suites: $(VENV)/ucx.stamp
+	$(BIN)/python -m pytest $(SUITES)
 
 unit: $(VENV)/ucx.stamp
-	$(BIN)/python -m pytest --ignore=tests/faults $(addprefix --ignore=,$(PROGRAMS))
+	$(BIN)/python -m pytest --ignore=tests/faults $(addprefix --ignore=,$(EXAMPLES) $(SUITES) $(ENGINE))
 
 # In one process where that is possible, which is quicker; and ucx, which is made for them, in processes too.
 conformance-in-process: $(VENV)/ucx.stamp
@@ -102,7 +108,7 @@ SANITIZED = $(UCX)/tests/sanitized/run.sh $(1) $(SANITIZERS)/$(1) $(BIN)/python 
 
 ## The ucx transport under AddressSanitizer and ThreadSanitizer: its engines alone, then the conformance suite.
 test-sanitizers: $(SANITIZERS)/address.stamp $(SANITIZERS)/thread.stamp
-	AIOCOMMS_ENGINE_TEST_SECONDS=60 $(BIN)/python -m pytest tests/test_ucx_engine.py
+	AIOCOMMS_ENGINE_TEST_SECONDS=60 $(BIN)/python -m pytest $(ENGINE)
 	$(call SANITIZED,address) --ranks 2,3,4
 	$(call SANITIZED,address) --ranks 2,3 --processes
 	$(call SANITIZED,thread) --ranks 2,3,4
