@@ -22,6 +22,9 @@ UCX := transports/ucx
 UCX_NATIVE := $(wildcard $(UCX)/src/*) $(UCX)/CMakeLists.txt $(UCX)/pyproject.toml
 SOURCES := aiocomms transports tests examples benchmarks
 
+# Each of the tests' hundred processes would compile our modules anew, and rewrite every assertion.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo serve demo-tensor-parallel demo-kv-cache test examples suites unit conformance-in-process \
 	conformance-in-processes faults-quick faults soak test-sanitizers lint format conformance conformance-ucxx \
 	test-cupy bench gpu-check gpu-wheels docs clean
