@@ -7,6 +7,7 @@ import asyncio
 import gc
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -169,12 +170,13 @@ async def reuse_what_is_received(place: Rank) -> None:
         await comm.barrier()
         if place.rank == 0:
             sent = comm.send(numbers(count, 0), 1)
-            await comm.send(torch.ones(1), 1, tag=1)
+            await comm.send(torch.tensor([os.getpid()]), 1, tag=1)
             await comm.send(numbers(3, 0), 1)
             await sent
             place.tell("sent")
         else:
-            await comm.recv(torch.zeros(1), 0, tag=1)  # so the first one's announcement is here
+            sender = int(await comm.recv(empty(1), 0, tag=1))  # so the first one's announcement is here
+            os.kill(sender, signal.SIGSTOP)  # it copies, so nothing arrives until it goes on
             work = comm.recv(empty(count), 0)
             assert not work.done()
             task = asyncio.create_task(wait_for(work))
@@ -185,6 +187,7 @@ async def reuse_what_is_received(place: Rank) -> None:
             del work, task
             gc.collect()
             canaries = [torch.full((count,), -1, dtype=torch.int64) for _ in range(4)]
+            os.kill(sender, signal.SIGCONT)
             await asyncio.to_thread(place.told, "sent")
             assert [int(tensor.sum()) for tensor in canaries] == [-count] * 4
             # It counts as received.
