@@ -34,7 +34,7 @@ Task chain_broadcast(Messages& messages, int root, void* data, size_t bytes) {
   const bool receives = rank != root, sends = after != root;
   const size_t segments = (bytes + kSegment - 1) / kSegment;
   const auto length = [=](size_t segment) { return std::min(kSegment, bytes - segment * kSegment); };
-  Window received, sent;
+  Slots received, sent;
   for (size_t t = 0; receives && t < std::min(kWindow, segments); ++t)
     messages.recv(before, at(data, t * kSegment), length(t), received[t].renew());
   for (size_t t = 0; t < segments; ++t) {
@@ -81,7 +81,7 @@ Task ring_all_gather(Messages& messages, const void* in, void* const* outs, cons
   const int rank = messages.rank(), size = messages.size();
   const int before = around(rank, -1, size), after = around(rank, 1, size);
   const RingTurns turns(rank, size, bytes, kSegment);
-  Window received, sent;
+  Slots received, sent;
   const auto receive = [&](size_t turn) {
     const RingTurns::Piece piece = turns.incoming(turn);
     if (piece.count == 0) return;

@@ -224,7 +224,7 @@ Task ring_reduce_scatter(Messages& messages, Reduction reduction, const void* co
   const RingTurns turns(before, size, counts, segment);
   const RingArithmetic arithmetic(reduction, segment, size);
   const Scratch slots = make_scratch(2 * kWindow * kSegment);
-  Window received, sent;
+  Slots received, sent;
   const auto slot = [&](size_t turn) { return at(slots.get(), turn % (2 * kWindow) * kSegment); };
   const auto own = [&](const RingTurns::Piece& piece) { return at(inputs[piece.chunk], piece.first * element); };
   const auto receive = [&](size_t turn) {

@@ -66,7 +66,7 @@ class Slot {
 };
 
 // The events of messages n, n + 1, ..., n + kWindow - 1, as far as there are any: message n's is at n % kWindow.
-using Window = std::array<Slot, kWindow>;
+using Slots = std::array<Slot, kWindow>;
 
 // The rank `distance` further on (or back) around the ring of ranks; |distance| <= size.
 inline int around(int rank, int distance, int size) { return (rank + distance + size) % size; }
