@@ -386,6 +386,8 @@ void Engine::close(bool sound, double patience) {
   for (Lane& lane : lanes_) lane.forget();
   control_.reset();
   worker_.reset();  // before what its callbacks may still want to touch
+  for (auto& [id, group] : groups_) drop_schedules(*group);
+  for (auto& group : lost_) drop_schedules(*group);
   ::close(std::exchange(completions_fd_, -1));
 }
 

@@ -240,6 +240,7 @@ class Engine {
   bool copy_next(Job& job, std::size_t most);
   void lose(Group& group);  // drop it, after the others can see that
   void drop(Group& group);
+  void drop_schedules(Group& group);
   Window::Part& part(std::uint32_t group, std::uint64_t window, int rank);
   Window::Part& part(std::uint32_t group, std::uint64_t window, int rank, std::uint64_t offset, std::size_t bytes);
 

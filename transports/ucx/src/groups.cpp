@@ -178,10 +178,14 @@ void Engine::drop(Group& it) {
       while (!part.waits.empty()) end(part.waits.pop());
     }
   }
-  if (it.users > it.schedules.size()) return;
+  if (it.users <= it.schedules.size()) drop_schedules(it);  // else at the end of the engine
+}
+
+// Its collectives, the running one and those behind it. UCX holds nothing of theirs any more.
+void Engine::drop_schedules(Group& it) {
   if (it.shared) it.shared->forget();
   while (!it.schedules.empty()) {
-    end(it.schedules.front().request);
+    complete(it.schedules.front().request, Status::kDropped);
     it.schedules.pop_front();
   }
 }
