@@ -57,13 +57,14 @@ demo-kv-cache: $(VENV)/ucx.stamp
 	cd examples && OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m kv_cache
 
 # Tests as jobs of their own: the examples and the code of the documentation, as their users run them; the conformance
-# suite as a stranger runs it, on transports with faults and on fakes of devices. Every other one is in `unit`.
+# suite as a stranger runs it, on transports with faults and on fakes of devices, and the schedules on a simulated
+# network. Every other one is in `unit`.
 EXAMPLES := $(patsubst %,tests/test_%.py,docs embedding_recovery embedding_server kv_cache tensor_parallel)
 SUITES := $(patsubst %,tests/test_%.py,conformance mutations nccl transport_ucxx_example ucx_cuda ucx_schedules)
-# The engine alone under sanitizers, which `test-sanitizers` runs: that takes longer than all else in `unit`.
+# The engine alone under sanitizers, which `test-sanitizers` runs: two builds, and longer than any other test.
 ENGINE := tests/test_ucx_engine.py
 
-## Everything but the sanitizers: lint, types, tests, docs, examples, and the conformance suite on every built-in transport.
+## Everything but `test-sanitizers`: lint, types, tests, docs, examples, and the conformance suite on every built-in transport.
 test: $(VENV)/ucx.stamp
 	$(MAKE) --no-print-directory --jobs=3 --output-sync=target lint conformance-in-process unit examples suites \
 		faults-quick conformance-in-processes

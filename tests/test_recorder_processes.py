@@ -53,7 +53,7 @@ async def lose(place: Rank, folder: str, busy: bool) -> str:
             await asyncio.to_thread(place.told, "astray")
             began = time.monotonic()
             error = await fails(comm.all_reduce(torch.ones(3), timeout=SHORT if place.rank == 0 else 10))
-            assert time.monotonic() - began < 5  # and not 10
+            assert time.monotonic() - began < SHORT + 0.5
             assert isinstance(error, CommAbortedError if place.rank else CommTimeoutError)
             place.tell(f"failed {place.rank}")
         with pytest.raises(CommAbortedError, match="its deadline passed"):

@@ -521,7 +521,7 @@ def test_a_clock_that_jumps(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert not work.done()
             with pytest.raises(CommTimeoutError):
                 await work
-            assert 0.3 <= time.monotonic() - began < 3
+            assert 0.3 <= time.monotonic() - began < 0.8
             await asyncio.gather(left.barrier(), right.barrier())
 
     asyncio.run(main())
