@@ -261,6 +261,7 @@ bool Engine::advance() {
     }
   }
   std::erase_if(active_, [](Group* group) { return !group->running; });
+  if (!lost_.empty()) bury();
   return moved;
 }
 

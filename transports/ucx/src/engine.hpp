@@ -241,6 +241,7 @@ class Engine {
   void lose(Group& group);  // drop it, after the others can see that
   void drop(Group& group);
   void drop_schedules(Group& group);
+  void bury();
   Window::Part& part(std::uint32_t group, std::uint64_t window, int rank);
   Window::Part& part(std::uint32_t group, std::uint64_t window, int rank, std::uint64_t offset, std::size_t bytes);
 
@@ -267,7 +268,7 @@ class Engine {
   std::atomic<int> wanting_ = 0;  // the loop waits for the lock
   std::unordered_map<std::uint32_t, std::unique_ptr<Group>> groups_;
   std::vector<Group*> active_;                     // those whose schedule has begun
-  std::vector<std::unique_ptr<Group>> lost_;       // kept until the worker is gone: UCX may hold their memory
+  std::vector<std::unique_ptr<Group>> lost_;       // closed ones of which UCX still holds something
   std::vector<std::pair<Group*, Event*>> events_;  // that UCX has finished; schedules go on outside its calls
   std::deque<Job> jobs_;                           // on windows
   std::deque<Job> pulls_;                          // of offered messages

@@ -121,6 +121,8 @@ struct Group {
   };
   std::map<std::pair<int, std::uint32_t>, Vouch> vouches;
 
+  // Of one that is lost: UCX has something of it in its hands.
+  bool held() const { return users > schedules.size(); }
   // Where a rank is among those of this host with whom this one shares memory, or -1.
   int place(int of) const {
     const auto found = std::find(local.begin(), local.end(), of);

@@ -178,7 +178,7 @@ void Engine::drop(Group& it) {
       while (!part.waits.empty()) end(part.waits.pop());
     }
   }
-  if (it.users <= it.schedules.size()) drop_schedules(it);  // else at the end of the engine
+  if (!it.held()) drop_schedules(it);  // else once UCX has let go of it
 }
 
 // Its collectives, the running one and those behind it. UCX holds nothing of theirs any more.
@@ -188,6 +188,15 @@ void Engine::drop_schedules(Group& it) {
     complete(it.schedules.front().request, Status::kDropped);
     it.schedules.pop_front();
   }
+}
+
+// The closed communicators that UCX has let go of since.
+void Engine::bury() {
+  std::erase_if(lost_, [&](const std::unique_ptr<Group>& group) {
+    if (group->held()) return false;
+    drop_schedules(*group);
+    return true;
+  });
 }
 
 bool Engine::has_let_go(std::uint32_t id, int rank) {
