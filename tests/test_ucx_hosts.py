@@ -392,6 +392,37 @@ async def reach_one_that_has_stopped(place: Rank) -> None:
     await other.aclose()
 
 
+async def close_what_ucx_has_in_hand(place: Rank) -> None:
+    """A communicator is given up and closed while the other host does not listen; the one it was split from goes on."""
+    comm = await place.open()
+    child = await comm.split([0, 1])
+    assert child is not None
+    if place.rank == 1:
+        (place.folder / "pid").write_text(str(os.getpid()))
+        place.tell("waits 1")
+        await place.all_told("closed", 0)
+    else:
+        await place.all_told("waits", 1)
+        (family,) = families
+        with stopped(int((place.folder / "pid").read_text())):
+            works = [child.all_reduce(torch.ones(2**20)), child.send(torch.ones(2**20), 1), child.barrier()]
+            child.abort("on second thoughts")
+            for work in works:
+                with pytest.raises(CommAbortedError):
+                    await work
+            await child.aclose()
+            assert family.pending, "the wire has nothing of it"
+        place.tell("closed 0")
+        await until(lambda: not family.pending)  # nor does anything hold the tensors
+    await comm.barrier()
+    await child.aclose()
+    await comm.aclose()
+
+
+def test_what_was_given_up_is_released_while_the_family_goes_on(ranks: Run, names: list[str]) -> None:
+    ranks(2, close_what_ucx_has_in_hand, before=Enter(names, "01", **ROUTE))
+
+
 async def until(holds: Callable[[], bool]) -> None:
     """The loop runs meanwhile."""
     for _ in itertools.takewhile(lambda _: not holds(), itertools.count()):
