@@ -291,7 +291,7 @@ def reduce_scatter(g: Context, op: ops.ReduceScatter) -> Steps:
 def all_gather(g: Context, op: ops.AllGather) -> Steps:
     """Ring all-gather."""
     outs = [t.view(-1) for t in op.outs(g.size)]
-    outs[g.rank].copy_(op.input.view(-1))
+    outs[g.rank].copy_(op.input.detach().view(-1))
     yield from ring_gather(g, outs)
 
 
@@ -299,7 +299,7 @@ def all_gather(g: Context, op: ops.AllGather) -> Steps:
 def all_to_all(g: Context, op: ops.AllToAll) -> Steps:
     """Pairwise exchange: in step k each rank sends to the one k ahead and receives from the one k behind."""
     ins, outs = op.ins(g.size), op.outs(g.size)
-    outs[g.rank].copy_(ins[g.rank].view(outs[g.rank].shape))
+    outs[g.rank].copy_(ins[g.rank].detach().view(outs[g.rank].shape))
     for k in range(1, g.size):
         dst, src = (g.rank + k) % g.size, (g.rank - k) % g.size
         yield [g.send(ins[dst], dst), g.recv(outs[src], src)]
@@ -312,7 +312,7 @@ def gather(g: Context, op: ops.Gather) -> Steps:
         yield [g.send(op.input, op.root)]
         return
     outs = op.outs(g.size)
-    outs[g.rank].copy_(op.input.view(outs[g.rank].shape))
+    outs[g.rank].copy_(op.input.detach().view(outs[g.rank].shape))
     yield [g.recv(out, r) for r, out in enumerate(outs) if r != g.rank]
 
 
@@ -323,5 +323,5 @@ def scatter(g: Context, op: ops.Scatter) -> Steps:
         yield [g.recv(op.output, op.root)]
         return
     ins = op.ins(g.size)
-    op.output.copy_(ins[g.rank])
+    op.output.copy_(ins[g.rank].detach())
     yield [g.send(t, r) for r, t in enumerate(ins) if r != g.rank]

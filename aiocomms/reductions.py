@@ -143,10 +143,10 @@ def reduce(op: ReduceOp, tensors: Sequence[Tensor], out: Tensor) -> None:
     """Reduce one tensor per rank, in rank order, into ``out``, which may be one of them."""
     if len(tensors) == 1 and op.kind != "premul_sum":
         if out.data_ptr() != tensors[0].data_ptr():
-            out.copy_(tensors[0].view(out.shape))
+            out.copy_(tensors[0].detach().view(out.shape))
         return
     accumulator = lift(op, tensors[0])
     for tensor in tensors[1:]:
-        scaled = lift(op, tensor) if op.kind == "premul_sum" else tensor
+        scaled = lift(op, tensor) if op.kind == "premul_sum" else tensor.detach()
         combine(op, accumulator, scaled.view(accumulator.shape))
     lower(op, accumulator, len(tensors), out)

@@ -167,7 +167,7 @@ class TwoSided(Transport):
         """Do an operation on this rank's own part."""
         what, offset, first, second = _REQUEST.unpack(self._packed(op))
         if isinstance(op, ops.Put):
-            window.span(offset, first).copy_(op.tensor.view(-1))
+            window.span(offset, first).copy_(op.tensor.detach().view(-1))
         elif isinstance(op, ops.Get):
             op.tensor.view(-1).copy_(window.span(offset, first))
         elif isinstance(op, ops.Signal):

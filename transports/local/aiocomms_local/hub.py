@@ -162,6 +162,8 @@ def _closed(rank: int) -> CommAbortedError:
 def _transfer(send: ops.Send, recv: ops.Recv, src: int) -> Any:
     """Move one message. Returns what the receive is completed with: its result, or an error."""
     given, wanted = send.tensor, recv.tensor
+    if given.requires_grad:  # no graph reaches from one rank to another
+        given = given.detach()
     if given.dtype != wanted.dtype:
         return MismatchError(
             f"the message from rank {src} is {describe(given)}, the buffer {describe(wanted)}", peer=src

@@ -24,6 +24,8 @@ def perform(records: Records) -> None:
 
 
 def _copy(out: Tensor, source: Tensor) -> None:
+    if source.requires_grad:  # no graph reaches from one rank to another
+        source = source.detach()
     if out.data_ptr() != source.data_ptr():
         out.view(-1).copy_(source.view(-1))
 

@@ -28,7 +28,7 @@ class Window:
         """
         match op:
             case ops.Put():
-                self._span(op.dst, op.offset, op.tensor).copy_(op.tensor.view(-1))
+                self._span(op.dst, op.offset, op.tensor).copy_(op.tensor.detach().view(-1))
             case ops.Get():
                 op.tensor.view(-1).copy_(self._span(op.src, op.offset, op.tensor))
             case ops.FetchAdd():

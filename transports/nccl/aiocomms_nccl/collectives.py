@@ -85,7 +85,7 @@ class Bench:
     def copy(self, out: Tensor, source: Tensor) -> None:
         """Copy on the stream."""
         if out.numel() and out.data_ptr() != source.data_ptr():
-            self.cuda.enqueue(self.stream, lambda: out.view(-1).copy_(source.view(-1), non_blocking=True))
+            self.cuda.enqueue(self.stream, lambda: out.view(-1).copy_(source.detach().view(-1), non_blocking=True))
 
     def send(self, tensor: Tensor, peer: int) -> None:
         """Within a group: send to a rank; one byte of nothing, so that empty tensors synchronise too."""
