@@ -55,7 +55,8 @@ class Group(Protocol):
 def short(value: object) -> str:
     """A value as a message shows it: what it is, within 80 characters."""
     if isinstance(value, torch.Tensor):
-        return f"a {describe(value)} tensor"
+        text = describe(value)
+        return f"{'an' if text.startswith('int') else 'a'} {text} tensor"
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -216,19 +217,25 @@ def index(name: str, value: int, group: Group) -> None:
         raise ArgumentError(f"{name} is {value}, wanted a rank of this communicator: 0 <= {name} < {group.size}")
 
 
-def members(ranks: Sequence[int], group: Group) -> list[int]:
+def members(ranks: Sequence[int], group: Group, op: str = "split") -> list[int]:
     """Check the members of a new communicator: distinct ranks with this one among them, or none."""
+    try:
+        return _members(ranks, group)
+    except ArgumentError as error:
+        raise error.about(op=op, rank=group.rank) from None
+
+
+def _members(ranks: Sequence[int], group: Group) -> list[int]:
     if not isinstance(ranks, (list, tuple, range)):
-        raise ArgumentTypeError(f"ranks is {short(ranks)}, wanted a list of ranks", op="split")
+        raise ArgumentTypeError(f"ranks is {short(ranks)} ({type(ranks).__name__}), wanted a list of ranks")
     chosen = list(ranks)
     for i, rank in enumerate(chosen):
         index(f"ranks[{i}]", rank, group)
     if len(set(chosen)) != len(chosen):
-        raise ArgumentError(f"ranks is {chosen}, wanted each rank once", op="split")
+        raise ArgumentError(f"ranks is {chosen}, wanted each rank once")
     if chosen and group.rank not in chosen:
         raise ArgumentError(
-            f"ranks is {chosen} and leaves out this rank, {group.rank}; wanted it among them, or an empty list",
-            op="split",
+            f"ranks is {chosen} and leaves out this rank, {group.rank}; wanted it among them, or an empty list"
         )
     return chosen
 

@@ -37,13 +37,13 @@ TENSOR_BYTES = _TENSOR.size
 _TUPLE, _TENSOR_EXT, _DTYPE, _DEVICE, _SIZE = range(1, 6)
 
 
-def describe_tensor(tensor: Tensor) -> bytes:
+def describe_tensor(tensor: Tensor, name: str = "tensor") -> bytes:
     """A tensor's dtype and shape as :data:`TENSOR_BYTES` bytes.
 
     :raises ArgumentError: it has more than :data:`MAX_DIMS` dimensions.
     """
     if tensor.dim() > MAX_DIMS:
-        raise ArgumentError(f"tensor has {tensor.dim()} dimensions, wanted at most {MAX_DIMS}")
+        raise ArgumentError(f"{name} has {tensor.dim()} dimensions, wanted at most {MAX_DIMS}")
     padding = [0] * (MAX_DIMS - tensor.dim())
     return _TENSOR.pack(_CODES[tensor.dtype], tensor.dim(), *tensor.shape, *padding)
 

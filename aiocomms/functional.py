@@ -8,6 +8,7 @@ contiguous and may require grad; gradients do not flow through.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from aiocomms import checks, codec, groups
 from aiocomms.checks import Group
-from aiocomms.errors import ArgumentError
+from aiocomms.errors import ArgumentError, ArgumentTypeError
 from aiocomms.lowering import Context, Steps, broadcast_tree, schedule
 from aiocomms.ops import Op
 from aiocomms.reductions import ReduceOp
@@ -38,9 +39,10 @@ def recv(
     """Receive a tensor of known shape and dtype from rank ``src``.
 
     :returns: the work; its result is a new tensor.
+    :raises ArgumentError: an argument is wrong.
     """
     comm = groups.get(group)
-    return comm.recv(torch.empty(tuple(shape), dtype=dtype, device=comm.device), src, tag)
+    return comm.recv(_new(shape, dtype, comm.device), src, tag)
 
 
 def broadcast(tensor: Tensor, root: int, group: AnyGroup = None) -> Work[Tensor]:
@@ -146,6 +148,19 @@ def _scatter_new(g: Context, op: ScatterNew) -> Steps:
     out.copy_(chunks[g.rank])
     yield [g.send(chunk, r) for r, chunk in enumerate(chunks) if r != g.rank]
     return out
+
+
+def _new(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    try:
+        sizes = [index(n) for n in shape]
+    except TypeError:
+        given = f"{checks.short(shape)} ({type(shape).__name__})"
+        raise ArgumentTypeError(f"shape is {given}, wanted a sequence of ints") from None
+    if any(n < 0 for n in sizes):
+        raise ArgumentError(f"shape is {checks.short(shape)}, wanted sizes of at least 0")
+    if not isinstance(dtype, torch.dtype):
+        raise ArgumentTypeError(f"dtype is {checks.short(dtype)} ({type(dtype).__name__}), wanted a torch.dtype")
+    return torch.empty(sizes, dtype=dtype, device=device)
 
 
 def _dense(name: str, tensor: Any) -> Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from aiocomms import checks
-from aiocomms.errors import CommError, PeerDiedError
+from aiocomms.errors import ArgumentError, CommError, PeerDiedError
 from aiocomms.transport import Transport
 
 SILENCE: Final = 5.0
@@ -32,7 +32,10 @@ def silence(options: Mapping[str, Any]) -> float:
         what, value = _VARIABLE, os.environ.get(_VARIABLE) or SILENCE
         with contextlib.suppress(ValueError):
             value = float(value)
-    return 0.0 if value == 0 and value is not False else checks.seconds(what, value)
+    try:
+        return 0.0 if value == 0 and value is not False else checks.seconds(what, value)
+    except ArgumentError as error:
+        raise type(error)(f"{error.message}; or 0, for never") from None
 
 
 class Heartbeat:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from aiocomms.checks import short
 from aiocomms.driver import Driver
-from aiocomms.errors import CommError
+from aiocomms.errors import ArgumentTypeError, CommError
 from aiocomms.ops import Op
 from aiocomms.work import Work
 
@@ -35,7 +36,12 @@ class Hooks(list[Hook]):
     """The hooks for one kind of event, called in the order registered."""
 
     def register(self, fn: Callable[..., object]) -> Hook:
-        """Add a hook."""
+        """Add a hook.
+
+        :raises ArgumentTypeError: it cannot be called.
+        """
+        if not callable(fn):
+            raise ArgumentTypeError(f"fn is {short(fn)} ({type(fn).__name__}), wanted a function")
         hook = Hook(self, fn)
         self.append(hook)
         return hook
@@ -65,6 +71,7 @@ class Hooked:
         """Have ``fn(op, seq)`` called before each op is posted, after its checks; what it raises stops the op.
 
         :returns: a handle with ``.remove()``.
+        :raises ArgumentTypeError: ``fn`` cannot be called.
         """
         return self._pre_hooks.register(fn)
 
@@ -72,6 +79,7 @@ class Hooked:
         """Have ``fn(work)`` called on the loop's thread when an op is done, before its awaiters go on.
 
         :returns: a handle with ``.remove()``.
+        :raises ArgumentTypeError: ``fn`` cannot be called.
         """
         return self._post_hooks.register(fn)
 
@@ -79,5 +87,6 @@ class Hooked:
         """Have ``fn(error)`` called on the loop's thread when the communicator is lost; ``error`` is the first reason.
 
         :returns: a handle with ``.remove()``.
+        :raises ArgumentTypeError: ``fn`` cannot be called.
         """
         return self._abort_hooks.register(fn)

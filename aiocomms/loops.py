@@ -82,7 +82,10 @@ class AsyncioLoop(Loop):
     def park(self, what: Parkable) -> Generator[Any, Any, None]:
         """See :meth:`Loop.park`."""
         if self._running() is not self._loop:
-            raise RuntimeError(f"{what!r} belongs to {self._loop!r}, and was awaited in {self._running()!r}")
+            raise RuntimeError(
+                f"{what!r} belongs to another event loop than the one it was awaited in; "
+                "its own thread may await it, any other has work.wait_blocking()"
+            )
         future = self._loop.create_future()
         what.attach(future)
         try:
@@ -143,7 +146,10 @@ class TrioLoop(Loop):
         """See :meth:`Loop.park`."""
         lowlevel = self._trio.lowlevel
         if lowlevel.current_trio_token() is not self._token:
-            raise RuntimeError(f"{what!r} belongs to another trio run and cannot be awaited in this one")
+            raise RuntimeError(
+                f"{what!r} belongs to another trio run than the one it was awaited in; "
+                "its own thread may await it, any other has work.wait_blocking()"
+            )
         task = lowlevel.current_task()
 
         succeeded: trio.lowlevel.Abort = lowlevel.Abort.SUCCEEDED

@@ -97,8 +97,8 @@ async def reconfigure(
     comm: Communicator, ranks: Sequence[int] | None, size: int | None, timeout: Timeout
 ) -> Communicator:
     """See :meth:`aiocomms.communicator.Communicator.reconfigure`."""
-    recovery = Recovery(comm, ranks, size, checks.seconds("timeout", timeout))  # type: ignore[arg-type]  # it says so of None
     try:
+        recovery = Recovery(comm, ranks, size, checks.seconds("timeout", timeout))  # type: ignore[arg-type]  # it says so of None
         return await recovery.run()
     except CommError as error:
         raise error.about(comm=comm.name, op="reconfigure", rank=comm.rank) from error.__cause__
@@ -113,7 +113,7 @@ class Recovery:
         :raises ArgumentError: an argument is wrong.
         """
         self._comm = comm
-        self._ranks = None if ranks is None else sorted(checks.members(ranks, comm))
+        self._ranks = None if ranks is None else sorted(checks.members(ranks, comm, "reconfigure"))
         self._wanted = size
         self._seconds = seconds
         self._ends = time.monotonic() + seconds

@@ -53,13 +53,11 @@ class Streams(Issuer):
         :returns: a duplex :class:`anyio.abc.ObjectStream` of tensors of any shape and dtype.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
-        checks.other("peer", peer, self)
-        if type(capacity) is not int:
-            raise ArgumentTypeError(f"capacity is {checks.short(capacity)}, wanted an int, in messages")
-        if not 1 <= capacity <= MAX_CAPACITY:
-            raise ArgumentError(f"capacity is {capacity}, wanted 1 to {MAX_CAPACITY} messages")
-        if not isinstance(name, str) or len(name.encode()) > MAX_NAME:
-            raise ArgumentError(f"name is {checks.short(name)}, wanted a str of at most {MAX_NAME} bytes of UTF-8")
+        try:
+            checks.other("peer", peer, self)
+            _check(capacity, name)
+        except ArgumentError as error:
+            raise error.about(op="open_stream", rank=self.rank) from None
         self._streams += 1
         stream = TensorStream(self, peer, capacity, name, self._streams)
         try:
@@ -68,6 +66,19 @@ class Streams(Issuer):
             await stream.aclose()
             raise
         return stream
+
+
+def _check(capacity: int, name: str) -> None:
+    if type(capacity) is not int:
+        raise ArgumentTypeError(
+            f"capacity is {checks.short(capacity)} ({type(capacity).__name__}), wanted an int, in messages"
+        )
+    if not 1 <= capacity <= MAX_CAPACITY:
+        raise ArgumentError(f"capacity is {capacity}, wanted 1 to {MAX_CAPACITY} messages")
+    if not isinstance(name, str):
+        raise ArgumentTypeError(f"name is {checks.short(name)} ({type(name).__name__}), wanted a str")
+    if len(name.encode()) > MAX_NAME:
+        raise ArgumentError(f"name is {checks.short(name)}, wanted a str of at most {MAX_NAME} bytes of UTF-8")
 
 
 class TensorStream(ObjectStream[Tensor]):
@@ -294,7 +305,8 @@ class TensorStream(ObjectStream[Tensor]):
                 self._fail(error)
 
     def _make_header(self, kind: int, item: Tensor) -> Tensor:
-        return codec.to_tensor(bytes([kind]).ljust(8, b"\0") + codec.describe_tensor(item), self._comm.device)
+        outline = codec.describe_tensor(item, "item")
+        return codec.to_tensor(bytes([kind]).ljust(8, b"\0") + outline, self._comm.device)
 
     def _finish(self) -> None:
         if not self._eof_sent:

@@ -151,6 +151,53 @@ def test_a_hook_registered_twice_is_called_twice_and_removed_one_by_one():
     run_on("asyncio", main)
 
 
+def test_a_hook_that_cannot_be_called_is_refused():
+    async def main():
+        async with local_world(1) as (comm,):
+            for register in (comm.register_pre_hook, comm.register_post_hook, comm.register_abort_hook):
+                with pytest.raises(ArgumentTypeError, match=r"fn is 5 \(int\), wanted a function"):
+                    register(5)
+            await comm.barrier()
+
+    run_on("asyncio", main)
+
+
+def test_a_world_is_asked_for_by_a_number_of_ranks():
+    async def main(size, error, text):
+        with pytest.raises(error, match=text):
+            async with local_world(size):
+                pass
+
+    run_on("asyncio", main, "2", ArgumentTypeError, r"size is '2' \(str\), wanted the number of ranks as an int")
+    run_on("asyncio", main, 0, ArgumentError, "size is 0, wanted at least 1 rank")
+
+
+def test_an_operator_that_the_dtype_has_not_names_the_dtypes_that_have_it():
+    async def main():
+        async with local_world(1) as (comm,):
+            with pytest.raises(
+                UnsupportedOperation, match=r"op avg .* dtype torch.int32, wanted one of .*torch.float32"
+            ):
+                comm.all_reduce(torch.ones(1, dtype=torch.int32), ReduceOp.AVG)
+
+    run_on("asyncio", main)
+
+
+def test_what_is_wrong_with_a_reconfiguration_is_said_as_its_own():
+    async def main():
+        async with local_world(2) as world:
+            with pytest.raises(
+                ArgumentError, match=r"^reconfigure on 'world' \(rank 0\): ranks is \[1\] and leaves out"
+            ):
+                await world[0].reconfigure([1])
+            with pytest.raises(
+                ArgumentError, match=r"^reconfigure on 'world' \(rank 0\): the communicator is not lost"
+            ):
+                await world[0].reconfigure()
+
+    run_on("asyncio", main)
+
+
 def test_an_op_of_a_pre_hook_has_a_number_of_its_own(run):
     async def main():
         async with local_world(2) as world:

@@ -125,6 +125,15 @@ def test_bad_arguments_send_nothing():
                     call()
             with pytest.raises(ArgumentTypeError, match="group"):
                 functional.barrier(7)
+            for shape, dtype, error, text in (
+                ("ab", torch.float32, ArgumentTypeError, r"shape is 'ab' \(str\), wanted a sequence of ints"),
+                (3, torch.float32, ArgumentTypeError, r"shape is 3 \(int\), wanted a sequence of ints"),
+                ((2, -1), torch.float32, ArgumentError, r"shape is \(2, -1\), wanted sizes of at least 0"),
+                ((2,), "float32", ArgumentTypeError, r"dtype is 'float32' \(str\), wanted a torch.dtype"),
+                ((2,), torch.uint16, ArgumentError, "dtype torch.uint16, wanted one of"),
+            ):
+                with pytest.raises(error, match=text):
+                    functional.recv(shape, 1, group=one, dtype=dtype)
             got = await ranks(world, lambda comm: functional.all_reduce(torch.ones(1), group=comm))
             assert [t.item() for t in got] == [3, 3, 3]
 

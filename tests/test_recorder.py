@@ -547,6 +547,9 @@ def test_nobody_waits(run, records, capsys):
 def test_info(capsys, monkeypatch):
     monkeypatch.setenv("AIOCOMMS_TOKEN", "a-secret")
     monkeypatch.setenv("MASTER_ADDR", "host\x1b")
+    counts = ("MPI_LOCALNRANKS", "SLURM_NTASKS", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+    for name in counts:
+        monkeypatch.setenv(name, "1")
     assert command(["info"]) == 0
     said = capsys.readouterr().out
     assert f"torch                        {torch.__version__}" in said
@@ -555,6 +558,7 @@ def test_info(capsys, monkeypatch):
     assert "a-secret" not in said
     assert "AIOCOMMS_TOKEN               set, and not shown" in said
     assert r"'host\x1b'" in said
+    assert [name for name in counts if f"  {name} " not in said] == []
 
 
 @pytest.mark.timeout(120)

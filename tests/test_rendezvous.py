@@ -99,7 +99,8 @@ def test_one_error_lists_all_that_is_wrong_with_the_place(place, complaints):
     ("arguments", "error", "message"),
     [
         ({"device": "gpu"}, ArgumentError, "device is 'gpu', wanted a torch.device or its name"),
-        ({"device": 3.5}, ArgumentError, "device is 3.5, wanted"),
+        ({"device": 3.5}, ArgumentTypeError, r"device is 3.5 \(float\), wanted a torch.device or its name$"),
+        ({"hints": {"heartbeat": -2}}, ArgumentError, 'heartbeat" is -2, wanted seconds: .*; or 0, for never$'),
         ({"name": ""}, ArgumentError, "name has 0 characters, wanted 1 to 200"),
         ({"name": "x" * 201}, ArgumentError, "name has 201 characters"),
         ({"name": 3}, ArgumentTypeError, "name is 3, wanted a str"),

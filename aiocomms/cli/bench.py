@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
 import statistics
 import tempfile
 import time
@@ -40,7 +41,7 @@ def run(transports: Sequence[str], seconds: float) -> int:
         raise ValueError(f"--seconds is {seconds}, wanted more than 0 and at most {_LONGEST:g}")
     names = transports or [name for name, why in available(torch.device("cpu")).items() if why is None]
     failed = False
-    print(f"2 processes, {torch.get_num_threads()} processors\n{'':24}{'bytes':>10}{'median':>13}{'p99':>13}")
+    print(f"2 processes, {len(os.sched_getaffinity(0))} processors\n{'':24}{'bytes':>10}{'median':>13}{'p99':>13}")
     for name in names:
         rows = _measure(name, seconds)
         if isinstance(rows, str):

@@ -17,7 +17,10 @@ from aiocomms.recorder import capacity
 from aiocomms.registry import available, entries
 
 _LIBRARIES = ("msgspec", "anyio", "uvloop", "trio", "numpy")
-_PREFIXES = ("AIOCOMMS_", "TORCHELASTIC_USE_AGENT_STORE", "MASTER_", "OMPI_COMM_WORLD_", "PMI_", "SLURM_PROCID")
+_PREFIXES = (
+    "AIOCOMMS_", "MASTER_", "TORCHELASTIC_USE_AGENT_STORE", "OMPI_COMM_WORLD_", "PMI_", "MPI_LOCALNRANKS",
+    "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_", "SLURM_JOB_NODELIST",
+)  # fmt: skip
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "XDG_RUNTIME_DIR")
 _SECRETS = ("TOKEN", "SECRET", "KEY", "PASS")
 

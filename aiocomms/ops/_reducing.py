@@ -18,7 +18,8 @@ def _reducible(op: ReduceOp, tensor: Tensor) -> None:
     if type(op) is not ReduceOp:
         raise ArgumentTypeError(f"op is {checks.short(op)} ({type(op).__name__}), wanted an aiocomms.ReduceOp")
     if tensor.dtype not in SUPPORTED[op.kind]:
-        raise UnsupportedOperation(f"op {op} is not defined for dtype {tensor.dtype}")
+        wanted = ", ".join(sorted(map(str, SUPPORTED[op.kind])))
+        raise UnsupportedOperation(f"op {op} is not defined for dtype {tensor.dtype}, wanted one of {wanted}")
 
 
 class _InPlace(Op, frozen=True, eq=False):

@@ -9,7 +9,7 @@ import anyio
 from torch.distributed import HashStore
 
 from aiocomms.communicator import Communicator
-from aiocomms.errors import ArgumentError
+from aiocomms.errors import ArgumentError, ArgumentTypeError
 from aiocomms.registry import in_process
 from aiocomms.rendezvous import new_comm
 
@@ -28,8 +28,10 @@ async def local_world(
     :param name: the communicators' name.
     :param timeout: the deadline in seconds of every op, so that a test that hangs fails.
     """
-    if type(size) is not int or size < 1:
-        raise ArgumentError(f"size is {size!r}, wanted at least 1 rank")
+    if type(size) is not int:
+        raise ArgumentTypeError(f"size is {size!r} ({type(size).__name__}), wanted the number of ranks as an int")
+    if size < 1:
+        raise ArgumentError(f"size is {size}, wanted at least 1 rank")
     comms: list[Communicator | None] = [None] * size
     try:
         await _open(comms, transport or in_process(), name, timeout)
