@@ -54,7 +54,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
     """One rank's handle on a fixed, ordered group of ranks; made by :func:`aiocomms.new_comm`.
 
     Every operation is started by its call and returns a :class:`~aiocomms.work.Work` at once. A communicator belongs
-    to the event loop, thread and process that made it; only :meth:`abort` may be called from anywhere.
+    to the event loop, thread and process that made it; :meth:`abort` and :meth:`dump` may be called on any thread.
     """
 
     def __init__(self, rendezvous: Rendezvous, plan: Plan, transports: Mapping[ops.Family, Transport]) -> None:
@@ -159,7 +159,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         if refusal is None:
             return RuntimeError(
                 f"{op.name} on '{self.name}' was called on another thread than the communicator's; "
-                "only abort() may be, use loop.call_soon_threadsafe"
+                "hand it to its loop, with call_soon_threadsafe or asyncio.run_coroutine_threadsafe"
             )
         error: CommError = CommClosedError(refusal.message)
         if not isinstance(refusal, CommClosedError):
@@ -330,7 +330,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
 
         :param ranks: the new communicator's members, as ranks of this one, in their new order; the same on each of
         them, and with this rank among them. Empty on a rank that joins none.
-        :param name: the new communicator's name; None: this one's with a number.
+        :param name: the new communicator's name, the same on all of them; None: this one's with a number.
         :returns: the new communicator, or None where ``ranks`` is empty.
         :raises ArgumentError: ``ranks`` is no list of distinct ranks, or leaves this rank out; or a wrong name.
         :raises MismatchError: two ranks name groups that overlap and differ.
