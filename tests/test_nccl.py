@@ -104,6 +104,15 @@ async def test_an_op_comes_after_what_the_callers_stream_does(cuda: FakeCuda) ->
 
 
 @pytest.mark.asyncio
+async def test_a_rank_gets_its_own_part_without_its_graph(cuda: FakeCuda) -> None:
+    async with world(1) as (comm,):
+        out = torch.zeros(2)
+        await comm.all_to_all([out], [torch.ones(2, requires_grad=True)])
+        assert out.tolist() == [1, 1]
+        assert out.grad_fn is None
+
+
+@pytest.mark.asyncio
 async def test_another_stream_waits_and_the_host_does_not(cuda: FakeCuda) -> None:
     async with world(1) as (comm,):
         tensor, seen = torch.ones(3), torch.zeros(3)
