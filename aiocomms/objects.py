@@ -284,6 +284,8 @@ class Objects(Issuer):
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
         :returns: the work; its result is the object; on the root a copy.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        :raises ProtocolError: from the work: as of :meth:`recv_object`.
         """
         parcels = (self._parcel(obj, pickle),) if self.rank == root else ()
         return self._issue(BroadcastObject(root, pickle, parcels), hints, timeout)
@@ -298,6 +300,8 @@ class Objects(Issuer):
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
         :returns: the work; its result is the list of objects, in rank order.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        :raises ProtocolError: from the work: as of :meth:`recv_object`.
         """
         return self._issue(AllGatherObject(0, pickle, (self._parcel(obj, pickle),)), hints, timeout)
 
@@ -318,6 +322,8 @@ class Objects(Issuer):
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
         :returns: the work; its result is the list of objects, in rank order, on the root, and None elsewhere.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        :raises ProtocolError: from the work: as of :meth:`recv_object`.
         """
         return self._issue(GatherObject(root, pickle, (self._parcel(obj, pickle),)), hints, timeout)
 
@@ -338,6 +344,8 @@ class Objects(Issuer):
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
         :returns: the work; its result is this rank's object.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        :raises ProtocolError: from the work: as of :meth:`recv_object`.
         """
         parcels: tuple[Parcel, ...] = ()
         if self.rank == root:

@@ -151,6 +151,7 @@ class Window:
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
         :returns: the work; its result is None.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
         """
         return self._comm._issue(ops.Signal(self, dst), hints, timeout)
 
@@ -161,6 +162,7 @@ class Window:
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's. It fails alone then.
         :returns: the work; its result is None.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
         """
         return self._comm._issue(ops.WaitSignal(self, src), hints, timeout)
 
@@ -173,6 +175,7 @@ class Window:
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
         :returns: the work; its result is None.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
         """
         return self._comm._issue(ops.Flush(self, dst), hints, timeout)
 
@@ -193,6 +196,7 @@ class Window:
         """Close the window after everybody's operations on it. Collective; twice is once.
 
         :param timeout: the deadline in seconds; None: the communicator's.
+        :raises CommError: the communicator is lost or closed.
         """
         if not self.closed:
             self.closed = True

@@ -155,7 +155,10 @@ class TensorStream(ObjectStream[Tensor]):
         return message
 
     async def send_eof(self) -> None:
-        """Tell the other end that nothing more will come; receiving goes on. Twice is once."""
+        """Tell the other end that nothing more will come; receiving goes on. Twice is once.
+
+        :raises anyio.ClosedResourceError: this end was closed.
+        """
         if self._closed:
             raise anyio.ClosedResourceError
         self._finish()
@@ -170,7 +173,10 @@ class TensorStream(ObjectStream[Tensor]):
             self._notify()
 
     async def opened(self) -> None:
-        """Wait until the other end has been opened."""
+        """Wait until the other end has been opened.
+
+        :raises CommError: the communicator is lost, or the other end speaks another version.
+        """
         while not self._is_open:
             if self._failure is not None:
                 raise self._failure.about()

@@ -256,6 +256,13 @@ def test_reference_has_every_error():
     assert {name for name in errors.__all__ if f"`{name}`" not in section("Errors")} == set()
 
 
+def test_the_guide_has_every_member_of_a_transport():
+    guide = (ROOT / "docs" / "transports.md").read_text()
+    members = {name for name in vars(aiocomms.Transport) if not name.startswith("_")}
+    fields = set(aiocomms.Capabilities.__struct_fields__)
+    assert {name for name in members | fields if not re.search(rf"^\| `{name}\b", guide, re.MULTILINE)} == set()
+
+
 def test_reference_has_every_variable():
     """The environment variables that the code reads are those that the reference lists."""
     sources = [*(ROOT / "aiocomms").rglob("*.py"), *(ROOT / "transports").rglob("*.py")]
