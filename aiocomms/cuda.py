@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from aiocomms import ops
+from aiocomms import cudart, ops
 from aiocomms.driver import Driver, Promise
 from aiocomms.errors import CapturedWorkError, CommError
 from aiocomms.transport import Capabilities
@@ -57,7 +57,7 @@ class Cuda(Protocol):
         """Make the device this thread's current one."""
 
     def stream(self, priority: int) -> Stream:
-        """A new stream; a lower ``priority`` is served first, 0 is usual."""
+        """A stream of one's own; a lower ``priority`` is served first, 0 is usual."""
 
     def current_stream(self) -> Stream:
         """This thread's current stream."""
@@ -87,7 +87,7 @@ class TorchCuda:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing
-        self._exchange = _exchange_capture_mode()
+        self._exchange: Callable[[Any], int] = cudart.library().cudaThreadExchangeStreamCaptureMode
 
     def activate(self) -> None:
         """See :meth:`Cuda.activate`."""
@@ -95,7 +95,8 @@ class TorchCuda:
 
     def stream(self, priority: int) -> Stream:
         """See :meth:`Cuda.stream`."""
-        return torch.cuda.Stream(self.device, priority)  # type: ignore[no-untyped-call]
+        stream: Stream = cudart.own_stream(self.device, priority)
+        return stream
 
     def current_stream(self) -> Stream:
         """See :meth:`Cuda.current_stream`."""
@@ -103,7 +104,7 @@ class TorchCuda:
 
     def event(self) -> Event:
         """See :meth:`Cuda.event`."""
-        return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        return cudart.Event(blocking=True)  # type: ignore[no-untyped-call]
 
     def capturing(self, stream: Stream | None = None) -> bool:
         """See :meth:`Cuda.capturing`."""
@@ -131,14 +132,6 @@ class TorchCuda:
             yield
         finally:
             self._exchange(ctypes.byref(mode))
-
-
-def _exchange_capture_mode() -> Callable[[Any], int]:
-    """CUDA's ``cudaThreadExchangeStreamCaptureMode``, which torch does not wrap, from the runtime that torch uses."""
-    version = torch.version.cuda
-    name = None if version is None else f"libcudart.so.{version.split('.')[0]}"
-    found: Callable[[Any], int] = ctypes.CDLL(name).cudaThreadExchangeStreamCaptureMode
-    return found
 
 
 class Completions:
@@ -242,7 +235,8 @@ class Completions:
         """Block until everything has fired, and forget it: at the end, off the loop."""
         for queue in self._queues.values():
             for event, _ in queue:
-                event.synchronize()
+                with contextlib.suppress(RuntimeError):  # nothing is left to be waited for on a device that is broken
+                    event.synchronize()
         self._queues.clear()
 
     def close(self) -> None:

@@ -106,6 +106,7 @@ class FakeStream:
             self.capture.add(self, node)
 
     def wait_event(self, event: FakeEvent) -> None:
+        self.gpu.check()
         mark = event.mark
         if mark is None:
             return
@@ -142,6 +143,7 @@ class FakeEvent:
         old = self.mark
         if old is not None and old.capture is None and not old.fired:
             raise AssertionError("an event is recorded again although its last record has not fired: that is lost")
+        self.gpu.check()
         capture = stream.capture
         if capture is not None:
             self.mark = Mark(capture, stream, capture.positions[stream])
@@ -168,8 +170,7 @@ class FakeEvent:
             self.gpu.sleeping -= 1
 
     def _check(self) -> None:
-        if self.gpu.broken:
-            raise CudaError(719, "unspecified launch failure")
+        self.gpu.check()
         if self.mark is not None and self.mark.capture is not None:
             raise CudaError(907, "operation not permitted on an event last recorded in a capturing stream")
         me = threading.get_ident()
@@ -209,6 +210,11 @@ class Gpu:
     @mode.setter
     def mode(self, value: str) -> None:
         self._local.mode = value
+
+    def check(self) -> None:
+        """After an assertion in some kernel every call fails."""
+        if self.broken:
+            raise CudaError(719, "unspecified launch failure")
 
     def kick(self) -> None:
         """Something can go on."""
@@ -276,6 +282,7 @@ class FakeCuda:
         return FakeEvent(self.gpu)
 
     def capturing(self, stream: Any = None) -> bool:
+        self.gpu.check()
         return (stream or self.current_stream()).capture is not None
 
     def enqueue(self, stream: FakeStream, call: Callable[[], object]) -> None:

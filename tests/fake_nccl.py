@@ -46,7 +46,7 @@ REDUCE: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
 P2P = ("send", "recv")
 
 
-class FakeNcclError(Exception):
+class FakeNcclError(RuntimeError):
     """As ``cupy.cuda.nccl.NcclError``."""
 
     def __init__(self, status: int) -> None:

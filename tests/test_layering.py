@@ -23,7 +23,7 @@ LAYERS = (
     {"ops"},
     {"transport", "waker"},
     {"work", "driver", "loops", "deadlines"},
-    {"cuda"},
+    {"cuda", "cudart"},
     {"registry"},
     {"issuer", "codec", "lowering", "collectives", "p2p", "rma", "objects", "streams"},
     {"heartbeat"},

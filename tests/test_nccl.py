@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ import torch
 from aiocomms_nccl import NcclTransport, bringup
 from aiocomms_nccl import nccl as names
 from fake_cuda import THREAD_LOCAL, CudaError, FakeCuda, FakeEvent, FakeStream, Gate
-from fake_nccl import FakeNccl, FakeNcclError, FakeNcclTransport, failed
+from fake_nccl import FakeComm, FakeNccl, FakeNcclError, FakeNcclTransport, failed
 from torch.distributed import HashStore
 
 import aiocomms
@@ -407,6 +408,49 @@ async def test_a_capture_that_is_not_joined_fails(cuda: FakeCuda) -> None:
 
 
 @pytest.mark.asyncio
+async def test_what_a_capture_uses_is_kept_until_it_ends(cuda: FakeCuda) -> None:
+    """Then the graph has its own memory, and a communicator that outlives many graphs holds nothing of them."""
+    async with world(1) as (comm,):
+        with cuda.graph():
+            tensor = torch.ones(3)
+            held = weakref.ref(tensor)
+            comm.all_reduce(tensor, ReduceOp.PREMUL_SUM(2.0)).wait_stream()
+            del tensor
+            gc.collect()
+            assert held() is not None
+        await comm.barrier()
+        gc.collect()
+        assert held() is None
+
+
+@pytest.mark.asyncio
+async def test_threads_of_ours_break_no_capture(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What forms, splits and ends communicators calls CUDA, and may do so while another thread captures."""
+    modes = []
+
+    def noting(name: str, cls: Any) -> None:
+        real = getattr(cls, name)
+
+        def call(self: Any, *args: Any) -> Any:
+            modes.append((name, cuda.gpu.mode))
+            return real(self, *args)
+
+        monkeypatch.setattr(cls, name, call)
+
+    noting("communicator", FakeNccl)
+    for name in ("commSplit", "abort", "destroy"):
+        noting(name, FakeComm)
+    async with world(2) as comms:
+        part, other = await asyncio.gather(*(comm.split([comm.rank]) for comm in comms))
+        part.abort("for the test")
+        await part.aclose()
+        await other.aclose()
+        await asyncio.gather(comms[0].send(torch.ones(3), 1), comms[1].recv(torch.ones(3), 0))
+    assert {name for name, _ in modes} == {"communicator", "commSplit", "abort", "destroy"}
+    assert {mode for _, mode in modes} == {THREAD_LOCAL}
+
+
+@pytest.mark.asyncio
 async def test_nothing_is_asked_during_a_capture(cuda: FakeCuda) -> None:
     """Neither on the loop, nor by the thread that sleeps, nor by one in another thread's capture."""
     async with world(1) as (comm,):
@@ -556,6 +600,33 @@ async def test_a_device_that_is_broken(cuda: FakeCuda) -> None:
             await work
 
 
+@pytest.mark.asyncio
+async def test_a_device_that_is_found_broken_at_a_call(cuda: FakeCuda) -> None:
+    async with world(2) as comms:
+        cuda.gpu.broken = True
+        with pytest.raises(CommError, match="CUDA has failed, and this process must end"):
+            await comms[0].all_reduce(torch.ones(3))
+        with pytest.raises(CommError, match="CUDA has failed, and this process must end"):
+            await comms[1].send(torch.ones(3), 0)
+
+
+@pytest.mark.asyncio
+async def test_a_broken_device_of_which_nccl_tells_first(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing waits for no event, because each is only another error."""
+    async with world(1) as (comm,):
+        gate = Gate(cuda.current_stream())
+        comm.barrier()
+
+        def refuse(*_: object) -> None:
+            cuda.gpu.broken = True
+            raise failed(1)
+
+        monkeypatch.setattr(transport(comm)._bench.comm, "allReduce", refuse)
+        with pytest.raises(CommError, match="ncclUnhandledCudaError"):
+            await comm.all_reduce(torch.ones(3))
+    gate.open()
+
+
 # ------------------------------------------------------------------------------------------------------- the end
 
 
@@ -581,6 +652,31 @@ async def test_closing_destroys_every_communicator(cuda: FakeCuda) -> None:
             await work
     assert len(nccl().comms) == 4  # and the lane's
     assert {comm.state for comm in nccl().comms} == {"destroyed"}
+
+
+async def _with_lanes(comms: Any) -> None:
+    """Have both directions between two ranks, each rank its own first."""
+    for source in (0, 1):
+        works = [comms[source].send(torch.ones(3), 1 - source), comms[1 - source].recv(torch.ones(3), source)]
+        for work in works:
+            await work
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("end", ["abort", "destroy"])
+async def test_communicators_end_at_once(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    """NCCL's end may have to wait: for a graph that lives, for other ranks, for the kernel of another communicator."""
+    gone = threading.Event()
+    async with world(2) as comms:
+        await _with_lanes(comms)
+        for comm in comms:
+            monkeypatch.setattr(transport(comm)._bench.comm, end, lambda: gone.wait(20))
+        lanes = [bench.comm for comm in comms for bench in transport(comm)._messages.benches()]
+        assert len(lanes) == 4
+        for comm in comms if end == "abort" else ():
+            comm.abort("for the test")
+    assert {lane.state for lane in lanes} == {"aborted" if end == "abort" else "destroyed"}
+    gone.set()
 
 
 @pytest.mark.asyncio
@@ -674,6 +770,11 @@ async def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setattr(names.importlib.util, "find_spec", lambda name: None)
     assert "pip install 'aiocomms[nccl]'" in str(NcclTransport.probe(device))
+    monkeypatch.setattr(names.importlib.util, "find_spec", lambda name: object())
+    old = SimpleNamespace(available=True, NcclCommunicator=object, get_version=lambda: 23203)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(nccl=old))
+    assert "CuPy is too old, wanted 14 or newer" in str(NcclTransport.probe(device))
     monkeypatch.setattr("aiocomms_nccl.transport.no_cupy", lambda: None)
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "built without CUDA" in str(NcclTransport.probe(device))

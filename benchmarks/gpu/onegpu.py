@@ -14,11 +14,12 @@ def environment(nccl: tuple[int, ...], rank: int) -> Mapping[str, str]:
     """Variables for the process of one rank.
 
     NCCL leaves it to its user that the kernels of all ranks fit on the GPU at the same time, so each gets one block.
+    CUDA loads a kernel when it is first used, and may wait for all others to do so, even for one that waits for a rank.
     Below 2.30 each process says that it is a host of its own; NCCL then goes through sockets, which is slow, but works.
 
     :param nccl: the version of the library that is loaded, such as (2, 29, 7)
     """
-    shared = {"NCCL_MAX_CTAS": "1", "NCCL_NVLS_ENABLE": "0"}
+    shared = {"NCCL_MAX_CTAS": "1", "NCCL_NVLS_ENABLE": "0", "CUDA_MODULE_LOADING": "EAGER"}
     if nccl >= SWITCH:
         return shared | {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
     return shared | {"NCCL_HOSTID": f"aiocomms-test-{os.getpid()}-{rank}"}

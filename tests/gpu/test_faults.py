@@ -329,11 +329,11 @@ def test_g6_a_lost_context_fails_what_is_pending() -> None:
             comm = await aiocomms.new_comm("nccl", CUDA, timeout=20)
             out, tensor = torch.empty(8, device=CUDA), torch.ones(8, device=CUDA)
             await comm.all_gather_single(out, tensor)
+            beyond = torch.tensor([99], device=CUDA)  # a copy, for which the host would wait
             busy(0.2)
-            wrong = tensor[torch.tensor([99], device=CUDA)]
-            work = comm.all_gather_single(out, tensor)
+            wrong = tensor[beyond]
             try:
-                await work
+                await comm.all_gather_single(out, tensor)
                 say(what="no error")
                 os._exit(0)
             except CommError as error:
@@ -452,7 +452,14 @@ def test_g9_the_loop_is_free_while_a_thousand_ops_are_pending() -> None:
 
 @pytest.mark.parametrize(
     "end",
-    ["", "del comm, work; gc.collect()", "sys.exit(0)", "comm.abort('leaving')", "torch.cuda.synchronize()"],
+    [
+        "",
+        "await asyncio.sleep(0.2)",
+        "del comm, work; gc.collect()",
+        "sys.exit(0)",
+        "comm.abort('leaving')",
+        "torch.cuda.synchronize()",
+    ],
 )
 def test_g10_the_interpreter_ends_with_an_op_pending(end: str) -> None:
     """Without a crash and without a hang, whatever is still referenced by what."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
 from aiocomms.cuda import Cuda
@@ -31,6 +32,10 @@ _STATUS: Final = {
     7: ("ncclInProgress", "the communicator is still being formed: it was made non-blocking, and this was too early"),
     8: ("ncclTimeout", "NCCL waited longer for another rank than it was told to"),
 }
+
+
+class CudaBrokenError(CommError):
+    """The device is of no use any more."""
 
 
 class NcclComm(Protocol):
@@ -108,6 +113,8 @@ def no_cupy() -> str | None:
 
     if not nccl.available:
         return "CuPy finds no NCCL: pip install nvidia-nccl-cu13 for CUDA 13, nvidia-nccl-cu12 for CUDA 12"
+    if not hasattr(nccl.NcclCommunicator, "commSplit"):
+        return "CuPy is too old, wanted 14 or newer: pip install -U cupy-cuda13x (or -cuda12x)"
     found = int(nccl.get_version())
     if found < OLDEST:
         return (
@@ -133,9 +140,27 @@ def guarded(cuda: Cuda, library: Nccl, what: str, call: Callable[[], T]) -> T:
     """
     cuda.activate()
     try:
-        return call()
+        with cuda.harmless():
+            return call()
     except library.errors as error:
         raise explain(what, error) from error
+
+
+def end_all(cuda: Cuda, calls: Sequence[Callable[[], object]]) -> list[threading.Thread]:
+    """Abort or destroy communicators, each in a thread: one may wait for another's kernel, other ranks, or a graph."""
+
+    def end(call: Callable[[], object]) -> None:
+        cuda.activate()
+        with cuda.harmless():
+            call()
+
+    threads = [
+        threading.Thread(target=end, args=(call,), name="aiocomms ends a NCCL communicator", daemon=True)
+        for call in calls
+    ]
+    for thread in threads:
+        thread.start()
+    return threads
 
 
 def explain(what: str, error: Exception) -> CommError:

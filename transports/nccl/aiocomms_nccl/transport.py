@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Self
@@ -22,7 +23,7 @@ from aiocomms_nccl.collectives import START, Bench, Start, open_bench
 from aiocomms_nccl.dtypes import HALVES, REDUCTIONS
 from aiocomms_nccl.mesh import Mesh
 from aiocomms_nccl.messages import Messages
-from aiocomms_nccl.nccl import CupyNccl, Nccl, NcclComm, explain, guarded, no_cupy, status_of
+from aiocomms_nccl.nccl import CudaBrokenError, CupyNccl, Nccl, NcclComm, end_all, explain, guarded, no_cupy, status_of
 from aiocomms_nccl.ranks import Ranks
 
 HIGH_PRIORITY: Final = "high_priority_stream"
@@ -31,8 +32,6 @@ _IN_PROGRESS: Final = 7
 _PATIENCE: Final = 1.0
 """Seconds that closing waits for NCCL, and for each rank to take what it is told."""
 _NONE: Final = -1
-
-
 _CAPTURED: Final = (
     "it is part of a CUDA graph now: work.wait_stream() joins it to the capture; behind graph.replay(), "
     "await aiocomms.cuda.recorded()"
@@ -62,7 +61,7 @@ class NcclTransport(Transport):
         self._messages = self._ranks.messages = Messages(self)
         self.closed_by = self._ranks.closed_by
         self._ends: WeakKeyDictionary[Completion, Event] = WeakKeyDictionary()
-        self._captured: list[object] = []  # what graphs refer to, for as long as the communicator lives
+        self._captured: list[object] = []  # what is used by a capture, until that has ended
         self._held: deque[tuple[Start, ops.Op, Completion, Event]] | None = None  # while it is being split
         self._inbox: deque[tuple[Callable[[Any], object], Any, BaseException | None]] = deque()
         self._threads: list[threading.Thread] = []
@@ -139,7 +138,6 @@ class NcclTransport(Transport):
     ) -> Self:
         """Form NCCL's communicator, in a thread that may be left behind."""
         mesh = Mesh(sockets)
-
         what = "forming NCCL's communicator"
         call = functools.partial(open_bench, cuda, library, form, rendezvous, high)
         try:
@@ -173,24 +171,30 @@ class NcclTransport(Transport):
 
     def post(self, op: ops.Op, work: Completion) -> None:
         """See :meth:`Transport.post`."""
+        captured = self._capturing()
         if self._failure is not None or self.aborted:
             self.on_failure(self._failure or CommAbortedError("the communicator is lost"))
             return  # NCCL is not called any more; the communicator ends the work
-        start = START.get(type(op))
-        if isinstance(op, (ops.Send, ops.Recv)):
-            self._messages.post(op, work)
-        elif start is not None:
-            self._collective(start, op, work)
+        try:
+            if isinstance(op, (ops.Send, ops.Recv)):
+                self._messages.post(op, work)
+            elif (start := START.get(type(op))) is not None:
+                self._collective(start, op, work, captured)
+        except RuntimeError as error:
+            if captured or "CUDA" not in str(error):
+                raise  # a capture that is broken ends without us
+            self._broken(error)
 
-    def _collective(self, start: Start, op: ops.Op, work: Completion) -> None:
-        captured = self.cuda.capturing()
+    def _collective(self, start: Start, op: ops.Op, work: Completion, captured: bool) -> None:
         if captured and self._held is not None:
             raise UnsupportedOperation("the communicator is being split; capture afterwards")
-        if not captured and self._captured and self.cuda.capturing(self._bench.stream):
-            raise UnsupportedOperation(
-                "the communicator's stream is being captured, from another stream than the current one: "
-                "end the capture first, or call the op on a stream of the capture"
-            )
+        if not captured and self._captured:
+            if self.cuda.capturing(self._bench.stream):
+                raise UnsupportedOperation(
+                    "the communicator's stream is being captured, from another stream than the current one: "
+                    "end the capture first, or call the op on a stream of the capture"
+                )
+            self._captured.clear()  # the graph keeps its own memory; what is not of it, whoever made the graph
         after = self._mark(captured)
         if self._held is not None:
             self._held.append((start, op, work, after))
@@ -252,27 +256,36 @@ class NcclTransport(Transport):
 
     def progress(self) -> bool:
         """See :meth:`Transport.progress`. While the current stream is being captured everything waits."""
-        if self.cuda.capturing():
+        if self._capturing():
             return bool(self.completions)  # so that it is asked again: nothing tells when a capture ends
         said = self.mesh.poll()
         did = self._look() or bool(said)  # in between: what was done before a rank gave up is done
         self._ranks.hear(said)
-        while self._inbox and not self.aborted:  # what comes later is looked at in the end
-            did = True
-            self._take(*self._inbox.popleft())
+        with self._ending:  # a communicator that is taken now is aborted with the others
+            while self._inbox and not self.aborted:  # what comes later is looked at in the end
+                did = True
+                self._take(*self._inbox.popleft())
         return did
+
+    def _capturing(self) -> bool:
+        """Whether the current stream is being captured."""
+        try:
+            return self.cuda.capturing()
+        except RuntimeError as error:
+            self._broken(error)
+            return False
 
     def _look(self) -> bool:
         """Look at the events, and while some have not fired at how NCCL is."""
-        if not self.completions or isinstance(self._failure, _CudaError):
+        if not self.completions or isinstance(self._failure, CudaBrokenError):
             return False
         try:
             did = self.completions.poll()
-        except RuntimeError as error:  # torch's: what a kernel did wrong before shows in every later call
-            self._fail(_CudaError(f"CUDA has failed, and this process must end: {str(error).partition(chr(10))[0]}"))
+        except RuntimeError as error:
+            self._broken(error)
             return True
         if self.completions and not self.aborted:
-            for bench in (self._bench, *self._messages.benches()):
+            for bench in self._benches():
                 self.calling("what is under way", bench.comm.check_async_error)
             if self.completions.parked and self._ranks.pending:
                 self._ranks.tell()
@@ -289,11 +302,13 @@ class NcclTransport(Transport):
     def missing(self, work: Completion) -> Sequence[int]:
         """See :meth:`Transport.missing`."""
         op = work.op
-        if isinstance(op, ops.Recv):
-            return [op.src]
-        if isinstance(op, ops.Send):
-            return [op.dst]
+        if isinstance(op, (ops.Recv, ops.Send)):
+            return [op.src if isinstance(op, ops.Recv) else op.dst]
         return self._ranks.missing(work)
+
+    def _broken(self, error: RuntimeError) -> None:
+        """What a kernel did wrong before shows in every later call, as torch's error."""
+        self._fail(CudaBrokenError(f"CUDA has failed, and this process must end: {str(error).partition(chr(10))[0]}"))
 
     def _fail(self, error: CommError) -> None:
         self._failure = self._failure or error
@@ -348,21 +363,15 @@ class NcclTransport(Transport):
     # ------------------------------------------------------------------------------------------------- the end
 
     def abort(self, error: CommError) -> None:
-        """See :meth:`Transport.abort`: NCCL gives up in a thread, for it waits until its kernels have ended."""
+        """See :meth:`Transport.abort`: NCCL gives up in threads, for it waits until its kernels have ended."""
         with self._ending:
-            if self.aborted:
-                return
-            self.aborted = True
-            self._ranks.say_why(error)
-            thread = threading.Thread(target=self._abort, name="aiocomms nccl aborts", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+            if not self.aborted:
+                self.aborted = True
+                self._ranks.say_why(error)
+                self._threads += end_all(self.cuda, [bench.comm.abort for bench in self._benches()])
 
-    def _abort(self) -> None:
-        self.cuda.activate()
-        with self.cuda.harmless():
-            for bench in (self._bench, *self._messages.benches()):
-                bench.comm.abort()
+    def _benches(self) -> list[Bench]:
+        return [self._bench, *self._messages.benches()]
 
     async def aclose(self) -> None:
         """See :meth:`Transport.aclose`."""
@@ -376,25 +385,16 @@ class NcclTransport(Transport):
         with self._ending:
             if not self.aborted:
                 self._ranks.say_bye()
-                thread = threading.Thread(target=self._destroy, name="aiocomms nccl closes", daemon=True)
-                self._threads.append(thread)
-                thread.start()
+                self._threads += end_all(self.cuda, [bench.comm.destroy for bench in self._benches()])
         self.mesh.close(_PATIENCE)
+        ends = time.monotonic() + _PATIENCE
         for thread in self._threads:
-            thread.join(_PATIENCE)
-        if self.aborted and not isinstance(self._failure, _CudaError):
+            thread.join(max(0.0, ends - time.monotonic()))
+        if self.aborted and not isinstance(self._failure, CudaBrokenError):
             for _, outcome, _ in list(self._inbox):
                 if isinstance(outcome, Bench):  # formed too late
                     outcome.comm.abort()
             self.cuda.activate()
-            self.completions.wait()
+            with self.cuda.harmless():
+                self.completions.wait()
         self.completions.close()
-
-    def _destroy(self) -> None:
-        self.cuda.activate()
-        for bench in (self._bench, *self._messages.benches()):
-            bench.comm.destroy()
-
-
-class _CudaError(CommError):
-    """The device is of no use any more."""
