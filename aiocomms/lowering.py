@@ -82,7 +82,7 @@ def schedule(*types: type[ops.Op]) -> Callable[[Callable[[Context, OpT], Steps]]
 class Run:
     """Runs one schedule from step to step."""
 
-    __slots__ = ("_begun", "_comm", "_left", "_only", "_steps", "work")
+    __slots__ = ("__weakref__", "_begun", "_comm", "_left", "_only", "_steps", "work")
 
     def __init__(self, comm: Poster, steps: Steps, work: Completion) -> None:
         self._comm = comm

@@ -21,8 +21,8 @@ class Router(dict[type[ops.Op], Route]):
     def __init__(self, comm: Poster, transports: Mapping[ops.Family, Transport]) -> None:
         self._comm = comm
         self._transports = transports
-        self._runs: weakref.WeakKeyDictionary[Completion, Run] = weakref.WeakKeyDictionary()
-        """The schedules of lowered ops that may be withdrawn."""
+        self._runs: weakref.WeakKeyDictionary[Completion, weakref.ref[Run]] = weakref.WeakKeyDictionary()
+        """The schedules of lowered ops that may be withdrawn; its messages keep a schedule, and it keeps its work."""
 
     def __missing__(self, cls: type[ops.Op]) -> Route:
         route = self[cls] = self._decide(cls)
@@ -30,8 +30,11 @@ class Router(dict[type[ops.Op], Route]):
 
     def withdraw(self, work: Completion) -> bool:
         """Take an unmatched receive or wait back; False if it is under way."""
-        run = self._runs.get(work)
-        return run.withdraw() if run is not None else self._transports[work.op.family].try_cancel(work)
+        lowered = self._runs.get(work)
+        if lowered is None:
+            return self._transports[work.op.family].try_cancel(work)
+        run = lowered()
+        return run is not None and run.withdraw()
 
     def _decide(self, cls: type[ops.Op]) -> Route:
         transport = self._transports.get(cls.family)
@@ -54,7 +57,7 @@ class Router(dict[type[ops.Op], Route]):
         steps = SCHEDULES[type(op)](Context(self._comm), op)
         run = Run(self._comm, steps, work)
         if op.withdrawable:
-            self._runs[work] = run
+            self._runs[work] = weakref.ref(run)
         run.advance()
 
     def _refuse(self, op: ops.Op, work: Completion) -> None:

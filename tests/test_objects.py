@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import anyio
 import pytest
 import torch
-from conftest import ranks, together
+from conftest import ranks, together, turns
 
 from aiocomms import codec, objects, ops
 from aiocomms.errors import ArgumentError, ArgumentTypeError, CommTimeoutError, ProtocolError, WorkCancelledError
@@ -151,6 +154,20 @@ def test_an_object_whose_header_has_come_is_not_withdrawn(run):
             assert not work.done()
             await one._issue(ops.Send(parcel.body, 1, parcel.tag, ops.OBJECT_DATA))
             assert equal(await work, LARGE)
+
+    run(main)
+
+
+def test_an_object_that_was_received_is_let_go_of(run):
+    async def main():
+        async with local_world(2) as (one, two):
+            work = two.recv_object(0)
+            one.send_object({"page": torch.zeros(1000)}, 1)
+            gone = weakref.ref((await work)["page"]), weakref.ref(work)
+            del work
+            await turns()
+            gc.collect()
+            assert [ref() for ref in gone] == [None, None]
 
     run(main)
 
