@@ -101,7 +101,8 @@ class TensorStream(ObjectStream[Tensor]):
         self._returning = False
         self._messages: deque[Tensor] = deque()
         self._changed = Promise(comm.driver)
-        self._failure: CommError | None = None
+        self._failure: CommError | None = None  # why nothing more will come
+        self._mute: CommError | None = None  # why nothing more can be sent; what is there already is still received
         self._is_open = self._closed = self._eof_sent = self._eof_received = self._peer_closed = False
         self._fetching: Work[Any] | None = None
         self._header = torch.empty(_HEADER_BYTES, dtype=torch.uint8, device=comm.device)
@@ -178,8 +179,9 @@ class TensorStream(ObjectStream[Tensor]):
         :raises CommError: the communicator is lost, or the other end speaks another version.
         """
         while not self._is_open:
-            if self._failure is not None:
-                raise self._failure.about()
+            failure = self._failure or self._mute
+            if failure is not None:
+                raise failure.about()
             await self._wait()
 
     # ------------------------------------------------------------------------------------------------- handshake
@@ -265,10 +267,10 @@ class TensorStream(ObjectStream[Tensor]):
         credit = torch.tensor([_CLOSED if self._closed else owed], device=self._comm.device)
         self._returning = True
         work = self._post(ops.Send(credit, self.peer, self._out_tag + 2, ops.STREAM_DATA))
-        work.add_done_callback(self._failed if self._closed else self._on_returned)
+        work.add_done_callback(self._unsaid if self._closed else self._on_returned)
 
     def _on_returned(self, work: Work[Any]) -> None:
-        if not self._failed(work):
+        if not self._unsaid(work):
             self._returning = False
             self._return_credits()
 
@@ -276,7 +278,7 @@ class TensorStream(ObjectStream[Tensor]):
         self._expect(self._credit, self._in_tag + 2, self._on_credits)
 
     def _on_credits(self, work: Work[Any]) -> None:
-        if self._failed(work):
+        if self._unsaid(work):
             return
         count = int(self._credit.item())
         if count == _CLOSED:
@@ -292,15 +294,15 @@ class TensorStream(ObjectStream[Tensor]):
 
     def _usable(self) -> bool:
         """Whether anything can still be said to the other end."""
-        return self._failure is None and not self._comm.closed and not self._comm.aborted
+        return self._failure is self._mute is None and not self._comm.closed and not self._comm.aborted
 
     def _post(self, op: ops.Op) -> Work[Any]:
         work: Work[Any] = self._comm._issue(op, None, _FOREVER)
         return work
 
     def _tell(self, message: Tensor, tag: int, channel: int = ops.STREAM_DATA) -> None:
-        """Send what nobody waits for; if it fails, so has the stream."""
-        self._post(ops.Send(message, self.peer, tag, channel)).add_done_callback(self._failed)
+        """Send what nobody waits for; if it fails, nothing more is sent."""
+        self._post(ops.Send(message, self.peer, tag, channel)).add_done_callback(self._unsaid)
 
     def _expect(self, message: Tensor, tag: int, then: Callable[[Work[Any]], object]) -> None:
         """Receive; if that fails, or the communicator is lost already, so is the stream."""
@@ -323,8 +325,17 @@ class TensorStream(ObjectStream[Tensor]):
     def _check_sending(self) -> None:
         if self._closed or self._eof_sent:
             raise anyio.ClosedResourceError
-        if self._failure is not None:
-            raise self._failure.about()
+        failure = self._failure or self._mute
+        if failure is not None:
+            raise failure.about()
+
+    def _unsaid(self, work: Work[Any]) -> bool:
+        """Whether the other end takes nothing any more: it may have sent its last and closed its communicator."""
+        error = work.exception()
+        if error is not None:
+            self._mute = self._mute or error
+            self._notify()
+        return error is not None
 
     def _failed(self, work: Work[Any]) -> bool:
         error = work.exception()

@@ -340,6 +340,25 @@ def test_a_close_cuts_nothing_off(ranks: Run) -> None:
         ranks(2, leave_at_once)
 
 
+async def send_and_leave(place: Rank) -> None:
+    """The receiver's loop does not come round before the sender has closed."""
+    async with place.open() as comm:
+        stream = await comm.open_stream(1 - place.rank)
+        if place.rank == 0:
+            for i in range(5):
+                await stream.send(torch.full((2,), i))
+            await stream.send_eof()
+            await comm.aclose()
+            place.tell("left")
+        else:
+            place.told("left")
+            assert [int(tensor[0]) async for tensor in stream] == list(range(5))
+
+
+def test_what_a_stream_was_given_before_a_close_is_received(ranks: Run) -> None:
+    ranks(2, send_and_leave)
+
+
 async def open_and_close(place: Rank) -> None:
     before = None
     for turn in range(4):

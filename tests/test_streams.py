@@ -225,6 +225,21 @@ def test_a_rank_that_closes_ends_its_streams_and_no_more(run):
     run(main)
 
 
+def test_what_was_sent_before_a_close_is_received(run):
+    async def main():
+        async with local_world(2) as (one, two):
+            there, here = await pair(one, two)
+            for i in range(5):
+                await there.send(torch.full((2,), i))
+            await there.send_eof()
+            await one.aclose()
+            assert [int(tensor[0]) async for tensor in here] == list(range(5))
+            with pytest.raises(CommAbortedError, match="closed by rank 0"):
+                await here.send(torch.ones(1))
+
+    run(main)
+
+
 @pytest.mark.parametrize("capacities", [(1, 5), (3, 1)])
 def test_many_senders_and_receivers_share_a_stream(run, capacities):
     async def main():
