@@ -39,7 +39,8 @@ TIMEOUT_MAX = 366 * 86400.0
 """Longest timeout, in seconds: a year; anything above is a mistake in the unit."""
 
 _IS_COMPLEX = {dtype: dtype.is_complex for dtype in DTYPES}
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+"""The types of tensors that own the memory they show."""
 
 
 class Group(Protocol):
@@ -82,7 +83,7 @@ def readable(name: str, tensor: torch.Tensor, group: Group) -> None:
     if group.plain is not None and group.plain(tensor, False):
         return
     try:
-        is_complex = _IS_COMPLEX.get(tensor.dtype) if type(tensor) in _PLAIN else None
+        is_complex = _IS_COMPLEX.get(tensor.dtype) if type(tensor) in PLAIN else None
         if (
             is_complex is not None
             and tensor.is_contiguous()
@@ -116,7 +117,7 @@ def writable(name: str, tensor: torch.Tensor, group: Group) -> None:
 def _unreadable(name: str, tensor: object, device: torch.device) -> ArgumentError:
     if not isinstance(tensor, torch.Tensor):
         return ArgumentTypeError(f"{name} is {short(tensor)} ({type(tensor).__name__}), wanted a torch.Tensor")
-    if type(tensor) not in _PLAIN:
+    if type(tensor) not in PLAIN:
         return ArgumentTypeError(
             f"{name} is a {type(tensor).__module__}.{type(tensor).__name__}, wanted a plain torch.Tensor: "
             "a tensor subclass may not own the memory it shows"

@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from aiocomms.checks import DTYPES, short
+from aiocomms.checks import DTYPES, PLAIN, short
 from aiocomms.errors import ArgumentError, ArgumentTypeError, ProtocolError
 
 MAX_DIMS = 14
@@ -169,7 +169,8 @@ def _pack(value: Any, depth: int) -> Any:
         return msgspec.msgpack.Ext(_DTYPE, bytes([_CODES[value]]))
     if kind is torch.device:
         return msgspec.msgpack.Ext(_DEVICE, str(value).encode())
-    if isinstance(value, Tensor) and value.dtype in _CODES and value.layout == torch.strided and not value.is_meta:
+    odd = kind not in PLAIN or value.layout != torch.strided or value.is_meta or value.is_nested
+    if not odd and value.dtype in _CODES:
         return msgspec.msgpack.Ext(_TENSOR_EXT, _pack_tensor(value))
     raise ArgumentTypeError(
         f"obj holds {short(value)} ({kind.__module__}.{kind.__qualname__}), wanted only None, bool, int, float, str, "
@@ -185,6 +186,9 @@ def _key(key: Any) -> Any:
 
 def _pack_tensor(tensor: Tensor) -> bytes:
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    end = plain.storage_offset() * plain.itemsize + plain.nbytes
+    if plain.numel() and plain.untyped_storage().nbytes() < end:
+        raise ArgumentError(f"obj holds {short(tensor)}, which has no memory: its storage was freed or resized")
     return describe_tensor(plain) + ctypes.string_at(plain.data_ptr(), plain.nbytes)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 import tracemalloc
+import warnings
 
 import msgspec
 import pytest
@@ -80,6 +81,11 @@ def _sing():
     Canary.ran = True
 
 
+def nested():
+    with warnings.catch_warnings(action="ignore"):
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
 @pytest.mark.parametrize(
     "obj",
     [
@@ -93,6 +99,8 @@ def _sing():
         {(1, 2): 3},
         torch.empty(3, device="meta"),
         torch.eye(2).to_sparse(),
+        nested(),
+        torch.ones(2).as_subclass(type("Shown", (torch.Tensor,), {})),
         type("Int", (int,), {})(3),
         type("Dict", (dict,), {})(),
     ],
@@ -101,6 +109,14 @@ def _sing():
 def test_other_types_are_refused_by_name(obj):
     with pytest.raises(ArgumentTypeError, match="obj holds"):
         codec.encode(obj)
+
+
+@pytest.mark.parametrize("left", [0, 8])
+def test_a_tensor_without_its_memory_is_refused(left):
+    tensor = torch.ones(4)
+    tensor.untyped_storage().resize_(left)
+    with pytest.raises(ArgumentError, match="no memory"):
+        codec.encode([tensor])
 
 
 def test_what_is_too_much_is_refused():
