@@ -292,7 +292,12 @@ class new_comm:  # noqa: N801 - it is called like a function, as asyncpg.create_
         if rank is None or size is None:
             store, rank, size = await self._launched()
         plan = choose(self._transport, self._device, size, self._options)
-        return await _form(plan, store, rank, size, self._name, self._device, self._timeout, self._join)
+        try:
+            return await _form(plan, store, rank, size, self._name, self._device, self._timeout, self._join)
+        except StoreLostError:  # another attempt finds the one that is served by then
+            for where in [where for where, known in _launched.items() if known is store]:
+                del _launched[where]
+            raise
 
     async def _launched(self) -> tuple[Store | None, int, int]:
         launch = read_environment(os.environ)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -21,7 +22,7 @@ from conftest import ranks, together
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 import aiocomms
-from aiocomms import groups, launchers
+from aiocomms import groups, launchers, rendezvous
 from aiocomms.arrivals import Arrival
 from aiocomms.errors import (
     ArgumentError,
@@ -468,6 +469,24 @@ def test_a_launched_world_of_one_needs_no_store(run, monkeypatch):
             assert comm.size == 1
 
     run(main)
+
+
+def test_another_attempt_finds_the_store_that_took_the_lost_ones_place(monkeypatch, free_port):
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(rendezvous, "_launched", {})
+
+    async def meet_over(server):
+        await part(await together(lambda: opened(store=server, rank=0, size=2), opened))
+
+    for _ in range(2):
+        server = TCPStore("127.0.0.1", int(free_port), is_master=True, wait_for_workers=False)
+        anyio.run(meet_over, server)
+        del server
+        gc.collect()
+        with pytest.raises(StoreLostError):
+            anyio.run(opened)
 
 
 RANK = """
