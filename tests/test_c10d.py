@@ -17,14 +17,14 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from aiocomms_c10d import wire
+from aiocomms_c10d import bringup, wire
 from aiocomms_c10d.mailbox import Mailbox
 from aiocomms_c10d.plans import PLANS
 from aiocomms_c10d.transport import C10dTransport
 from processes import LARGE, Rank, Run, listening, numbers
 
 import aiocomms
-from aiocomms.errors import CommAbortedError, CommError, PeerDiedError
+from aiocomms.errors import ArgumentError, CommAbortedError, CommError, PeerDiedError, StoreLostError
 
 
 @pytest.fixture
@@ -76,6 +76,45 @@ async def adopt(place: Rank) -> None:
 
 def test_an_adopted_group(ranks: Run) -> None:
     ranks(3, adopt)
+
+
+async def split_what_is_left_of_an_adopted_group(place: Rank) -> None:
+    """The communicator over the group is closed when its child is split: the group has other ranks than the child."""
+    group = await asyncio.to_thread(group_of, place)
+    comm = await aiocomms.from_process_group(group, timeout=20)
+    child = await comm.split([0, 1] if place.rank < 2 else [])
+    await comm.barrier()
+    await comm.aclose()
+    if child is not None:
+        async with child, await child.split([1, 0]) as turned:
+            got = await turned.broadcast(torch.full((LARGE,), place.rank), root=0, timeout=5)
+            assert (got == 1).all()
+            place.tell(f"split {place.rank}")
+    await place.all_told("split", 0, 1)  # who has closed an adopted group's communicator still owns the group
+
+
+def test_a_part_of_an_adopted_group_is_split(ranks: Run) -> None:
+    ranks(3, split_what_is_left_of_an_adopted_group)
+
+
+async def adopt_in_vain(place: Rank) -> None:
+    """Rank 0 may not serve a store: all are told at once, and the group is as it was."""
+    group = await asyncio.to_thread(group_of, place)
+    refused = (ArgumentError, "no token") if place.rank == 0 else (StoreLostError, "rank 0 could not serve a store")
+    with (
+        patch.object(bringup, "listen_on", side_effect=ArgumentError("no token")),
+        pytest.raises(refused[0], match=refused[1]),
+    ):
+        await aiocomms.from_process_group(group, timeout=5)
+    tensor = torch.ones(2)
+    await asyncio.to_thread(lambda: group.allreduce([tensor]).wait())
+    assert (tensor == place.size).all()
+    async with await aiocomms.from_process_group(group, timeout=20) as comm:
+        await comm.barrier()
+
+
+def test_a_group_that_cannot_be_adopted_is_left_as_it_was(ranks: Run) -> None:
+    ranks(2, adopt_in_vain)
 
 
 async def listeners(place: Rank) -> list[str]:

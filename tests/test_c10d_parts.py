@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
-from aiocomms_c10d import bringup, wire
+from aiocomms_c10d import bringup, transport, wire
+from aiocomms_c10d.link import Link
+from aiocomms_c10d.transport import C10dTransport
 from aiocomms_c10d.wire import Header
 from torch import Tensor
 
@@ -108,3 +112,15 @@ def test_several_hosts_listen_on_the_way_to_each_other(monkeypatch: pytest.Monke
 def test_ranks_of_two_versions_do_not_meet() -> None:
     with pytest.raises(ProtocolError, match="rank 1 speaks version 77"):
         bringup.listen_on([said(), said(version=77)], None)
+
+
+def test_a_group_whose_communicator_could_not_begin_is_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def meet(*_: object) -> tuple[Mock, bool]:
+        return Mock(), True
+
+    monkeypatch.setattr(C10dTransport, "_meet", meet)
+    monkeypatch.setattr(C10dTransport, "adopts", lambda _: True)
+    monkeypatch.setattr(Link, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+    with pytest.raises(CommError, match="no thread can be started"):
+        asyncio.run(C10dTransport.open(Mock(rank=0, size=2), {"adopt": object()}))
+    assert not transport._taken

@@ -157,19 +157,29 @@ def store_over(group: Any, timeout: float) -> Store:
 
     Rank 0 serves it, on one address.
 
-    :raises ArgumentError: the group does not carry tensors on the CPU.
+    :raises ArgumentError: the group does not carry tensors on the CPU; or other hosts would reach the store, and the
+        job has no token.
+    :raises StoreLostError: rank 0 could not serve it.
     """
     rank, size = group.rank(), group.size()
     hellos = _all_gather(group, size, hello(adopt=True, left=timeout))
     server: TCPStore | None = None
-    address = b""
+    address, failure = b"", None
     if rank == 0:
-        host = listen_on(hellos, None)
-        server, port = _serve(host, size, timeout)
-        address = f"{host} {port}".encode()
-    host, _, port_text = _all_gather(group, size, address)[0].decode().partition(" ")
+        try:
+            host = listen_on(hellos, None)
+            server, port = _serve(host, size, timeout)
+            address = f"{host} {port}".encode()
+        except Exception as error:  # the others must not be left waiting in the group, which is their owner's
+            failure = error
+    said = _all_gather(group, size, address)[0].decode()
+    if failure is not None:
+        raise failure
     if server is not None:
         return server
+    host, _, port_text = said.partition(" ")
+    if not port_text:
+        raise StoreLostError("rank 0 could not serve a store, and says why in its own error", peer=0)
     return TCPStore(host, int(port_text), size, False, timedelta(seconds=timeout), wait_for_workers=False)
 
 

@@ -104,13 +104,18 @@ class C10dTransport(Transport):
         adopt = cls.adopts(group) and not any(other is group for other in _taken)
         if adopt:
             _taken.append(group)
-        adopted = False
+        transport: Self | None = None
         try:
             gloo, adopted = await cls._meet(rendezvous, group, adopt)
+            transport = cls(rank, size, gloo, group if adopted else gloo)
         finally:
-            if adopt and not adopted:
+            if adopt and (transport is None or transport._adopted is None):
                 _taken.remove(group)
-        return cls(rank, size, gloo, group if adopted else gloo)
+        return transport
+
+    async def split(self, rendezvous: Rendezvous, ranks: Sequence[int], options: Mapping[str, Any]) -> Self:
+        """See :meth:`Transport.split`. A group that was adopted has other ranks than these."""
+        return await self.open(rendezvous, {**options, "adopt": None})
 
     @classmethod
     async def _meet(cls, rendezvous: Rendezvous, group: Any, adopt: bool) -> tuple[Any, bool]:
