@@ -291,6 +291,8 @@ class new_comm:  # noqa: N801 - it is called like a function, as asyncpg.create_
         store, rank, size = self._where
         if rank is None or size is None:
             store, rank, size = await self._launched()
+        if self._join and store is None:
+            raise ArgumentError("join is True, and no store and no launcher says where the others are", rank=rank)
         plan = choose(self._transport, self._device, size, self._options)
         try:
             return await _form(plan, store, rank, size, self._name, self._device, self._timeout, self._join)
@@ -324,7 +326,7 @@ async def from_process_group(
 
     The group stays its owner's: it is neither closed nor aborted, and may go on being used.
 
-    :param pg: the process group.
+    :param pg: the process group. The ranks meet over it: until this returns nothing else may use it, nor another call.
     :param device: the device of all tensors.
     :param name: the communicator's name.
     :param timeout: the deadline in seconds for forming it, and afterwards that of ops that name none.

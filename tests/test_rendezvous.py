@@ -460,6 +460,15 @@ def test_arguments_win_over_the_environment(run, monkeypatch):
     run(main)
 
 
+@pytest.mark.parametrize("place", [{}, {"rank": 0, "size": 1}], ids=list)
+def test_who_joins_needs_a_store(run, place):
+    async def main():
+        with pytest.raises(ArgumentError, match="join is True, and no store"):
+            await aiocomms.new_comm(join=True, **place)
+
+    run(main)
+
+
 def test_a_launched_world_of_one_needs_no_store(run, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
