@@ -7,6 +7,8 @@ import contextlib
 import gc
 import os
 import signal
+import socket
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -21,7 +23,7 @@ from aiocomms_c10d import bringup, wire
 from aiocomms_c10d.mailbox import Mailbox
 from aiocomms_c10d.plans import PLANS
 from aiocomms_c10d.transport import C10dTransport
-from processes import LARGE, Rank, Run, listening, numbers
+from processes import LARGE, Rank, Run, held, listening, numbers
 
 import aiocomms
 from aiocomms.errors import ArgumentError, CommAbortedError, CommError, PeerDiedError, StoreLostError
@@ -126,6 +128,53 @@ def test_no_rank_listens_on_every_interface(ranks: Run) -> None:
     for addresses in ranks(2, listeners):
         assert addresses
         assert all(address.startswith("0100007F:") for address in addresses), addresses
+
+
+async def knock_over_ipv6(place: Rank) -> None:
+    with patch.object(bringup, "LOOPBACK", "::1"):
+        async with place.open() as comm:
+            mine = [address for address in listening()[0] if len(address) > 13]
+            assert mine, "gloo does not listen on ::1"
+            for address in mine:
+                with socket.socket(socket.AF_INET6) as stranger:
+                    stranger.settimeout(0.2)
+                    with pytest.raises(TimeoutError):
+                        stranger.connect(("::1", int(address.partition(":")[2], 16)))
+            await comm.barrier()
+
+
+def has_ipv6() -> bool:
+    with contextlib.suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
+        return True
+    return False
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="there is no IPv6")
+def test_gloo_is_deaf_over_ipv6_too(ranks: Run) -> None:
+    ranks(2, knock_over_ipv6)
+
+
+async def cancel_a_close(place: Rank) -> None:
+    async with place.open("first") as comm:
+        await comm.barrier()
+    before = held()
+    comm = await place.open("second")
+    await comm.barrier()
+    closing = asyncio.ensure_future(comm.aclose())
+    left: list[threading.Thread] = []
+    while not left:
+        await asyncio.sleep(0)
+        left = [thread for thread in threading.enumerate() if thread.name == "aiocomms blocking call"]
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    left[0].join(10)
+    del comm, closing, left
+    assert held() == before
+
+
+def test_a_cancelled_close_leaves_nothing(ranks: Run) -> None:
+    ranks(2, cancel_a_close)
 
 
 WHOLE = 8 * 2**20

@@ -95,15 +95,17 @@ def stop_listening(written: bytes) -> None:
         with contextlib.suppress(OSError):  # of what has been closed meanwhile
             if str(link.readlink()).startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(link.name))) as it:
-                    listens = it.family == socket.AF_INET and it.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                    internet = it.family in (socket.AF_INET, socket.AF_INET6)
+                    listens = internet and it.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                     if listens and _address(it) in written:
                         it.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 
 
 def _address(it: socket.socket) -> bytes:
-    """As struct sockaddr_in."""
-    host, port = it.getsockname()
-    return struct.pack("=H", socket.AF_INET) + struct.pack("!H", port) + socket.inet_aton(host)
+    """As struct sockaddr_in or sockaddr_in6, without its scope."""
+    host, port, *flow = it.getsockname()
+    head = struct.pack("=H", it.family) + struct.pack("!H", port) + (struct.pack("!I", flow[0]) if flow else b"")
+    return head + socket.inet_pton(it.family, host.partition("%")[0])
 
 
 def _proof(key: bytes, src: int, dst: int) -> torch.Tensor:

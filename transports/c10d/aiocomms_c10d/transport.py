@@ -224,9 +224,11 @@ class C10dTransport(Transport):
 
     async def aclose(self) -> None:
         """See :meth:`Transport.aclose`."""
-        await run_in_thread(Driver.current(), self._close, anyhow=True)
-        self._inbox.drain()
-        self._inbox.close()
+        try:
+            await run_in_thread(Driver.current(), self._close, anyhow=True)
+        finally:  # what a cancelled close leaves behind ends without it
+            self._inbox.drain()
+            self._inbox.close()
 
     def _close(self) -> None:
         if self._reason is None:
