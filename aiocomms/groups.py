@@ -27,7 +27,8 @@ def register(comm: Communicator) -> None:
 
 def enter(comm: Communicator) -> None:
     """Let the current task, and those it starts, find this one among communicators of the same name."""
-    _mine.set({**_mine.get({}), comm.name: weakref.ref(comm)})
+    still = {name: ref for name, ref in _mine.get({}).items() if name in _open}
+    _mine.set({**still, comm.name: weakref.ref(comm)})
 
 
 def unregister(comm: Communicator) -> None:
