@@ -147,7 +147,12 @@ class Recovery:
         transports = await open_transports(plan, lambda cls, _: cls.open(rendezvous, options))
         rendezvous.timeout = comm.timeout
         new = type(comm)(rendezvous, plan, transports)
-        await comm.aclose()
+        try:
+            await comm.aclose()
+        except BaseException as error:  # nobody here will have the new one, and the other ranks have it already
+            new.abort(error)
+            await new.aclose()
+            raise
         return new
 
     def _left(self) -> float:

@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from pathlib import Path
+from unittest.mock import patch
 
 import anyio
 import anyio.to_thread
@@ -283,6 +284,45 @@ def test_a_name_does_not_keep_a_communicator_alive(run):
         await turns()
         gc.collect()
         assert ref() is None
+
+    run(main)
+
+
+def test_names_of_closed_communicators_are_forgotten(run):
+    async def main():
+        async with aiocomms.new_comm() as world:
+            for i in range(5):
+                async with aiocomms.new_comm(name=f"job {i}"):
+                    pass
+            assert groups._mine.get().keys() == {"world", "job 4"}
+            assert aiocomms.get_comm() is world
+
+    run(main)
+
+
+def test_a_reconfiguration_that_is_cancelled_late_leaves_nobody_waiting(run):
+    async def main():
+        async with local_world(2) as (one, two):
+            one.abort("enough")
+            closing, scope = anyio.Event(), anyio.CancelScope()
+
+            async def aclose():
+                closing.set()
+                await anyio.sleep_forever()
+
+            async def give_up():
+                with scope:
+                    await two.reconfigure()
+
+            with patch.object(two, "aclose", aclose):
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(give_up)
+                    new = await one.reconfigure()
+                    await closing.wait()
+                    scope.cancel()
+            with pytest.raises(CommAbortedError, match="aborted by rank 1: Cancelled"):
+                await new.barrier(timeout=5)
+            await new.aclose()
 
     run(main)
 
