@@ -16,7 +16,7 @@ from torch import Tensor
 
 from aiocomms import ops, reductions
 from aiocomms.errors import CommError, MessageTruncatedError, MismatchError
-from aiocomms.transport import OP_RESULT, Completion
+from aiocomms.transport import OP_RESULT, Completion, conclude
 
 Steps = Generator[list[ops.Op], None, Any]
 OpT = TypeVar("OpT", bound=ops.Op)
@@ -115,6 +115,7 @@ class Run:
 
     def part_done(self) -> None:
         """One message of the current step is complete."""
+        self._only = None
         self._left -= 1
         if not self._left:
             self.advance()
@@ -135,6 +136,46 @@ class Run:
             return False
         self._steps.close()
         return True
+
+
+class BatchRun(Run):
+    """Runs a batch, which fails only when the wire has let go of all its tensors."""
+
+    __slots__ = ("_fault", "_parts")
+
+    def advance(self) -> None:
+        """Post all parts."""
+        self._fault: CommError | None = None
+        self._parts = [_Part(self, op) for op in next(self._steps)]
+        self._left = len(self._parts) + 1
+        for part in self._parts:
+            self._comm.post(part.op, part)
+        self._begun = True
+        if self._fault is not None:
+            self._withdraw_parts()
+        self.part_done()
+
+    def part_done(self) -> None:
+        """One message is complete."""
+        self._left -= 1
+        if not self._left:
+            self._parts = []
+            conclude(self.work, OP_RESULT if self._fault is None else self._fault)
+
+    def part_failed(self, error: CommError) -> None:
+        """One message has failed. A receive that nothing has matched must not take one that comes later."""
+        if isinstance(error, MismatchError):
+            conclude(self.work, error)  # the communicator is lost, and the rest may never end
+        elif self._fault is None:
+            self._fault = error
+            if self._begun:
+                self._withdraw_parts()
+        self.part_done()
+
+    def _withdraw_parts(self) -> None:
+        for part in self._parts:
+            if part.op.withdrawable and not part.done() and self._comm.withdraw(part):
+                self._left -= 1
 
 
 class _Part:

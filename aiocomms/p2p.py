@@ -95,7 +95,8 @@ class Batch:
 
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
-        :returns: one work for all; its result is the list of their tensors, in the order added.
+        :returns: one work for all; its result is the list of their tensors, in the order added. If one of
+            them fails, it fails when the others have ended; receives that nothing has matched are withdrawn.
         :raises ArgumentError: the batch is empty, or two parts share memory that one of them writes; nothing was sent.
         """
         if not self._parts:

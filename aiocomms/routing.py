@@ -8,7 +8,7 @@ from typing import Any
 
 from aiocomms import ops
 from aiocomms.errors import UnsupportedOperation
-from aiocomms.lowering import SCHEDULES, Context, Poster, Run
+from aiocomms.lowering import SCHEDULES, BatchRun, Context, Poster, Run
 from aiocomms.transport import Completion, Transport
 
 Route = Callable[[ops.Op, Completion], float | None]
@@ -55,7 +55,7 @@ class Router(dict[type[ops.Op], Route]):
 
     def _lower(self, op: ops.Op, work: Completion) -> None:
         steps = SCHEDULES[type(op)](Context(self._comm), op)
-        run = Run(self._comm, steps, work)
+        run = (BatchRun if isinstance(op, ops.Batch) else Run)(self._comm, steps, work)
         if op.withdrawable:
             self._runs[work] = weakref.ref(run)
         run.advance()

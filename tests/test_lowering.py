@@ -9,7 +9,7 @@ from aiocomms_local import LocalTransport
 from conftest import ranks, run_on, turns
 
 from aiocomms import ReduceOp, ops
-from aiocomms.errors import CommAbortedError, MismatchError, UnsupportedOperation
+from aiocomms.errors import CommAbortedError, MessageTruncatedError, MismatchError, UnsupportedOperation
 from aiocomms.testing import local_world
 from aiocomms.transport import Capabilities
 
@@ -192,6 +192,38 @@ def test_a_batch_is_its_parts(loop):
         assert into.eq((me - 1) % n).all()
 
     on_ranks(3, each, loop)
+
+
+@pytest.mark.parametrize("first", ["batch", "message"])
+def test_a_batch_that_fails_keeps_no_receive(loop, first):
+    """Part 1 fails; nothing has matched part 2, and part 3 is complete."""
+
+    async def main():
+        async with local_world(2) as (one, two):
+            buffers = [torch.zeros(2) for _ in range(3)]
+            if first == "message":
+                one.send(torch.ones(3), 1, tag=0)
+            batch = two.batch()
+            for tag, buffer in enumerate(buffers):
+                batch.recv(buffer, 0, tag)
+            one.send(torch.ones(2), 1, tag=2)
+            work = batch.issue()
+            if first == "batch":
+                one.send(torch.ones(3), 1, tag=0)
+            with pytest.raises(MessageTruncatedError):
+                await work
+            got = two.recv(torch.zeros(2), 0, tag=1, timeout=5)
+            one.send(torch.full((2,), 7.0), 1, tag=1)
+            assert (await got).tolist() == [7, 7]
+            assert buffers[1].tolist() == [0, 0]
+            assert buffers[2].tolist() == [1, 1]
+            sent = one.batch().send(torch.ones(2), 1, tag=3).recv(torch.zeros(2), 1, tag=3).issue()
+            await two.recv(torch.zeros(2), 0, tag=3)
+            assert not sent.done()
+            await two.send(torch.ones(2), 0, tag=3)
+            assert [tensor.tolist() for tensor in await sent] == [[1, 1], [1, 1]]
+
+    run_on(loop, main)
 
 
 def test_what_cannot_be_expressed_is_refused():
