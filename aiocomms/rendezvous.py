@@ -128,13 +128,19 @@ class StoreRendezvous:
     def decide(self, key: str, value: bytes) -> bytes:
         """See :meth:`aiocomms.transport.Rendezvous.decide`."""
         wanted = self._seal.sign(key, ANYBODY, value).hex()
-        return self._seal.verify(key, ANYBODY, bytes.fromhex(self._store().compare_set(key, "", wanted).decode()))
+        return self._opened(key, self._store().compare_set(key, "", wanted))
 
     def decided(self, key: str) -> bytes | None:
         """See :meth:`aiocomms.transport.Rendezvous.decided`."""
         store = self._store()
         record = store.get(key) if store.check([key]) else None
-        return None if record is None else self._seal.verify(key, ANYBODY, bytes.fromhex(record.decode()))
+        return None if record is None else self._opened(key, record)
+
+    def _opened(self, key: str, record: bytes) -> bytes:
+        try:
+            return self._seal.verify(key, ANYBODY, bytes.fromhex(record.decode()))
+        except ValueError:
+            raise ProtocolError(f"the record {key!r} in the store makes no sense") from None
 
     def secret(self, purpose: str) -> bytes:
         """See :meth:`aiocomms.transport.Rendezvous.secret`."""

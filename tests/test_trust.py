@@ -191,6 +191,15 @@ def test_ranks_with_one_token_meet(run):
     run(main)
 
 
+@pytest.mark.parametrize("record", [b"forged", b"\xff", b"02" * 40])
+def test_a_forged_decision_is_refused(record):
+    store = HashStore()
+    store.set("k", record)
+    for ask in (lambda it: it.decided("k"), lambda it: it.decide("k", b"mine")):
+        with pytest.raises(ProtocolError, match="'k' in the store"):
+            ask(meeting(store, 0))
+
+
 @pytest.mark.parametrize("record", [b"", b"forged", b"\x01forged", b"\x02" + b"x" * 40, b"\0" * 2**20], ids=len)
 def test_a_forged_record_names_its_rank(record):
     async def main():
