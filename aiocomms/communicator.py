@@ -337,7 +337,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         """
         members = checks.members(ranks, self)
         child = f"{self.name}/{self._children + 1}" if name is None else checks.label(name)
-        self._children += 1
+        number = self._children = self._children + 1  # another split may begin before this one goes on
         claims: list[list[int]] = await self.all_gather_object(members)
         for rank, claim in enumerate(claims):
             if claim != members and set(claim) & set(members):
@@ -349,11 +349,11 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
                 raise error
         if not members:
             if any(claims):
-                alone = self._rendezvous.child(f"{child}#{self._children}.out{self.rank}", child, 0, 1)
+                alone = self._rendezvous.child(f"{child}#{number}.out{self.rank}", child, 0, 1)
                 for transport in self._transports():
                     await transport.stay_out(alone)
             return None
-        key = f"{child}#{self._children}.{members[0]}"
+        key = f"{child}#{number}.{members[0]}"
         rendezvous = self._rendezvous.child(key, child, members.index(self.rank), len(members))
         plan, parents = self._plan, self._by_family
         opened = await open_transports(plan, lambda _, f: parents[f].split(rendezvous, members, plan.options))

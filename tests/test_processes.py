@@ -359,6 +359,30 @@ def test_what_a_stream_was_given_before_a_close_is_received(ranks: Run) -> None:
     ranks(2, send_and_leave)
 
 
+async def split_twice(place: Rank) -> None:
+    """Rank 0 begins both splits before one of them goes on; rank 1 begins the second when the first has met."""
+    async with place.open() as comm:
+        met = asyncio.Event()
+        comm.register_post_hook(lambda *_: met.set())
+        if place.rank == 1:
+            await place.all_told("began", 0)
+        first = asyncio.ensure_future(comm.split([0, 1], "first"))
+        if place.rank == 1:
+            await met.wait()
+            await asyncio.sleep(0)
+        second = asyncio.ensure_future(comm.split([0, 1], "second"))
+        if place.rank == 0:
+            await asyncio.sleep(0)
+            place.tell("began 0")
+        for child in await asyncio.gather(first, second):
+            await child.barrier()
+            await child.aclose()
+
+
+def test_two_splits_at_once(ranks: Run) -> None:
+    ranks(2, split_twice)
+
+
 async def open_and_close(place: Rank) -> None:
     before = None
     for turn in range(4):
