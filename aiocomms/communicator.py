@@ -35,7 +35,7 @@ from aiocomms.ops import Op
 from aiocomms.p2p import PointToPoint
 from aiocomms.pending import Pending
 from aiocomms.recorder import PEERS, Recorder
-from aiocomms.registry import Plan, open_transports
+from aiocomms.registry import Plan, close_transports, open_transports
 from aiocomms.rma import OneSided
 from aiocomms.routing import Router
 from aiocomms.streams import Streams
@@ -301,7 +301,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         with anyio.move_on_after(CLOSE_GRACE, shield=True):
             for transport in self._transports():
                 self.driver.detach(transport)
-                await transport.aclose()
+            await close_transports(self._transports())
 
     async def __aenter__(self) -> Self:
         return self

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import AsyncExitStack
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, cast
 
+import anyio
 import msgspec
 import torch
 
@@ -132,10 +134,17 @@ async def open_transports(
             if cls not in opened:
                 opened[cls] = await open_one(cls, family)
     except BaseException:
-        for transport in opened.values():
-            await transport.aclose()
+        with anyio.CancelScope(shield=True):
+            await close_transports(opened.values())
         raise
     return {family: opened[cls] for family, cls in plan.classes.items()}
+
+
+async def close_transports(transports: Iterable[Transport]) -> None:
+    """Close all of them, whatever becomes of one: asyncio's own cancellation is stopped by no shield."""
+    async with AsyncExitStack() as closing:
+        for transport in transports:
+            closing.push_async_callback(transport.aclose)
 
 
 def _auto(device: torch.device, size: int) -> dict[ops.Family, tuple[str, type[Transport]]]:

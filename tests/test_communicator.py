@@ -288,6 +288,29 @@ def test_a_name_does_not_keep_a_communicator_alive(run):
     run(main)
 
 
+def test_a_cancelled_close_closes_each_transport(install):
+    install(spare=type("Spare", (LocalTransport,), {}))
+
+    async def main():
+        comm = await aiocomms.new_comm({"p2p": "local", "collectives": "spare"})
+        closing, closed = asyncio.Event(), []
+
+        async def aclose(self):
+            closed.append(type(self).__name__)
+            closing.set()
+            await asyncio.sleep(3600 if len(closed) == 1 else 0)
+
+        with patch.object(LocalTransport, "aclose", aclose):
+            close = asyncio.ensure_future(comm.aclose())
+            await closing.wait()
+            close.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await close
+        assert sorted(closed) == ["LocalTransport", "Spare"]
+
+    asyncio.run(main())
+
+
 def test_names_of_closed_communicators_are_forgotten(run):
     async def main():
         async with aiocomms.new_comm() as world:
