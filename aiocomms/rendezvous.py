@@ -370,12 +370,10 @@ def _check_place(store: Store | None, rank: int | None, size: int | None) -> Non
     """Check that rank, size and store fit together; one error lists all that does not."""
     if store is None and rank is None and size is None:
         return
-    wrong = [f"{what} is missing" for what, value in (("rank", rank), ("size", size)) if value is None]
-    wrong += [
-        f"{what} is {value!r}, wanted an int"
-        for what, value in (("rank", rank), ("size", size))
-        if value is not None and type(value) is not int
-    ]
+    wrong = []
+    for what, value in (("rank", rank), ("size", size)):
+        if type(value) is not int:
+            wrong.append(f"{what} is missing" if value is None else f"{what} is {value!r}, wanted an int")
     if type(size) is int and size < 1:
         wrong.append(f"size is {size}, wanted at least 1")
     elif type(size) is int and type(rank) is int and not 0 <= rank < size:
