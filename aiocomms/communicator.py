@@ -25,6 +25,7 @@ from aiocomms.errors import (
     CommTimeoutError,
     MismatchError,
     PeerDiedError,
+    wrong_thread,
 )
 from aiocomms.heartbeat import Heartbeat
 from aiocomms.hooks import Hooked, Hooks
@@ -157,10 +158,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
     def _refused(self, op: Op) -> Exception:
         refusal = self._refusal
         if refusal is None:
-            return RuntimeError(
-                f"{op.name} on '{self.name}' was called on another thread than the communicator's; "
-                "hand it to its loop, with call_soon_threadsafe or asyncio.run_coroutine_threadsafe"
-            )
+            return wrong_thread(f"{op.name} on '{self.name}'")
         error: CommError = CommClosedError(refusal.message)
         if not isinstance(refusal, CommClosedError):
             error = CommAbortedError(f"the communicator is lost: {refusal}", peer=refusal.peer)
@@ -262,12 +260,14 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
     async def aclose(self) -> None:
         """Close: let ops that are under way end, withdraw receives that nothing matched, release everything.
 
-        Waits at most :data:`CLOSE_GRACE` seconds for the former. A cancelled close still releases everything. Twice
-        is once.
+        Waits :data:`CLOSE_GRACE` seconds for the former. A cancelled close still releases everything. Twice is once.
+
+        :raises RuntimeError: on another thread than the communicator's.
         """
+        if get_ident() != self.driver.thread:
+            raise wrong_thread(f"aclose on '{self.name}'")
         if self._closing is not None:
-            await self._closing
-            return
+            return await self._closing
         self._closing = Promise(self.driver)
         try:
             await self._drain()

@@ -156,3 +156,12 @@ class ProtocolError(CommError):
 
 class AuthError(ProtocolError):
     """Raised when a peer does not prove that it belongs to the job. That connection is dropped."""
+
+
+def wrong_thread(what: str) -> RuntimeError:
+    """What a call raises on another thread than its communicator's.
+
+    :param what: the call, and on what it was made.
+    """
+    advice = "hand it to its loop, with call_soon_threadsafe or asyncio.run_coroutine_threadsafe"
+    return RuntimeError(f"{what} was called on another thread than the communicator's; {advice}")

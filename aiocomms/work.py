@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import msgspec
 
-from aiocomms.errors import CapturedWorkError, CommError, WorkCancelledError
+from aiocomms.errors import CapturedWorkError, CommError, WorkCancelledError, wrong_thread
 from aiocomms.transport import OP_RESULT
 
 if TYPE_CHECKING:
@@ -130,7 +131,10 @@ class Work(msgspec.Struct, Generic[T_co], eq=False, weakref=True):
         """Withdraw the op if that is still possible, else wait for its end.
 
         :returns: True: it did not happen, and the buffer is untouched. False: it ran to its end.
+        :raises RuntimeError: on another thread than the communicator's.
         """
+        if not self._state and get_ident() != self.owner.driver.thread:
+            raise wrong_thread(f"cancel of {self!r}")
         if not self._state and self.withdraw():
             return True
         if not self._state:

@@ -567,6 +567,19 @@ def test_calls_on_another_thread_are_refused():
     run_on("asyncio", main)
 
 
+def test_what_changes_a_communicator_is_refused_on_another_thread():
+    async def main():
+        async with local_world(2) as (one, two):
+            waiting = one.recv(torch.empty(1), 1)
+            for call in (waiting.cancel, one.aclose):
+                with pytest.raises(RuntimeError, match=rf"{call.__name__} .* another thread .*threadsafe"):
+                    await anyio.to_thread.run_sync(anyio.run, call)
+            two.send(torch.ones(1), 0)
+            assert await waiting == 1  # nothing was lost
+
+    run_on("asyncio", main)
+
+
 # ------------------------------------------------------------------------------------------------------------ close
 
 
