@@ -62,6 +62,11 @@ def short(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def wrong_type(name: str, value: object, wanted: str) -> ArgumentTypeError:
+    """What is raised of an argument of another type: names it, and says what was given and what was wanted."""
+    return ArgumentTypeError(f"{name} is {short(value)} ({type(value).__name__}), wanted {wanted}")
+
+
 def describe(tensor: torch.Tensor) -> str:
     """A tensor as a message shows it: ``float32[3, 4]``."""
     shape = "nested" if tensor.is_nested else list(tensor.shape)
@@ -71,7 +76,7 @@ def describe(tensor: torch.Tensor) -> str:
 def is_tensor(name: str, value: object) -> None:
     """Check that a value is a tensor at all."""
     if not isinstance(value, torch.Tensor):
-        raise ArgumentTypeError(f"{name} is {short(value)} ({type(value).__name__}), wanted a torch.Tensor")
+        raise wrong_type(name, value, "a torch.Tensor")
 
 
 def readable(name: str, tensor: torch.Tensor, group: Group) -> None:
@@ -116,7 +121,7 @@ def writable(name: str, tensor: torch.Tensor, group: Group) -> None:
 
 def _unreadable(name: str, tensor: object, device: torch.device) -> ArgumentError:
     if not isinstance(tensor, torch.Tensor):
-        return ArgumentTypeError(f"{name} is {short(tensor)} ({type(tensor).__name__}), wanted a torch.Tensor")
+        return wrong_type(name, tensor, "a torch.Tensor")
     if type(tensor) not in PLAIN:
         return ArgumentTypeError(
             f"{name} is a {type(tensor).__module__}.{type(tensor).__name__}, wanted a plain torch.Tensor: "
@@ -162,9 +167,7 @@ def sequence(name: str, value: object) -> tuple[torch.Tensor, ...]:
     """Check that a value is a list or tuple, and keep a copy that its owner cannot change."""
     if isinstance(value, (list, tuple)):
         return tuple(value)
-    raise ArgumentTypeError(
-        f"{name} is {short(value)} ({type(value).__name__}), wanted a list or tuple of tensors, one per rank"
-    )
+    raise wrong_type(name, value, "a list or tuple of tensors, one per rank")
 
 
 def optional(name: str, value: object) -> tuple[torch.Tensor, ...] | None:
@@ -213,7 +216,7 @@ def apart(out_name: str, output: torch.Tensor, in_name: str, input: torch.Tensor
 def index(name: str, value: int, group: Group) -> None:
     """Check a rank: an ``int`` with ``0 <= value < size``."""
     if type(value) is not int:
-        raise ArgumentTypeError(f"{name} is {short(value)} ({type(value).__name__}), wanted a rank as an int")
+        raise wrong_type(name, value, "a rank as an int")
     if not 0 <= value < group.size:
         raise ArgumentError(f"{name} is {value}, wanted a rank of this communicator: 0 <= {name} < {group.size}")
 
@@ -228,7 +231,7 @@ def members(ranks: Sequence[int], group: Group, op: str = "split") -> list[int]:
 
 def _members(ranks: Sequence[int], group: Group) -> list[int]:
     if not isinstance(ranks, (list, tuple, range)):
-        raise ArgumentTypeError(f"ranks is {short(ranks)} ({type(ranks).__name__}), wanted a list of ranks")
+        raise wrong_type("ranks", ranks, "a list of ranks")
     chosen = list(ranks)
     for i, rank in enumerate(chosen):
         index(f"ranks[{i}]", rank, group)
@@ -251,7 +254,7 @@ def other(name: str, value: int, group: Group) -> None:
 def tagged(value: int) -> None:
     """Check a tag: a 32-bit signed ``int``."""
     if type(value) is not int:
-        raise ArgumentTypeError(f"tag is {short(value)} ({type(value).__name__}), wanted an int")
+        raise wrong_type("tag", value, "an int")
     if not TAG_MIN <= value <= TAG_MAX:
         raise ArgumentError(f"tag is {value}, wanted a 32-bit signed integer: {TAG_MIN} <= tag <= {TAG_MAX}")
 
@@ -259,13 +262,13 @@ def tagged(value: int) -> None:
 def mapping(name: str, value: object) -> None:
     """Check that a value is a mapping."""
     if not isinstance(value, Mapping):
-        raise ArgumentTypeError(f"{name} is {short(value)} ({type(value).__name__}), wanted a mapping or None")
+        raise wrong_type(name, value, "a mapping or None")
 
 
 def offset(value: int) -> None:
     """Check an offset into a window: an ``int`` of at least 0, in elements."""
     if type(value) is not int:
-        raise ArgumentTypeError(f"offset is {short(value)} ({type(value).__name__}), wanted an int, in elements")
+        raise wrong_type("offset", value, "an int, in elements")
     if value < 0:
         raise ArgumentError(f"offset is {value}, wanted an offset in elements of at least 0")
 
@@ -274,7 +277,7 @@ def integers(name: str, value: object) -> tuple[int, ...]:
     """Check that a value is a list or tuple, of ``int`` as :func:`splits` finds out, and keep a copy of it."""
     if isinstance(value, (list, tuple)):
         return tuple(value)
-    raise ArgumentTypeError(f"{name} is {short(value)} ({type(value).__name__}), wanted a list or tuple of ints")
+    raise wrong_type(name, value, "a list or tuple of ints")
 
 
 def splits(name: str, value: Sequence[int], rows: int, group: Group) -> None:
@@ -283,7 +286,7 @@ def splits(name: str, value: Sequence[int], rows: int, group: Group) -> None:
         raise ArgumentError(f"{name} has {len(value)} entries, wanted one per rank: {group.size}")
     for i, n in enumerate(value):
         if type(n) is not int:
-            raise ArgumentTypeError(f"{name}[{i}] is {short(n)} ({type(n).__name__}), wanted an int, in rows")
+            raise wrong_type(f"{name}[{i}]", n, "an int, in rows")
         if n < 0:
             raise ArgumentError(f"{name}[{i}] is {n}, wanted a number of rows of at least 0")
     if sum(value) != rows:
@@ -307,9 +310,7 @@ def seconds(name: str, value: float | timedelta) -> float:
     if isinstance(value, timedelta):
         value = value.total_seconds()
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ArgumentTypeError(
-            f"{name} is {short(value)} ({type(value).__name__}), wanted seconds as a number, or a timedelta"
-        )
+        raise wrong_type(name, value, "seconds as a number, or a timedelta")
     if math.isnan(value) or not 0 < value <= TIMEOUT_MAX:
         raise ArgumentError(f"{name} is {value}, wanted seconds: 0 < {name} <= {TIMEOUT_MAX:.0f}")
     return float(value)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from aiocomms import checks, codec, groups
 from aiocomms.checks import Group
-from aiocomms.errors import ArgumentError, ArgumentTypeError
+from aiocomms.errors import ArgumentError
 from aiocomms.lowering import Context, Steps, broadcast_tree, schedule
 from aiocomms.ops import Op
 from aiocomms.reductions import ReduceOp
@@ -154,12 +154,11 @@ def _new(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tens
     try:
         sizes = [index(n) for n in shape]
     except TypeError:
-        given = f"{checks.short(shape)} ({type(shape).__name__})"
-        raise ArgumentTypeError(f"shape is {given}, wanted a sequence of ints") from None
+        raise checks.wrong_type("shape", shape, "a sequence of ints") from None
     if any(n < 0 for n in sizes):
         raise ArgumentError(f"shape is {checks.short(shape)}, wanted sizes of at least 0")
     if not isinstance(dtype, torch.dtype):
-        raise ArgumentTypeError(f"dtype is {checks.short(dtype)} ({type(dtype).__name__}), wanted a torch.dtype")
+        raise checks.wrong_type("dtype", dtype, "a torch.dtype")
     return torch.empty(sizes, dtype=dtype, device=device)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from aiocomms.checks import short
+from aiocomms.checks import wrong_type
 from aiocomms.driver import Driver
-from aiocomms.errors import ArgumentTypeError, CommError
+from aiocomms.errors import CommError
 from aiocomms.ops import Op
 from aiocomms.work import Work
 
@@ -41,7 +41,7 @@ class Hooks(list[Hook]):
         :raises ArgumentTypeError: it cannot be called.
         """
         if not callable(fn):
-            raise ArgumentTypeError(f"fn is {short(fn)} ({type(fn).__name__}), wanted a function")
+            raise wrong_type("fn", fn, "a function")
         hook = Hook(self, fn)
         self.append(hook)
         return hook

@@ -23,7 +23,6 @@ from aiocomms.communicator import Communicator
 from aiocomms.driver import Driver, run_in_thread
 from aiocomms.errors import (
     ArgumentError,
-    ArgumentTypeError,
     CommError,
     CommTimeoutError,
     MismatchError,
@@ -390,9 +389,7 @@ def _device(value: str | torch.device) -> torch.device:
     try:
         device = torch.device(value)
     except TypeError:
-        raise ArgumentTypeError(
-            f"device is {checks.short(value)} ({type(value).__name__}), wanted a torch.device or its name"
-        ) from None
+        raise checks.wrong_type("device", value, "a torch.device or its name") from None
     except RuntimeError as error:
         raise ArgumentError(f"device is {value!r}, wanted a torch.device or its name: {error}") from None
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():

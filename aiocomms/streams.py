@@ -21,7 +21,7 @@ from torch import Tensor
 
 from aiocomms import checks, codec, ops
 from aiocomms.driver import Promise
-from aiocomms.errors import ArgumentError, ArgumentTypeError, CommError, ProtocolError
+from aiocomms.errors import ArgumentError, CommError, ProtocolError
 from aiocomms.issuer import Issuer
 from aiocomms.work import Work
 
@@ -70,13 +70,11 @@ class Streams(Issuer):
 
 def _check(capacity: int, name: str) -> None:
     if type(capacity) is not int:
-        raise ArgumentTypeError(
-            f"capacity is {checks.short(capacity)} ({type(capacity).__name__}), wanted an int, in messages"
-        )
+        raise checks.wrong_type("capacity", capacity, "an int, in messages")
     if not 1 <= capacity <= MAX_CAPACITY:
         raise ArgumentError(f"capacity is {capacity}, wanted 1 to {MAX_CAPACITY} messages")
     if not isinstance(name, str):
-        raise ArgumentTypeError(f"name is {checks.short(name)} ({type(name).__name__}), wanted a str")
+        raise checks.wrong_type("name", name, "a str")
     if len(name.encode()) > MAX_NAME:
         raise ArgumentError(f"name is {checks.short(name)}, wanted a str of at most {MAX_NAME} bytes of UTF-8")
 

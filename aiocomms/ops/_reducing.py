@@ -9,14 +9,14 @@ from torch import Tensor
 
 from aiocomms import checks
 from aiocomms.checks import Group
-from aiocomms.errors import ArgumentTypeError, UnsupportedOperation
+from aiocomms.errors import UnsupportedOperation
 from aiocomms.ops._base import Buffers, Op, chunks, named, shapes
 from aiocomms.reductions import SUPPORTED, ReduceOp
 
 
 def _reducible(op: ReduceOp, tensor: Tensor) -> None:
     if type(op) is not ReduceOp:
-        raise ArgumentTypeError(f"op is {checks.short(op)} ({type(op).__name__}), wanted an aiocomms.ReduceOp")
+        raise checks.wrong_type("op", op, "an aiocomms.ReduceOp")
     if tensor.dtype not in SUPPORTED[op.kind]:
         wanted = ", ".join(sorted(map(str, SUPPORTED[op.kind])))
         raise UnsupportedOperation(f"op {op} is not defined for dtype {tensor.dtype}, wanted one of {wanted}")

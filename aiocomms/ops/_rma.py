@@ -9,7 +9,7 @@ from torch import Tensor
 
 from aiocomms import checks
 from aiocomms.checks import Group
-from aiocomms.errors import ArgumentError, ArgumentTypeError, CommClosedError, UnsupportedOperation
+from aiocomms.errors import ArgumentError, CommClosedError, UnsupportedOperation
 from aiocomms.ops._base import Buffers, Op
 
 ATOMIC_DTYPES = (torch.int32, torch.int64)
@@ -56,7 +56,7 @@ class _OnWindow(_Rma, frozen=True, eq=False):
         info = torch.iinfo(dtype)
         for name, value in values.items():
             if type(value) is not int:
-                raise ArgumentTypeError(f"{name} is {checks.short(value)} ({type(value).__name__}), wanted an int")
+                raise checks.wrong_type(name, value, "an int")
             if not info.min <= value <= info.max:
                 raise ArgumentError(f"{name} is {value}, wanted {info.min} <= {name} <= {info.max}")
 
