@@ -59,10 +59,11 @@ demo-kv-cache: $(VENV)/ucx.stamp
 # Tests as jobs of their own: the examples and the code of the documentation, as their users run them; the conformance
 # suite as a stranger runs it, on transports with faults and on fakes of devices, and the schedules on a simulated
 # network. Every other one is in `unit`.
-EXAMPLES := $(patsubst %,tests/test_%.py,docs embedding_recovery embedding_server kv_cache tensor_parallel)
-SUITES := $(patsubst %,tests/test_%.py,conformance mutations nccl transport_ucxx_example ucx_cuda ucx_schedules)
+EXAMPLES := tests/project/test_docs.py $(patsubst %,tests/examples/test_%.py,embedding_recovery embedding_server kv_cache tensor_parallel)
+SUITES := $(patsubst %,tests/%.py,transports/test_conformance transports/test_mutations transports/nccl/test_nccl \
+	examples/test_transport_ucxx transports/ucx/test_ucx_cuda transports/ucx/test_ucx_schedules)
 # The engine alone under sanitizers, which `test-sanitizers` runs: two builds, and longer than any other test.
-ENGINE := tests/test_ucx_engine.py
+ENGINE := tests/transports/ucx/test_ucx_engine.py
 
 ## Everything but `test-sanitizers`: lint, types, tests, docs, examples, and the conformance suite on every built-in transport.
 test: $(VENV)/ucx.stamp
@@ -141,7 +142,7 @@ conformance: $(VENV)/ucx.stamp
 ## The conformance suite on the example transport, with UCXX in an environment of its own.
 conformance-ucxx: .venv-ucxx/setup.stamp
 	UCX_WARN_UNUSED_ENV_VARS=n .venv-ucxx/bin/python -m pytest --pyargs aiocomms.testing.conformance --transport=ucxx
-	UCX_WARN_UNUSED_ENV_VARS=n .venv-ucxx/bin/python -m pytest tests/test_transport_ucxx_example.py
+	UCX_WARN_UNUSED_ENV_VARS=n .venv-ucxx/bin/python -m pytest tests/examples/test_transport_ucxx.py
 
 .venv-ucxx/setup.stamp: pyproject.toml examples/transport_ucxx/pyproject.toml
 	$(PYTHON) -m venv .venv-ucxx
@@ -159,7 +160,7 @@ conformance-ucxx: .venv-ucxx/setup.stamp
 
 ## The nccl transport's thin layer against the real wheels of CuPy and NCCL, which load without a GPU.
 test-cupy: .venv-cupy/setup.stamp
-	.venv-cupy/bin/python -m pytest tests/cupy
+	.venv-cupy/bin/python -m pytest tests/transports/nccl/wheels
 
 # The peers have an environment of their own: UCXX pins the version of UCX, and nothing else needs them.
 $(BENCH_VENV)/setup.stamp: pyproject.toml examples/transport_ucxx/pyproject.toml

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from aiocomms import cuda, errors, functional, ops, testing
+    from aiocomms.bootstrap.directory import get as get_comm
+    from aiocomms.bootstrap.rendezvous import from_process_group, new_comm
     from aiocomms.communicator import Communicator
-    from aiocomms.dumps import dump_on_signal
+    from aiocomms.diagnosis.dumps import dump_on_signal
     from aiocomms.errors import CommError
-    from aiocomms.groups import get as get_comm
-    from aiocomms.reductions import ReduceOp
-    from aiocomms.rendezvous import from_process_group, new_comm
-    from aiocomms.rma import Window
-    from aiocomms.streams import TensorStream
+    from aiocomms.families.rma import Window
+    from aiocomms.families.streams import TensorStream
+    from aiocomms.ops.reductions import ReduceOp
+    from aiocomms.progress.work import Work
     from aiocomms.transport import Capabilities, Transport
-    from aiocomms.work import Work
 
 __version__ = "0.1.0.dev0"
 
@@ -52,15 +52,15 @@ _HOME = {
     "Capabilities": "transport",
     "CommError": "errors",
     "Communicator": "communicator",
-    "ReduceOp": "reductions",
-    "TensorStream": "streams",
+    "ReduceOp": "ops.reductions",
+    "TensorStream": "families.streams",
     "Transport": "transport",
-    "Window": "rma",
-    "Work": "work",
-    "dump_on_signal": "dumps",
-    "from_process_group": "rendezvous",
-    "get_comm": "groups:get",
-    "new_comm": "rendezvous",
+    "Window": "families.rma",
+    "Work": "progress.work",
+    "dump_on_signal": "diagnosis.dumps",
+    "from_process_group": "bootstrap.rendezvous",
+    "get_comm": "bootstrap.directory:get",
+    "new_comm": "bootstrap.rendezvous",
 }
 _MODULES = frozenset({"cuda", "errors", "functional", "ops", "testing"})
 

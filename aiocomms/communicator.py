@@ -12,9 +12,13 @@ from typing import Any, Self
 
 import anyio
 
-from aiocomms import checks, dumps, groups, ops, recovery
-from aiocomms.collectives import Collectives
-from aiocomms.driver import Driver, Promise
+from aiocomms import ops
+from aiocomms.bootstrap import directory, recovery
+from aiocomms.bootstrap.registry import Plan, close_transports, open_transports
+from aiocomms.diagnosis import dumps
+from aiocomms.diagnosis.leak_guard import Guard, guards
+from aiocomms.diagnosis.postmortem import Inquest, late, quote
+from aiocomms.diagnosis.recorder import PEERS, Recorder
 from aiocomms.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -27,23 +31,21 @@ from aiocomms.errors import (
     PeerDiedError,
     wrong_thread,
 )
-from aiocomms.heartbeat import Heartbeat
-from aiocomms.hooks import Hooked, Hooks
-from aiocomms.inquest import Inquest, late, quote
-from aiocomms.issuer import Timeout
-from aiocomms.objects import Objects
-from aiocomms.ops import Op
-from aiocomms.p2p import PointToPoint
-from aiocomms.pending import Pending
-from aiocomms.recorder import PEERS, Recorder
-from aiocomms.registry import Plan, close_transports, open_transports
-from aiocomms.rma import OneSided
-from aiocomms.routing import Router
-from aiocomms.streams import Streams
+from aiocomms.families.collectives import Collectives
+from aiocomms.families.hooks import Hooked, Hooks
+from aiocomms.families.issuer import Timeout
+from aiocomms.families.objects import Objects
+from aiocomms.families.p2p import PointToPoint
+from aiocomms.families.rma import OneSided
+from aiocomms.families.streams import Streams
+from aiocomms.lowering.routing import Router
+from aiocomms.lowering.windows import TwoSided
+from aiocomms.ops import Op, checks
+from aiocomms.progress.driver import Driver, Promise
+from aiocomms.progress.heartbeat import Heartbeat
+from aiocomms.progress.inflight import Pending
+from aiocomms.progress.work import Work
 from aiocomms.transport import Completion, Rendezvous, Transport
-from aiocomms.twosided import TwoSided
-from aiocomms.unclosed import Guard, guards
-from aiocomms.work import Work
 
 CLOSE_GRACE = 5.0
 """Seconds that :meth:`Communicator.aclose` waits for ops which are already under way."""
@@ -54,7 +56,7 @@ _POISONS = (CommTimeoutError, MismatchError, PeerDiedError)
 class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked):
     """One rank's handle on a fixed, ordered group of ranks; made by :func:`aiocomms.new_comm`.
 
-    Every operation is started by its call and returns a :class:`~aiocomms.work.Work` at once. A communicator belongs
+    Every operation is started by its call and returns a :class:`~aiocomms.Work` at once. A communicator belongs
     to the event loop, thread and process that made it; :meth:`abort` and :meth:`dump` may be called on any thread.
     """
 
@@ -86,7 +88,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
             self.driver.attach(transport)
         self._guard = Guard(self)
         dumps.register(self._recorder)
-        groups.register(self)
+        directory.register(self)
 
     def __repr__(self) -> str:
         state = f" ({self._refusal.message})" if self._refusal else ""
@@ -109,8 +111,6 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
     def aborted(self) -> bool:
         """Whether it is poisoned: aborted here or elsewhere, a peer died, a deadline passed, or ranks disagreed."""
         return self._refusal is not None and not isinstance(self._refusal, CommClosedError)
-
-    # ----------------------------------------------------------------------------------------- an op's way down
 
     def _issue(self, op: Op, hints: Mapping[str, Any] | None = None, timeout: Timeout = None) -> Work[Any]:
         """Check an op, post it, and return its work."""
@@ -289,7 +289,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
             await self._pending.drained()
 
     async def _release(self) -> None:
-        groups.unregister(self)
+        directory.unregister(self)
         self._guard.dismiss()
         assert self._refusal is not None
         if self._inquest is not None:
@@ -318,8 +318,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
     def set_timeout(self, timeout: Timeout) -> None:
         """Set the deadline of ops that name none.
 
-        :param timeout: seconds, more than 0.
-        :raises ArgumentError: it is not.
+        :raises ArgumentError: it is no number of seconds above 0.
         """
         if timeout is None:
             raise ArgumentTypeError("timeout is None, wanted seconds as a number, or a timedelta")

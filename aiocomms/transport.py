@@ -15,7 +15,7 @@ from torch.distributed import Store
 
 from aiocomms import ops
 from aiocomms.errors import CommError, UnsupportedOperation
-from aiocomms.reductions import ReduceOp
+from aiocomms.ops.reductions import ReduceOp
 
 OP_RESULT = object()
 """Given to :meth:`Completion.complete` in place of a value: the result is the op's own."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from aiocomms import registry
+from aiocomms.bootstrap import registry
 from benchmarks.peers import report
 from benchmarks.peers.race import Pace, Worlds, race
 from benchmarks.peers.rows import rows

@@ -141,7 +141,7 @@ class Entry:
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Install transports for one test: ``install(name=cls)``; an exception stands for a module that raises it."""
-    from aiocomms import registry
+    from aiocomms.bootstrap import registry
 
     def add(**classes: object) -> None:
         known = {**registry.entries(), **{name: Entry(name, cls) for name, cls in classes.items()}}

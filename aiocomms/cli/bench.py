@@ -18,8 +18,8 @@ import torch
 from torch.distributed import FileStore
 
 import aiocomms
+from aiocomms.bootstrap.registry import available
 from aiocomms.communicator import Communicator
-from aiocomms.registry import available
 
 SIZES = (8, 64 << 10, 1 << 20)
 _WARM_UP, _LEAST, _LONGEST = 20, 20, 60.0

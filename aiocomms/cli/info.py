@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import torch
 
 import aiocomms
-from aiocomms.dumps import wanted
-from aiocomms.recorder import capacity
-from aiocomms.registry import available, entries
+from aiocomms.bootstrap.registry import available, entries
+from aiocomms.diagnosis.dumps import wanted
+from aiocomms.diagnosis.recorder import capacity
 
 _LIBRARIES = ("msgspec", "anyio", "uvloop", "trio", "numpy")
 _PREFIXES = (

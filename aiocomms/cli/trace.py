@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from aiocomms.dumps import LARGEST
-from aiocomms.inquest import printable, tidied, tidy
-from aiocomms.recorder import FORMAT, LONGEST, MOST, Header, Item
-from aiocomms.verdicts import instead_of, judge
+from aiocomms.diagnosis.dumps import LARGEST
+from aiocomms.diagnosis.hang_report import instead_of, judge
+from aiocomms.diagnosis.postmortem import printable, tidied, tidy
+from aiocomms.diagnosis.recorder import FORMAT, LONGEST, MOST, Header, Item
 
 _APART = 60.0
 """Seconds between the ranks' files, above which they may be of different runs."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 from torch import Tensor
 
-from aiocomms.checks import Group
+from aiocomms.ops.checks import Group
 
 Family = Literal["p2p", "collectives", "rma"]
 

@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from aiocomms import checks
-from aiocomms.checks import Group
 from aiocomms.errors import ArgumentError
+from aiocomms.ops import checks
 from aiocomms.ops._base import Buffers, Op, chunks, named, shapes
+from aiocomms.ops.checks import Group
 
 
 class _AllGather(Op, frozen=True, eq=False):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from aiocomms import checks
-from aiocomms.checks import Group
+from aiocomms.ops import checks
 from aiocomms.ops._base import USER, Buffers, Op
+from aiocomms.ops.checks import Group
 
 
 class Send(Op, frozen=True, eq=False):

@@ -7,11 +7,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from aiocomms import checks
-from aiocomms.checks import Group
 from aiocomms.errors import UnsupportedOperation
+from aiocomms.ops import checks
 from aiocomms.ops._base import Buffers, Op, chunks, named, shapes
-from aiocomms.reductions import SUPPORTED, ReduceOp
+from aiocomms.ops.checks import Group
+from aiocomms.ops.reductions import SUPPORTED, ReduceOp
 
 
 def _reducible(op: ReduceOp, tensor: Tensor) -> None:

@@ -7,10 +7,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from aiocomms import checks
-from aiocomms.checks import Group
 from aiocomms.errors import ArgumentError, CommClosedError, UnsupportedOperation
+from aiocomms.ops import checks
 from aiocomms.ops._base import Buffers, Op
+from aiocomms.ops.checks import Group
 
 ATOMIC_DTYPES = (torch.int32, torch.int64)
 

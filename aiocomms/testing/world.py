@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 import anyio
 from torch.distributed import HashStore
 
+from aiocomms.bootstrap.registry import in_process
+from aiocomms.bootstrap.rendezvous import new_comm
 from aiocomms.communicator import Communicator
 from aiocomms.errors import ArgumentError, ArgumentTypeError
-from aiocomms.registry import in_process
-from aiocomms.rendezvous import new_comm
 
 
 @asynccontextmanager

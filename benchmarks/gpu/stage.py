@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from aiocomms.work import Work
+from aiocomms.progress.work import Work
 
 
 class Stage:

@@ -16,7 +16,7 @@ import torch
 
 from aiocomms import Communicator
 from aiocomms.errors import CommError
-from aiocomms.work import Work
+from aiocomms.progress.work import Work
 from benchmarks.bare import without_recorder
 from benchmarks.heartbeat import beat
 

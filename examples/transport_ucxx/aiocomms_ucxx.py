@@ -10,11 +10,12 @@ from typing import Any, Self
 
 from torch import Tensor, device, uint8
 
-from aiocomms import checks, ops
-from aiocomms.driver import Driver, run_in_thread
+from aiocomms import ops
 from aiocomms.errors import CommAbortedError, CommError, MessageTruncatedError, MismatchError, PeerDiedError
+from aiocomms.lowlevel.waker import Waker
+from aiocomms.ops import checks
+from aiocomms.progress.driver import Driver, run_in_thread
 from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport
-from aiocomms.waker import Waker
 
 # Frames are of one size, for UCXX takes a message that is shorter than its buffer for truncated. Data that has no room
 # in its frame is a UCX message of its own, found by its number. After CLOSE, ABORT or DEATH a rank says nothing more.

@@ -93,10 +93,14 @@ DEATHS = (
         1,
         "SIGKILL amid a collective, small and 64 MiB",
         *deaths("test_amid_a_collective"),
-        *tests("test_processes", "test_a_rank_that_dies"),
+        *tests("transports/test_processes", "test_a_rank_that_dies"),
         ucx=(
-            *tests("test_ucx_deaths", "test_a_rank_that_dies_amid", "test_what_does_not_need_the_dead_rank_goes_on"),
-            *tests("test_ucx_hosts", "test_a_rank_that_dies"),
+            *tests(
+                "transports/ucx/test_ucx_deaths",
+                "test_a_rank_that_dies_amid",
+                "test_what_does_not_need_the_dead_rank_goes_on",
+            ),
+            *tests("transports/ucx/test_ucx_hosts", "test_a_rank_that_dies"),
         ),
     ),
     between_processes(2, "SIGKILL of a sender whose message waits", *deaths("test_a_sender_whose_message_waits")),
@@ -106,13 +110,13 @@ DEATHS = (
         5,
         "SIGKILL of the target of put, get, fetch_add, flush",
         *deaths("test_the_target_of_a_window"),
-        *tests("test_processes", "test_the_owner_of_a_window_dies"),
+        *tests("transports/test_processes", "test_the_owner_of_a_window_dies"),
     ),
     between_processes(
         6,
         "two ranks at once, one of them the store's host",
         *deaths("test_two_at_once_and_the_host_of_the_store"),
-        ucx=tests("test_ucx_deaths", "test_two_die_at_once"),
+        ucx=tests("transports/ucx/test_ucx_deaths", "test_two_die_at_once"),
     ),
     between_processes(7, "SIGTERM and a handler that closes", *deaths("test_sigterm_and_a_close")),
     between_processes(8, "sys.exit, os._exit, segfault, abort", *deaths("test_other_ends")),
@@ -147,21 +151,23 @@ STALLS = (
     Case(
         14,
         "a blocked event loop is no death, and is reported",
-        tests("test_deadlines", "test_a_deadline_passes_while_the_loop_is_busy")
+        tests("unit/progress/test_deadlines", "test_a_deadline_passes_while_the_loop_is_busy")
         + alone("test_a_slow_callback_is_reported"),
         recovery("test_a_blocked_loop_is_no_death")
-        + tests("test_recorder_processes", "test_a_busy_rank_does_not_answer"),
+        + tests("unit/diagnosis/test_recorder_processes", "test_a_busy_rank_does_not_answer"),
         recovery("test_a_blocked_loop_is_no_death", "test_a_long_call_that_holds_the_interpreter_is_no_death")
-        + tests("test_ucx", "test_a_rank_that_computes_does_not_hold_up_the_others")
-        + tests("test_recorder_processes", "test_a_busy_rank_does_not_answer"),
+        + tests("transports/ucx/test_ucx", "test_a_rank_that_computes_does_not_hold_up_the_others")
+        + tests("unit/diagnosis/test_recorder_processes", "test_a_busy_rank_does_not_answer"),
     ),
     between_processes(15, "8 processes on 2 busy cores", *recovery("test_a_starved_rank_is_no_death")),
     Case(
         16,
         "a rank that never calls is named",
-        tests("test_deadlines", "test_the_message_says_who_was_missing") + WHO_IS_MISSING,
-        tests("test_recorder_processes", "test_the_error_says_who_was_missing_and_what_it_does") + WHO_IS_MISSING,
-        tests("test_recorder_processes", "test_the_error_says_who_was_missing_and_what_it_does") + WHO_IS_MISSING,
+        tests("unit/progress/test_deadlines", "test_the_message_says_who_was_missing") + WHO_IS_MISSING,
+        tests("unit/diagnosis/test_recorder_processes", "test_the_error_says_who_was_missing_and_what_it_does")
+        + WHO_IS_MISSING,
+        tests("unit/diagnosis/test_recorder_processes", "test_the_error_says_who_was_missing_and_what_it_does")
+        + WHO_IS_MISSING,
     ),
     Case(
         17,
@@ -205,7 +211,7 @@ STALLS = (
             "test_strangers_at_every_listener_between_hosts",
             "test_strangers_come_first",
         )
-        + tests("test_ucx_gate", "test_garbage_is_dropped"),
+        + tests("transports/ucx/test_ucx_auth", "test_garbage_is_dropped"),
     ),
 )
 
@@ -214,7 +220,7 @@ MISMATCHES = (
         23,
         "another op",
         *suite("test_mismatch", "test_the_last_rank_does_something_else"),
-        ucx=tests("test_ucx_hosts", "test_ranks_that_disagree"),
+        ucx=tests("transports/ucx/test_ucx_hosts", "test_ranks_that_disagree"),
     ),
     everywhere(24, "another shape", *suite("test_mismatch", "test_the_last_rank_does_something_else")),
     everywhere(
@@ -234,8 +240,8 @@ MISMATCHES = (
         29,
         "splits that disagree",
         suite("test_mismatch", "test_the_last_rank_does_something_else"),
-        tests("test_processes", "test_splits_that_disagree_are_told_to_all"),
-        tests("test_processes", "test_splits_that_disagree_are_told_to_all"),
+        tests("transports/test_processes", "test_splits_that_disagree_are_told_to_all"),
+        tests("transports/test_processes", "test_splits_that_disagree_are_told_to_all"),
     ),
     Case(
         30,
@@ -250,19 +256,19 @@ MISMATCHES = (
 STORE_DIES = tests("faults/test_bootstrap", "test_a_store_that_stops_and_dies")
 # Before any transport is opened, so that these are of all of them.
 STORE_GONE = tests(
-    "test_rendezvous",
+    "unit/bootstrap/test_rendezvous",
     "test_a_store_whose_server_has_gone_is_lost",
     "test_a_store_whose_server_goes_while_ranks_meet_is_lost",
     "test_an_established_communicator_outlives_its_store",
 )
 STORE_STOPPED = tests(
-    "test_rendezvous",
+    "unit/bootstrap/test_rendezvous",
     "test_a_store_whose_server_is_stopped_is_left_at_the_deadline",
     "test_an_attempt_that_was_given_up_does_not_hold_up_the_next",
 )
-RECORDS = tests("test_trust", "test_a_forged_record_names_its_rank", "test_a_record_has_a_bound")
+RECORDS = tests("unit/lowlevel/test_auth", "test_a_forged_record_names_its_rank", "test_a_record_has_a_bound")
 MEETING = tests(
-    "test_rendezvous",
+    "unit/bootstrap/test_rendezvous",
     "test_one_error_lists_all_that_is_wrong_with_the_place",
     "test_of_two_processes_that_are_one_rank_the_later_one_is_it",
     "test_what_a_crashed_run_left_in_the_store_is_nobody",
@@ -294,13 +300,15 @@ STORES = (
         33,
         "a rank that comes late, or too late, and a new attempt",
         tests(
-            "test_rendezvous", "test_who_did_not_come_is_named", "test_what_a_crashed_run_left_in_the_store_is_nobody"
+            "unit/bootstrap/test_rendezvous",
+            "test_who_did_not_come_is_named",
+            "test_what_a_crashed_run_left_in_the_store_is_nobody",
         ),
         tests("faults/test_bootstrap", "test_a_rank_that_is_late")
         + deaths("test_while_it_forms", "test_while_it_forms_and_one_is_late"),
         tests("faults/test_bootstrap", "test_a_rank_that_is_late")
         + deaths("test_while_it_forms")
-        + tests("test_ucx_gate", "test_who_does_not_come_is_named"),
+        + tests("transports/ucx/test_ucx_auth", "test_who_does_not_come_is_named"),
     ),
     Case(
         34,
@@ -317,7 +325,7 @@ STORES = (
         35,
         "a port in use, a name that does not resolve, IPv6, nobody there",
         *tests(
-            "test_stores",
+            "unit/bootstrap/test_stores",
             "test_a_port_in_use_is_refused_at_once",
             "test_a_name_that_does_not_resolve",
             "test_rank_0_listens_on_the_given_address_only",
@@ -345,17 +353,21 @@ CANCELLATIONS = (
     Case(
         38,
         "cancel a receive amid its transfer, and forget the tensor",
-        tests("test_work", "test_a_work_that_nobody_keeps_is_done_all_the_same_and_keeps_its_tensors_until_then"),
+        tests(
+            "unit/progress/test_work",
+            "test_a_work_that_nobody_keeps_is_done_all_the_same_and_keeps_its_tensors_until_then",
+        ),
         suite(C, "test_cancel_races_with_the_message")
         + but("a race, and its tensor is kept: none is forgotten amid the transfer, none's memory given to others"),
-        tests("test_ucx", "test_a_receive_that_is_cancelled_and_forgotten"),
+        tests("transports/ucx/test_ucx", "test_a_receive_that_is_cancelled_and_forgotten"),
     ),
     Case(
         39,
         "cancel a send, and forget the tensor",
         suite(C, "test_a_send_is_not_withdrawn"),
         suite(C, "test_a_send_is_not_withdrawn"),
-        tests("test_ucx", "test_a_send_that_is_cancelled_and_forgotten") + suite(C, "test_a_send_is_not_withdrawn"),
+        tests("transports/ucx/test_ucx", "test_a_send_that_is_cancelled_and_forgotten")
+        + suite(C, "test_a_send_is_not_withdrawn"),
     ),
     everywhere(40, "cancel a collective on one rank", *suite(C, "test_a_collective_is_not_withdrawn")),
     everywhere(
@@ -399,7 +411,7 @@ CANCELLATIONS = (
         48,
         "abort with 1000 ops pending, from anywhere; abort against deadline",
         tests(
-            "test_communicator",
+            "unit/test_communicator",
             "test_abort_ends_everything_everywhere",
             "test_abort_from_another_thread",
             "test_abort_from_a_signal_handler",
@@ -411,13 +423,16 @@ CANCELLATIONS = (
 )
 
 CALLBACKS = suite(
-    "test_work", "test_a_callback_may_start_operations", "test_a_callback_that_raises", "test_a_callback_may_close"
+    "test_work",
+    "test_a_callback_may_start_operations",
+    "test_a_callback_that_raises",
+    "test_a_callback_may_close",
 )
 FREE_THREADED = but("a build of Python without the lock was not tried; its engine does not ask for one")
 # Of the core, whatever the transport is.
-FULL_DISK = tests("test_recorder", "test_what_cannot_be_written_is_said_once_and_harms_nothing")
+FULL_DISK = tests("unit/diagnosis/test_recorder", "test_what_cannot_be_written_is_said_once_and_harms_nothing")
 NO_WATCHDOG = tests(
-    "test_deadlines",
+    "unit/progress/test_deadlines",
     "test_without_a_thread_the_communicator_is_lost_at_once",
     "test_without_a_thread_nothing_opens_but_a_world_of_one",
 )
@@ -428,7 +443,7 @@ LIFE = (
         49,
         "a storage that is resized, a tensor that is set",
         tests(
-            W,
+            "unit/progress/test_work",
             "test_a_work_that_nobody_keeps_is_done_all_the_same_and_keeps_its_tensors_until_then",
             "test_a_storage_that_is_resized_during_an_op_is_an_error",
             "test_memory_stays_until_an_op_is_done_whatever_its_tensor_is_given",
@@ -444,7 +459,7 @@ LIFE = (
         "a work that nobody awaits",
         *suite("test_collectives", "test_a_work_that_nobody_awaits_completes"),
         *suite(W, "test_a_failure_that_nobody_asks_for_is_reported_once"),
-        *tests(W, "test_a_failure_that_nobody_asks_for_is_reported_once"),
+        *tests("unit/progress/test_work", "test_a_failure_that_nobody_asks_for_is_reported_once"),
     ),
     everywhere(
         51,
@@ -455,19 +470,19 @@ LIFE = (
         52,
         "another loop, another thread",
         *suite(W, "test_waiting_on_another_thread", "test_operations_belong_to_the_loops_thread"),
-        *tests(W, "test_awaiting_in_another_loop_is_an_error"),
+        *tests("unit/progress/test_work", "test_awaiting_in_another_loop_is_an_error"),
     ),
     Case(
         53,
         "a loop that ends with works pending",
-        tests("test_driver", "test_a_loop_that_ends_with_works_pending_ends"),
+        tests("unit/progress/test_driver", "test_a_loop_that_ends_with_works_pending_ends"),
         life("test_loops_end_with_works_pending"),
         life("test_loops_end_with_works_pending"),
     ),
     Case(
         54,
         "loop after loop in one process",
-        tests("test_driver", "test_fifty_loops_one_after_the_other"),
+        tests("unit/progress/test_driver", "test_fifty_loops_one_after_the_other"),
         life("test_loops_come_and_go"),
         life("test_loops_come_and_go"),
     ),
@@ -487,17 +502,17 @@ LIFE = (
     Case(
         56,
         "an interpreter that ends without a close",
-        tests("test_driver", "test_a_loop_that_ends_with_works_pending_ends")
-        + tests("test_unclosed", "test_what_is_open_when_its_loop_ends_is_closed"),
-        life("test_an_interpreters_end") + tests("test_processes", "test_an_end_without_a_close"),
-        life("test_an_interpreters_end") + tests("test_processes", "test_an_end_without_a_close"),
+        tests("unit/progress/test_driver", "test_a_loop_that_ends_with_works_pending_ends")
+        + tests("unit/diagnosis/test_leak_guard", "test_what_is_open_when_its_loop_ends_is_closed"),
+        life("test_an_interpreters_end") + tests("transports/test_processes", "test_an_end_without_a_close"),
+        life("test_an_interpreters_end") + tests("transports/test_processes", "test_an_end_without_a_close"),
     ),
     Case(
         57,
         "fork",
-        tests("test_driver", "test_a_forked_child_is_refused_and_does_its_parent_no_harm"),
-        tests("test_processes", "test_a_forked_child"),
-        tests("test_processes", "test_a_forked_child"),
+        tests("unit/progress/test_driver", "test_a_forked_child_is_refused_and_does_its_parent_no_harm"),
+        tests("transports/test_processes", "test_a_forked_child"),
+        tests("transports/test_processes", "test_a_forked_child"),
     ),
     Case(
         58,
@@ -521,12 +536,12 @@ LIFE = (
     Case(
         60,
         "created and closed again and again",
-        tests("test_communicator", "test_many_communicators_leave_nothing_behind")
+        tests("unit/test_communicator", "test_many_communicators_leave_nothing_behind")
         + but("600 worlds of one: threads and descriptors; memory is not measured, and nothing is split"),
-        tests("test_processes", "test_nothing_is_left")
+        tests("transports/test_processes", "test_nothing_is_left")
         + suite("test_closing", "test_opened_and_closed_again_and_again")
         + but("some ten times, threads and descriptors; memory is not measured, and nothing is split"),
-        tests("test_ucx_leaks", "test_nothing_is_left")
+        tests("transports/ucx/test_ucx_leaks", "test_nothing_is_left")
         + but("200 times and 300 splits; of memory, less than 16 KiB each time"),
     ),
     everywhere(61, "a clock that is set", *life("test_no_clock_that_can_be_set", "test_a_clock_that_jumps")),
@@ -547,12 +562,16 @@ LIFE = (
 )
 
 DESCRIPTIONS = tests(
-    "test_codec", "test_descriptions_that_make_no_sense_are_refused", "test_a_length_from_the_wire_allocates_nothing"
+    "unit/ops/test_codec",
+    "test_descriptions_that_make_no_sense_are_refused",
+    "test_a_length_from_the_wire_allocates_nothing",
 )
 WINDOWS = suite("test_windows", "test_wrong_arguments", "test_close_comes_after_everybodys_operations")
 # Files of each rank, whatever the transport is.
 OWN_FILES = tests(H, "test_another_user_cannot_read_the_token") + tests(
-    "test_recorder", "test_a_file_is_its_owners_alone_and_replaces_nothing", "test_a_link_in_its_place_is_not_followed"
+    "unit/diagnosis/test_recorder",
+    "test_a_file_is_its_owners_alone_and_replaces_nothing",
+    "test_a_link_in_its_place_is_not_followed",
 )
 TEN_MILLION = but("ten million frames are a matter of hours: AIOCOMMS_FUZZ says how many")
 HOSTILE = (
@@ -564,7 +583,7 @@ HOSTILE = (
         + but("all that listens is torch's store: how many it lets stay, and how long, is torch's"),
         tests(H, "test_strangers_at_every_listener", "test_strangers_come_first", "test_a_rank_of_another_job")
         + tests(
-            "test_ucx_gate",
+            "transports/ucx/test_ucx_auth",
             "test_ten_thousand_strangers",
             "test_a_wrong_key_opens_nothing",
             "test_an_old_handshake_opens_nothing",
@@ -574,7 +593,7 @@ HOSTILE = (
     Case(
         65,
         "header bombs",
-        tests("test_objects", "test_a_header_that_makes_no_sense_is_refused")
+        tests("unit/families/test_objects", "test_a_header_that_makes_no_sense_is_refused")
         + DESCRIPTIONS
         + but("of objects and streams, no others have headers; memory is measured of the decoder, not of the process"),
         tests(H, "test_header_bombs")
@@ -583,7 +602,7 @@ HOSTILE = (
         tests(H, "test_control_frames_that_make_no_sense")
         + DESCRIPTIONS
         + tests("faults/test_fuzz", "test_mutations")
-        + tests("test_ucx_engine", "test_engines_of_one_process")
+        + tests("transports/ucx/test_ucx_engine", "test_engines_of_one_process")
         + but("memory is measured of the decoder, not of the process"),
     ),
     Case(
@@ -596,7 +615,7 @@ HOSTILE = (
     Case(
         67,
         "objects beyond each limit",
-        tests("test_codec", "test_what_is_too_much_is_refused", "test_nesting_bombs_are_refused")
+        tests("unit/ops/test_codec", "test_what_is_too_much_is_refused", "test_nesting_bombs_are_refused")
         + tests(H, "test_objects_beyond_each_limit_on_local"),
         tests(H, "test_objects_beyond_each_limit"),
         tests(H, "test_objects_beyond_each_limit"),
@@ -604,10 +623,10 @@ HOSTILE = (
     Case(
         68,
         "mutated bytes into every parser",
-        tests("test_codec", "test_mutated_objects_give_an_object_or_a_protocol_error") + TEN_MILLION,
+        tests("unit/ops/test_codec", "test_mutated_objects_give_an_object_or_a_protocol_error") + TEN_MILLION,
         tests("faults/test_fuzz", "test_mutations", "test_any_bytes") + TEN_MILLION,
         tests("faults/test_fuzz", "test_mutations", "test_any_bytes")
-        + tests("test_ucx_engine", "test_engines_of_one_process")
+        + tests("transports/ucx/test_ucx_engine", "test_engines_of_one_process")
         + TEN_MILLION,
     ),
     Case(
@@ -617,7 +636,7 @@ HOSTILE = (
         OWN_FILES + tests(H, "test_another_user_opens_nothing"),
         OWN_FILES
         + tests(H, "test_another_user_opens_nothing", "test_memory_that_is_not_a_ranks_own")
-        + tests("test_ucx_gate", "test_another_user_is_not_heard")
+        + tests("transports/ucx/test_ucx_auth", "test_another_user_is_not_heard")
         + but("shared memory has no path, so no link can be there first"),
     ),
     Case(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
 
 from catalogue import CASES, TRANSPORTS, Case  # noqa: E402 - found by the path above
 

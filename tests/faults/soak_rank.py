@@ -22,7 +22,7 @@ from processes import Rank, empty, numbers
 
 from aiocomms.communicator import Communicator
 from aiocomms.errors import CommAbortedError, CommError, PeerDiedError, WorkCancelledError
-from aiocomms.rma import Window
+from aiocomms.families.rma import Window
 
 COUNTS = (1, 7, 400, 5_000, 60_013)
 """Elements of int64: from within a slot to the larger schedules."""

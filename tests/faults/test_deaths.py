@@ -24,11 +24,11 @@ from oracle import FULL, LATE, VISIBLE, end, hear, named, oracle, together
 from processes import KILLED, Rank, Run, empty, free_port, numbers
 
 import aiocomms
-from aiocomms import rendezvous
+from aiocomms.bootstrap import rendezvous
+from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.communicator import Communicator
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError, PeerDiedError
-from aiocomms.rendezvous import StoreRendezvous
-from aiocomms.rma import Window
+from aiocomms.families.rma import Window
 
 HUGE = 8 * 2**20
 """Elements of int64: 64 MiB."""

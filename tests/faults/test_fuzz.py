@@ -24,9 +24,11 @@ from aiocomms_ucx import wire as ucx_wire
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiocomms import codec, launchers, objects, streams
+from aiocomms.bootstrap import launchers
 from aiocomms.errors import ArgumentError, ProtocolError
-from aiocomms.trust import Seal
+from aiocomms.families import objects, streams
+from aiocomms.lowlevel.auth import Seal
+from aiocomms.ops import codec
 
 MEMORY = 4 * 2**20
 """Bytes that reading a few hundred may take."""

@@ -1,7 +1,7 @@
 # ruff: noqa: ASYNC240 - the ranks of these tests may wait for a file
 """Hostile peers: the cases 22 and 64 to 70 of the catalogue, between real processes.
 
-What each listener and each parser does by itself is in test_trust.py, test_ucx_gate.py, test_fuzz.py and, for the
+What each listener and each parser does by itself is in test_auth.py, test_ucx_auth.py, test_fuzz.py and, for the
 native engine, transports/ucx/tests/engine_hostile.hpp.
 """
 
@@ -32,10 +32,12 @@ from processes import LARGE, Rank, Run, empty, exchange, free_port, held, listen
 from torch.distributed import PrefixStore
 
 import aiocomms
-from aiocomms import codec, objects, ops
-from aiocomms.arrivals import Arrival
+from aiocomms import ops
+from aiocomms.bootstrap.generations import Arrival
 from aiocomms.communicator import Communicator
 from aiocomms.errors import ArgumentError, AuthError, CommAbortedError, CommError, ProtocolError
+from aiocomms.families import objects
+from aiocomms.ops import codec
 from aiocomms.testing import local_world
 
 TOKEN = "a token of these tests, of some length"
@@ -272,12 +274,12 @@ def test_a_stranger_in_the_store(ranks: Run, transport: str) -> None:
 
 async def tampered(place: Rank) -> str:
     """Rank 1 joins with the right hello, and somebody overwrites what gloo reads of it."""
-    from aiocomms_c10d import proof
+    from aiocomms_c10d import auth
 
     if place.rank == 1:
-        write = proof.SignedStore.set
-        proof.SignedStore.set = lambda self, key, value: write(  # type: ignore[method-assign]
-            self if "1" not in key else proof.SignedStore(self._store, b"another key"), key, value
+        write = auth.SignedStore.set
+        auth.SignedStore.set = lambda self, key, value: write(  # type: ignore[method-assign]
+            self if "1" not in key else auth.SignedStore(self._store, b"another key"), key, value
         )
     with pytest.raises(CommError) as caught:
         await place.open(timeout=5)
@@ -693,14 +695,14 @@ def test_windows_are_bounded_in_the_engine(ranks: Run, transport: str) -> None:
 
 async def out_of_bounds_requests(place: Rank) -> None:
     """The window over sends and receives: its owner looks at each request before it touches the tensor."""
-    from aiocomms import twosided
+    from aiocomms.lowering import windows
 
     canary = 0x5A5A5A5A
     whole = torch.full((3 * 64,), canary, dtype=torch.int64)
     async with place.open() as comm:
         window = await comm.new_window(whole[64:128])
         if place.rank == 1:
-            request = codec.to_tensor(twosided._REQUEST.pack(twosided._SWAP, 64, canary, 0), comm.device)
+            request = codec.to_tensor(windows._REQUEST.pack(windows._SWAP, 64, canary, 0), comm.device)
             await comm._issue(ops.Send(request, 0, window.handle.tag, ops.RMA_REQUEST))
         await comm.barrier()
         assert (whole == canary).all()
@@ -711,7 +713,7 @@ async def out_of_bounds_requests(place: Rank) -> None:
 )
 def test_a_request_beyond_a_window(offset: int, count: int) -> None:
     """On c10d, whose windows go over messages."""
-    from aiocomms.twosided import _Window
+    from aiocomms.lowering.windows import _Window
 
     whole = torch.full((3 * 64,), 7)
     window = _Window(1, whole[64:128])

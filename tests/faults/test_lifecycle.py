@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from aiocomms_c10d import link as c10d_link
+from aiocomms_c10d import control as c10d_link
 from aiocomms_ucx import bringup as ucx_bringup
 from oracle import FULL, hear, named, oracle, settled
 from oracle import holdings as holds
@@ -505,7 +505,10 @@ def test_no_clock_that_can_be_set() -> None:
     sources = [*(ROOT / "aiocomms").rglob("*.py"), *(ROOT / "transports").rglob("*.py")]
     sources += [path for path in (ROOT / "transports").rglob("*.?pp") if "build" not in path.parts]
     found = [where for path in sources for where in wall_clocks(path)]
-    assert {where.partition(":")[0] for where in found} <= {"aiocomms/recorder.py", "aiocomms/dumps.py"}, found
+    assert {where.partition(":")[0] for where in found} <= {
+        "aiocomms/diagnosis/recorder.py",
+        "aiocomms/diagnosis/dumps.py",
+    }, found
 
 
 def test_a_clock_that_jumps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,9 +21,9 @@ from oracle import together
 from processes import KILLED, LARGE, Rank, Run, empty, exchange, numbers
 
 import aiocomms
+from aiocomms.bootstrap.stores import connect_store
 from aiocomms.communicator import Communicator
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError, PeerDiedError, StoreLostError
-from aiocomms.stores import connect_store
 
 BEAT = {"heartbeat": 2.0}
 

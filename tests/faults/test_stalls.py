@@ -15,7 +15,7 @@ from oracle import LATE, hear, named, oracle
 from processes import LARGE, Rank, Run, exchange, free_port, numbers
 
 import aiocomms
-from aiocomms import rendezvous
+from aiocomms.bootstrap import rendezvous
 from aiocomms.communicator import Communicator
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError, PeerDiedError
 

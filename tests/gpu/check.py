@@ -103,7 +103,7 @@ def all_steps(nccl: tuple[int, ...], out: Path) -> list[Step]:
         *(conformance(transport, ranks, shared) for transport in ("nccl", "ucx") for ranks in (1, 2, 4)),
         pytest("faults G1 to G12", {}, "tests/gpu/test_faults.py"),
         pytest("CUDA graphs", {}, "tests/gpu/test_graphs.py"),
-        pytest("examples", shared, "tests/test_tensor_parallel.py", "tests/test_kv_cache.py"),
+        pytest("examples", shared, "tests/examples/test_tensor_parallel.py", "tests/examples/test_kv_cache.py"),
         *(sanitizer(tool) for tool in ("memcheck", "racecheck")),
         Step("benchmarks", [sys.executable, "-m", "benchmarks.gpu", f"--out={out}"], 1000.0),
     ]

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed import Store
 
 from aiocomms import ReduceOp, new_comm, ops
+from aiocomms.bootstrap.registry import find
 from aiocomms.communicator import Communicator
 from aiocomms.errors import UnsupportedOperation
-from aiocomms.registry import find
 from aiocomms.testing.conformance import data
 from aiocomms.transport import Capabilities, Transport
 

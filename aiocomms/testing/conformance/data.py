@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from aiocomms import ReduceOp
-from aiocomms.checks import DTYPES, describe
+from aiocomms.ops.checks import DTYPES, describe
 
 ALL_DTYPES = tuple(sorted(DTYPES, key=str))
 HALVES = (torch.float16, torch.bfloat16)

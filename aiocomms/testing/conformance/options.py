@@ -100,7 +100,7 @@ def _device(config: pytest.Config) -> torch.device:
 
 def _transports(config: pytest.Config) -> list[tuple[str | dict[str, str], bool]]:
     """The transports asked for, or all that are available, and whether their ranks are processes."""
-    from aiocomms.registry import available, find
+    from aiocomms.bootstrap.registry import available, find
 
     device = _device(config)
     state = available(device)

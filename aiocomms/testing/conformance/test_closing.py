@@ -15,8 +15,8 @@ import torch
 
 from aiocomms import Work
 from aiocomms.communicator import Communicator
-from aiocomms.deadlines import watchdog
 from aiocomms.errors import CommAbortedError, CommClosedError, CommError
+from aiocomms.progress.deadlines import watchdog
 from aiocomms.testing.conformance.case import Case, ranks
 
 SHAPE = (6,)

@@ -16,7 +16,7 @@ import anyio
 import torch
 from torch.distributed import FileStore
 
-from aiocomms.loops import running_loop
+from aiocomms.progress.loops import running_loop
 from aiocomms.testing.conformance.case import Board, Outcome, Place
 from aiocomms.testing.conformance.rank import Rank, Reports, Request, other_tasks, with_leftovers
 from aiocomms.testing.conformance.world import BACKENDS

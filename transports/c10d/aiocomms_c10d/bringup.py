@@ -17,14 +17,14 @@ import anyio
 import torch
 from torch.distributed import DistNetworkError, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
-from aiocomms.descriptors import closed_on_exec
 from aiocomms.errors import ArgumentError, CommTimeoutError, ProtocolError, StoreLostError
-from aiocomms.hosts import LOOPBACK, host_id, reachable_address
+from aiocomms.lowlevel.auth import mac
+from aiocomms.lowlevel.cloexec import closed_on_exec
+from aiocomms.lowlevel.hosts import LOOPBACK, host_id, reachable_address
 from aiocomms.transport import Rendezvous
-from aiocomms.trust import mac
 from aiocomms_c10d import wire
-from aiocomms_c10d.link import FOREVER
-from aiocomms_c10d.proof import SignedStore, prove, stop_listening
+from aiocomms_c10d.auth import SignedStore, prove, stop_listening
+from aiocomms_c10d.control import FOREVER
 
 _THREADS: Final = 2
 """gloo's threads for collectives; each runs one at a time, in the order in which they were started."""

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from aiocomms.reductions import ReduceOp
+from aiocomms.ops.reductions import ReduceOp
 
 _OPS: Final[dict[str, Any]] = {
     "sum": dist.ReduceOp.SUM,

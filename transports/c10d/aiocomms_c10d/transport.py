@@ -17,15 +17,15 @@ import torch
 from torch._C._distributed_c10d import Backend, ProcessGroup
 
 from aiocomms import ops
-from aiocomms.driver import Driver, run_in_thread
 from aiocomms.errors import CommAbortedError, CommError, MismatchError, PeerDiedError
+from aiocomms.progress.driver import Driver, run_in_thread
 from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport
 from aiocomms_c10d import bringup, wire
+from aiocomms_c10d.agreement import Meeting
+from aiocomms_c10d.control import Link
 from aiocomms_c10d.group import Group
 from aiocomms_c10d.inbox import Inbox
-from aiocomms_c10d.link import Link
-from aiocomms_c10d.mailbox import Mailbox
-from aiocomms_c10d.meeting import Meeting
+from aiocomms_c10d.matching import Mailbox
 from aiocomms_c10d.wire import Frame, Header
 
 _LAST_WORDS: Final = 0.1

@@ -1,7 +1,7 @@
 """Transport ``local``: the ranks are tasks of one process. The reference for what every operation means.
 
-It is written to be read: :mod:`~aiocomms_local.meaning` says what each collective does to the ranks' tensors, in a
-few lines each; :mod:`~aiocomms_local.hub` matches what the ranks ask for; :mod:`~aiocomms_local.transport` is the
+It is written to be read: :mod:`~aiocomms_local.semantics` says what each collective does to the ranks' tensors, in a
+few lines each; :mod:`~aiocomms_local.matching` matches what the ranks ask for; :mod:`~aiocomms_local.transport` is the
 plug-in itself.
 """
 

@@ -13,10 +13,10 @@ import torch
 
 from aiocomms import ops
 from aiocomms.errors import ArgumentError, CommAbortedError, CommError
+from aiocomms.lowlevel.waker import Waker
 from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport, conclude
-from aiocomms.waker import Waker
-from aiocomms_local.hub import Done, Hub
-from aiocomms_local.meaning import perform
+from aiocomms_local.matching import Done, Hub
+from aiocomms_local.semantics import perform
 
 _forming: dict[str, Hub] = {}
 """Hubs that not all of their ranks have found yet, by a token that rank 0 hands out."""

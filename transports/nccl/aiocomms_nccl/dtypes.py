@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from aiocomms.reductions import ReduceOp
+from aiocomms.ops.reductions import ReduceOp
 from aiocomms_nccl import nccl
 
 _NATIVE: Final = {

@@ -10,8 +10,8 @@ from aiocomms.errors import CommAbortedError, CommError, PeerDiedError, Protocol
 from aiocomms.transport import Completion
 from aiocomms_nccl import wire
 from aiocomms_nccl.agreement import Agreement
-from aiocomms_nccl.mesh import Mesh
-from aiocomms_nccl.messages import Messages
+from aiocomms_nccl.control import Mesh
+from aiocomms_nccl.matching import Messages
 
 _NONE: Final = -1
 

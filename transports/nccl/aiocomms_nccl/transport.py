@@ -15,14 +15,14 @@ import torch
 
 from aiocomms import ops
 from aiocomms.cuda import SPIN, Completions, Cuda, Event, TorchCuda, no_gpu
-from aiocomms.driver import Driver, run_in_thread
 from aiocomms.errors import CapturedWorkError, CommAbortedError, CommError, UnsupportedOperation
+from aiocomms.progress.driver import Driver, run_in_thread
 from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport
 from aiocomms_nccl import bringup
 from aiocomms_nccl.collectives import START, Bench, Start, open_bench
+from aiocomms_nccl.control import Mesh
 from aiocomms_nccl.dtypes import HALVES, REDUCTIONS
-from aiocomms_nccl.mesh import Mesh
-from aiocomms_nccl.messages import Messages
+from aiocomms_nccl.matching import Messages
 from aiocomms_nccl.nccl import CudaBrokenError, CupyNccl, Nccl, NcclComm, end_all, explain, guarded, no_cupy, status_of
 from aiocomms_nccl.ranks import Ranks
 

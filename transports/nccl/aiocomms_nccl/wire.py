@@ -6,8 +6,8 @@ from typing import Final
 
 import msgspec
 
-from aiocomms.checks import DTYPES
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError, MismatchError, PeerDiedError, ProtocolError
+from aiocomms.ops.checks import DTYPES
 
 VERSION: Final = 1
 LONGEST: Final = 64 * 1024

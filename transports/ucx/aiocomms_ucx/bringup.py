@@ -13,15 +13,15 @@ from typing import Any, Final
 import msgspec
 
 from aiocomms.cuda import Cuda
-from aiocomms.descriptors import closed_on_exec
 from aiocomms.errors import ArgumentError, AuthError, CommError, ProtocolError, UnsupportedOperation
-from aiocomms.hosts import host_id, reachable_address
+from aiocomms.lowlevel.auth import mac
+from aiocomms.lowlevel.cloexec import closed_on_exec
+from aiocomms.lowlevel.hosts import host_id, reachable_address
 from aiocomms.transport import Rendezvous
-from aiocomms.trust import mac
 from aiocomms_ucx import wire
 from aiocomms_ucx._engine import NO_DEVICE, Engine, UcxError
-from aiocomms_ucx.family import Family
-from aiocomms_ucx.gate import Gate, same_user
+from aiocomms_ucx.auth import Gate, same_user
+from aiocomms_ucx.shared_engine import Family
 
 _NONCE: Final = 32
 _BACKLOG: Final = 1024

@@ -20,9 +20,9 @@ from aiocomms_ucx import wire
 from aiocomms_ucx._engine import TURNS, create_segment, is_plain
 from aiocomms_ucx.bringup import open_family
 from aiocomms_ucx.collectives import START, describe
-from aiocomms_ucx.family import Family
-from aiocomms_ucx.lifeline import UcxLifeline
-from aiocomms_ucx.outcomes import BROKEN, DONE, DROPPED, UNEQUAL, closed_by, error_of, has_ended, peer_of
+from aiocomms_ucx.shared_engine import Family
+from aiocomms_ucx.side_channel import UcxLifeline
+from aiocomms_ucx.status import BROKEN, DONE, DROPPED, UNEQUAL, closed_by, error_of, has_ended, peer_of
 from aiocomms_ucx.windows import Windows, open_segment
 
 PLAIN: Final = -1
@@ -107,7 +107,7 @@ class UcxTransport(Transport):
         if rendezvous.size > _MOST_RANKS:
             raise ArgumentError(f"size is {rendezvous.size}, and transport 'ucx' carries at most {_MOST_RANKS} ranks")
         if rendezvous.device.type == "cuda":
-            from aiocomms_ucx.device import CudaUcxTransport  # only for those who need it
+            from aiocomms_ucx.cuda_transport import CudaUcxTransport  # only for those who need it
 
             return cast("Self", await CudaUcxTransport.open(rendezvous, options))
         family, hosts, pids = await open_family(rendezvous)

@@ -18,7 +18,7 @@ from aiocomms.errors import CommError, PeerDiedError, ProtocolError, Unsupported
 from aiocomms.transport import Completion
 from aiocomms_ucx import wire
 from aiocomms_ucx.collectives import FORMS
-from aiocomms_ucx.outcomes import has_ended
+from aiocomms_ucx.status import has_ended
 
 if TYPE_CHECKING:
     from aiocomms_ucx.transport import UcxTransport

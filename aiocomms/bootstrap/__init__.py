@@ -1,0 +1,1 @@
+"""How ranks find each other and choose transports: launchers, stores, the registry, rendezvous, recovery."""

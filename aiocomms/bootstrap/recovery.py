@@ -1,0 +1,353 @@
+"""The survivors of a lost communicator agree on who they are, and form a new one.
+
+They meet in the store in which the old one was formed. If that is gone, and the transport has a lifeline, the lowest of
+them serves a new one and tells the others where. There each says that it has come, and the lowest proposes: the first
+proposal is the decision, for the store takes no second one. Whoever is not in it is out.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import anyio
+import msgspec
+from torch.distributed import Store, TCPStore
+
+from aiocomms.bootstrap.registry import open_transports
+from aiocomms.bootstrap.stores import serve_store
+from aiocomms.errors import (
+    ArgumentError,
+    CommAbortedError,
+    CommClosedError,
+    CommError,
+    CommTimeoutError,
+    MismatchError,
+    PeerDiedError,
+    ProtocolError,
+    StoreLostError,
+)
+from aiocomms.families.issuer import Timeout
+from aiocomms.lowlevel.hosts import LOOPBACK, reachable_address
+from aiocomms.ops import checks
+from aiocomms.progress.driver import run_in_thread
+from aiocomms.transport import Lifeline, Rendezvous
+
+if TYPE_CHECKING:
+    from aiocomms.communicator import Communicator
+
+_T = TypeVar("_T")
+_PAUSE: Final = 0.005
+_PROBE: Final = 0.5
+"""Seconds in which a store answers, or is gone."""
+_TURN: Final = 0.5
+"""Seconds after which the next higher rank proposes, if nobody below it has."""
+_OLD: Final = b"the old store"
+
+
+class Decision(msgspec.Struct, array_like=True):
+    """Who forms the new communicator."""
+
+    key: str
+    """Tells it from all others."""
+    old: dict[int, int]
+    """Survivors: the new rank, and the old one."""
+    joins: dict[int, int]
+    """Newcomers: the new rank, and the number of the claim to it."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks it has."""
+        return len(self.old) + len(self.joins)
+
+
+class Invitation(msgspec.Struct, array_like=True):
+    """What a newcomer is told."""
+
+    epoch: int
+    size: int
+    key: str
+
+
+def read_invitation(value: bytes) -> tuple[int, int, str]:
+    """The epoch, the size and the key that the survivors have agreed on.
+
+    :raises ProtocolError: it is no invitation.
+    """
+    it = _decoded(value, Invitation)
+    return it.epoch, it.size, it.key
+
+
+def excluded(error: CommError, rank: int) -> CommError:
+    """What the death of a rank is to that rank itself, which was stopped or cut off, and is told of it later."""
+    if not isinstance(error, PeerDiedError) or error.peer != rank:
+        return error
+    out = CommAbortedError(f"this rank is excluded: the others took it for dead and go on without it: {error.message}")
+    out.__cause__ = error
+    return out
+
+
+async def reconfigure(
+    comm: Communicator, ranks: Sequence[int] | None, size: int | None, timeout: Timeout
+) -> Communicator:
+    """See :meth:`aiocomms.communicator.Communicator.reconfigure`."""
+    try:
+        recovery = Recovery(comm, ranks, size, checks.seconds("timeout", timeout))  # type: ignore[arg-type]  # it says so of None
+        return await recovery.run()
+    except CommError as error:
+        raise error.about(comm=comm.name, op="reconfigure", rank=comm.rank) from error.__cause__
+
+
+class Recovery:
+    """One rank's part in it."""
+
+    def __init__(self, comm: Communicator, ranks: Sequence[int] | None, size: int | None, seconds: float) -> None:
+        """Begin; see :func:`reconfigure`.
+
+        :raises ArgumentError: an argument is wrong.
+        """
+        self._comm = comm
+        self._ranks = None if ranks is None else sorted(checks.members(ranks, comm, "reconfigure"))
+        self._wanted = size
+        self._seconds = seconds
+        self._ends = time.monotonic() + seconds
+        self._reason = _check(comm, self._ranks, size)
+        lifelines = (transport.lifeline() for transport in comm._transports())
+        self._line: Lifeline | None = next((line for line in lifelines if line is not None), None)
+        self._moved = False  # to a new store
+
+    async def run(self) -> Communicator:
+        """Agree and form it; once more, as long as there is time, if a rank goes missing meanwhile."""
+        root, store = await self._meeting_place()
+        for attempt in itertools.count():
+            board = self._comm._rendezvous.child(
+                f"again{attempt}", self._comm.name, self._comm.rank, self._comm.size, store
+            )
+            decision = await self._agree(board, root)
+            try:
+                return await self._form(decision, root)
+            except (CommTimeoutError, PeerDiedError, CommAbortedError):
+                if self._left() < _TURN:
+                    raise
+        raise AssertionError
+
+    async def _form(self, decision: Decision, root: Store) -> Communicator:
+        comm, rank = self._comm, next(new for new, old in decision.old.items() if old == self._comm.rank)
+        old = comm._rendezvous
+        # Half of what is left: then there is time for another attempt.
+        rendezvous = old.successor(root, decision.key, old.epoch + 1, rank, decision.size, max(1.0, self._left() / 2))
+        options = {name: value for name, value in comm._plan.options.items() if name != "adopt"}
+        plan = msgspec.structs.replace(comm._plan, options=options)
+        transports = await open_transports(plan, lambda cls, _: cls.open(rendezvous, options))
+        rendezvous.timeout = comm.timeout
+        new = type(comm)(rendezvous, plan, transports)
+        try:
+            await comm.aclose()
+        except BaseException as error:  # nobody here will have the new one, and the other ranks have it already
+            new.abort(error)
+            await new.aclose()
+            raise
+        return new
+
+    def _left(self) -> float:
+        return self._ends - time.monotonic()
+
+    def _dead(self, rank: int) -> bool:
+        """Whether a rank is known not to come."""
+        named = isinstance(self._reason, PeerDiedError) and self._reason.peer == rank
+        return rank != self._comm.rank and (named or (self._line is not None and self._line.gone(rank)))
+
+    # --------------------------------------------------------------------------------------------- where they meet
+
+    async def _meeting_place(self) -> tuple[Store, Store | None]:
+        """A store that all survivors reach: the root of all communicators on it, and, if it is new, itself again."""
+        while self._left() > 0:
+            place = await (self._known_place() if self._line is None else self._told_place(self._line))
+            if place is not None:
+                return place
+            await anyio.sleep(_PAUSE)
+        raise CommTimeoutError(f"after {self._seconds:g} s no rank had said where to meet")
+
+    async def _known_place(self) -> tuple[Store, Store | None]:
+        root = self._comm._rendezvous.root
+        if root is None or not await self._answers():
+            raise StoreLostError(
+                "the rendezvous store is gone, and without it the ranks of this transport cannot find each other"
+            )
+        return root, None
+
+    async def _told_place(self, line: Lifeline) -> tuple[Store, Store | None] | None:
+        """Where the lowest rank that lives says; the others take its turn if it does not."""
+        rank = self._comm.rank
+        alive = [it for it in range(self._comm.size) if not self._dead(it)]
+        notes = (line.note_of(it) for it in alive if it != rank)
+        note = next((note for note in notes if note is not None), None)
+        if note is None and self._seconds - self._left() < alive.index(rank) * self._seconds / 4:
+            return None
+        if note is None:
+            note, place = await self._lead(line)
+            for other in alive:
+                line.say(other, note)
+            return place
+        root = self._comm._rendezvous.root
+        if note == _OLD and root is not None:
+            return root, None
+        return await self._follow(note)
+
+    async def _lead(self, line: Lifeline) -> tuple[bytes, tuple[Store, Store | None]]:
+        """Find a place for all."""
+        comm, root = self._comm, self._comm._rendezvous.root
+        if root is not None and await self._answers():
+            return _OLD, (root, None)
+        self._move()
+        far = any(line.far(rank) for rank in range(comm.size) if rank != comm.rank)
+        host = reachable_address((), root) if far else LOOPBACK
+        store, port = await self._off_loop("serving a store", lambda: serve_store(host, comm.size, self._seconds))
+        return f"{host} {port}".encode(), (store, store)
+
+    async def _follow(self, note: bytes) -> tuple[Store, Store | None]:
+        self._move()
+        host, _, port = note.decode(errors="replace").partition(" ")
+        if not port.isdecimal():
+            raise ProtocolError(f"a rank has said to meet at {note[:80]!r}")
+        patience = timedelta(seconds=max(0.1, self._left()))
+        try:
+            store = await self._off_loop(
+                "reaching the new store",
+                lambda: TCPStore(host, int(port), self._comm.size, False, patience, wait_for_workers=False),
+            )
+        except RuntimeError as error:
+            raise StoreLostError(f"the new store at {host}:{port} cannot be reached: {error}") from error
+        return store, store
+
+    def _move(self) -> None:
+        self._moved = True
+        if self._wanted is not None:
+            raise StoreLostError("the rendezvous store is gone, so that no newcomer finds the others: leave out size")
+
+    async def _answers(self) -> bool:
+        """Whether the store of the old communicator does."""
+        rendezvous, rank = self._comm._rendezvous, self._comm.rank
+
+        def probe() -> bool:
+            rendezvous.tell("probe", b"1")
+            return rendezvous.told("probe", rank) is not None
+
+        with anyio.move_on_after(_PROBE):
+            try:
+                return bool(await run_in_thread(self._comm.driver, probe))
+            except (RuntimeError, ArgumentError):  # the base of torch's store errors; or there never was one
+                return False
+        return False
+
+    async def _off_loop(self, what: str, call: Callable[[], _T]) -> _T:
+        with anyio.move_on_after(max(0.0, self._left())):
+            result: _T = await run_in_thread(self._comm.driver, call)
+            return result
+        raise CommTimeoutError(f"{what} took longer than {self._seconds:g} s")
+
+    # --------------------------------------------------------------------------------------------- and who they are
+
+    async def _agree(self, board: Rendezvous, root: Store) -> Decision:
+        given_up, came = threading.Event(), {self._comm.rank}
+        try:
+            return await self._off_loop("", functools.partial(self._vote, board, root, came, given_up))
+        except CommTimeoutError:
+            hoped = set(range(self._comm.size)) if self._ranks is None else set(self._ranks)
+            absent = sorted(rank for rank in hoped - came if self._ranks or not self._dead(rank))
+            who = f": ranks {absent} had not come" if absent else ", or nobody came to take the free ranks"
+            raise CommTimeoutError(f"the ranks could not agree within {self._seconds:g} s{who}") from None
+        except RuntimeError as error:
+            raise StoreLostError(f"the rendezvous store is gone: {error}") from error
+        finally:
+            given_up.set()
+
+    def _vote(self, board: Rendezvous, root: Store, came: set[int], given_up: threading.Event) -> Decision:
+        """Say that this rank has come, and wait for the decision or make it; in a thread."""
+        rank, began, complete = self._comm.rank, time.monotonic(), None
+        board.tell("came", b"1")
+        while not given_up.wait(_PAUSE):
+            record = board.decided("decision")
+            if record is None:
+                came |= {r for r in range(self._comm.size) if r not in came and board.told("came", r) is not None}
+                now = time.monotonic()
+                proposal = self._proposal(root, came, now - began)
+                complete = now if complete is None and proposal else complete
+                if proposal is None or complete is None or now - complete < sorted(came).index(rank) * _TURN:
+                    continue
+                record = board.decide("decision", msgspec.msgpack.encode(proposal))
+            decision = self._accepted(_decoded(record, Decision))
+            invitation = Invitation(self._comm._rendezvous.epoch + 1, decision.size, decision.key)
+            for new, number in decision.joins.items():  # each says it: the one that proposed may be gone
+                self._comm._rendezvous.invite(root, new, number, msgspec.msgpack.encode(invitation))
+            return decision
+        raise CommTimeoutError("nobody waits for it any more")
+
+    def _proposal(self, root: Store, came: set[int], waited: float) -> Decision | None:
+        """What this rank would propose, if it is time for that."""
+        if self._ranks is None:
+            late = [r for r in range(self._comm.size) if r not in came and not self._dead(r)]
+            if late and waited < self._seconds / 4:
+                return None
+            old = sorted(came)
+            self._check_quorum(old)
+        else:
+            old = self._ranks
+            if not came.issuperset(old):
+                return None
+        if self._wanted is None:
+            return Decision(secrets.token_hex(16), dict(enumerate(old)), {})
+        rendezvous = self._comm._rendezvous  # which knows the name that newcomers ask under; the board has the epoch's
+        joins = {new: rendezvous.claim(root, new) for new in range(self._wanted) if new not in old}
+        return Decision(secrets.token_hex(16), {r: r for r in old}, joins) if all(joins.values()) else None
+
+    def _check_quorum(self, old: Sequence[int]) -> None:
+        """Check that a part of a divided network does not take itself for all: the old store allows one decision."""
+        line, size = self._line, self._comm.size
+        if self._moved and line is not None and 2 * len(old) <= size:
+            away = [rank for rank in range(size) if rank not in old and line.far(rank)]
+            if away:
+                raise StoreLostError(
+                    f"the store is gone, and of {size} ranks only {list(old)} are left: whether ranks {away}, on other "
+                    "hosts, are dead or cut off cannot be told. If they are dead, name those that are left in ranks"
+                )
+
+    def _accepted(self, decision: Decision) -> Decision:
+        """What was decided, if this rank can go along with it."""
+        old = sorted(decision.old.values())
+        if self._comm.rank not in old:
+            raise CommAbortedError(f"this rank is excluded: ranks {old} go on without it")
+        if self._ranks is not None and self._ranks != old:
+            raise MismatchError(f"ranks is {self._ranks}, and the others have agreed on {old}")
+        if decision.joins if self._wanted is None else decision.size != self._wanted:
+            raise MismatchError(f"size is {self._wanted}, and the others have agreed on {decision.size} ranks")
+        return decision
+
+
+def _check(comm: Communicator, ranks: Sequence[int] | None, size: int | None) -> CommError | None:
+    """Check that it is lost, and that this rank is not out; why it is lost."""
+    if comm.closed:
+        raise CommClosedError("it was closed on this rank: its survivors are found over what it still holds")
+    if not comm.aborted:
+        raise ArgumentError("the communicator is not lost: split() makes smaller ones, and abort() gives it up")
+    if ranks is not None and not ranks:
+        raise ArgumentError("ranks is empty, wanted this rank and others")
+    if size is not None and (type(size) is not int or not comm.rank < size):
+        raise ArgumentError(f"size is {size!r}, wanted an int above this rank's number, {comm.rank}")
+    reason = comm._refusal
+    if reason is not None and isinstance(reason.__cause__, PeerDiedError) and reason.__cause__.peer == comm.rank:
+        raise CommAbortedError(reason.message)
+    return reason
+
+
+def _decoded(value: bytes, kind: type[_T]) -> _T:
+    try:
+        return msgspec.msgpack.decode(value, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"what the ranks have decided makes no sense: {error}") from None

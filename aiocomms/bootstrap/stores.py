@@ -1,0 +1,272 @@
+"""Connects a rank to its job's key-value store, a ``TCPStore`` on rank 0 or on the launcher's agent.
+
+Everything here blocks and is meant for a thread that may be abandoned: torch waits without a limit for a server that
+accepts a connection and then says nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import logging
+import socket
+import threading
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.distributed import TCPStore  # torch.distributed lists no exports
+
+from aiocomms.errors import ArgumentError, StoreLostError
+from aiocomms.lowlevel.auth import check_exposed
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+__all__ = ["connect_store", "serve_store"]
+
+_log = logging.getLogger(__name__)
+
+# The libuv server caps what a stranger may send and never waits for half a request; it serves a listening socket that
+# it did not make since torch 2.8 (PR 150215).
+_USE_LIBUV: Final = torch.__version__ >= "2.8"
+
+_FIRST_PAUSE: Final = 0.02
+_LONGEST_PAUSE: Final = 0.5
+# One silent address of a host must not use up the time in which another would have answered.
+_ATTEMPT: Final = 5.0
+
+# What this process serves, so that its second communicator finds the first one's server instead of a port in use.
+_served: WeakKeyDictionary[TCPStore, _Address] = WeakKeyDictionary()
+_serving = threading.Lock()
+
+
+class _Address(NamedTuple):
+    family: socket.AddressFamily
+    sockaddr: Any
+    literal: str
+
+
+class _Target(NamedTuple):
+    """Where the store is, who wants it and by when."""
+
+    host: str
+    port: int
+    rank: int
+    size: int
+    timeout: float
+    deadline: float
+
+    def __str__(self) -> str:
+        return f"the store at MASTER_ADDR={self.host!r}, MASTER_PORT={self.port}"
+
+    def remaining(self) -> float:
+        return max(0.0, self.deadline - time.monotonic())
+
+    def refused(self, why: str) -> ArgumentError:
+        return ArgumentError(f"{self} {why}", rank=self.rank)
+
+    def lost(self, why: str) -> StoreLostError:
+        return StoreLostError(f"{self} {why}", rank=self.rank)
+
+
+def connect_store(host: str, port: int, rank: int, size: int, *, agent_store: bool, timeout: float) -> Store:
+    """Host the job's store if this is rank 0, else connect to it, waiting until it is there.
+
+    Rank 0 listens on ``host``'s address only, never on every interface. A second call of rank 0 in the same process
+    shares the server, which lives as long as one of the stores does.
+
+    :param host: a name or an IPv4 or IPv6 address of rank 0's machine.
+    :param port: the TCP port there, 1 to 65535.
+    :param rank: this rank, ``0 <= rank < size``.
+    :param size: the number of ranks.
+    :param agent_store: the launcher serves the store: rank 0 connects as the others do.
+    :param timeout: seconds to get connected in, and then the store's default timeout.
+    :returns: a connection of the caller's own.
+    :raises ArgumentError: ``host`` or ``port`` cannot be what was meant: unresolvable, a wildcard, not this machine's,
+        in use; or other hosts would reach it, and the job has no token.
+    :raises StoreLostError: nobody answered there in time.
+    """
+    target = _Target(host, port, rank, size, timeout, time.monotonic() + timeout)
+    store = _serve(target) if rank == 0 and not agent_store else _join(target)
+    store.set_timeout(timedelta(seconds=timeout))
+    return store
+
+
+def serve_store(host: str, size: int, timeout: float) -> tuple[TCPStore, int]:
+    """Serve a new store at an address of this machine, and at no other; blocks.
+
+    :param host: the address.
+    :returns: the store, which serves as long as it lives, and its port.
+    """
+    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    port = int(listener.getsockname()[1])
+    store = TCPStore(
+        host, port, size, True, timedelta(seconds=timeout), wait_for_workers=False,
+        master_listen_fd=listener.detach(), use_libuv=_USE_LIBUV,
+    )  # fmt: skip
+    return store, port
+
+
+def _serve(target: _Target) -> TCPStore:
+    addresses = _resolve_patiently(target)
+    # A machine's own name may stand for loopback too (/etc/hosts), where the other machines do not find it.
+    addresses.sort(key=lambda address: _is_loopback(address.literal))
+    if not _serving.acquire(timeout=target.remaining()):
+        raise target.lost(f"is still being opened by another thread after {target.timeout:g} s")
+    try:
+        # Held until the new store shares its server: without one torch would open its own, on every interface.
+        sharing = _served_here(target, addresses)
+        if sharing is not None:
+            address = _served[sharing]
+            store = _open(target, address.literal, is_master=True)
+        else:
+            address, listener = _listen(target, addresses)
+            # TCPStore owns the descriptor from here on, whether it succeeds or raises.
+            store = _open(target, address.literal, is_master=True, master_listen_fd=listener.detach())
+        _served[store] = address
+        return store
+    finally:
+        _serving.release()
+
+
+def _served_here(target: _Target, addresses: list[_Address]) -> TCPStore | None:
+    """A store of this process whose server serves this address already."""
+    for store, address in list(_served.items()):
+        if address in addresses:
+            return store
+        # torch knows a process's servers by their ports alone and would take the one for the other.
+        if address.sockaddr[1] == target.port:
+            raise target.refused(
+                f"cannot be opened: this process serves that port on {address.literal} already: set MASTER_PORT to a "
+                "free one"
+            )
+    return None
+
+
+def _join(target: _Target) -> TCPStore:
+    pause = _FIRST_PAUSE
+    while True:
+        reached = _knock(_resolve_patiently(target), target)
+        if isinstance(reached, str):
+            return _open(target, reached, is_master=False)
+        if target.remaining() <= pause:
+            raise target.lost(
+                f"did not answer within {target.timeout:g} s ({reached}): check that rank 0 runs, that both variables "
+                "are the same on all ranks and, if these are on several machines, that the address is not loopback"
+            ) from reached
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _open(target: _Target, literal: str, **role: Any) -> TCPStore:
+    """A TCPStore at an address that is known to be there: torch's own search prints a stack trace per attempt."""
+    patience = timedelta(seconds=max(0.1, target.remaining()))
+    try:
+        # multi_tenant: shares the server of this process on this port, with us and with torch's own env:// rendezvous.
+        return TCPStore(
+            literal,
+            target.port,
+            target.size,
+            timeout=patience,
+            wait_for_workers=False,
+            multi_tenant=True,
+            use_libuv=_USE_LIBUV,
+            **role,
+        )
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise target.lost(f"could not be opened: {reason}") from error
+
+
+def _knock(addresses: list[_Address], target: _Target) -> str | OSError:
+    """The first address where somebody listens, or why there is none."""
+    failure = OSError(errno.ECONNREFUSED, "connection refused")
+    for address in addresses:
+        try:
+            with socket.socket(address.family, socket.SOCK_STREAM) as probe:
+                probe.settimeout(min(max(0.01, target.remaining()), _ATTEMPT))
+                probe.connect(address.sockaddr)
+                # Where nobody listens yet, the kernel may pick that very port as our own and connect us to ourselves.
+                if probe.getsockname() != probe.getpeername():
+                    return address.literal
+        except OSError as error:
+            failure = error
+    return failure
+
+
+def _listen(target: _Target, addresses: list[_Address]) -> tuple[_Address, socket.socket]:
+    """Listen on the first address that is this machine's."""
+    failures: list[OSError] = []
+    for address in addresses:
+        try:
+            listener = socket.create_server(address.sockaddr, family=address.family, backlog=socket.SOMAXCONN)
+        except OSError as error:
+            failures.append(error)
+        else:
+            if not _is_loopback(address.literal):
+                with contextlib.ExitStack() as stack:
+                    stack.enter_context(listener)
+                    check_exposed(f"{target} would be open to other hosts at {address.literal}")
+                    stack.pop_all()
+            return address, listener
+    raise _cannot_listen(target, failures)
+
+
+def _cannot_listen(target: _Target, failures: list[OSError]) -> ArgumentError:
+    advice = {
+        errno.EADDRINUSE: "the port is in use: set MASTER_PORT to a free one, or pass the store that uses it",
+        errno.EACCES: "the port is privileged: set MASTER_PORT to one above 1023",
+        errno.EADDRNOTAVAIL: "rank 0 hosts it, but that is no address of this machine: set MASTER_ADDR to one",
+    }
+    known = {error.errno: error for error in failures}
+    number = next((number for number in advice if number in known), None)
+    error = failures[-1] if number is None else known[number]
+    refused = target.refused(f"cannot be opened: {error if number is None else advice[number]}")
+    refused.__cause__ = error
+    return refused
+
+
+def _resolve_patiently(target: _Target) -> list[_Address]:
+    """The host's addresses. A name may become known only when its machine is up."""
+    warned = False
+    while True:
+        try:
+            return _resolve(target)
+        except socket.gaierror as error:
+            if target.remaining() <= _LONGEST_PAUSE:
+                raise target.refused(
+                    f"has a name that does not resolve ({error.strerror}): set MASTER_ADDR to rank 0's host"
+                ) from error
+            if not warned:
+                _log.warning("%s has a name that does not resolve yet (%s)", target, error.strerror)
+            warned = True
+        time.sleep(_LONGEST_PAUSE)
+
+
+def _resolve(target: _Target) -> list[_Address]:
+    try:
+        found = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
+    except UnicodeError as error:
+        raise target.refused("has no valid host name: set MASTER_ADDR to rank 0's host") from error
+    flags = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
+    addresses = [_Address(f, sa, socket.getnameinfo(sa, flags)[0]) for f, _, _, _, sa in found]
+    if any(_is_wildcard(address.literal) for address in addresses):
+        raise target.refused("would be on every interface, wanted one address: set MASTER_ADDR to rank 0's")
+    return addresses
+
+
+def _ip(literal: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    ip = ipaddress.ip_address(literal)
+    return ip if ip.version == 4 else ip.ipv4_mapped or ip
+
+
+def _is_wildcard(literal: str) -> bool:
+    return _ip(literal).is_unspecified
+
+
+def _is_loopback(literal: str) -> bool:
+    return _ip(literal).is_loopback

@@ -1,0 +1,377 @@
+"""CUDA streams and events on the event loop: what torch has of them, and the queue of events that are waited for.
+
+Knows CUDA and no transport. A transport that works on GPU memory orders its ops with events, and is told on the loop's
+thread when one has fired: asked for a few turns of the loop, then by a thread that sleeps on it without the GIL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, Final, Protocol
+
+import torch
+
+from aiocomms import ops
+from aiocomms.cuda import runtime
+from aiocomms.errors import CapturedWorkError, CommError
+from aiocomms.lowlevel.waker import Waker
+from aiocomms.progress.driver import Driver, Promise
+from aiocomms.transport import Capabilities
+
+SPIN: Final = 30
+"""Turns of the loop for which events are asked before a thread sleeps on them: some 100 µs."""
+_THREAD_LOCAL: Final = 1  # cudaStreamCaptureModeThreadLocal
+
+
+class Event(Protocol):
+    """A ``torch.cuda.Event``."""
+
+    def record(self, stream: Any) -> None:
+        """Fire when the stream has done what it has been given so far."""
+
+    def query(self) -> bool:
+        """Whether it has fired. Holds the GIL."""
+
+    def synchronize(self) -> None:
+        """Sleep until it has fired. Drops the GIL, and costs no CPU."""
+
+
+class Stream(Protocol):
+    """A ``torch.cuda.Stream``."""
+
+    @property
+    def cuda_stream(self) -> int:
+        """The ``cudaStream_t``."""
+
+    def wait_event(self, event: Any) -> None:
+        """Do what is given from now on when the event has fired."""
+
+
+class Cuda(Protocol):
+    """The device as seen from here: the driver, thin enough to be replaced where there is no GPU."""
+
+    def activate(self) -> None:
+        """Make the device this thread's current one."""
+
+    def stream(self, priority: int) -> Stream:
+        """A stream of one's own; a lower ``priority`` is served first, 0 is usual."""
+
+    def current_stream(self) -> Stream:
+        """This thread's current stream."""
+
+    def event(self) -> Event:
+        """A new event, without timing, on which a thread sleeps rather than spins."""
+
+    def capturing(self, stream: Stream | None = None) -> bool:
+        """Whether a stream is being captured into a graph; None: this thread's current one."""
+
+    def enqueue(self, stream: Stream, call: Callable[[], object]) -> None:
+        """Run torch operations on a stream."""
+
+    def empty_like(self, stream: Stream, tensor: torch.Tensor) -> torch.Tensor:
+        """Memory of a stream's own, in the shape of a tensor.
+
+        :raises torch.OutOfMemoryError: there is none.
+        """
+
+    def harmless(self) -> contextlib.AbstractContextManager[None]:
+        """Let this thread's calls not break another thread's capture (thread-local capture mode)."""
+
+
+class TorchCuda:
+    """The real :class:`Cuda`, which torch wraps."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing
+        self._exchange: Callable[[Any], int] = runtime.library().cudaThreadExchangeStreamCaptureMode
+
+    def activate(self) -> None:
+        """See :meth:`Cuda.activate`."""
+        torch.cuda.set_device(self.device)
+
+    def stream(self, priority: int) -> Stream:
+        """See :meth:`Cuda.stream`."""
+        stream: Stream = runtime.own_stream(self.device, priority)
+        return stream
+
+    def current_stream(self) -> Stream:
+        """See :meth:`Cuda.current_stream`."""
+        return torch.cuda.current_stream(self.device)
+
+    def event(self) -> Event:
+        """See :meth:`Cuda.event`."""
+        return runtime.Event(blocking=True)  # type: ignore[no-untyped-call]
+
+    def capturing(self, stream: Stream | None = None) -> bool:
+        """See :meth:`Cuda.capturing`."""
+        if stream is None:
+            return self._capturing()
+        with torch.cuda.stream(stream):  # type: ignore[arg-type]
+            return self._capturing()
+
+    def enqueue(self, stream: Stream, call: Callable[[], object]) -> None:
+        """See :meth:`Cuda.enqueue`."""
+        with torch.cuda.stream(stream):  # type: ignore[arg-type]
+            call()
+
+    def empty_like(self, stream: Stream, tensor: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Cuda.empty_like`."""
+        with torch.cuda.stream(stream):  # type: ignore[arg-type]
+            return torch.empty_like(tensor)
+
+    @contextlib.contextmanager
+    def harmless(self) -> Iterator[None]:
+        """See :meth:`Cuda.harmless`."""
+        mode = ctypes.c_int(_THREAD_LOCAL)
+        self._exchange(ctypes.byref(mode))
+        try:
+            yield
+        finally:
+            self._exchange(ctypes.byref(mode))
+
+
+class Completions:
+    """Events that are waited for, each stream's in order; served by one transport's ``progress`` on one loop.
+
+    With nothing waited for, nothing runs. While the current stream is being captured nothing is asked.
+    """
+
+    def __init__(self, cuda: Cuda, wake: Callable[[], None], spin: int = SPIN) -> None:
+        """Begin.
+
+        :param wake: makes the loop call :meth:`poll`; from any thread.
+        :param spin: how many polls in vain it takes until a thread sleeps on what is left.
+        """
+        self.parked = False
+        """Whether threads sleep on what is left."""
+        self._cuda = cuda
+        self._wake = wake
+        self._spin = spin
+        self._queues: dict[int, deque[tuple[Event, Callable[[], object]]]] = {}
+        self._pool: list[Event] = []
+        self._sleepers: dict[int, _Sleeper] = {}
+        self._in_vain = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._queues)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def mark(self, stream: Stream) -> Event:
+        """Record an event; to be given back with :meth:`release`, or dropped if it may not have fired."""
+        event = self._pool.pop() if self._pool else self._cuda.event()
+        event.record(stream)
+        return event
+
+    def release(self, event: Event) -> None:
+        """Take back an event that has fired, to be used again."""
+        self._pool.append(event)
+
+    def add(self, stream: Stream, then: Callable[[], object]) -> Event:
+        """Have ``then`` called, on the loop's thread, when a stream has done what it has been given so far.
+
+        What ``then`` refers to, such as the op and with it the tensors, is kept until then.
+
+        :returns: the event, for other streams to wait for; not to be kept when it has fired.
+        """
+        event = self.mark(stream)
+        key = stream.cuda_stream
+        queue = self._queues.get(key)
+        if queue is None:
+            queue = self._queues[key] = deque()
+        queue.append((event, then))
+        self._in_vain = 0
+        self.parked = False
+        return event
+
+    def poll(self) -> bool:
+        """Call what has become due.
+
+        While the current stream is being captured nothing is; then ``progress`` should say True, to be asked again.
+
+        :returns: whether anything has.
+        """
+        if not self._queues or self._cuda.capturing():
+            return False
+        fired = self._collect()
+        if fired:
+            self._in_vain = 0
+            for then in fired:
+                then()
+            return True
+        self._in_vain += 1
+        if self._in_vain >= self._spin:
+            self._park()
+        return False
+
+    def _collect(self) -> list[Callable[[], object]]:
+        """What is due; asks the head of each queue, and those behind it only when that has fired."""
+        fired = []
+        with self._cuda.harmless():
+            for key, queue in list(self._queues.items()):
+                sleeper = self._sleepers.get(key)
+                while queue and queue[0][0].query():
+                    event, then = queue.popleft()
+                    fired.append(then)
+                    if sleeper is None or sleeper.target is not event:  # else a thread may still look at it
+                        self._pool.append(event)
+                if not queue:
+                    del self._queues[key]
+        return fired
+
+    def _park(self) -> None:
+        self.parked = True
+        for key, queue in self._queues.items():
+            if key not in self._sleepers:
+                self._sleepers[key] = _Sleeper(self._cuda, self._wake)
+            self._sleepers[key].watch(queue[0][0])
+
+    def wait(self) -> None:
+        """Block until everything has fired, and forget it: at the end, off the loop."""
+        for queue in self._queues.values():
+            for event, _ in queue:
+                with contextlib.suppress(RuntimeError):  # nothing is left to be waited for on a device that is broken
+                    event.synchronize()
+        self._queues.clear()
+
+    def close(self) -> None:
+        """Let the threads end. One that sleeps on an event ends when that has fired."""
+        for sleeper in self._sleepers.values():
+            sleeper.close()
+
+
+class _Sleeper:
+    """A thread that sleeps on the events of one stream, one at a time."""
+
+    def __init__(self, cuda: Cuda, wake: Callable[[], None]) -> None:
+        self.target: Event | None = None
+        """What it sleeps on, or is about to."""
+        self._cuda = cuda
+        self._wake = wake
+        self._changed = threading.Condition()
+        self._closed = False
+        threading.Thread(target=self._run, name="aiocomms sleeps on events", daemon=True).start()
+
+    def watch(self, event: Event) -> None:
+        """Wake the loop when an event has fired; when it sleeps on another one of this stream, that one will do it."""
+        with self._changed:
+            if self.target is None:
+                self.target = event
+                self._changed.notify()
+
+    def close(self) -> None:
+        """End, when what it sleeps on has fired."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def _run(self) -> None:
+        self._cuda.activate()
+        with self._cuda.harmless():
+            while (event := self._next()) is not None:
+                with contextlib.suppress(RuntimeError):  # the poll meets the same error, and reports it
+                    event.synchronize()
+                with self._changed:
+                    self.target = None
+                self._wake()
+
+    def _next(self) -> Event | None:
+        with self._changed:
+            while self.target is None and not self._closed:
+                self._changed.wait()
+            return None if self._closed else self.target
+
+
+def no_gpu(device: torch.device) -> str | None:
+    """Why torch cannot use a GPU, or None."""
+    if torch.version.cuda is None:
+        return "this torch was built without CUDA: install a CUDA build of torch, which plain `torch` on PyPI is"
+    if not torch.cuda.is_available():
+        return "torch finds no GPU: check nvidia-smi, the driver, and CUDA_VISIBLE_DEVICES; or use device='cpu'"
+    count = torch.cuda.device_count()
+    if device.index is not None and device.index >= count:
+        return f"device is {device}, and this process sees {count} GPU(s): use cuda:0 to cuda:{count - 1}"
+    return None
+
+
+class recorded:  # noqa: N801 - it reads as what it is: ``await recorded(stream)``
+    """Await the point that a CUDA stream has come to: after ``graph.replay()``, that the replay is done.
+
+    Records an event at the call. ``await`` returns when it has fired, and costs no CPU meanwhile; a cancelled one
+    changes nothing.
+
+    :param stream: a ``torch.cuda.Stream``; None: the current one.
+    :param cuda: the device, where it is not torch's current one.
+    :raises CapturedWorkError: the stream is being captured: its events fire in no replay.
+    """
+
+    def __init__(self, stream: Stream | None = None, *, cuda: Cuda | None = None) -> None:
+        self._cuda = cuda or TorchCuda(torch.device("cuda", torch.cuda.current_device()))
+        if self._cuda.capturing(stream):
+            raise CapturedWorkError("the stream is being captured; record behind graph.replay(), and await that")
+        self._stream = stream or self._cuda.current_stream()
+        self._event = self._cuda.event()
+        self._event.record(self._stream)
+
+    def done(self) -> bool:
+        """Whether the stream has passed the point."""
+        return self._event.query()
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        if not self._event.query():
+            yield from _Watch(self._cuda, self._event).__await__()
+
+
+class _Watch:
+    """Waits for one event by a place of its own among what the loop's driver serves."""
+
+    capabilities = Capabilities(ops=frozenset[type[ops.Op]](), spin=SPIN)
+
+    def __init__(self, cuda: Cuda, event: Event) -> None:
+        self._cuda = cuda
+        self._event = event
+        self._waker = Waker()
+        self._sleeper: _Sleeper | None = None
+        self._driver = Driver.current()
+        self._promise = Promise(self._driver)
+        self._error: CommError | None = None
+        self._left = SPIN
+        self.fileno = self._waker.fileno
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        self._driver.attach(self)
+        self._driver.kick(self)
+        try:
+            yield from self._promise.__await__()
+        finally:
+            self._driver.detach(self)
+            if self._sleeper is not None:
+                self._sleeper.close()
+            self._waker.close()
+        if self._error is not None:
+            raise self._error
+
+    def progress(self) -> bool:
+        self._waker.clear()
+        if self._cuda.capturing():
+            return True  # so that it is asked again
+        with self._cuda.harmless():
+            fired = self._event.query()
+        if fired:
+            self._promise.set()
+            return True
+        self._left -= 1
+        if self._left <= 0:
+            self._sleeper = self._sleeper or _Sleeper(self._cuda, self._waker.wake)
+            self._sleeper.watch(self._event)
+        return False
+
+    def on_failure(self, error: CommError) -> None:
+        self._error = error
+        self._promise.set()

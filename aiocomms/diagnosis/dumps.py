@@ -1,0 +1,214 @@
+"""Writes flight recorders to files: when a communicator is lost, on a signal, and when asked.
+
+A file is JSON lines: a header, then the ops. It is its owner's alone (0600), never replaces or follows anything, holds
+no contents of tensors, and there are few of them. What goes wrong is said once in the log and is no op's business.
+"""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import contextlib
+import itertools
+import logging
+import os
+import re
+import signal
+import stat
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from aiocomms.diagnosis.recorder import Recorder, Snapshot
+
+PER_PROCESS, PER_FOLDER = 16, 256
+"""Files that a process keeps, and that the default folder keeps; the oldest are deleted."""
+LARGEST = 8 << 20
+"""Bytes of a file; the oldest ops are left out."""
+
+_SUFFIX = ".aiocomms.jsonl"
+_AT_EXIT = 1.0
+"""Seconds for which the interpreter's end waits for what is being written."""
+
+_log = logging.getLogger("aiocomms")
+_counter = itertools.count(1)
+_complained: list[str] = []
+_recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
+_running: set[_thread.LockType] = set()
+
+
+def register(recorder: Recorder) -> None:
+    """Write this one too when a signal asks; install the handler with the first, if the environment says so."""
+    _recorders.add(recorder)
+    if os.environ.get("AIOCOMMS_RECORDER_SIGNAL", "0") not in ("", "0") and not _handled:
+        if threading.current_thread() is threading.main_thread():
+            dump_on_signal()
+        else:
+            complain("AIOCOMMS_RECORDER_SIGNAL: only the main thread can install a handler; call dump_on_signal there")
+
+
+_handled: set[int] = set()
+
+
+def dump_on_signal(signum: int = signal.SIGUSR1) -> None:
+    """Write every communicator's flight recorder whenever the process gets a signal; then do what was done before.
+
+    The handler runs on the main thread, also while its event loop is blocked in Python code or waits in a system call.
+
+    :param signum: the signal.
+    :raises ValueError: this is not the main thread.
+    """
+    if signum in _handled:
+        return
+    before = signal.getsignal(signum)
+
+    def handle(number: int, frame: Any) -> None:
+        dump_all(signal.Signals(number).name)
+        if callable(before):
+            before(number, frame)
+
+    signal.signal(signum, handle)
+    _handled.add(signum)
+
+
+def dump_all(reason: str) -> list[Path]:
+    """Write the recorder of every communicator of this process that is open. Any thread or signal handler."""
+    # No thread here: starting one takes a lock that the code which a signal has interrupted may hold.
+    paths = [try_write(recorder.snapshot(reason)) for recorder in list(_recorders) if recorder.open]
+    return [path for path in paths if path is not None]
+
+
+def in_background(call: Callable[[], object]) -> bool:
+    """Do something in a thread that nobody waits for but, for a moment, the interpreter's end.
+
+    :returns: False: no thread can be had.
+    """
+    running = _thread.allocate_lock()
+    running.acquire()
+    _running.add(running)
+
+    def run() -> None:
+        try:
+            call()
+        except Exception as error:
+            complain(f"the flight recorder: {type(error).__name__}: {error}")
+        finally:
+            _running.discard(running)
+            running.release()
+
+    try:
+        # Not threading.Thread: its start() takes a lock that the code which a signal has interrupted may hold.
+        _thread.start_new_thread(run, ())
+    except RuntimeError:
+        _running.discard(running)
+        return False
+    return True
+
+
+os.register_at_fork(after_in_child=_running.clear)
+
+
+@atexit.register
+def _finish() -> None:
+    ends = time.monotonic() + _AT_EXIT
+    for running in list(_running):
+        running.acquire(timeout=max(0.0, ends - time.monotonic()))
+
+
+def complain(message: str) -> None:
+    """Say something once."""
+    if message not in _complained and len(_complained) < 100:
+        _complained.append(message)
+        _log.warning("%s", message)
+
+
+def wanted() -> bool:
+    """Whether files are to be written at all."""
+    return os.environ.get("AIOCOMMS_RECORDER_DIR") != ""
+
+
+def try_write(snapshot: Snapshot) -> Path | None:
+    """Write a file to the usual folder; None if that is not wanted, or does not succeed, which is said once."""
+    if not wanted():
+        return None
+    try:
+        return write(snapshot)
+    except OSError as error:
+        complain(f"the flight recorder cannot be written: {error}; set AIOCOMMS_RECORDER_DIR to another folder")
+        return None
+
+
+def write(snapshot: Snapshot, folder: str | os.PathLike[str] | None = None) -> Path:
+    """Write a file.
+
+    :param folder: where to; None: the usual folder.
+    :returns: its path.
+    :raises OSError: it cannot be written, or the default folder is not safe.
+    """
+    header = snapshot.header
+    where = Path(folder) if folder is not None else _usual()
+    where.mkdir(mode=0o700, parents=True, exist_ok=True)
+    name = re.sub(r"[^\w.-]", "_", header.comm, flags=re.ASCII)[:40]
+    when = time.strftime("%Y%m%dT%H%M%S", time.gmtime(header.wall))
+    path = where / f"{name}.rank{header.rank}.{when}.{os.getpid()}-{next(_counter)}{_SUFFIX}"
+    _prune(where, path.name, default=folder is None and where == _default())
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(path, flags, 0o600)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(_encode(snapshot))
+    except BaseException:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        raise
+    return path
+
+
+def _encode(snapshot: Snapshot) -> bytes:
+    encoder = msgspec.json.Encoder()
+    lines = [encoder.encode(item) for item in snapshot.items()]
+    room = LARGEST - sum(map(len, lines)) - len(lines)
+    while room < 0:
+        room += len(lines.pop(0)) + 1
+    return b"\n".join((encoder.encode(snapshot.header), *lines, b""))
+
+
+def _usual() -> Path:
+    said = os.environ.get("AIOCOMMS_RECORDER_DIR")
+    if said:
+        return Path(said)
+    folder = _default()
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise PermissionError(f"{folder} is not a folder of this user's alone")
+    return folder
+
+
+def _default() -> Path:
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    if runtime and Path(runtime).is_dir():
+        return Path(runtime) / "aiocomms"
+    return Path(tempfile.gettempdir()) / f"aiocomms-{os.getuid()}"
+
+
+def _prune(folder: Path, name: str, default: bool) -> None:
+    """Delete what is too much, before one more is written; of a folder that was given, only what is this process's."""
+    mine = f".{os.getpid()}-"
+    known: list[tuple[float, Path]] = []
+    for path in folder.glob(f"*{_SUFFIX}"):
+        with contextlib.suppress(OSError):
+            known.append((path.lstat().st_mtime, path))
+    known.sort()
+    own = [path for _, path in known if mine in path.name]
+    surplus = own[: max(0, len(own) - PER_PROCESS + 1)]
+    if default:
+        surplus += [path for _, path in known[: max(0, len(known) - PER_FOLDER + 1)]]
+    for path in surplus:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,59 @@
+"""Says who is missing in an op and what that rank does instead, from what the ranks say they are doing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from aiocomms.diagnosis.recorder import Brief, Item
+
+
+def judge(late: Item, briefs: Mapping[int, Brief], silent: Iterable[int] = ()) -> str:
+    """What the ranks do about one op: "ranks 0, 1, 2 are in it (collective 41), rank 3 has finished ...".
+
+    :param late: the op that is late, as a rank that is in it knows it.
+    :param briefs: what ranks are doing, by rank.
+    :param silent: ranks that were asked and did not say it in time.
+    """
+    inside, done, rest = [], [], []
+    for rank, brief in sorted(briefs.items()):
+        instead = instead_of(late, brief)
+        if instead is None:
+            inside.append(rank)
+        elif instead:
+            rest.append(f"rank {rank} {instead}")
+        else:
+            done.append(rank)
+    number = "" if late.collective is None else f" (collective {late.collective})"
+    parts = [
+        *([f"{_ranks(inside, 'is', 'are')} in it{number}"] if inside else []),
+        *([f"{_ranks(done, 'is', 'are')} done with it"] if done else []),
+        *rest,
+        *([f"{_ranks(quiet, 'does', 'do')} not answer: dead, stopped or busy"] if (quiet := sorted(silent)) else []),
+    ]
+    return ", ".join(parts)
+
+
+def instead_of(late: Item, brief: Brief) -> str | None:
+    """What a rank does instead of an op: None if it is in the op, empty if it has done its part."""
+    if late.collective is not None:
+        here = next((item for item in brief.pending if item.collective == late.collective), None)
+        if here is not None:
+            return None if here.name == late.name else f"is in {here} instead"
+        if brief.ended >= late.collective:
+            return ""
+    return doing(brief)
+
+
+def doing(brief: Brief) -> str:
+    """What a rank is doing: "has finished collective 40 (broadcast #57) and is in recv(src=1, tag=7)"."""
+    last = f" ({brief.last})" if brief.last else ""
+    before = f"has finished collective {brief.ended}{last}" if brief.ended else "has finished no collective"
+    if not brief.pending:
+        return f"{before} and is in no operation"
+    more = f" and {brief.more} more" if brief.more else ""
+    return f"{before} and is in {', '.join(map(str, brief.pending))}{more}"
+
+
+def _ranks(ranks: list[int], one: str, several: str) -> str:
+    many = len(ranks) > 1
+    return f"rank{'s' * many} {', '.join(map(str, ranks))} {several if many else one}"

@@ -1,0 +1,96 @@
+"""A communicator that is still open when its event loop ends is closed then, with a warning.
+
+Loops have no hook for their end, but they close the async generators that were begun in them and are left:
+``asyncio.run``, ``asyncio.Runner``, uvloop and trio do, and whoever closes a loop by hand is to call
+``loop.shutdown_asyncgens()`` first. The loop still runs then, so that it is a close like any other.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import warnings
+import weakref
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import anyio
+
+if TYPE_CHECKING:
+    from aiocomms.communicator import Communicator
+
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+
+
+class Guard:
+    """Of one communicator, from when it is made, on its loop's thread, until :meth:`dismiss`."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self._place = _caller()
+        self._ending = False  # the loop is
+        self._generator = self._watch()
+        self._step()
+        _guards.add(self)
+
+    def dismiss(self) -> None:
+        """It is closed. Twice is once."""
+        _guards.discard(self)
+        if not self._ending:
+            self._step()
+
+    def warn(self) -> None:
+        """Say that it was left open."""
+        message = f"unclosed {self.comm!r}, opened at {self._place}: use `async with`, or await its aclose()"
+        warnings.warn(message, ResourceWarning, stacklevel=2, source=self.comm)
+
+    def _step(self) -> None:
+        step = self._generator.__anext__()
+        try:
+            step.send(None)
+        except (StopIteration, StopAsyncIteration):  # it has yielded; it has ended
+            pass
+
+    async def _watch(self) -> AsyncGenerator[None, None]:
+        try:
+            yield
+        except GeneratorExit:
+            self._ending = True
+            if not self.comm.closed:
+                try:
+                    self.warn()
+                finally:
+                    with anyio.CancelScope() as scope:
+                        scope.cancel()  # the loop waits for nobody any more: only for what must be released
+                        await self.comm.aclose()
+            raise
+
+
+def _caller() -> str:
+    """The innermost line that is not this library's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+_guards: weakref.WeakSet[Guard] = weakref.WeakSet()
+
+
+def guards() -> Sequence[Guard]:
+    """Those of all communicators that are open in this process."""
+    return list(_guards)
+
+
+def _end_of_process() -> None:
+    """The transports are stopped already; a loop that did not end closes no generators."""
+    for guard in guards():
+        try:
+            guard.warn()
+        finally:
+            guard.dismiss()
+
+
+atexit.register(_end_of_process)

@@ -1,0 +1,218 @@
+"""What happens between the loss of a communicator and the end of its pending works: why, and who was missing.
+
+When a deadline passes, every rank says through the store of the rendezvous what it is doing. The late rank waits a
+moment for the others' words and makes a verdict of them, which it passes on. All of it is off the loop, bounded in time
+and size, and best effort: what cannot be learnt leaves the error as it was.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from aiocomms.diagnosis import dumps
+from aiocomms.diagnosis.hang_report import judge
+from aiocomms.diagnosis.recorder import LONGEST, SHOWN, Brief, Item, Recorder, Snapshot
+from aiocomms.errors import CommAbortedError, CommClosedError, CommError, CommTimeoutError, PeerDiedError
+from aiocomms.progress.work import Work
+from aiocomms.transport import Rendezvous, Transport
+
+PASSED = "its deadline passed"
+"""What the errors of a late op, and those of other ranks that quote it, have in common."""
+PATIENCE, LONGER = 0.2, 0.3
+"""Seconds after a rank has lost the communicator: until when the late one hears the others' words, and until when works
+wait at all. A late op must have failed within 0.5 s, and what comes after this takes its time on a busy machine."""
+ASKED = 64
+"""Ranks that are asked at most: those that are missing first."""
+
+_DOING, _VERDICT = "doing", "verdict"
+"""What a rank leaves in the store: what it is doing; what the late rank has made of that."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.01
+_LARGEST = 16384
+"""Bytes of what another rank says."""
+_brief = msgspec.json.Decoder(Brief)
+
+
+class Lost(Protocol):
+    """The communicator that is lost."""
+
+    name: str
+    rank: int
+    size: int
+
+
+def late(comm: Lost, transport: Transport | None, work: Work[Any]) -> tuple[CommTimeoutError, list[int]]:
+    """The error of an op whose deadline has passed, and the ranks that it waits for, where the transport can tell."""
+    absent = list(transport.missing(work)) if transport is not None else []
+    who = f"; waiting for rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}" if absent else ""
+    name = work.op.name
+    return CommTimeoutError(f"{PASSED}{who}", comm=comm.name, op=name, seq=work.seq, rank=comm.rank), absent
+
+
+def quote(work: Work[Any], reason: CommError) -> CommError:
+    """The op at fault gets the error itself, the others one that quotes it."""
+    if work.seq == reason.seq:
+        return reason
+    if isinstance(reason, (CommAbortedError, CommClosedError, PeerDiedError)):
+        return type(reason)(reason.message, peer=reason.peer)
+    return CommAbortedError(f"the communicator is lost: {reason}", peer=reason.peer)
+
+
+class Inquest:
+    """Of one communicator, once.
+
+    :param error: why it is lost.
+    :param absent: the ranks that the late op waits for.
+    """
+
+    def __init__(
+        self, comm: Lost, recorder: Recorder, rendezvous: Rendezvous, error: CommError, absent: Sequence[int]
+    ) -> None:
+        self._comm = comm
+        self._rendezvous = rendezvous
+        self._error = error
+        self._absent = absent
+        self._began = time.monotonic()
+        self._snapshot = self._look(recorder)
+        self._closed = threading.Event()
+        self.sitting = self._snapshot is not None and PASSED in error.message
+        """Whether the works are kept waiting for it."""
+
+    def _look(self, recorder: Recorder) -> Snapshot | None:
+        try:
+            return recorder.snapshot(str(self._error))
+        except Exception as error:  # whatever it is, the communicator must come to its end
+            dumps.complain(f"the flight recorder: {type(error).__name__}: {error}")
+            return None
+
+    def hold(self, end: Callable[[CommError], object]) -> None:
+        """Begin; any thread or signal handler.
+
+        :param end: called once, on any thread: ends the pending works with the error that they get.
+        """
+        snapshot = self._snapshot
+        if not self.sitting:
+            end(self._error)
+            if snapshot is not None and dumps.wanted():
+                dumps.in_background(lambda: dumps.try_write(snapshot))
+        elif snapshot is None or not dumps.in_background(lambda: self._sit(snapshot, end)):
+            self.sitting = False
+            end(self._error)
+
+    def close(self) -> None:
+        """Nobody waits any more."""
+        self._closed.set()
+
+    def _sit(self, snapshot: Snapshot, end: Callable[[CommError], object]) -> None:
+        verdict, path = "", None
+        try:
+            if self._comm.size > 1 and self._rendezvous.store is not None:
+                verdict = self._verdict_in_time(snapshot)
+            snapshot.header.verdict = verdict
+            path = dumps.try_write(snapshot)
+        finally:
+            self.sitting = False
+            end(self._concluded(verdict, path))
+
+    def _concluded(self, verdict: str, path: Path | None) -> CommError:
+        old = self._error
+        message = old.message + (f": {verdict}" if verdict and verdict not in old.message else "")
+        if path is not None:
+            message += f" [flight recorder: {path}]"
+        new = type(old)(message, comm=old.comm, op=old.op, seq=old.seq, rank=old.rank, peer=old.peer)
+        new.__cause__ = old.__cause__
+        return new
+
+    def _verdict_in_time(self, snapshot: Snapshot) -> str:
+        """Learn it on a thread that may be left behind: a store whose host is stopped, or gone, keeps its callers."""
+        said: queue.SimpleQueue[str] = queue.SimpleQueue()
+        if not dumps.in_background(lambda: said.put(self._verdict(snapshot))):
+            return ""
+        try:
+            return said.get(timeout=max(0.0, self._left(LONGER)))
+        except queue.Empty:
+            return ""
+
+    def _left(self, seconds: float) -> float:
+        """Of so many seconds since the communicator was lost."""
+        return self._began + seconds - time.monotonic()
+
+    def _verdict(self, snapshot: Snapshot) -> str:
+        """Say what this rank is doing, and hear the others or the late rank."""
+        comm, brief = self._comm, snapshot.header.brief
+        try:
+            self._rendezvous.tell(_DOING, msgspec.json.encode(brief))
+            if isinstance(self._error, CommTimeoutError):
+                verdict = self._ask(snapshot)
+                self._rendezvous.tell(_VERDICT, verdict.encode())
+                return verdict
+            if isinstance(self._error, CommAbortedError) and self._error.peer not in (None, comm.rank):
+                late = self._error.peer
+                return printable(
+                    self._hear(_VERDICT, [late], LONGER).get(late, b"").decode(errors="replace"), 4 * LONGEST
+                )
+        except RuntimeError:  # the store is gone: the base of torch's store errors
+            pass
+        return ""
+
+    def _ask(self, snapshot: Snapshot) -> str:
+        comm = self._comm
+        op = next((item for item in snapshot.pending if item.seq == self._error.seq), None)
+        if op is None:
+            return ""
+        others = [] if op.collective is None else [r for r in range(comm.size) if r not in self._absent]
+        asked = [rank for rank in (*self._absent, *others) if rank != comm.rank][:ASKED]
+        said = self._hear(_DOING, asked, PATIENCE)
+        briefs = {rank: brief for rank in asked if (brief := read_brief(said.get(rank), rank)) is not None}
+        mine = {} if op.collective is None else {comm.rank: snapshot.header.brief}
+        return judge(op, {**briefs, **mine}, set(asked) - briefs.keys())[: 4 * LONGEST]
+
+    def _hear(self, key: str, ranks: Sequence[int], seconds: float) -> dict[int, bytes]:
+        """Wait until all have been told, time is up, or the communicator is closed. Never waits in the store."""
+        heard: dict[int, bytes] = {}
+        pause = _FIRST_PAUSE
+        while True:
+            for rank in ranks:
+                if rank not in heard and (value := self._rendezvous.told(key, rank)) is not None:
+                    heard[rank] = value
+            left = self._left(seconds)
+            if len(heard) == len(ranks) or left <= 0 or self._closed.wait(min(pause, left)):
+                return heard
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def read_brief(said: bytes | None, rank: int) -> Brief | None:
+    """What a rank said it is doing; None if it said nothing, or nothing that makes sense."""
+    if said is None or len(said) > _LARGEST:
+        return None
+    try:
+        brief = _brief.decode(said)
+    except msgspec.DecodeError:
+        return None
+    tidy(brief)
+    return brief if brief.rank == rank else None
+
+
+def tidy(brief: Brief) -> None:
+    """Make what another process has said fit for a message."""
+    brief.last = printable(brief.last)
+    brief.pending = [tidied(item) for item in brief.pending[:SHOWN]]
+
+
+def tidied(item: Item) -> Item:
+    """An op of another process, fit for a message."""
+    args = {printable(name, 20): value for name, value in list(item.args.items())[:SHOWN]}
+    texts = {name: printable(getattr(item, name)) for name in ("error", "task", "where")}
+    tensors = [printable(text) for text in item.tensors[:SHOWN]]
+    return msgspec.structs.replace(item, name=printable(item.name, 60), args=args, tensors=tensors, **texts)
+
+
+def printable(text: str, longest: int = LONGEST) -> str:
+    """A text of another process: no control characters, and not too long."""
+    return "".join(c if c.isprintable() else "?" for c in text[:longest])

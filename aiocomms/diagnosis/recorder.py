@@ -1,0 +1,328 @@
+"""The flight recorder: the last ops of a communicator and those that are pending, to be written down when it is lost.
+
+It is always on, so of an op that ends within its call it keeps the type and the time, one behind the other; the numbers
+only where there are some, and no tensor. To read a tensor's size costs as much as all the rest, so it is kept only of
+ops that did not end within their call. What is pending is known to the communicator anyway, and is described in full
+when somebody asks.
+
+What it costs is for the most part cache: 512 ops of which a type and a time are kept fit into the innermost one beside
+what the program works on; four times as many drive each other out, and a tuple for each takes twice as much.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import cache
+from operator import attrgetter
+from pathlib import Path
+from time import monotonic, time
+from typing import Any, Protocol
+
+import msgspec
+import torch
+
+from aiocomms.lowlevel.hosts import host_id
+from aiocomms.ops import USER, Op
+from aiocomms.progress.driver import Driver
+from aiocomms.progress.inflight import Pending
+from aiocomms.progress.work import Work
+
+FORMAT = "aiocomms recorder 1"
+DEFAULT, MOST = 512, 65536
+"""Ops that a communicator keeps, and at most keeps; of pending ones it writes down as many."""
+SHOWN = 8
+"""Pending ops and tensors that are described where there is little room."""
+LONGEST = 300
+"""Characters of a name, place or message."""
+
+_ARGUMENTS = ("src", "dst", "root", "rank", "tag", "channel")
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_log = logging.getLogger("aiocomms")
+
+
+class Item(msgspec.Struct, omit_defaults=True):
+    """One op. Times are seconds of this host's monotonic clock."""
+
+    name: str
+    seq: int
+    """Its number among the ops of its communicator on its rank, from 0."""
+    state: str
+    """``pending``, ``done`` or ``failed``."""
+    args: dict[str, int] = {}
+    """Peers, tag and the like, by their names."""
+    collective: int | None = None
+    """Its number among the collectives of its communicator, from 1: the same on all ranks."""
+    bytes: int | None = None
+    """Of the tensor that it is about, unless it ended within the call."""
+    posted: float | None = None
+    """When it was called, if it did not end within the call."""
+    finished: float | None = None
+    tensors: list[str] = []
+    """Of a pending op, names, dtypes and shapes."""
+    error: str = ""
+    task: str = ""
+    """The task that awaits it, and where in the program."""
+    where: str = ""
+
+    def __str__(self) -> str:
+        shown = {k: v for k, v in self.args.items() if k != "channel" or v != USER}
+        return f"{self.name}({', '.join(f'{k}={v}' for k, v in shown.items())})" if shown else self.name
+
+
+class Brief(msgspec.Struct, omit_defaults=True):
+    """What one rank is doing, in a few hundred bytes, for the other ranks."""
+
+    rank: int
+    calls: int
+    """Collectives that it has called."""
+    ended: int
+    """The number of the last collective that has ended, with all before it; 0: none."""
+    last: str = ""
+    """What that one was, where the recorder still knows it."""
+    pending: list[Item] = []
+    """The oldest few."""
+    more: int = 0
+    """Further pending ops."""
+
+
+class Header(msgspec.Struct):
+    """The first line of a file; the others are the ops."""
+
+    format: str
+    comm: str
+    rank: int
+    size: int
+    host: str
+    pid: int
+    wall: float
+    """Both clocks when it was written, in seconds."""
+    monotonic: float
+    reason: str
+    verdict: str
+    brief: Brief
+
+
+class Snapshot(msgspec.Struct):
+    """What a recorder knew at one time."""
+
+    header: Header
+    finished: list[tuple[Any, ...]]
+    pending: list[Item]
+
+    def items(self) -> list[Item]:
+        """All ops, in the order of the calls."""
+        return sorted((*map(_finished, self.finished), *self.pending), key=lambda item: item.seq)
+
+
+class Recorded(Protocol):
+    """What a recorder needs of its communicator."""
+
+    rank: int
+    size: int
+    name: str
+    calls: int
+    issued: int
+    driver: Driver
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed on this rank."""
+
+
+def _arguments(cls: type[Op]) -> list[str]:
+    """The names of the numbers among an op's fields."""
+    return [name for name in _ARGUMENTS if name in cls.__struct_fields__]
+
+
+PEERS: dict[type[Op], Callable[[Any], Any]] = {}
+"""Reads the numbers that an op of each type has, if it has any."""
+Entry = type[Op] | tuple[Any, ...] | float
+_KEPT: dict[type[Op], Callable[[Any], Any]] = {}
+"""Reads these numbers and the size of the tensor that an op of each type is about, if there is one."""
+
+
+def _learn(cls: type[Op]) -> None:
+    fields, names = cls.__struct_fields__, _arguments(cls)
+    if names:
+        PEERS[cls] = attrgetter(*names)
+    tensor = next((name for name in ("tensor", "input", "output") if name in fields), None)
+    paths = [*names, f"{tensor}.nbytes"] if tensor is not None else names
+    _KEPT[cls] = attrgetter(*paths) if paths else _nothing
+    for below in cls.__subclasses__():
+        _learn(below)
+
+
+def _nothing(op: Op) -> None:
+    """Of an op without numbers and tensors."""
+
+
+class Recorder:
+    """The ops of one communicator."""
+
+    def __init__(self, comm: Recorded, pending: Pending) -> None:
+        self._comm = comm
+        self._pending = pending
+        self.size = capacity()
+        self.ring: deque[Entry] = deque(maxlen=2 * self.size)
+        """Of each op its type, when it is called; and when it has ended the time, or, if it was pending, or failed, or
+        has numbers, a :meth:`row`."""
+        _learn(Op)
+
+    @property
+    def open(self) -> bool:
+        """Whether the communicator is."""
+        return not self._comm.closed
+
+    def row(self, work: Work[Any], posted: float | None = None) -> tuple[Any, ...]:
+        """What is kept of an op that has ended, and was pending since then; in its call, if None."""
+        op, error = work.op, work._error
+        cls = type(op)
+        try:
+            kept = (PEERS if posted is None else _KEPT)[cls](op)
+        except (AttributeError, KeyError):  # no numbers, or not one tensor on this rank; a type that came later
+            kept = PEERS[cls](op) if cls in PEERS else None
+        # Of an error the text alone: its traceback would keep frames, and with them tensors.
+        text = None if error is None else str(error)[:LONGEST]
+        return work.seq, cls, monotonic(), kept, text, posted
+
+    def snapshot(self, reason: str) -> Snapshot:
+        """Everything, now. On any thread, whatever the loop is doing; takes no lock, for a signal handler calls it."""
+        works = _copy(self._pending)
+        oldest, finished = self._rows({work.seq for work in works})
+        # Behind one that ended late, and was called before all that the ring knows, others may be missing.
+        numbers = self._numbers(works, [row for row in finished if row[0] >= oldest])
+        pending = self._describe(sorted(works, key=lambda work: work.seq)[:MOST], numbers)
+        finished = [(numbers.get(row[0]), *row) for row in sorted(finished, key=lambda row: row[2])]
+        comm = self._comm
+        header = Header(
+            FORMAT, comm.name, comm.rank, comm.size, _boot(), os.getpid(), time(), monotonic(),
+            reason[: 4 * LONGEST], "", self._brief(pending, finished, len(works)),
+        )  # fmt: skip
+        return Snapshot(header, finished, pending)
+
+    def _rows(self, pending: set[int]) -> tuple[int, list[tuple[Any, ...]]]:
+        """The number of the oldest call in the ring, and the last ops that have ended.
+
+        Of these numbers, types, times, arguments and errors, and when they were called. There is a type for every call,
+        so counted back from the last one they tell the numbers.
+        """
+        issued, entries = self._read()
+        seq = oldest = issued - sum(isinstance(entry, type) for entry in entries)
+        cls: Any = None
+        rows: dict[int, tuple[Any, ...]] = {}
+        for entry in entries:
+            if isinstance(entry, type):
+                seq, cls = seq + 1, entry
+            elif isinstance(entry, tuple):
+                rows[entry[0]] = entry
+            elif cls is not None:  # else it is of a call that has gone from the ring
+                rows[seq - 1] = (seq - 1, cls, entry, None, None, None)
+        return oldest, [row for number, row in rows.items() if number not in pending][-self.size :]
+
+    def _read(self) -> tuple[int, list[Entry]]:
+        """How many ops have been called, and the ring as it was then: the loop's thread may be calling more."""
+        while True:
+            issued = self._comm.issued
+            entries = _copy(self.ring)
+            if self._comm.issued == issued:
+                return issued, entries
+
+    def _numbers(self, works: Sequence[Work[Any]], finished: Sequence[tuple[Any, ...]]) -> dict[int, int]:
+        """The numbers of collectives by sequence number, counted back from the last one that was called."""
+        seqs = [row[0] for row in finished if row[1].family == "collectives"]
+        seqs += [work.seq for work in works if work.op.family == "collectives"]
+        return dict(zip(sorted(seqs, reverse=True), range(self._comm.calls, 0, -1), strict=False))
+
+    def _brief(self, pending: Sequence[Item], finished: Sequence[tuple[Any, ...]], total: int) -> Brief:
+        calls = self._comm.calls
+        ended = min((item.collective - 1 for item in pending if item.collective), default=calls)
+        last = next((row for row in reversed(finished) if row[0] == ended), None)
+        few = [msgspec.structs.replace(item, tensors=[], task="", where="") for item in pending[:SHOWN]]
+        name = f"{last[2].name} #{last[1]}" if last else ""
+        return Brief(self._comm.rank, calls, ended, name, few, total - len(few))
+
+    def _describe(self, works: Sequence[Work[Any]], numbers: dict[int, int]) -> list[Item]:
+        waiters = {work.seq: list(work._waiters or ()) for work in works}
+        tasks = self._comm.driver.tasks_of([waiter for some in waiters.values() for waiter in some])
+        items = []
+        for work in works:
+            item = _item(work, numbers.get(work.seq))
+            for waiter in waiters[work.seq]:
+                if waiter in tasks:
+                    name, coroutine = tasks[waiter]
+                    item.task, item.where = name[:LONGEST], _place(coroutine)
+            items.append(item)
+        return items
+
+
+@cache
+def _boot() -> str:
+    """Whose monotonic clock it is."""
+    try:
+        return host_id()
+    except OSError:  # no descriptors left, say
+        return ""
+
+
+def capacity() -> int:
+    """How many ops a communicator keeps: ``AIOCOMMS_RECORDER``, rounded up to a power of two."""
+    text = os.environ.get("AIOCOMMS_RECORDER", "")
+    if not text:
+        return DEFAULT
+    if text.isascii() and text.isdigit() and 1 <= int(text) <= MOST:
+        return 1 << (int(text) - 1).bit_length()
+    _log.warning("AIOCOMMS_RECORDER is %r, wanted a number from 1 to %d; it is taken as %d", text, MOST, DEFAULT)
+    return DEFAULT
+
+
+def _copy(source: Any) -> list[Any]:
+    """What is in a container that the loop's thread may be changing."""
+    for _ in range(100):
+        try:
+            return list(source)
+        except RuntimeError:  # it changed meanwhile: somebody's finalizer ran
+            continue
+    return []
+
+
+def _item(work: Work[Any], number: int | None) -> Item:
+    """A pending op."""
+    op, queue = work.op, work.queue
+    posted = None if queue is None else queue.get(work, 0.0) - queue.seconds
+    args = {name: value for name in _arguments(type(op)) if type(value := getattr(op, name)) is int}
+    buffers = {name: tensor for name, tensor in (*op.reads(), *op.writes()) if isinstance(tensor, torch.Tensor)}
+    tensors = [f"{name}: {_dtype(t.dtype)} {list(t.shape)}"[:LONGEST] for name, t in list(buffers.items())[:SHOWN]]
+    total = sum(t.nbytes for t in buffers.values()) if buffers else None
+    return Item(op.name, work.seq, "pending", args, number, total, posted, None, tensors)
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _finished(row: tuple[Any, ...]) -> Item:
+    """An op that has ended, from its number among the collectives and what was kept of it."""
+    number, seq, cls, finished, kept, error, posted = row
+    values = kept if isinstance(kept, tuple) else (kept,)
+    args = dict(zip([*_arguments(cls), "bytes"], values, strict=False))
+    size = args.pop("bytes", None)
+    args = {name: value for name, value in args.items() if type(value) is int}
+    state = "done" if error is None else "failed"
+    return Item(cls.name, seq, state, args, number, size, posted, finished, error=str(error or "")[:LONGEST])
+
+
+def _place(coroutine: Any) -> str:
+    """Where a suspended task is: the innermost line that is not this library's."""
+    found = ""
+    while coroutine is not None:
+        frame = next(
+            (f for n in ("cr_frame", "gi_frame", "ag_frame") if (f := getattr(coroutine, n, None)) is not None), None
+        )
+        if frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
+            found = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"
+        below = (getattr(coroutine, n, None) for n in ("cr_await", "gi_yieldfrom", "ag_await"))
+        coroutine = next((it for it in below if it is not None), None)
+    return found[-LONGEST:]

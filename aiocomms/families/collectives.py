@@ -1,0 +1,342 @@
+"""Collectives: operations that every rank of a communicator takes part in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from aiocomms import ops
+from aiocomms.families.issuer import Issuer, Timeout
+from aiocomms.ops.checks import integers, optional, sequence
+from aiocomms.ops.reductions import ReduceOp
+from aiocomms.progress.work import Work
+
+
+class Collectives(Issuer):
+    """Every rank calls the same collectives in the same order, with arguments that fit each other.
+
+    The order in which one rank *calls* them is what counts, not that in which it awaits them: several may be under
+    way at once. Each call returns at once. Tensors are contiguous and on the communicator's device, of any dtype of
+    :data:`aiocomms.ops.checks.DTYPES`, and empty ones are legal. What an op writes must not share memory with anything
+    else it reads or writes, but for the in-place forms named below.
+    """
+
+    def broadcast(
+        self,
+        tensor: Tensor,
+        root: int,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: Timeout = None,
+    ) -> Work[Tensor]:
+        """Copy the root's tensor to every rank.
+
+        :param tensor: read on the root and written elsewhere; of one shape and dtype.
+        :param root: the rank whose tensor it is.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :returns: the work; its result is ``tensor``.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        """
+        return self._issue(ops.Broadcast(tensor, root), hints, timeout)
+
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: Timeout = None,
+    ) -> Work[Tensor]:
+        """Reduce every rank's tensor, in place, so that all ranks have the result.
+
+        :param tensor: of one shape and dtype on every rank.
+        :param op: how values are reduced.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :returns: the work; its result is ``tensor``.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        :raises UnsupportedOperation: ``op`` is not defined for the dtype.
+        """
+        return self._issue(ops.AllReduce(tensor, op), hints, timeout)
+
+    def reduce(
+        self,
+        tensor: Tensor,
+        root: int,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: Timeout = None,
+    ) -> Work[Tensor]:
+        """Reduce every rank's tensor into the root's; the others stay as they are.
+
+        :param tensor: of one shape and dtype on every rank; written on the root only.
+        :param root: the rank that gets the result.
+        :param op: how values are reduced.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :returns: the work; its result is ``tensor``.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        :raises UnsupportedOperation: ``op`` is not defined for the dtype.
+        """
+        return self._issue(ops.Reduce(tensor, root, op), hints, timeout)
+
+    def all_gather(
+        self,
+        outputs: Sequence[Tensor],
+        tensor: Tensor,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: Timeout = None,
+    ) -> Work[list[Tensor]]:
+        """Gather every rank's tensor on every rank; all of one shape.
+
+        :param outputs: one tensor per rank, written.
+        :param tensor: this rank's; may be ``outputs[rank]`` itself.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :returns: the work; its result is ``outputs``.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        """
+        return self._issue(ops.AllGather(sequence("outputs", outputs), tensor), hints, timeout)
+
+    def all_gather_v(
+        self,
+        outputs: Sequence[Tensor],
+        tensor: Tensor,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: Timeout = None,
+    ) -> Work[list[Tensor]]:
+        """Gather every rank's tensor on every rank; each rank's of a shape of its own.
+
+        :param outputs: one tensor per rank, of that rank's shape, written.
+        :param tensor: this rank's; may be ``outputs[rank]`` itself.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :returns: the work; its result is ``outputs``.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        """
+        return self._issue(ops.AllGatherV(sequence("outputs", outputs), tensor), hints, timeout)
+
+    def all_gather_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: Timeout = None,
+    ) -> Work[Tensor]:
+        """Gather every rank's tensor, in rank order, into one tensor on every rank.
+
+        :param output: ``size`` times the elements of ``input``, written.
+        :param input: this rank's; may be chunk ``rank`` of ``output``.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :returns: the work; its result is ``output``.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        """
+        return self._issue(ops.AllGatherSingle(output, input), hints, timeout)
+
+    def reduce_scatter(
+        self,
+        output: Tensor,
+        inputs: Sequence[Tensor],
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: Timeout = None,
+    ) -> Work[Tensor]:
+        """Reduce every rank's list of tensors, and give rank ``r`` the ``r``-th result; all of one shape.
+
+        :param output: this rank's result, written; may be ``inputs[rank]`` itself.
+        :param inputs: one tensor per rank.
+        :param op: how values are reduced.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :returns: the work; its result is ``output``.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        :raises UnsupportedOperation: ``op`` is not defined for the dtype.
+        """
+        return self._issue(ops.ReduceScatter(output, sequence("inputs", inputs), op), hints, timeout)
+
+    def reduce_scatter_v(
+        self,
+        output: Tensor,
+        inputs: Sequence[Tensor],
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: Timeout = None,
+    ) -> Work[Tensor]:
+        """As :meth:`reduce_scatter`, with a shape of its own for each rank.
+
+        :param output: this rank's result, written; may be ``inputs[rank]`` itself.
+        :param inputs: one tensor per rank, of that rank's output's shape.
+        :param op: how values are reduced.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :returns: the work; its result is ``output``.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        :raises UnsupportedOperation: ``op`` is not defined for the dtype.
+        """
+        return self._issue(ops.ReduceScatterV(output, sequence("inputs", inputs), op), hints, timeout)
+
+    def reduce_scatter_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: Timeout = None,
+    ) -> Work[Tensor]:
+        """Reduce every rank's input, and give rank ``r`` the ``r``-th of ``size`` equal chunks of the result.
+
+        :param output: this rank's chunk, written; may be chunk ``rank`` of ``input``.
+        :param input: ``size`` times the elements of ``output``.
+        :param op: how values are reduced.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :returns: the work; its result is ``output``.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        :raises UnsupportedOperation: ``op`` is not defined for the dtype.
+        """
+        return self._issue(ops.ReduceScatterSingle(output, input, op), hints, timeout)
+
+    def all_to_all(
+        self,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: Timeout = None,
+    ) -> Work[list[Tensor]]:
+        """Send ``inputs[r]`` to every rank ``r`` and receive ``outputs[r]`` from it; shapes may differ pair by pair.
+
+        :param outputs: one tensor per rank, written.
+        :param inputs: one tensor per rank.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :returns: the work; its result is ``outputs``.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        """
+        return self._issue(ops.AllToAll(sequence("outputs", outputs), sequence("inputs", inputs)), hints, timeout)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: Timeout = None,
+    ) -> Work[Tensor]:
+        """Send the ``r``-th of ``size`` equal chunks to every rank ``r``, and receive its chunk for this rank.
+
+        :param output: of the shape of ``input``, written.
+        :param input: dimension 0 divisible by ``size``.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :returns: the work; its result is ``output``.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        """
+        return self._issue(ops.AllToAllSingle(output, input), hints, timeout)
+
+    def all_to_all_v_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: Timeout = None,
+    ) -> Work[Tensor]:
+        """As :meth:`all_to_all_single`, with a number of rows of its own for each pair of ranks.
+
+        :param output: rows received, in rank order, written.
+        :param input: rows to send, in rank order.
+        :param output_split_sizes: rows from each rank.
+        :param input_split_sizes: rows for each rank.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :returns: the work; its result is ``output``.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        """
+        given = integers("output_split_sizes", output_split_sizes), integers("input_split_sizes", input_split_sizes)
+        return self._issue(ops.AllToAllVSingle(output, input, *given), hints, timeout)
+
+    def scatter(
+        self,
+        output: Tensor,
+        inputs: Sequence[Tensor] | None,
+        root: int,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: Timeout = None,
+    ) -> Work[Tensor]:
+        """Give every rank ``r`` the root's ``inputs[r]``.
+
+        :param output: this rank's, written; on the root it may be ``inputs[root]`` itself.
+        :param inputs: one tensor per rank on the root; None elsewhere.
+        :param root: the rank that has the inputs.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :returns: the work; its result is ``output``.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        """
+        return self._issue(ops.Scatter(output, optional("inputs", inputs), root), hints, timeout)
+
+    def gather(
+        self,
+        outputs: Sequence[Tensor] | None,
+        input: Tensor,
+        root: int,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: Timeout = None,
+    ) -> Work[list[Tensor] | None]:
+        """Gather every rank's tensor on the root; all of one shape.
+
+        :param outputs: one tensor per rank on the root, written; None elsewhere.
+        :param input: this rank's; on the root it may be ``outputs[root]`` itself.
+        :param root: the rank that gets them.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :returns: the work; its result is ``outputs``.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        """
+        return self._issue(ops.Gather(optional("outputs", outputs), input, root), hints, timeout)
+
+    def gather_single(
+        self,
+        output: Tensor | None,
+        input: Tensor,
+        root: int,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: Timeout = None,
+    ) -> Work[Tensor | None]:
+        """Gather every rank's tensor, in rank order, into one tensor on the root.
+
+        :param output: ``size`` times the elements of ``input`` on the root, written; None elsewhere.
+        :param input: this rank's; on the root it may be chunk ``root`` of ``output``.
+        :param root: the rank that gets them.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :returns: the work; its result is ``output``.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        """
+        return self._issue(ops.GatherSingle(output, input, root), hints, timeout)
+
+    def barrier(self, *, hints: Mapping[str, Any] | None = None, timeout: Timeout = None) -> Work[None]:
+        """Wait until every rank has called it.
+
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :returns: the work; its result is None.
+        """
+        return self._issue(ops.Barrier(), hints, timeout)

@@ -1,0 +1,30 @@
+"""The one door through which every method family starts its ops."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from aiocomms.ops import Op
+from aiocomms.progress.work import Work
+
+Timeout = float | timedelta | None
+"""Seconds, as a number or a ``timedelta``; None: the default."""
+
+
+class Issuer(ABC):
+    """What a method family needs of the communicator it becomes part of."""
+
+    rank: int
+    size: int
+    device: torch.device
+    plain: Callable[[object, bool], bool] | None
+    """See :attr:`aiocomms.transport.Transport.plain`."""
+
+    @abstractmethod
+    def _issue(self, op: Op, hints: Mapping[str, Any] | None = None, timeout: Timeout = None) -> Work[Any]:
+        """Check an op, post it, and return its work."""

@@ -1,0 +1,358 @@
+"""Python objects as messages.
+
+An object travels as a header of fixed size, with the object in it if that is small, and otherwise with the object's
+bytes in a second message behind it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from aiocomms import ops
+from aiocomms.errors import ArgumentError, ProtocolError
+from aiocomms.families.issuer import Issuer, Timeout
+from aiocomms.lowering.schedules import Context, Steps, broadcast_tree, ring_gather, schedule
+from aiocomms.ops import Op, checks, codec
+from aiocomms.ops.checks import Group
+from aiocomms.progress.work import Work
+
+HEADER_BYTES = 256
+_HEADER = struct.Struct("<4sB3xIIQ")  # magic, flags, tag of the second message, bytes here, bytes in all
+_MAGIC = b"aioO"
+_INLINE = HEADER_BYTES - _HEADER.size
+_PICKLED = 1
+
+# Tells apart the second messages between one pair of ranks; every process counts for all its ranks.
+_tags = itertools.count()
+
+
+class Parcel:
+    """An encoded object: its header and, if it does not fit there, its bytes."""
+
+    __slots__ = ("body", "header", "tag")
+
+    def __init__(self, obj: Any, device: torch.device, *, pickle: bool) -> None:
+        data = codec.encode(obj, pickle=pickle)
+        inline = data if len(data) <= _INLINE else b""
+        self.tag = next(_tags) & 0x7FFFFFFF
+        head = _HEADER.pack(_MAGIC, _PICKLED if pickle else 0, self.tag, len(inline), len(data))
+        self.header = codec.to_tensor((head + inline).ljust(HEADER_BYTES, b"\0"), device)
+        self.body = codec.to_tensor(b"" if inline else data, device)
+
+
+class Arrival:
+    """What a header says of the object that comes with it or behind it."""
+
+    __slots__ = ("body", "inline", "pickled", "tag")
+
+    def __init__(self, header: Tensor) -> None:
+        data = codec.to_bytes(header)
+        magic, flags, self.tag, here, total = _HEADER.unpack(data[: _HEADER.size])
+        if magic != _MAGIC or flags > _PICKLED or here not in (0, total) or here > _INLINE or self.tag > 0x7FFFFFFF:
+            raise ProtocolError(f"an object's header makes no sense: {data[: _HEADER.size].hex()}")
+        if total > codec.MAX_OBJECT_BYTES:
+            raise ProtocolError(f"an object of {total} bytes was announced, at most {codec.MAX_OBJECT_BYTES} are taken")
+        self.pickled = bool(flags & _PICKLED)
+        self.inline = data[_HEADER.size : _HEADER.size + here]
+        self.body = torch.empty(total - here, dtype=torch.uint8, device=header.device)
+
+    def open(self, *, pickle: bool) -> Any:
+        """The object, once :attr:`body` is there."""
+        if self.pickled != pickle:
+            how = ("pickled", "not pickled")[:: 1 if self.pickled else -1]
+            raise ProtocolError(f"the object was {how[0]} by its sender, and this end asked for one that is {how[1]}")
+        return codec.decode(self.inline or codec.to_bytes(self.body), pickle=pickle)
+
+
+class SendObject(Op, frozen=True, eq=False):
+    """Send an object to rank ``dst``."""
+
+    name = kind = "send_object"
+    family = "p2p"
+    parcel: Parcel
+    dst: int
+    tag: int
+
+    def check(self, group: Group) -> None:
+        """See :meth:`Op.check`."""
+        checks.other("dst", self.dst, group)
+        checks.tagged(self.tag)
+
+
+class RecvObject(Op, frozen=True, eq=False):
+    """Receive an object from rank ``src``."""
+
+    name = kind = "recv_object"
+    family = "p2p"
+    withdrawable = True
+    src: int
+    tag: int
+    pickle: bool
+
+    def check(self, group: Group) -> None:
+        """See :meth:`Op.check`."""
+        checks.other("src", self.src, group)
+        checks.tagged(self.tag)
+
+
+class _ObjectCollective(Op, frozen=True, eq=False):
+    root: int
+    pickle: bool
+    parcels: tuple[Parcel, ...]
+    rooted: ClassVar[bool] = True
+
+    def check(self, group: Group) -> None:
+        """See :meth:`Op.check`."""
+        if self.rooted:
+            checks.index("root", self.root, group)
+
+
+class BroadcastObject(_ObjectCollective, frozen=True, eq=False):
+    """Every rank gets the root's object."""
+
+    name = kind = "broadcast_object"
+
+
+class AllGatherObject(_ObjectCollective, frozen=True, eq=False):
+    """Every rank gets every rank's object."""
+
+    name = kind = "all_gather_object"
+    rooted = False
+
+
+class GatherObject(_ObjectCollective, frozen=True, eq=False):
+    """The root gets every rank's object."""
+
+    name = kind = "gather_object"
+
+
+class ScatterObject(_ObjectCollective, frozen=True, eq=False):
+    """Every rank gets the root's object for it."""
+
+    name = kind = "scatter_object"
+
+
+@schedule(SendObject)
+def _send(g: Context, op: SendObject) -> Steps:
+    parcel = op.parcel
+    messages: list[Op] = [ops.Send(parcel.header, op.dst, op.tag, ops.OBJECT)]
+    if parcel.body.numel():
+        messages.append(ops.Send(parcel.body, op.dst, parcel.tag, ops.OBJECT_DATA))
+    yield messages
+
+
+@schedule(RecvObject)
+def _recv(g: Context, op: RecvObject) -> Steps:
+    header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=g.device)
+    yield [ops.Recv(header, op.src, op.tag, ops.OBJECT)]
+    arrival = Arrival(header)
+    if arrival.body.numel():
+        yield [ops.Recv(arrival.body, op.src, arrival.tag, ops.OBJECT_DATA)]
+    return arrival.open(pickle=op.pickle)
+
+
+@schedule(BroadcastObject)
+def _broadcast(g: Context, op: BroadcastObject) -> Steps:
+    mine = op.parcels[0] if op.parcels else None
+    header = mine.header if mine else torch.empty(HEADER_BYTES, dtype=torch.uint8, device=g.device)
+    yield from broadcast_tree(g, header, op.root)
+    arrival = Arrival(header)
+    body = mine.body if mine else arrival.body
+    if body.numel():
+        yield from broadcast_tree(g, body, op.root)
+        arrival.body = body
+    return arrival.open(pickle=op.pickle)
+
+
+@schedule(AllGatherObject)
+def _all_gather(g: Context, op: AllGatherObject) -> Steps:
+    headers = [torch.empty(HEADER_BYTES, dtype=torch.uint8, device=g.device) for _ in range(g.size)]
+    headers[g.rank] = op.parcels[0].header
+    yield from ring_gather(g, headers)
+    arrivals = [Arrival(header) for header in headers]
+    arrivals[g.rank].body = op.parcels[0].body
+    yield from ring_gather(g, [arrival.body for arrival in arrivals])
+    return [arrival.open(pickle=op.pickle) for arrival in arrivals]
+
+
+@schedule(GatherObject)
+def _gather(g: Context, op: GatherObject) -> Steps:
+    mine = op.parcels[0]
+    if g.rank != op.root:
+        yield [g.send(mine.header, op.root), g.send(mine.body, op.root)]
+        return None
+    headers = [torch.empty(HEADER_BYTES, dtype=torch.uint8, device=g.device) for _ in range(g.size)]
+    headers[g.rank] = mine.header
+    others = [r for r in range(g.size) if r != g.rank]
+    yield [g.recv(headers[r], r) for r in others]
+    arrivals = [Arrival(header) for header in headers]
+    arrivals[g.rank].body = mine.body
+    yield [g.recv(arrivals[r].body, r) for r in others]
+    return [arrival.open(pickle=op.pickle) for arrival in arrivals]
+
+
+@schedule(ScatterObject)
+def _scatter(g: Context, op: ScatterObject) -> Steps:
+    if g.rank != op.root:
+        header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=g.device)
+        yield [g.recv(header, op.root)]
+        arrival = Arrival(header)
+        yield [g.recv(arrival.body, op.root)]
+        return arrival.open(pickle=op.pickle)
+    parcels = [(r, parcel) for r, parcel in enumerate(op.parcels) if r != g.rank]
+    yield [g.send(tensor, r) for r, parcel in parcels for tensor in (parcel.header, parcel.body)]
+    arrival = Arrival(op.parcels[g.rank].header)
+    arrival.body = op.parcels[g.rank].body
+    return arrival.open(pickle=op.pickle)
+
+
+class Objects(Issuer):
+    """Messages of Python objects.
+
+    An object may hold None, bool, int (64 bits), float, str, bytes, list, tuple, dict, and torch's Tensor, dtype,
+    device and Size, of at most :data:`aiocomms.ops.codec.MAX_OBJECT_BYTES` encoded. Tensors travel through the CPU.
+    With ``pickle=True`` it may be anything that pickles, and every rank concerned must say so: unpickling runs what the
+    sender wrote.
+    """
+
+    def send_object(
+        self,
+        obj: Any,
+        dst: int,
+        tag: int = 0,
+        *,
+        pickle: bool = False,
+        hints: Mapping[str, Any] | None = None,
+        timeout: Timeout = None,
+    ) -> Work[None]:
+        """Send an object to another rank; it may be changed as soon as the call returns.
+
+        :param obj: the object.
+        :param dst: the receiving rank.
+        :param tag: which ``recv_object`` it matches: a 32-bit signed integer, apart from the tags of tensors.
+        :param pickle: send a pickle.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :returns: the work; its result is None.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        """
+        return self._issue(SendObject(self._parcel(obj, pickle), dst, tag), hints, timeout)
+
+    def recv_object(
+        self,
+        src: int,
+        tag: int = 0,
+        *,
+        pickle: bool = False,
+        hints: Mapping[str, Any] | None = None,
+        timeout: Timeout = None,
+    ) -> Work[Any]:
+        """Receive an object from another rank.
+
+        :param src: the sending rank.
+        :param tag: which ``send_object`` it matches.
+        :param pickle: expect, and load, a pickle.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds; None: the communicator's. It fails alone if nothing has matched
+        it.
+        :returns: the work; its result is the object.
+        :raises ArgumentError: an argument is wrong.
+        :raises ProtocolError: from the work: the bytes are no such object, or the sender disagrees about pickle.
+        """
+        return self._issue(RecvObject(src, tag, pickle), hints, timeout)
+
+    def broadcast_object(
+        self,
+        obj: Any,
+        root: int,
+        *,
+        pickle: bool = False,
+        hints: Mapping[str, Any] | None = None,
+        timeout: Timeout = None,
+    ) -> Work[Any]:
+        """Give every rank the root's object.
+
+        :param obj: the object on the root; not looked at elsewhere.
+        :param root: the rank whose object it is.
+        :param pickle: send and expect a pickle.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :returns: the work; its result is the object; on the root a copy.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        :raises ProtocolError: from the work: as of :meth:`recv_object`.
+        """
+        parcels = (self._parcel(obj, pickle),) if self.rank == root else ()
+        return self._issue(BroadcastObject(root, pickle, parcels), hints, timeout)
+
+    def all_gather_object(
+        self, obj: Any, *, pickle: bool = False, hints: Mapping[str, Any] | None = None, timeout: Timeout = None
+    ) -> Work[list[Any]]:
+        """Give every rank every rank's object.
+
+        :param obj: this rank's object.
+        :param pickle: send and expect pickles.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :returns: the work; its result is the list of objects, in rank order.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        :raises ProtocolError: from the work: as of :meth:`recv_object`.
+        """
+        return self._issue(AllGatherObject(0, pickle, (self._parcel(obj, pickle),)), hints, timeout)
+
+    def gather_object(
+        self,
+        obj: Any,
+        root: int,
+        *,
+        pickle: bool = False,
+        hints: Mapping[str, Any] | None = None,
+        timeout: Timeout = None,
+    ) -> Work[list[Any] | None]:
+        """Give the root every rank's object.
+
+        :param obj: this rank's object.
+        :param root: the rank that gets them.
+        :param pickle: send and expect pickles.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :returns: the work; its result is the list of objects, in rank order, on the root, and None elsewhere.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        :raises ProtocolError: from the work: as of :meth:`recv_object`.
+        """
+        return self._issue(GatherObject(root, pickle, (self._parcel(obj, pickle),)), hints, timeout)
+
+    def scatter_object(
+        self,
+        objs: Sequence[Any] | None,
+        root: int,
+        *,
+        pickle: bool = False,
+        hints: Mapping[str, Any] | None = None,
+        timeout: Timeout = None,
+    ) -> Work[Any]:
+        """Give every rank the root's object for it.
+
+        :param objs: one object per rank on the root; not looked at elsewhere.
+        :param root: the rank that has them.
+        :param pickle: send and expect pickles.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :returns: the work; its result is this rank's object.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        :raises ProtocolError: from the work: as of :meth:`recv_object`.
+        """
+        parcels: tuple[Parcel, ...] = ()
+        if self.rank == root:
+            if not isinstance(objs, (list, tuple)) or len(objs) != self.size:
+                raise ArgumentError(f"objs is {checks.short(objs)}, wanted a list of {self.size} objects, one per rank")
+            parcels = tuple(self._parcel(obj, pickle) for obj in objs)
+        return self._issue(ScatterObject(root, pickle, parcels), hints, timeout)
+
+    def _parcel(self, obj: Any, pickle: bool) -> Parcel:
+        return Parcel(obj, self.device, pickle=pickle)

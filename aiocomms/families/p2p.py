@@ -1,0 +1,114 @@
+"""Point to point: messages between two ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Self
+
+from torch import Tensor
+
+from aiocomms import ops
+from aiocomms.errors import ArgumentError, CommError
+from aiocomms.families.issuer import Issuer, Timeout
+from aiocomms.progress.work import Work
+
+if TYPE_CHECKING:
+    pass
+
+
+class PointToPoint(Issuer):
+    """``send``, ``recv`` and ``batch``.
+
+    A message is matched by source, destination and tag; messages that match the same receives arrive in the order in
+    which they were sent. A send may complete before its receive is posted or only after: programs must not rely on
+    either.
+    """
+
+    def send(
+        self,
+        tensor: Tensor,
+        dst: int,
+        tag: int = 0,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: Timeout = None,
+    ) -> Work[Tensor]:
+        """Send a tensor to another rank.
+
+        :param tensor: any shape and dtype, contiguous; not to be changed until the work is done.
+        :param dst: the receiving rank.
+        :param tag: which receives it matches: a 32-bit signed integer.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :returns: the work; its result is ``tensor``.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        """
+        return self._issue(ops.Send(tensor, dst, tag), hints, timeout)
+
+    def recv(
+        self,
+        tensor: Tensor,
+        src: int,
+        tag: int = 0,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: Timeout = None,
+    ) -> Work[Tensor]:
+        """Receive a tensor from another rank.
+
+        :param tensor: where to; of the message's size in bytes and dtype.
+        :param src: the sending rank.
+        :param tag: which sends it matches: a 32-bit signed integer.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds; None: the communicator's. A receive that nothing has matched by
+        then fails alone.
+        :returns: the work; its result is ``tensor``.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        """
+        return self._issue(ops.Recv(tensor, src, tag), hints, timeout)
+
+    def batch(self) -> Batch:
+        """A group of sends and receives to be started together, in an order that cannot deadlock.
+
+        :returns: an empty batch.
+        """
+        return Batch(self)
+
+
+class Batch:
+    """Sends and receives that start together: ``comm.batch().send(x, 1).recv(y, 1).issue()``."""
+
+    def __init__(self, comm: PointToPoint) -> None:
+        self._comm = comm
+        self._parts: list[ops.Send | ops.Recv] = []
+
+    def send(self, tensor: Tensor, dst: int, tag: int = 0) -> Self:
+        """Add a send, with the arguments of :meth:`Communicator.send`."""
+        return self._add(ops.Send(tensor, dst, tag))
+
+    def recv(self, tensor: Tensor, src: int, tag: int = 0) -> Self:
+        """Add a receive, with the arguments of :meth:`Communicator.recv`."""
+        return self._add(ops.Recv(tensor, src, tag))
+
+    def issue(self, *, hints: Mapping[str, Any] | None = None, timeout: Timeout = None) -> Work[list[Tensor]]:
+        """Start all of them; the batch is empty again afterwards.
+
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :returns: one work for all; its result is the list of their tensors, in the order added. If one of
+            them fails, it fails when the others have ended; receives that nothing has matched are withdrawn.
+        :raises ArgumentError: the batch is empty, or two parts share memory that one of them writes; nothing was sent.
+        """
+        if not self._parts:
+            raise ArgumentError("the batch is empty, wanted at least one send or recv", op="batch")
+        work = self._comm._issue(ops.Batch(tuple(self._parts)), hints, timeout)
+        self._parts = []
+        return work
+
+    def _add(self, part: ops.Send | ops.Recv) -> Self:
+        try:
+            part.check(self._comm)
+        except CommError as error:
+            raise error.about(op="batch", rank=self._comm.rank) from None
+        self._parts.append(part)
+        return self

@@ -1,0 +1,204 @@
+"""One-sided operations: a rank reads and writes another's memory without that rank's help."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aiocomms import ops
+from aiocomms.errors import MismatchError
+from aiocomms.families.issuer import Issuer, Timeout
+from aiocomms.ops import checks
+from aiocomms.progress.work import Work
+
+
+class OneSided(Issuer):
+    """Windows."""
+
+    async def new_window(self, tensor: Tensor, *, timeout: Timeout = None) -> Window:
+        """Open a tensor to the other ranks. Collective.
+
+        :param tensor: this rank's part: any size, one dtype on all ranks; the window keeps it alive.
+        :param timeout: the deadline in seconds; None: the communicator's.
+        :returns: the window, once every rank's part is open.
+        :raises ArgumentError: the tensor is not fit for it; nothing was sent.
+        :raises MismatchError: the ranks' dtypes differ; the communicator can be used on.
+        :raises UnsupportedOperation: no transport of this communicator has RMA.
+        """
+        opening = self._issue(ops.WindowOpen(tensor), timeout=timeout)
+        mine = torch.tensor([tensor.numel(), sorted(map(str, checks.DTYPES)).index(str(tensor.dtype))])
+        theirs = torch.empty(self.size, 2, dtype=torch.int64, device=self.device)
+        parts = self._issue(ops.AllGatherSingle(theirs, mine.to(self.device)), timeout=timeout)
+        handle = await opening
+        sizes, dtypes = (await parts).T.tolist()
+        window = Window(self, handle, tensor, sizes)
+        if len(set(dtypes)) > 1:
+            await window.aclose(timeout=timeout)  # all ranks see the same, and no state is in doubt
+            names = sorted(map(str, checks.DTYPES))
+            given = ", ".join(f"rank {r}: {names[d]}" for r, d in enumerate(dtypes))
+            raise MismatchError(
+                f"a window has one dtype on all ranks, and here {given}; it was closed", op="new_window", rank=self.rank
+            )
+        return window
+
+
+class Window:
+    """A tensor that the other ranks may read and write. Offsets and sizes are in elements.
+
+    Operations of one rank on one other rank's window take effect in the order of the calls. A ``put`` is done when
+    its source may be reused; that it has arrived is known after ``flush``, or by the ``signal`` sent after it.
+    """
+
+    def __init__(self, comm: Issuer, handle: object, tensor: Tensor, sizes: list[int]) -> None:
+        self._comm = comm
+        self.handle = handle
+        """What the transport knows it by."""
+        self.closed = False
+        """Whether it was closed on this rank."""
+        self.tensor = tensor
+        """This rank's part."""
+        self.sizes = sizes
+        """Each rank's number of elements."""
+
+    def put(
+        self,
+        tensor: Tensor,
+        dst: int,
+        offset: int = 0,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: Timeout = None,
+    ) -> Work[Tensor]:
+        """Write a tensor into a rank's window.
+
+        :param tensor: any shape, of the window's dtype; not to be changed until the work is done.
+        :param dst: the rank whose window it is; may be this rank.
+        :param offset: where it begins there.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :returns: the work; its result is ``tensor``.
+        :raises ArgumentError: an argument is wrong, or the tensor would not fit; nothing was sent.
+        """
+        return self._comm._issue(ops.Put(self, tensor, dst, offset), hints, timeout)
+
+    def get(
+        self,
+        tensor: Tensor,
+        src: int,
+        offset: int = 0,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: Timeout = None,
+    ) -> Work[Tensor]:
+        """Read from a rank's window into a tensor.
+
+        :param tensor: where to: any shape, of the window's dtype.
+        :param src: the rank whose window it is; may be this rank.
+        :param offset: where it begins there.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :returns: the work; its result is ``tensor``.
+        :raises ArgumentError: an argument is wrong, or the window ends before; nothing was sent.
+        """
+        return self._comm._issue(ops.Get(self, tensor, src, offset), hints, timeout)
+
+    def fetch_add(
+        self, dst: int, offset: int, value: int, *, hints: Mapping[str, Any] | None = None, timeout: Timeout = None
+    ) -> Work[int]:
+        """Add to an element of a rank's window, atomically.
+
+        :param dst: the rank whose window it is.
+        :param offset: which element; the window's dtype is int32 or int64.
+        :param value: what is added; the sum wraps around.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :returns: the work; its result is the element's value before.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        :raises UnsupportedOperation: the window's dtype has no atomics.
+        """
+        return self._comm._issue(ops.FetchAdd(self, dst, offset, value), hints, timeout)
+
+    def compare_swap(
+        self,
+        dst: int,
+        offset: int,
+        expected: int,
+        value: int,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: Timeout = None,
+    ) -> Work[int]:
+        """Replace an element of a rank's window if it has the expected value, atomically.
+
+        :param dst: the rank whose window it is.
+        :param offset: which element; the window's dtype is int32 or int64.
+        :param expected: the value it must have.
+        :param value: the value it gets then.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :returns: the work; its result is the element's value before: ``expected`` if it was replaced.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        :raises UnsupportedOperation: the window's dtype has no atomics.
+        """
+        return self._comm._issue(ops.CompareSwap(self, dst, offset, expected, value), hints, timeout)
+
+    def signal(self, dst: int, *, hints: Mapping[str, Any] | None = None, timeout: Timeout = None) -> Work[None]:
+        """Tell a rank that all puts to it so far have arrived; it notices by :meth:`wait_signal`.
+
+        :param dst: the rank to tell; may be this rank.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :returns: the work; its result is None.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        """
+        return self._comm._issue(ops.Signal(self, dst), hints, timeout)
+
+    def wait_signal(self, src: int, *, hints: Mapping[str, Any] | None = None, timeout: Timeout = None) -> Work[None]:
+        """Wait for one signal of a rank, and consume it; signals that nobody waits for are counted.
+
+        :param src: the rank that signals; may be this rank.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds; None: the communicator's. It fails alone then.
+        :returns: the work; its result is None.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        """
+        return self._comm._issue(ops.WaitSignal(self, src), hints, timeout)
+
+    def flush(
+        self, dst: int | None = None, *, hints: Mapping[str, Any] | None = None, timeout: Timeout = None
+    ) -> Work[None]:
+        """Wait until what this rank has put so far is there to be seen.
+
+        :param dst: in this rank's window; None: in every rank's.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :returns: the work; its result is None.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        """
+        return self._comm._issue(ops.Flush(self, dst), hints, timeout)
+
+    def map_remote_tensor(
+        self, rank: int, *, hints: Mapping[str, Any] | None = None, timeout: Timeout = None
+    ) -> Work[Tensor]:
+        """A rank's window as a tensor of this process: the memory itself, not a copy.
+
+        :param rank: the rank whose window it is.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :returns: the work; its result is a tensor of the rank's shape, valid until the window is closed.
+        :raises UnsupportedOperation: the ranks share no memory.
+        """
+        return self._comm._issue(ops.MapRemoteTensor(self, rank), hints, timeout)
+
+    async def aclose(self, *, timeout: Timeout = None) -> None:
+        """Close the window after everybody's operations on it. Collective; twice is once.
+
+        :param timeout: the deadline in seconds; None: the communicator's.
+        :raises CommError: the communicator is lost or closed.
+        """
+        if not self.closed:
+            self.closed = True
+            await self._comm._issue(ops.WindowClose(self), timeout=timeout)

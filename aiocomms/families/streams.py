@@ -1,0 +1,355 @@
+"""anyio object streams of tensors between two ranks.
+
+Each end announces where it wants its messages (a tag) and how many it will hold (its capacity, the other end's first
+credits). A message is a header of fixed size, which says dtype and shape, and the tensor behind it. The receiving end
+fetches messages as they come, so that the next is there when the program asks for it; a credit goes back for each
+message that the program has taken. No task runs for a stream: the completion of one message's receive posts the next.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import torch
+from anyio.abc import ObjectStream
+from torch import Tensor
+
+from aiocomms import ops
+from aiocomms.errors import ArgumentError, CommError, ProtocolError
+from aiocomms.families.issuer import Issuer
+from aiocomms.ops import checks, codec
+from aiocomms.progress.driver import Promise
+from aiocomms.progress.work import Work
+
+MAX_CAPACITY = 2**20
+MAX_NAME = 100
+"""How long a stream's name may be, in bytes of UTF-8."""
+
+_FOREVER = checks.TIMEOUT_MAX
+_OPEN = struct.Struct(
+    f"<4sIIB{MAX_NAME}s"
+)  # magic, tag of the messages to this end, capacity, the name's length, the name
+_MAGIC = b"aioS"
+_DATA, _EOF = 0, 1
+_HEADER_BYTES = 8 + codec.TENSOR_BYTES
+_CLOSED = -1  # in place of a number of credits
+
+
+class Streams(Issuer):
+    """Streams of tensors."""
+
+    _streams = 0
+
+    async def open_stream(self, peer: int, capacity: int = 8, name: str = "") -> TensorStream:
+        """Open a stream to another rank, which opens one to this rank with the same name.
+
+        :param peer: the other rank.
+        :param capacity: how many messages this end holds that its program has not taken yet.
+        :param name: tells streams between the same two ranks apart; those of one name are paired in the order opened.
+        :returns: a duplex :class:`anyio.abc.ObjectStream` of tensors of any shape and dtype.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        """
+        try:
+            checks.other("peer", peer, self)
+            _check(capacity, name)
+        except ArgumentError as error:
+            raise error.about(op="open_stream", rank=self.rank) from None
+        self._streams += 1
+        stream = TensorStream(self, peer, capacity, name, self._streams)
+        try:
+            await stream.opened()
+        except BaseException:
+            await stream.aclose()
+            raise
+        return stream
+
+
+def _check(capacity: int, name: str) -> None:
+    if type(capacity) is not int:
+        raise checks.wrong_type("capacity", capacity, "an int, in messages")
+    if not 1 <= capacity <= MAX_CAPACITY:
+        raise ArgumentError(f"capacity is {capacity}, wanted 1 to {MAX_CAPACITY} messages")
+    if not isinstance(name, str):
+        raise checks.wrong_type("name", name, "a str")
+    if len(name.encode()) > MAX_NAME:
+        raise ArgumentError(f"name is {checks.short(name)}, wanted a str of at most {MAX_NAME} bytes of UTF-8")
+
+
+class TensorStream(ObjectStream[Tensor]):
+    """A duplex stream of tensors to one other rank; made by :meth:`Communicator.open_stream`.
+
+    What one end sends, the other receives in the same order. Both directions are independent.
+    """
+
+    def __init__(self, comm: Any, peer: int, capacity: int, name: str, number: int) -> None:
+        self._comm = comm
+        self.peer = peer
+        """The other rank."""
+        self.name = name
+        """What the stream was opened as."""
+        self._capacity = capacity
+        self._in_tag = (number << 2) & 0x7FFFFFFC  # headers, +1 payloads, +2 credits for what this end sends
+        self._out_tag = 0
+        self._credits = 0
+        self._owed = 0  # credits that this end will return
+        self._returning = False
+        self._messages: deque[Tensor] = deque()
+        self._changed = Promise(comm.driver)
+        self._failure: CommError | None = None  # why nothing more will come
+        self._mute: CommError | None = None  # why nothing more can be sent; what is there already is still received
+        self._is_open = self._closed = self._eof_sent = self._eof_received = self._peer_closed = False
+        self._fetching: Work[Any] | None = None
+        self._header = torch.empty(_HEADER_BYTES, dtype=torch.uint8, device=comm.device)
+        self._credit = torch.empty(1, dtype=torch.int64, device=comm.device)
+        self._hello = torch.empty(_OPEN.size, dtype=torch.uint8, device=comm.device)
+        self._shake_hands()
+
+    # -------------------------------------------------------------------------------------------- for the program
+
+    async def send(self, item: Tensor) -> None:
+        """Send a tensor; returns when it is on the other side and may be changed.
+
+        :param item: any shape of at most 14 dimensions, any dtype, contiguous, on the communicator's device.
+        :raises ArgumentError: the tensor is not fit for it; nothing was sent.
+        :raises anyio.ClosedResourceError: this end was closed, or :meth:`send_eof` called.
+        :raises anyio.BrokenResourceError: the other end was closed.
+        :raises CommError: the communicator is lost.
+        """
+        checks.readable("item", item, self._comm)
+        header = self._make_header(_DATA, item)
+        self._check_sending()
+        while not self._credits and not self._peer_closed:
+            await self._wait()
+            self._check_sending()
+        if self._peer_closed:
+            raise anyio.BrokenResourceError
+        self._credits -= 1
+        self._tell(header, self._out_tag)
+        if item.numel():
+            await self._post(ops.Send(item, self.peer, self._out_tag + 1, ops.STREAM_DATA))
+
+    async def receive(self) -> Tensor:
+        """Receive the next tensor.
+
+        :returns: a new tensor, on the communicator's device.
+        :raises anyio.EndOfStream: the other end has sent its last.
+        :raises anyio.ClosedResourceError: this end was closed.
+        :raises CommError: the communicator is lost.
+        """
+        while not self._messages:
+            if self._closed:
+                raise anyio.ClosedResourceError
+            if self._failure is not None:
+                raise self._failure.about()
+            if self._eof_received:
+                raise anyio.EndOfStream
+            await self._wait()
+        message = self._messages.popleft()
+        self._owed += 1
+        self._return_credits()
+        return message
+
+    async def send_eof(self) -> None:
+        """Tell the other end that nothing more will come; receiving goes on. Twice is once.
+
+        :raises anyio.ClosedResourceError: this end was closed.
+        """
+        if self._closed:
+            raise anyio.ClosedResourceError
+        self._finish()
+
+    async def aclose(self) -> None:
+        """Close both directions; what has not been received is dropped. Twice is once."""
+        if not self._closed:
+            self._finish()
+            self._closed = True
+            self._messages.clear()
+            self._return_credits()
+            self._notify()
+
+    async def opened(self) -> None:
+        """Wait until the other end has been opened.
+
+        :raises CommError: the communicator is lost, or the other end speaks another version.
+        """
+        while not self._is_open:
+            failure = self._failure or self._mute
+            if failure is not None:
+                raise failure.about()
+            await self._wait()
+
+    # ------------------------------------------------------------------------------------------------- handshake
+
+    def _shake_hands(self) -> None:
+        name = self.name.encode()
+        tag = int.from_bytes(hashlib.blake2b(name, digest_size=4).digest(), "little", signed=True)
+        hello = _OPEN.pack(_MAGIC, self._in_tag, self._capacity, len(name), name)
+        self._tell(codec.to_tensor(hello, self._comm.device), tag, ops.STREAM)
+        self._post(ops.Recv(self._hello, self.peer, tag, ops.STREAM)).add_done_callback(self._on_hello)
+
+    def _on_hello(self, work: Work[Any]) -> None:
+        if self._failed(work):
+            return
+        magic, tag, capacity, length, name = _OPEN.unpack(codec.to_bytes(self._hello))
+        if magic != _MAGIC or tag & 3 or not 1 <= capacity <= MAX_CAPACITY or name[:length] != self.name.encode():
+            self._fail(ProtocolError(f"rank {self.peer} opened no stream {self.name!r}, or one of another version"))
+            return
+        self._out_tag, self._credits, self._is_open = tag, capacity, True
+        self._fetch()
+        self._await_credits()
+        if self._closed:  # while waiting for the other end
+            self._eof_sent = False
+            self._finish()
+            self._return_credits()
+        self._notify()
+
+    # ------------------------------------------------------------------------------------------------- receiving
+
+    def _fetch(self) -> None:
+        self._expect(self._header, self._in_tag, self._on_header)
+
+    def _on_header(self, work: Work[Any]) -> None:
+        if self._failed(work):
+            return
+        try:
+            message = self._announced(codec.to_bytes(self._header))
+        except ProtocolError as error:
+            self._fail(error)
+            return
+        if message is None:
+            self._eof_received = True
+            self._notify()
+        elif message.numel():
+            self._expect(message, self._in_tag + 1, self._on_payload)
+        else:
+            self._deliver(message)
+
+    def _announced(self, header: bytes) -> Tensor | None:
+        """What a header says will come: a tensor like this one, or None for the end.
+
+        :raises ProtocolError: it makes no sense.
+        """
+        dtype, shape, nbytes = codec.parse_tensor(header[8:])
+        if header[0] not in (_DATA, _EOF):
+            raise ProtocolError(f"rank {self.peer} sent a message of kind {header[0]} on stream {self.name!r}")
+        if header[0] == _EOF:
+            return None
+        try:
+            return torch.empty(shape, dtype=dtype, device=self._comm.device)
+        except RuntimeError as error:
+            raise ProtocolError(f"rank {self.peer} announced a tensor of {nbytes} bytes: {error}") from error
+
+    def _on_payload(self, work: Work[Any]) -> None:
+        if not self._failed(work):
+            self._deliver(work.result())
+
+    def _deliver(self, message: Tensor) -> None:
+        if self._closed:
+            self._owed += 1
+        else:
+            self._messages.append(message)
+            self._notify()
+        self._fetch()
+
+    # --------------------------------------------------------------------------------------------------- credits
+
+    def _return_credits(self) -> None:
+        """Return what is owed, in one message at a time; a closed end returns that it is closed."""
+        if self._returning or not self._is_open or not self._usable() or not (self._owed or self._closed):
+            return
+        owed, self._owed = self._owed, 0
+        credit = torch.tensor([_CLOSED if self._closed else owed], device=self._comm.device)
+        self._returning = True
+        work = self._post(ops.Send(credit, self.peer, self._out_tag + 2, ops.STREAM_DATA))
+        work.add_done_callback(self._unsaid if self._closed else self._on_returned)
+
+    def _on_returned(self, work: Work[Any]) -> None:
+        if not self._unsaid(work):
+            self._returning = False
+            self._return_credits()
+
+    def _await_credits(self) -> None:
+        self._expect(self._credit, self._in_tag + 2, self._on_credits)
+
+    def _on_credits(self, work: Work[Any]) -> None:
+        if self._unsaid(work):
+            return
+        count = int(self._credit.item())
+        if count == _CLOSED:
+            self._peer_closed = True
+        elif 0 < count <= MAX_CAPACITY:
+            self._credits += count
+            self._await_credits()
+        else:
+            self._fail(ProtocolError(f"rank {self.peer} returned {count} credits on stream {self.name!r}"))
+        self._notify()
+
+    # ---------------------------------------------------------------------------------------------------- common
+
+    def _usable(self) -> bool:
+        """Whether anything can still be said to the other end."""
+        return self._failure is self._mute is None and not self._comm.closed and not self._comm.aborted
+
+    def _post(self, op: ops.Op) -> Work[Any]:
+        work: Work[Any] = self._comm._issue(op, None, _FOREVER)
+        return work
+
+    def _tell(self, message: Tensor, tag: int, channel: int = ops.STREAM_DATA) -> None:
+        """Send what nobody waits for; if it fails, nothing more is sent."""
+        self._post(ops.Send(message, self.peer, tag, channel)).add_done_callback(self._unsaid)
+
+    def _expect(self, message: Tensor, tag: int, then: Callable[[Work[Any]], object]) -> None:
+        """Receive; if that fails, or the communicator is lost already, so is the stream."""
+        if self._failure is None:
+            try:
+                self._post(ops.Recv(message, self.peer, tag, ops.STREAM_DATA)).add_done_callback(then)
+            except CommError as error:
+                self._fail(error)
+
+    def _make_header(self, kind: int, item: Tensor) -> Tensor:
+        outline = codec.describe_tensor(item, "item")
+        return codec.to_tensor(bytes([kind]).ljust(8, b"\0") + outline, self._comm.device)
+
+    def _finish(self) -> None:
+        if not self._eof_sent:
+            self._eof_sent = True
+            if self._is_open and self._usable():
+                self._tell(self._make_header(_EOF, torch.empty(0)), self._out_tag)
+
+    def _check_sending(self) -> None:
+        if self._closed or self._eof_sent:
+            raise anyio.ClosedResourceError
+        failure = self._failure or self._mute
+        if failure is not None:
+            raise failure.about()
+
+    def _unsaid(self, work: Work[Any]) -> bool:
+        """Whether the other end takes nothing any more: it may have sent its last and closed its communicator."""
+        error = work.exception()
+        if error is not None:
+            self._mute = self._mute or error
+            self._notify()
+        return error is not None
+
+    def _failed(self, work: Work[Any]) -> bool:
+        error = work.exception()
+        if error is not None:
+            self._fail(error)
+        return error is not None
+
+    def _fail(self, error: CommError) -> None:
+        if self._failure is None:
+            self._failure = error
+        self._notify()
+
+    async def _wait(self) -> None:
+        await self._changed
+
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, Promise(self._comm.driver)
+        changed.set()

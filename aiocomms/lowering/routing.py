@@ -1,0 +1,70 @@
+"""How an op of each type is done on one communicator: by a transport, lowered to sends and receives, or not at all."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from aiocomms import ops
+from aiocomms.errors import UnsupportedOperation
+from aiocomms.lowering.schedules import SCHEDULES, BatchRun, Context, Poster, Run
+from aiocomms.transport import Completion, Transport
+
+Route = Callable[[ops.Op, Completion], float | None]
+"""See :meth:`aiocomms.transport.Transport.post`."""
+
+
+class Router(dict[type[ops.Op], Route]):
+    """Routes by op type, each decided when the first op of its type is called."""
+
+    def __init__(self, comm: Poster, transports: Mapping[ops.Family, Transport]) -> None:
+        self._comm = comm
+        self._transports = transports
+        self._runs: weakref.WeakKeyDictionary[Completion, weakref.ref[Run]] = weakref.WeakKeyDictionary()
+        """The schedules of lowered ops that may be withdrawn; its messages keep a schedule, and it keeps its work."""
+
+    def __missing__(self, cls: type[ops.Op]) -> Route:
+        route = self[cls] = self._decide(cls)
+        return route
+
+    def withdraw(self, work: Completion) -> bool:
+        """Take an unmatched receive or wait back; False if it is under way."""
+        lowered = self._runs.get(work)
+        if lowered is None:
+            return self._transports[work.op.family].try_cancel(work)
+        run = lowered()
+        return run is not None and run.withdraw()
+
+    def _decide(self, cls: type[ops.Op]) -> Route:
+        transport = self._transports.get(cls.family)
+        p2p = self._transports.get("p2p")
+        can_lower = cls in SCHEDULES and p2p is not None and ops.Send in p2p.capabilities.ops
+        otherwise = self._lower if can_lower else self._refuse
+        if transport is None or cls not in transport.capabilities.ops:
+            return otherwise
+        if transport.capabilities.reductions is None or "op" not in cls.__struct_fields__:
+            return transport.post
+        capabilities, post = transport.capabilities, transport.post
+
+        def reduce(op: Any, work: Completion) -> float | None:
+            dtype = op.writes()[0][1].dtype
+            return (post if capabilities.reduces(op.op, dtype) else otherwise)(op, work)
+
+        return reduce
+
+    def _lower(self, op: ops.Op, work: Completion) -> None:
+        steps = SCHEDULES[type(op)](Context(self._comm), op)
+        run = (BatchRun if isinstance(op, ops.Batch) else Run)(self._comm, steps, work)
+        if op.withdrawable:
+            self._runs[work] = weakref.ref(run)
+        run.advance()
+
+    def _refuse(self, op: ops.Op, work: Completion) -> None:
+        carriers = {family: type(transport).__name__ for family, transport in self._transports.items()}
+        raise UnsupportedOperation(
+            f"no transport of this communicator carries it, nor can other ops express it; transports: {carriers}",
+            comm=self._comm.name,
+            op=op.name,
+            rank=self._comm.rank,
+        )

@@ -1,0 +1,369 @@
+"""An op that a transport lacks, expressed in sends and receives.
+
+A *schedule* is a generator: it yields the sends and receives of one step, is resumed when all of them are complete,
+and ends with the op done. No task runs it; the completion of a step's last message does, so an op whose messages are
+all there is finished inside ``post``. Schedules of different ops on one communicator may overlap: each has its own
+tag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from aiocomms import ops
+from aiocomms.errors import CommError, MessageTruncatedError, MismatchError
+from aiocomms.ops import reductions
+from aiocomms.transport import OP_RESULT, Completion, conclude
+
+Steps = Generator[list[ops.Op], None, Any]
+OpT = TypeVar("OpT", bound=ops.Op)
+
+RING_BYTES = 64 * 1024
+"""From this many bytes on, an all_reduce is bound by bandwidth and goes around the ring."""
+
+
+class Poster(Protocol):
+    """What a schedule needs of its communicator."""
+
+    rank: int
+    size: int
+    name: str
+    device: torch.device
+    calls: int
+    """Collectives called so far: the same on all ranks, so it tells their messages apart."""
+
+    def post(self, op: ops.Op, work: Completion) -> None:
+        """Hand an op to the transport that carries it."""
+
+    def withdraw(self, work: Completion) -> bool:
+        """Take an unmatched receive back."""
+
+
+class Context:
+    """One schedule's view of its communicator: the messages of this op and of no other."""
+
+    __slots__ = ("device", "rank", "size", "tag")
+
+    def __init__(self, comm: Poster) -> None:
+        self.rank = comm.rank
+        self.size = comm.size
+        self.device = comm.device
+        self.tag = comm.calls & 0x7FFFFFFF
+
+    def send(self, tensor: Tensor, dst: int) -> ops.Op:
+        """A message to rank ``dst``."""
+        return ops.Send(tensor, dst, self.tag, ops.COLLECTIVE)
+
+    def recv(self, tensor: Tensor, src: int) -> ops.Op:
+        """A message from rank ``src``."""
+        return ops.Recv(tensor, src, self.tag, ops.COLLECTIVE)
+
+
+Schedule = Callable[[Context, Any], Steps]
+
+SCHEDULES: dict[type[ops.Op], Schedule] = {}
+"""How each op is done with sends and receives."""
+
+
+def schedule(*types: type[ops.Op]) -> Callable[[Callable[[Context, OpT], Steps]], Callable[[Context, OpT], Steps]]:
+    """Register a generator function as the schedule of some op types."""
+
+    def register(fn: Callable[[Context, OpT], Steps]) -> Callable[[Context, OpT], Steps]:
+        for cls in types:
+            SCHEDULES[cls] = fn
+        return fn
+
+    return register
+
+
+class Run:
+    """Runs one schedule from step to step."""
+
+    __slots__ = ("__weakref__", "_begun", "_comm", "_left", "_only", "_steps", "work")
+
+    def __init__(self, comm: Poster, steps: Steps, work: Completion) -> None:
+        self._comm = comm
+        self._steps = steps
+        self._left = 0
+        self._begun = False
+        self._only: _Part | None = None  # the first step's message, if it has but one and nothing has followed
+        self.work = work
+
+    def advance(self) -> None:
+        """Post the next step, and the ones after it for as long as they complete at once."""
+        while not self.work.done():
+            try:
+                step = next(self._steps)
+            except StopIteration as end:
+                self.work.complete(OP_RESULT if end.value is None else end.value)
+                return
+            except CommError as error:
+                self.work.fail(error)
+                return
+            self._left = len(step) + 1  # one more, so that parts which complete inside post do not advance
+            parts = [_Part(self, op) for op in step]
+            self._only = parts[0] if len(parts) == 1 and not self._begun else None
+            self._begun = True
+            for part in parts:
+                self._comm.post(part.op, part)
+            self._left -= 1
+            if self._left:
+                return
+
+    def part_done(self) -> None:
+        """One message of the current step is complete."""
+        self._only = None
+        self._left -= 1
+        if not self._left:
+            self.advance()
+
+    def part_failed(self, error: CommError) -> None:
+        """One message of the current step has failed, and with it the op."""
+        self._steps.close()
+        if not self.work.done():
+            if isinstance(error, MessageTruncatedError) and self.work.op.family == "collectives":
+                error = MismatchError(
+                    f"ranks disagree on the size of this collective: {error.message}", peer=error.peer
+                )
+            self.work.fail(error)
+
+    def withdraw(self) -> bool:
+        """Take the op back, if all it has done is to wait for one first message."""
+        if self._only is None or not self._only.op.withdrawable or not self._comm.withdraw(self._only):
+            return False
+        self._steps.close()
+        return True
+
+
+class BatchRun(Run):
+    """Runs a batch, which fails only when the wire has let go of all its tensors."""
+
+    __slots__ = ("_fault", "_parts")
+
+    def advance(self) -> None:
+        """Post all parts."""
+        self._fault: CommError | None = None
+        self._parts = [_Part(self, op) for op in next(self._steps)]
+        self._left = len(self._parts) + 1
+        for part in self._parts:
+            self._comm.post(part.op, part)
+        self._begun = True
+        if self._fault is not None:
+            self._withdraw_parts()
+        self.part_done()
+
+    def part_done(self) -> None:
+        """One message is complete."""
+        self._left -= 1
+        if not self._left:
+            self._parts = []
+            conclude(self.work, OP_RESULT if self._fault is None else self._fault)
+
+    def part_failed(self, error: CommError) -> None:
+        """One message has failed. A receive that nothing has matched must not take one that comes later."""
+        if isinstance(error, MismatchError):
+            conclude(self.work, error)  # the communicator is lost, and the rest may never end
+        elif self._fault is None:
+            self._fault = error
+            if self._begun:
+                self._withdraw_parts()
+        self.part_done()
+
+    def _withdraw_parts(self) -> None:
+        for part in self._parts:
+            if part.op.withdrawable and not part.done() and self._comm.withdraw(part):
+                self._left -= 1
+
+
+class _Part:
+    """One message of a schedule, completed by the transport."""
+
+    __slots__ = ("__weakref__", "_done", "_run", "op")
+
+    def __init__(self, run: Run, op: ops.Op) -> None:
+        self._run = run
+        self._done = False
+        self.op = op
+
+    @property
+    def hints(self) -> Mapping[str, Any] | None:
+        return self._run.work.hints
+
+    def done(self) -> bool:
+        return self._done or self._run.work.done()
+
+    def complete(self, value: Any = OP_RESULT) -> None:
+        if self._done:
+            raise RuntimeError(f"the transport completed a {self.op.name} of {self._run.work!r} twice")
+        self._done = True
+        self._run.part_done()
+
+    def fail(self, error: CommError) -> None:
+        self._done = True
+        self._run.part_failed(error)
+
+
+# ------------------------------------------------------------------------------------------------ the schedules
+
+
+@schedule(ops.Batch)
+def batch(g: Context, op: ops.Batch) -> Steps:
+    """All parts at once, on the user's own tags."""
+    yield list(op.parts)
+
+
+@schedule(ops.Barrier)
+def barrier(g: Context, op: ops.Op) -> Steps:
+    """Dissemination barrier (Hensgen, Finkel and Manber 1988): ceil(log2(n)) rounds of empty messages."""
+    empty = torch.empty(0, dtype=torch.uint8, device=g.device)
+    distance = 1
+    while distance < g.size:
+        yield [g.send(empty, (g.rank + distance) % g.size), g.recv(empty, (g.rank - distance) % g.size)]
+        distance *= 2
+
+
+@schedule(ops.Broadcast)
+def broadcast(g: Context, op: ops.Broadcast) -> Steps:
+    """Binomial tree."""
+    yield from broadcast_tree(g, op.tensor, op.root)
+
+
+def broadcast_tree(g: Context, tensor: Tensor, root: int) -> Steps:
+    """Binomial tree: in each round every rank that has the data sends it to one that has not."""
+    me = (g.rank - root) % g.size
+    mask = 1
+    while mask < g.size and not me & mask:
+        mask *= 2
+    if me:
+        yield [g.recv(tensor, (me - mask + root) % g.size)]
+    children = []
+    mask //= 2
+    while mask:
+        if me + mask < g.size:
+            children.append(g.send(tensor, (me + mask + root) % g.size))
+        mask //= 2
+    if children:
+        yield children
+
+
+@schedule(ops.Reduce)
+def reduce(g: Context, op: ops.Reduce) -> Steps:
+    """Binomial tree towards the root."""
+    accumulator = reductions.lift(op.op, op.tensor)
+    me = (g.rank - op.root) % g.size
+    mask = 1
+    while mask < g.size:
+        if me & mask:
+            yield [g.send(accumulator, (me - mask + op.root) % g.size)]
+            return
+        if me + mask < g.size:
+            theirs = torch.empty_like(accumulator)
+            yield [g.recv(theirs, (me + mask + op.root) % g.size)]
+            reductions.combine(op.op, accumulator, theirs)
+        mask *= 2
+    reductions.lower(op.op, accumulator, g.size, op.tensor)
+
+
+@schedule(ops.AllReduce)
+def all_reduce(g: Context, op: ops.AllReduce) -> Steps:
+    """Recursive doubling for small tensors, the ring for large ones; every rank gets the same bits."""
+    accumulator = reductions.lift(op.op, op.tensor).view(-1)
+    if accumulator.nbytes < RING_BYTES or accumulator.numel() < g.size:
+        yield from _doubling(g, op.op, accumulator)
+    else:
+        segments = list(accumulator.tensor_split(g.size))
+        yield from _ring_reduce(g, op.op, segments)
+        yield from ring_gather(g, segments)
+    reductions.lower(op.op, accumulator, g.size, op.tensor)
+
+
+def _doubling(g: Context, op: reductions.ReduceOp, accumulator: Tensor) -> Steps:
+    """Recursive doubling; ranks above the largest power of two fold into a partner first (Thakur et al. 2005, 4.5)."""
+    theirs = torch.empty_like(accumulator)
+    power = 1 << (g.size.bit_length() - 1)
+    extra = g.size - power
+    if g.rank >= power:
+        yield [g.send(accumulator, g.rank - power)]
+        yield [g.recv(accumulator, g.rank - power)]
+        return
+    if g.rank < extra:
+        yield [g.recv(theirs, g.rank + power)]
+        reductions.combine(op, accumulator, theirs)
+    mask = 1
+    while mask < power:
+        yield [g.send(accumulator, g.rank ^ mask), g.recv(theirs, g.rank ^ mask)]
+        reductions.combine(op, accumulator, theirs)
+        mask *= 2
+    if g.rank < extra:
+        yield [g.send(accumulator, g.rank + power)]
+
+
+def _ring_reduce(g: Context, op: reductions.ReduceOp, segments: list[Tensor]) -> Steps:
+    """Ring reduce-scatter (Patarasuk and Yuan 2009): afterwards ``segments[rank]`` is reduced, the others are not."""
+    theirs = torch.empty_like(max(segments, key=Tensor.numel))
+    for step in range(1, g.size):
+        out = segments[(g.rank - step) % g.size]
+        mine = segments[(g.rank - step - 1) % g.size]
+        into = theirs[: mine.numel()]
+        yield [g.send(out, (g.rank + 1) % g.size), g.recv(into, (g.rank - 1) % g.size)]
+        reductions.combine(op, mine, into)
+
+
+def ring_gather(g: Context, segments: list[Tensor]) -> Steps:
+    """Ring all-gather: ``segments[rank]`` is given, the others arrive."""
+    for step in range(g.size - 1):
+        out = segments[(g.rank - step) % g.size]
+        into = segments[(g.rank - step - 1) % g.size]
+        yield [g.send(out, (g.rank + 1) % g.size), g.recv(into, (g.rank - 1) % g.size)]
+
+
+@schedule(ops.ReduceScatter, ops.ReduceScatterV, ops.ReduceScatterSingle)
+def reduce_scatter(g: Context, op: ops.ReduceScatter) -> Steps:
+    """Ring reduce-scatter."""
+    segments = [reductions.lift(op.op, t).view(-1) for t in op.ins(g.size)]
+    yield from _ring_reduce(g, op.op, segments)
+    reductions.lower(op.op, segments[g.rank], g.size, op.output)
+
+
+@schedule(ops.AllGather, ops.AllGatherV, ops.AllGatherSingle)
+def all_gather(g: Context, op: ops.AllGather) -> Steps:
+    """Ring all-gather."""
+    outs = [t.view(-1) for t in op.outs(g.size)]
+    outs[g.rank].copy_(op.input.detach().view(-1))
+    yield from ring_gather(g, outs)
+
+
+@schedule(ops.AllToAll, ops.AllToAllSingle, ops.AllToAllVSingle)
+def all_to_all(g: Context, op: ops.AllToAll) -> Steps:
+    """Pairwise exchange: in step k each rank sends to the one k ahead and receives from the one k behind."""
+    ins, outs = op.ins(g.size), op.outs(g.size)
+    outs[g.rank].copy_(ins[g.rank].detach().view(outs[g.rank].shape))
+    for k in range(1, g.size):
+        dst, src = (g.rank + k) % g.size, (g.rank - k) % g.size
+        yield [g.send(ins[dst], dst), g.recv(outs[src], src)]
+
+
+@schedule(ops.Gather, ops.GatherSingle)
+def gather(g: Context, op: ops.Gather) -> Steps:
+    """Every rank sends straight to the root: each byte crosses the wire once."""
+    if g.rank != op.root:
+        yield [g.send(op.input, op.root)]
+        return
+    outs = op.outs(g.size)
+    outs[g.rank].copy_(op.input.detach().view(outs[g.rank].shape))
+    yield [g.recv(out, r) for r, out in enumerate(outs) if r != g.rank]
+
+
+@schedule(ops.Scatter)
+def scatter(g: Context, op: ops.Scatter) -> Steps:
+    """The root sends straight to every rank."""
+    if g.rank != op.root:
+        yield [g.recv(op.output, op.root)]
+        return
+    ins = op.ins(g.size)
+    op.output.copy_(ins[g.rank].detach())
+    yield [g.send(t, r) for r, t in enumerate(ins) if r != g.rank]

@@ -1,0 +1,274 @@
+"""One-sided operations over sends and receives, for communicators none of whose transports has RMA.
+
+Each rank serves its part of a window to each other rank: it receives that rank's requests one after the other and
+does them, so they take effect in the order of the calls. The memory's owner need not take part in the program's
+sense, but its event loop must come round: a put to a rank whose loop is busy waits, where a transport with RMA would
+not.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import Tensor
+
+from aiocomms import ops
+from aiocomms.errors import CommError, ProtocolError, UnsupportedOperation
+from aiocomms.lowering.schedules import Poster, Run, Steps
+from aiocomms.ops import codec
+from aiocomms.transport import OP_RESULT, Capabilities, Completion, Rendezvous, Transport
+
+_REQUEST = struct.Struct("<B7xqqq")  # what, offset, count or first operand, second operand
+_PUT, _GET, _ADD, _SWAP, _SIGNAL, _FLUSH, _CLOSE = range(7)
+
+
+class _Window:
+    """This rank's part of one window."""
+
+    def __init__(self, tag: int, tensor: Tensor) -> None:
+        self.tag = tag
+        self.flat = tensor.view(-1)
+        self.signals: Counter[int] = Counter()
+        """Signals that nobody has waited for yet, by source."""
+        self.waiting: defaultdict[int, deque[Completion]] = defaultdict(deque)
+        """Waits that no signal has ended yet, by source."""
+        self.serving = 0
+        """How many ranks may still ask for something."""
+        self.closing: Completion | None = None
+
+    def signal(self, src: int) -> None:
+        """Rank ``src`` signals."""
+        if self.waiting[src]:
+            self.waiting[src].popleft().complete()
+        else:
+            self.signals[src] += 1
+
+    def served(self) -> None:
+        """One rank will ask for nothing more."""
+        self.serving -= 1
+        self.check_closed()
+
+    def check_closed(self) -> None:
+        """Complete the close once nobody can ask for anything more."""
+        if self.closing is not None and not self.serving:
+            self.closing.complete()
+
+    def span(self, offset: int, count: int) -> Tensor:
+        """Some of the elements.
+
+        :raises ProtocolError: they do not lie within.
+        """
+        if not (offset >= 0 and count >= 0 and offset + count <= self.flat.numel()):
+            raise ProtocolError(f"a request for {count} elements from {offset} on of a window of {self.flat.numel()}")
+        return self.flat[offset : offset + count]
+
+    def atomic(self, what: int, offset: int, first: int, second: int) -> int:
+        """Do an atomic operation and return what was there before; nothing else runs meanwhile."""
+        element = self.span(offset, 1)
+        before = int(element.item())
+        if what == _ADD:
+            element.add_(first)
+        elif before == first:
+            element.fill_(second)
+        return before
+
+
+class TwoSided(Transport):
+    """RMA over the communicator's own sends and receives."""
+
+    capabilities = Capabilities(ops=ops.RMA)
+
+    def __init__(self, comm: Poster) -> None:
+        self._comm = comm
+        self._windows = 0
+
+    @classmethod
+    def probe(cls, device: torch.device) -> str | None:
+        """See :meth:`Transport.probe`."""
+        return "it is part of a communicator"
+
+    @classmethod
+    async def open(cls, rendezvous: Rendezvous, options: Mapping[str, Any]) -> Self:
+        """See :meth:`Transport.open`."""
+        raise NotImplementedError("a communicator makes its own")
+
+    def post(self, op: ops.Op, work: Completion) -> None:
+        """See :meth:`Transport.post`."""
+        match op:
+            case ops.WindowOpen(tensor):
+                self._open(tensor, work)
+            case ops.WindowClose(window):
+                self._close(window.handle, work)
+            case ops.WaitSignal(window, src) if window.handle.signals[src]:
+                window.handle.signals[src] -= 1
+                work.complete()
+            case ops.WaitSignal(window, src):
+                window.handle.waiting[src].append(work)
+            case ops.MapRemoteTensor(window, rank) if rank == self._comm.rank:
+                work.complete(window.tensor.detach())
+            case ops.MapRemoteTensor():
+                self._refuse_map()
+            case _:
+                self._run(self._ask(op), work)
+
+    def progress(self) -> bool:
+        """See :meth:`Transport.progress`: the messages move by themselves."""
+        return False
+
+    def fileno(self) -> int | None:
+        """See :meth:`Transport.fileno`."""
+        return None
+
+    def try_cancel(self, work: Completion) -> bool:
+        """See :meth:`Transport.try_cancel`: of what is posted here only waits for signals can be withdrawn."""
+        op: Any = work.op
+        waiting = op.window.handle.waiting[op.src]
+        if work not in waiting:
+            return False
+        waiting.remove(work)
+        return True
+
+    def abort(self, error: CommError) -> None:
+        """See :meth:`Transport.abort`: the transport below tells the peers."""
+
+    async def aclose(self) -> None:
+        """See :meth:`Transport.aclose`: there is nothing to release."""
+
+    # ------------------------------------------------------------------------------------------- this rank asks
+
+    def _ask(self, op: Any) -> Steps:
+        """Send a request, with the data behind it, and wait for the reply where there is one."""
+        window: _Window = op.window.handle
+        if isinstance(op, ops.Flush) and op.dst is None:
+            for dst in range(self._comm.size):
+                yield from self._ask(ops.Flush(op.window, dst))
+            return None
+        peer = op.src if isinstance(op, ops.Get) else op.dst
+        if peer == self._comm.rank:
+            return self._act(window, op)
+        request = ops.Send(self._request(op), peer, window.tag, ops.RMA_REQUEST)
+        if isinstance(op, ops.Signal):
+            yield [request]
+        elif isinstance(op, ops.Put):
+            data = [ops.Send(op.tensor, peer, window.tag, ops.RMA_DATA)] if op.tensor.numel() else []
+            yield [request, *data]
+        elif isinstance(op, ops.Get):
+            yield [request, ops.Recv(op.tensor, peer, window.tag, ops.RMA_REPLY)]
+        else:
+            reply = torch.empty(1, dtype=torch.int64, device=self._comm.device)
+            yield [request, ops.Recv(reply, peer, window.tag, ops.RMA_REPLY)]
+            return None if isinstance(op, ops.Flush) else int(reply.item())
+        return None
+
+    def _act(self, window: _Window, op: Any) -> int | None:
+        """Do an operation on this rank's own part."""
+        what, offset, first, second = _REQUEST.unpack(self._packed(op))
+        if isinstance(op, ops.Put):
+            window.span(offset, first).copy_(op.tensor.detach().view(-1))
+        elif isinstance(op, ops.Get):
+            op.tensor.view(-1).copy_(window.span(offset, first))
+        elif isinstance(op, ops.Signal):
+            window.signal(self._comm.rank)
+        elif isinstance(op, (ops.FetchAdd, ops.CompareSwap)):
+            return window.atomic(what, offset, first, second)
+        return None
+
+    @staticmethod
+    def _packed(op: Any) -> bytes:
+        match op:
+            case ops.Put(_, tensor, _, offset):
+                return _REQUEST.pack(_PUT, offset, tensor.numel(), 0)
+            case ops.Get(_, tensor, _, offset):
+                return _REQUEST.pack(_GET, offset, tensor.numel(), 0)
+            case ops.FetchAdd(_, _, offset, value):
+                return _REQUEST.pack(_ADD, offset, value, 0)
+            case ops.CompareSwap(_, _, offset, expected, value):
+                return _REQUEST.pack(_SWAP, offset, expected, value)
+            case ops.Signal():
+                return _REQUEST.pack(_SIGNAL, 0, 0, 0)
+            case ops.Flush():
+                return _REQUEST.pack(_FLUSH, 0, 0, 0)
+        return _REQUEST.pack(_CLOSE, 0, 0, 0)
+
+    def _request(self, op: Any) -> Tensor:
+        return codec.to_tensor(self._packed(op), self._comm.device)
+
+    # --------------------------------------------------------------------------------------- this rank is asked
+
+    def _open(self, tensor: Tensor, work: Completion) -> None:
+        self._windows += 1  # opening is collective, so all ranks count alike
+        window = _Window(self._windows & 0x7FFFFFFF, tensor)
+        for peer in range(self._comm.size):
+            if peer != self._comm.rank:
+                window.serving += 1
+                self._run(self._serve(window, peer), _Service(work.op, window))
+        work.complete(window)
+
+    def _close(self, window: _Window, work: Completion) -> None:
+        peers = [r for r in range(self._comm.size) if r != self._comm.rank]
+        farewell = [ops.Send(self._request(work.op), peer, window.tag, ops.RMA_REQUEST) for peer in peers]
+
+        def close() -> Steps:
+            yield list(farewell)
+
+        window.closing = work
+        window.serving += 1  # until the farewells are on their way
+        self._run(close(), _Service(work.op, window))
+
+    def _serve(self, window: _Window, peer: int) -> Steps:
+        """Do what one rank asks for, until it closes the window."""
+        request = torch.empty(_REQUEST.size, dtype=torch.uint8, device=self._comm.device)
+        while True:
+            yield [ops.Recv(request, peer, window.tag, ops.RMA_REQUEST)]
+            what, offset, first, second = _REQUEST.unpack(codec.to_bytes(request))
+            if what == _PUT and first:
+                yield [ops.Recv(window.span(offset, first), peer, window.tag, ops.RMA_DATA)]
+            elif what == _GET:
+                yield [ops.Send(window.span(offset, first), peer, window.tag, ops.RMA_REPLY)]
+            elif what == _SIGNAL:
+                window.signal(peer)
+            elif what == _CLOSE:
+                return
+            elif what in (_ADD, _SWAP, _FLUSH):
+                before = 0 if what == _FLUSH else window.atomic(what, offset, first, second)
+                reply = torch.tensor([before], device=self._comm.device)
+                yield [ops.Send(reply, peer, window.tag, ops.RMA_REPLY)]
+            elif what != _PUT:
+                raise ProtocolError(f"rank {peer} asked for operation {what} on a window", peer=peer)
+
+    def _run(self, steps: Steps, work: Completion) -> None:
+        Run(self._comm, steps, work).advance()
+
+    def _refuse_map(self) -> NoReturn:
+        raise UnsupportedOperation("the ranks share no memory: no transport of this communicator has RMA")
+
+
+class _Service:
+    """Completes what no program waits for."""
+
+    __slots__ = ("__weakref__", "_done", "_window", "op")
+
+    hints = None
+
+    def __init__(self, op: ops.Op, window: _Window) -> None:
+        self.op = op
+        self._done = False
+        self._window = window
+
+    def done(self) -> bool:
+        """See :class:`Completion`."""
+        return self._done
+
+    def complete(self, value: Any = OP_RESULT) -> None:
+        """See :class:`Completion`."""
+        self._done = True
+        self._window.served()
+
+    def fail(self, error: CommError) -> None:
+        """See :class:`Completion`: the peer is gone, or broke the protocol, and is served no longer."""
+        self._done = True
+        self._window.served()

@@ -1,0 +1,85 @@
+"""Which ranks share a host, and at which of a host's addresses the others reach it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from aiocomms.errors import ArgumentError
+from aiocomms.lowlevel.auth import check_exposed
+
+LOOPBACK: Final = "127.0.0.1"
+_SIOCGIFADDR: Final = 0x8915
+
+
+def host_id(*namespaces: str) -> str:
+    """What tells this host from others, and containers that share none of the namespaces from each other.
+
+    :param namespaces: such as ``"net"``: ranks with the same identity share the host's loopback.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return "/".join((boot, *(str(Path(f"/proc/self/ns/{name}").stat().st_ino) for name in namespaces)))
+
+
+def reachable_address(names: Iterable[str], store: Store | None) -> str:
+    """The address of this host at which ranks on other hosts reach it; never a wildcard.
+
+    That of ``AIOCOMMS_IFACE``, else that on the way to the store, to ``MASTER_ADDR``, or to another rank's host.
+
+    :param names: the names of hosts on which there are other ranks.
+    :param store: where the ranks met, whose host they all can reach.
+    :raises ArgumentError: it cannot be told; or the job has no token, so that nothing may be opened to other hosts.
+    """
+    check_exposed("the ranks are on several hosts")
+    interface = os.environ.get("AIOCOMMS_IFACE")
+    if interface:
+        return _address_of(interface)
+    for target in (_host_of(store), os.environ.get("MASTER_ADDR"), *names):
+        address = _towards(target)
+        if address is not None:
+            return address
+    raise ArgumentError(
+        f"the ranks are on several hosts, and this one, {socket.gethostname()!r}, finds no route to them; "
+        "set AIOCOMMS_IFACE to the network interface to use"
+    )
+
+
+def _host_of(store: Store | None) -> str | None:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store.host if isinstance(store, TCPStore) else None
+
+
+def _towards(host: str | None) -> str | None:
+    """This host's address on the way to another, or None. Sends nothing."""
+    if not host:
+        return None
+    with contextlib.suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with socket.socket(family, kind) as probe, contextlib.suppress(OSError):
+                probe.connect(address)
+                mine = str(probe.getsockname()[0])
+                if not mine.startswith("127.") and mine != "::1":
+                    return mine
+    return None
+
+
+def _address_of(interface: str) -> str:
+    name = interface.encode()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name[:15]))
+        except OSError as error:
+            known = ", ".join(name for _, name in socket.if_nameindex())
+            raise ArgumentError(
+                f"AIOCOMMS_IFACE is {interface!r}, which has no IPv4 address ({error.strerror}); there are: {known}"
+            ) from error
+    return socket.inet_ntoa(answer[20:24])

@@ -1,0 +1,257 @@
+"""How tensors and Python objects become bytes and back: a closed set of types, and pickle only if both ends ask for it.
+
+What arrives is checked before it is used; no length in it is trusted further than the bytes that came with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import struct
+from typing import Any, Final
+
+import msgspec
+import torch
+from torch import Tensor
+
+from aiocomms.errors import ArgumentError, ArgumentTypeError, ProtocolError
+from aiocomms.ops.checks import DTYPES, PLAIN, short
+
+MAX_DIMS = 14
+MAX_DEPTH = 100
+"""How deep an object may be nested."""
+
+MAX_OBJECT_BYTES = 64 * 2**20
+"""How large an object may be, encoded."""
+
+MAX_ITEMS = 2**20
+"""How many values an object may hold: one that is announced in a byte takes up to a hundred when it is there."""
+
+_DTYPES = sorted(DTYPES, key=str)
+_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+_TENSOR = struct.Struct(f"<BB6x{MAX_DIMS}q")  # dtype, number of dimensions, dimensions
+
+TENSOR_BYTES = _TENSOR.size
+"""Size of a tensor's description, in bytes."""
+
+_TUPLE, _TENSOR_EXT, _DTYPE, _DEVICE, _SIZE = range(1, 6)
+
+
+def describe_tensor(tensor: Tensor, name: str = "tensor") -> bytes:
+    """A tensor's dtype and shape as :data:`TENSOR_BYTES` bytes.
+
+    :raises ArgumentError: it has more than :data:`MAX_DIMS` dimensions.
+    """
+    if tensor.dim() > MAX_DIMS:
+        raise ArgumentError(f"{name} has {tensor.dim()} dimensions, wanted at most {MAX_DIMS}")
+    padding = [0] * (MAX_DIMS - tensor.dim())
+    return _TENSOR.pack(_CODES[tensor.dtype], tensor.dim(), *tensor.shape, *padding)
+
+
+def parse_tensor(data: bytes) -> tuple[torch.dtype, tuple[int, ...], int]:
+    """Undo :func:`describe_tensor`.
+
+    :returns: dtype, shape, and the size in bytes.
+    :raises ProtocolError: it describes no tensor.
+    """
+    if len(data) != TENSOR_BYTES:
+        raise ProtocolError(f"a tensor's description has {len(data)} bytes, wanted {TENSOR_BYTES}")
+    code, dims, *sizes = _TENSOR.unpack(data)
+    if code >= len(_DTYPES) or dims > MAX_DIMS or any(n < 0 for n in sizes) or any(sizes[dims:]):
+        raise ProtocolError(f"a tensor's description makes no sense: dtype {code}, dimensions {dims}, sizes {sizes}")
+    nbytes = math.prod(sizes[:dims]) * _DTYPES[code].itemsize
+    if nbytes >= 2**62:
+        raise ProtocolError(f"a tensor's description asks for {nbytes} bytes")
+    return _DTYPES[code], tuple(sizes[:dims]), nbytes
+
+
+def encode(value: Any, *, pickle: bool = False) -> bytes:
+    """An object as bytes.
+
+    :param value: None, bool, int (64 bits), float, str, bytes, list, tuple, dict, and torch's Tensor, dtype, device
+    and Size.
+    :param pickle: use pickle instead, for any object; the receiver must ask for it too.
+    :raises ArgumentError: a value of another type is in it, or it is too deep or too large.
+    """
+    if pickle:
+        import pickle as pickling
+
+        try:
+            data: bytes = pickling.dumps(value)
+        except Exception as error:  # whatever the object's own methods raise
+            raise ArgumentTypeError(f"obj cannot be pickled: {type(error).__name__}: {error}") from error
+    else:
+        try:
+            data = msgspec.msgpack.encode(_pack(value, 0))
+        except OverflowError as error:
+            raise ArgumentError(f"obj holds an integer of more than 64 bits: {error}") from None
+        except UnicodeEncodeError as error:
+            raise ArgumentError(f"obj holds a str that is no Unicode text: {error}") from None
+    if len(data) > MAX_OBJECT_BYTES:
+        raise ArgumentError(
+            f"obj takes {len(data)} bytes encoded, wanted at most {MAX_OBJECT_BYTES}; send it as a tensor"
+        )
+    if len(data) > MAX_ITEMS and not pickle and count_items(data) > MAX_ITEMS:
+        raise ArgumentError(f"obj holds more than {MAX_ITEMS} values; send them as a tensor")
+    return data
+
+
+def decode(data: bytes | bytearray | memoryview, *, pickle: bool = False) -> Any:
+    """Undo :func:`encode`.
+
+    :param pickle: the bytes are a pickle, and this end has asked for that.
+    :raises ProtocolError: the bytes are no such object.
+    """
+    if pickle:
+        import pickle as pickling
+
+        try:
+            return pickling.loads(data)  # noqa: S301 - both ends asked for it
+        except Exception as error:  # whatever the object's own methods raise
+            raise ProtocolError(f"an object cannot be unpickled: {type(error).__name__}: {error}") from error
+    if len(data) > MAX_ITEMS and count_items(data) > MAX_ITEMS:
+        raise ProtocolError(f"an object of more than {MAX_ITEMS} values came")
+    return _Decoder().decode(data)
+
+
+_HEAD: Final = {
+    **dict.fromkeys((0xC4, 0xD9, 0xC7), 1), **dict.fromkeys((0xC5, 0xDA, 0xC8), 2),
+    **dict.fromkeys((0xC6, 0xDB, 0xC9), 4), 0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4,
+}  # fmt: skip
+"""Of msgpack's types with a length, the bytes that it takes."""
+_FIXED: Final = {
+    **dict.fromkeys((0xC0, 0xC1, 0xC2, 0xC3), 0), **dict.fromkeys((0xCC, 0xD0), 1), **dict.fromkeys((0xCD, 0xD1), 2),
+    **dict.fromkeys((0xCE, 0xD2, 0xCA), 4), **dict.fromkeys((0xCF, 0xD3, 0xCB), 8), 0xD4: 2, 0xD5: 3, 0xD6: 5,
+    0xD7: 9, 0xD8: 17,
+}  # fmt: skip
+"""Of the others, the bytes behind the first."""
+
+
+def count_items(data: bytes | bytearray | memoryview, depth: int = 0) -> int:
+    """How many values a msgpack message holds, in its tuples too, as far as a little more than :data:`MAX_ITEMS`.
+
+    Reads heads only and makes nothing. What makes no sense is left for the decoder to refuse.
+    """
+    view, at, count = memoryview(data), 0, 0
+    while at < len(view) and count <= MAX_ITEMS:
+        first = view[at]
+        at += 1
+        count += 1
+        head = _HEAD.get(first, 0)
+        length = int.from_bytes(view[at : at + head], "big")
+        at += head
+        if first in (0xDC, 0xDD, 0xDE, 0xDF) or 0x80 <= first <= 0x9F or first < 0x80 or first >= 0xE0:
+            continue  # of lists and dicts the items follow; small integers are their own head
+        if first in (0xC7, 0xC8, 0xC9):
+            if view[at : at + 1] == bytes([_TUPLE]) and depth < MAX_DEPTH:
+                count += count_items(view[at + 1 : at + 1 + length], depth + 1)
+            at += 1
+        at += first & 0x1F if 0xA0 <= first <= 0xBF else length + _FIXED.get(first, 0)
+    return count
+
+
+def _pack(value: Any, depth: int) -> Any:
+    if depth > MAX_DEPTH:
+        raise ArgumentError(f"obj is nested more than {MAX_DEPTH} deep")
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str, bytes):
+        return value
+    if kind is list:
+        return [_pack(item, depth + 1) for item in value]
+    if kind is dict:
+        return {_key(key): _pack(item, depth + 1) for key, item in value.items()}
+    if kind is tuple:
+        items = [_pack(item, depth + 1) for item in value]
+        return msgspec.msgpack.Ext(_TUPLE, msgspec.msgpack.encode(items))
+    if kind is torch.Size:
+        return msgspec.msgpack.Ext(_SIZE, msgspec.msgpack.encode(list(value)))
+    if kind is torch.dtype and value in _CODES:
+        return msgspec.msgpack.Ext(_DTYPE, bytes([_CODES[value]]))
+    if kind is torch.device:
+        return msgspec.msgpack.Ext(_DEVICE, str(value).encode())
+    odd = kind not in PLAIN or value.layout != torch.strided or value.is_meta or value.is_nested
+    if not odd and value.dtype in _CODES:
+        return msgspec.msgpack.Ext(_TENSOR_EXT, _pack_tensor(value))
+    raise ArgumentTypeError(
+        f"obj holds {short(value)} ({kind.__module__}.{kind.__qualname__}), wanted only None, bool, int, float, str, "
+        "bytes, list, tuple, dict, and torch's Tensor, dtype, device and Size; or pickle=True at both ends"
+    )
+
+
+def _key(key: Any) -> Any:
+    if key is None or type(key) in (bool, int, float, str, bytes):
+        return key
+    raise ArgumentTypeError(f"obj holds a dict with the key {short(key)}, wanted None, bool, int, float, str or bytes")
+
+
+def _pack_tensor(tensor: Tensor) -> bytes:
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    end = plain.storage_offset() * plain.itemsize + plain.nbytes
+    if plain.numel() and plain.untyped_storage().nbytes() < end:
+        raise ArgumentError(f"obj holds {short(tensor)}, which has no memory: its storage was freed or resized")
+    return describe_tensor(plain) + ctypes.string_at(plain.data_ptr(), plain.nbytes)
+
+
+class _Decoder:
+    """Decodes one object, counting how deep the extension types nest."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._decoder = msgspec.msgpack.Decoder(ext_hook=self._ext)
+
+    def decode(self, data: bytes | bytearray | memoryview) -> Any:
+        self._depth += 1
+        if self._depth > MAX_DEPTH + 1:
+            raise ProtocolError(f"an object is nested more than {MAX_DEPTH} deep")
+        try:
+            return self._decoder.decode(data)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, TypeError) as error:
+            raise ProtocolError(f"an object's bytes make no sense: {error}") from None
+        finally:
+            self._depth -= 1
+
+    def _ext(self, code: int, data: memoryview) -> Any:
+        if code == _TUPLE:
+            return tuple(self._list(data))
+        if code == _SIZE:
+            sizes = self._list(data)
+            if all(type(n) is int and 0 <= n < 2**62 for n in sizes):
+                return torch.Size(sizes)
+        elif code == _DTYPE and len(data) == 1 and data[0] < len(_DTYPES):
+            return _DTYPES[data[0]]
+        elif code == _DEVICE and len(data) < 32:
+            try:
+                return torch.device(bytes(data).decode("ascii"))
+            except (RuntimeError, UnicodeDecodeError):
+                pass
+        elif code == _TENSOR_EXT:
+            return _unpack_tensor(data)
+        raise ProtocolError(f"an object's bytes make no sense: extension {code} of {len(data)} bytes")
+
+    def _list(self, data: memoryview) -> list[Any]:
+        items = self.decode(data)
+        if not isinstance(items, list):
+            raise ProtocolError(f"an object's bytes make no sense: a {type(items).__name__} in place of a list")
+        return items
+
+
+def _unpack_tensor(data: memoryview) -> Tensor:
+    dtype, shape, nbytes = parse_tensor(bytes(data[:TENSOR_BYTES]))
+    if len(data) - TENSOR_BYTES != nbytes:
+        raise ProtocolError(f"a tensor's description asks for {nbytes} bytes, and {len(data) - TENSOR_BYTES} came")
+    if not nbytes:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data[TENSOR_BYTES:]), dtype=dtype).view(shape)
+
+
+def to_tensor(data: bytes, device: torch.device) -> Tensor:
+    """Bytes as a flat uint8 tensor."""
+    if not data:
+        return torch.empty(0, dtype=torch.uint8, device=device)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+
+
+def to_bytes(tensor: Tensor) -> bytes:
+    """Undo :func:`to_tensor`."""
+    host = tensor.cpu()
+    return ctypes.string_at(host.data_ptr(), host.nbytes)

@@ -1,0 +1,241 @@
+"""Per-loop progress: poll for a few turns of the loop, then park on file descriptors.
+
+One driver serves all communicators of one event loop. With nothing pending it schedules nothing; with ops pending and
+nothing happening it sleeps in the loop's own selector, on each transport's descriptor. asyncio's timers sleep in
+whole milliseconds, so there is no timer here at all.
+"""
+
+from __future__ import annotations
+
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from typing import Any, Protocol
+
+from aiocomms.errors import CommError
+from aiocomms.lowlevel.waker import Waker
+from aiocomms.progress.loops import Loop, Parkable, running_loop
+from aiocomms.progress.work import Work
+from aiocomms.transport import Capabilities
+
+_local = threading.local()
+
+
+class Served(Protocol):
+    """What a driver needs of a transport."""
+
+    capabilities: Capabilities
+
+    def progress(self) -> bool | None:
+        """Move things on without blocking; whether anything completed. None: do not ask again, park."""
+
+    def fileno(self) -> int | None:
+        """A descriptor that is readable when :meth:`progress` has something to do."""
+
+    def on_failure(self, error: CommError) -> None:
+        """:meth:`progress` has raised, and is not called any more."""
+
+
+class Driver:
+    """Turns "something happened below" into completed works, for one event loop."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self.thread = threading.get_ident()
+        self.park: Callable[[Parkable], Generator[Any, Any, None]] = loop.park
+        self.unpark: Callable[[Any], None] = loop.unpark
+        self.call_soon: Callable[..., None] = loop.call_soon
+        self.report: Callable[[str, BaseException], None] = loop.report
+        self.tasks_of = loop.tasks_of
+        self._fds: dict[Served, int | None] = {}
+        self._turns: dict[Served, int] = {}  # how many more turns each transport is polled
+        self._scheduled = False
+        self._calls: deque[tuple[Callable[..., object], tuple[object, ...]]] = deque()  # from other threads
+        self._blocked: Waker | None = None  # while the loop's thread waits in block()
+
+    @classmethod
+    def current(cls) -> Driver:
+        """The driver of the running loop.
+
+        :raises RuntimeError: no loop is running.
+        """
+        loop = running_loop()
+        driver: Driver | None = getattr(_local, "driver", None)
+        if driver is None or driver._loop.token is not loop.token:
+            driver = _local.driver = cls(loop)
+        return driver
+
+    def attach(self, transport: Served) -> None:
+        """Serve a transport from now on."""
+        fd = self._fds[transport] = transport.fileno()
+        if fd is not None:
+            self._loop.watch(fd, lambda: self._ready(transport))
+
+    def detach(self, transport: Served) -> None:
+        """Stop serving a transport. Twice is once."""
+        fd = self._fds.pop(transport, None)
+        self._turns.pop(transport, None)
+        if fd is not None:
+            self._loop.unwatch(fd)
+        if not self._fds and getattr(_local, "driver", None) is self:
+            _local.driver = None
+
+    def kick(self, transport: Served) -> None:
+        """Something is pending on a transport: poll it for as many turns as it says it is worth."""
+        spin = transport.capabilities.spin
+        if spin:
+            self._turns[transport] = spin
+            if not self._scheduled:
+                self._scheduled = True
+                self.call_soon(self._turn)
+
+    def call_threadsafe(self, fn: Callable[..., object], *args: object) -> None:
+        """Call ``fn`` on the loop's thread, from any thread or signal handler, also while that thread blocks in here.
+
+        Nothing happens if the loop is gone.
+        """
+        self._calls.append((fn, args))
+        blocked = self._blocked
+        if blocked is not None:
+            blocked.wake()
+        self._loop.call_threadsafe(self._call)
+
+    def _call(self) -> None:
+        if self._calls:  # else block() has done it already
+            fn, args = self._calls.popleft()
+            fn(*args)
+
+    def block(self, work: Work[Any], timeout: float | None) -> None:
+        """Wait for a work in synchronous code.
+
+        :param timeout: seconds; None: as long as it takes.
+        :raises TimeoutError: it took longer.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if threading.get_ident() == self.thread:
+            self._block_here(work, deadline)
+        else:
+            done = threading.Event()
+            self.call_threadsafe(work.add_done_callback, lambda _: done.set())
+            done.wait(timeout)
+        if not work.done():
+            raise TimeoutError(f"{work!r} was not done within {timeout} s; it goes on")
+
+    def _block_here(self, work: Work[Any], deadline: float | None) -> None:
+        poller = select.poll()
+        waker = self._blocked = Waker()
+        for fd in (waker.fileno(), *self._fds.values()):
+            if fd is not None:
+                poller.register(fd, select.POLLIN)
+        try:
+            while not work.done():
+                waker.clear()
+                while self._calls:
+                    self._call()
+                for transport in list(self._fds):
+                    # As often as on the loop: only then is its descriptor what to wait for.
+                    turns = max(1, transport.capabilities.spin)
+                    while turns and self._progress(transport) is False and not work.done():
+                        turns -= 1
+                left = None if deadline is None else deadline - time.monotonic()
+                if work.done() or (left is not None and left <= 0):
+                    return
+                poller.poll(None if left is None else left * 1000)
+        finally:
+            self._blocked = None
+            waker.close()
+
+    def _ready(self, transport: Served) -> None:
+        if self._progress(transport):
+            self.kick(transport)  # where one thing has happened, the next is near
+
+    def _turn(self) -> None:
+        turns = self._turns
+        for transport in list(turns):
+            moved = self._progress(transport)
+            if moved:
+                turns[transport] = transport.capabilities.spin
+            elif moved is not None and turns.get(transport, 0) > 1:
+                turns[transport] -= 1
+            else:
+                turns.pop(transport, None)
+        self._scheduled = bool(turns)
+        if turns:
+            self.call_soon(self._turn)
+
+    def _progress(self, transport: Served) -> bool | None:
+        try:
+            return transport.progress()
+        except Exception as error:
+            self.report(f"{type(transport).__name__}.progress() raised", error)
+            self.detach(transport)  # its descriptor may stay readable for ever
+            failure = CommError(f"the transport broke: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            transport.on_failure(failure)
+            return False
+
+
+class Promise:
+    """An event that happens once, awaited by one loop's tasks and set on that loop's thread."""
+
+    __slots__ = ("_driver", "_set", "_waiters")
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._set = False
+        self._waiters: list[object] = []
+
+    def set(self) -> None:
+        """Let every waiter go on."""
+        self._set = True
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            self._driver.unpark(waiter)
+
+    def attach(self, waiter: object) -> None:
+        """See :class:`aiocomms.progress.loops.Parkable`."""
+        self._waiters.append(waiter)
+
+    def detach(self, waiter: object) -> None:
+        """See :class:`aiocomms.progress.loops.Parkable`."""
+        if waiter in self._waiters:
+            self._waiters.remove(waiter)
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        if not self._set:
+            yield from self._driver.park(self)
+
+
+async def run_in_thread(driver: Driver, call: Callable[[], Any], *, anyhow: bool = False) -> Any:
+    """Run a blocking call in a daemon thread of its own.
+
+    A cancelled wait leaves the thread behind: some calls, such as those of a store whose server has stopped, come back
+    long after their own timeout, and neither the loop nor the interpreter's exit may wait for them.
+
+    :param anyhow: where no thread can be started, run it here: it releases something.
+    :raises CommError: no thread can be started.
+    """
+    promise = Promise(driver)
+    outcome: list[Any] = [None, None]
+
+    def target() -> None:
+        try:
+            outcome[0] = call()
+        except BaseException as error:  # it is raised where it is awaited
+            outcome[1] = error
+        driver.call_threadsafe(promise.set)
+
+    thread = threading.Thread(target=target, name="aiocomms blocking call", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        if anyhow:
+            return call()
+        raise CommError(f"no thread can be started: {error}") from error
+    await promise
+    thread.join()  # all it has left to do is to end
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]

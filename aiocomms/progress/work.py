@@ -1,0 +1,313 @@
+"""The awaitable handle of one started op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+import msgspec
+
+from aiocomms.errors import CapturedWorkError, CommError, WorkCancelledError, wrong_thread
+from aiocomms.transport import OP_RESULT
+
+if TYPE_CHECKING:
+    from torch import UntypedStorage
+
+    from aiocomms.ops import Op
+    from aiocomms.progress.driver import Driver
+    from aiocomms.progress.inflight import Queue
+
+T_co = TypeVar("T_co", covariant=True)
+
+_RESIZED = (
+    "the storage of a tensor was resized while the op had it: its result is lost, or went to memory that was freed"
+)
+_PENDING, _DONE, _GIVEN_UP = range(3)
+
+
+class Owner(Protocol):
+    """What a work needs of its communicator."""
+
+    driver: Driver
+    name: str
+    rank: int
+
+    def settled(self, work: Work[Any]) -> None:
+        """Forget a pending work that has just become done."""
+
+    def withdraw(self, work: Work[Any]) -> bool:
+        """Take an unmatched receive or wait back from the transport; False if it is under way."""
+
+    def order_stream(self, work: Work[Any], stream: Any) -> None:
+        """Make a CUDA stream wait for a work.
+
+        :raises UnsupportedOperation: it runs on no stream.
+        """
+
+    def verdict(self, work: Work[Any], error: CommError) -> CommError | None:
+        """What a work fails with, of which its transport says that it failed with ``error``; None: not yet."""
+
+
+class Work(msgspec.Struct, Generic[T_co], eq=False, weakref=True):
+    """One operation under way: await it, share it, or leave it alone; it completes all the same.
+
+    Behaves as an :class:`asyncio.Future` where the two overlap. A cancelled ``await`` detaches that awaiter and nothing
+    else; only when the last awaiter of a receive that nothing has matched yet is gone is the receive withdrawn.
+    """
+
+    op: Op
+    """What was asked."""
+    seq: int
+    """Its number among the ops of its communicator on this rank, from 0."""
+    owner: Owner
+    hints: Mapping[str, Any] | None = None
+    fault: CommError | None = None
+    """How the transport said that it failed; not set where the work was given up or withdrawn."""
+    queue: Queue | None = None
+    """Where the communicator keeps it while it is pending."""
+    memory: UntypedStorage | list[tuple[UntypedStorage, int]] | None = None
+    """Of one that was pending: its tensor's storage, or those of several and where they were. Its program may give the
+    tensors others."""
+    _place: int = 0
+    _state: int = _PENDING
+    _value: Any = OP_RESULT
+    _error: CommError | None = None
+    _waiters: list[Any] | None = None
+    _callbacks: list[Callable[[Work[Any]], object]] | None = None
+    _unseen: _UnseenError | None = None
+
+    def __repr__(self) -> str:
+        state = "pending" if not self._state else f"failed {self._error!r}" if self._error else "done"
+        return f"<Work {self.op.name} #{self.seq} on '{self.owner.name}' (rank {self.owner.rank}) {state}>"
+
+    # ------------------------------------------------------------------------------------- for the program
+
+    def __await__(self) -> Generator[Any, Any, T_co]:
+        if not self._state:
+            yield from self.owner.driver.park(self)
+        if self._error is None:  # as result() does, without the call
+            value = self._value
+            return self.op.result() if value is OP_RESULT else value  # type: ignore[no-any-return]
+        return self.result()
+
+    def done(self) -> bool:
+        """Whether the op has completed or failed on this rank."""
+        return self._state != _PENDING
+
+    def result(self) -> T_co:
+        """What awaiting returns.
+
+        :raises asyncio.InvalidStateError: it is not done.
+        :raises CommError: the op failed.
+        """
+        if self._error is None and self._state:
+            value = self._value
+            return self.op.result() if value is OP_RESULT else value  # type: ignore[no-any-return]
+        raise self._seen()
+
+    def exception(self) -> CommError | None:
+        """The error of a failed op, or None.
+
+        :raises asyncio.InvalidStateError: it is not done.
+        """
+        if self._error is None and self._state:
+            return None
+        error = self._seen()
+        if isinstance(error, CommError):
+            return error
+        raise error
+
+    def add_done_callback(self, fn: Callable[[Work[Any]], object]) -> None:
+        """Have ``fn(work)`` called on the loop, soon after the op is done; at once means on the loop's next turn."""
+        if self._state:
+            self.owner.driver.call_soon(fn, self)
+        elif self._callbacks is None:
+            self._callbacks = [fn]
+        else:
+            self._callbacks.append(fn)
+
+    async def cancel(self) -> bool:
+        """Withdraw the op if that is still possible, else wait for its end.
+
+        :returns: True: it did not happen, and the buffer is untouched. False: it ran to its end.
+        :raises RuntimeError: on another thread than the communicator's.
+        """
+        if not self._state and get_ident() != self.owner.driver.thread:
+            raise wrong_thread(f"cancel of {self!r}")
+        if not self._state and self.withdraw():
+            return True
+        if not self._state:
+            await self.wait()
+        return isinstance(self._error, WorkCancelledError)
+
+    async def wait(self) -> None:
+        """Wait until the op is done, without asking how it went."""
+        if not self._state:
+            await _Parked(self)
+
+    def wait_stream(self, stream: Any = None) -> None:
+        """Make a CUDA stream wait for the op; the host does not.
+
+        For an op that was captured into a CUDA graph, this joins it back to the capturing stream.
+
+        :param stream: a ``torch.cuda.Stream``; None: the current one.
+        :raises UnsupportedOperation: the op runs on no stream: its tensors are on the CPU, or it completes on the host.
+        """
+        owner = self.owner
+        try:
+            owner.order_stream(self, stream)
+        except CommError as error:
+            raise error.about(comm=owner.name, op=self.op.name, seq=self.seq, rank=owner.rank) from None
+
+    def wait_blocking(self, timeout: float | None = None) -> T_co:
+        """Wait in synchronous code, on any thread; on the loop's own thread this drives the transports meanwhile.
+
+        :param timeout: the caller's patience in seconds; None: as long as it takes.
+        :returns: what awaiting returns.
+        :raises TimeoutError: it took longer; the op goes on.
+        :raises CommError: the op failed.
+        """
+        if not self._state:
+            self.owner.driver.block(self, timeout)
+        return self.result()
+
+    # ------------------------------------------------------------------------------ for transports and the core
+
+    def complete(self, value: Any = OP_RESULT) -> None:
+        """See :meth:`aiocomms.transport.Completion.complete`."""
+        if self._state:
+            return self._refuse_second()
+        if self.queue is not None:
+            if self._resized():
+                return self.fail(CommError(_RESIZED))
+            self._state = _DONE
+            self._value = value
+            self.owner.settled(self)
+        else:
+            self._state = _DONE
+            self._value = value
+        if self._waiters is not None or self._callbacks is not None:
+            self._notify()
+        return None
+
+    def hold(self) -> None:
+        """Keep the memory of an op that is pending, also if its program gives a tensor another storage."""
+        op = self.op
+        tensor = getattr(op, "tensor", None)
+        if tensor is not None:  # nearly always
+            self.memory = storage = tensor.untyped_storage()
+            self._place = storage.data_ptr()
+        else:
+            storages = [tensor.untyped_storage() for _, tensor in op.reads() + op.writes()]
+            self.memory = [(storage, storage.data_ptr()) for storage in storages]
+
+    def _resized(self) -> bool:
+        memory = self.memory
+        if isinstance(memory, list):
+            return any(storage.data_ptr() != place for storage, place in memory)
+        return memory is not None and memory.data_ptr() != self._place
+
+    def fail(self, error: CommError) -> None:
+        """See :meth:`aiocomms.transport.Completion.fail`."""
+        if self._state:
+            return self._refuse_second()
+        said = self.owner.verdict(self, error)
+        if said is None:
+            return None  # the communicator is lost, and gives it up when it knows more of why
+        error = said
+        self.fault = error.about(seq=self.seq)
+        asked = self._waiters is not None or self._callbacks is not None
+        self._end(error, _DONE)
+        if not asked and self._error is not None and not isinstance(error, CapturedWorkError):
+            self._unseen = _UnseenError(self.owner.driver, self._error)
+        return None
+
+    def give_up(self, error: CommError) -> None:
+        """End a pending work although its transport has not; whatever the transport says of it later is not heard."""
+        if not self._state:
+            self._end(error, _GIVEN_UP)
+
+    def withdraw(self) -> bool:
+        """Take an unmatched receive or wait back. True: it did not happen."""
+        if self._state or not self.op.withdrawable or not self.owner.withdraw(self):
+            return False
+        self._end(WorkCancelledError("it was withdrawn before it happened, and its buffer is untouched"), _DONE)
+        return True
+
+    def detach(self, waiter: object) -> None:
+        """Forget an awaiter that was cancelled; withdraw the op with the last one if it can be."""
+        waiters = self._waiters
+        if waiters is None or waiter not in waiters:
+            return
+        waiters.remove(waiter)
+        if not waiters:
+            self._waiters = None
+            self.withdraw()
+
+    def attach(self, waiter: object) -> None:
+        """Note an awaiter, to be woken when the op is done."""
+        if self._waiters is None:
+            self._waiters = [waiter]
+        else:
+            self._waiters.append(waiter)
+
+    # --------------------------------------------------------------------------------------------- inside
+
+    def _end(self, error: CommError, state: int) -> None:
+        owner = self.owner
+        self._state = state
+        self._error = error.about(comm=owner.name, op=self.op.name, seq=self.seq, rank=owner.rank)
+        if self.queue is not None:
+            owner.settled(self)
+        self._notify()
+
+    def _notify(self) -> None:
+        driver = self.owner.driver
+        waiters, self._waiters = self._waiters, None
+        callbacks, self._callbacks = self._callbacks, None
+        for waiter in waiters or ():
+            driver.unpark(waiter)
+        for fn in callbacks or ():
+            driver.call_soon(fn, self)
+
+    def _seen(self) -> Exception:
+        if not self._state:
+            import asyncio
+
+            return asyncio.InvalidStateError(f"{self!r} is not done")
+        if self._unseen is not None:
+            self._unseen.error = None
+        error = self._error
+        assert error is not None
+        return error.with_traceback(None)
+
+    def _refuse_second(self) -> None:
+        if self._state == _DONE:
+            raise RuntimeError(f"the transport completed {self!r} twice")
+
+
+class _Parked:
+    """Awaits the end of a work, however it went."""
+
+    __slots__ = ("_work",)
+
+    def __init__(self, work: Work[Any]) -> None:
+        self._work = work
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        yield from self._work.owner.driver.park(self._work)
+
+
+class _UnseenError:
+    """Reports the failure of a work that nobody asks; separate, so that works that succeed need no finalizer."""
+
+    __slots__ = ("_driver", "error")
+
+    def __init__(self, driver: Driver, error: CommError) -> None:
+        self._driver = driver
+        self.error: CommError | None = error
+
+    def __del__(self) -> None:
+        if self.error is not None:
+            self._driver.report(f"nobody asked for the result of a work that failed: {self.error}", self.error)

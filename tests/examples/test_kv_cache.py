@@ -1,0 +1,147 @@
+"""The KV-cache example, as its users run it: two real processes; and what its parts do alone."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from aiocomms.errors import CommAbortedError
+from aiocomms.testing import local_world
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+START = 60.0  # seconds
+WAIT = 20.0
+NEED = 8
+"""Blocks of the longest sequence that the example makes: with no more than these there is one at a time."""
+
+pytestmark = pytest.mark.timeout(90)
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The example's main module."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return importlib.import_module("kv_cache.__main__")
+
+
+def run(*options: str, size: int = 2) -> subprocess.CompletedProcess[str]:
+    """Run the example's command."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+    return subprocess.run(
+        [*launcher, "-m", "kv_cache", *options], cwd=EXAMPLES, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=START, check=False,
+    )  # fmt: skip
+
+
+def logits(model: Any, tokens: list[int]) -> Tensor:
+    """Of every position, `[tokens, VOCABULARY]`: the model written down once more, with no cache and no blocks."""
+    x = model.embedding[tokens] + model.positions[: len(tokens)]
+    norm = [x.shape[-1:]]
+    for layer in model.layers:
+        q, k, v = (functional.layer_norm(x, *norm) @ layer["qkv"].T).split(x.shape[-1], -1)
+        q, k, v = (t.reshape(len(tokens), 4, -1).swapaxes(0, 1) for t in (q, k, v))
+        scores = q @ k.swapaxes(1, 2) / k.shape[-1] ** 0.5
+        future = torch.ones(len(tokens), len(tokens)).triu(1).bool()
+        heads = scores.masked_fill(future, -torch.inf).softmax(-1) @ v
+        x = x + heads.swapaxes(0, 1).reshape(len(tokens), -1) @ layer["out"].T
+        x = x + functional.gelu(functional.layer_norm(x, *norm) @ layer["up"].T) @ layer["down"].T
+    return functional.layer_norm(x, *norm) @ model.embedding.T
+
+
+def assert_right(example: ModuleType, generated: list[list[int]]) -> None:
+    """Each token is the likeliest one behind those before it."""
+    model = example.Model(torch.device("cpu"))
+    prompts = example.make_prompts(len(generated))
+    for tokens, (prompt, count) in zip(generated, prompts, strict=True):
+        assert len(tokens) == count
+        best = logits(model, prompt + tokens[:-1])[len(prompt) - 1 :].argmax(-1)
+        assert tokens == best.tolist()
+
+
+@pytest.mark.parametrize("blocks", [NEED, 20, 400])
+def test_two_processes_say_what_one_would(example: ModuleType, tmp_path: Path, blocks: int) -> None:
+    """Where blocks are so scarce that prefill must wait for decode, and where they are not."""
+    done = run(f"--blocks={blocks}", "--sequences=20", f"--json={tmp_path / 'tokens'}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "every token as in one process" in done.stdout
+    waited = int(re.search(r"waited (\d+) times", done.stdout)[1])
+    flight = int(re.search(r"at most (\d+) in flight", done.stdout)[1])
+    assert flight <= blocks
+    assert waited or blocks == 400
+    assert_right(example, json.loads((tmp_path / "tokens").read_text()))
+
+
+def test_a_sequence_that_is_too_long_for_the_pool() -> None:
+    done = run("--blocks=2")
+    assert done.returncode != 0
+    assert re.search(r"ValueError: a sequence of \d blocks does not fit: 2 is the most", done.stderr)
+
+
+def test_it_takes_two_ranks() -> None:
+    done = run(size=1)
+    assert done.returncode != 0
+    assert "there are 1 ranks, and it takes 2" in done.stderr
+
+
+async def both(example: ModuleType, blocks: int, sequences: int) -> dict[int, Any]:
+    """Both ranks in this process, without a comparison."""
+    model, prompts = example.Model(torch.device("cpu")), example.make_prompts(sequences)
+
+    async def rank(comm: Any) -> Any:
+        transfer = await example.Transfer.open(comm, blocks)
+        if comm.rank == 0:
+            await example.prefill(transfer, model, prompts)
+        done = await example.decode(transfer, model) if comm.rank == 1 else None
+        await transfer.aclose()
+        return done
+
+    async with local_world(2) as comms, asyncio.timeout(WAIT):
+        _, done = await asyncio.gather(*(rank(comm) for comm in comms))
+    return done
+
+
+@pytest.mark.parametrize("blocks", [NEED, 11, 40])
+def test_both_ranks_in_one_process(example: ModuleType, blocks: int) -> None:
+    """Long enough for both rings to go round."""
+    done = asyncio.run(both(example, blocks, 30))
+    assert_right(example, [done[number].tokens for number in range(30)])
+
+
+def test_the_comparison_finds_a_block_in_the_wrong_place(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    push = example.Transfer.push
+    monkeypatch.setattr(example.Transfer, "push", lambda self, block, number: push(self, block, (number + 1) % 40))
+    done = asyncio.run(both(example, 40, 5))
+    with pytest.raises(SystemExit, match=r"differs|in one process"):
+        example.compare(example.Model(torch.device("cpu")), done, example.make_prompts(5), torch.device("cpu"))
+
+
+def test_a_lost_prefill_rank_ends_decode(example: ModuleType) -> None:
+    """With sequences in flight and none."""
+
+    async def main() -> None:
+        model = example.Model(torch.device("cpu"))
+        async with local_world(2) as comms, asyncio.timeout(WAIT):
+            prefill, decode = await asyncio.gather(*(example.Transfer.open(comm, 20) for comm in comms))
+            decoding = asyncio.ensure_future(example.decode(decode, model))
+            table = await prefill.claim(9)
+            await prefill.hand_over(example.Sequence(0, 3, 140, [1], table))
+            comms[0].abort("out of memory")
+            with pytest.raises(ExceptionGroup) as caught:
+                await decoding
+        assert all(isinstance(error, CommAbortedError) for error in caught.value.exceptions)
+        assert "out of memory" in str(caught.value.exceptions)
+
+    asyncio.run(main())

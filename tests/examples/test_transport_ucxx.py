@@ -1,0 +1,227 @@
+"""The example of a stranger's transport: its size, its entry point, what it says without UCXX, and its conformance.
+
+Where UCXX is not installed the suite runs on a stand-in for it, made of asyncio's streams, so that the example at least
+keeps to aiocomms' side of the contract.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "transport_ucxx"
+MODULE = EXAMPLE / "aiocomms_ucxx.py"
+PROJECT = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
+SUITE = ["-m", "pytest", "--pyargs", "aiocomms.testing.conformance", "--transport=ucxx", "--ranks=2", "--loops=asyncio"]
+QUICK = ["-q", "--assert=plain", "-pno:cacheprovider", "-pno:hypothesispytest"]
+
+STAND_IN = '''
+"""What the example uses of UCXX, over TCP streams."""
+import asyncio, socket, struct
+from collections import defaultdict, deque
+
+HEAD = struct.Struct("<QQ")  # tag, size
+arrived, wanted, keep = defaultdict(deque), defaultdict(deque), []
+
+def init(options, enable_python_future):
+    listening = socket.create_server(("127.0.0.1", 0))
+    keep.append(listening)
+    keep.append(asyncio.get_running_loop().create_task(asyncio.start_server(serve, sock=listening)))
+
+def get_worker_address():
+    return bytearray(struct.pack("<H", keep[0].getsockname()[1]))
+
+def get_ucx_address_from_buffer(address):
+    return struct.unpack("<H", address)[0]
+
+async def create_endpoint_from_worker_address(port):
+    return Endpoint(*await asyncio.open_connection("127.0.0.1", port))
+
+async def serve(reader, writer):
+    try:
+        while True:
+            tag, size = HEAD.unpack(await reader.readexactly(HEAD.size))
+            data = await reader.readexactly(size)
+            while wanted[tag] and wanted[tag][0].done():
+                wanted[tag].popleft()
+            if wanted[tag]:
+                wanted[tag].popleft().set_result(data)
+            else:
+                arrived[tag].append(data)
+    except (asyncio.IncompleteReadError, OSError):
+        writer.close()
+
+class Endpoint:
+    def __init__(self, reader, writer):
+        self.alive, self.recvs, self.writer = True, set(), writer
+        self.watching = asyncio.ensure_future(self.watch(reader))
+
+    async def watch(self, reader):
+        try:
+            await reader.read(1)  # nobody writes: it ends when the peer's process does
+        except OSError:
+            pass
+        self.end()
+
+    def end(self):
+        self.alive = False
+        self.writer.close()
+        for future in self.recvs:
+            if not future.done():
+                future.set_exception(ConnectionResetError("the peer is gone"))
+
+    def abort(self):
+        self.watching.cancel()
+        self.end()
+
+    async def send(self, buffer, tag, force_tag):
+        assert self.alive and force_tag and tag < 2**64
+        self.writer.write(HEAD.pack(tag, len(buffer)) + bytes(buffer))
+        await self.writer.drain()
+
+    async def recv(self, buffer, tag, force_tag):
+        assert self.alive and force_tag
+        if arrived[tag]:
+            data = arrived[tag].popleft()
+        else:
+            future = asyncio.get_running_loop().create_future()
+            wanted[tag].append(future)
+            self.recvs.add(future)
+            try:
+                data = await future
+            finally:
+                self.recvs.discard(future)
+        memoryview(buffer)[:] = data  # raises if the sizes differ, as UCXX does
+'''
+
+
+def run(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with a folder in front of what is installed."""
+    environment = {**os.environ, "PYTHONPATH": str(path), "PYTEST_ADDOPTS": "", "UCX_WARN_UNUSED_ENV_VARS": "n"}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=path, env=environment, capture_output=True, text=True, timeout=280, check=False)
+
+
+def need_ucxx() -> None:
+    if importlib.util.find_spec("ucxx") is None:
+        pytest.skip("ucxx is not installed: pip install ucxx-cu13")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """What ``pip install`` makes of the example, without pip."""
+    (tmp_path / MODULE.name).symlink_to(MODULE)
+    info = tmp_path / "aiocomms_ucxx-0.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PROJECT['name']}\nVersion: {PROJECT['version']}\n")
+    entries = PROJECT["entry-points"]["aiocomms.transports"].items()
+    (info / "entry_points.txt").write_text(
+        "\n".join(["[aiocomms.transports]", *(f"{name} = {value}" for name, value in entries)])
+    )
+    return tmp_path
+
+
+def test_it_is_small() -> None:
+    assert [path.name for path in EXAMPLE.rglob("*.py")] == [MODULE.name]
+    assert len(MODULE.read_text().splitlines()) < 200
+
+
+def test_it_is_a_distribution_of_its_own() -> None:
+    assert PROJECT["entry-points"] == {"aiocomms.transports": {"ucxx": "aiocomms_ucxx:UcxxTransport"}}
+    assert "aiocomms" in PROJECT["dependencies"]
+    assert not re.findall(r"^from aiocomms\S*\._|^import aiocomms_(?!ucxx)", MODULE.read_text(), re.MULTILINE)
+
+
+def test_the_docs_quote_it() -> None:
+    """Every excerpt on the page is in the module, word for word, and hardly anything is left out."""
+    page, source = (ROOT / "docs" / "transports.md").read_text(), MODULE.read_text()
+    excerpts = re.findall(r"^```py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    for excerpt in excerpts:
+        assert excerpt in source, f"this is not in {MODULE.name}:\n{excerpt}"
+        source = source.replace(excerpt, "")
+    left = [line for line in source.splitlines() if line and not line.startswith(("import ", "from "))]
+    assert len(left) < 10, f"the page leaves this out of {MODULE.name}:\n" + "\n".join(left)
+    quoted = re.search(r"^```toml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert quoted is not None
+    assert quoted[1] in (EXAMPLE / "pyproject.toml").read_text()
+
+
+def test_without_ucxx_it_says_what_to_install(folder: Path) -> None:
+    hidden = "import sys; sys.modules['ucxx'] = sys.modules['ucp'] = None; "
+    program = "import torch; from aiocomms.bootstrap.registry import available; print(available(torch.device('cpu')))"
+    (folder / "hide.py").write_text(
+        "import importlib.util as util\nfind = util.find_spec\n"
+        "util.find_spec = lambda name, *rest: None if name in ('ucxx', 'ucp') else find(name, *rest)\n"
+    )
+    done = run(folder, "-c", f"{hidden}import hide; {program}")
+    assert "'ucxx': 'UCXX is missing: pip install ucxx-cu13" in done.stdout, done.stdout + done.stderr
+    assert "'local': None" in done.stdout
+
+
+DEATH = """
+import asyncio, os, sys
+import torch
+from torch.distributed import FileStore
+from aiocomms import new_comm
+from aiocomms.errors import PeerDiedError
+
+async def main(rank):
+    comm = await new_comm("ucxx", store=FileStore(sys.argv[1], 3), rank=rank, size=3, timeout=20)
+    if rank == 1:
+        await comm.recv(torch.empty(3), 0)
+        await comm.recv(torch.empty(3), 2)
+        os._exit(0)
+    works = [comm.recv(torch.empty(3), 1), comm.recv(torch.empty(3), 2 - rank), comm.send(torch.zeros(10**6), 1, 5)]
+    await comm.send(torch.zeros(3), 1)
+    for work in works:
+        try:
+            await work
+        except PeerDiedError as error:
+            print(error.peer, error)
+    await comm.aclose()
+
+asyncio.run(main(int(sys.argv[2])))
+"""
+
+
+def expect_death_to_be_noticed(folder: Path, *lost: str) -> None:
+    """One rank of three dies; the ops that the others wait for fail with its name."""
+    (folder / "death.py").write_text(DEATH)
+    with ThreadPoolExecutor() as pool:
+        done = list(pool.map(lambda rank: run(folder, "death.py", str(folder / "store"), str(rank)), range(3)))
+    for survivor in (done[0], done[2]):
+        assert survivor.returncode == 0, survivor.stderr
+        assert re.findall(r"^1 (\w+) .*rank 1 is gone", survivor.stdout, re.MULTILINE) == [*lost], survivor.stdout
+
+
+def test_a_death_is_noticed_over_a_stand_in(folder: Path) -> None:
+    (folder / "ucxx.py").write_text(STAND_IN)
+    expect_death_to_be_noticed(folder, "recv", "recv")  # its sends do not wait for their receives
+
+
+def test_a_death_is_noticed_over_ucxx(folder: Path) -> None:
+    need_ucxx()
+    expect_death_to_be_noticed(folder, "recv", "recv", "send")
+
+
+@pytest.mark.timeout(300)
+def test_it_conforms_over_a_stand_in(folder: Path) -> None:
+    (folder / "ucxx.py").write_text(STAND_IN)
+    done = run(folder, *SUITE, *QUICK)
+    assert done.returncode == pytest.ExitCode.OK, done.stdout + done.stderr
+
+
+@pytest.mark.timeout(300)
+def test_it_conforms_over_ucxx(folder: Path) -> None:
+    need_ucxx()
+    done = run(folder, *SUITE, *QUICK)
+    assert done.returncode == pytest.ExitCode.OK, done.stdout + done.stderr

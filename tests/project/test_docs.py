@@ -1,0 +1,270 @@
+"""The documentation holds: its code runs, its links lead somewhere, and the reference leaves nothing out.
+
+Python blocks of one page are run in order in one namespace; one that awaits at top level gets an event loop of its own.
+A comment above a block says what else to do with it, and is invisible on the page:
+
+* ``<!-- file: NAME -->``: write it to a file in a folder of the page's own, for a later block to use;
+* ``<!-- run -->``: run the block's ``$ `` commands in that folder, and look for the other lines in what they print.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import aiocomms
+from aiocomms import errors
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        ROOT / "transports" / "README.md",
+        ROOT / "changes" / "README.md",
+    ]
+)
+REFERENCE = (ROOT / "docs" / "reference.md").read_text()
+BOUND = 50.0  # seconds that a command may take
+
+FENCE = re.compile(r"(?:^<!-- (run|file: (\S+)) -->\n)?^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def name_of(page: Path) -> str:
+    """A page's path within the repository."""
+    return str(page.relative_to(ROOT))
+
+
+class Block(NamedTuple):
+    """A fenced block of a page."""
+
+    page: Path
+    line: int
+    mark: str
+    file: str
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{name_of(self.page)}:{self.line}"
+
+
+def blocks_of(page: Path) -> list[Block]:
+    """What of a page is to be run or written to a file."""
+    text = page.read_text()
+    found = [
+        Block(page, text.count("\n", 0, match.start(4)), *(group or "" for group in match.groups()))
+        for match in FENCE.finditer(text)
+    ]
+    return [block for block in found if block.mark or block.language == "python"]
+
+
+class Session:
+    """A page being worked through."""
+
+    def __init__(self, page: Path, folder: Path) -> None:
+        self.folder = folder
+        self.left = blocks_of(page)
+        self.namespace: dict[str, object] = {"__name__": page.stem}
+
+    def run(self, last: Block) -> None:
+        """Run a block, and those above it that have not been run."""
+        while last in self.left:
+            block = self.left.pop(0)
+            if block.file:
+                (self.folder / block.file).write_text(block.text)
+                if block.file == "pyproject.toml":
+                    self.install(tomllib.loads(block.text)["project"])
+            elif block.mark:
+                self.run_commands(block.text)
+            else:
+                self.run_python(block)
+
+    def run_python(self, block: Block) -> None:
+        source = "\n" * block.line + block.text
+        code = compile(source, str(block.page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+        result = eval(code, self.namespace)
+        if code.co_flags & inspect.CO_COROUTINE:
+            asyncio.run(result)
+
+    def run_commands(self, text: str) -> None:
+        for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
+            command, *wanted = part.splitlines()
+            output = self.run_command(shlex.split(command))
+            for line in wanted:
+                assert line in output, f"{command!r} did not print {line!r}, but\n{output}"
+
+    def run_command(self, command: list[str]) -> str:
+        path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+        env = os.environ | {"PATH": path, "PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1"}
+        with subprocess.Popen(
+            command, cwd=self.folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as process:
+            try:
+                output, _ = process.communicate(timeout=BOUND)
+            except subprocess.TimeoutExpired:
+                process.terminate()  # torchrun ends its workers then
+                raise
+        assert process.returncode == 0, f"{command} ended with {process.returncode}:\n{output}"
+        return output
+
+    def install(self, project: dict) -> None:
+        """What ``pip install --editable`` does to the entry points, without pip."""
+        info = self.folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+        )
+        groups = project["entry-points"].items()
+        lines = [line for group, names in groups for line in (f"[{group}]", *(f"{k} = {v}" for k, v in names.items()))]
+        (info / "entry_points.txt").write_text("\n".join(lines))
+
+
+@pytest.fixture(scope="module")
+def sessions(tmp_path_factory):
+    return {page: Session(page, tmp_path_factory.mktemp(page.stem)) for page in PAGES}
+
+
+@pytest.mark.timeout(4 * BOUND)
+@pytest.mark.parametrize("block", [block for page in PAGES for block in blocks_of(page)], ids=str)
+def test_code_runs(block, sessions):
+    sessions[block.page].run(block)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_file_is_used(page):
+    """Code that is only written to a file has not been run."""
+    blocks = blocks_of(page)
+    for block in blocks:
+        if block.file and block.file != "pyproject.toml":
+            later = "".join(other.text for other in blocks if other.line > block.line)
+            assert Path(block.file).stem in later, f"nothing uses {block.file}"
+
+
+# ------------------------------------------------------------------------------------------------------------ links
+
+
+def prose(page: Path) -> str:
+    """A page without its code."""
+    return re.sub(r"`[^`\n]*`", "", FENCE.sub("", page.read_text()))
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and mkdocs make them."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        path, _, anchor = link.partition("#")
+        if ":" in path:
+            continue
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{link} leads nowhere"
+        assert not anchor or anchor in anchors(target), f"{link}: no such heading"
+        # The site is made of docs/ alone.
+        assert page.parent.name != "docs" or target.is_relative_to(ROOT / "docs"), f"{link} leads out of docs/"
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    assert not [page.name for page in (ROOT / "docs").glob("*.md") if page.name not in navigation]
+
+
+def test_make_targets_exist():
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {name for page in PAGES for name in re.findall(r"\bmake (\w+)`", page.read_text())}
+    assert named <= targets
+
+
+# -------------------------------------------------------------------------------------------------------- reference
+
+CLASSES = [aiocomms.Communicator, aiocomms.Window, aiocomms.Work, aiocomms.TensorStream]
+
+
+def section(title: str) -> str:
+    """The part of the reference under a heading of the second level."""
+    return REFERENCE.split(f"\n## {title}\n", 1)[1].split("\n## ", 1)[0]
+
+
+def public(cls: type) -> set[str]:
+    """The public names of a class, without what it only inherits from another library."""
+    own = [base for base in cls.__mro__ if base.__module__.startswith("aiocomms")]
+    return {name for base in own for name in vars(base) if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_reference_has_every_method(cls):
+    text = section(cls.__name__)
+    assert {name for name in public(cls) if not re.search(rf"`(await )?{name}\b", text)} == set()
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_reference_has_the_signatures(cls):
+    """Names, order and defaults of the arguments; ``hints`` and ``timeout`` are said once for all."""
+    for name, given in re.findall(r"`(?:await )?(\w+)\(([^`]*)\)`", section(cls.__name__)):
+        if hasattr(cls, name):
+            assert re.sub(r"\s", "", given) == signature(getattr(cls, name)), f"{cls.__name__}.{name}"
+
+
+def signature(function: object) -> str:
+    """A function's arguments as the reference writes them."""
+    parts = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name in ("self", "hints") or (
+            parameter.name == "timeout" and parameter.kind is parameter.KEYWORD_ONLY
+        ):
+            continue
+        default = "" if parameter.default is parameter.empty else f"={shown(parameter.default)}"
+        parts.append(f"{parameter.name}{default}")
+    return ",".join(parts)
+
+
+def shown(value: object) -> str:
+    """A default as the reference writes it."""
+    return str(value).upper() if isinstance(value, aiocomms.ReduceOp) else repr(value).replace("'", '"')
+
+
+def test_reference_has_every_public_name():
+    assert {name for name in aiocomms.__all__ if f"`{name}" not in REFERENCE} == set()
+
+
+def test_reference_has_every_function():
+    text = section("aiocomms.functional")
+    functions = [
+        name
+        for name, value in inspect.getmembers(aiocomms.functional, inspect.isfunction)
+        if value.__module__ == "aiocomms.functional" and not name.startswith("_")
+    ]
+    assert {name for name in functions if f"`{name}(" not in text} == set()
+
+
+def test_reference_has_every_error():
+    assert {name for name in errors.__all__ if f"`{name}`" not in section("Errors")} == set()
+
+
+def test_the_guide_has_every_member_of_a_transport():
+    guide = (ROOT / "docs" / "transports.md").read_text()
+    members = {name for name in vars(aiocomms.Transport) if not name.startswith("_")}
+    fields = set(aiocomms.Capabilities.__struct_fields__)
+    assert {name for name in members | fields if not re.search(rf"^\| `{name}\b", guide, re.MULTILINE)} == set()
+
+
+def test_reference_has_every_variable():
+    """The environment variables that the code reads are those that the reference lists."""
+    sources = [*(ROOT / "aiocomms").rglob("*.py"), *(ROOT / "transports").rglob("*.py")]
+    read = {name for source in sources for name in re.findall(r"AIOCOMMS_[A-Z_]+", source.read_text())}
+    assert read == set(re.findall(r"AIOCOMMS_[A-Z_]+", section("Environment variables")))

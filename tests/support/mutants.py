@@ -1,0 +1,382 @@
+"""The local transport with one fault each, for the conformance suite to catch.
+
+A mutant changes the local transport in the whole process, so a process loads one of them at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from typing import Any
+
+import aiocomms_local.matching as hubs
+import aiocomms_local.semantics as meanings
+import aiocomms_local.transport as transports
+import aiocomms_local.window as windows
+import msgspec
+import torch
+from aiocomms_local import LocalTransport
+from aiocomms_local.matching import Hub
+from aiocomms_local.window import Window
+
+from aiocomms import ops
+from aiocomms.errors import CommAbortedError
+from aiocomms.ops import reductions
+from aiocomms.transport import OP_RESULT
+
+MUTANTS: dict[str, Any] = {}
+"""Functions that break the local transport."""
+
+OPTIONS: dict[str, str] = {}
+"""The module of the suite that must catch each."""
+
+
+def caught_by(module: str) -> Any:
+    """Register a mutant."""
+
+    def register(fault: Any) -> Any:
+        MUTANTS[fault.__name__] = fault
+        OPTIONS[fault.__name__] = module
+        return fault
+
+    return register
+
+
+def __getattr__(name: str) -> type[LocalTransport]:
+    """An entry point's attribute: break the transport, and hand it over."""
+    fault = MUTANTS.get(name.removeprefix("with_"))
+    if fault is None:
+        raise AttributeError(name)
+    fault()
+    return LocalTransport
+
+
+def wrap(owner: Any, name: str, replacement: Any) -> None:
+    """Replace ``owner.name`` by ``replacement(original, ...)``."""
+    original = getattr(owner, name)
+    setattr(owner, name, lambda *args: replacement(original, *args))
+
+
+def on_messages(change: Any) -> None:
+    """Change the record of every message before it is matched, and that by which it is withdrawn."""
+    for name in ("send", "recv", "withdraw"):
+        wrap(Hub, name, lambda original, hub, rank, op, work: original(hub, rank, change(op), work))
+
+
+def control() -> None:
+    """No fault."""
+
+
+MUTANTS["control"] = control
+
+
+# ---------------------------------------------------------------------------------------------------- matching
+
+
+@caught_by("test_messages")
+def ignored_tag() -> None:
+    on_messages(lambda op: msgspec.structs.replace(op, tag=0) if getattr(op, "channel", 1) == ops.USER else op)
+
+
+@caught_by("test_messages")
+def tag_of_16_bits() -> None:
+    on_messages(lambda op: msgspec.structs.replace(op, tag=op.tag & 0xFFFF) if hasattr(op, "tag") else op)
+
+
+@caught_by("test_messages")
+def ignored_channel() -> None:
+    on_messages(lambda op: msgspec.structs.replace(op, channel=0) if hasattr(op, "channel") else op)
+
+
+class _Stack(deque):
+    popleft = deque.pop
+
+
+@caught_by("test_messages")
+def last_message_first() -> None:
+    def make(original: Any, hub: Hub, size: int) -> None:
+        original(hub, size)
+        hub._sends.default_factory = _Stack
+
+    wrap(Hub, "__init__", make)
+
+
+@caught_by("test_messages")
+def lost_message() -> None:
+    count = iter(range(10**9))
+
+    def send(original: Any, hub: Hub, rank: int, op: Any, work: Any) -> Any:
+        return [(rank, work, OP_RESULT)] if next(count) % 100 == 99 else original(hub, rank, op, work)
+
+    wrap(Hub, "send", send)
+
+
+# -------------------------------------------------------------------------------------------------------- data
+
+
+@caught_by("test_messages")
+def uncopied_data() -> None:
+    """A send is done at once, and its tensor is read when the receive comes."""
+
+    class Ignored:
+        def done(self) -> bool:
+            return True
+
+    def send(original: Any, hub: Hub, rank: int, op: Any, work: Any) -> Any:
+        done = original(hub, rank, op, Ignored())
+        return [(rank, work, OP_RESULT), *done]
+
+    wrap(Hub, "send", send)
+
+
+@caught_by("test_messages")
+def completion_before_data() -> None:
+    """A receive is done one turn of the loop before its data is there."""
+
+    def transfer(original: Any, send: Any, recv: Any, src: int) -> Any:
+        given = send.tensor.clone()
+        if given.shape != recv.tensor.shape or given.dtype != recv.tensor.dtype:
+            return original(send, recv, src)
+        asyncio.get_running_loop().call_soon(recv.tensor.copy_, given)
+        return OP_RESULT
+
+    wrap(hubs, "_transfer", transfer)
+
+
+@caught_by("test_messages")
+def short_message_is_fine() -> None:
+    def transfer(original: Any, send: Any, recv: Any, src: int) -> Any:
+        original(send, recv, src)
+        return OP_RESULT
+
+    wrap(hubs, "_transfer", transfer)
+
+
+@caught_by("test_messages")
+def end_of_large_messages_is_lost() -> None:
+    def transfer(original: Any, send: Any, recv: Any, src: int) -> Any:
+        if send.tensor.nbytes <= 65536:
+            return original(send, recv, src)
+        n = 65536 // send.tensor.itemsize
+        recv.tensor.view(-1)[:n].copy_(send.tensor.view(-1)[:n])
+        return OP_RESULT
+
+    wrap(hubs, "_transfer", transfer)
+
+
+@caught_by("test_messages")
+def double_completion() -> None:
+    def complete(original: Any, work: Any, value: Any) -> None:
+        original(work, value)
+        if isinstance(work.op, ops.Recv):
+            work.complete(value)
+
+    wrap(transports, "conclude", complete)
+
+
+# ------------------------------------------------------------------------------------------------- collectives
+
+
+@caught_by("test_collectives")
+def wrong_rank_order() -> None:
+    def gather(original: Any, records: Any) -> None:
+        original([*records[1:], records[0]] if records[0].name == "all_gather_single" else records)
+
+    wrap_meaning("all_gather", gather)
+
+
+@caught_by("test_collectives")
+def wrong_reduction() -> None:
+    meanings.reductions = type(meanings)("reductions")
+    meanings.reductions.reduce = lambda op, tensors, out: reductions.reduce(
+        reductions.ReduceOp.SUM if op.kind == "avg" else op, tensors, out
+    )
+
+
+@caught_by("test_collectives")
+def half_precision_throughout() -> None:
+    def combine(op: Any, accumulator: Any, tensor: Any) -> None:
+        rounded = torch.add(accumulator, tensor)
+        accumulator.copy_(rounded.to(torch.float16 if tensor.dtype == torch.float16 else rounded.dtype))
+
+    wrap(
+        reductions,
+        "combine",
+        lambda original, op, accumulator, tensor: (combine if op.kind == "sum" else original)(op, accumulator, tensor),
+    )
+
+
+@caught_by("test_collectives")
+def root_is_rank_0() -> None:
+    def broadcast(original: Any, records: Any) -> None:
+        original([msgspec.structs.replace(record, root=0) for record in records])
+
+    wrap_meaning("broadcast", broadcast)
+
+
+@caught_by("test_collectives")
+def reduce_changes_the_others() -> None:
+    def reduce(original: Any, records: Any) -> None:
+        original(records)
+        for record in records:
+            record.tensor.copy_(records[records[0].root].tensor)
+
+    wrap_meaning("reduce", reduce)
+
+
+@caught_by("test_collectives")
+def one_byte_too_many() -> None:
+    def copy(original: Any, out: Any, source: Any) -> None:
+        original(out, source)
+        memory = torch.empty(0, dtype=torch.uint8).set_(out.untyped_storage())
+        end = out.storage_offset() * out.itemsize + out.nbytes
+        memory[end : end + 1] = 0
+
+    wrap(meanings, "_copy", copy)
+
+
+@caught_by("test_collectives")
+def barrier_waits_for_nobody() -> None:
+    def join(original: Any, hub: Hub, rank: int, index: int, op: Any, work: Any) -> Any:
+        return [(rank, work, OP_RESULT)] if isinstance(op, ops.Barrier) else original(hub, rank, index, op, work)
+
+    wrap(Hub, "join", join)
+
+
+@caught_by("test_collectives")
+def empty_tensors_do_not_synchronise() -> None:
+    def join(original: Any, hub: Hub, rank: int, index: int, op: Any, work: Any) -> Any:
+        if isinstance(op, ops.AllReduce) and not op.tensor.numel():
+            return [(rank, work, OP_RESULT)]
+        return original(hub, rank, index, op, work)
+
+    wrap(Hub, "join", join)
+
+
+@caught_by("test_mismatch")
+def nothing_is_compared() -> None:
+    def join(original: Any, hub: Hub, rank: int, index: int, op: Any, work: Any) -> Any:
+        type(op).signature = lambda op: ("any", type(op).kind)
+        return original(hub, rank, index, op, work)
+
+    wrap(Hub, "join", join)
+
+
+@caught_by("test_mismatch")
+def dtype_is_not_compared() -> None:
+    def transfer(original: Any, send: Any, recv: Any, src: int) -> Any:
+        if send.tensor.dtype != recv.tensor.dtype and send.tensor.itemsize == recv.tensor.itemsize:
+            recv.tensor.copy_(send.tensor.view(recv.tensor.dtype))
+            return OP_RESULT
+        return original(send, recv, src)
+
+    wrap(hubs, "_transfer", transfer)
+
+
+# --------------------------------------------------------------------------------------- cancelling and closing
+
+
+@caught_by("test_cancellation")
+def lying_cancel() -> None:
+    """It says that the receive has not happened, and lets it happen."""
+    wrap(LocalTransport, "try_cancel", lambda original, transport, work: True)
+
+
+@caught_by("test_cancellation")
+def cancel_that_never_withdraws() -> None:
+    wrap(LocalTransport, "try_cancel", lambda original, transport, work: False)
+
+
+@caught_by("test_cancellation")
+def cancel_withdraws_the_wrong_one() -> None:
+    def withdraw(original: Any, hub: Hub, rank: int, op: Any, work: Any) -> bool:
+        recvs = hub._recvs.get((op.src, rank, op.channel, op.tag)) if isinstance(op, ops.Recv) else None
+        if not recvs or (op, work) not in recvs:
+            return original(hub, rank, op, work)
+        recvs.popleft()
+        if not recvs:
+            del hub._recvs[op.src, rank, op.channel, op.tag]
+        return True
+
+    wrap(Hub, "withdraw", withdraw)
+
+
+@caught_by("test_closing")
+def swallowed_close() -> None:
+    wrap(Hub, "leave", lambda original, hub, rank: [])
+
+
+@caught_by("test_closing")
+def abort_tells_nobody() -> None:
+    wrap(LocalTransport, "abort", lambda original, transport, error: None)
+
+
+@caught_by("test_closing")
+def reason_is_forgotten() -> None:
+    wrap(LocalTransport, "abort", lambda original, transport, error: original(transport, CommAbortedError("aborted")))
+
+
+@caught_by("test_closing")
+def descriptor_stays_open() -> None:
+    wrap(transports.Waker, "close", lambda original, waker: None)
+
+
+@caught_by("test_timeouts")
+def nobody_is_missing() -> None:
+    wrap(LocalTransport, "missing", lambda original, transport, work: [])
+
+
+# ---------------------------------------------------------------------------------------------------- and beyond
+
+
+@caught_by("test_windows")
+def put_is_off_by_one() -> None:
+    def act(original: Any, window: Window, op: Any, rank: int, work: Any) -> Any:
+        room = isinstance(op, ops.Put) and op.offset + op.tensor.numel() < window.tensors[op.dst].numel()
+        return original(window, msgspec.structs.replace(op, offset=op.offset + 1) if room else op, rank, work)
+
+    wrap(windows.Window, "act", act)
+
+
+@caught_by("test_windows")
+def signals_are_not_counted() -> None:
+    def signal(original: Any, window: Window, src: int, dst: int) -> Any:
+        done = original(window, src, dst)
+        window.signals[src, dst] = min(window.signals[src, dst], 1)
+        return done
+
+    wrap(windows.Window, "_signal", signal)
+
+
+@caught_by("test_windows")
+def counts_come_afterwards() -> None:
+    def act(original: Any, window: Window, op: Any, rank: int, work: Any) -> Any:
+        done = original(window, op, rank, work)
+        return [(r, w, v + op.value) for r, w, v in done] if isinstance(op, ops.FetchAdd) else done
+
+    wrap(windows.Window, "act", act)
+
+
+@caught_by("test_idle")
+def wakes_up_all_the_time() -> None:
+    def make(original: Any, transport: LocalTransport, hub: Hub, rank: int) -> None:
+        original(transport, hub, rank)
+        ended = threading.Event()
+        wake = transport._waker.wake
+        threading.Thread(target=lambda: [wake() for _ in iter(lambda: ended.wait(0.002), True)], daemon=True).start()
+        transport._hub.__dict__.setdefault("ends", []).append(ended)
+
+    def leave(original: Any, hub: Hub, rank: int) -> Any:
+        for ended in hub.__dict__["ends"]:
+            ended.set()
+        return original(hub, rank)
+
+    wrap(LocalTransport, "__init__", make)
+    wrap(Hub, "leave", leave)
+
+
+def wrap_meaning(kind: str, replacement: Any) -> None:
+    """Replace what a kind of collective means."""
+    original = meanings._MEANING[kind]
+    meanings._MEANING[kind] = lambda records: replacement(original, records)

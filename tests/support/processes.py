@@ -1,0 +1,279 @@
+"""Ranks as real processes, for the tests of what a transport does between processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import gc
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import aiocomms
+from aiocomms.communicator import Communicator
+from aiocomms.errors import CommAbortedError, PeerDiedError
+
+LARGE = 60_013
+"""Elements: more than travels with an agreement or in one slot of memory, and no multiple of any number of ranks."""
+KILLED = "killed"
+INTERRUPTED = "interrupted"
+
+Body = Callable[..., Awaitable[Any]]
+Before = Callable[[int], object]
+Run = Callable[..., list[Any]]
+
+_AFTER_A_FAILURE = 2.0
+"""Seconds in which the ranks still end when one has raised."""
+_PRELOAD = ["pytest", "aiocomms_c10d", "aiocomms_ucx", "aiocomms.bootstrap.rendezvous", "aiocomms.communicator"]
+
+
+class Rank:
+    """What a body knows of its place."""
+
+    def __init__(self, transport: str, rank: int, size: int, folder: str) -> None:
+        self.transport = transport
+        self.rank = rank
+        self.size = size
+        self.folder = Path(folder)
+
+    def open(self, name: str = "world", ranks: Sequence[int] | None = None, **more: Any) -> Any:
+        """``new_comm`` of all ranks, or of some."""
+        ranks = range(self.size) if ranks is None else ranks
+        more = {"store": self.store(), "rank": ranks.index(self.rank), "size": len(ranks), "timeout": 20, **more}
+        return aiocomms.new_comm(self.transport, name=name, **more)
+
+    def store(self) -> dist.Store:
+        return dist.FileStore(str(self.folder / "store"), self.size)
+
+    def tell(self, note: str) -> None:
+        (self.folder / note).touch()
+
+    def told(self, note: str) -> None:
+        """Wait for a note without letting the loop run."""
+        ends = time.monotonic() + 10
+        while not (self.folder / note).exists():
+            assert time.monotonic() < ends, f"nobody told {note!r}"
+            time.sleep(0.001)
+
+    async def all_told(self, note: str, *ranks: int) -> None:
+        """Wait for some ranks' notes."""
+        for rank in ranks:
+            await asyncio.to_thread(self.told, f"{note} {rank}")
+
+    def die(self) -> None:
+        """End without a word, and write down when."""
+        (self.folder / "died").write_text(str(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def end(self, end: Callable[[], object]) -> None:
+        """End in another way, and write down when."""
+        (self.folder / "died").write_text(str(time.monotonic()))
+        end()
+
+    def since_death(self) -> float:
+        """Seconds since another rank did so."""
+        return time.monotonic() - float((self.folder / "died").read_text())
+
+
+def _main(body: Body, place: Rank, before: Before | None, args: tuple[Any, ...], pipe: Connection) -> None:
+    try:
+        if before is not None:
+            before(place.rank)
+        torch.set_num_threads(1)
+        pipe.send((True, asyncio.run(body(place, *args))))
+    except SystemExit:
+        raise
+    except KeyboardInterrupt:
+        pipe.send((True, INTERRUPTED))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+
+
+@contextlib.contextmanager
+def runner(transport: str, folder: Path) -> Iterator[Run]:
+    """Gives ``run(size, body, *args)``, which runs ``await body(Rank, *args)`` in a process for each rank.
+
+    It returns what they return, KILLED for one that was (or that ended without a word, as ``codes`` has it: its exit
+    status), INTERRUPTED for one that ended by Ctrl-C, and raises where one raises or does not end. ``before(rank)`` is
+    called in each process first.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    running: list[Any] = []
+
+    def run(
+        size: int,
+        body: Body,
+        *args: Any,
+        seconds: float = 20,
+        before: Before | None = None,
+        codes: Mapping[int, int] = MappingProxyType({}),
+    ) -> list[Any]:
+        own = folder / f"{body.__name__}{len(running)}"
+        own.mkdir()
+        pipes = []
+        for rank in range(size):
+            mine, theirs = context.Pipe()
+            place = Rank(transport, rank, size, str(own))
+            process = context.Process(target=_main, args=(body, place, before, args, theirs))
+            process.start()
+            theirs.close()
+            running.append(process)
+            pipes.append(mine)
+        results = _collect(pipes, seconds)
+        for process in running[-size:]:
+            process.join(5)
+        ended = [process.exitcode for process in running[-size:]]
+        for rank, (result, code) in enumerate(zip(results, ended, strict=True)):
+            wanted = codes.get(rank, -signal.SIGKILL) if result is KILLED else 0
+            assert code == wanted, f"rank {rank} ended with {code}: {result}"
+        return results
+
+    try:
+        yield run
+    finally:
+        for process in running:
+            process.kill()
+            process.join()
+            process.close()
+
+
+def _collect(pipes: list[Connection], seconds: float) -> list[Any]:
+    """What each rank returns. Once one has failed the others have little time to say what they know of it."""
+    results: dict[Connection, Any] = {}
+    failures: dict[int, str] = {}
+    ends = time.monotonic() + seconds
+    while len(results) < len(pipes):
+        ready = wait([pipe for pipe in pipes if pipe not in results], max(0.0, ends - time.monotonic()))
+        if not ready:
+            break
+        for pipe in ready:
+            try:
+                good, results[pipe] = pipe.recv()
+            except (EOFError, ConnectionResetError):
+                good, results[pipe] = True, KILLED
+            if not good:
+                failures[pipes.index(pipe)] = results[pipe]
+                ends = min(ends, time.monotonic() + _AFTER_A_FAILURE)
+    late = [rank for rank, pipe in enumerate(pipes) if pipe not in results]
+    assert not failures, "".join(f"\nrank {rank}:\n{trace}" for rank, trace in failures.items())
+    assert not late, f"ranks {late} hang"
+    return [results[pipe] for pipe in pipes]
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    with socket.create_server((host, 0)) as server:
+        return int(server.getsockname()[1])
+
+
+async def death(ops: Awaitable[Any]) -> PeerDiedError:
+    """The death that ends ops without end. The call that follows one that came off may already be refused for it."""
+    try:
+        await ops
+    except PeerDiedError as error:
+        return error
+    except CommAbortedError as error:
+        if isinstance(error.__cause__, PeerDiedError):
+            return error.__cause__
+        raise
+    raise AssertionError("they came to an end")
+
+
+def numbers(count: int, rank: int, turn: int = 0) -> Tensor:
+    """Values that tell where they are from."""
+    return torch.arange(count, dtype=torch.int64).mul_(7).add_(1000 * rank + turn)
+
+
+def empty(count: int) -> Tensor:
+    """Room for as many numbers."""
+    return torch.zeros(count, dtype=torch.int64)
+
+
+async def exchange(comm: Communicator, count: int) -> None:
+    """Each kind of op, all under way at once."""
+    rank, size = comm.rank, comm.size
+    left, right = (rank - 1) % size, (rank + 1) % size
+    mine = numbers(count, rank)
+    everybody = [numbers(count, r) for r in range(size)]
+    row = torch.cat(everybody)
+
+    works = [
+        (comm.recv(empty(count), left), everybody[left]),
+        (comm.send(mine.clone(), right), mine),
+        (comm.all_reduce(mine.clone()), sum(everybody)),
+        (comm.reduce(mine.clone(), size - 1), sum(everybody) if rank == size - 1 else mine),
+        (comm.broadcast(mine.clone(), 1), everybody[1]),
+        (comm.all_gather_single(empty(size * count), mine), row),
+        (comm.gather_single(empty(size * count) if rank == 0 else None, mine, 0), row if rank == 0 else None),
+        (comm.reduce_scatter_single(empty(count), row.clone()), size * everybody[rank]),
+        (comm.all_to_all_single(empty(size * count), mine.repeat(size)), row),
+        (comm.scatter(empty(count), everybody if rank == 0 else None, 0), mine),
+    ]
+    await comm.barrier()
+    window = await comm.new_window(empty(count))
+    await window.put(mine, right)
+    await window.signal(right)
+    await window.wait_signal(left)
+    for work, wanted in [*works, (window.get(empty(count), rank), everybody[left])]:
+        got = await work
+        if wanted is not None:
+            assert torch.equal(got, wanted), work
+    await window.aclose()
+
+
+@contextlib.contextmanager
+def no_threads() -> Iterator[None]:
+    """No thread can be started meanwhile, neither by Python nor by a library: the stack of each would be too large."""
+    libc = ctypes.CDLL(None)
+    before, impossible = ctypes.create_string_buffer(64), ctypes.create_string_buffer(64)
+    for attributes in (before, impossible):
+        assert libc.pthread_getattr_default_np(attributes) == 0
+    assert libc.pthread_attr_setstacksize(impossible, ctypes.c_size_t(2**47)) == 0
+    assert libc.pthread_setattr_default_np(impossible) == 0
+    try:
+        yield
+    finally:
+        assert libc.pthread_setattr_default_np(before) == 0
+
+
+def held() -> tuple[list[str], list[str]]:
+    """The threads of this process, and what its descriptors are of."""
+    gc.collect()
+    threads, links = [], []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            threads.append((task / "comm").read_text().strip())
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # what lists the folder
+            links.append(re.sub(r"\d+", "", str(link.readlink())))
+    return sorted(threads), sorted(links)
+
+
+def listening() -> tuple[list[str], list[str]]:
+    """The addresses (hexadecimal, as the kernel shows them) and unix sockets at which this process listens."""
+    inodes = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            inodes.add(str(link.readlink()))
+    rows = [
+        row.split() for table in ("tcp", "tcp6") for row in Path(f"/proc/self/net/{table}").read_text().splitlines()
+    ]
+    addresses = [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes]
+    rows = [row.split() for row in Path("/proc/self/net/unix").read_text().splitlines()]
+    accepting = 0x10000  # __SO_ACCEPTCON
+    paths = [row[-1] for row in rows[1:] if int(row[3], 16) & accepting and f"socket:[{row[6]}]" in inodes]
+    return addresses, paths

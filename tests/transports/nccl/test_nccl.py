@@ -1,0 +1,840 @@
+"""The nccl transport over a fake GPU (fake_cuda, fake_nccl): order, polling, parking, captures, errors, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from aiocomms_nccl import NcclTransport, bringup
+from aiocomms_nccl import nccl as names
+from fake_cuda import THREAD_LOCAL, CudaError, FakeCuda, FakeEvent, FakeStream, Gate
+from fake_nccl import FakeComm, FakeNccl, FakeNcclError, FakeNcclTransport, failed
+from torch.distributed import HashStore
+
+import aiocomms
+from aiocomms import ReduceOp
+from aiocomms.bootstrap import registry
+from aiocomms.cuda import SPIN, Completions, recorded
+from aiocomms.errors import (
+    ArgumentError,
+    CapturedWorkError,
+    CommAbortedError,
+    CommError,
+    CommTimeoutError,
+    PeerDiedError,
+    UnsupportedOperation,
+)
+from aiocomms.testing import local_world
+
+ENTRIES = """[aiocomms.transports]
+nccl_fake = fake_nccl:FakeNcclTransport
+nccl_fake_debug = fake_nccl:FakeNcclDebugTransport
+"""
+
+
+@pytest.fixture(scope="module")
+def distribution(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the metadata by which the fake transport is found."""
+    folder = tmp_path_factory.mktemp("fake")
+    info = folder / "fake-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fake\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(ENTRIES)
+    return folder
+
+
+@pytest.fixture
+def cuda(distribution: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    """A GPU for one test."""
+    monkeypatch.syspath_prepend(str(distribution))
+    cuda = FakeCuda()
+    monkeypatch.setattr(FakeNcclTransport, "cuda_layer", cuda)
+    monkeypatch.setattr(FakeNcclTransport, "nccl_layer", FakeNccl(cuda))
+    return cuda
+
+
+def world(size: int, **options: Any) -> Any:
+    return local_world(size, "nccl_fake", **options)
+
+
+def nccl() -> FakeNccl:
+    return FakeNcclTransport.nccl_layer
+
+
+def transport(comm: Any) -> FakeNcclTransport:
+    return comm._by_family["collectives"]
+
+
+def sleepers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "aiocomms sleeps on events"]
+
+
+async def parked(cuda: FakeCuda, count: int = 1) -> None:
+    while cuda.gpu.sleeping < count:  # noqa: ASYNC110 - the fake knows no loop
+        await asyncio.sleep(0)
+
+
+# -------------------------------------------------------------------------------------------------------- order
+
+
+@pytest.mark.asyncio
+async def test_an_op_comes_after_what_the_callers_stream_does(cuda: FakeCuda) -> None:
+    async with world(2) as comms:
+        tensors = [torch.zeros(3) for _ in comms]
+        gate = Gate(cuda.current_stream())
+        for tensor in tensors:
+            cuda.enqueue(cuda.current_stream(), lambda tensor=tensor: tensor.fill_(2))
+        works = [comm.all_reduce(tensor) for comm, tensor in zip(comms, tensors, strict=True)]
+        await parked(cuda)
+        assert not any(work.done() for work in works)
+        gate.open()
+        for work, tensor in zip(works, tensors, strict=True):
+            assert await work is tensor
+            assert tensor.tolist() == [4, 4, 4]
+
+
+@pytest.mark.asyncio
+async def test_a_rank_gets_its_own_part_without_its_graph(cuda: FakeCuda) -> None:
+    async with world(1) as (comm,):
+        out = torch.zeros(2)
+        await comm.all_to_all([out], [torch.ones(2, requires_grad=True)])
+        assert out.tolist() == [1, 1]
+        assert out.grad_fn is None
+
+
+@pytest.mark.asyncio
+async def test_another_stream_waits_and_the_host_does_not(cuda: FakeCuda) -> None:
+    async with world(1) as (comm,):
+        tensor, seen = torch.ones(3), torch.zeros(3)
+        gate, mine = Gate(cuda.current_stream()), FakeStream(cuda.gpu)
+        cuda.enqueue(cuda.current_stream(), lambda: tensor.fill_(5))
+        work = comm.all_reduce(tensor)
+        work.wait_stream(mine)
+        cuda.enqueue(mine, lambda: seen.copy_(tensor))
+        after = recorded(mine, cuda=cuda)
+        assert not after.done()
+        gate.open()
+        await after
+        assert seen.tolist() == [5, 5, 5]
+        await work
+        work.wait_stream(mine)  # done: nothing to wait for
+
+
+@pytest.mark.asyncio
+async def test_a_stream_cannot_wait_for_a_message(cuda: FakeCuda) -> None:
+    async with world(2) as comms:
+        work = comms[0].recv(torch.zeros(3), 1)
+        with pytest.raises(UnsupportedOperation, match="await the work instead"):
+            work.wait_stream()
+        await comms[1].send(torch.ones(3), 0)
+        await work
+        work.wait_stream()
+
+
+@pytest.mark.asyncio
+async def test_messages_cross_and_wait_for_their_producers(cuda: FakeCuda) -> None:
+    """Both ranks receive first; what is sent is written before, on the caller's stream, and what is received read."""
+    async with world(2) as comms:
+        given, taken = [torch.zeros(1000) for _ in comms], [torch.zeros(1000) for _ in comms]
+        gate = Gate(cuda.current_stream())
+        for rank, tensor in enumerate(given):
+            cuda.enqueue(cuda.current_stream(), lambda tensor=tensor, rank=rank: tensor.fill_(rank + 1))
+        works = [comm.recv(tensor, 1 - comm.rank) for comm, tensor in zip(comms, taken, strict=True)]
+        works += [comm.send(tensor, 1 - comm.rank) for comm, tensor in zip(comms, given, strict=True)]
+        while not all(len(transport(comm).completions) == 2 for comm in comms):  # noqa: ASYNC110 - until all is enqueued
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.05)  # in which they would have moved
+        assert not any(work.done() for work in works)
+        gate.open()
+        for work in works:
+            await work
+        assert [int(tensor[0]) for tensor in taken] == [2, 1]
+
+
+@pytest.mark.asyncio
+async def test_a_hint_asks_for_priority(cuda: FakeCuda) -> None:
+    async with aiocomms.new_comm("nccl_fake", rank=0, size=1, hints={"high_priority_stream": True}) as comm:
+        await comm.barrier()
+    assert [stream.priority for stream in cuda.made] == [-1]
+
+
+# -------------------------------------------------------------------------------------------- polling and parking
+
+
+def queue(cuda: FakeCuda, wake: Any = lambda: None) -> Completions:
+    return Completions(cuda, wake, spin=3)
+
+
+@pytest.mark.asyncio
+async def test_only_the_head_of_a_stream_is_asked(cuda: FakeCuda) -> None:
+    completions, stream, fired = queue(cuda), FakeStream(cuda.gpu), list[int]()
+    gates, events = [], []
+    for i in range(4):
+        if i < 2:
+            gates.append(Gate(stream))
+        events.append(completions.add(stream, lambda i=i: fired.append(i)))
+    assert isinstance(events[0], FakeEvent)
+    assert not completions.poll()
+    assert not completions.poll()
+    assert [event.queries for event in events] == [2, 0, 0, 0]
+    gates[0].open()
+    while not completions.poll():
+        pass
+    assert fired == [0]
+    assert [event.queries for event in events[2:]] == [0, 0]
+    gates[1].open()
+    while completions:
+        completions.poll()
+    assert fired == [0, 1, 2, 3]
+    completions.close()
+
+
+@pytest.mark.asyncio
+async def test_an_event_that_a_thread_may_look_at_is_not_used_again(cuda: FakeCuda) -> None:
+    """Else the thread might sleep on what the event stands for next, and the loop with it."""
+    completions, stream, late = queue(cuda), FakeStream(cuda.gpu), threading.Event()
+    gate = Gate(stream)
+    event = completions.add(stream, lambda: None)
+    event.synchronize = lambda: late.wait(5)  # type: ignore[method-assign]
+    for _ in range(4):
+        completions.poll()
+    assert completions.parked
+    gate.open()
+    while completions:
+        completions.poll()
+    assert completions.mark(stream) is not event
+    late.set()
+    completions.close()
+
+
+@pytest.mark.asyncio
+async def test_memory_that_an_op_takes_is_kept_until_done(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[weakref.ref[torch.Tensor]] = []
+    empty_like = cuda.empty_like
+
+    def noted(stream: FakeStream, tensor: torch.Tensor) -> torch.Tensor:
+        memory = empty_like(stream, tensor)
+        taken.append(weakref.ref(memory))
+        return memory
+
+    monkeypatch.setattr(cuda, "empty_like", noted)
+    async with world(2) as comms:
+        work = comms[0].all_reduce(torch.ones(3), ReduceOp.PREMUL_SUM(2.0))
+        stream = transport(comms[0])._bench.stream
+        while len(stream.queue) > 2:  # noqa: ASYNC110 - until it waits in NCCL, with the end event behind it
+            await asyncio.sleep(0)
+        gc.collect()
+        assert taken[0]() is not None
+        await comms[1].all_reduce(torch.ones(3), ReduceOp.PREMUL_SUM(2.0))
+        await work
+        del work
+        gc.collect()
+        assert taken[0]() is None
+
+
+@pytest.mark.asyncio
+async def test_events_are_used_again_and_never_while_they_live(cuda: FakeCuda) -> None:
+    """The fake refuses to record an event anew that has not fired."""
+    async with world(1) as (comm,):
+        before = cuda.gpu.events
+        for _ in range(200):
+            await comm.all_reduce(torch.ones(2))
+        works = [comm.all_reduce(torch.ones(2)) for _ in range(50)]
+        for work in works:
+            await work
+        assert cuda.gpu.events - before <= 110
+
+
+@pytest.mark.asyncio
+async def test_parked_it_costs_nothing_and_is_woken_once(cuda: FakeCuda) -> None:
+    async with world(1) as (comm,):
+        gate = Gate(cuda.current_stream())
+        work = comm.all_reduce(torch.ones(4))
+        await parked(cuda)
+        polls: list[bool] = []
+        progress = transport(comm).progress
+
+        def counted() -> bool:
+            polls.append(progress())
+            return polls[-1]
+
+        transport(comm).progress = counted  # type: ignore[method-assign]
+        await asyncio.sleep(0.02)
+        used, polled = time.process_time(), len(polls)
+        await asyncio.sleep(0.2)
+        assert time.process_time() - used < 0.03
+        assert len(polls) == polled
+        gate.open()
+        await work
+        assert polls[polled:].count(True) == 1
+        assert len(polls) - polled <= 2  # a thread may say what the loop has just seen
+        (sleeper,) = sleepers()
+    sleeper.join(5)  # it ends by itself
+    assert not sleepers()
+
+
+@pytest.mark.asyncio
+async def test_with_nothing_pending_nothing_runs(cuda: FakeCuda) -> None:
+    async with world(2) as comms:
+        for _ in range(3):
+            await asyncio.gather(*(comm.barrier() for comm in comms))
+        threads = threading.active_count()
+        for _ in range(SPIN + 5):
+            await asyncio.sleep(0)
+        assert not cuda.gpu.sleeping
+        assert threading.active_count() == threads
+        assert not any(comm.driver._turns for comm in comms)
+
+
+@pytest.mark.asyncio
+async def test_a_wait_without_a_loop(cuda: FakeCuda) -> None:
+    """On the loop's own thread, which then asks by itself, and sleeps as the loop would."""
+    async with world(1) as (comm,):
+        gate = Gate(cuda.current_stream())
+        work = comm.all_reduce(torch.ones(4))
+        with pytest.raises(TimeoutError):
+            work.wait_blocking(0.02)
+        threading.Timer(0.05, gate.open).start()
+        work.wait_blocking(10)
+
+
+@pytest.mark.asyncio
+async def test_a_tensor_is_kept_until_its_event_has_fired(cuda: FakeCuda) -> None:
+    """Whatever becomes of its work: cancelled here, then given up with the communicator."""
+    async with world(1) as (comm,):
+        gate = Gate(cuda.current_stream())
+        tensor = torch.ones(4)
+        held = weakref.ref(tensor)
+        task = asyncio.ensure_future(comm.all_reduce(tensor).wait())
+        await parked(cuda)
+        task.cancel()
+        del tensor
+        gc.collect()
+        assert held() is not None
+        comm.abort("for the test")
+        await asyncio.sleep(0.05)
+        gc.collect()
+        assert held() is not None  # NCCL has given up, but what it was to follow is still at work
+        gate.open()
+    del comm, task
+    gc.collect()
+    assert held() is None
+
+
+# ------------------------------------------------------------------------------------------------------ captures
+
+
+@pytest.mark.asyncio
+async def test_the_fake_refuses_what_cuda_refuses(cuda: FakeCuda) -> None:
+    event, other = cuda.event(), cuda.event()
+    errors: list[BaseException] = []
+    with pytest.raises(CudaError, match="901"), cuda.graph():  # noqa: PT012 - a capture has to have a body
+        event.record(cuda.current_stream())
+        with pytest.raises(CudaError, match="907"):
+            event.query()
+        thread = threading.Thread(target=lambda: _catch(errors, other.query))
+        thread.start()
+        thread.join()
+    assert [getattr(error, "code", 0) for error in errors] == [900]
+    with cuda.graph(THREAD_LOCAL):
+        thread = threading.Thread(target=other.query)
+        thread.start()
+        thread.join()
+    gate = Gate(cuda.default)
+    other.record(cuda.default)
+    with pytest.raises(AssertionError, match="recorded again"):
+        other.record(cuda.default)
+    gate.open()
+    comm = nccl().communicator(1, nccl().unique_id(), 0)
+    with pytest.raises(FakeNcclError):
+        comm.allReduce(0, 0, 1, 17, names.SUM, cuda.default.cuda_stream)
+    with pytest.raises(FakeNcclError):
+        nccl().group_end()
+    comm.abort()
+    with pytest.raises(AssertionError, match="aborted"):
+        comm.check_async_error()
+
+
+def _catch(errors: list[BaseException], call: Any) -> None:
+    try:
+        call()
+    except CudaError as error:
+        errors.append(error)
+
+
+@pytest.mark.asyncio
+async def test_a_captured_collective_is_replayed(cuda: FakeCuda) -> None:
+    async with world(2) as comms:
+        tensors = [torch.full((3,), float(comm.rank + 1)) for comm in comms]
+        graphs, works = [], []
+        for comm, tensor in zip(comms, tensors, strict=True):
+            with cuda.graph() as graph:
+                work = comm.all_reduce(tensor, ReduceOp.PREMUL_SUM(2.0))
+                assert work.done()
+                with pytest.raises(CapturedWorkError, match=r"wait_stream\(\)"):
+                    await work
+                work.wait_stream()
+            graphs.append(graph)
+            works.append(work)
+        assert [tensor.tolist() for tensor in tensors] == [[1] * 3, [2] * 3]
+        for times in (1, 2):
+            streams = [FakeStream(cuda.gpu) for _ in comms]
+            for graph, stream in zip(graphs, streams, strict=True):
+                graph.replay(stream)
+            for stream in streams:
+                await recorded(stream, cuda=cuda)
+            assert all(tensor.tolist() == [6.0 * 4 ** (times - 1)] * 3 for tensor in tensors)
+        await asyncio.gather(*(comm.barrier() for comm in comms))  # the communicator goes on outside
+    del works
+    gc.collect()  # nobody has awaited them, and nobody is told so
+
+
+@pytest.mark.asyncio
+async def test_a_capture_that_is_not_joined_fails(cuda: FakeCuda) -> None:
+    async with world(1) as (comm,):
+        with pytest.raises(CudaError, match="904"), cuda.graph():
+            comm.all_reduce(torch.ones(3))
+
+
+@pytest.mark.asyncio
+async def test_what_a_capture_uses_is_kept_until_it_ends(cuda: FakeCuda) -> None:
+    """Then the graph has its own memory, and a communicator that outlives many graphs holds nothing of them."""
+    async with world(1) as (comm,):
+        with cuda.graph():
+            tensor = torch.ones(3)
+            held = weakref.ref(tensor)
+            comm.all_reduce(tensor, ReduceOp.PREMUL_SUM(2.0)).wait_stream()
+            del tensor
+            gc.collect()
+            assert held() is not None
+        await comm.barrier()
+        gc.collect()
+        assert held() is None
+
+
+@pytest.mark.asyncio
+async def test_threads_of_ours_break_no_capture(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What forms, splits and ends communicators calls CUDA, and may do so while another thread captures."""
+    modes = []
+
+    def noting(name: str, cls: Any) -> None:
+        real = getattr(cls, name)
+
+        def call(self: Any, *args: Any) -> Any:
+            modes.append((name, cuda.gpu.mode))
+            return real(self, *args)
+
+        monkeypatch.setattr(cls, name, call)
+
+    noting("communicator", FakeNccl)
+    for name in ("commSplit", "abort", "destroy"):
+        noting(name, FakeComm)
+    async with world(2) as comms:
+        part, other = await asyncio.gather(*(comm.split([comm.rank]) for comm in comms))
+        part.abort("for the test")
+        await part.aclose()
+        await other.aclose()
+        await asyncio.gather(comms[0].send(torch.ones(3), 1), comms[1].recv(torch.ones(3), 0))
+    assert {name for name, _ in modes} == {"communicator", "commSplit", "abort", "destroy"}
+    assert {mode for _, mode in modes} == {THREAD_LOCAL}
+
+
+@pytest.mark.asyncio
+async def test_nothing_is_asked_during_a_capture(cuda: FakeCuda) -> None:
+    """Neither on the loop, nor by the thread that sleeps, nor by one in another thread's capture."""
+    async with world(1) as (comm,):
+        stream = FakeStream(cuda.gpu)
+        gate = Gate(stream)
+        with cuda.on(stream):
+            work = comm.all_reduce(torch.ones(3))
+        await parked(cuda)
+        with cuda.graph():
+            gate.open()
+            await asyncio.sleep(0.02)
+            assert not work.done()
+        await work
+        gate = Gate(stream)
+        with cuda.on(stream):
+            work = comm.all_reduce(torch.ones(3))  # no thread sleeps on it yet
+        with cuda.graph():
+            await asyncio.sleep(0.02)
+        gate.open()
+        await work
+
+
+@pytest.mark.asyncio
+async def test_neither_poll_nor_thread_breaks_a_capture(cuda: FakeCuda) -> None:
+    """Events from before it: asked by nobody on this thread, and slept on in thread-local mode on another."""
+    woken = threading.Event()
+    completions, stream = queue(cuda, woken.set), FakeStream(cuda.gpu)
+    gate = Gate(stream)
+    completions.add(stream, lambda: None)
+    with cuda.graph():
+        for _ in range(10):
+            assert not completions.poll()
+        completions._park()
+        await parked(cuda)
+        gate.open()
+        assert woken.wait(5)
+        assert not completions.poll()
+    assert completions.poll()
+    completions.close()
+
+
+@pytest.mark.asyncio
+async def test_what_cannot_be_captured_is_refused(cuda: FakeCuda) -> None:
+    async with world(2) as comms:
+        with cuda.graph():
+            with pytest.raises(UnsupportedOperation, match="cannot be captured"):
+                comms[0].send(torch.ones(3), 1)
+            with pytest.raises(CapturedWorkError, match=r"behind graph\.replay"):
+                recorded(cuda=cuda)
+            joined = comms[0].barrier()
+            outside = FakeStream(cuda.gpu)
+            with cuda.on(outside), pytest.raises(UnsupportedOperation, match="end the capture first"):
+                comms[0].barrier()
+            joined.wait_stream()
+
+
+@pytest.mark.asyncio
+async def test_an_await_of_a_point_in_a_stream(cuda: FakeCuda) -> None:
+    """Parks, is woken, may be cancelled, and leaves nothing behind."""
+    stream = FakeStream(cuda.gpu)
+    await recorded(stream, cuda=cuda)
+    gate = Gate(stream)
+    point = recorded(stream, cuda=cuda)
+    task = asyncio.ensure_future(_await(point))
+    await parked(cuda)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    again = asyncio.ensure_future(_await(point))
+    await parked(cuda, 2)
+    gate.open()
+    await again
+    assert point.done()
+
+
+async def _await(what: Any) -> None:
+    await what
+
+
+# -------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.asyncio
+async def test_without_memory_an_op_fails_alone(cuda: FakeCuda) -> None:
+    async with world(2) as comms:
+        cuda.gpu.memory = 0
+        tensor = torch.full((3,), 3.0)
+        with pytest.raises(CommError, match=r"no GPU memory .* nothing was sent"):
+            comms[0].all_reduce(tensor, ReduceOp.PREMUL_SUM(2.0))
+        cuda.gpu.memory = None
+        works = [comm.all_reduce(tensor if comm.rank == 0 else torch.ones(3)) for comm in comms]
+        await asyncio.gather(*(work.wait() for work in works))
+        assert tensor.tolist() == [4, 4, 4]
+        sums = await asyncio.gather(*(comm.all_gather_object(comm.rank) for comm in comms))  # lowered, with its tags
+        assert sums == [[0, 1], [0, 1]]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("status", "name"), [(6, "ncclRemoteError"), (8, "ncclTimeout"), (1, "ncclUnhandledCuda")])
+async def test_an_error_of_nccl_while_an_op_is_pending(cuda: FakeCuda, status: int, name: str) -> None:
+    async with world(2) as comms:
+        work = comms[0].all_reduce(torch.ones(3))
+        transport(comms[0])._bench.comm.shared.async_error = status
+        with pytest.raises(CommError, match=name):
+            await work
+        assert comms[0].aborted
+
+
+@pytest.mark.asyncio
+async def test_a_communicator_that_is_still_forming_is_no_error(cuda: FakeCuda) -> None:
+    async with world(2) as comms:
+        transport(comms[0])._bench.comm.shared.async_error = 7
+        await asyncio.gather(*(comm.barrier() for comm in comms))
+
+
+@pytest.mark.asyncio
+async def test_every_status_has_words(cuda: FakeCuda) -> None:
+    for status in range(1, 9):
+        error = names.explain("all_reduce", failed(status))
+        assert "all_reduce" in str(error)
+        assert "ncc" in str(error)
+        assert error.__cause__ is not None
+    assert "status 99" in str(names.explain("send", failed(99)))
+
+
+@pytest.mark.asyncio
+async def test_a_call_that_nccl_refuses(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with world(1) as (comm,):
+
+        def refuse(*_: object) -> None:
+            raise failed(8)
+
+        monkeypatch.setattr(transport(comm)._bench.comm, "allReduce", refuse)
+        with pytest.raises(CommError, match="ncclTimeout"):
+            await comm.all_reduce(torch.ones(3))
+        assert comm.aborted
+
+
+@pytest.mark.asyncio
+async def test_a_device_that_is_broken(cuda: FakeCuda) -> None:
+    """As after an assertion in a kernel: every call fails. The op says so, and closing does not hang."""
+    async with world(1) as (comm,):
+        Gate(cuda.current_stream())
+        work = comm.all_reduce(torch.ones(3))
+        cuda.gpu.broken = True
+        with pytest.raises(CommError, match="CUDA has failed"):
+            await work
+
+
+@pytest.mark.asyncio
+async def test_a_device_that_is_found_broken_at_a_call(cuda: FakeCuda) -> None:
+    async with world(2) as comms:
+        cuda.gpu.broken = True
+        with pytest.raises(CommError, match="CUDA has failed, and this process must end"):
+            await comms[0].all_reduce(torch.ones(3))
+        with pytest.raises(CommError, match="CUDA has failed, and this process must end"):
+            await comms[1].send(torch.ones(3), 0)
+
+
+@pytest.mark.asyncio
+async def test_a_broken_device_of_which_nccl_tells_first(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing waits for no event, because each is only another error."""
+    async with world(1) as (comm,):
+        gate = Gate(cuda.current_stream())
+        comm.barrier()
+
+        def refuse(*_: object) -> None:
+            cuda.gpu.broken = True
+            raise failed(1)
+
+        monkeypatch.setattr(transport(comm)._bench.comm, "allReduce", refuse)
+        with pytest.raises(CommError, match="ncclUnhandledCudaError"):
+            await comm.all_reduce(torch.ones(3))
+    gate.open()
+
+
+# ------------------------------------------------------------------------------------------------------- the end
+
+
+@pytest.mark.asyncio
+async def test_abort_gives_up_in_a_thread_and_calls_nothing_afterwards(cuda: FakeCuda) -> None:
+    """The fake refuses calls with a communicator that is aborted."""
+    async with world(2) as comms:
+        works = [comms[0].all_reduce(torch.ones(3)), comms[0].send(torch.ones(3), 1)]
+        comms[0].abort("enough")
+        for work in works:
+            with pytest.raises(CommAbortedError, match="enough"):
+                await work
+        with pytest.raises(CommAbortedError, match="enough"):
+            await comms[1].recv(torch.ones(3), 0)
+    assert {comm.state for comm in nccl().comms} == {"aborted"}
+
+
+@pytest.mark.asyncio
+async def test_closing_destroys_every_communicator(cuda: FakeCuda) -> None:
+    async with world(2) as comms:
+        works = [comms[0].send(torch.ones(3), 1), comms[1].recv(torch.ones(3), 0)]
+        for work in works:
+            await work
+    assert len(nccl().comms) == 4  # and the lane's
+    assert {comm.state for comm in nccl().comms} == {"destroyed"}
+
+
+async def _with_lanes(comms: Any) -> None:
+    """Have both directions between two ranks, each rank its own first."""
+    for source in (0, 1):
+        works = [comms[source].send(torch.ones(3), 1 - source), comms[1 - source].recv(torch.ones(3), source)]
+        for work in works:
+            await work
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("end", ["abort", "destroy"])
+async def test_communicators_end_at_once(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    """NCCL's end may have to wait: for a graph that lives, for other ranks, for the kernel of another communicator."""
+    gone = threading.Event()
+    async with world(2) as comms:
+        await _with_lanes(comms)
+        for comm in comms:
+            monkeypatch.setattr(transport(comm)._bench.comm, end, lambda: gone.wait(20))
+        lanes = [bench.comm for comm in comms for bench in transport(comm)._messages.benches()]
+        assert len(lanes) == 4
+        for comm in comms if end == "abort" else ():
+            comm.abort("for the test")
+    assert {lane.state for lane in lanes} == {"aborted" if end == "abort" else "destroyed"}
+    gone.set()
+
+
+@pytest.mark.asyncio
+async def test_a_rank_that_never_comes(cuda: FakeCuda) -> None:
+    store = HashStore()
+    with pytest.raises(CommTimeoutError, match="ranks had not come: 1"):
+        await aiocomms.new_comm("nccl_fake", store=store, rank=0, size=2, timeout=0.2)
+
+
+@pytest.mark.asyncio
+async def test_a_rank_that_does_not_connect(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for it says which one it is, before its time is up."""
+
+    def refused(*_: object, **__: object) -> None:
+        raise ConnectionRefusedError("nobody is in")
+
+    monkeypatch.setattr(bringup.socket, "create_connection", refused)
+    store = HashStore()
+    forming = [aiocomms.new_comm("nccl_fake", store=store, rank=rank, size=2, timeout=1) for rank in range(2)]
+    waits, fails = await asyncio.gather(*forming, return_exceptions=True)
+    assert "could not be connected to: [1] (timed out)" in str(waits)
+    assert "could not be connected to: [0] (nobody is in)" in str(fails)
+
+
+@pytest.mark.asyncio
+async def test_nccl_that_does_not_come_back(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop goes on meanwhile, and the thread is left behind."""
+    stuck = threading.Event()
+    monkeypatch.setattr(FakeNccl, "communicator", lambda *_: stuck.wait(20))
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.01)
+            ticks += 1
+
+    ticking = asyncio.ensure_future(tick())
+    with pytest.raises(CommTimeoutError, match="forming NCCL's communicator"):
+        await aiocomms.new_comm("nccl_fake", rank=0, size=1, timeout=0.3)
+    ticking.cancel()
+    stuck.set()
+    assert ticks > 5
+
+
+@pytest.mark.asyncio
+async def test_a_rank_that_dies(cuda: FakeCuda) -> None:
+    async with world(2) as comms:
+        work = comms[0].all_reduce(torch.ones(3))
+        for peer in list(transport(comms[1]).mesh.peers):
+            transport(comms[1]).mesh._drop(peer)
+        with pytest.raises(PeerDiedError, match="rank 1 is gone"):
+            await work
+
+
+@pytest.mark.asyncio
+async def test_who_is_missing(cuda: FakeCuda) -> None:
+    async with world(3) as comms:
+        work = comms[0].barrier(timeout=0.3)
+        comms[1].barrier()
+        with pytest.raises(CommTimeoutError, match="waiting for rank 2"):
+            await work
+
+
+# ----------------------------------------------------------------------------------------------------- bad input
+
+
+def hello(**other: Any) -> bringup.Hello:
+    usual = bringup.Hello(1, "little", "host", "name", "gpu", 23203, False, "", b"")
+    for name, value in other.items():
+        setattr(usual, name, value)
+    return usual
+
+
+@pytest.mark.asyncio
+async def test_ranks_that_cannot_work_together() -> None:
+    bringup.check([hello(gpu="a"), hello(gpu="b")])
+    with pytest.raises(ArgumentError, match=r"ranks 0 and 1 are on the same GPU.*NCCL_MULTI_RANK_GPU_ENABLE=1"):
+        bringup.check([hello(), hello()])
+    with pytest.raises(ArgumentError, match="NCCL_HOSTID to a value of its own"):
+        bringup.check([hello(nccl=22907, several=True), hello(nccl=22907, several=True)])
+    bringup.check([hello(several=True), hello(several=True)])
+    bringup.check([hello(nccl=22907, host_override="a"), hello(nccl=22907, host_override="b")])
+    with pytest.raises(ArgumentError, match=r"rank 1 has NCCL 2\.29\.7, rank 0 has 2\.32\.3"):
+        bringup.check([hello(gpu="a"), hello(gpu="b", nccl=22907)])
+
+
+@pytest.mark.asyncio
+async def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 1)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr(names.importlib.util, "find_spec", lambda name: None)
+    assert "pip install 'aiocomms[nccl]'" in str(NcclTransport.probe(device))
+    monkeypatch.setattr(names.importlib.util, "find_spec", lambda name: object())
+    old = SimpleNamespace(available=True, NcclCommunicator=object, get_version=lambda: 23203)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(nccl=old))
+    assert "CuPy is too old, wanted 14 or newer" in str(NcclTransport.probe(device))
+    monkeypatch.setattr("aiocomms_nccl.transport.no_cupy", lambda: None)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "built without CUDA" in str(NcclTransport.probe(device))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "torch finds no GPU" in str(NcclTransport.probe(device))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert "device is cuda:1, and this process sees 1 GPU(s)" in str(NcclTransport.probe(device))
+    assert NcclTransport.probe(torch.device("cuda", 0)) is None
+
+
+@pytest.mark.asyncio
+async def test_a_tensor_on_another_device(cuda: FakeCuda) -> None:
+    async with world(1) as (comm,):
+        with pytest.raises(ArgumentError, match=r"tensor is on meta, wanted it on cpu.*or form a communicator with"):
+            comm.all_reduce(torch.ones(3, device="meta"))
+
+
+@pytest.mark.asyncio
+async def test_auto_takes_nccl_for_collectives_and_others_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    from aiocomms import ops
+    from aiocomms.transport import Capabilities
+
+    class Wire(FakeNcclTransport):
+        capabilities = Capabilities(ops=ops.P2P | ops.COLLECTIVES | ops.RMA, devices=frozenset({"cuda"}))
+
+        @classmethod
+        def preference(cls, device: torch.device, size: int, family: Any) -> int:
+            return 50
+
+    found = {"nccl": NcclTransport, "wire": Wire}
+    monkeypatch.setattr(NcclTransport, "probe", classmethod(lambda cls, device: None))
+    monkeypatch.setattr(registry, "entries", lambda: dict.fromkeys(found))
+    monkeypatch.setattr(registry, "find", lambda name, device: found[name])
+    plan = registry.choose("auto", torch.device("cuda", 0), 2, {})
+    assert plan.names == {"p2p": "wire", "collectives": "nccl", "rma": "wire"}
+    plan = registry.choose({"collectives": "wire", "p2p": "nccl"}, torch.device("cuda", 0), 2, {})
+    assert plan.names == {"collectives": "wire", "p2p": "nccl"}
+
+
+# --------------------------------------------------------------------------------------------------- conformance
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("name", "ranks", "chosen"), [("nccl_fake", "1,2,4", ""), ("nccl_fake_debug", "2,3", "mismatch or different_ones")]
+)
+def test_conformance(distribution: Path, name: str, ranks: str, chosen: str) -> None:
+    """The whole suite over the fake; and what ranks that disagree are told, in debug mode."""
+    options = [f"--transport={name}", f"--ranks={ranks}", "--loops=asyncio", *(["-k", chosen] if chosen else [])]
+    quick = ["-q", "--assert=plain", "-pno:cacheprovider", "-pno:hypothesispytest"]
+    command = [sys.executable, "-m", "pytest", "--pyargs", "aiocomms.testing.conformance", *quick, *options]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((str(distribution), str(Path(__file__).parents[2] / "support"))),
+        "PYTEST_ADDOPTS": "",
+    }
+    done = subprocess.run(
+        command, cwd=distribution, env=environment, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == pytest.ExitCode.OK, done.stdout

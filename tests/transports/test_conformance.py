@@ -1,0 +1,147 @@
+"""The conformance suite as a stranger runs it: what it needs, what it says when a rank hangs, dies or disagrees.
+
+That the transports of this repository pass is tested by the suite itself, which is part of this repository's tests.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SUITE = "aiocomms.testing.conformance"
+
+STRANGER = """
+import os, time
+from aiocomms import ops
+from aiocomms.transport import OP_RESULT, Capabilities
+from aiocomms_local import LocalTransport
+
+class Messenger(LocalTransport):
+    '''Carries messages and nothing else, so that everything else is expressed in them.'''
+    capabilities = Capabilities(ops=frozenset({ops.Send, ops.Recv}), in_process=True)
+
+class Deaf(LocalTransport):
+    '''Blocks the loop on the last of several ranks.'''
+    def post(self, op, work):
+        if self._rank and self._rank == self._hub.size - 1:
+            time.sleep(1000)
+        super().post(op, work)
+
+class Alone(LocalTransport):
+    '''Each rank is a process, and there is but one; it dies at its first barrier.'''
+    capabilities = Capabilities(ops=LocalTransport.capabilities.ops)
+    def post(self, op, work):
+        if isinstance(op, ops.Barrier):
+            os._exit(7)
+        if isinstance(op, ops.AllToAll):
+            time.sleep(1000)
+        super().post(op, work)
+"""
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a distribution of transports that nobody here has heard of."""
+    folder = tmp_path_factory.mktemp("stranger")
+    (folder / "strangers.py").write_text(STRANGER)
+    info = folder / "stranger-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: stranger\nVersion: 1\n")
+    classes = ("Messenger", "Deaf", "Alone")
+    entries = "".join(f"{name.lower()} = strangers:{name}\n" for name in classes)
+    (info / "entry_points.txt").write_text(f"[aiocomms.transports]\n{entries}")
+    return folder
+
+
+def run(stranger: Path, *arguments: str, modules: str = "") -> subprocess.CompletedProcess[str]:
+    """Run the suite, or some of its modules, by its package's name and far from this repository."""
+    chosen = [f"{SUITE}.{module}" for module in modules.split()] or [SUITE]
+    quick = ["--assert=plain", "-pno:cacheprovider", "-pno:hypothesispytest"]
+    command = [sys.executable, "-m", "pytest", "--pyargs", *chosen, *quick, *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(stranger), "PYTEST_ADDOPTS": ""}
+    return subprocess.run(
+        command, cwd=stranger, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+@pytest.mark.timeout(120)
+def test_a_transport_that_only_carries_messages_conforms(stranger: Path) -> None:
+    done = run(stranger, "--transport=messenger", "--ranks=3", "--loops=asyncio", "--seed=5")
+    assert done.returncode == pytest.ExitCode.OK, done.stdout
+    assert "aiocomms conformance: --seed=5" in done.stdout
+
+
+def test_several_transports_carry_a_communicator(stranger: Path) -> None:
+    done = run(stranger, "--transport=collectives=local,p2p=local", "--loops=trio", "--ranks=2", modules="test_split")
+    assert done.returncode == pytest.ExitCode.OK, done.stdout
+
+
+def test_a_wrong_option(stranger: Path) -> None:
+    done = run(stranger, "--transport=nobody", modules="test_idle")
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout
+    assert "--transport nobody: it is not installed" in done.stderr
+
+
+@pytest.mark.parametrize("device", ["meta", "cuda", "cuda:99", "abacus"])
+def test_a_device_without_memory_to_read(stranger: Path, device: str) -> None:
+    """Said once and before anything runs, not by every check."""
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    done = run(stranger, "--transport=local", f"--device={device}", modules="test_idle")
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout
+    assert f"--device {device}: no tensor can be made and read there: " in done.stderr
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0"])
+def test_a_device_that_is_there(stranger: Path, device: str) -> None:
+    """The communicators are opened on it."""
+    (stranger / "where.py").write_text(
+        "import unittest\n"
+        "from aiocomms.testing.conformance import case\n"
+        "def skip(self, *rest, init=case.Case.__init__):\n"
+        "    init(self, *rest)\n"
+        "    raise unittest.SkipTest(f'on {self.comm.device}, as {self.place.device} says')\n"
+        "case.Case.__init__ = skip\n"
+    )
+    options = ["--transport=local", f"--device={device}", "--ranks=2", "--loops=asyncio", "-pwhere", "-rs"]
+    done = run(stranger, *options, modules="test_split")
+    assert done.returncode == pytest.ExitCode.OK, done.stdout
+    assert f"on {device}, as {device} says" in done.stdout
+
+
+def test_ranks_of_one_loop_that_hang(stranger: Path) -> None:
+    """The loop itself is blocked, so all that can be said is where."""
+    options = ["--transport=deaf", "--ranks=2", "--loops=asyncio", "--deadline=0.5", "-x"]
+    done = run(stranger, *options, modules="test_split")
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
+    assert "the loop does not come back" in done.stdout
+    assert "time.sleep(1000)" in done.stdout
+
+
+def test_processes_that_hang_or_die(stranger: Path) -> None:
+    """Each is reported with what it was doing, and the next check has a new one."""
+    options = ["--transport=alone", "--ranks=1", "--loops=trio", "--deadline=1", "-rA"]
+    done = run(stranger, *options, "-k", "test_all or large", modules="test_split test_collectives")
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
+    failed = {line.split("::")[1].split("[")[0] for line in done.stdout.splitlines() if line.startswith("FAILED")}
+    assert failed == {"test_all", "test_large"}, done.stdout
+    assert "its process ended with 7" in done.stdout
+    assert "it does not answer" in done.stdout
+    assert re.search(r'strangers.py", line \d+ in post', done.stdout), done.stdout
+    assert "PASSED" in done.stdout
+
+
+def test_a_check_that_is_stopped_says_where_it_was(stranger: Path) -> None:
+    """One rank has passed; the other one waits for ever, and its part of the report says for what."""
+    (stranger / "broken.py").write_text("import aiocomms_local.matching as hubs\nhubs.Hub.leave = lambda *_: []\n")
+    options = ["--transport=local", "--ranks=2", "--loops=uvloop", "--deadline=1", "-pbroken", "-x"]
+    done = run(stranger, *options, "-k", "needs_a_rank_that_closed", modules="test_closing")
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
+    assert "--- rank 0: passed" in done.stdout
+    assert re.search(r"--- rank 1: stopped\n<Work recv #0 on 'other' .*pending>", done.stdout), done.stdout

@@ -1,0 +1,385 @@
+"""The ucx transport: what is particular to it, between real processes. See also `test_processes.py`."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import gc
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import in_threads
+from processes import LARGE, Rank, Run, empty, exchange, listening, numbers
+
+import aiocomms
+from aiocomms.communicator import Communicator
+from aiocomms.testing import local_world
+
+MEGA = 2**20
+
+
+@pytest.fixture
+def transport() -> str:
+    return "ucx"
+
+
+def family_of(comm: Communicator) -> Any:
+    """What the transport keeps for a communicator and those split from it."""
+    return comm._by_family["p2p"].family
+
+
+# --------------------------------------------------------------------------------------------------------- progress
+
+
+async def compute_meanwhile(place: Rank, count: int) -> float:
+    """Rank 0 posts and computes without a pause; how long the others then wait, at best."""
+    best = 10.0
+    async with place.open() as comm:
+        for turn in range(5):
+            tensor = torch.ones(count)
+            await comm.barrier()
+            if place.rank == 0:
+                work = comm.all_reduce(tensor)
+                place.tell(f"posted {turn}")
+                compute_until(place, *(f"reduced {turn} {rank}" for rank in range(1, place.size)))
+                await work
+            else:
+                place.told(f"posted {turn}")
+                began = time.monotonic()
+                await comm.all_reduce(tensor)
+                best = min(best, time.monotonic() - began)
+                place.tell(f"reduced {turn} {place.rank}")
+            assert (tensor == place.size).all()
+    return best
+
+
+def compute_until(place: Rank, *notes: str) -> None:
+    """Compute, in Python alone, until there are some notes; at least 200 ms, and with no pause to the end."""
+    began, total = time.monotonic(), 0
+    while time.monotonic() < began + 0.2 or not all((place.folder / note).exists() for note in notes):
+        total += sum(range(1000))
+        assert time.monotonic() < began + 10, "the others wait for this rank's loop"
+
+
+@pytest.mark.parametrize(("size", "count"), [(2, 2), (2, LARGE), (2, 2 * MEGA), (3, LARGE)])
+def test_a_rank_that_computes_does_not_hold_up_the_others(ranks: Run, size: int, count: int) -> None:
+    _, *waited = ranks(size, compute_meanwhile, count)
+    print(f"they waited {max(waited) * 1e3:.1f} ms")
+    assert max(waited) < 0.1
+
+
+def wake_ups() -> dict[str, int]:
+    """How often each thread of this process has gone to sleep by itself."""
+    counts = {}
+    for task in Path("/proc/self/task").iterdir():
+        rows = dict(row.split(":", 1) for row in (task / "status").read_text().splitlines())
+        counts[f"{rows['Name'].strip()} {task.name}"] = int(rows["voluntary_ctxt_switches"])
+    return counts
+
+
+async def rest(place: Rank) -> tuple[dict[str, int], dict[str, float]]:
+    """The wake-ups in a second without anything under way, and the share of a CPU that works take which wait."""
+    async with place.open() as comm:
+        await comm.all_reduce(torch.ones(MEGA))
+        await comm.send(torch.ones(4), 1 - place.rank)
+        await comm.recv(torch.ones(4), 1 - place.rank)
+        await asyncio.sleep(0.7)  # the watchdog looks once more, and then sleeps for good
+        before = wake_ups()
+        await asyncio.sleep(1)
+        woken = {name: count - before.get(name, 0) for name, count in wake_ups().items()}
+        shares = {}
+        recv = comm.recv(torch.ones(4), 1 - place.rank)
+        shares["recv"] = await share()
+        window = await comm.new_window(torch.zeros(8))
+        waiting = window.wait_signal(1 - place.rank)
+        shares["wait_signal"] = await share()
+        if place.rank == 0:
+            reduced = comm.all_reduce(torch.ones(MEGA))
+            shares["all_reduce"] = await share()
+            place.tell("now")
+            await reduced
+        else:
+            await asyncio.to_thread(place.told, "now")
+            await comm.all_reduce(torch.ones(MEGA))
+        await asyncio.gather(comm.send(torch.ones(4), 1 - place.rank), window.signal(1 - place.rank), recv, waiting)
+        await window.aclose()
+    return {name: count for name, count in woken.items() if count}, shares
+
+
+async def share() -> float:
+    await asyncio.sleep(0.1)  # it has looked on for a while by now
+    before = time.process_time()
+    await asyncio.sleep(1)
+    return time.process_time() - before
+
+
+def test_rest(ranks: Run) -> None:
+    for woken, shares in ranks(2, rest):
+        main = [count for name, count in woken.items() if name.startswith("python")]
+        assert len(woken) == len(main) <= 1, woken
+        assert sum(main) <= 2, woken  # its own sleep
+        assert all(share < 0.01 for share in shares.values()), shares
+
+
+# ------------------------------------------------------------------------------------------- whose memory it is
+
+
+async def reuse_what_is_sent(place: Rank) -> None:
+    """The receiver asks only after the sender has forgotten the tensor, and has used its memory again if it can."""
+    count = MEGA  # 8 MiB: too long to be copied away
+    async with place.open() as comm:
+        await comm.barrier()
+        if place.rank == 0:
+            wanted = numbers(count, 0)
+            task = asyncio.create_task(wait_for(comm.send(wanted, 1)))
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            del wanted, task
+            gc.collect()
+            garbage = [torch.full((count,), -1, dtype=torch.int64) for _ in range(4)]
+            place.tell("reused")
+            assert [int(tensor.sum()) for tensor in garbage] == [-count] * 4
+        else:
+            await asyncio.to_thread(place.told, "reused")
+            assert torch.equal(await comm.recv(empty(count), 0), numbers(count, 0))
+
+
+async def wait_for(work: Any) -> Any:
+    return await work
+
+
+def test_a_send_that_is_cancelled_and_forgotten(ranks: Run) -> None:
+    ranks(2, reuse_what_is_sent)
+
+
+async def reuse_what_is_received(place: Rank) -> None:
+    """A receive that has its message is cancelled and forgotten; what takes its memory's place stays as it is."""
+    count = 8 * MEGA  # 64 MiB: under way for a while
+    async with place.open() as comm:
+        await comm.barrier()
+        if place.rank == 0:
+            sent = comm.send(numbers(count, 0), 1)
+            await comm.send(torch.tensor([os.getpid()]), 1, tag=1)
+            await comm.send(numbers(3, 0), 1)
+            await sent
+            place.tell("sent")
+        else:
+            sender = int(await comm.recv(empty(1), 0, tag=1))  # so the first one's announcement is here
+            os.kill(sender, signal.SIGSTOP)  # it copies, so nothing arrives until it goes on
+            work = comm.recv(empty(count), 0)
+            assert not work.done()
+            task = asyncio.create_task(wait_for(work))
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            del work, task
+            gc.collect()
+            canaries = [torch.full((count,), -1, dtype=torch.int64) for _ in range(4)]
+            os.kill(sender, signal.SIGCONT)
+            await asyncio.to_thread(place.told, "sent")
+            assert [int(tensor.sum()) for tensor in canaries] == [-count] * 4
+            # It counts as received.
+            assert torch.equal(await comm.recv(empty(3), 0), numbers(3, 0))
+
+
+def without_cma(rank: int) -> None:
+    os.environ["UCX_TLS"] = "^sysv,tcp,cma"
+
+
+def test_a_receive_that_is_cancelled_and_forgotten(ranks: Run) -> None:
+    """With the kernel's help UCX copies all of a message at once, and there is nothing to cancel."""
+    ranks(2, reuse_what_is_received, before=without_cma)
+
+
+# ------------------------------------------------------------------------------------------------------ families
+
+
+async def mix_families(place: Rank) -> None:
+    """A parent and its children, of which two are alike: their messages and collectives stay apart."""
+    rank, size = place.rank, place.size
+    comm = await place.open()
+    twin, reverse = await comm.split(range(size), "twin"), await comm.split([2, 1, 0], "reverse")
+    alone = await comm.split([rank])
+    comms = [comm, twin, reverse]
+    assert len({id(family_of(it)) for it in (*comms, alone)}) == 1
+    received, sent = [], []
+    for count in (3, LARGE):
+        for i, it in enumerate(comms):
+            received.append((it.recv(empty(count), (it.rank - 1) % size, 5), numbers(count, (it.rank - 1) % size, i)))
+        for i, it in reversed(list(enumerate(comms))):
+            sent.append(it.send(numbers(count, it.rank, i), (it.rank + 1) % size, 5))
+    reduced = [it.all_reduce(torch.full((LARGE,), float(i))) for i, it in enumerate(comms)]
+    for work, wanted in received:
+        assert torch.equal(await work, wanted), work
+    for i, work in enumerate(reduced):
+        assert (await work == i * size).all()
+    for work in sent:
+        await work
+    await close_in_some_order([*comms, alone])
+
+
+async def close_in_some_order(comms: list[Communicator]) -> None:
+    """The parent first; the engine goes with the last one."""
+    family = family_of(comms[0])
+    parent, twin, reverse, alone = comms
+    await parent.aclose()
+    await alone.aclose()
+    for it in (twin, reverse):
+        assert (await it.all_reduce(torch.ones(LARGE)) == it.size).all()
+    child = await twin.split(range(twin.size))
+    await twin.aclose()
+    assert (await child.all_reduce(torch.ones(3)) == child.size).all()
+    assert not any(family_of(it) is not family for it in (child, reverse))
+    await (reverse if child.rank else child).aclose()  # in another order on another rank
+    assert family.transports
+    await (child if child.rank else reverse).aclose()
+    assert not family.transports
+
+
+def test_a_family_shares_an_engine(ranks: Run) -> None:
+    ranks(3, mix_families)
+
+
+def in_a_loop(store: dist.Store, rank: int, size: int) -> None:
+    """One rank, in a thread and loop of its own."""
+
+    async def everything() -> None:
+        async with aiocomms.new_comm("ucx", store=store, rank=rank, size=size, timeout=20) as comm:
+            for count in (3, LARGE, MEGA):
+                await exchange(comm, count)
+            child = await comm.split([rank])
+            assert torch.equal(await child.all_reduce(torch.ones(3)), torch.ones(3))
+            await child.aclose()
+
+    asyncio.run(everything())
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_in_threads(size: int) -> None:
+    store = dist.HashStore()
+    in_threads(*(lambda rank=rank: in_a_loop(store, rank, size) for rank in range(size)))
+
+
+# --------------------------------------------------------------------------------------------------- the machine
+
+
+async def listeners(place: Rank) -> tuple[list[str], list[str]]:
+    async with place.open() as comm:
+        await comm.all_reduce(torch.ones(LARGE))
+        return listening()
+
+
+def test_within_a_host_nobody_listens(ranks: Run) -> None:
+    """The ranks have met by then."""
+    assert ranks(3, listeners) == [([], [])] * 3
+
+
+async def best(place: Rank) -> dict[str, str]:
+    place.transport = "auto"
+    async with place.open() as comm:
+        await comm.all_reduce(torch.ones(3))
+        return comm.transports
+
+
+def test_the_best_for_cpus(ranks: Run) -> None:
+    assert ranks(2, best) == [{"p2p": "ucx", "collectives": "ucx", "rma": "ucx"}] * 2
+
+
+WITHOUT = """
+import asyncio, sys
+
+class Hide:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "libucx":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Hide())
+import torch
+import torch.distributed as dist
+import aiocomms
+from aiocomms.bootstrap import registry
+
+print(registry.available(torch.device("cpu"))["ucx"])
+
+async def main():
+    for transport in ("c10d", "auto"):
+        store = dist.HashStore()
+        opening = [aiocomms.new_comm(transport, store=store, rank=rank, size=2, timeout=20) for rank in range(2)]
+        comms = await asyncio.gather(*map(open_one, opening))
+        print(comms[0].transports["collectives"])
+        reduced = await asyncio.gather(*(comm.all_reduce(torch.ones(3)) for comm in comms))
+        assert all((tensor == 2).all() for tensor in reduced)
+        await asyncio.gather(*(comm.aclose() for comm in comms))
+    try:
+        await aiocomms.new_comm("ucx", store=store, rank=0, size=2)
+    except aiocomms.errors.UnsupportedOperation as error:
+        print(error)
+
+async def open_one(opening):
+    return await opening
+
+asyncio.run(main())
+"""
+
+
+def test_without_ucx() -> None:
+    """A line says what to install, and the rest works."""
+    done = subprocess.run(
+        [sys.executable, "-Werror", "-c", WITHOUT], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    why, *chosen, message = done.stdout.split("\n", 3)
+    assert "pip install libucx-cu13" in why
+    assert chosen == ["c10d", "c10d"]
+    assert "transport 'ucx' is not available: ImportError: UCX itself is missing" in message
+
+
+def test_the_engines_types(tmp_path: Path) -> None:
+    """`_engine.pyi` is what nanobind makes of the engine, but for its layout."""
+    if importlib.util.find_spec("nanobind") is None:
+        pytest.skip("nanobind is not installed")
+    made = tmp_path / "_engine.pyi"
+    command = [sys.executable, "-m", "nanobind.stubgen", "-q", "-m", "aiocomms_ucx._engine", "-o", str(made)]
+    subprocess.run(command, check=True, timeout=50)
+    spec = importlib.util.find_spec("aiocomms_ucx")
+    assert spec is not None
+    assert spec.origin is not None
+    kept = Path(spec.origin).with_name("_engine.pyi")
+    assert ast.dump(ast.parse(made.read_text())) == ast.dump(ast.parse(kept.read_text()))
+
+
+# ----------------------------------------------------------------------------------------------------- coming and going
+
+
+def test_a_communicator_that_never_opened_says_no_farewell() -> None:
+    """It knows no names of the others, and must not be taken for the one it was to be split from."""
+    from aiocomms_ucx import wire
+    from aiocomms_ucx.transport import UcxTransport
+
+    async def main() -> None:
+        async with local_world(2, "ucx") as (mine, theirs):
+            here: Any = mine._by_family["p2p"]
+            there: Any = theirs._by_family["p2p"]
+            work = theirs.all_reduce(torch.ones(3))
+            orphan = UcxTransport(here.family, here.peers, here.hosts, here.pids)
+            await orphan.aclose()
+            here._tell(1, wire.Dispute(here._numbers[1], 99, "what comes behind the farewell"))
+            while 99 not in there._disputes:  # noqa: ASYNC110 - what another engine's thread says
+                await asyncio.sleep(0)
+            assert not work.done()
+            await mine.all_reduce(torch.ones(3))
+            assert (await work).tolist() == [2, 2, 2]
+
+    asyncio.run(main())

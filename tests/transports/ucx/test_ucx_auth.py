@@ -1,0 +1,325 @@
+"""How ranks of the ucx transport let each other in, and nobody else."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from aiocomms_ucx import auth
+from aiocomms_ucx.auth import MOST_HALF_OPEN, Gate
+from conftest import in_threads
+from processes import held
+
+from aiocomms.errors import AuthError, CommTimeoutError
+
+KEY = b"what this family knows"
+
+GARBAGE = {
+    "http": b"GET / HTTP/1.1\r\nHost: x\r\nUser-Agent: scanner\r\n\r\n",
+    "tls": bytes.fromhex("1603010200010001fc0303") + bytes(range(200)),
+    "zeros": bytes(4096),
+    "ones": b"\xff" * 4096,
+    "a beginning": b"aioG1\0",
+    "half a hello": b"aioG1\0\0\0\0\1" + b"n" * 8,
+    "a wrong rank": struct.pack("!6sI16s", b"aioG1\0", 2**32 - 1, b"n" * 16) + bytes(32),
+    "a rank below": struct.pack("!6sI16s", b"aioG1\0", 0, b"n" * 16) + bytes(32),
+    "no proof": struct.pack("!6sI16s", b"aioG1\0", 1, b"n" * 16) + bytes(32),
+    "a pickle": b"\x80\x04\x95" + bytes(60),
+}
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def listener(request: pytest.FixtureRequest) -> Iterator[socket.socket]:
+    if request.param == "tcp":
+        made = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    else:
+        made = socket.socket(socket.AF_UNIX)
+        made.bind(f"\0aiocomms-test-{secrets.token_hex(8)}")
+        made.listen(1024)
+    with made:
+        yield made
+
+
+def connect(listener: socket.socket) -> socket.socket:
+    made = socket.socket(listener.family)
+    made.settimeout(10)
+    try:
+        made.connect(listener.getsockname())
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
+def join(listener: socket.socket, rank: int = 1, key: bytes = KEY, size: int = 2, seconds: float = 20) -> socket.socket:
+    """What a rank above 0 does, which lets nobody in itself."""
+    it = Gate(rank, key, {0: lambda: connect(listener)}, size)
+    it._missing = {0}
+    return it.run([], seconds)[0]
+
+
+def talk(*ends: socket.socket) -> None:
+    """That two ends are those of one connection."""
+    ends[0].sendall(b"hello")
+    assert ends[1].recv(5, socket.MSG_WAITALL) == b"hello"
+    for end in ends:
+        end.close()
+
+
+def open_up(listener: socket.socket, size: int = 2, seconds: float = 20) -> tuple[Gate, dict[int, socket.socket]]:
+    it = Gate(0, KEY, {}, size)
+    return it, it.run([listener], seconds)
+
+
+def test_ranks_meet(listener: socket.socket) -> None:
+    size = 6
+    (_, inside), *outside = in_threads(
+        lambda: open_up(listener, size), *(lambda rank=rank: join(listener, rank, size=size) for rank in range(1, size))
+    )
+    assert sorted(inside) == list(range(1, size))
+    for rank, end in enumerate(outside, 1):
+        assert end.getblocking()
+        talk(end, inside[rank])
+
+
+def test_all_with_all() -> None:
+    """Every rank connects and lets in at once."""
+    size = 5
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(size)]
+
+        def one(rank: int) -> dict[int, socket.socket]:
+            ways = {peer: (lambda peer=peer: connect(listeners[peer])) for peer in range(rank)}
+            return Gate(rank, KEY, ways, size).run([listeners[rank]], 20)
+
+        all_sockets = in_threads(*(lambda rank=rank: one(rank) for rank in range(size)))
+        for a in range(size):
+            for b in range(a):
+                talk(all_sockets[a][b], all_sockets[b][a])
+
+
+@pytest.mark.parametrize("what", GARBAGE)
+def test_garbage_is_dropped(listener: socket.socket, what: str) -> None:
+    def stranger() -> bytes:
+        with connect(listener) as it:
+            it.sendall(GARBAGE[what])
+            if what not in ("a beginning", "half a hello"):
+                with contextlib.suppress(ConnectionResetError):
+                    while it.recv(1000):  # at most a challenge
+                        pass
+            return b"dropped"
+
+    def rank() -> socket.socket:
+        stranger()
+        return join(listener)
+
+    (it, inside), end = in_threads(lambda: open_up(listener), rank)
+    assert it.dropped == 1
+    talk(end, inside[1])
+
+
+def test_who_says_nothing_is_dropped_in_time(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auth, "PATIENCE", 0.3)
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(connect(listener)) for _ in range(20)]
+        slow = stack.enter_context(connect(listener))
+
+        def rank() -> tuple[list[float], socket.socket]:
+            started = time.monotonic()
+            took = []
+            with contextlib.suppress(OSError):
+                for byte in GARBAGE["no proof"]:  # a byte at a time does not win more time
+                    slow.sendall(bytes([byte]))
+                    time.sleep(0.05)
+            for it in (*silent, slow):
+                with contextlib.suppress(ConnectionResetError):
+                    assert it.recv(100, socket.MSG_WAITALL) == b""
+                took.append(time.monotonic() - started)
+            return took, join(listener)
+
+        (it, inside), (took, end) = in_threads(lambda: open_up(listener), rank)
+    assert it.dropped == 21
+    assert max(took) < 3, took
+    talk(end, inside[1])
+
+
+def test_silent_strangers_hold_up_nobody(listener: socket.socket) -> None:
+    """They have five seconds; a rank that comes behind them is in at once."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(100):
+            stack.enter_context(connect(listener))
+        started = time.monotonic()
+        (_, inside), end = in_threads(lambda: open_up(listener), lambda: join(listener))
+        assert time.monotonic() - started < 2
+        talk(end, inside[1])
+
+
+def test_ten_thousand_strangers(listener: socket.socket) -> None:
+    """No more are kept than there is room for, and the rank that comes amid them gets in."""
+    done = threading.Event()
+    most = [0]
+
+    def strangers() -> None:
+        pieces = list(GARBAGE.values())
+        held: list[socket.socket] = []
+        number = 0
+        while number < 10_000:
+            with contextlib.suppress(OSError):  # of a unix socket's whose queue is full
+                held.append(connect(listener))
+                number += 1
+                if number % 3:
+                    held[-1].sendall(pieces[number % len(pieces)])
+            if len(held) > 300:
+                held.pop(random.Random(number).randrange(len(held))).close()
+        for it in held:
+            it.close()
+        done.set()
+
+    def rank() -> list[socket.socket]:
+        ends = [join(listener, 1, size=3)]
+        assert done.wait(30)
+        return [*ends, join(listener, 2, size=3)]
+
+    class Watched(Gate):
+        def _accept(self, listener: socket.socket) -> None:
+            super()._accept(listener)
+            most[0] = max(most[0], len(self._half))
+
+    watched = Watched(0, KEY, {}, 3)
+    inside, ends, _ = in_threads(lambda: watched.run([listener], 40), rank, strangers)
+    assert most[0] <= 3 + MOST_HALF_OPEN
+    assert watched.dropped > 9000
+    for number, end in enumerate(ends, 1):
+        talk(end, inside[number])
+
+
+def test_a_wrong_key_opens_nothing(listener: socket.socket) -> None:
+    def rank() -> socket.socket:
+        with pytest.raises(AuthError, match="in the place of rank 0 does not prove to be that rank") as caught:
+            join(listener, key=b"another")
+        assert caught.value.peer == 0
+        return join(listener)
+
+    (it, inside), end = in_threads(lambda: open_up(listener), rank)
+    assert it.dropped == 1
+    talk(end, inside[1])
+
+
+class Tap:
+    """Stands between a rank and its peer, and writes down what they say."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self.said = {"in": b"", "out": b""}
+        self._far = connect(listener)
+        self.near, self._mine = socket.socketpair()
+
+    def close(self) -> None:
+        for end in (self._far, self._mine, self.near):
+            end.close()
+
+    def run(self, until: Callable[[], bool]) -> None:
+        for end in (self._far, self._mine):
+            end.setblocking(False)
+        while not until():
+            for name, src, dst in (("in", self._mine, self._far), ("out", self._far, self._mine)):
+                with contextlib.suppress(BlockingIOError):
+                    data = src.recv(1000)
+                    self.said[name] += data
+                    dst.sendall(data)
+
+
+def test_an_old_handshake_opens_nothing(listener: socket.socket) -> None:
+    """What a rank has said is said again, as it was, to the same rank, and to the other side."""
+    tap = Tap(listener)
+
+    def tapped() -> socket.socket:
+        it = Gate(1, KEY, {0: lambda: tap.near}, 2)
+        return it.run([], 20)[0]
+
+    (_, inside), end, _ = in_threads(
+        lambda: open_up(listener), tapped, lambda: tap.run(lambda: len(tap.said["out"]) == 49)
+    )
+    end.close()
+    inside[1].close()
+    tap.close()
+
+    def replay() -> socket.socket:
+        with connect(listener) as it:
+            it.sendall(tap.said["in"])
+            assert len(it.recv(48, socket.MSG_WAITALL)) == 48
+            with contextlib.suppress(ConnectionResetError):
+                assert it.recv(1) == b""
+        return join(listener)
+
+    (it, inside), end = in_threads(lambda: open_up(listener), replay)
+    assert it.dropped == 1
+    talk(end, inside[1])
+    # And an impostor who listens in a rank's place cannot say again what that rank has said.
+    near, mine = socket.socketpair()
+    mine.sendall(tap.said["out"])
+    with pytest.raises(AuthError):
+        Gate(1, KEY, {0: lambda: near}, 2).run([], 5)
+    mine.close()
+
+
+def test_a_ranks_own_words_are_no_proof(listener: socket.socket) -> None:
+    """Reflection: what a rank says as the one who is called is not taken from one who calls."""
+
+    def mirror() -> socket.socket:
+        with connect(listener) as it:
+            it.sendall(struct.pack("!6sI16s", b"aioG1\0", 1, b"n" * 16))
+            challenge = it.recv(48, socket.MSG_WAITALL)
+            it.sendall(challenge[16:])
+            with contextlib.suppress(ConnectionResetError):
+                assert it.recv(1) == b""
+        return join(listener)
+
+    (it, inside), end = in_threads(lambda: open_up(listener), mirror)
+    assert it.dropped == 1
+    talk(end, inside[1])
+
+
+def test_who_does_not_come_is_named(listener: socket.socket) -> None:
+    before = len(held()[1])
+    with pytest.raises(CommTimeoutError, match=r"these ranks did not connect within 0.3 s: \[1, 2\]"):
+        open_up(listener, size=3, seconds=0.3)
+    assert len(held()[1]) == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
+def test_another_user_is_not_heard() -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0aiocomms-test-{secrets.token_hex(8)}")
+        listener.listen()
+        here, there = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                os.setuid(65534)
+                with socket.socket(socket.AF_UNIX) as it:
+                    it.connect(listener.getsockname())
+                    it.settimeout(10)
+                    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                        it.sendall(struct.pack("!6sI16s", b"aioG1\0", 1, b"n" * 16))
+                        os.write(there, it.recv(100))
+            finally:
+                os._exit(0)
+        os.close(there)
+
+        def rank() -> socket.socket:
+            os.waitpid(child, 0)
+            return join(listener)
+
+        (it, inside), end = in_threads(lambda: open_up(listener), rank)
+        assert it.dropped == 1
+        assert os.read(here, 100) == b"", "it was answered"
+        os.close(here)
+        talk(end, inside[1])

@@ -1,0 +1,419 @@
+"""UCX on GPU memory, over a fake GPU (fake_cuda, fake_ucx): what waits for the GPU, in which order; what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from aiocomms_ucx import UcxTransport, bringup
+from aiocomms_ucx._engine import CUDA
+from aiocomms_ucx.cuda_transport import CudaUcxTransport
+from aiocomms_ucx.transport import no_cuda_in_ucx
+from fake_cuda import FakeCuda, FakeStream, Gate
+from fake_ucx import FakeUcxTransport
+
+import aiocomms
+from aiocomms.bootstrap import registry
+from aiocomms.errors import (
+    ArgumentError,
+    CommAbortedError,
+    CommError,
+    CommTimeoutError,
+    MessageTruncatedError,
+    UnsupportedOperation,
+)
+from aiocomms.testing import local_world
+
+
+@pytest.fixture(scope="module")
+def distribution(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the metadata by which the fake transport is found."""
+    folder = tmp_path_factory.mktemp("fake")
+    info = folder / "fake-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fake\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[aiocomms.transports]\nucx_fake = fake_ucx:FakeUcxTransport\n")
+    return folder
+
+
+@pytest.fixture
+def cuda(distribution: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    """A GPU for one test."""
+    monkeypatch.syspath_prepend(str(distribution))
+    cuda = FakeCuda()
+    monkeypatch.setattr(FakeUcxTransport, "cuda_layer", cuda)
+    return cuda
+
+
+def world(size: int, **options: Any) -> Any:
+    return local_world(size, "ucx_fake", **options)
+
+
+def transport(comm: Any) -> FakeUcxTransport:
+    return comm._by_family["p2p"]
+
+
+async def parked(cuda: FakeCuda, count: int = 1) -> None:
+    while cuda.gpu.sleeping < count:  # noqa: ASYNC110 - the fake knows no loop
+        await asyncio.sleep(0)
+
+
+async def all_of(*works: Any) -> None:
+    for work in works:
+        await work
+
+
+# -------------------------------------------------------------------------------------------------------- order
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("count", [3, 100_000])
+async def test_a_message_is_sent_when_its_producer_is_done(cuda: FakeCuda, count: int) -> None:
+    async with world(2) as (a, b):
+        tensor, slot = torch.zeros(count), torch.zeros(count)
+        receiving = b.recv(slot, 0)
+        while transport(b)._queue:  # noqa: ASYNC110 - nothing else tells
+            await asyncio.sleep(0)
+        gate = Gate(cuda.current_stream())
+        cuda.enqueue(cuda.current_stream(), lambda: tensor.fill_(2))
+        sending = a.send(tensor, 1)
+        await parked(cuda)
+        assert not sending.done()
+        assert not receiving.done()
+        assert len(transport(a)._queue) == 1  # the engine has not got it
+        gate.open()
+        await all_of(sending, receiving)
+        assert slot.eq(2).all()
+
+
+@pytest.mark.asyncio
+async def test_a_receive_does_not_write_before_the_stream_has_read(cuda: FakeCuda) -> None:
+    async with world(2) as (a, b):
+        slot, seen = torch.full((4,), 7.0), torch.zeros(4)
+        sending = a.send(torch.ones(4), 1)
+        gate = Gate(cuda.current_stream())
+        cuda.enqueue(cuda.current_stream(), lambda: seen.copy_(slot))
+        receiving = b.recv(slot, 0)
+        await parked(cuda)
+        assert slot.eq(7).all()
+        gate.open()
+        await all_of(sending, receiving)
+        assert seen.eq(7).all()
+        assert slot.eq(1).all()
+
+
+@pytest.mark.asyncio
+async def test_messages_match_in_the_order_of_the_calls_across_streams(cuda: FakeCuda) -> None:
+    async with world(2) as (a, b):
+        slow = FakeStream(cuda.gpu)
+        gate = Gate(slow)
+        slots = [torch.zeros(2), torch.zeros(2)]
+        with cuda.on(slow):
+            first = a.send(torch.full((2,), 1.0), 1)
+        second = a.send(torch.full((2,), 2.0), 1)  # its own stream has nothing to do
+        works = [b.recv(slot, 0) for slot in slots]
+        queue = transport(a)._queue
+        while not queue[1].fired:  # noqa: ASYNC110 - nothing else tells
+            await asyncio.sleep(0)
+        assert [waiting.fired for waiting in queue] == [False, True]
+        assert not any(work.done() for work in works)
+        gate.open()
+        await all_of(first, second, *works)
+        assert [slot[0].item() for slot in slots] == [1, 2]
+
+
+@pytest.mark.asyncio
+async def test_a_window_is_put_to_and_told_of_behind_the_stream(cuda: FakeCuda) -> None:
+    """Opening, put, signal and barrier come after what the stream was given before."""
+    async with world(2) as (a, b):
+        mine, theirs, value = torch.zeros(4), torch.zeros(4), torch.zeros(4)
+        gate = Gate(cuda.current_stream())
+        cuda.enqueue(cuda.current_stream(), lambda: theirs.fill_(5))
+        opening = asyncio.gather(a.new_window(mine), b.new_window(theirs))
+        await parked(cuda)
+        assert not opening.done()
+        gate.open()
+        wins = await opening
+        got = torch.zeros(4)
+        await wins[0].get(got, 1)
+        assert got.eq(5).all()
+        gate = Gate(cuda.current_stream())
+        cuda.enqueue(cuda.current_stream(), lambda: value.fill_(3))
+        works = [wins[0].put(value, 1), wins[0].signal(1), wins[1].wait_signal(0)]
+        await parked(cuda)
+        assert theirs.eq(5).all()
+        gate.open()
+        await all_of(*works)
+        assert theirs.eq(3).all()
+        gate = Gate(cuda.current_stream())
+        meeting = [a.barrier(), b.barrier()]
+        await parked(cuda)
+        assert not any(work.done() for work in meeting)
+        gate.open()
+        await all_of(*meeting)
+
+
+@pytest.mark.asyncio
+async def test_an_own_window_by_ucx_too(cuda: FakeCuda) -> None:
+    """The engine has no pointer to it that it would follow; the signal comes behind the put."""
+    async with world(1) as (comm,):
+        win = await comm.new_window(torch.zeros(8))
+        works = [win.put(torch.ones(3), 0, 2), win.signal(0), win.wait_signal(0)]
+        await all_of(*works)
+        assert win.tensor.tolist() == [0, 0, 1, 1, 1, 0, 0, 0]
+        assert (await win.map_remote_tensor(0)).data_ptr() == win.tensor.data_ptr()
+
+
+# --------------------------------------------------------------------------------------------- polling and parking
+
+
+@pytest.mark.asyncio
+async def test_with_nothing_to_do_nothing_runs(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither with a receive that nothing matches, nor while a thread sleeps on an event."""
+    calls = 0
+    progress = FakeUcxTransport.progress
+
+    def counted(self: FakeUcxTransport) -> bool | None:
+        nonlocal calls
+        calls += 1
+        return progress(self)
+
+    monkeypatch.setattr(FakeUcxTransport, "progress", counted)
+    async with world(2) as (a, b):
+        receiving = b.recv(torch.zeros(3), 0)
+        gate = Gate(cuda.current_stream())
+        sending = a.send(torch.ones(3), 1)
+        await parked(cuda)
+        await asyncio.sleep(0.05)  # the turns that are left
+        before = calls
+        await asyncio.sleep(0.2)
+        assert calls == before
+        gate.open()
+        await all_of(sending, receiving)
+
+
+@pytest.mark.asyncio
+async def test_another_communicators_progress_may_post(cuda: FakeCuda) -> None:
+    """One engine serves both: what one collects may go on with the other's collective."""
+    async with world(2) as (a, b):
+        split = await asyncio.gather(a.split([0, 1]), b.split([0, 1]))
+        for _ in range(20):
+            tensors = [torch.ones(300) for _ in range(4)]
+            works = [comm.all_reduce(tensor) for comm, tensor in zip((a, *split, b), tensors, strict=True)]
+            await all_of(*works)
+            assert all(tensor.eq(2).all() for tensor in tensors)
+        for comm in split:
+            await comm.aclose()
+
+
+# ------------------------------------------------------------------------------------------------------- refused
+
+
+@pytest.mark.asyncio
+async def test_an_op_in_a_capture_is_refused_and_the_capture_goes_on(cuda: FakeCuda) -> None:
+    async with world(2) as (comm, other):
+        win, _ = await asyncio.gather(comm.new_window(torch.zeros(4)), other.new_window(torch.zeros(4)))
+        done = torch.zeros(1)
+        with cuda.graph() as graph:
+            for call in (lambda: win.put(torch.ones(4), 0), lambda: comm.recv(torch.ones(4), 1), comm.barrier):
+                with pytest.raises(UnsupportedOperation, match="captur"):
+                    call()
+            cuda.enqueue(cuda.current_stream(), lambda: done.add_(1))
+        graph.replay(cuda.current_stream())
+        await win.put(torch.ones(4), 0)
+        await win.flush()
+        assert win.tensor.eq(1).all()
+        assert done.item() == 1
+
+
+@pytest.mark.asyncio
+async def test_nothing_is_looked_at_during_a_capture(cuda: FakeCuda) -> None:
+    """Global capture: a query of this thread would break it. What was posted before ends after it."""
+    async with world(2) as (a, b):
+        slot = torch.zeros(3)
+        works = [a.send(torch.ones(3), 1), b.recv(slot, 0)]
+        with cuda.graph():
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert not any(work.done() for work in works)
+        await all_of(*works)
+        assert slot.eq(1).all()
+
+
+@pytest.mark.asyncio
+async def test_atomics_are_refused(cuda: FakeCuda) -> None:
+    async with world(1) as (comm,):
+        win = await comm.new_window(torch.zeros(4, dtype=torch.int64))
+        with pytest.raises(UnsupportedOperation, match="fetch_add"):
+            win.fetch_add(0, 0, 1)
+        with pytest.raises(UnsupportedOperation, match="compare_swap"):
+            win.compare_swap(0, 0, 0, 1)
+
+
+@pytest.mark.asyncio
+async def test_a_tensor_of_another_device_is_refused(cuda: FakeCuda) -> None:
+    async with world(1) as (comm,):
+        with pytest.raises(ArgumentError, match=r"on meta, wanted it on cpu"):
+            comm.send(torch.ones(3, device="meta"), 0)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("tls", "text"), [(None, "install libucx-cu12 or"), ("self,posix,tcp", "UCX_TLS=self,posix")])
+async def test_a_ucx_that_cannot_reach_gpus(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, tls: str | None, text: str
+) -> None:
+    """Said when the communicator opens. (With a GPU: tests/gpu/test_faults.py.)"""
+    if tls is None and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    monkeypatch.setattr(FakeUcxTransport, "layer", classmethod(lambda cls, device: (cuda, CUDA)))
+    (monkeypatch.delenv("UCX_TLS", raising=False) if tls is None else monkeypatch.setenv("UCX_TLS", tls))
+    with pytest.raises(UnsupportedOperation, match="cuda_copy and cuda_ipc.*" + text):
+        await aiocomms.new_comm("ucx_fake", timeout=10)
+
+
+@pytest.mark.asyncio
+async def test_a_begin_that_fails_fails_its_op_alone(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with world(2) as (a, b):
+        with monkeypatch.context() as patch:
+            patch.setattr(UcxTransport, "post", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no memory")))
+            with pytest.raises(CommError, match="no memory"):
+                await a.send(torch.ones(3), 1)
+        assert not a.aborted
+        slot = torch.zeros(3)
+        await all_of(a.send(torch.ones(3), 1), b.recv(slot, 0))
+
+
+# ------------------------------------------------------------------------------------------------- giving up, the end
+
+
+@pytest.mark.asyncio
+async def test_an_abort_while_the_producer_is_at_work(cuda: FakeCuda) -> None:
+    """Nobody waits for the GPU, and what it holds up is never sent."""
+    async with asyncio.timeout(10):
+        async with world(2) as (a, b):
+            tensor = torch.ones(3)
+            gone = weakref.ref(tensor)
+            gate = Gate(cuda.current_stream())
+            works = [a.send(tensor, 1), a.barrier(), b.recv(torch.zeros(3), 0)]
+            await parked(cuda)
+            a.abort("enough")
+            for work in works:
+                with pytest.raises(CommAbortedError, match="enough"):
+                    await work
+        gate.open()
+        del tensor, work, works, a, b
+        while gone() is not None:
+            gc.collect()
+            await asyncio.sleep(0)
+
+
+@pytest.mark.asyncio
+async def test_a_receive_is_withdrawn_before_the_engine_has_it(cuda: FakeCuda) -> None:
+    """By its deadline, alone; those behind it go on."""
+    async with world(2) as (a, b):
+        slow = FakeStream(cuda.gpu)
+        gate = Gate(slow)
+        with cuda.on(slow):
+            late = b.recv(torch.zeros(3), 0, timeout=0.05)
+        slot = torch.zeros(3)
+        works = [b.recv(slot, 0), a.send(torch.ones(3), 1)]
+        with pytest.raises(CommTimeoutError):
+            await late
+        await all_of(*works)
+        assert slot.eq(1).all()
+        assert not b.aborted
+        gate.open()
+
+
+@pytest.mark.asyncio
+async def test_the_beginning_of_a_message_that_is_too_long(cuda: FakeCuda) -> None:
+    """Comes through the host, for the engine cannot write to a GPU's memory; complex numbers as their bytes."""
+    async with world(2) as (a, b):
+        slot = torch.zeros(5, dtype=torch.complex64)
+        sent = torch.arange(100_000).to(torch.complex64)
+        works = [a.send(sent, 1), b.recv(slot, 0)]
+        with pytest.raises(MessageTruncatedError):
+            await works[1]
+        await works[0]
+        assert slot.equal(sent[:5])
+
+
+# ------------------------------------------------------------------------------------------------------- choosing
+
+
+def test_auto_takes_ucx_for_messages_and_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And for no collectives: what NCCL would do is made of UCX's messages where there is no NCCL."""
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(registry, "no_gpu", lambda device: None)
+    monkeypatch.setattr(registry, "entries", lambda: {"ucx": None})
+    monkeypatch.setattr(registry, "_load", lambda entry: UcxTransport)
+    assert registry.choose("auto", device, 2, {}).names == {"p2p": "ucx", "rma": "ucx"}
+    assert UcxTransport.preference(device, 2, "collectives") == 0
+    assert min(UcxTransport.preference(device, 2, family) for family in ("p2p", "rma")) > 10
+    assert UcxTransport.preference(torch.device("cpu"), 2, "collectives") == 50
+
+
+def test_what_ucx_loads() -> None:
+    """A communicator on the CPU does not look for GPUs; one on a GPU may use all that UCX has for it."""
+    assert bringup._options(None, gpu=False) == [("TLS", "^sysv,cuda,tcp")]
+    assert bringup._options(None, gpu=True) == [("TLS", "^sysv,tcp")]
+    assert CudaUcxTransport.plain is None  # which would take a tensor on the CPU for one on the GPU
+
+
+def test_a_wheel_without_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert no_cuda_in_ucx() is None
+    (tmp_path / "libucx" / "lib").mkdir(parents=True)
+    (tmp_path / "libucx" / "__init__.py").touch()
+    (tmp_path / "libucx" / "lib" / "libucp.so").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "libucx")
+    assert "libucx-cu13" in str(UcxTransport.probe(torch.device("cuda", 0)))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("transport", ["auto", "ucx", "local", "nccl", "c10d"])
+@pytest.mark.parametrize("device", ["cuda", "cuda:99"])
+async def test_a_gpu_that_is_not_there(transport: str, device: str) -> None:
+    """Refused by every transport, also in a world of one."""
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(UnsupportedOperation, match=f"for device {device}") as caught:
+        await aiocomms.new_comm(transport, device, timeout=5)
+    assert "  local: available" not in str(caught.value)
+
+
+# --------------------------------------------------------------------------------------------------- conformance
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--ranks=1,2"],
+        ["--ranks=4", "-k", "collectives or split"],
+        ["--ranks=2", "--processes", "-k", "windows or messages"],
+    ],
+)
+def test_conformance(distribution: Path, options: list[str]) -> None:
+    """The whole suite with ranks that are tasks; what more ranks do otherwise; and processes, which map windows."""
+    quick = ["-q", "--assert=plain", "-pno:cacheprovider", "-pno:hypothesispytest"]
+    suite = ["--pyargs", "aiocomms.testing.conformance", "--transport=ucx_fake", "--loops=asyncio"]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((str(distribution), str(Path(__file__).parents[2] / "support"))),
+        "PYTEST_ADDOPTS": "",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *suite, *quick, *options],
+        cwd=distribution, env=environment, capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert done.returncode == pytest.ExitCode.OK, done.stdout

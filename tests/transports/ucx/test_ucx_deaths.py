@@ -1,0 +1,245 @@
+"""A rank of the ucx transport is killed amid large things; and what goes on without it."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from aiocomms_ucx.status import BROKEN
+from aiocomms_ucx.transport import PLAIN
+from processes import KILLED, LARGE, Rank, Run, death, numbers
+
+import aiocomms
+from aiocomms.communicator import Communicator
+from aiocomms.errors import CommAbortedError, PeerDiedError
+
+HUGE = 16 * 2**20
+"""Elements of float32: 64 MiB, and one more than three ranks can share evenly."""
+
+
+@pytest.fixture
+def transport() -> str:
+    return "ucx"
+
+
+def pair(comm: Communicator, victim: int, give: bool) -> Any:
+    """A message between the victim and each of the others; ``give``: from the victim."""
+    others = [rank for rank in range(comm.size) if rank != victim] if comm.rank == victim else [victim]
+    call = comm.send if give == (comm.rank == victim) else comm.recv
+    return asyncio.gather(*(call(torch.ones(HUGE), rank) for rank in others))
+
+
+HUGE_THINGS: dict[str, Callable[[Communicator, int], Any]] = {
+    "all_reduce": lambda comm, victim: comm.all_reduce(torch.ones(HUGE)),
+    "reduce": lambda comm, victim: comm.reduce(torch.ones(HUGE), 1),
+    "broadcast": lambda comm, victim: comm.broadcast(torch.ones(HUGE), victim),
+    "all_gather": lambda comm, victim: comm.all_gather_single(torch.ones(3 * HUGE // 4), torch.ones(HUGE // 4)),
+    "all_to_all": lambda comm, victim: comm.all_to_all_single(torch.ones(HUGE - 1), torch.ones(HUGE - 1)),
+    "to the victim": lambda comm, victim: pair(comm, victim, give=False),
+    "from the victim": lambda comm, victim: pair(comm, victim, give=True),
+}
+
+
+async def lose_amid(place: Rank, what: str, victim: int, delay: float) -> tuple[float, bool]:
+    comm = await place.open()
+    await comm.barrier()
+
+    async def go_on() -> None:
+        while True:
+            await HUGE_THINGS[what](comm, victim)
+
+    if place.rank == victim:
+        threading.Timer(delay, place.die).start()
+        await go_on()
+    # These do not need to be at fault to be told.
+    receives = [
+        comm.recv(torch.zeros(8), rank, 9) for rank in range(place.size) if rank != place.rank for _ in range(3)
+    ]
+    error = await death(go_on())
+    took = place.since_death()
+    for work in receives:
+        with pytest.raises(PeerDiedError) as other:
+            await work
+        assert other.value.peer == victim, other.value
+    all_took = place.since_death()
+    with pytest.raises(CommAbortedError, match=f"rank {victim}"):
+        comm.barrier()
+    await comm.aclose()
+    assert f"rank {victim} " in error.message
+    return max(took, all_took), error.peer == victim
+
+
+@pytest.mark.parametrize(("victim", "delay"), [(0, 0.02), (2, 0.09)])
+@pytest.mark.parametrize("what", HUGE_THINGS)
+def test_a_rank_that_dies_amid(ranks: Run, what: str, victim: int, delay: float) -> None:
+    results = ranks(3, lose_amid, what, victim, delay)
+    assert results.pop(victim) is KILLED
+    for took, named in results:
+        assert took < 1.05, took
+        assert named
+
+
+async def live_on(place: Rank) -> float:
+    """What does not need the dead rank goes on: its own family, and others; old communicators, and new ones."""
+    comm = await place.open()
+    survivors = [0, 1]
+    apart = None if place.rank == 2 else await place.open("apart", survivors)
+    child = await comm.split(survivors if place.rank in survivors else [])
+    if place.rank == 2:
+        await comm.recv(torch.zeros(1), 0)
+        place.die()
+    assert apart is not None
+    assert child is not None
+    window = await child.new_window(torch.zeros(LARGE))
+    under_way = [it.recv(torch.zeros(LARGE, dtype=torch.int64), 1 - place.rank, 3) for it in (apart, child)]
+    waiting = window.wait_signal(1 - place.rank)
+    lost = comm.all_reduce(torch.ones(LARGE))
+    await child.barrier()
+    if place.rank == 0:
+        await comm.send(torch.zeros(1), 2)
+    with pytest.raises(PeerDiedError) as caught:
+        await lost
+    took = place.since_death()
+    assert caught.value.peer == 2
+    assert (apart.aborted, child.aborted, comm.aborted) == (False, False, True)
+    await comm.aclose()
+    for it, work in zip((apart, child), under_way, strict=True):
+        await it.send(numbers(LARGE, place.rank), 1 - place.rank, 3)
+        assert torch.equal(await work, numbers(LARGE, 1 - place.rank))
+    await window.put(torch.ones(LARGE), 1 - place.rank)
+    await window.signal(1 - place.rank)
+    await waiting
+    assert window.tensor.sum() == LARGE
+    grandchild = await child.split(survivors[::-1])
+    assert grandchild is not None
+    fresh = await place.open("fresh", survivors)
+    for it in (apart, child, grandchild, fresh):
+        for count in (3, LARGE, HUGE):
+            assert (await it.all_reduce(torch.ones(count)) == 2).all()
+    await window.aclose()
+    for it in (fresh, child, apart, grandchild):
+        await it.aclose()
+    return took
+
+
+def test_what_does_not_need_the_dead_rank_goes_on(ranks: Run) -> None:
+    results = ranks(3, live_on)
+    assert results.pop() is KILLED
+    assert max(results) < 1.05, results
+
+
+async def leave_after_a_death(place: Rank) -> None:
+    """A close after a death cuts nothing off, either, between those who live."""
+    comm = await place.open()
+    child = await comm.split([0, 1] if place.rank < 2 else [])
+    if place.rank == 2:
+        await place.all_told("posted", 0, 1)
+        place.die()
+    assert child is not None
+    lost = comm.barrier()
+    place.tell(f"posted {place.rank}")
+    with pytest.raises(PeerDiedError):
+        await lost
+    counts = [5, LARGE, 2**20]
+    if place.rank == 0:
+        works = [child.send(numbers(count, 0, i), 1, i) for i, count in enumerate(counts)]
+        del works
+    else:
+        await asyncio.sleep(0.05)
+        for i, count in enumerate(counts):
+            got = await child.recv(torch.zeros(count, dtype=torch.int64), 0, i)
+            assert torch.equal(got, numbers(count, 0, i))
+    await child.aclose()
+    await comm.aclose()
+
+
+def test_a_close_after_a_death_cuts_nothing_off(ranks: Run) -> None:
+    for _ in range(3):
+        assert ranks(3, leave_after_a_death) == [None, None, KILLED]
+
+
+async def lose_two(place: Rank) -> set[int | None]:
+    """Two at the same time, one of them the first."""
+    comm = await place.open()
+    await comm.barrier()
+    if place.rank in (0, 3):
+        await place.all_told("posted", 1, 2)
+        place.die()
+    peers = set()
+    works = [comm.recv(torch.zeros(3), 0), comm.recv(torch.zeros(3), 3), comm.all_reduce(torch.zeros(HUGE))]
+    place.tell(f"posted {place.rank}")
+    for work in works:
+        with pytest.raises(PeerDiedError) as caught:
+            await work
+        peers.add(caught.value.peer)
+    await comm.aclose()
+    return peers
+
+
+def test_two_die_at_once(ranks: Run) -> None:
+    for peers in ranks(4, lose_two)[1:3]:
+        assert len(peers) == 1
+        assert peers < {0, 3}
+
+
+SHARED_MEMORY = 17
+"""UCX's error for memory that it cannot map (ucs/type/status.h, without the sign)."""
+
+
+async def two_of_them() -> list[Communicator]:
+    store = dist.HashStore()
+    return await asyncio.gather(
+        *(aiocomms.new_comm("ucx", store=store, rank=rank, size=2, timeout=10) for rank in range(2))
+    )
+
+
+@pytest.fixture
+def ended() -> int:
+    """A process that is no more."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    return process.pid
+
+
+async def fail_first_contact(ended: int) -> None:
+    """UCX cannot reach a rank whose process has just ended, and says so before its connection does."""
+    one, two = await two_of_them()
+    work: Any = one.recv(torch.zeros(1), 1)
+    transport: Any = one._by_family["p2p"]
+    transport.pids[1] = ended
+    transport.finish(work, PLAIN, BROKEN, SHARED_MEMORY, 0)
+    with pytest.raises(PeerDiedError) as caught:
+        await work
+    assert (caught.value.peer, one.aborted) == (1, True)
+    with pytest.raises(CommAbortedError):
+        await two.recv(torch.zeros(1), 0)
+    await one.aclose()
+    await two.aclose()
+
+
+def test_a_rank_that_ends_before_it_is_first_spoken_to(ended: int) -> None:
+    asyncio.run(fail_first_contact(ended))
+
+
+async def fail_to_map(ended: int) -> None:
+    """The memory of a window's part is gone with its rank."""
+    one, two = await two_of_them()
+    transport: Any = one._by_family["rma"]
+    transport.pids[1] = ended
+    outcomes = await asyncio.gather(*(it.new_window(torch.zeros(4)) for it in (one, two)), return_exceptions=True)
+    error = outcomes[0]
+    assert isinstance(error, PeerDiedError)
+    assert (error.peer, one.aborted) == (1, True)
+    await one.aclose()
+    await two.aclose()
+
+
+def test_a_rank_that_ends_while_a_window_opens(ended: int) -> None:
+    asyncio.run(fail_to_map(ended))

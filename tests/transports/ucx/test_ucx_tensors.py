@@ -1,0 +1,78 @@
+"""What the ucx transport's engine knows of a tensor, against what torch says."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from aiocomms.errors import ArgumentError
+from aiocomms.ops import checks
+
+engine = pytest.importorskip("aiocomms_ucx._engine", reason="needs the ucx transport", exc_type=ImportError)
+CPU = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"), plain=None)
+
+
+def freed() -> torch.Tensor:
+    tensor = torch.ones(4)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@functools.cache
+def zoo() -> dict[str, object]:
+    with warnings.catch_warnings(action="ignore"):  # of prototypes and deprecations, in torch
+        return _zoo()
+
+
+def _zoo() -> dict[str, object]:
+    complex_ones = torch.ones(3, dtype=torch.complex64)
+    floats = torch.arange(12.0)
+    tensors: dict[str, object] = {str(dtype): torch.ones(3).to(dtype) for dtype in sorted(checks.DTYPES, key=str)}
+    return tensors | {
+        "empty": torch.empty(0, 3),
+        "of no dimension": torch.tensor(1.0),
+        "matrix": floats.view(3, 4),
+        "slice": floats[4:8],
+        "rows of length 1": floats[::4].view(3, 1),
+        "column": floats.view(3, 4)[:, 1],
+        "transposed": floats.view(3, 4).t(),
+        "expanded": torch.ones(1).expand(4),
+        "strided, one element": floats[::12],
+        "parameter": torch.nn.Parameter(torch.ones(3)),
+        "tracked": torch.ones(3, requires_grad=True),
+        "conjugate": complex_ones.conj(),
+        "negative": complex_ones.conj().imag[:1],
+        "negative, strided anew": complex_ones.conj().imag.as_strided((3,), (1,)),
+        "freed": freed(),
+        "meta": torch.ones(3, device="meta"),
+        "sparse": torch.eye(3).to_sparse(),
+        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "quantised": torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.qint8),
+        "float8": torch.ones(3).to(torch.float8_e4m3fn),
+        "uint16": torch.ones(3).to(torch.uint16),
+        "subclass": torch.ones(3).as_subclass(type("Mine", (torch.Tensor,), {})),
+        "no tensor": [1.0],
+        "None": None,
+    }
+
+
+@pytest.mark.parametrize("written", [False, True], ids=["read", "written"])
+@pytest.mark.parametrize("name", zoo())
+def test_what_the_engine_takes_for_plain_the_core_takes_too(name, written):
+    value = zoo()[name]
+    try:
+        (checks.writable if written else checks.readable)("tensor", value, CPU)
+        fine = True
+    except ArgumentError:
+        fine = False
+    # The engine may leave a tensor to the core, and does so with the subclasses that torch has itself.
+    wanted = fine and not isinstance(value, torch.nn.Parameter)
+    assert engine.is_plain(value, written) is wanted
+
+
+def test_dtypes_have_the_same_names():
+    assert {getattr(torch, name) for name in engine.dtype_names()} == checks.DTYPES

@@ -1,0 +1,273 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from aiocomms.bootstrap.launchers import Launch, expand_hostlist, read_environment
+from aiocomms.errors import ArgumentError
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node01", "MASTER_PORT": "29500"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "prterun-vm-6173@1",
+}
+OPEN_MPI_4 = OPEN_MPI | {"PMIX_NAMESPACE": "2075131905", "OMPI_MCA_ess_base_jobid": "2075131905"}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1", "PMI_FD": "9"}
+INTEL_MPI = MPICH | {"I_MPI_HYDRA_UUID": "ef120000-ae50-8f3d-ba60-06008d122713"}
+PALS = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_LOCAL_SIZE": "2", "PALS_APID": "0d8d4a3e-7a39-4d0c-9b9e-0a1c3f2b1d5e"}
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "1",
+    "SLURM_NTASKS": "4",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NODELIST": "node[02-03]",
+    "SLURM_JOB_NODELIST": "node[01-03]",
+}
+# What sbatch gives the shell that runs the script, salloc its shell, and salloc the step that its shell may be.
+SLURM_BATCH = {
+    "SLURM_JOB_ID": "1",
+    "SLURM_PROCID": "0",
+    "SLURM_NTASKS": "2",
+    "SLURM_NPROCS": "2",
+    "SLURM_JOB_NODELIST": "vm",
+}
+SLURM_SALLOC = {name: value for name, value in SLURM_BATCH.items() if name != "SLURM_PROCID"}
+SLURM_INTERACTIVE = SLURM_BATCH | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}
+# srun starts mpiexec's proxies, one per host, and these start the ranks.
+HYDRA_IN_SLURM = SLURM | MPICH | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "2"}
+SRUN_PMI2 = SLURM | {"PMI_RANK": "1", "PMI_SIZE": "4", "PMI_JOBID": "7.0", "PMI_FD": "13"}
+
+
+def without(env, *names):
+    return {name: value for name, value in env.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("env", "launcher", "rank", "size", "host"),
+    [
+        pytest.param(TORCHRUN, "torchrun", 1, 4, "node01", id="env://"),
+        pytest.param(TORCHRUN | SLURM | OPEN_MPI | MPICH, "torchrun", 1, 4, "node01", id="torchrun under all others"),
+        pytest.param(OPEN_MPI, "Open MPI", 1, 2, "127.0.0.1", id="Open MPI 5"),
+        pytest.param(OPEN_MPI_4, "Open MPI", 1, 2, "127.0.0.1", id="Open MPI 4"),
+        pytest.param(OPEN_MPI | SLURM, "Open MPI", 1, 2, "127.0.0.1", id="Open MPI in a Slurm step"),
+        pytest.param(OPEN_MPI | SLURM_BATCH, "Open MPI", 1, 2, "127.0.0.1", id="Open MPI in a batch script"),
+        pytest.param(OPEN_MPI | {"WORLD_SIZE": "2"}, "Open MPI", 1, 2, "127.0.0.1", id="WORLD_SIZE is no launcher"),
+        pytest.param(INTEL_MPI, "MPICH", 1, 2, "127.0.0.1", id="Intel MPI"),
+        pytest.param(PALS, "MPICH", 1, 2, "127.0.0.1", id="PALS"),
+        pytest.param(HYDRA_IN_SLURM, "MPICH", 1, 2, "127.0.0.1", id="hydra in a Slurm step of its own"),
+        pytest.param(SLURM, "Slurm", 1, 4, "node02", id="srun"),
+        pytest.param(SRUN_PMI2, "Slurm", 1, 4, "node02", id="srun --mpi=pmi2"),
+        pytest.param(SLURM | {"SLURM_NTASKS": "8"}, "Slurm", 1, 4, "node02", id="srun --preserve-env"),
+        pytest.param(SLURM | {"SLURM_STEP_NODELIST": "gpu7"}, "Slurm", 1, 4, "127.0.0.1", id="srun on one host"),
+        pytest.param(without(SLURM, "SLURM_STEP_NODELIST"), "Slurm", 1, 4, "node01", id="the job's hosts"),
+    ],
+)
+def test_a_launcher_is_recognised(env, launcher, rank, size, host):
+    launch = read_environment(env)
+    assert launch is not None
+    assert (launch.launcher, launch.rank, launch.size, launch.host) == (launcher, rank, size, host)
+    assert launch.port == 29500 if launcher == "torchrun" else launch.port in range(20000, 32000)
+    assert launch.agent_store is False
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        pytest.param({}, id="nothing"),
+        pytest.param({"MASTER_ADDR": "node01", "MASTER_PORT": "29500"}, id="an address alone"),
+        pytest.param({"RANK": "", "WORLD_SIZE": " "}, id="empty"),
+        pytest.param(SLURM_BATCH, id="batch shell"),
+        pytest.param(SLURM_SALLOC, id="salloc shell"),
+        pytest.param(SLURM_INTERACTIVE, id="interactive step"),
+        pytest.param(SLURM_INTERACTIVE | {"SLURM_STEP_ID": "-6"}, id="interactive step, printed as signed"),
+    ],
+)
+def test_without_a_launcher_it_is_a_world_of_one(env):
+    assert read_environment(env) is None
+
+
+@pytest.mark.parametrize(("value", "agent_store"), [("True", True), ("False", False), ("1", False)])
+def test_the_agent_store_is_read_as_torch_reads_it(value, agent_store):
+    launch = read_environment(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": value})
+    assert launch == Launch("torchrun", 1, 4, "node01", 29500, agent_store)
+
+
+@pytest.mark.parametrize("env", [OPEN_MPI, INTEL_MPI, SLURM], ids=["Open MPI", "MPICH", "Slurm"])
+def test_the_users_address_wins(env):
+    launch = read_environment(env | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5"})
+    assert launch is not None
+    assert (launch.host, launch.port) == ("10.0.0.1", 5)
+
+
+@pytest.mark.parametrize(
+    ("env", "other"),
+    [
+        (OPEN_MPI, {"PMIX_NAMESPACE": "prterun-vm-6174@1"}),
+        (INTEL_MPI, {"I_MPI_HYDRA_UUID": "ef120000-ae50-8f3d-ba60-06008d122714"}),
+        (PALS, {"PALS_APID": "another"}),
+        (SLURM, {"SLURM_STEP_ID": "1"}),
+        (SLURM, {"SLURM_JOB_ID": "8"}),
+    ],
+)
+def test_ranks_of_a_job_derive_one_port_and_other_jobs_another(env, other):
+    rank = next(name for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID") if name in env)
+    here, there, stranger = (read_environment(env | change) for change in ({}, {rank: "0"}, other))
+    assert here is not None
+    assert there is not None
+    assert stranger is not None
+    assert here.port == there.port != stranger.port
+
+
+@pytest.mark.parametrize(
+    ("env", "launch"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "1"}, Launch("torchrun", 0, 1, None, None, False)),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, Launch("MPICH", 0, 1, None, None, False)),
+    ],
+)
+def test_one_rank_needs_no_address(env, launch):
+    assert read_environment(env) == launch
+
+
+@pytest.mark.parametrize(
+    ("env", "complaints"),
+    [
+        pytest.param(
+            {"RANK": "0"},
+            ["launched by torchrun", "WORLD_SIZE is missing", "MASTER_ADDR is missing", "MASTER_PORT is missing"],
+            id="RANK alone",
+        ),
+        pytest.param({"WORLD_SIZE": "4"}, ["RANK is missing", "MASTER_ADDR is missing"], id="WORLD_SIZE alone"),
+        pytest.param(
+            TORCHRUN | {"MASTER_PORT": "abc", "RANK": "5"},
+            [
+                "MASTER_PORT is 'abc', wanted an integer in 1..65535",
+                "RANK is 5, wanted 0 <= RANK < WORLD_SIZE=4",
+            ],
+            id="two mistakes",
+        ),
+        pytest.param(TORCHRUN | {"RANK": "-1"}, ["RANK is '-1', wanted an integer >= 0"], id="negative"),
+        pytest.param(TORCHRUN | {"RANK": "1_0"}, ["RANK is '1_0', wanted an integer >= 0"], id="underscore"),
+        pytest.param(TORCHRUN | {"WORLD_SIZE": "0"}, ["WORLD_SIZE is '0', wanted an integer >= 1"], id="no ranks"),
+        pytest.param(TORCHRUN | {"MASTER_PORT": "0"}, ["MASTER_PORT is '0'"], id="port 0"),
+        pytest.param(TORCHRUN | {"MASTER_PORT": "65536"}, ["MASTER_PORT is '65536'"], id="port too large"),
+        pytest.param(TORCHRUN | {"MASTER_PORT": "9" * 5000}, ["MASTER_PORT is '999"], id="port far too large"),
+        pytest.param(TORCHRUN | {"MASTER_ADDR": ""}, ["MASTER_ADDR is missing"], id="empty"),
+        pytest.param(
+            OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "4"},
+            ["launched by Open MPI", "MASTER_ADDR is missing (the host on which rank 0 runs)"],
+            id="Open MPI on two hosts",
+        ),
+        pytest.param(
+            OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "3"},
+            ["OMPI_COMM_WORLD_LOCAL_SIZE is '3', wanted an integer in 1..2"],
+            id="more ranks here than there are",
+        ),
+        pytest.param(without(OPEN_MPI, "OMPI_COMM_WORLD_SIZE"), ["OMPI_COMM_WORLD_SIZE is missing"], id="no size"),
+        pytest.param(without(OPEN_MPI, "OMPI_COMM_WORLD_RANK"), ["OMPI_COMM_WORLD_RANK is missing"], id="no rank"),
+        pytest.param(MPICH, ["launched by MPICH", "MASTER_PORT is missing"], id="MPICH names no job"),
+        pytest.param(
+            SLURM | {"SLURM_STEP_NODELIST": "node[01-"},
+            ["launched by Slurm", "SLURM_STEP_NODELIST is 'node[01-', wanted hosts as node[01-04],gpu3"],
+            id="half a host list",
+        ),
+        pytest.param(
+            without(SLURM, "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"), ["SLURM_NTASKS is missing"], id="Slurm, no size"
+        ),
+        pytest.param(
+            SLURM | {"SLURM_PROCID": "4"},
+            ["SLURM_PROCID is 4, wanted 0 <= SLURM_PROCID < SLURM_STEP_NUM_TASKS=4"],
+            id="Slurm, rank too large",
+        ),
+    ],
+)
+def test_one_error_lists_all_that_is_wrong(env, complaints):
+    with pytest.raises(ArgumentError) as caught:
+        read_environment(env)
+    for complaint in complaints:
+        assert complaint in str(caught.value)
+
+
+def test_nothing_else_is_complained_about():
+    with pytest.raises(ArgumentError) as caught:
+        read_environment(TORCHRUN | {"MASTER_PORT": "abc"})
+    assert str(caught.value) == (
+        "launched by torchrun, but the environment is not complete: MASTER_PORT is 'abc', wanted an integer in 1..65535"
+    )
+
+
+# Expected as Slurm 22.05's `scontrol show hostnames` prints them.
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("node[01-04,07],gpu3", "node01 node02 node03 node04 node07 gpu3"),
+        ("a[1-2]b[1-3]", "a1b1 a1b2 a1b3 a2b1 a2b2 a2b3"),
+        ("rack[0-1]n[09-11],x", "rack0n09 rack0n10 rack0n11 rack1n09 rack1n10 rack1n11 x"),
+        ("n[8-11]", "n8 n9 n10 n11"),
+        ("n[098-102]", "n098 n099 n100 n101 n102"),
+        ("a,b[3],c-1[2-2]", "a b3 c-12"),
+        ("10.0.0.1", "10.0.0.1"),
+    ],
+)
+def test_hostlists_expand_as_scontrol_expands_them(text, hosts):
+    assert list(expand_hostlist(text)) == hosts.split()
+
+
+@pytest.mark.parametrize("text", ["", "a,,b", "n[", "n]", "n[1", "n[]", "n[1-]", "n[3-1]", "n[a-b]", "n[[1]]", "a b"])
+def test_what_is_no_hostlist_is_refused(text):
+    with pytest.raises(ValueError, match=r"."):
+        list(expand_hostlist(text))
+
+
+def test_a_huge_range_is_not_built():
+    assert next(expand_hostlist("n[0-999999999999]")) == "n0"
+
+
+def compress(hosts):
+    """The inverse, as Slurm's controller does it: neighbours that differ by one share a range."""
+    parts = []
+    for (prefix, width), group in groupby(hosts, key=lambda host: (host[0], len(host[1]))):
+        numbers = [int(number) for _, number in group]
+        runs = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
+        ranges = [[number for _, number in run] for _, run in runs]
+        spans = [f"{r[0]:0{width}}-{r[-1]:0{width}}" if len(r) > 1 else f"{r[0]:0{width}}" for r in ranges]
+        parts.append(f"{prefix}[{','.join(spans)}]")
+    return ",".join(parts)
+
+
+PREFIXES = st.from_regex(r"[a-z]{1,6}(-[a-z]{1,3})?", fullmatch=True)
+HOSTS = st.tuples(PREFIXES, st.from_regex(r"[0-9]{1,4}", fullmatch=True))
+
+
+@given(st.lists(HOSTS, min_size=1, max_size=20))
+@example([("node", "09"), ("node", "10"), ("node", "11"), ("gpu", "3")])
+def test_hostlists_survive_the_round_trip(hosts):
+    assert list(expand_hostlist(compress(hosts))) == [prefix + number for prefix, number in hosts]
+
+
+@given(st.text(alphabet="ab0[]-, ", max_size=12))
+def test_no_text_breaks_the_parser(text):
+    try:
+        names = [name for name, _ in zip(expand_hostlist(text), range(100), strict=False)]
+    except ValueError:
+        return
+    assert names
+
+
+def test_importing_it_loads_neither_torch_nor_an_event_loop():
+    code = (
+        "import sys, aiocomms.bootstrap.launchers\n"
+        "print(sorted({'torch', 'asyncio', 'anyio', 'trio', 'socket'} & sys.modules.keys()))"
+    )
+    root = Path(__file__).parents[3]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=50)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")

@@ -1,0 +1,305 @@
+from __future__ import annotations
+
+import errno
+import gc
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+
+from aiocomms.bootstrap import stores
+from aiocomms.bootstrap.stores import connect_store
+from aiocomms.errors import ArgumentError, StoreLostError
+
+HOST = "127.0.0.1"
+HAS_IPV6 = Path("/proc/net/if_inet6").exists() and "00000001" in Path("/proc/net/if_inet6").read_text()
+
+
+def rank0(port, host=HOST, timeout=10.0, size=2):
+    return connect_store(host, port, 0, size, agent_store=False, timeout=timeout)
+
+
+def client(port, host=HOST, timeout=10.0, rank=1, size=2):
+    return connect_store(host, port, rank, size, agent_store=False, timeout=timeout)
+
+
+@pytest.fixture
+def port():
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _libuv_is_loaded():
+    """Its first server opens a pipe for signals, which stays for the life of the process."""
+    TCPStore(HOST, 0, 1, is_master=True, timeout=timedelta(seconds=10))
+
+
+@pytest.fixture(autouse=True)
+def _no_descriptor_is_left():
+    before = descriptors()
+    yield
+    if descriptors() != before:
+        gc.collect()  # slow with torch loaded: only where an exception's traceback may hold a store
+    assert descriptors() == before
+
+
+def descriptors():
+    """What each open descriptor is; a closed one may leave its number to another."""
+    links = []
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            links.append(str(entry.readlink()))
+        except FileNotFoundError:  # the directory's own
+            continue
+    return sorted(links)
+
+
+def listeners(port):
+    """The addresses, as the kernel prints them, on which somebody listens on this port."""
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            address, number = line.split()[1].split(":")
+            if line.split()[3] == "0A" and int(number, 16) == port:
+                found.append(address)
+    return found
+
+
+CLIENT = """
+import sys
+from aiocomms.bootstrap.stores import connect_store
+port, rank = int(sys.argv[1]), int(sys.argv[2])
+store = connect_store("127.0.0.1", port, rank, 3, agent_store=False, timeout=30)
+store.set(f"from {rank}", str(rank))
+print(*(int(store.get(f"from {peer}")) for peer in range(3)))
+store.set(f"done {rank}", "")
+"""
+
+
+def test_three_processes_exchange_keys(port):
+    command = [sys.executable, "-c", CLIENT, str(port)]
+    root = Path(__file__).parents[3]
+    clients = [subprocess.Popen([*command, str(rank)], cwd=root, stdout=subprocess.PIPE, text=True) for rank in (1, 2)]
+    store = rank0(port, timeout=30.0, size=3)
+    store.set("from 0", "0")
+    assert [int(store.get(f"from {rank}")) for rank in (1, 2)] == [1, 2]
+    store.wait(["done 1", "done 2"])
+    assert [process.communicate(timeout=30)[0] for process in clients] == ["0 1 2\n", "0 1 2\n"]
+
+
+@pytest.mark.parametrize("libuv", [True, False])
+@pytest.mark.parametrize(
+    ("host", "addresses"),
+    [
+        (HOST, ["0100007F"]),
+        ("127.0.0.2", ["0200007F"]),
+        pytest.param(
+            "::1",
+            ["00000000000000000000000001000000"],
+            marks=pytest.mark.skipif(not HAS_IPV6, reason="this machine has no ::1"),
+        ),
+    ],
+)
+def test_rank_0_listens_on_the_given_address_only(monkeypatch, port, host, addresses, libuv):
+    monkeypatch.setattr(stores, "_USE_LIBUV", libuv)
+    store = rank0(port, host)
+    assert listeners(port) == addresses
+    peer = client(port, host)
+    peer.set("key", "value")
+    assert store.get("key") == b"value"
+    del peer, store
+    assert listeners(port) == []
+
+
+def test_a_name_is_resolved(port):
+    store = rank0(port, "localhost")
+    assert set(listeners(port)) <= {"0100007F", "00000000000000000000000001000000"}
+    client(port, "localhost").set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def test_a_name_that_is_loopback_too_is_served_where_others_find_it(monkeypatch, port):
+    addresses = [("127.0.1.1", port), ("192.0.2.77", port)]
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address) for address in addresses]
+    monkeypatch.setattr(stores.socket, "getaddrinfo", lambda *_, **__: found)
+    tried = []
+
+    def create_server(address, **_):
+        tried.append(address[0])
+        raise OSError(errno.EADDRNOTAVAIL, "not here")
+
+    monkeypatch.setattr(stores.socket, "create_server", create_server)
+    with pytest.raises(ArgumentError, match="no address of this machine"):
+        rank0(port, "node01")
+    assert tried == ["192.0.2.77", "127.0.1.1"]
+
+
+def test_the_store_keeps_the_given_timeout(port):
+    assert rank0(port, timeout=7.5).timeout == timedelta(seconds=7.5)
+
+
+def test_a_late_master_is_waited_for(monkeypatch, port):
+    knocked = threading.Event()
+    knock = stores._knock
+
+    def observed(addresses, target):
+        outcome = knock(addresses, target)
+        knocked.set()
+        return outcome
+
+    monkeypatch.setattr(stores, "_knock", observed)
+    with ThreadPoolExecutor() as threads:
+        late = threads.submit(client, port)
+        assert knocked.wait(10)
+        store = rank0(port)
+        late.result().set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def test_a_second_store_of_rank_0_shares_the_server_and_outlives_the_first(port):
+    first, second = rank0(port), rank0(port)
+    peer = client(port)
+    assert listeners(port) == ["0100007F"]
+    del first
+    peer.set("key", "value")
+    assert second.get("key") == b"value"
+    third = rank0(port)
+    del second
+    assert third.get("key") == b"value"
+    del third
+    assert listeners(port) == []
+
+
+def test_stores_of_rank_0_that_are_opened_at_once_share_a_server(port):
+    with ThreadPoolExecutor(4) as threads:
+        together = list(threads.map(rank0, [port] * 4))
+    together[0].set("key", "value")
+    assert [store.get("key") for store in together] == [b"value"] * 4
+
+
+def test_torchs_own_rendezvous_shares_the_server(port):
+    store = rank0(port)
+    torchs = TCPStore(HOST, port, 2, is_master=True, multi_tenant=True, wait_for_workers=False)
+    torchs.set("key", "value")
+    assert store.get("key") == b"value"
+    assert listeners(port) == ["0100007F"]
+
+
+def test_one_port_on_two_addresses_is_refused(port):
+    store = rank0(port)
+    with pytest.raises(ArgumentError, match=rf"this process serves that port on {HOST} already"):
+        rank0(port, "127.0.0.2")
+    del store
+
+
+def test_the_agents_store_is_not_hosted_again(port):
+    agent = rank0(port)
+    worker = connect_store(HOST, port, 0, 2, agent_store=True, timeout=10.0)
+    worker.set("key", "value")
+    assert agent.get("key") == b"value"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("host", ["0.0.0.0", "0", "::", "::ffff:0.0.0.0"])
+def test_every_interface_is_refused(port, host, rank):
+    with pytest.raises(ArgumentError, match="every interface") as caught:
+        connect_store(host, port, rank, 2, agent_store=False, timeout=10.0)
+    assert f"MASTER_ADDR={host!r}, MASTER_PORT={port}" in str(caught.value)
+
+
+def test_a_port_in_use_is_refused_at_once(port):
+    with (
+        socket.create_server((HOST, port)),
+        pytest.raises(ArgumentError, match="the port is in use: set MASTER_PORT") as caught,
+    ):
+        rank0(port)
+    assert f"the store at MASTER_ADDR='{HOST}', MASTER_PORT={port}" in str(caught.value)
+    assert caught.value.rank == 0
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_rank_0_on_the_wrong_machine_is_refused_at_once(port):
+    with pytest.raises(ArgumentError, match="no address of this machine: set MASTER_ADDR") as caught:
+        rank0(port, "198.51.100.7")  # of a block that is reserved for documentation
+    assert "198.51.100.7" in str(caught.value)
+
+
+def fails_within(timeout, error, call, *args, **kwargs):
+    start = time.monotonic()
+    with pytest.raises(error) as caught:
+        call(*args, timeout=timeout, **kwargs)
+    assert time.monotonic() - start < timeout + 1.0
+    return str(caught.value)
+
+
+def test_nobody_listens(port):
+    message = fails_within(0.3, StoreLostError, client, port)
+    assert f"the store at MASTER_ADDR='{HOST}', MASTER_PORT={port}" in message
+    assert "within 0.3 s" in message
+    assert "refused" in message
+
+
+def test_the_master_says_nothing(port):
+    with socket.socket() as full, socket.socket() as taker:
+        full.bind((HOST, port))
+        full.listen(0)
+        taker.connect((HOST, port))  # the queue is full now, and the kernel drops whoever knocks
+        message = fails_within(0.3, StoreLostError, client, port)
+    assert "timed out" in message
+
+
+def test_the_master_speaks_another_language(port, capfd):
+    def talk(server):
+        while True:
+            try:
+                connection = server.accept()[0]
+            except OSError:
+                return
+            with connection:
+                connection.send(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    with ThreadPoolExecutor() as threads, socket.create_server((HOST, port)) as server:
+        threads.submit(talk, server)
+        try:
+            with pytest.raises(StoreLostError, match="could not be opened"):
+                client(port, timeout=0.3)
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+    capfd.readouterr()  # torch's stack traces
+
+
+@pytest.mark.parametrize("call", [rank0, client])
+def test_a_name_that_does_not_resolve(monkeypatch, caplog, port, call):
+    def getaddrinfo(*_, **__):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(stores.socket, "getaddrinfo", getaddrinfo)
+    message = fails_within(0.7, ArgumentError, call, port, "no.such.invalid")
+    assert f"MASTER_ADDR='no.such.invalid', MASTER_PORT={port}" in message
+    assert "does not resolve" in message
+    assert len(caplog.records) == 1
+
+
+def test_what_cannot_be_a_name_is_refused_at_once(port):
+    with pytest.raises(ArgumentError, match="no valid host name: set MASTER_ADDR"):
+        client(port, "a" * 64)
+
+
+def test_a_connection_to_itself_is_no_master(monkeypatch, port):
+    class Unlucky(socket.socket):
+        def connect(self, address):
+            self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self.bind(address)  # as the kernel may choose
+            super().connect(address)
+
+    monkeypatch.setattr(stores.socket, "socket", Unlucky)
+    assert "refused" in fails_within(0.2, StoreLostError, client, port)

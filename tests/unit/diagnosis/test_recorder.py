@@ -1,0 +1,582 @@
+"""The flight recorder: what it keeps and what it lets go, its files, and what is made of them."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import re
+import stat
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import anyio
+import msgspec
+import pytest
+import torch
+from conftest import ranks, run_on, together, turns
+from torch.distributed import HashStore
+
+import aiocomms
+from aiocomms.bootstrap.rendezvous import StoreRendezvous
+from aiocomms.cli import main as command
+from aiocomms.diagnosis import dumps, recorder
+from aiocomms.diagnosis.hang_report import judge
+from aiocomms.diagnosis.postmortem import read_brief
+from aiocomms.diagnosis.recorder import Brief, Header, Item
+from aiocomms.errors import CommAbortedError, CommTimeoutError, MessageTruncatedError
+from aiocomms.testing import local_world
+
+HERE = Path(__file__).read_text().splitlines()
+
+
+@pytest.fixture(autouse=True)
+def records(tmp_path, monkeypatch):
+    """The folder of the files."""
+    folder = tmp_path / "records"
+    monkeypatch.setenv("AIOCOMMS_RECORDER_DIR", str(folder))
+    monkeypatch.setattr(dumps, "_complained", [])
+    return folder
+
+
+def read(path):
+    first, *rest = path.read_bytes().splitlines()
+    return msgspec.json.decode(first, type=Header), [msgspec.json.decode(line, type=Item) for line in rest]
+
+
+async def written(folder, count):
+    """The files, once there are so many that are complete."""
+    with anyio.fail_after(10):
+        while True:
+            found = [path for path in folder.glob("*") if path.read_bytes().endswith(b"\n")]
+            if len(found) >= count:
+                return found
+            await anyio.sleep(0.005)
+
+
+# --------------------------------------------------------------------------------------------------------- the ring
+
+
+@pytest.mark.parametrize(("said", "kept"), [("4", 4), ("5", 8), ("1", 1)])
+def test_the_last_ops_are_kept(run, monkeypatch, said, kept):
+    monkeypatch.setenv("AIOCOMMS_RECORDER", said)
+
+    async def main():
+        async with local_world(1) as (comm,):
+            for _ in range(21):
+                await comm.all_reduce(torch.ones(2))
+            header, items = read(comm.dump())
+            assert [item.seq for item in items] == list(range(21 - kept, 21))
+            assert [item.collective for item in items] == list(range(22 - kept, 22))
+            assert {(item.name, item.state) for item in items} == {("all_reduce", "done")}
+            assert [item.finished for item in items] == sorted(item.finished for item in items)
+            assert (header.brief.calls, header.brief.ended, header.brief.last) == (21, 21, "all_reduce #20")
+
+    run(main)
+
+
+def test_an_older_op_is_not_taken_for_one_in_its_place(run, monkeypatch):
+    """For one that is pending, or that a hook has refused: of these the ring has nothing."""
+    monkeypatch.setenv("AIOCOMMS_RECORDER", "4")
+
+    def refuse(op, seq):
+        raise LookupError
+
+    async def main():
+        async with local_world(2) as (one, two):
+            for _ in range(4):
+                first = one.barrier()
+                await two.barrier()
+                await first
+            pending = two.recv(torch.ones(2), 0)
+            assert [(item.seq, item.name) for item in read(two.dump())[1]] == [
+                (1, "barrier"), (2, "barrier"), (3, "barrier"), (4, "recv")
+            ]  # fmt: skip
+            await pending.cancel()
+        async with local_world(1) as (alone,):
+            for _ in range(4):
+                await alone.barrier()
+            hook = alone.register_pre_hook(refuse)
+            with pytest.raises(LookupError):
+                alone.barrier()
+            hook.remove()
+            assert [item.seq for item in read(alone.dump())[1]] == [1, 2, 3]
+            await alone.barrier()
+            assert [item.seq for item in read(alone.dump())[1]] == [2, 3, 5]
+
+    run(main)
+
+
+def test_an_op_that_ends_late_or_fails_at_once(run, monkeypatch):
+    """One was called before all others that are kept; one has failed when its call returns."""
+    monkeypatch.setenv("AIOCOMMS_RECORDER", "4")
+
+    async def main():
+        async with local_world(2) as (one, two):
+            late = one.recv(torch.zeros(3), 1, 9)
+            for _ in range(20):
+                given = two.send(torch.ones(2), 0, 1)
+                await one.recv(torch.ones(2), 1, 1)
+                await given
+            await two.send(torch.ones(3), 0, 9)
+            await late
+            assert [item.seq for item in read(one.dump())[1]] == [0, 18, 19, 20]
+            given = two.send(torch.ones(3), 0)
+            with pytest.raises(MessageTruncatedError):
+                await one.recv(torch.zeros(1), 1)
+            await given
+            assert [(item.seq, str(item), item.state) for item in read(one.dump())[1]] == [
+                (0, "recv(src=1, tag=9)", "done"), (19, "recv(src=1, tag=1)", "done"),
+                (20, "recv(src=1, tag=1)", "done"), (21, "recv(src=1, tag=0)", "failed"),
+            ]  # fmt: skip
+
+    run(main)
+
+
+@pytest.mark.parametrize("said", ["0", "-1", "many", "65537", "1e3", "٣"])
+def test_a_size_that_is_none_is_said_and_not_taken(said, monkeypatch, caplog):
+    monkeypatch.setenv("AIOCOMMS_RECORDER", said)
+    assert recorder.capacity() == recorder.DEFAULT == 512
+    assert "wanted a number from 1 to 65536" in caplog.text
+
+
+def test_what_is_known_of_each_op(run):
+    async def main():
+        async with local_world(2, name="pair") as (one, two):
+            late = one.recv(torch.zeros(4, dtype=torch.int16), 1, 9)
+            recv = one.recv(torch.zeros(3), 1, 7)
+            await two.send(torch.ones(3), 0, 7)
+            await recv
+            short = one.recv(torch.zeros(1), 1)
+            await two.send(torch.ones(3), 0)
+            with pytest.raises(MessageTruncatedError):
+                await short
+            works = [comm.reduce(torch.ones(2), 1) for comm in (one, two)]
+            for work in works:
+                await work
+            (_, mine), (_, theirs) = read(one.dump()), read(two.dump())
+            assert [str(item) for item in mine] == [
+                "recv(src=1, tag=9)", "recv(src=1, tag=7)", "recv(src=1, tag=0)", "reduce(root=1)"
+            ]  # fmt: skip
+            assert [item.state for item in mine] == ["pending", "done", "failed", "done"]
+            assert [item.bytes for item in mine][:2] == [8, 12]
+            assert mine[0].tensors == ["tensor: int16 [4]"]
+            assert mine[1].error == ""
+            assert "the message from rank 1 is float32[3]" in mine[2].error
+            assert mine[1].posted <= mine[1].finished
+            assert str(theirs[0]) == "send(dst=0, tag=7)"
+            assert mine[3].collective == theirs[-1].collective == 1
+            assert await late.cancel()
+
+    run(main)
+
+
+def test_an_op_may_have_no_tensor_on_some_ranks(run):
+    async def main():
+        async with local_world(2) as world:
+
+            async def both(comm):
+                root = comm.rank == 0
+                chunks = torch.arange(4.0) if root else None
+                assert (await aiocomms.functional.scatter(chunks, 0, group=comm)).numel() == 2
+                await comm.gather_single(torch.zeros(4) if root else None, torch.ones(2), 0)
+                assert await comm.broadcast_object("x" if root else None, 0) == "x"
+                pending = [comm.scatter(torch.zeros(2), None, 0)] if not root else []
+                _, items = read(comm.dump())
+                assert [item.name for item in items][-1] in ("scatter", "broadcast_object")
+                assert {item.state for item in items[:3]} == {"done"}
+                await comm.scatter(torch.zeros(2), [torch.ones(2)] * 2, 0) if root else await pending[0]
+
+            await ranks(world, both)
+
+    run(main)
+
+
+def test_no_tensor_outlives_its_op(run):
+    async def main():
+        async with local_world(2) as world:
+            seen = []
+
+            async def both(comm):
+                for call in (
+                    lambda t: comm.all_reduce(t),
+                    lambda t: comm.send(t, 1) if comm.rank == 0 else comm.recv(t, 0),
+                    lambda t: comm.all_to_all([t, t.clone()], [t.clone(), t.clone()]),
+                ):
+                    tensor = torch.ones(4)
+                    seen.append(weakref.ref(tensor))
+                    await call(tensor)
+                    del tensor
+
+            await ranks(world, both)
+            await turns()
+            gc.collect()
+            assert len(seen) == 6
+            assert [ref() for ref in seen] == [None] * 6
+            for comm in world:
+                _, items = read(comm.dump())
+                assert len(items) == 3
+
+    run(main)
+
+
+def test_who_awaits_and_where(run):
+    async def waits(comm):
+        await comm.recv(torch.zeros(1), 1)  # this line
+
+    async def main():
+        async with local_world(2) as (one, _), anyio.create_task_group() as tasks:
+            tasks.start_soon(waits, one, name="a waiter")
+            await turns()
+            paths = []
+            thread = threading.Thread(target=lambda: paths.append(one.dump()))
+            thread.start()
+            thread.join()
+            ((item,),) = [read(path)[1] for path in paths]
+            assert item.task == "a waiter"
+            assert re.search(r"test_recorder\.py:\d+ in .*waits$", item.where)
+            assert HERE[int(re.search(r":(\d+) ", item.where)[1]) - 1].endswith("# this line")
+            tasks.cancel_scope.cancel()
+
+    run(main)
+
+
+# --------------------------------------------------------------------------------------------------------- the files
+
+
+def test_a_file_is_its_owners_alone_and_replaces_nothing(run, records, tmp_path):
+    async def main():
+        async with local_world(1, name="../a b/é") as (comm,):
+            first, second = comm.dump(), comm.dump(tmp_path / "other")
+            assert first.parent == records
+            assert first.name.startswith(".._a_b__.rank0.")
+            assert second.parent == tmp_path / "other"
+            for path in (first, second):
+                assert stat.S_IMODE(path.stat().st_mode) == 0o600
+                assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+            assert read(first)[0].comm == "../a b/é"
+
+    run(main)
+
+
+def test_a_link_in_its_place_is_not_followed(records, tmp_path, monkeypatch):
+    async def main():
+        async with local_world(1) as (comm,):
+            path = comm.dump()
+            monkeypatch.setattr(dumps, "_counter", iter(range(10_000, 10_010)))
+            snapshot = comm._recorder.snapshot("x")
+            name = re.sub(r"-\d+\.aiocomms", "-10000.aiocomms", path.name)
+            snapshot.header.wall = read(path)[0].wall
+            victim = tmp_path / "victim"
+            victim.write_text("mine")
+            (records / name).symlink_to(victim)
+            with pytest.raises(FileExistsError):
+                dumps.write(snapshot)
+            assert victim.read_text() == "mine"
+
+    run_on("asyncio", main)
+
+
+def test_files_are_few_and_small(records, monkeypatch):
+    async def main():
+        monkeypatch.setattr(dumps, "LARGEST", 3000)
+        async with local_world(1) as (comm,):
+            for _ in range(100):
+                await comm.barrier()
+            others = records / "somebody.rank0.else.1-1.aiocomms.jsonl"
+            paths = [comm.dump() for _ in range(dumps.PER_PROCESS)]
+            others.write_text("")
+            paths += [comm.dump() for _ in range(5)]
+            assert sorted(records.iterdir()) == sorted([others, *paths[-dumps.PER_PROCESS :]])
+            assert 2000 < paths[-1].stat().st_size < 3000 + 1000
+            assert read(paths[-1])[1][-1].seq == 99  # the oldest are left out
+
+    run_on("asyncio", main)
+
+
+def test_the_default_folder(tmp_path, monkeypatch):
+    monkeypatch.delenv("AIOCOMMS_RECORDER_DIR")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(dumps, "PER_FOLDER", 3)
+
+    async def main():
+        async with local_world(1) as (comm,):
+            folder = tmp_path / "aiocomms"
+            for _ in range(5):
+                assert comm.dump().parent == folder
+            assert len(list(folder.iterdir())) == 3
+            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+            folder.chmod(0o755)
+            with pytest.raises(PermissionError, match="not a folder of this user's alone"):
+                comm.dump()
+
+    run_on("asyncio", main)
+
+
+async def time_out(comm):
+    with pytest.raises((CommTimeoutError, CommAbortedError)) as caught:
+        await comm.all_reduce(torch.ones(1), timeout=0.05)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("why", ["unwritable", "full", "unwanted"])
+def test_what_cannot_be_written_is_said_once_and_harms_nothing(run, records, monkeypatch, caplog, why):
+    if why == "unwritable":
+        records.write_text("no folder")
+    elif why == "unwanted":
+        monkeypatch.setenv("AIOCOMMS_RECORDER_DIR", "")
+    else:
+        monkeypatch.setattr(dumps, "_encode", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+
+    async def main():
+        for _ in range(2):
+            async with local_world(2) as (one, _):
+                message = await time_out(one)
+                assert (
+                    "waiting for rank 1: rank 0 is in it (collective 1), rank 1 has finished no collective" in message
+                )
+                assert "[flight recorder" not in message
+
+    with caplog.at_level(logging.WARNING):
+        run(main)
+    said = [record for record in caplog.records if "cannot be written" in record.getMessage()]
+    assert len(said) == (0 if why == "unwanted" else 1)
+    ends = time.monotonic() + 10
+    while why == "full" and list(records.iterdir()):  # what another rank has begun to write
+        assert time.monotonic() < ends
+    assert why == "full" or not records.is_dir()
+
+
+def test_what_is_lost_is_written(run, records):
+    """By an abort too, on every rank, without holding up anybody."""
+
+    async def main():
+        async with local_world(2) as world:
+            work = world[1].recv(torch.zeros(1), 0, 5)
+            world[0].abort("enough")
+            with pytest.raises(CommAbortedError):
+                await work
+            files = await written(records, 2)
+            found = {header.rank: (header.reason, items) for header, items in map(read, files)}
+            assert all("aborted by rank 0: enough" in reason for reason, _ in found.values())
+            assert not found[0][1]
+            assert [(str(item), item.state) for item in found[1][1]] == [("recv(src=0, tag=5)", "pending")]
+
+    run(main)
+
+
+# ------------------------------------------------------------------------------------------------------- the verdicts
+
+
+def test_a_deadline_says_what_everybody_does(run, records):
+    async def main():
+        async with local_world(4, name="tp") as world:
+            await ranks(world, lambda comm: comm.all_reduce(torch.ones(1)))
+            lost = [world[3].recv(torch.zeros(1), 1, 7), world[1].all_reduce(torch.ones(1))]
+            world[2].all_reduce(torch.ones(1)).add_done_callback(lambda work: work.exception())
+            message = await time_out(world[0])
+            assert (
+                "all_reduce #1 on 'tp' (rank 0): its deadline passed; waiting for rank 3: ranks 0, 1, 2 are in it "
+                "(collective 2), rank 3 has finished collective 1 (all_reduce #0) and is in recv(src=1, tag=7) "
+                f"[flight recorder: {records}" in message
+            )
+            for work in lost:
+                with pytest.raises(CommAbortedError, match=r"ranks 0, 1, 2 are in it .* is in recv\(src=1, tag=7\)"):
+                    await work
+            with pytest.raises(CommAbortedError, match="ranks 0, 1, 2 are in it"):
+                world[0].barrier()
+
+    run(main)
+
+
+def test_an_adopted_store_or_none(run):
+    """A world whose ranks have no store to ask each other through still says who was missing."""
+
+    async def main():
+        store = HashStore()
+        comms = await together(
+            *(lambda r=r: aiocomms.new_comm("local", store=store, rank=r, size=2, name="n")._open() for r in range(2))
+        )
+        comms[0]._rendezvous.store = None
+        assert "its deadline passed; waiting for rank 1 [flight" in await time_out(comms[0])
+        await ranks(comms, lambda comm: comm.aclose())
+
+    run(main)
+
+
+def test_a_store_that_keeps_its_callers_does_not_keep_the_error(run, monkeypatch):
+    """As one does whose host is stopped. Who waits for the late rank's verdict does not wait for ever either."""
+    given_up = threading.Event()
+    monkeypatch.setattr(StoreRendezvous, "tell", lambda *_: given_up.wait(30))
+
+    async def main():
+        async with local_world(2) as world:
+            other = world[1].recv(torch.zeros(1), 0)
+            try:
+                assert "its deadline passed; waiting for rank 1 [flight" in await time_out(world[0])
+                with pytest.raises(CommAbortedError, match="its deadline passed"):
+                    await other
+                assert not given_up.is_set()
+            finally:
+                given_up.set()
+
+    run(main)
+
+
+def test_judgements():
+    late = Item("all_reduce", 9, "pending", collective=5)
+    other = Item("broadcast", 3, "pending", {"root": 1}, 5)
+    briefs = {
+        0: Brief(0, 5, 4, "", [late]),
+        1: Brief(1, 5, 4, "", [other]),
+        2: Brief(2, 6, 6, "barrier #7"),
+        3: Brief(3, 0, 0, "", [Item("send", 0, "pending", {"dst": 1, "tag": 0, "channel": 0})] * 2, 4),
+    }
+    assert judge(late, briefs, [5, 4]) == (
+        "rank 0 is in it (collective 5), rank 2 is done with it, rank 1 is in broadcast(root=1) instead, "
+        "rank 3 has finished no collective and is in send(dst=1, tag=0), send(dst=1, tag=0) and 4 more, "
+        "ranks 4, 5 do not answer: dead, stopped or busy"
+    )
+
+
+@pytest.mark.parametrize(
+    "said",
+    [None, b"", b"{}", b"[1]", b"\xff", b'{"rank":1,"calls":"x","ended":0}', b'{"rank":2,"calls":0,"ended":0}',
+     b'{"rank":1,"calls":0,"ended":0,"last":"' + b"x" * 20000 + b'"}'],
+)  # fmt: skip
+def test_what_another_rank_says_may_make_no_sense(said):
+    assert read_brief(said, 1) is None
+
+
+def test_what_another_rank_says_is_made_printable():
+    item = {"name": "re\u001b[31mcv" * 90, "seq": 1, "state": "pending", "args": {"sr\nc": 1}}
+    said = {"rank": 1, "calls": 1, "ended": 0, "last": "a\r\nb" * 500, "pending": [item] * 9}
+    brief = read_brief(msgspec.json.encode(said), 1)
+    assert len(brief.pending) == recorder.SHOWN
+    text = f"{brief.last} {brief.pending[0]}"
+    assert text.isprintable()
+    assert len(text) < 500
+
+
+# ------------------------------------------------------------------------------------------------------------- trace
+
+
+def header(**more):
+    fields = {
+        "format": recorder.FORMAT, "comm": "tp", "rank": 0, "size": 2, "host": "h", "pid": 1, "wall": 1000.0,
+        "monotonic": 10.0, "reason": "why", "verdict": "", "brief": {"rank": 0, "calls": 0, "ended": 0},
+    }  # fmt: skip
+    return json.dumps(fields | more).encode()
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "it is empty"),
+        (b"\n\n", "it is empty"),
+        (b"hello", "line 1: JSON is malformed"),
+        (b"\x00\xff" * 50, "line 1: JSON is malformed"),
+        (b"[" * 100_000, "line 1: "),
+        (b"{}", "line 1: Object missing required field"),
+        (header(format="other\x1b[31m"), r"its format is 'other\?"),
+        (header(rank=2), "it is of rank 2 of 2"),
+        (header(rank=-1), "it is of rank -1 of 2"),
+        (header(rank=1), "it is of rank 1 of 2"),
+        (header(wall="x"), "line 1: Expected `float`"),
+        (header() + b'\n{"name":1}', "line 2: Expected `str`"),
+        (header() + b'\n{"name":"a","seq":1,"state":"done"}\n{"na', "line 3: Input data was truncated"),
+        (header() + b"\n" + b" " * (10 << 20), "larger than"),
+    ],
+)
+def test_trace_says_what_is_wrong_with_a_file(content, why, tmp_path, capsys):
+    path = tmp_path / "x.aiocomms.jsonl"
+    path.write_bytes(content)
+    assert command(["trace", str(path)]) == 1
+    said = capsys.readouterr()
+    assert not said.out
+    assert said.err.startswith(f"aiocomms trace: {path} is no flight recorder: ")
+    assert re.search(why, said.err)
+    assert len(said.err.splitlines()) == 1
+
+
+def test_trace_of_nothing(tmp_path, capsys):
+    assert command(["trace", str(tmp_path)]) == 1
+    assert "holds no flight recorder" in capsys.readouterr().err
+    assert command(["trace", str(tmp_path / "absent")]) == 1
+    assert "No such file" in capsys.readouterr().err
+
+
+def test_trace_knows_clocks_and_missing_ranks(tmp_path, capsys):
+    """Ranks of one host share the monotonic clock, whatever becomes of the wall clock."""
+    pending = b'\n{"name":"recv","seq":4,"state":"pending","args":{"src":2,"tag":1},"posted":4.0}\n'
+    done = b'\n{"name":"all_reduce","seq":0,"state":"done","collective":1,"posted":3.0,"finished":5.0}\n'
+    (tmp_path / "a.aiocomms.jsonl").write_bytes(header(size=3) + done + pending)
+    brief = {"rank": 1, "calls": 1, "ended": 1}
+    (tmp_path / "b.aiocomms.jsonl").write_bytes(header(size=3, rank=1, wall=5000.0, monotonic=11.0, brief=brief) + done)
+    output = tmp_path / "trace.json"
+    assert command(["trace", str(tmp_path), "--output", str(output)]) == 1
+    said = capsys.readouterr().out
+    assert "no file of rank 2" in said
+    assert "the files were written 4000 s apart" in said
+    assert "rank 0 waits for rank 2: recv(src=2, tag=1), for 6.0 s" in said
+    spans = [(e["name"], e["ts"], e["dur"]) for e in json.loads(output.read_text())["traceEvents"] if e["ph"] == "X"]
+    assert spans == [
+        ("all_reduce", 993e6, 2e6),
+        ("recv(src=2, tag=1) (pending)", 994e6, 6e6),
+        ("all_reduce", 993e6, 2e6),
+    ]
+
+
+def test_nobody_waits(run, records, capsys):
+    async def main():
+        async with local_world(2) as world:
+            await ranks(world, lambda comm: comm.barrier())
+            for comm in world:
+                comm.dump()
+
+    run(main)
+    assert command(["trace", str(records)]) == 0
+    assert "nobody waits for another rank" in capsys.readouterr().out
+
+
+# ----------------------------------------------------------------------------------------------------- info and bench
+
+
+def test_info(capsys, monkeypatch):
+    monkeypatch.setenv("AIOCOMMS_TOKEN", "a-secret")
+    monkeypatch.setenv("MASTER_ADDR", "host\x1b")
+    counts = ("MPI_LOCALNRANKS", "SLURM_NTASKS", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+    for name in counts:
+        monkeypatch.setenv(name, "1")
+    assert command(["info"]) == 0
+    said = capsys.readouterr().out
+    assert f"torch                        {torch.__version__}" in said
+    assert "local on cpu                 available" in said
+    assert "c10d on cuda                 not available: it carries tensors on cpu" in said
+    assert "a-secret" not in said
+    assert "AIOCOMMS_TOKEN               set, and not shown" in said
+    assert r"'host\x1b'" in said
+    assert [name for name in counts if f"  {name} " not in said] == []
+
+
+@pytest.mark.timeout(120)
+def test_bench(capsys):
+    assert command(["bench", "c10d", "--seconds", "0.01"]) == 0
+    rows = re.findall(
+        r"^c10d (send/recv, one way|all_reduce) +(\d+) +([\d.]+) µs", capsys.readouterr().out, re.MULTILINE
+    )
+    assert [(what, int(size)) for what, size, _ in rows] == [
+        (what, size) for what in ("all_reduce", "send/recv, one way") for size in (8, 65536, 1048576)
+    ]
+    assert all(float(median) > 0 for *_, median in rows)
+
+
+@pytest.mark.timeout(120)
+def test_bench_says_what_cannot_be_measured(capsys):
+    assert command(["bench", "local", "--seconds", "0.01"]) == 1
+    assert "local: " in (said := capsys.readouterr().out)
+    assert "joins ranks of one process" in said
+    assert command(["bench", "--seconds", "0"]) == 1
+    assert "--seconds is 0.0, wanted" in capsys.readouterr().err

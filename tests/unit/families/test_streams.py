@@ -1,0 +1,366 @@
+"""Streams of tensors between two ranks, on every loop."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+
+import anyio
+import pytest
+import torch
+from anyio.lowlevel import checkpoint
+from conftest import run_on, together, turns
+
+from aiocomms import ops
+from aiocomms.errors import ArgumentError, ArgumentTypeError, CommAbortedError, CommError, ProtocolError
+from aiocomms.families import streams
+from aiocomms.ops import codec
+from aiocomms.ops.checks import DTYPES
+from aiocomms.testing import local_world
+
+
+async def pair(one, two, **options):
+    return await together(lambda: one.open_stream(1, **options), lambda: two.open_stream(0, **options))
+
+
+def test_any_shape_and_dtype(run):
+    async def main():
+        async with local_world(2) as (one, two):
+            there, here = await pair(one, two)
+            given = [
+                torch.randint(0, 2, shape).to(dtype)
+                for dtype in sorted(DTYPES, key=str)
+                for shape in ((), (0,), (3,), (2, 0, 4), (5, 1, 2))
+            ]
+
+            async def send():
+                for tensor in given:
+                    await there.send(tensor)
+                await there.send_eof()
+
+            async def receive():
+                return [tensor async for tensor in here]
+
+            _, got = await together(send, receive)
+            assert len(got) == len(given)
+            for a, b in zip(got, given, strict=True):
+                assert (a.dtype, a.shape) == (b.dtype, b.shape)
+                assert a.equal(b)
+            assert there.peer == 1
+            await together(there.aclose, here.aclose)
+
+    run(main)
+
+
+def test_both_directions_and_several_streams_at_once(run):
+    async def main():
+        async with local_world(2) as (one, two):
+            a = await pair(one, two, name="a")
+            b = await pair(one, two, name="b", capacity=1)
+
+            async def send(stream, base):
+                for i in range(30):
+                    await stream.send(torch.full((i % 5,), base + i))
+
+            async def receive(stream, base):
+                for i in range(30):
+                    assert (await stream.receive()).tolist() == [base + i] * (i % 5)
+
+            calls = []
+            for base, (there, here) in ((0, a), (1000, b)):
+                for source, sink, offset in ((there, here, 0), (here, there, 500)):
+                    calls.append(lambda s=source, n=base + offset: send(s, n))
+                    calls.append(lambda s=sink, n=base + offset: receive(s, n))
+            await together(*calls)
+
+    run(main)
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 8])
+def test_back_pressure(run, capacity):
+    async def main():
+        async with local_world(2) as (one, two):
+            there, here = await pair(one, two, capacity=capacity)
+            sent = []
+
+            async def send():
+                for i in range(3 * capacity):
+                    await there.send(torch.tensor([i]))
+                    sent.append(i)
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(send)
+                await turns(60)
+                assert len(sent) == capacity  # the peer's program has taken none, and holds no more than that
+                for i in range(3 * capacity):
+                    assert (await here.receive()).item() == i
+
+    run(main)
+
+
+def test_the_end_of_one_direction_leaves_the_other_open(run):
+    async def main():
+        async with local_world(2) as (one, two):
+            there, here = await pair(one, two)
+            await there.send(torch.ones(1))
+            await there.send_eof()
+            await there.send_eof()
+            with pytest.raises(anyio.ClosedResourceError):
+                await there.send(torch.ones(1))
+            assert (await here.receive()).item() == 1
+            for _ in range(2):
+                with pytest.raises(anyio.EndOfStream):
+                    await here.receive()
+            await here.send(torch.full((2,), 2.0))
+            assert (await there.receive()).tolist() == [2, 2]
+
+    run(main)
+
+
+def test_a_closed_end(run):
+    async def main():
+        async with local_world(2) as (one, two):
+            there, here = await pair(one, two, capacity=2)
+            await here.aclose()
+            await here.aclose()
+            for call in (here.receive, lambda: here.send(torch.ones(1)), here.send_eof):
+                with pytest.raises(anyio.ClosedResourceError):
+                    await call()
+            with pytest.raises(anyio.EndOfStream):
+                await there.receive()
+            await turns()  # the news travels as a message does
+            with pytest.raises(anyio.BrokenResourceError):
+                await there.send(torch.ones(1))
+            await there.aclose()
+            again = await pair(one, two)
+            _, got = await together(lambda: again[0].send(torch.ones(3)), again[1].receive)
+            assert got.tolist() == [1, 1, 1]
+
+    run(main)
+
+
+def test_messages_under_way_to_a_closed_end_do_not_hold_up_their_sender(run):
+    async def main():
+        async with local_world(2) as (one, two):
+            there, here = await pair(one, two, capacity=4)
+            async with anyio.create_task_group() as tasks:
+                for _ in range(4):
+                    tasks.start_soon(there.send, torch.ones(100))
+                tasks.start_soon(here.aclose)
+
+    run(main)
+
+
+def test_cancelled_receives_and_sends_lose_nothing(run):
+    async def main():
+        async with local_world(2) as (one, two):
+            there, here = await pair(one, two, capacity=1)
+            with anyio.move_on_after(0.01):
+                await here.receive()
+            await there.send(torch.tensor([0]))
+            with anyio.CancelScope() as scope:  # no credit is left
+                scope.cancel()
+                await there.send(torch.tensor([-1]))
+            assert (await here.receive()).item() == 0
+            await there.send(torch.tensor([1]))
+            assert (await here.receive()).item() == 1
+
+    run(main)
+
+
+def test_an_opening_that_is_given_up_is_closed_for_the_other_end(run):
+    async def main():
+        async with local_world(2) as (one, two):
+            with anyio.move_on_after(0.01):
+                await one.open_stream(1)
+            late = await two.open_stream(0)
+            with pytest.raises(anyio.EndOfStream):
+                await late.receive()
+            there, here = await pair(one, two)
+            _, got = await together(lambda: there.send(torch.ones(1)), here.receive)
+            assert got.item() == 1
+
+    run(main)
+
+
+def test_streams_end_with_their_communicator(run):
+    async def main():
+        async with local_world(2) as (one, two):
+            there, here = await pair(one, two)
+            outcome = []
+
+            async def receive():
+                try:
+                    await here.receive()
+                except CommError as error:
+                    outcome.append(error)
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(receive)
+                await turns()
+                one.abort("enough")
+            assert isinstance(outcome[0], CommAbortedError)
+            with pytest.raises(CommAbortedError, match="enough"):
+                await there.send(torch.ones(1))
+            with pytest.raises(CommAbortedError, match="enough"):
+                await one.open_stream(1)
+            await there.aclose()
+            await here.aclose()
+
+    run(main)
+
+
+def test_a_rank_that_closes_ends_its_streams_and_no_more(run):
+    async def main():
+        async with local_world(3) as (one, two, three):
+            there, here = await pair(one, two)
+            del there
+            await one.aclose()
+            with pytest.raises(CommAbortedError, match="closed by rank 0"):
+                await here.receive()
+            assert not two.aborted
+            got = torch.zeros(1)
+            await together(lambda: two.send(torch.ones(1), 2), lambda: three.recv(got, 1))
+            assert got.item() == 1
+
+    run(main)
+
+
+def test_what_was_sent_before_a_close_is_received(run):
+    async def main():
+        async with local_world(2) as (one, two):
+            there, here = await pair(one, two)
+            for i in range(5):
+                await there.send(torch.full((2,), i))
+            await there.send_eof()
+            await one.aclose()
+            assert [int(tensor[0]) async for tensor in here] == list(range(5))
+            with pytest.raises(CommAbortedError, match="closed by rank 0"):
+                await here.send(torch.ones(1))
+
+    run(main)
+
+
+@pytest.mark.parametrize("capacities", [(1, 5), (3, 1)])
+def test_many_senders_and_receivers_share_a_stream(run, capacities):
+    async def main():
+        async with local_world(2) as (one, two):
+            there, here = await together(
+                lambda: one.open_stream(1, capacities[0]), lambda: two.open_stream(0, capacities[1])
+            )
+            got = []
+
+            async def send(who):
+                for i in range(20):
+                    await there.send(torch.tensor([who, i]))
+
+            async def receive():
+                for _ in range(20):
+                    tensor = await here.receive()
+                    got.append(tensor.tolist())
+
+            await together(*(lambda who=who: send(who) for who in range(3)), receive, receive, receive)
+            for who in range(3):
+                assert [i for sender, i in got if sender == who] == list(range(20))
+
+    run(main)
+
+
+@pytest.mark.parametrize("closes", ["this end", "the other end"])
+def test_closing_ends_those_who_wait(run, closes):
+    async def main():
+        async with local_world(2) as (one, two):
+            there, here = await pair(one, two, capacity=1)
+            await there.send(torch.ones(1))
+
+            async def send():
+                with pytest.raises(anyio.ClosedResourceError if closes == "this end" else anyio.BrokenResourceError):
+                    await there.send(torch.ones(1))
+
+            async def receive():
+                with pytest.raises(anyio.ClosedResourceError if closes == "this end" else anyio.EndOfStream):
+                    await there.receive()
+
+            async def close():
+                await turns()
+                await (there if closes == "this end" else here).aclose()
+
+            await together(send, receive, close)
+
+    run(main)
+
+
+@pytest.mark.parametrize("left", ["open", "closed after the peer has gone", "never opened"])
+def test_what_a_stream_still_had_to_say_is_nobodys_failure(left):
+    async def main():
+        said = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context["message"]))
+        async with local_world(2) as (one, two):
+            if left == "never opened":
+                with anyio.move_on_after(0.01):
+                    await one.open_stream(1)
+            else:
+                there, here = await pair(one, two)
+                await there.send(torch.empty(0))
+                if left == "closed after the peer has gone":
+                    await two.aclose()
+                    await there.aclose()
+                await turns()
+                del there, here
+            started = time.monotonic()
+        assert time.monotonic() - started < 2
+        gc.collect()
+        assert said == []
+
+    run_on("asyncio", main)
+
+
+def test_bad_arguments_send_nothing():
+    async def main():
+        async with local_world(2) as (one, two):
+            for options, error, name in (
+                ({"peer": 0}, ArgumentError, "peer"),
+                ({"peer": 2}, ArgumentError, "peer"),
+                ({"peer": 1, "capacity": 0}, ArgumentError, "capacity"),
+                ({"peer": 1, "capacity": True}, ArgumentTypeError, "capacity"),
+                ({"peer": 1, "name": "n" * 101}, ArgumentError, "name"),
+                (
+                    {"peer": 1, "name": 7},
+                    ArgumentTypeError,
+                    r"^open_stream \(rank 0\): name is 7 \(int\), wanted a str$",
+                ),
+            ):
+                with pytest.raises(error, match=name):
+                    await one.open_stream(**options)
+            there, here = await pair(one, two)
+            for item in (3, torch.ones(2, 2).T[0:1], torch.ones((1,) * 15), torch.ones(1).to_sparse()):
+                with pytest.raises(ArgumentError, match=r"^item "):
+                    await there.send(item)
+            _, got = await together(lambda: there.send(torch.ones(2, 3)), here.receive)
+            assert got.shape == (2, 3)
+
+    anyio.run(main)
+
+
+HEADERS = {
+    "nonsense": b"\xff" * streams._HEADER_BYTES,
+    "dimensions": bytes(8) + b"\0\x0f" + bytes(118),
+    "kind": b"\x07" + bytes(7) + codec.describe_tensor(torch.empty(2)),
+    "size": bytes(8) + codec._TENSOR.pack(codec._CODES[torch.float32], 1, 2**57, *[0] * 13),
+}
+
+
+@pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS)
+def test_a_header_that_makes_no_sense_breaks_the_stream_only(header):
+    async def main():
+        async with local_world(2) as (one, two):
+            there, here = await pair(one, two)
+            junk = codec.to_tensor(header.ljust(streams._HEADER_BYTES, b"\0"), one.device)
+            await one._issue(ops.Send(junk, 1, there._out_tag, ops.STREAM_DATA))
+            with pytest.raises(ProtocolError):
+                await here.receive()
+            await checkpoint()
+            assert not two.aborted
+
+    anyio.run(main)

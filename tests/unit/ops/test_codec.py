@@ -1,0 +1,213 @@
+"""Tensors and objects as bytes: round trips, limits, and bytes from strangers."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import tracemalloc
+import warnings
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aiocomms.errors import ArgumentError, ArgumentTypeError, ProtocolError
+from aiocomms.ops import codec
+from aiocomms.ops.checks import DTYPES
+
+DEVICE = torch.device("cpu")
+scalars = (
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text() | st.binary()
+)
+keys = st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.text(max_size=8) | st.binary(max_size=8)
+leaves = scalars | st.sampled_from(sorted(DTYPES, key=str)) | st.just(torch.device("cpu")) | st.just(torch.Size([2, 0]))
+objects = st.recursive(
+    leaves,
+    lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(keys, inner),
+    max_leaves=20,
+)
+
+
+def same(a, b):
+    """Equal, of the same types all the way down."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
+    return a == b
+
+
+@given(objects)
+@settings(deadline=None, max_examples=300)
+def test_objects_come_back_as_they_were(obj):
+    assert same(codec.decode(codec.encode(obj)), obj)
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES, key=str), ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 5), (2, 3, 4), (1,) * codec.MAX_DIMS], ids=str)
+def test_tensors_come_back_bit_for_bit(dtype, shape):
+    raw = torch.randint(0, 2 if dtype == torch.bool else 256, (torch.Size(shape).numel() * dtype.itemsize,))
+    tensor = raw.to(torch.uint8).view(dtype).view(shape) if raw.numel() else torch.empty(shape, dtype=dtype)
+    back = codec.decode(codec.encode({"t": [tensor, (tensor,)]}))
+    for got in (back["t"][0], back["t"][1][0]):
+        assert got.dtype == dtype
+        assert got.shape == tensor.shape
+        assert got.flatten().view(torch.uint8).equal(tensor.flatten().view(torch.uint8))
+
+
+def test_views_are_made_plain():
+    tensor = torch.arange(12.0).view(3, 4).T
+    assert codec.decode(codec.encode(tensor)).equal(tensor)
+    conjugate = torch.tensor([1 + 2j, 3 - 1j]).conj()
+    assert codec.decode(codec.encode(conjugate)).equal(conjugate.resolve_conj())
+    weight = torch.nn.Parameter(torch.ones(2))
+    back = codec.decode(codec.encode(weight))
+    assert back.equal(weight)
+    assert not back.requires_grad
+
+
+class Canary:
+    ran = False
+
+    def __reduce__(self):
+        return (_sing, ())
+
+
+def _sing():
+    Canary.ran = True
+
+
+def nested():
+    with warnings.catch_warnings(action="ignore"):
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
+@pytest.mark.parametrize(
+    "obj",
+    [
+        {1, 2},
+        object(),
+        Canary(),
+        range(3),
+        1j,
+        bytearray(b"x"),
+        {"deep": [(object(),)]},
+        {(1, 2): 3},
+        torch.empty(3, device="meta"),
+        torch.eye(2).to_sparse(),
+        nested(),
+        torch.ones(2).as_subclass(type("Shown", (torch.Tensor,), {})),
+        type("Int", (int,), {})(3),
+        type("Dict", (dict,), {})(),
+    ],
+    ids=lambda obj: type(obj).__name__,
+)
+def test_other_types_are_refused_by_name(obj):
+    with pytest.raises(ArgumentTypeError, match="obj holds"):
+        codec.encode(obj)
+
+
+@pytest.mark.parametrize("left", [0, 8])
+def test_a_tensor_without_its_memory_is_refused(left):
+    tensor = torch.ones(4)
+    tensor.untyped_storage().resize_(left)
+    with pytest.raises(ArgumentError, match="no memory"):
+        codec.encode([tensor])
+
+
+def test_what_is_too_much_is_refused():
+    deep: list[object] = []
+    for _ in range(codec.MAX_DEPTH + 1):
+        deep = [deep]
+    with pytest.raises(ArgumentError, match="nested"):
+        codec.encode(deep)
+    with pytest.raises(ArgumentError, match="64 bits"):
+        codec.encode([2**70])
+    for text in ("\ud800", {"\ud800": 1}):
+        with pytest.raises(ArgumentError, match="no Unicode text"):
+            codec.encode(text)
+    with pytest.raises(ArgumentError, match="at most"):
+        codec.encode(b"\0" * (codec.MAX_OBJECT_BYTES + 1))
+    with pytest.raises(ArgumentError, match="dimensions"):
+        codec.encode(torch.zeros((1,) * (codec.MAX_DIMS + 1)))
+
+
+def test_a_pickle_is_never_loaded_unasked():
+    assert codec.decode(codec.encode({1, 2}, pickle=True), pickle=True) == {1, 2}
+    with pytest.raises(ProtocolError):
+        codec.decode(pickle.dumps(Canary()))
+    assert not Canary.ran
+
+
+@given(st.binary(max_size=200))
+@settings(deadline=None, max_examples=300)
+def test_bytes_of_a_stranger_give_an_object_or_a_protocol_error(data):
+    try:
+        codec.decode(data)
+    except ProtocolError:
+        pass
+
+
+def test_mutated_objects_give_an_object_or_a_protocol_error():
+    rng = random.Random(7)
+    sample = codec.encode(
+        {
+            "tensor": torch.arange(4),
+            "tuple": (1, (2.5, None)),
+            "size": torch.Size([3, 4]),
+            "list": ["a", b"b", torch.int8],
+        }
+    )
+    for _ in range(20_000):
+        data = bytearray(sample)
+        for _ in range(rng.randint(1, 4)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        try:
+            codec.decode(bytes(data[: rng.choice((len(data), rng.randrange(len(data))))]))
+        except ProtocolError:
+            pass
+
+
+@pytest.mark.parametrize(
+    "description",
+    [
+        b"",
+        b"\xff" * codec.TENSOR_BYTES,
+        codec._TENSOR.pack(0, 15, *[0] * 14),
+        codec._TENSOR.pack(200, 1, 1, *[0] * 13),
+        codec._TENSOR.pack(0, 1, -1, *[0] * 13),
+        codec._TENSOR.pack(0, 2, 2**40, 2**40, *[0] * 12),
+        codec._TENSOR.pack(0, 1, 2**62, *[0] * 13),
+        codec._TENSOR.pack(0, 0, 5, *[0] * 13),
+    ],
+    ids=["empty", "ones", "dims", "dtype", "negative", "overflow", "huge", "beyond"],
+)
+def test_descriptions_that_make_no_sense_are_refused(description):
+    with pytest.raises(ProtocolError):
+        codec.parse_tensor(description)
+
+
+def test_a_length_from_the_wire_allocates_nothing():
+    bomb = msgspec.msgpack.encode(msgspec.msgpack.Ext(2, codec._TENSOR.pack(0, 1, 2**40, *[0] * 13)))
+    tracemalloc.start()
+    with pytest.raises(ProtocolError, match="asks for"):
+        codec.decode(bomb)
+    with pytest.raises(ProtocolError):
+        codec.decode(b"\xdd\xff\xff\xff\xff")  # a list of 4 billion items
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**20
+
+
+def test_nesting_bombs_are_refused():
+    nested = b"\xc0"
+    for _ in range(codec.MAX_DEPTH + 50):
+        nested = msgspec.msgpack.encode(msgspec.msgpack.Ext(1, b"\x91" + nested))
+    with pytest.raises(ProtocolError):
+        codec.decode(nested)
+    with pytest.raises(ProtocolError):
+        codec.decode(b"\x91" * 100_000 + b"\xc0")

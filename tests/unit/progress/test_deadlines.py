@@ -1,0 +1,355 @@
+"""Deadlines of ops: kept off the loop, and what becomes of the communicator."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from datetime import timedelta
+
+import pytest
+import torch
+from conftest import in_threads, ranks, run_on, together, turns
+from processes import no_threads
+from torch.distributed import HashStore
+
+import aiocomms
+from aiocomms.errors import ArgumentError, CommAbortedError, CommError, CommTimeoutError
+from aiocomms.progress.deadlines import Watchdog, watchdog
+from aiocomms.testing import local_world
+
+SHORT = 0.1
+
+
+def watching():
+    return [t for t in threading.enumerate() if t.name == "aiocomms deadlines"]
+
+
+COLLECTIVES = {
+    "all_reduce": lambda comm, **o: comm.all_reduce(torch.ones(2), **o),
+    "barrier": lambda comm, **o: comm.barrier(**o),
+    "all_gather_object": lambda comm, **o: comm.all_gather_object(1, **o),
+    "send": lambda comm, **o: comm.send(torch.ones(2), 1, **o),
+    "send_object": lambda comm, **o: comm.send_object("x", 1, **o),
+    "batch": lambda comm, **o: comm.batch().recv(torch.zeros(1), 1).issue(**o),
+}
+
+
+@pytest.mark.parametrize("call", COLLECTIVES.values(), ids=COLLECTIVES)
+def test_an_ops_deadline_poisons_the_communicator_on_every_rank(run, call):
+    async def main():
+        async with local_world(2) as world:
+            others = [comm.recv(torch.zeros(1), 1 - comm.rank, tag=9) for comm in world]
+            started = time.monotonic()
+            work = call(world[0], timeout=SHORT)
+            with pytest.raises(CommTimeoutError, match="its deadline passed") as caught:
+                await work
+            assert time.monotonic() - started >= SHORT
+            assert isinstance(caught.value, TimeoutError)
+            assert (caught.value.op, caught.value.seq, caught.value.rank) == (work.op.name, 1, 0)
+            for other in others:
+                with pytest.raises(CommAbortedError, match=f"{work.op.name} #1 on 'world' .*its deadline passed"):
+                    await other
+            for comm in world:
+                assert comm.aborted
+                with pytest.raises(CommAbortedError, match="its deadline passed"):
+                    comm.barrier()
+
+    run(main)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_the_message_says_who_was_missing(run, n):
+    async def main():
+        async with local_world(n) as world:
+            for comm in world[2:]:
+                comm.barrier()
+            with pytest.raises(CommTimeoutError, match=r"waiting for rank 1(\D|$)"):
+                await world[0].barrier(timeout=SHORT)
+        async with local_world(n) as world:
+            with pytest.raises(CommTimeoutError, match="waiting for ranks 1, 2, 3" if n == 4 else "waiting for rank 1"):
+                await world[0].barrier(timeout=SHORT)
+
+    run(main)
+
+
+RECEIVES = {
+    "recv": lambda comm, **o: comm.recv(torch.zeros(1), 1, **o),
+    "recv_object": lambda comm, **o: comm.recv_object(1, **o),
+}
+
+
+@pytest.mark.parametrize("call", RECEIVES.values(), ids=RECEIVES)
+def test_a_receive_that_nothing_matched_fails_alone(run, call):
+    async def main():
+        async with local_world(2) as world:
+            other = world[0].recv(torch.zeros(1), 1, tag=3)
+            with pytest.raises(CommTimeoutError, match="nothing matched it before its deadline; it was withdrawn"):
+                await call(world[0], timeout=SHORT)
+            assert not other.done()
+            assert not world[0].aborted
+            again = call(world[0])  # gets what comes now
+            if "object" in again.op.name:
+                await world[1].send_object("late", 0)
+                assert await again == "late"
+            else:
+                await world[1].send(torch.ones(1), 0)
+                assert (await again).item() == 1
+            await world[1].send(torch.ones(1), 0, tag=3)
+            await other
+            await ranks(world, lambda comm: comm.barrier())
+
+    run(main)
+
+
+def test_a_wait_for_a_signal_fails_alone(run):
+    async def main():
+        async with local_world(2) as world:
+            windows = await ranks(world, lambda comm: comm.new_window(torch.zeros(1)))
+            with pytest.raises(CommTimeoutError, match="nothing matched it"):
+                await windows[0].wait_signal(1, timeout=SHORT)
+            await windows[1].signal(0)
+            await windows[0].wait_signal(1)
+            await together(*(window.aclose for window in windows))
+
+    run(main)
+
+
+@pytest.mark.parametrize("timeout", [SHORT, timedelta(seconds=SHORT)], ids=["seconds", "timedelta"])
+@pytest.mark.parametrize("said", ["by the op", "when opened", "later"])
+def test_where_a_deadline_may_be_said(run, timeout, said):
+    async def main():
+        async with local_world(2) as world:
+            place = {"store": HashStore(), "size": 2, "name": "timed"}
+            if said == "when opened":
+                place["timeout"] = 2  # which must do for the opening too
+            comms = await together(*(lambda r=r: aiocomms.new_comm("local", rank=r, **place)._open() for r in range(2)))
+            if said == "when opened":
+                assert comms[0].timeout == 2.0
+            if said != "by the op":
+                for comm in comms:
+                    comm.set_timeout(timeout)
+                    assert comm.timeout == SHORT
+            work = comms[0].barrier(timeout=timeout if said == "by the op" else None)
+            with pytest.raises(CommTimeoutError):
+                await work
+            await ranks(comms, lambda comm: comm.aclose())
+            await ranks(world, lambda comm: comm.barrier())
+
+    run(main)
+
+
+BAD = [0, -1, -0.5, float("nan"), float("inf"), True, False, "1", [1], 1j, timedelta(0), timedelta(days=-1), 1e9]
+
+
+@pytest.mark.parametrize("bad", BAD, ids=repr)
+def test_what_is_no_timeout(run, bad):
+    async def main():
+        async with local_world(2) as world:
+            calls = [
+                lambda: world[0].barrier(timeout=bad),
+                lambda: world[0].recv(torch.zeros(1), 1, timeout=bad),
+                lambda: world[0].recv_object(1, timeout=bad),
+                lambda: world[0].set_timeout(bad),
+                lambda: aiocomms.new_comm(timeout=bad),
+            ]
+            for call in calls:
+                with pytest.raises(ArgumentError, match=r"timeout is .*, wanted seconds"):
+                    call()
+            assert world[0].timeout == 30.0
+            await ranks(world, lambda comm: comm.barrier())
+
+    run(main)
+
+
+def test_none_is_the_default_but_not_for_the_default(run):
+    async def main():
+        async with local_world(1) as (comm,):
+            await comm.barrier(timeout=None)
+            with pytest.raises(TypeError, match="timeout is None, wanted seconds"):
+                comm.set_timeout(None)
+
+    run(main)
+
+
+def test_a_deadline_passes_while_the_loop_is_busy(loop):
+    """The peer, whose loop is not, hears of it meanwhile."""
+    store, heard = HashStore(), threading.Event()
+
+    async def rank(r):
+        async with aiocomms.new_comm("local", store=store, rank=r, size=2, timeout=20) as comm:
+            await comm.barrier()
+            if r == 0:
+                work = comm.all_reduce(torch.ones(1), timeout=SHORT)
+                assert heard.wait(10), "the peer waits until this loop comes round"
+                with pytest.raises(CommTimeoutError, match="waiting for rank 1"):
+                    await work
+            else:
+                with pytest.raises(CommAbortedError, match="its deadline passed; waiting for rank 1"):
+                    await comm.recv(torch.zeros(1), 0)
+                heard.set()
+
+    in_threads(*(lambda r=r: run_on(loop, rank, r) for r in range(2)))
+
+
+def test_a_deadline_is_nothing_to_an_op_that_is_done(run):
+    async def main():
+        async with local_world(2) as world:
+            works = [comm.all_reduce(torch.ones(1), timeout=3 * SHORT) for comm in world]
+            for work in works:
+                await work
+            late = world[0].recv(torch.zeros(1), 1, timeout=6 * SHORT)  # the watchdog looks once more before
+            with pytest.raises(CommTimeoutError):
+                await late
+            await ranks(world, lambda comm: comm.all_reduce(torch.ones(1)))
+
+    run(main)
+
+
+def test_each_deadline_passes_in_its_own_time(run):
+    async def main():
+        async with local_world(2) as world:
+            started = time.monotonic()
+
+            async def wait(i, timeout):
+                with pytest.raises(CommTimeoutError):
+                    await world[0].recv(torch.zeros(1), 1, tag=i, timeout=timeout)
+                assert time.monotonic() - started >= timeout
+
+            timeouts = [0.09, 0.03, 0.12, 0.06, 0.03]
+            await together(*(lambda i=i, t=t: wait(i, t) for i, t in enumerate(timeouts)))
+
+    run(main)
+
+
+def test_the_watchdogs_thread_lives_from_the_first_deadline_to_the_last_close(run):
+    async def main():
+        async with local_world(2) as world:
+            assert not watching()
+            await ranks(world, lambda comm: comm.barrier())
+            async with local_world(2, name="other") as others:
+                recv = world[0].recv(torch.zeros(1), 1)
+                assert len(watching()) == 1
+                assert await recv.cancel()
+                await ranks(others, lambda comm: comm.barrier())
+            assert len(watching()) == 1
+        assert not watching()
+
+    assert not watching()
+    run(main)
+
+
+def test_an_aborted_communicator_has_no_deadlines(run):
+    async def main():
+        async with local_world(2) as world:
+            works = [comm.recv(torch.zeros(1), 1 - comm.rank) for comm in world]
+            world[0].abort("enough")
+            for work in works:
+                await work.wait()
+            await turns()
+            assert not watching()
+
+    run(main)
+
+
+def test_without_a_thread_the_communicator_is_lost_at_once(run):
+    """An op whose deadline nobody watches might never end. The next communicator has its watchdog again."""
+
+    async def main():
+        async with local_world(2) as world:
+            with no_threads():
+                work = world[0].recv(torch.zeros(1), 1)
+                with pytest.raises(CommAbortedError, match="nobody watches its deadlines: can't start new thread"):
+                    await work
+            assert all(comm.aborted for comm in world)
+        async with local_world(2) as world:
+            with pytest.raises(CommTimeoutError):
+                await world[0].recv(torch.zeros(1), 1, timeout=SHORT)
+            assert len(watching()) == 1
+
+    run(main)
+    assert not watching()
+
+
+def test_without_a_thread_nothing_opens_but_a_world_of_one(run):
+    async def main():
+        with no_threads():
+            async with aiocomms.new_comm() as comm:
+                assert (await comm.all_reduce(torch.ones(1))).item() == 1
+            with pytest.raises(CommError, match="no thread can be started: can't start new thread"):
+                await aiocomms.new_comm("local", store=HashStore(), rank=0, size=2, timeout=5)
+
+    run(main)
+
+
+class Expiring:
+    """Something with deadlines, that notes when it is told."""
+
+    def __init__(self, *deadlines):
+        self.deadlines = list(deadlines)
+        self.told = []
+        self.all_told = threading.Event()
+
+    def expire(self, now):
+        self.told += [d for d in self.deadlines if d <= now]
+        self.deadlines = [d for d in self.deadlines if d > now]
+        if not self.deadlines:
+            self.all_told.set()
+        return min(self.deadlines, default=float("inf"))
+
+
+def test_a_watchdog_by_itself():
+    dog, now = Watchdog(), time.monotonic()
+    who = Expiring(now + 0.04, now + 0.02, now + 0.06)
+    other = Expiring(now + 0.03)
+    for it in (who, other):
+        dog.register(it)
+    dog.wake_by(now + 100)
+    dog.wake_by(now + 0.02)
+    dog.wake_by(now + 50)
+    for it in (who, other):
+        assert it.all_told.wait(5)
+    assert (len(who.told), len(other.told)) == (3, 1)
+    assert dog._thread.is_alive()
+    thread = dog._thread
+    dog.unregister(who)
+    assert thread.is_alive()
+    dog.unregister(other)
+    assert not thread.is_alive()
+    dog.unregister(other)
+    assert watchdog._thread is None
+
+
+def test_a_watchdog_begins_no_thread_for_who_left_while_it_was_asked():
+    dog, now, left = Watchdog(), time.monotonic(), threading.Event()
+
+    class Leaving:
+        def expire(self, now):
+            dog.unregister(self)
+            left.set()
+            return now + 100
+
+    who = Leaving()
+    dog.register(who)
+    dog.wake_by(now)
+    thread = dog._thread
+    assert left.wait(5)
+    thread.join(5)
+    assert not thread.is_alive()
+    assert dog._thread is None
+    assert dog.wakes_at == float("inf")
+
+
+def test_a_watchdog_does_not_keep_what_it_watches_alive():
+    dog, now, gone = Watchdog(), time.monotonic(), threading.Event()
+    dog.register(Expiring())
+    assert not list(dog._watched)
+    who, sleeps_on = Expiring(now), Expiring(now + 100)
+    weakref.finalize(who, gone.set)
+    dog.register(who)
+    dog.register(sleeps_on)
+    dog.wake_by(now)
+    assert who.all_told.wait(5)
+    del who
+    assert gone.wait(5)
+    dog.unregister(sleeps_on)

@@ -1,0 +1,446 @@
+"""The driver: what turns "something happened below" into completed works, and sleeps in between."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import selectors
+import subprocess
+import sys
+import threading
+from collections import deque
+
+import anyio
+import psutil
+import pytest
+import torch
+import trio
+from aiocomms_local import LocalTransport
+from conftest import LOOPS, in_threads, ranks, run_on, turns
+from torch.distributed import HashStore
+
+import aiocomms
+from aiocomms.errors import CommAbortedError
+from aiocomms.lowlevel.waker import Waker
+from aiocomms.progress.driver import Driver, Promise, run_in_thread
+from aiocomms.testing import local_world
+from aiocomms.transport import Capabilities
+
+# ------------------------------------------------------------------------------------------------ sleeping
+
+
+class CountingSelector(selectors.DefaultSelector):
+    """Counts how often an asyncio loop wakes up."""
+
+    wakes = 0
+
+    def select(self, timeout=None):
+        type(self).wakes += 1
+        return super().select(timeout)
+
+
+class CountingInstrument(trio.abc.Instrument):
+    """Counts how often a trio loop wakes up."""
+
+    wakes = 0
+
+    def before_io_wait(self, timeout):
+        CountingSelector.wakes += 1
+
+
+async def wakes_during(seconds):
+    await turns()
+    before = CountingSelector.wakes
+    await anyio.sleep(seconds)
+    return CountingSelector.wakes - before
+
+
+def run_counting(loop, main):
+    if loop == "trio":
+        return trio.run(main, instruments=[CountingInstrument()])
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(CountingSelector())) as runner:
+        return runner.run(main())
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "trio"])
+def test_nothing_wakes_up_when_there_is_nothing_to_do(loop):
+    async def main():
+        async with local_world(3) as world:
+            await ranks(world, lambda comm: comm.all_reduce(torch.ones(1)))
+            assert await wakes_during(0.1) <= 3
+            recv = world[0].recv(torch.zeros(1), 1, timeout=30)  # which will not come, and has a deadline far away
+            world[1].all_reduce(torch.zeros(1))
+            assert await wakes_during(0.1) <= 3
+            assert await recv.cancel()
+            await ranks([world[0], world[2]], lambda comm: comm.all_reduce(torch.ones(1)))
+
+    run_counting(loop, main)
+
+
+# ----------------------------------------------------------------------------------------------------- waker
+
+
+def test_a_waker_loses_no_wake_up():
+    """As a driver uses it: look, and sleep only if there was nothing; against threads that never pause."""
+    waker, todo, count, threads = Waker(), deque(), 20_000, 4
+
+    def hammer():
+        for i in range(count):
+            todo.append(i)
+            waker.wake()
+
+    workers = [threading.Thread(target=hammer) for _ in range(threads)]
+    for worker in workers:
+        worker.start()
+    done, poller = 0, select.poll()
+    poller.register(waker.fileno(), select.POLLIN)
+    while done < count * threads:
+        assert poller.poll(10_000), "it sleeps, and there is something to do"
+        waker.clear()
+        while todo:
+            todo.popleft()
+            done += 1
+    for worker in workers:
+        worker.join()
+    waker.close()
+
+
+def readable(waker):
+    return bool(select.select([waker.fileno()], [], [], 0)[0])
+
+
+def test_a_waker_is_readable_from_wake_to_clear():
+    waker = Waker()
+    assert not readable(waker)
+    for _ in range(3):
+        waker.wake()
+        waker.wake()
+        assert readable(waker)
+        waker.clear()
+        assert not readable(waker)
+        waker.clear()
+    waker.close()
+
+
+def test_a_waker_may_be_woken_after_it_was_closed():
+    waker = Waker()
+    fd = waker.fileno()
+    assert not os.get_inheritable(fd)
+    waker.close()
+    waker.close()
+    waker.wake()
+    waker.clear()
+    assert waker.fileno() == -1
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+# --------------------------------------------------------------------------------------- threads with loops
+
+
+@pytest.mark.parametrize("loops", [*([name] * 3 for name in LOOPS), list(LOOPS)], ids=[*LOOPS, "one of each"])
+def test_ranks_in_several_threads_loops(loops):
+    store, size = HashStore(), len(loops)
+
+    async def rank(r):
+        async with aiocomms.new_comm("local", store=store, rank=r, size=size, timeout=20) as comm:
+            after, before = (r + 1) % size, (r - 1) % size
+            for i in range(100):
+                send = comm.send(torch.tensor([r, i]), after, tag=i % 3)
+                got = await comm.recv(torch.zeros(2, dtype=torch.int64), before, tag=i % 3)
+                assert got.tolist() == [before, i]
+                await send
+                total = await comm.all_reduce(torch.tensor(r + i))
+                assert total.item() == sum(range(size)) + size * i
+            return await comm.all_gather_object({"rank": r})
+
+    results = in_threads(*(lambda r=r: run_on(loops[r], rank, r) for r in range(size)))
+    assert results == [[{"rank": r} for r in range(size)]] * size
+
+
+def test_one_driver_serves_all_communicators_of_a_loop(run):
+    async def main():
+        async with local_world(2) as world, local_world(2, name="other") as others:
+            assert {comm.driver for comm in (*world, *others)} == {Driver.current()}
+
+    run(main)
+
+
+def test_what_other_threads_call_is_called_on_the_loops_thread_in_order(run):
+    async def main():
+        async with local_world(1) as (comm,):
+            called, all_called = [], Promise(comm.driver)
+
+            def call(i):
+                called.append((i, threading.get_ident()))
+                if i == 99:
+                    all_called.set()
+
+            def target():
+                for i in range(100):
+                    comm.driver.call_threadsafe(call, i)
+
+            thread = threading.Thread(target=target)
+            thread.start()
+            await all_called
+            thread.join()
+            assert called == [(i, threading.get_ident()) for i in range(100)]
+
+    run(main)
+
+
+def test_a_promise_lets_every_waiter_go_on(run):
+    async def main():
+        promise, gone_on = Promise(Driver.current()), []
+
+        async def wait(i):
+            await promise
+            gone_on.append(i)
+
+        async with anyio.create_task_group() as tasks:
+            for i in range(3):
+                tasks.start_soon(wait, i)
+            with anyio.move_on_after(0.001):
+                await wait(3)
+            assert gone_on == []
+            promise.set()
+        assert sorted(gone_on) == [0, 1, 2]
+        await wait(4)
+
+    run(main)
+
+
+def test_a_blocking_call_runs_in_a_thread_and_may_be_left_behind(run):
+    async def main():
+        driver, release = Driver.current(), threading.Event()
+        assert await run_in_thread(driver, threading.get_ident) != threading.get_ident()
+        with pytest.raises(ZeroDivisionError):
+            await run_in_thread(driver, lambda: 1 / 0)
+        with anyio.move_on_after(0.01) as scope:
+            await run_in_thread(driver, release.wait)
+        assert scope.cancelled_caught
+        left = [t for t in threading.enumerate() if t.name == "aiocomms blocking call"]
+        assert len(left) == 1
+        assert left[0].daemon
+        release.set()
+        left[0].join(5)
+        await turns()
+
+    run(main)
+
+
+def test_no_loop_is_an_error_that_says_what_to_do():
+    with pytest.raises(RuntimeError, match=r"needs a running event loop .*: call it in a coroutine"):
+        Driver.current()
+
+
+# ---------------------------------------------------------------------------------------- spinning and breaking
+
+
+class Spinning(LocalTransport):
+    """Counts how often it is asked for progress, and wants to be asked for a while."""
+
+    capabilities = Capabilities(ops=LocalTransport.capabilities.ops, in_process=True, spin=7)
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.asked = 0
+        self.breaks = None
+
+    def progress(self):
+        self.asked += 1
+        if self.breaks is not None:
+            raise self.breaks
+        return super().progress()
+
+
+def transport_of(comm):
+    return comm._by_family["p2p"]
+
+
+def test_a_transport_that_spins_is_polled_for_its_turns_and_then_left_alone(run, install):
+    install(spinning=Spinning)
+
+    async def main():
+        async with local_world(2, "spinning") as world:
+            await turns(20)
+            spinning = transport_of(world[0])
+            assert spinning.asked == 0
+            for _ in range(2):
+                recv = world[0].recv(torch.zeros(1), 1)
+                await turns(30)
+                assert spinning.asked == 7
+                spinning.asked = 0
+                assert await recv.cancel()
+
+    run(main)
+
+
+def test_a_transport_that_spins_is_woken_from_its_sleep(loop, install):
+    install(spinning=Spinning)
+    store, sent = HashStore(), threading.Event()
+
+    async def rank(r):
+        async with aiocomms.new_comm("spinning", store=store, rank=r, size=2, timeout=20) as comm:
+            if r == 0:
+                recv = comm.recv(torch.zeros(1), 1)
+                await turns(30)
+                assert transport_of(comm).asked == 7
+                sent.set()
+                assert (await recv).item() == 1
+                await turns(30)
+                assert transport_of(comm).asked <= 7 + 1 + 7  # once on the descriptor, and then anew for a while
+            else:
+                assert await run_in_thread(comm.driver, lambda: sent.wait(10))
+                await comm.send(torch.ones(1), 0)
+            await comm.barrier()
+
+    in_threads(*(lambda r=r: run_on(loop, rank, r) for r in range(2)))
+
+
+@pytest.mark.parametrize("when", ["polled", "parked"])
+def test_a_transport_that_breaks_takes_the_communicator_with_it_and_nothing_else(run, loop, install, caplog, when):
+    install(spinning=Spinning)
+
+    async def main():
+        reports = []
+        if loop != "trio":
+            asyncio.get_running_loop().set_exception_handler(lambda _, context: reports.append(context["message"]))
+        async with local_world(2, "spinning", name="broken") as world, local_world(2) as others:
+            broken = transport_of(world[0])
+            work = world[0].recv(torch.zeros(1), 1)
+            if when == "parked":
+                await turns(30)
+            broken.breaks = ValueError("boom")
+            broken._waker.wake()  # and it stays awake, for nobody clears it
+            with pytest.raises(CommAbortedError, match="lost: the transport broke: ValueError: boom"):
+                await work
+            assert world[0].aborted
+            assert world[1].aborted
+            reports += [record.getMessage() for record in caplog.records]
+            await turns(30)
+            assert reports == ["Spinning.progress() raised"]
+            await ranks(others, lambda comm: comm.barrier())
+            broken.breaks = None  # it is asked once more when it is closed
+
+    run(main)
+
+
+# ------------------------------------------------------------------------------------------- loops come and go
+
+
+def test_fifty_loops_one_after_the_other(loop):
+    process = psutil.Process()
+
+    async def main():
+        async with local_world(2) as world:
+            assert [t.item() for t in await ranks(world, lambda comm: comm.all_reduce(torch.tensor(1)))] == [2, 2]
+
+    run_on(loop, main)
+    before = process.num_fds(), threading.active_count()
+    for _ in range(50):
+        run_on(loop, main)
+    assert (process.num_fds(), threading.active_count()) == before
+
+
+def python(script, *args):
+    return subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-W", "error", "-c", script, *args],
+        capture_output=True, text=True, timeout=50, check=False,
+    )  # fmt: skip
+
+
+def test_a_loop_that_ends_with_works_pending_ends(loop):
+    script = """
+import sys, warnings
+import anyio, torch
+from torch.distributed import HashStore
+import aiocomms
+from aiocomms.errors import CommError
+
+async def main():
+    store, world = HashStore(), [None, None]
+
+    async def open(rank):
+        world[rank] = await aiocomms.new_comm("local", store=store, rank=rank, size=2)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(open, 0)
+        tasks.start_soon(open, 1)
+    works = [comm.recv(torch.zeros(1), 1 - comm.rank) for comm in world]
+    works += [world[0].all_reduce(torch.zeros(1)), world[0].send(torch.ones(1), 1, tag=3)]
+    with anyio.move_on_after(0.01):
+        await works[2]
+    return world, works
+
+name = sys.argv[1]
+warnings.simplefilter("ignore", ResourceWarning)  # tests/unit/diagnosis/test_leak_guard.py
+options = {"use_uvloop": True} if name == "uvloop" else {}
+world, works = anyio.run(main, backend="trio" if name == "trio" else "asyncio", backend_options=options)
+assert all(comm.closed for comm in world)
+assert all(isinstance(error, CommError) for error in [work.exception() for work in works][:3])
+world[0].abort("too late")
+print("end")
+"""
+    result = python(script, loop)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "end\n", "")
+
+
+def test_a_forked_child_is_refused_and_does_its_parent_no_harm():
+    script = """
+import asyncio, os, threading
+import torch
+from torch.distributed import HashStore
+import aiocomms
+
+store, sent = HashStore(), threading.Event()
+
+async def rank(r):
+    async with aiocomms.new_comm("local", store=store, rank=r, size=2, timeout=20) as comm:
+        if r:
+            await asyncio.to_thread(sent.wait)
+            await comm.send(torch.ones(1), 0)
+            await comm.barrier()
+            return
+        recv = comm.recv(torch.zeros(1), 1)
+        pid = os.fork()
+        if pid:
+            _, status = os.waitpid(pid, 0)
+            print("child", os.waitstatus_to_exitcode(status), flush=True)
+            sent.set()
+            assert (await recv).item() == 1
+            await comm.barrier()
+            return
+        try:
+            for call in (lambda: comm.send(torch.ones(1), 1), comm.barrier, lambda: comm.recv(torch.zeros(1), 1)):
+                try:
+                    call()
+                    raise AssertionError
+                except aiocomms.errors.CommClosedError as error:
+                    assert f"it was created in process {os.getppid()} and cannot be used after a fork" in str(error)
+            comm.abort("no")
+            await comm.aclose()
+            assert comm.closed
+
+            async def alone():
+                async with aiocomms.new_comm(name="mine") as mine:
+                    assert (await mine.all_reduce(torch.ones(1))).item() == 1
+
+            thread = threading.Thread(target=asyncio.run, args=(alone(),))
+            thread.start()
+            thread.join()
+            os._exit(42)
+        except BaseException as error:
+            print(repr(error), flush=True)
+        finally:
+            os._exit(1)
+
+threads = [threading.Thread(target=asyncio.run, args=(rank(1),))]
+threads[0].start()
+asyncio.run(rank(0))
+threads[0].join()
+print("parent")
+"""
+    result = python("import warnings; warnings.simplefilter('ignore', DeprecationWarning)" + script)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "child 42\nparent\n", "")

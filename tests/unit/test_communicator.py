@@ -1,0 +1,785 @@
+"""The communicator itself: hooks, names, splitting, aborting and closing, on every loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+import threading
+import time
+import weakref
+from pathlib import Path
+from unittest.mock import patch
+
+import anyio
+import anyio.to_thread
+import pytest
+import torch
+from aiocomms_local import LocalTransport
+from conftest import in_threads, ranks, run_on, together, turns
+
+import aiocomms
+from aiocomms import ReduceOp, communicator, ops
+from aiocomms.bootstrap import directory
+from aiocomms.diagnosis import dumps
+from aiocomms.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    BufferBusyError,
+    CommAbortedError,
+    CommClosedError,
+    CommError,
+    MismatchError,
+    UnsupportedOperation,
+)
+from aiocomms.testing import local_world
+from aiocomms.transport import Capabilities
+
+
+async def outcome(work):
+    """What awaiting ends in."""
+    try:
+        return await work
+    except CommError as error:
+        return error
+
+
+@contextlib.contextmanager
+def on_signal(handler):
+    """Have a function called in this thread by SIGUSR2."""
+    before = signal.signal(signal.SIGUSR2, lambda *_: handler())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+async def total(comm):
+    return (await comm.all_reduce(torch.ones(1))).item()
+
+
+# ----------------------------------------------------------------------------------------------------------- hooks
+
+
+def test_hooks_see_every_op(run):
+    async def main():
+        async with local_world(2) as (one, two):
+            seen = []
+            before = one.register_pre_hook(lambda op, seq: seen.append(("pre", op.name, seq)))
+            after = one.register_post_hook(lambda work: seen.append(("post", work.op.name, work.seq, work.done())))
+            work = one.recv(torch.empty(2), 1)
+            await two.send(torch.ones(2), 0)
+            await work
+            with pytest.raises(ArgumentError):
+                one.send(torch.ones(2), 7)  # not posted, so no hook sees it
+            before.remove()
+            after.remove()
+            after.remove()
+            await ranks([one, two], total)
+            assert seen == [("pre", "recv", 0), ("post", "recv", 0, True)]
+
+    run(main)
+
+
+def test_a_pre_hook_that_raises_stops_the_op(run):
+    async def main():
+        async with local_world(1) as (comm,):
+
+            def refuse(op, seq):
+                raise PermissionError("not now")
+
+            hook = comm.register_pre_hook(refuse)
+            tensor = torch.ones(2)
+            with pytest.raises(PermissionError):
+                comm.all_reduce(tensor, ReduceOp.PREMUL_SUM(3.0))
+            assert tensor.eq(1).all()
+            hook.remove()
+            await comm.all_reduce(tensor, ReduceOp.PREMUL_SUM(3.0))
+            assert tensor.eq(3).all()
+
+    run(main)
+
+
+def test_what_other_hooks_raise_is_reported_and_harms_nobody():
+    async def main():
+        said = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(str(context["exception"])))
+        async with local_world(2) as world:
+
+            def broken(_):
+                raise ValueError("broken hook")
+
+            world[0].register_post_hook(broken)
+            world[0].register_abort_hook(broken)
+            assert await ranks(world, total) == [2, 2]
+            world[1].abort("enough")
+        assert said == ["broken hook"] * 2
+
+    run_on("asyncio", main)
+
+
+def test_abort_hooks_get_the_first_reason_once(run):
+    async def main():
+        async with local_world(3) as world:
+            reasons = []
+            for comm in world:
+                comm.register_abort_hook(lambda error, rank=comm.rank: reasons.append((rank, str(error))))
+            world[1].abort("first")
+            world[1].abort("second")
+            world[2].abort("third")
+            await turns()
+            assert sorted(rank for rank, _ in reasons) == [0, 1, 2]
+            assert all("aborted by rank 1: first" in reason for _, reason in reasons)
+
+    run(main)
+
+
+def test_a_hook_registered_twice_is_called_twice_and_removed_one_by_one():
+    async def main():
+        async with local_world(1) as (comm,):
+            seen = []
+            first, second = (comm.register_post_hook(seen.append) for _ in range(2))
+            await comm.barrier()
+            assert len(seen) == 2
+            first.remove()
+            first.remove()
+            await comm.barrier()
+            assert len(seen) == 3
+            second.remove()
+            await comm.barrier()
+            assert len(seen) == 3
+
+    run_on("asyncio", main)
+
+
+def test_a_hook_that_cannot_be_called_is_refused():
+    async def main():
+        async with local_world(1) as (comm,):
+            for register in (comm.register_pre_hook, comm.register_post_hook, comm.register_abort_hook):
+                with pytest.raises(ArgumentTypeError, match=r"fn is 5 \(int\), wanted a function"):
+                    register(5)
+            await comm.barrier()
+
+    run_on("asyncio", main)
+
+
+def test_a_world_is_asked_for_by_a_number_of_ranks():
+    async def main(size, error, text):
+        with pytest.raises(error, match=text):
+            async with local_world(size):
+                pass
+
+    run_on("asyncio", main, "2", ArgumentTypeError, r"size is '2' \(str\), wanted the number of ranks as an int")
+    run_on("asyncio", main, 0, ArgumentError, "size is 0, wanted at least 1 rank")
+
+
+def test_an_operator_that_the_dtype_has_not_names_the_dtypes_that_have_it():
+    async def main():
+        async with local_world(1) as (comm,):
+            with pytest.raises(
+                UnsupportedOperation, match=r"op avg .* dtype torch.int32, wanted one of .*torch.float32"
+            ):
+                comm.all_reduce(torch.ones(1, dtype=torch.int32), ReduceOp.AVG)
+
+    run_on("asyncio", main)
+
+
+def test_what_is_wrong_with_a_reconfiguration_is_said_as_its_own():
+    async def main():
+        async with local_world(2) as world:
+            with pytest.raises(
+                ArgumentError, match=r"^reconfigure on 'world' \(rank 0\): ranks is \[1\] and leaves out"
+            ):
+                await world[0].reconfigure([1])
+            with pytest.raises(
+                ArgumentError, match=r"^reconfigure on 'world' \(rank 0\): the communicator is not lost"
+            ):
+                await world[0].reconfigure()
+
+    run_on("asyncio", main)
+
+
+def test_an_op_of_a_pre_hook_has_a_number_of_its_own(run):
+    async def main():
+        async with local_world(2) as world:
+
+            async def each(comm):
+                inner = []
+                comm.register_pre_hook(
+                    lambda op, seq: inner.append(comm.barrier()) if op.name == "all_reduce" else None
+                )
+                outer = comm.all_reduce(torch.ones(1))
+                await inner[0]
+                assert (await outer).item() == 2
+                assert inner[0].seq != outer.seq
+
+            await ranks(world, each)
+
+    run(main)
+
+
+def test_a_post_hook_comes_before_those_who_wait(run):
+    async def main():
+        async with local_world(2) as (one, two):
+            order = []
+            two.register_post_hook(lambda work: order.append("hook"))
+
+            async def wait(work):
+                await work
+                order.append("awaiter")
+
+            work = two.recv(torch.empty(1), 0)
+            work.add_done_callback(lambda work: order.append("callback"))
+            await together(lambda: wait(work), lambda: one.send(torch.ones(1), 1).wait())
+            await turns()
+            assert order[0] == "hook"
+            assert sorted(order) == ["awaiter", "callback", "hook"]
+
+    run(main)
+
+
+# ---------------------------------------------------------------------------------------------------------- groups
+
+
+def test_each_task_finds_its_own_among_ranks_of_one_name(run):
+    async def main():
+        async with local_world(3) as world:
+            with pytest.raises(ArgumentError, match="'world', and this process has 3 communicators of that name"):
+                aiocomms.get_comm()
+
+            async def each(comm):
+                directory.enter(comm)
+
+                async def inherits():
+                    for name in (None, "", "world", comm):
+                        assert aiocomms.get_comm(name) is comm
+
+                await together(inherits)
+                child = await comm.split([0, 1, 2], "tp")
+                assert aiocomms.get_comm("tp") is child
+                assert aiocomms.get_comm() is comm
+                await comm.barrier()
+                await child.aclose()
+                await comm.barrier()
+                with pytest.raises(ArgumentError, match="no open communicator has that name; open ones: 'world'"):
+                    aiocomms.get_comm("tp")
+
+            await ranks(world, each)
+            with pytest.raises(ArgumentError, match="3 communicators"):
+                aiocomms.get_comm()
+        with pytest.raises(ArgumentError, match="open ones: none"):
+            aiocomms.get_comm()
+        with pytest.raises(ArgumentTypeError, match="group is 7, wanted a Communicator or its name"):
+            aiocomms.get_comm(7)
+
+    run(main)
+
+
+def test_a_name_does_not_keep_a_communicator_alive(run):
+    async def main():
+        comm = await aiocomms.new_comm()
+        ref = weakref.ref(comm)
+        await comm.aclose()
+        del comm
+        await turns()
+        gc.collect()
+        assert ref() is None
+
+    run(main)
+
+
+def test_a_cancelled_close_closes_each_transport(install):
+    install(spare=type("Spare", (LocalTransport,), {}))
+
+    async def main():
+        comm = await aiocomms.new_comm({"p2p": "local", "collectives": "spare"})
+        closing, closed = asyncio.Event(), []
+
+        async def aclose(self):
+            closed.append(type(self).__name__)
+            closing.set()
+            await asyncio.sleep(3600 if len(closed) == 1 else 0)
+
+        with patch.object(LocalTransport, "aclose", aclose):
+            close = asyncio.ensure_future(comm.aclose())
+            await closing.wait()
+            close.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await close
+        assert sorted(closed) == ["LocalTransport", "Spare"]
+
+    asyncio.run(main())
+
+
+def test_names_of_closed_communicators_are_forgotten(run):
+    async def main():
+        async with aiocomms.new_comm() as world:
+            for i in range(5):
+                async with aiocomms.new_comm(name=f"job {i}"):
+                    pass
+            assert directory._mine.get().keys() == {"world", "job 4"}
+            assert aiocomms.get_comm() is world
+
+    run(main)
+
+
+def test_a_reconfiguration_that_is_cancelled_late_leaves_nobody_waiting(run):
+    async def main():
+        async with local_world(2) as (one, two):
+            one.abort("enough")
+            closing, scope = anyio.Event(), anyio.CancelScope()
+
+            async def aclose():
+                closing.set()
+                await anyio.sleep_forever()
+
+            async def give_up():
+                with scope:
+                    await two.reconfigure()
+
+            with patch.object(two, "aclose", aclose):
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(give_up)
+                    new = await one.reconfigure()
+                    await closing.wait()
+                    scope.cancel()
+            with pytest.raises(CommAbortedError, match="aborted by rank 1: Cancelled"):
+                await new.barrier(timeout=5)
+            await new.aclose()
+
+    run(main)
+
+
+# ----------------------------------------------------------------------------------------------------------- split
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 7])
+def test_split_into_even_and_odd(run, size):
+    async def main():
+        async with local_world(size) as world:
+
+            async def each(comm):
+                mine = [r for r in range(size) if r % 2 == comm.rank % 2]
+                child = await comm.split(mine)
+                assert (child.rank, child.size) == (mine.index(comm.rank), len(mine))
+                assert child.name == "world/1"
+                got = await child.all_reduce(torch.tensor([comm.rank]))
+                assert got.item() == sum(mine)
+                await child.aclose()
+                assert await total(comm) == size
+
+            await ranks(world, each)
+
+    run(main)
+
+
+def test_split_in_another_order_with_a_name_and_without_some(run):
+    async def main():
+        async with local_world(4) as world:
+
+            async def each(comm):
+                child = await comm.split([3, 1, 0] if comm.rank != 2 else [], name="tp")
+                if comm.rank == 2:
+                    assert child is None
+                    return
+                async with child:
+                    assert child.rank == [3, 1, 0].index(comm.rank)
+                    assert aiocomms.get_comm("tp") is child  # each task finds its own
+                    out = torch.empty(3, dtype=torch.int64)
+                    await child.all_gather_single(out, torch.tensor([comm.rank]))
+                    assert out.tolist() == [3, 1, 0]
+                    grandchild = await child.split([child.rank])
+                    assert grandchild.size == 1
+                    await grandchild.aclose()
+
+            await ranks(world, each)
+            with pytest.raises(ArgumentError, match="no open communicator"):
+                aiocomms.get_comm("tp")
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("members", "error", "text"),
+    [
+        ([1], ArgumentError, "leaves out this rank"),
+        ([0, 0], ArgumentError, "each rank once"),
+        ([0, 2], ArgumentError, r"ranks\[1\]"),
+        ([0, True], ArgumentTypeError, r"ranks\[1\]"),
+        ("01", ArgumentTypeError, "wanted a list"),
+        (None, ArgumentTypeError, "wanted a list"),
+    ],
+)
+def test_split_refuses_bad_members_before_anything_is_sent(members, error, text):
+    async def main():
+        async with local_world(2) as world:
+            with pytest.raises(error, match=text):
+                await world[0].split(members)
+            children = await ranks(world, lambda comm: comm.split([0, 1]))
+            assert await ranks(children, total) == [2, 2]
+            await ranks(children, lambda comm: comm.aclose())
+
+    run_on("asyncio", main)
+
+
+@pytest.mark.parametrize("name", ["", "x" * 201, 5, b"tp"], ids=repr)
+def test_split_refuses_a_bad_name_before_anything_is_sent(name):
+    async def main():
+        async with local_world(2) as world:
+            with pytest.raises(ArgumentError, match="name "):
+                await world[0].split([0, 1], name)
+            children = await ranks(world, lambda comm: comm.split([0, 1]))
+            assert [child.name for child in children] == ["world/1"] * 2
+            await ranks(children, lambda comm: comm.aclose())
+
+    run_on("asyncio", main)
+
+
+def test_split_into_groups_that_disagree(run):
+    async def main():
+        async with local_world(3) as world:
+            results = await ranks(world, lambda comm: outcome(comm.split([[0, 1], [0, 1, 2], [2]][comm.rank])))
+            assert all(isinstance(error, (MismatchError, CommAbortedError)) for error in results)
+            assert any(isinstance(error, MismatchError) for error in results)
+
+    run(main)
+
+
+# ------------------------------------------------------------------------------------------------------------ abort
+
+
+def test_abort_ends_everything_everywhere(run):
+    async def main():
+        async with local_world(3) as world:
+            works = [comm.recv(torch.empty(1), (comm.rank + 1) % 3, tag) for comm in world for tag in range(300)]
+            works += [world[0].all_reduce(torch.ones(1)), world[1].all_reduce(torch.ones(1))]
+            async with anyio.create_task_group() as tasks:
+                results = []
+
+                async def wait(work):
+                    results.append(await outcome(work))
+
+                for work in works:
+                    tasks.start_soon(wait, work)
+                await turns()
+                world[2].abort(ValueError("bad batch"))
+            assert len(results) == len(works)
+            assert {type(error) for error in results} == {CommAbortedError}
+            assert all("aborted by rank 2: ValueError: bad batch" in str(error) for error in results)
+            assert all(comm.aborted and not comm.closed for comm in world)
+            with pytest.raises(CommAbortedError, match="bad batch"):
+                world[0].send(torch.ones(1), 1)
+
+    run(main)
+
+
+def test_abort_from_another_thread(run):
+    async def main():
+        async with local_world(2) as (one, two):
+            works = [two.recv(torch.empty(1), 0, tag) for tag in range(1000)]
+            threading.Thread(target=one.abort, args=("from a thread",)).start()
+            for work in works:
+                error = await outcome(work)
+                assert isinstance(error, CommAbortedError)
+
+    run(main)
+
+
+def test_abort_from_a_signal_handler():
+    async def main():
+        async with local_world(2) as (one, two):
+            works = [two.recv(torch.empty(1), 0, tag) for tag in range(1000)]
+            with on_signal(lambda: one.abort("by a signal")):
+                os.kill(os.getpid(), signal.SIGUSR2)
+                for work in works:
+                    assert "by a signal" in str(await outcome(work))
+
+    run_on("asyncio", main)
+
+
+def test_a_signal_handlers_abort_wakes_a_loop_that_sleeps(run):
+    async def main():
+        async with local_world(2) as (one, two):
+            work = two.recv(torch.empty(1), 0)
+            with on_signal(lambda: one.abort("by a signal")):
+                threading.Timer(0.05, signal.pthread_kill, (threading.get_ident(), signal.SIGUSR2)).start()
+                with anyio.fail_after(3):
+                    error = await outcome(work)
+                assert "by a signal" in str(error)
+
+    started = time.monotonic()
+    run(main)
+    assert time.monotonic() - started < 2.5
+
+
+def test_a_signal_handler_may_abort_whatever_it_interrupts(run):
+    """Between any two instructions of an op, some of which hold locks that aborting takes too."""
+
+    async def main(delay):
+        async with local_world(2) as (one, two):
+            works = []
+            with on_signal(lambda: one.abort("by a signal")):
+                threading.Timer(delay, signal.pthread_kill, (threading.get_ident(), signal.SIGUSR2)).start()
+                with contextlib.suppress(CommAbortedError):
+                    while True:
+                        works.append(two.recv(torch.empty(1), 0, len(works)))
+                        works.append(two.all_reduce(torch.ones(1)))
+                        works.append(one.send(torch.ones(1), 1, -1))
+            for work in works:
+                assert isinstance(await outcome(work), CommAbortedError)
+            assert not one._pending
+            assert not two._pending
+
+    for i in range(15):
+        run(main, 0.0003 * i)
+
+
+def test_an_abort_on_another_thread_is_what_ends_works_even_if_the_close_comes_first(run):
+    async def main():
+        async with local_world(2) as (one, _):
+            reasons = []
+            one.register_abort_hook(reasons.append)
+            work = one.all_reduce(torch.ones(1))
+            in_threads(lambda: one.abort("enough"))
+            await one.aclose()
+            assert isinstance(work.exception(), CommAbortedError)
+            await turns()
+            assert [str(reason) for reason in reasons] == ["aborted by rank 0: enough"]
+
+    run(main)
+
+
+def test_another_communicator_goes_on(run):
+    async def main():
+        async with local_world(2) as world, local_world(2, name="other") as other:
+            world[0].abort("enough")
+            assert await ranks(other, total) == [2, 2]
+
+    run(main)
+
+
+def test_calls_on_another_thread_are_refused():
+    async def main():
+        async with local_world(1) as (comm,):
+            with pytest.raises(RuntimeError, match="another thread"):
+                await anyio.to_thread.run_sync(comm.barrier)
+
+    run_on("asyncio", main)
+
+
+def test_what_changes_a_communicator_is_refused_on_another_thread():
+    async def main():
+        async with local_world(2) as (one, two):
+            waiting = one.recv(torch.empty(1), 1)
+            for call in (waiting.cancel, one.aclose):
+                with pytest.raises(RuntimeError, match=rf"{call.__name__} .* another thread .*threadsafe"):
+                    await anyio.to_thread.run_sync(anyio.run, call)
+            two.send(torch.ones(1), 0)
+            assert await waiting == 1  # nothing was lost
+
+    run_on("asyncio", main)
+
+
+# ------------------------------------------------------------------------------------------------------------ close
+
+
+def test_close_withdraws_receives_and_lets_the_rest_end(run):
+    async def main():
+        async with local_world(2) as (one, two):
+            waiting = one.recv(torch.empty(1), 1)
+            sending = one.send(torch.ones(1), 1, 5)
+            got = torch.zeros(1)
+
+            async def late():
+                await turns()
+                await two.recv(got, 0, 5)
+
+            await together(one.aclose, late)
+            assert isinstance(await outcome(waiting), CommClosedError)
+            assert (await sending).item() == got.item() == 1
+            with pytest.raises(CommClosedError):
+                one.barrier()
+            assert one.closed
+            assert not one.aborted
+
+    run(main)
+
+
+def test_close_gives_up_what_does_not_end(run, monkeypatch):
+    monkeypatch.setattr(communicator, "CLOSE_GRACE", 0.05)
+
+    async def main():
+        async with local_world(2) as (one, two):
+            work = one.all_reduce(torch.ones(1))
+            await one.aclose()
+            assert isinstance(await outcome(work), CommClosedError)
+            await turns()
+            error = await outcome(two.all_reduce(torch.ones(1))) if not two.aborted else two._refusal
+            assert isinstance(error, CommAbortedError)
+            assert "closed by rank 0" in str(error)
+
+    run(main)
+
+
+def test_close_again_and_at_the_same_time(run):
+    async def main():
+        async with local_world(2) as world:
+            await together(*(comm.aclose for comm in world for _ in range(3)))
+            await world[0].aclose()
+
+    run(main)
+
+
+def test_close_of_a_transport_that_fails_to_close_is_done_all_the_same(run, install):
+    class Sick(LocalTransport):
+        async def aclose(self):
+            await super().aclose()
+            raise ValueError("sick")
+
+    install(sick=Sick)
+
+    async def main():
+        comm = await aiocomms.new_comm("sick", rank=0, size=1)
+
+        async def again():
+            await turns()
+            await comm.aclose()
+
+        with pytest.raises(ValueError, match="sick"):
+            await comm.aclose()
+        await again()
+        with pytest.raises(ArgumentError, match="no open communicator"):
+            aiocomms.get_comm()
+
+    run(main)
+
+
+def test_a_cancelled_close_still_releases_everything(run):
+    async def main():
+        async with local_world(2) as (one, two):
+            work = one.all_reduce(torch.ones(1))
+            with anyio.CancelScope() as scope:
+                scope.cancel()
+                await one.aclose()
+            assert one.closed
+            assert isinstance(await outcome(work), CommClosedError)
+            del two
+
+    def held():
+        run(main)
+        for running in list(dumps._running):  # it writes down why the rank that was not closed has lost it
+            with running:
+                pass
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = held()  # from its first run on uvloop keeps a pipe
+    assert held() <= before
+
+
+def test_leaving_by_an_exception_tells_the_others(run):
+    async def main():
+        async with local_world(2) as (one, two):
+            work = two.all_reduce(torch.ones(1))
+            with pytest.raises(KeyError):
+                async with one:
+                    raise KeyError("lost")
+            error = await outcome(work)
+            assert isinstance(error, CommAbortedError)
+            assert "aborted by rank 0: KeyError: 'lost'" in str(error)
+
+    run(main)
+
+
+def test_what_needs_a_closed_rank_fails_and_nothing_else(run):
+    async def main():
+        async with local_world(3) as (one, two, three):
+            waiting = two.recv(torch.empty(1), 0)
+            await one.aclose()
+            for work in (waiting, two.recv(torch.empty(1), 0), two.send(torch.ones(1), 0)):
+                error = await outcome(work)
+                assert isinstance(error, CommAbortedError)
+                assert error.peer == 0
+            assert not two.aborted
+            got = torch.zeros(1)
+            await together(lambda: two.send(torch.ones(1), 2), lambda: three.recv(got, 1))
+            for comm in (two, three):
+                with pytest.raises(CommAbortedError, match="closed by rank 0"):
+                    await comm.all_reduce(torch.ones(1))
+            assert two.aborted
+            assert three.aborted
+
+    run(main)
+
+
+def test_many_communicators_leave_nothing_behind():
+    async def main():
+        for _ in range(300):
+            async with aiocomms.new_comm() as comm:
+                await comm.all_reduce(torch.ones(1))
+
+    def count():
+        return threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
+
+    run_on("asyncio", main)
+    before = count()
+    run_on("asyncio", main)
+    assert count() == before
+
+
+# ------------------------------------------------------------------------------------------------------------ debug
+
+
+def test_debug_mode_refuses_busy_buffers(monkeypatch):
+    monkeypatch.setenv("AIOCOMMS_DEBUG", "1")
+
+    async def main():
+        async with local_world(2) as (one, two):
+            buffer = torch.zeros(8)
+            work = one.recv(buffer[:4], 1)
+            for call in (
+                lambda: one.recv(buffer[3:5], 1, 1),
+                lambda: one.send(buffer[0:1], 1),
+                lambda: one.all_reduce(buffer),
+            ):
+                with pytest.raises(BufferBusyError, match=r"recv #0"):
+                    call()
+            other = one.recv(buffer[4:], 1, 1)
+            sends = [two.send(torch.ones(4), 0), two.send(torch.full((4,), 2.0), 0, 1)]
+            await work
+            await other
+            assert buffer.tolist() == [1] * 4 + [2] * 4
+            for send in sends:
+                await send
+            reading = [one.send(buffer, 1, tag) for tag in range(2)]  # readers may share
+            for tag in range(2):
+                await two.recv(torch.empty(8), 0, tag)
+            for send in reading:
+                await send
+
+    run_on("asyncio", main)
+
+
+class NoWindows(LocalTransport):
+    """Collectives alone."""
+
+    capabilities = Capabilities(ops=frozenset({ops.AllReduce, ops.Barrier}), in_process=True)
+
+
+def test_ops_that_nobody_carries_are_refused_by_name(install):
+    install(poor=NoWindows)
+
+    async def main():
+        async with local_world(2, "poor") as world:
+            assert world[0].transports == {"collectives": "poor"}
+            for call in (
+                lambda comm: comm.send(torch.ones(1), 1 - comm.rank),
+                lambda comm: comm.broadcast(torch.ones(1), 0),
+                lambda comm: comm.send_object(1, 1 - comm.rank),
+            ):
+                with pytest.raises(UnsupportedOperation, match="no transport of this communicator carries it"):
+                    call(world[0])
+            assert await ranks(world, total) == [2, 2]
+
+    run_on("asyncio", main)

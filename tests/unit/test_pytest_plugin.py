@@ -1,0 +1,317 @@
+"""The pytest plug-in, as other people's test suites meet it."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+# What a run imports pytester takes out of sys.modules again; torch cannot be imported twice, and nothing else need be.
+for _module in ("aiocomms.functional", "aiocomms.testing", "aiocomms_local", "trio", "uvloop", "pytest_asyncio"):
+    importlib.import_module(_module)
+
+pytest_plugins = ["pytester"]
+
+INI = """
+[pytest]
+addopts = --strict-markers -p no:cacheprovider -p no:hypothesispytest
+asyncio_default_fixture_loop_scope = function
+asyncio_mode = {mode}
+filterwarnings = error
+timeout = 30
+"""
+
+HEAD = """
+import anyio, asyncio, gc, pytest, torch
+from aiocomms import functional
+from aiocomms.bootstrap import directory
+
+async def sums(world, n):
+    assert [comm.rank for comm in world] == list(range(n))
+    assert {comm.size for comm in world} == {n}
+    works = [comm.all_reduce(torch.ones(2)) for comm in world]
+    for work in works:
+        assert (await work).tolist() == [n, n]
+"""
+
+
+@pytest.fixture
+def suite(pytester: pytest.Pytester):
+    """Write a test suite, run it, and return the result."""
+
+    def run(source: str, *args: str, mode: str = "strict", ini: str = ""):
+        pytester.makeini(INI.format(mode=mode) + ini)
+        pytester.makepyfile(HEAD + source)
+        return pytester.runpytest_inprocess(*args)
+
+    return run
+
+
+ASYNCIO = """
+{mark}
+async def test_two(world):
+    await sums(world, 2)
+
+{mark}
+@pytest.mark.ranks(4)
+async def test_four(world):
+    await sums(world, 4)
+
+{mark}
+@pytest.mark.ranks(1)
+async def test_one(world):
+    await sums(world, 1)
+    assert (await functional.all_gather(torch.ones(3))).shape == (1, 3)
+
+@pytest.mark.ranks(3)
+class TestClass:
+    {mark}
+    async def test_three(self, world):
+        await sums(world, 3)
+
+    {mark}
+    @pytest.mark.ranks(5)
+    async def test_the_closest_marker_wins(self, world):
+        await sums(world, 5)
+
+{mark}
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.ranks(3))])
+async def test_parametrised(world, n):
+    await sums(world, n)
+
+{mark}
+async def test_groups(world):
+    async def rank(comm):
+        directory.enter(comm)
+        return await functional.all_gather(torch.tensor(comm.rank))
+    assert [t.tolist() for t in await asyncio.gather(*map(rank, world))] == [[0, 1]] * 2
+"""
+
+
+@pytest.mark.parametrize("mode", ["strict", "auto"])
+def test_pytest_asyncio(suite, mode):
+    mark = "@pytest.mark.asyncio" if mode == "strict" else ""
+    suite(ASYNCIO.format(mark=mark).replace("\n    \n", "\n"), mode=mode).assert_outcomes(passed=8)
+
+
+def test_the_world_lives_in_the_tests_loop_whatever_its_scope(suite):
+    source = """
+class Test{scope}:
+    @pytest.mark.asyncio(loop_scope="{scope}")
+    async def test_a(self, world):
+        await sums(world, 2)
+
+    @pytest.mark.asyncio(loop_scope="{scope}")
+    async def test_b(self, world):
+        await sums(world, 2)
+"""
+    scopes = ("function", "class", "module", "package", "session")
+    suite("".join(source.format(scope=scope) for scope in scopes)).assert_outcomes(passed=10)
+
+
+def test_the_default_loop_scope_is_obeyed(suite):
+    source = """
+pytestmark = pytest.mark.asyncio
+
+async def test_a(world):
+    await sums(world, 2)
+
+async def test_b(world):
+    await sums(world, 2)
+"""
+    suite(source, ini="asyncio_default_test_loop_scope = session\n").assert_outcomes(passed=2)
+
+
+def test_anyio_on_every_backend(suite):
+    source = """
+pytestmark = pytest.mark.anyio
+
+@pytest.fixture(params=["asyncio", ("asyncio", {"use_uvloop": True}), "trio"], ids=["asyncio", "uvloop", "trio"])
+def anyio_backend(request):
+    return request.param
+
+@pytest.mark.ranks(3)
+async def test_three(world, anyio_backend):
+    name = type(world[0].driver._loop.token).__module__.partition(".")[0]
+    assert name in (anyio_backend, "uvloop" if isinstance(anyio_backend, tuple) else "")
+    await sums(world, 3)
+
+async def test_two(world):
+    await sums(world, 2)
+
+async def test_groups(world):
+    async def rank(comm):
+        directory.enter(comm)
+        assert (await functional.all_gather(torch.tensor(comm.rank))).tolist() == [0, 1]
+    async with anyio.create_task_group() as tasks:
+        for comm in world:
+            tasks.start_soon(rank, comm)
+"""
+    suite(source).assert_outcomes(passed=9)
+
+
+def test_anyio_in_auto_mode_without_pytest_asyncio(suite):
+    source = """
+async def test_it(world):
+    await sums(world, 2)
+"""
+    suite(
+        source, "-p", "no:asyncio", "-W", "ignore::pytest.PytestConfigWarning", ini="anyio_mode = auto\n"
+    ).assert_outcomes(passed=2)
+
+
+def test_both_runners_in_one_suite(suite):
+    source = """
+@pytest.mark.asyncio
+async def test_asyncio(world):
+    await sums(world, 2)
+
+@pytest.mark.anyio
+async def test_anyio(world):
+    await sums(world, 2)
+"""
+    suite(source).assert_outcomes(passed=3)
+
+
+def test_fixtures_may_build_upon_it(suite):
+    source = """
+import pytest_asyncio
+
+@pytest_asyncio.fixture
+async def total(world):
+    works = [comm.all_reduce(torch.ones(())) for comm in world]
+    return [int(await work) for work in works]
+
+@pytest.mark.asyncio
+@pytest.mark.ranks(3)
+async def test_asyncio(total, world):
+    assert total == [3, 3, 3]
+    await sums(world, 3)
+
+@pytest.fixture
+async def anyio_total(world):
+    works = [comm.all_reduce(torch.ones(())) for comm in world]
+    return [int(await work) for work in works]
+
+@pytest.mark.anyio
+async def test_anyio(anyio_total):
+    assert anyio_total == [2, 2]
+"""
+    suite(source).assert_outcomes(passed=3)
+
+
+def test_hypothesis_tests_may_use_it(suite):
+    source = """
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+@pytest.mark.asyncio
+@given(st.integers(0, 9))
+@settings(max_examples=5, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+async def test_it(world, n):
+    work = world[0].send(torch.tensor(n), 1)
+    assert await world[1].recv(torch.tensor(0), 0) == n
+    await work
+"""
+    suite(source, "-p", "_hypothesis_pytestplugin").assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize("mark", ["asyncio", "anyio"])
+def test_a_test_that_fails_says_only_its_own_error_and_ends_soon(suite, mark):
+    source = f"""
+seen = []
+
+@pytest.mark.{mark}
+async def test_fails(world):
+    seen.append(world)
+    works = [comm.send(torch.ones(2), 1 - comm.rank) for comm in world]  # which would take closing its whole patience
+    seen.append(works)
+    assert 1 == 2
+
+def test_it_was_aborted_and_closed():
+    world, works = seen[:2]
+    assert all(comm.closed and comm.aborted for comm in world)
+    assert all("the test failed" in str(work.exception()) for work in works)
+    with pytest.raises(ValueError, match="no open communicator has that name"):
+        directory.get("world")
+"""
+    result = suite(source, "-k", "not trio")
+    result.assert_outcomes(passed=1, failed=1, deselected=0 if mark == "asyncio" else 1)
+    result.stdout.fnmatch_lines("E  *assert 1 == 2")
+    assert "raised" not in result.stdout.str()
+    assert result.duration < 4
+
+
+@pytest.mark.parametrize("mark", ["asyncio", "anyio"])
+def test_a_world_is_closed_after_its_test(suite, mark):
+    source = f"""
+seen = []
+
+@pytest.mark.{mark}
+async def test_passes(world):
+    seen.extend(world)
+
+def test_it_was_closed():
+    assert all(comm.closed and not comm.aborted for comm in seen)
+"""
+    suite(source, "-k", "not trio").assert_outcomes(passed=2, deselected=0 if mark == "asyncio" else 1)
+
+
+MARKERS = ("", "0", "-1", "True", "2.0", "'2'", "[2]", "2, 3", "n=2", "2, n=3", "None")
+MISTAKES = {
+    "def {name}(world): ...": "the test is no coroutine function: write 'async def'",
+    "async def {name}(world): ...": "nothing runs the test in one: mark it with pytest.mark.anyio, or install",
+    **{
+        f"@pytest.mark.asyncio\n@pytest.mark.ranks({given})\nasync def {{name}}(world): ...": (
+            f"got the marker ranks({given}), wanted the number of ranks: ranks(4)"
+        )
+        for given in MARKERS
+    },
+}
+
+
+def test_a_mistake_is_said_in_one_line(suite):
+    source = "\n".join(test.format(name=f"test_{i}") for i, test in enumerate(MISTAKES))
+    result = suite(source, "-p", "no:warnings")
+    result.assert_outcomes(errors=len(MISTAKES))
+    for i, message in enumerate(MISTAKES.values()):
+        line = next(line for line in result.outlines if f"::test_{i}: the fixture 'world' of aiocomms " in line)
+        assert message in line
+    assert "Traceback" not in result.stdout.str()
+
+
+def test_the_marker_and_the_fixture_are_described(suite):
+    marker = "@pytest.mark.ranks(n): how many ranks the fixture 'world' has; 2 by default"
+    suite("def test_it(): ...", "--markers").stdout.fnmatch_lines(marker)
+    fixtures = suite("def test_it(): ...", "--fixtures").stdout
+    fixtures.fnmatch_lines("world -- *pytest_plugin.py*")
+    assert "_aiocomms" not in fixtures.str()
+
+
+def test_a_suite_may_have_a_fixture_world_of_its_own(suite):
+    source = """
+@pytest.fixture
+def world():
+    return 42
+
+def test_it(world):
+    assert world == 42
+"""
+    suite(source).assert_outcomes(passed=1)
+
+
+def test_it_costs_other_suites_nothing(pytester):
+    pytester.makepyfile(
+        """
+        import sys
+
+        def test_it():
+            assert not {"asyncio", "anyio", "trio", "torch", "msgspec", "pytest_asyncio"} & set(sys.modules)
+            ours = [name for name in sys.modules if name.startswith("aiocomms")]
+            assert sorted(ours) == ["aiocomms", "aiocomms.pytest_plugin"]
+        """
+    )
+    run = [sys.executable, "-m", "pytest", "-p", "no:anyio", "-p", "no:asyncio", "-p", "no:hypothesispytest", "-q"]
+    result = subprocess.run([*run, "-p", "no:cacheprovider"], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr

@@ -1,0 +1,336 @@
+"""Collectives: the ranks agree on each before any of its bytes reaches gloo.
+
+A mismatch would abort the process, hang or compute nonsense there. So every rank tells every other what it calls, and
+what is small rides along. What is large then runs on the group, for which one rule holds: *all ranks start the same ops
+in the same order*. A rank starts an op when all ranks' words on it have come and all its earlier large calls are
+started, so it starts them in the order of its calls; and whether a call is large follows from what the ranks agreed on.
+Words travel beside the group and wait for nothing. So the first op that is not finished is one that every rank has
+started or is free to start: nothing can deadlock or cross.
+
+A rank that loses the communicator lets its program have the tensors at once, while gloo may still be sending them. So a
+large call is done when gloo has done with it on every rank, and no rank says so that has lost the communicator by then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from queue import SimpleQueue
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from aiocomms import ops
+from aiocomms.errors import CommError, MismatchError, ProtocolError
+from aiocomms.transport import Completion, conclude
+from aiocomms_c10d.collectives import PLANS, Plan
+from aiocomms_c10d.control import Link
+from aiocomms_c10d.group import Group
+from aiocomms_c10d.inbox import Inbox
+from aiocomms_c10d.wire import CALL, INLINE, LANDED, TEXT, Frame, Header, pack
+
+_EMPTY = torch.empty(0, dtype=torch.uint8)
+_SMALL = object()
+_SPREAD: Final = 4 * INLINE
+"""Most bytes that a rank sends in all for what the group would do with fewer."""
+_AHEAD: Final = 2**20
+"""How many collectives a rank may have called that another has not."""
+_BLAME: Final = 1.0
+"""Seconds within which a lost peer's link says so."""
+
+
+class _Word(NamedTuple):
+    """What one rank says of one collective."""
+
+    text: bytes
+    sizes: tuple[int, ...]
+    payload: Tensor
+
+
+class _Call:
+    """A collective that this rank has called."""
+
+    __slots__ = ("agreed", "number", "plan", "text", "words", "work")
+
+    def __init__(self, number: int, plan: Plan, work: Completion, text: bytes) -> None:
+        self.number = number
+        self.plan = plan
+        self.work = work
+        self.text = text
+        self.words: dict[int, _Word] = {plan.rank: _Word(text, plan.sizes, _EMPTY)}
+        self.agreed: bool = False
+
+
+class Meeting:
+    """The collectives of one rank."""
+
+    def __init__(
+        self,
+        group: Group,
+        links: Mapping[int, Link],
+        inbox: Inbox,
+        fail: Callable[[CommError], None],
+        lost: threading.Event,
+    ) -> None:
+        """Begin.
+
+        :param fail: says on any thread that the communicator is lost.
+        :param lost: set when somebody has said so, before any work fails for it.
+        """
+        self._group = group
+        self._links = links
+        self._inbox = inbox
+        self._fail = fail
+        self._lost = lost
+        self._lock = threading.Lock()
+        self._count = 0
+        self._calls: dict[int, _Call] = {}  # not agreed on yet
+        self._early: dict[int, dict[int, _Word]] = {}  # words on what this rank has not called yet
+        self._large: deque[_Call] = deque()  # what is or may turn out large, in the order of the calls
+        self._running: set[_Call] = set()  # gloo has their tensors
+        self._landing: dict[int, _Call] = {}  # gloo is done with them here, but not everywhere
+        self._landed: defaultdict[int, set[int]] = defaultdict(set)  # where it is, by the number of the call
+        self._jobs: SimpleQueue[_Call | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._verdict: MismatchError | None = None
+        self.disputed = -1
+        """The first collective on which the ranks disagree."""
+
+    # ---------------------------------------------------------------------------------------- on the loop's thread
+
+    def post(self, op: ops.Op, work: Completion) -> None:
+        """Call a collective."""
+        plan = PLANS[op.kind](op, self._group.rank, self._group.size)
+        call = _Call(self._count, plan, work, _describe(op))
+        self._count += 1
+        self._tell(call)
+        with self._lock:
+            early = self._early.pop(call.number, {})
+            self._calls[call.number] = call
+            if plan.sizes or not self._is_small(plan, plan.nbytes):
+                self._large.append(call)
+            call.words.update(early)
+            outcome = self._look(call, early)
+        if outcome is _SMALL:
+            self._finish(call)
+        elif outcome is not None:
+            conclude(work, outcome)
+
+    def _tell(self, call: _Call) -> None:
+        """Say what this rank calls, to every rank, with its part of the data if that is little."""
+        plan = call.plan
+        small = self._is_small(plan, plan.nbytes)
+        frame: Tensor | None = None
+        before: tuple[int, int] | None = None
+        for peer, link in self._links.items():
+            part = plan.part(peer) if small else None
+            place = (0, 0) if part is None else (part.data_ptr(), part.numel())
+            if frame is None or place != before:
+                frame = pack(Header(CALL, ident=call.number, nbytes=place[1]), call.text, plan.sizes, part)
+                before = place
+            link.send(frame)
+
+    def _finish(self, call: _Call) -> None:
+        """Do a small op with what came along with the words on it."""
+        if not call.work.done():
+            words = call.words
+            call.plan.finish([words[rank].payload for rank in range(self._group.size)])
+            conclude(call.work)
+
+    # -------------------------------------------------------------------------------------- on the readers' threads
+
+    def hear(self, peer: int, frame: Frame) -> None:
+        """Take a peer's word on a collective."""
+        number = frame.header.ident
+        if not 0 <= number < self._count + _AHEAD:
+            raise ProtocolError(f"rank {peer} calls collective {number}, and this rank is at {self._count}", peer=peer)
+        word = _Word(frame.text, frame.sizes, frame.payload.clone())
+        with self._lock:
+            call = self._calls.get(number)
+            if call is None:
+                if number >= self._count - 1:
+                    self._early.setdefault(number, {})[peer] = word
+                return
+            call.words[peer] = word
+            outcome = self._look(call, (peer,))
+        if outcome is _SMALL:
+            self._inbox.put(self._finish, call)
+        elif outcome is not None:
+            self._inbox.put(conclude, call.work, outcome)
+
+    def land(self, rank: int, number: int) -> None:
+        """A rank is done with a large collective: gloo reads none of its tensors any more."""
+        if not 0 <= number < self._count:
+            raise ProtocolError(f"rank {rank} ends collective {number}, and this rank is at {self._count}", peer=rank)
+        with self._lock:
+            self._landed[number].add(rank)
+            if len(self._landed[number]) < self._group.size:
+                return
+            del self._landed[number]
+            call = self._landing.pop(number)
+        self._inbox.put(conclude, call.work)
+
+    def dispute(self, number: int, error: MismatchError) -> None:
+        """Another rank has found that ranks disagree on a collective."""
+        with self._lock:
+            if self._verdict is not None:
+                return
+            self.disputed, self._verdict = number, error
+            call = self._calls.pop(number, None)
+        if call is not None:
+            self._inbox.put(conclude, call.work, error)
+
+    def waits_for(self, peer: int) -> bool:
+        """Whether a call needs a word that a peer has not said."""
+        with self._lock:
+            return any(peer not in call.words for call in self._calls.values())
+
+    def missing(self, work: Completion) -> Sequence[int]:
+        """The ranks that have not called a pending op."""
+        with self._lock:
+            call = next((call for call in self._calls.values() if call.work is work), None)
+            return [] if call is None else [rank for rank in range(self._group.size) if rank not in call.words]
+
+    # ------------------------------------------------------------------------------------------- under the lock
+
+    def _look(self, call: _Call, peers: Iterable[int]) -> object | None:
+        """What new words make of a call: an error, :data:`_SMALL` if it can be finished, None if neither."""
+        if self._verdict is not None:  # the first dispute ends the communicator, and all other calls with it
+            if call.number != self.disputed:
+                return None
+            del self._calls[call.number]
+            return self._verdict
+        for peer in peers:
+            theirs, mine = call.words[peer].text.decode(errors="replace"), call.text.decode()
+            if theirs != mine:
+                return self._disagree(call, f"rank {peer} calls {theirs}, rank {call.plan.rank} {mine}", peer)
+        if len(call.words) < self._group.size:
+            return None
+        words = [call.words[rank] for rank in range(self._group.size)]
+        nbytes = call.plan.nbytes
+        if call.plan.sizes:
+            wrong = _mismatch([word.sizes for word in words], len(call.plan.sizes))
+            if wrong is not None:
+                return self._disagree(call, wrong)
+            nbytes = max(max(word.sizes[: len(words)]) for word in words)
+        del self._calls[call.number]
+        small = self._is_small(call.plan, nbytes)
+        call.agreed = True
+        if small and call in self._large:
+            self._large.remove(call)
+        self._release()
+        return _SMALL if small else None
+
+    def _disagree(self, call: _Call, what: str, peer: int | None = None) -> MismatchError:
+        del self._calls[call.number]
+        self.disputed = call.number
+        self._verdict = MismatchError(f"ranks disagree on collective {call.number}: {what}", peer=peer)
+        return self._verdict
+
+    def _is_small(self, plan: Plan, nbytes: int) -> bool:
+        others = self._group.size - 1
+        return others == 0 or nbytes <= (min(INLINE, _SPREAD // others) if plan.spread else INLINE)
+
+    def _release(self) -> None:
+        """Pass on the large calls that all ranks start next."""
+        while self._large and self._large[0].agreed:
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="aiocomms c10d collectives", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    self._fail(CommError(f"no thread can be started: {error}"))
+                    return
+                self._thread = thread
+            call = self._large.popleft()
+            self._running.add(call)
+            self._jobs.put(call)
+
+    # ------------------------------------------------------------------------------------ on a thread of its own
+
+    def _run(self) -> None:
+        while (call := self._jobs.get()) is not None:
+            self._start(call)
+            del call  # while this waits for the next one, nothing keeps its tensors
+
+    def _start(self, call: _Call) -> None:
+        try:
+            works = call.plan.start(self._group)
+        except Exception as error:
+            self._broke(error)
+        else:
+            self._follow(call, works)
+
+    def _follow(self, call: _Call, works: Sequence[Any]) -> None:
+        ended = itertools.count(1)
+
+        def land(future: Any) -> None:
+            try:
+                future.value()
+                if next(ended) == len(works):
+                    self._end(call)
+            except Exception as error:  # nobody hears what a callback raises
+                self._broke(error)
+
+        for work in works:
+            work.get_future().add_done_callback(land)
+
+    def _end(self, call: _Call) -> None:
+        """Tell the others that gloo is done with a call here, and wait until it is everywhere."""
+        self._running.discard(call)
+        if self._lost.is_set():
+            return
+        frame = pack(Header(LANDED, ident=call.number))
+        for link in self._links.values():
+            link.send(frame)
+        call.plan.end()
+        self._landing[call.number] = call
+        self.land(self._group.rank, call.number)
+
+    def _broke(self, error: Exception) -> None:
+        """An op failed in gloo. If a peer is gone its link says so at once, and better."""
+        if not self._lost.wait(_BLAME):
+            failure = CommError(f"gloo failed: {str(error).splitlines()[0]}")
+            failure.__cause__ = error
+            self._fail(failure)
+
+    def join(self, timeout: float | None) -> None:
+        """End the thread, after the group was poisoned, and let go of all tensors.
+
+        :param timeout: seconds to wait for it; None: as long as it takes.
+        """
+        self._jobs.put(None)
+        if self._thread is not None:
+            self._thread.join(timeout)
+        self._group.release()
+        self._calls.clear()
+        self._early.clear()
+        self._large.clear()
+        self._landing.clear()
+
+
+def _describe(op: ops.Op) -> bytes:
+    name, *rest = op.signature()
+    text = f"{name}({', '.join(map(str, rest))})".replace("torch.", "").encode()
+    if len(text) <= TEXT:
+        return text
+    digest = hashlib.sha256(text).hexdigest()
+    return text[: TEXT - len(digest) - 4] + b"... " + digest.encode()
+
+
+def _mismatch(sizes: Sequence[tuple[int, ...]], count: int) -> str | None:
+    """Where what ranks give is not what the others want, given both of each, in bytes."""
+    size = len(sizes)
+    for rank in range(size):
+        if len(sizes[rank]) != count:
+            return f"rank {rank} tells {len(sizes[rank])} sizes, wanted {count}"
+    for src in range(size):
+        for dst in range(size):
+            given, wanted = sizes[src][dst], sizes[dst][size + src]
+            if given != wanted:
+                return f"rank {src} sends {given} bytes to rank {dst}, which wants {wanted}"
+    return None

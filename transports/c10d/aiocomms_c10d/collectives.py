@@ -1,0 +1,298 @@
+"""How each collective is done: small ones within the frames by which the ranks agree on it, others by the group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from aiocomms import ops
+from aiocomms.ops import reductions
+from aiocomms.ops.reductions import ReduceOp
+from aiocomms_c10d.control import FOREVER
+from aiocomms_c10d.group import Group
+from aiocomms_c10d.wire import flat
+
+Parts = Sequence[Tensor]
+"""What each rank gave this one, as bytes; this rank's own place is empty."""
+
+
+class Plan:
+    """One call of a collective on one rank: :meth:`part` and :meth:`finish`, or :meth:`start` and :meth:`end`.
+
+    ``part`` and ``finish`` are called on the loop's thread; ``start`` on a thread in which it may block and ``end`` on
+    another.
+    """
+
+    nbytes: int = 0
+    """The most that one rank gives another, in bytes, as far as this rank can tell."""
+    sizes: tuple[int, ...] = ()
+    """Bytes that this rank gives each rank and bytes that it wants from each, where ranks may disagree on that."""
+    spread: ClassVar[bool] = False
+    """Whether the frames move more bytes than the group would, so that only little is small."""
+
+    def __init__(self, op: Any, rank: int, size: int) -> None:
+        self.op = op
+        self.rank = rank
+        self.size = size
+
+    def part(self, dst: int) -> Tensor | None:
+        """What this rank gives rank ``dst``, as bytes."""
+        return None
+
+    def finish(self, parts: Parts) -> None:
+        """Do the op, with what the ranks gave."""
+
+    def start(self, group: Group) -> list[Any]:
+        """Begin the op on the group; returns the ``torch.distributed.Work`` of each part of it that is under way."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """What is left to do when these are done."""
+
+
+class _Barrier(Plan):
+    """Nobody leaves before everybody has come."""
+
+
+class _Broadcast(Plan):
+    """The root's bytes for all."""
+
+    spread = True
+
+    def __init__(self, op: ops.Broadcast, rank: int, size: int) -> None:
+        super().__init__(op, rank, size)
+        self.nbytes = op.tensor.nbytes
+
+    def part(self, dst: int) -> Tensor | None:
+        return flat(self.op.tensor) if self.rank == self.op.root else None
+
+    def finish(self, parts: Parts) -> None:
+        if self.rank != self.op.root:
+            flat(self.op.tensor).copy_(parts[self.op.root])
+
+    def start(self, group: Group) -> list[Any]:
+        return [group.broadcast(flat(self.op.tensor), self.op.root)]
+
+
+class _AllReduce(Plan):
+    """Everybody reduces everybody's tensor, in rank order; the group in place, or in two steps what gloo gets wrong."""
+
+    spread = True
+
+    def __init__(self, op: ops.AllReduce, rank: int, size: int) -> None:
+        super().__init__(op, rank, size)
+        self.nbytes = op.tensor.nbytes
+        self._whole: Tensor | None = None
+
+    def part(self, dst: int) -> Tensor | None:
+        return flat(self.op.tensor)
+
+    def finish(self, parts: Parts) -> None:
+        _reduce(self, parts, self.op.tensor, self.op.tensor)
+
+    def start(self, group: Group) -> list[Any]:
+        op = self.op
+        if group.reduces(op.op, op.tensor.dtype):
+            return [group.all_reduce(op.tensor.detach(), op.op)]
+        self._whole, piece = _reduce_scatter(group, op.op, op.tensor)
+        return [group.all_gather(flat(self._whole), flat(piece))]
+
+    def end(self) -> None:
+        if self._whole is not None:
+            self.op.tensor.view(-1).copy_(self._whole[: self.op.tensor.numel()])
+
+
+class _Reduce(_AllReduce):
+    """As an all_reduce, but only the root gets the result."""
+
+    spread = False
+
+    def part(self, dst: int) -> Tensor | None:
+        return flat(self.op.tensor) if dst == self.op.root else None
+
+    def finish(self, parts: Parts) -> None:
+        if self.rank == self.op.root:
+            super().finish(parts)
+
+    def start(self, group: Group) -> list[Any]:
+        op = self.op
+        if group.reduces(op.op, op.tensor.dtype):
+            self._whole = op.tensor.detach().view(-1).clone()  # gloo scribbles on it
+            return [group.reduce(self._whole, op.root, op.op)]
+        self._whole, piece = _reduce_scatter(group, op.op, op.tensor)
+        return [group.gather(flat(self._whole).chunk(self.size), flat(piece), op.root)]
+
+    def end(self) -> None:
+        if self.rank == self.op.root:
+            super().end()
+
+
+class _AllGather(Plan):
+    """Everybody's bytes for everybody."""
+
+    def __init__(self, op: Any, rank: int, size: int) -> None:
+        super().__init__(op, rank, size)
+        self._outs = [flat(out) for out in op.outs(size)]
+        self.nbytes = max(out.numel() for out in self._outs)
+
+    def part(self, dst: int) -> Tensor | None:
+        return flat(self.op.input)
+
+    def finish(self, parts: Parts) -> None:
+        _fill(self._outs, parts, self.rank, self.op.input)
+
+    def start(self, group: Group) -> list[Any]:
+        mine = flat(self.op.input)
+        if isinstance(self.op, ops.AllGatherSingle):
+            return [group.all_gather(flat(self.op.output), mine)]
+        if not isinstance(self.op, ops.AllGatherV):
+            return [group.all_gather_list(self._outs, mine)]
+        _fill(self._outs[self.rank : self.rank + 1], [mine], 0, mine)
+        return [group.broadcast(out, root) for root, out in enumerate(self._outs) if out.numel()]
+
+
+class _Gather(Plan):
+    """Everybody's bytes for the root."""
+
+    def __init__(self, op: Any, rank: int, size: int) -> None:
+        super().__init__(op, rank, size)
+        self._outs = [flat(out) for out in op.outs(size)]
+        self.nbytes = op.input.nbytes
+
+    def part(self, dst: int) -> Tensor | None:
+        return flat(self.op.input) if dst == self.op.root else None
+
+    def finish(self, parts: Parts) -> None:
+        if self.rank == self.op.root:
+            _fill(self._outs, parts, self.rank, self.op.input)
+
+    def start(self, group: Group) -> list[Any]:
+        return [group.gather(self._outs, flat(self.op.input), self.op.root)]
+
+
+class _Scatter(Plan):
+    """Bytes of the root's for each."""
+
+    def __init__(self, op: ops.Scatter, rank: int, size: int) -> None:
+        super().__init__(op, rank, size)
+        self._ins = [flat(tensor) for tensor in op.ins(size)]
+        self.nbytes = op.output.nbytes
+
+    def part(self, dst: int) -> Tensor | None:
+        return self._ins[dst] if self._ins else None
+
+    def finish(self, parts: Parts) -> None:
+        mine = self._ins[self.rank] if self._ins else parts[self.op.root]
+        _fill([flat(self.op.output)], [mine], 0, mine)
+
+    def start(self, group: Group) -> list[Any]:
+        return [group.scatter(flat(self.op.output), self._ins, self.op.root)]
+
+
+class _AllToAll(Plan):
+    """Bytes of each for each."""
+
+    def __init__(self, op: Any, rank: int, size: int) -> None:
+        super().__init__(op, rank, size)
+        self._ins = [flat(tensor) for tensor in op.ins(size)]
+        self._outs = [flat(tensor) for tensor in op.outs(size)]
+        self._gives = [tensor.numel() for tensor in self._ins]
+        self._gets = [tensor.numel() for tensor in self._outs]
+        self._got: Tensor | None = None
+        self.nbytes = max(self._gives)
+        self.sizes = (*self._gives, *self._gets)
+
+    def part(self, dst: int) -> Tensor | None:
+        return self._ins[dst]
+
+    def finish(self, parts: Parts) -> None:
+        _fill(self._outs, parts, self.rank, self._ins[self.rank])
+
+    def start(self, group: Group) -> list[Any]:
+        if isinstance(self.op, ops.AllToAll):
+            self._got = torch.empty(sum(self._gets), dtype=torch.uint8)
+            return [group.exchange(self._got, torch.cat(self._ins), self._gets, self._gives)]
+        return [group.exchange(flat(self.op.output), flat(self.op.input), self._gets, self._gives)]
+
+    def end(self) -> None:
+        if self._got is not None:
+            for out, got in zip(self._outs, torch.split(self._got, self._gets), strict=True):
+                out.copy_(got)
+
+
+class _ReduceScatter(Plan):
+    """Everybody gives each rank its chunk, and each rank reduces what it gets in rank order."""
+
+    def __init__(self, op: Any, rank: int, size: int) -> None:
+        super().__init__(op, rank, size)
+        self._ins = op.ins(size)
+        self._got: Tensor | None = None
+        self.nbytes = max(tensor.nbytes for tensor in self._ins)
+
+    def part(self, dst: int) -> Tensor | None:
+        return flat(self._ins[dst])
+
+    def finish(self, parts: Parts) -> None:
+        _reduce(self, parts, self._ins[self.rank], self.op.output)
+
+    def start(self, group: Group) -> list[Any]:
+        single = isinstance(self.op, ops.ReduceScatterSingle)
+        given = flat(self.op.input) if single else torch.cat([flat(tensor) for tensor in self._ins])
+        mine = self.op.output.nbytes
+        self._got = torch.empty(self.size * mine, dtype=torch.uint8)
+        return [group.exchange(self._got, given, [mine] * self.size, [tensor.nbytes for tensor in self._ins])]
+
+    def end(self) -> None:
+        assert self._got is not None
+        _reduce(self, self._got.chunk(self.size) if self._got.numel() else [], None, self.op.output)
+
+
+PLANS: dict[str, type[Plan]] = {
+    "all_gather": _AllGather,
+    "all_reduce": _AllReduce,
+    "all_to_all": _AllToAll,
+    "barrier": _Barrier,
+    "broadcast": _Broadcast,
+    "gather": _Gather,
+    "reduce": _Reduce,
+    "reduce_scatter": _ReduceScatter,
+    "scatter": _Scatter,
+}
+"""By kind of op."""
+
+
+def _fill(outs: Sequence[Tensor], parts: Parts, rank: int, own: Tensor) -> None:
+    for src, out in enumerate(outs):
+        part = flat(own) if src == rank else parts[src]
+        if out.data_ptr() != part.data_ptr():
+            out.copy_(part)
+
+
+def _reduce(plan: Plan, parts: Parts, own: Tensor | None, out: Tensor) -> None:
+    """Reduce everybody's bytes, and this rank's own tensor where it is given, into ``out``."""
+    given = [
+        own if own is not None and src == plan.rank else part.view(out.dtype).view(out.shape)
+        for src, part in enumerate(parts)
+    ]
+    if out.numel():
+        reductions.reduce(plan.op.op, given, out)
+
+
+def _reduce_scatter(group: Group, op: ReduceOp, tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Reduce, each rank its piece; blocks.
+
+    :returns: memory for the whole, padded to equal pieces, and in it this rank's piece of the result.
+    """
+    n = tensor.numel()
+    length = -(-n // group.size)
+    whole = torch.zeros(length * group.size, dtype=tensor.dtype)
+    whole[:n].copy_(tensor.detach().view(-1))
+    theirs = torch.empty_like(whole)
+    even = [length * tensor.element_size()] * group.size
+    group.exchange(flat(theirs), flat(whole), even, even).wait(FOREVER)
+    piece = whole[group.rank * length : (group.rank + 1) * length]
+    reductions.reduce(op, theirs.view(group.size, -1).unbind(), piece)
+    return whole, piece

@@ -1,0 +1,191 @@
+"""Where the ranks meet: matches sends with receives, and the calls of one collective with each other."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from typing import TYPE_CHECKING, Any
+
+from aiocomms import ops
+from aiocomms.errors import CommAbortedError, CommError, MessageTruncatedError, MismatchError
+from aiocomms.ops.checks import describe
+from aiocomms.transport import OP_RESULT, Completion
+from aiocomms_local.semantics import perform
+from aiocomms_local.window import Window
+
+if TYPE_CHECKING:
+    from aiocomms_local.transport import LocalTransport
+
+Done = list[tuple[int, Completion, Any]]
+"""Ranks, their works that are complete now, and the value or the :class:`CommError` of each."""
+
+Key = tuple[int, int, int, int]
+"""Source, destination, channel and tag: what a send and a receive must share to match."""
+
+
+class Hub:
+    """The state shared by the ranks, which may live in several threads. Every method is called under :attr:`lock`."""
+
+    def __init__(self, size: int) -> None:
+        # Reentrant for a signal handler that aborts: all an abort does under the lock is to note the failure.
+        self.lock = threading.RLock()
+        self.size = size
+        self.ranks: list[LocalTransport | None] = [None] * size
+        self.failure: CommError | None = None
+        self.left: set[int] = set()
+        """Ranks that have closed."""
+        self._sends: defaultdict[Key, deque[tuple[ops.Send, Completion]]] = defaultdict(deque)
+        self._recvs: defaultdict[Key, deque[tuple[ops.Recv, Completion]]] = defaultdict(deque)
+        self._meetings: dict[int, dict[int, tuple[Any, Completion]]] = {}
+        self._windows: list[Window] = []
+
+    # ------------------------------------------------------------------------------------------ point to point
+
+    def send(self, rank: int, op: ops.Send, work: Completion) -> Done:
+        """A rank sends: the oldest matching receive takes the message, or it waits for one."""
+        key = (rank, op.dst, op.channel, op.tag)
+        recvs = self._recvs.get(key)
+        if not recvs:
+            if op.dst in self.left:
+                return [(rank, work, _closed(op.dst))]
+            self._sends[key].append((op, work))
+            return []
+        recv, its_work = recvs.popleft()
+        if not recvs:
+            del self._recvs[key]
+        return [(rank, work, OP_RESULT), (op.dst, its_work, _transfer(op, recv, rank))]
+
+    def recv(self, rank: int, op: ops.Recv, work: Completion) -> Done:
+        """A rank receives: it takes the oldest matching message, or waits for one."""
+        key = (op.src, rank, op.channel, op.tag)
+        sends = self._sends.get(key)
+        if not sends:
+            if op.src in self.left:
+                return [(rank, work, _closed(op.src))]
+            self._recvs[key].append((op, work))
+            return []
+        send, its_work = sends.popleft()
+        if not sends:
+            del self._sends[key]
+        return [(op.src, its_work, OP_RESULT), (rank, work, _transfer(send, op, op.src))]
+
+    def withdraw(self, rank: int, op: Any, work: Completion) -> bool:
+        """Forget a receive or a wait that nothing has matched; False if something has."""
+        if isinstance(op, ops.WaitSignal):
+            window: Window = op.window.handle
+            return window.withdraw(op, rank, work)
+        key = (op.src, rank, op.channel, op.tag)
+        recvs = self._recvs.get(key)
+        entry = (op, work)
+        if recvs is None or entry not in recvs:
+            return False
+        recvs.remove(entry)
+        if not recvs:
+            del self._recvs[key]
+        return True
+
+    # --------------------------------------------------------------------------------------------- collectives
+
+    def join(self, rank: int, index: int, op: Any, work: Completion) -> Done:
+        """A rank calls its ``index``-th collective; the last one to come does it for all."""
+        meeting = self._meetings.setdefault(index, {})
+        for other, (theirs, _) in meeting.items():
+            if theirs.signature() != op.signature():
+                meeting[rank] = (op, work)
+                return self._disagree(
+                    meeting,
+                    f"in collective {index} rank {other} calls {_show(theirs)}, and rank {rank} calls {_show(op)}",
+                )
+            break  # those already here agree with each other
+        meeting[rank] = (op, work)
+        for absent in self.left - meeting.keys():
+            self.failure = _closed(absent)
+            return [(r, w, self.failure) for r, (_, w) in meeting.items()]
+        if len(meeting) < self.size:
+            return []
+        del self._meetings[index]
+        records = [meeting[r][0] for r in range(self.size)]
+        value: Any = OP_RESULT
+        if isinstance(op, ops.WindowOpen):
+            value = Window([record.tensor for record in records])
+            self._windows.append(value)
+        elif isinstance(op, ops.WindowClose):
+            self._windows.remove(op.window.handle)
+        else:
+            try:
+                perform(records)
+            except MismatchError as error:
+                return self._disagree(meeting, error.message)
+        return [(r, w, value) for r, (_, w) in meeting.items()]
+
+    def missing(self, op: Any, work: Completion) -> list[int]:
+        """The ranks that a pending op waits for."""
+        for meeting in self._meetings.values():
+            if any(w is work for _, w in meeting.values()):
+                return [r for r in range(self.size) if r not in meeting]
+        return [peer for peer in (_peer(op),) if peer is not None]
+
+    def _disagree(self, meeting: dict[int, tuple[Any, Completion]], message: str) -> Done:
+        self.failure = MismatchError(message)
+        return [(r, w, self.failure) for r, (_, w) in meeting.items()]
+
+    # -------------------------------------------------------------------------------------------- losing ranks
+
+    def leave(self, rank: int) -> Done:
+        """A rank closes: what still needs it fails, and only that; a collective takes the communicator with it."""
+        self.left.add(rank)
+        self.ranks[rank] = None
+        error = self.failure or _closed(rank)
+        done: Done = []
+        self._recvs = defaultdict(deque, {key: q for key, q in self._recvs.items() if key[1] != rank})
+        self._sends = defaultdict(deque, {key: q for key, q in self._sends.items() if key[0] != rank})
+        for recv_key in [key for key in self._recvs if key[0] == rank]:
+            done += [(recv_key[1], work, error) for _, work in self._recvs.pop(recv_key)]
+        for send_key in [key for key in self._sends if key[1] == rank]:
+            done += [(send_key[0], work, error) for _, work in self._sends.pop(send_key)]
+        for window in self._windows:
+            for (src, dst), waiting in window.waiting.items():
+                if src == rank:
+                    done += [(dst, work, error) for work in waiting]
+                    waiting.clear()
+        for meeting in self._meetings.values():
+            if rank not in meeting:
+                self.failure = self.failure or error
+                done += [(r, work, error) for r, (_, work) in meeting.items()]
+        return done
+
+
+def _closed(rank: int) -> CommAbortedError:
+    return CommAbortedError(f"closed by rank {rank}, which this op needs", peer=rank)
+
+
+def _transfer(send: ops.Send, recv: ops.Recv, src: int) -> Any:
+    """Move one message. Returns what the receive is completed with: its result, or an error."""
+    given, wanted = send.tensor, recv.tensor
+    if given.requires_grad:  # no graph reaches from one rank to another
+        given = given.detach()
+    if given.dtype != wanted.dtype:
+        return MismatchError(
+            f"the message from rank {src} is {describe(given)}, the buffer {describe(wanted)}", peer=src
+        )
+    if given.numel() != wanted.numel():
+        n = min(given.numel(), wanted.numel())
+        wanted.view(-1)[:n].copy_(given.view(-1)[:n])
+        return MessageTruncatedError(
+            f"the message from rank {src} is {describe(given)}, {given.nbytes} bytes, and the buffer "
+            f"{describe(wanted)}, {wanted.nbytes} bytes", peer=src,
+        )  # fmt: skip
+    wanted.copy_(given.view(wanted.shape))
+    return OP_RESULT
+
+
+def _peer(op: Any) -> int | None:
+    for name in ("src", "dst"):
+        if hasattr(op, name):
+            return int(getattr(op, name))
+    return None
+
+
+def _show(op: ops.Op) -> str:
+    name, *rest = op.signature()
+    return f"{name}({', '.join(map(str, rest))})"

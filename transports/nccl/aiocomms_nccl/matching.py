@@ -1,0 +1,257 @@
+"""Point to point: matched on the host, carried by NCCL.
+
+NCCL has no tags: its sends and receives match in the order of the calls, wait for ever where sizes differ, and cannot
+be taken back. So a sender announces a message on the control connection, the receiver matches it, takes it, and only
+then do both call NCCL. Each direction between two ranks is a communicator and a stream of its own (a lane), formed when
+its first message is taken: on one that both directions or other pairs shared, two ranks that receive first would wait
+for each other.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+import torch
+
+from aiocomms import ops
+from aiocomms.cuda import Completions, Cuda, Event
+from aiocomms.errors import CommError, MessageTruncatedError, MismatchError, ProtocolError, UnsupportedOperation
+from aiocomms.ops.checks import describe
+from aiocomms.transport import OP_RESULT, Completion, conclude
+from aiocomms_nccl import nccl
+from aiocomms_nccl.collectives import Bench
+from aiocomms_nccl.control import Mesh
+from aiocomms_nccl.nccl import Nccl, NcclComm
+from aiocomms_nccl.wire import DTYPE_CODES, DTYPE_LIST, Announce, Lane, Take
+
+Key = tuple[int, int, int]
+"""Source, channel and tag."""
+
+_SENDER: Final = 0
+"""The sender's rank in a lane's communicator; the receiver's is 1."""
+
+
+class Owner(Protocol):
+    """What messages need of their transport."""
+
+    cuda: Cuda
+    library: Nccl
+    mesh: Mesh
+    completions: Completions
+    aborted: bool
+
+    def spawn(self, call: Callable[[], Any], then: Callable[[Any], object]) -> None:
+        """Run a blocking call in a thread, and ``then`` on the loop's; an error loses the communicator."""
+
+    def bench(self, comm: NcclComm, rank: int, size: int) -> Bench:
+        """A communicator with a stream."""
+
+    def calling(self, what: str, call: Callable[[], object]) -> bool:
+        """Call NCCL; False: it has failed, and the communicator is lost."""
+
+    def closed_by(self, peer: int) -> CommError | None:
+        """What fails that needs a rank which has closed; None: it has not."""
+
+
+class Posted:
+    """A send or receive, and the event of the caller's stream that it waits for."""
+
+    __slots__ = ("after", "op", "work")
+
+    def __init__(self, op: ops.Send | ops.Recv, work: Completion, after: Event) -> None:
+        self.op = op
+        self.work = work
+        self.after = after
+
+
+class _Lane:
+    """One direction between this rank and another."""
+
+    __slots__ = ("bench", "peer", "sends", "waiting")
+
+    def __init__(self, peer: int, sends: bool) -> None:
+        self.peer = peer
+        self.sends = sends
+        self.bench: Bench | None = None
+        self.waiting: deque[tuple[Posted, int, Any]] = deque()
+
+
+class Messages:
+    """The messages of one rank. Everything on the loop's thread."""
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        self._number = 0
+        self._posted: defaultdict[Key, deque[Posted]] = defaultdict(deque)
+        self._arrived: defaultdict[Key, deque[Announce]] = defaultdict(deque)
+        self._announced: dict[tuple[int, int], Posted] = {}
+        self._lanes: dict[tuple[int, bool], _Lane] = {}
+
+    def benches(self) -> list[Bench]:
+        """The lanes that are formed. Any thread."""
+        return [lane.bench for lane in list(self._lanes.values()) if lane.bench is not None]
+
+    def post(self, op: ops.Send | ops.Recv, work: Completion) -> None:
+        """Start a send or a receive.
+
+        :raises UnsupportedOperation: the current stream is being captured.
+        """
+        owner = self._owner
+        peer = op.dst if isinstance(op, ops.Send) else op.src
+        if owner.cuda.capturing():
+            raise UnsupportedOperation(
+                "a message cannot be captured into a CUDA graph, because its two ranks agree on it on the host; "
+                "send it outside of the capture, or capture a collective instead"
+            )
+        closed = owner.closed_by(peer)
+        if closed is not None:
+            work.fail(closed)
+            return
+        posted = Posted(op, work, owner.completions.mark(owner.cuda.current_stream()))
+        if isinstance(op, ops.Send):
+            self._number += 1
+            self._announced[peer, self._number] = posted
+            code = DTYPE_CODES[op.tensor.dtype]
+            owner.mesh.send(peer, Announce(self._number, op.channel, op.tag, code, op.tensor.nbytes))
+        else:
+            self._recv((peer, op.channel, op.tag), posted)
+
+    def _recv(self, key: Key, posted: Posted) -> None:
+        arrived = self._arrived.get(key)
+        if not arrived:
+            self._posted[key].append(posted)
+            return
+        message = arrived.popleft()
+        if not arrived:
+            del self._arrived[key]
+        self._take(key[0], message, posted)
+
+    def withdraw(self, work: Completion) -> bool:
+        """Forget a receive that nothing has matched; False if something has."""
+        op = work.op
+        if not isinstance(op, ops.Recv):
+            return False
+        key = (op.src, op.channel, op.tag)
+        queue = self._posted.get(key, deque())
+        for posted in queue:
+            if posted.work is work:
+                queue.remove(posted)
+                if not queue:
+                    del self._posted[key]
+                return True
+        return False
+
+    def leave(self, peer: int, error: CommError) -> None:
+        """A rank has closed: what waits for it fails."""
+        orphans = [posted for key in [k for k in self._posted if k[0] == peer] for posted in self._posted.pop(key)]
+        orphans += [self._announced.pop(key) for key in [k for k in self._announced if k[0] == peer]]
+        for posted in orphans:
+            if not posted.work.done():
+                posted.work.fail(error)
+
+    # ------------------------------------------------------------------------------------- what the others say
+
+    def hear_announce(self, peer: int, said: Announce) -> None:
+        """A rank has a message for this one."""
+        if not 0 <= said.dtype < len(DTYPE_LIST):
+            raise ProtocolError(f"rank {peer} announces a message of dtype number {said.dtype}", peer=peer)
+        key = (peer, said.channel, said.tag)
+        queue = self._posted.get(key)
+        if not queue:
+            self._arrived[key].append(said)
+            return
+        posted = queue.popleft()
+        if not queue:
+            del self._posted[key]
+        self._take(peer, said, posted)
+
+    def hear_take(self, peer: int, said: Take) -> None:
+        """A rank takes a message."""
+        posted = self._announced.pop((peer, said.number), None)
+        if posted is None or not 0 <= said.nbytes <= posted.op.tensor.nbytes:
+            raise ProtocolError(f"rank {peer} takes a message that was not announced", peer=peer)
+        self._transfer(peer, posted, said.nbytes, OP_RESULT)
+
+    def hear_lane(self, peer: int, said: Lane) -> None:
+        """A rank has taken the first message from this one."""
+        self._form(self._lane(peer, sends=True), lambda: said.unique_id)
+
+    # ------------------------------------------------------------------------------------------------ transfers
+
+    def _take(self, peer: int, message: Announce, posted: Posted) -> None:
+        tensor = posted.op.tensor
+        outcome = _fits(message, tensor, peer)
+        nbytes = 0 if isinstance(outcome, MismatchError) else min(message.nbytes, tensor.nbytes)
+        self._owner.mesh.send(peer, Take(message.number, nbytes))
+        self._transfer(peer, posted, nbytes, outcome)
+
+    def _transfer(self, peer: int, posted: Posted, nbytes: int, outcome: Any) -> None:
+        if not nbytes:
+            conclude(posted.work, outcome)
+            return
+        sends = isinstance(posted.op, ops.Send)
+        new = (peer, sends) not in self._lanes
+        lane = self._lane(peer, sends)
+        if new and not sends:
+            self._form(lane, lambda: self._ask(peer))
+        lane.waiting.append((posted, nbytes, outcome))
+        self._flush(lane)
+
+    def _lane(self, peer: int, sends: bool) -> _Lane:
+        lane = self._lanes.get((peer, sends))
+        if lane is None:
+            lane = self._lanes[peer, sends] = _Lane(peer, sends)
+        return lane
+
+    def _ask(self, peer: int) -> bytes:
+        """In a thread: have the sender come to a new communicator."""
+        unique_id = self._owner.library.unique_id()
+        self._owner.mesh.send(peer, Lane(unique_id))
+        return unique_id
+
+    def _form(self, lane: _Lane, unique_id: Callable[[], bytes]) -> None:
+        owner, rank = self._owner, _SENDER if lane.sends else 1 - _SENDER
+
+        def form() -> Bench:
+            bench = owner.bench(owner.library.communicator(2, unique_id(), rank), rank, 2)
+            bench.warm(lane.sends)
+            return bench
+
+        def formed(bench: Bench) -> None:
+            lane.bench = bench
+            self._flush(lane)
+
+        owner.spawn(form, formed)
+
+    def _flush(self, lane: _Lane) -> None:
+        """Enqueue what waits, in the order in which the receiver has taken it: the same at both ends."""
+        bench = lane.bench
+        while bench is not None and lane.waiting:
+            posted, nbytes, outcome = lane.waiting.popleft()
+            bench.stream.wait_event(posted.after)
+            call = bench.comm.send if lane.sends else bench.comm.recv
+            peer = 1 - _SENDER if lane.sends else _SENDER
+            enqueue = functools.partial(call, posted.op.tensor.data_ptr(), nbytes, nccl.UINT8, peer, bench.handle)
+            if not self._owner.calling(posted.op.name, enqueue):
+                return
+            self._owner.completions.add(bench.stream, functools.partial(self._finish, posted, outcome))
+
+    def _finish(self, posted: Posted, outcome: Any) -> None:
+        self._owner.completions.release(posted.after)
+        if not self._owner.aborted:  # else it may have fired because NCCL has given up
+            conclude(posted.work, outcome)
+
+
+def _fits(message: Announce, wanted: torch.Tensor, peer: int) -> Any:
+    """What a receive is completed with when it has taken a message."""
+    given = DTYPE_LIST[message.dtype]
+    if given == wanted.dtype and message.nbytes == wanted.nbytes:
+        return OP_RESULT
+    cls = MessageTruncatedError if given == wanted.dtype else MismatchError
+    return cls(
+        f"the message from rank {peer} is {str(given).removeprefix('torch.')}, {message.nbytes} bytes, "
+        f"and the buffer {describe(wanted)}, {wanted.nbytes} bytes", peer=peer,
+    )  # fmt: skip

@@ -1,0 +1,215 @@
+"""UCX on GPU memory: each op is handed to the engine when the GPU has done what it is behind of."""
+
+from __future__ import annotations
+
+import select
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import msgspec
+import torch
+from torch import Tensor, UntypedStorage
+
+from aiocomms import ops
+from aiocomms.cuda import Completions, Cuda, TorchCuda
+from aiocomms.errors import CommError, ProtocolError, UnsupportedOperation
+from aiocomms.lowlevel.waker import Waker
+from aiocomms.progress.driver import Driver
+from aiocomms.transport import Completion, Rendezvous
+from aiocomms_ucx._engine import CUDA, TURNS
+from aiocomms_ucx.bringup import open_family
+from aiocomms_ucx.shared_engine import Family
+from aiocomms_ucx.status import TRUNCATED
+from aiocomms_ucx.transport import UcxTransport
+from aiocomms_ucx.windows import Handle, Part, Windows
+
+
+class CudaWindows(Windows):
+    """Windows in GPU memory: UCX reads and writes them, and CUDA maps them into other processes of the host."""
+
+    record = 16 * 1024
+    unshared = (
+        "is memory that CUDA does not map here: of this very process, of a GPU that this process does not see, or of "
+        "torch's expandable segments"
+    )
+
+    def _describe(self, number: int, tensor: Tensor) -> Part:
+        """See :meth:`Windows._describe`. CUDA counts the processes that map the memory: each gets words of its own."""
+        transport = self._transport
+        rkey = transport.engine.map_window(transport.group, number, tensor, True)
+        offset = int(tensor.storage_offset()) * tensor.element_size()
+        ipc: list[tuple[Any, ...] | None] = [None] * transport.size
+        for rank in range(transport.size) if tensor.nbytes else ():
+            if not transport.far(rank) and transport.pids[rank] != transport.pids[transport.rank]:
+                ipc[rank] = self._export(tensor.untyped_storage())
+        return Part(-1, offset, tuple(tensor.shape), tensor.data_ptr(), rkey, ipc, self._gpu(tensor))
+
+    def _reach(self, handle: Handle, rank: int, part: Part) -> Tensor | None:
+        """See :meth:`Windows._reach`."""
+        if rank == self._transport.rank:
+            return handle.tensor
+        said = part.ipc[self._transport.rank] if len(part.ipc) == self._transport.size else None
+        if said is None or self._transport.far(rank):
+            return None
+        storage = self._import(rank, part.gpu, said)
+        if storage is None:
+            return None
+        dtype, count = handle.tensor.dtype, torch.Size(part.shape).numel()
+        if part.offset % handle.itemsize or part.offset + count * handle.itemsize > storage.nbytes():
+            raise ProtocolError(f"rank {rank} names memory for its window that is not its own", peer=rank)
+        whole = torch.empty(0, dtype=dtype, device=storage.device)
+        flat: Tensor = whole.set_(storage, part.offset // handle.itemsize, (count,), (1,))
+        return flat.view(part.shape)
+
+    def _gpu(self, tensor: Tensor) -> str:
+        """What tells a tensor's GPU from every other one."""
+        return str(torch.cuda.get_device_properties(tensor.device).uuid)
+
+    def _export(self, storage: UntypedStorage) -> tuple[Any, ...] | None:
+        """What one other process needs to map this memory; None: CUDA does not share it."""
+        try:
+            return tuple(storage._share_cuda_())[1:]  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            return None
+
+    def _import(self, rank: int, gpu: str, said: tuple[Any, ...]) -> UntypedStorage | None:
+        """Map another process's memory; None: this process does not see its GPU, or CUDA refuses."""
+        try:
+            for index in range(torch.cuda.device_count()):
+                if str(torch.cuda.get_device_properties(index).uuid) == gpu:
+                    return UntypedStorage._new_shared_cuda(index, *said)
+        except RuntimeError:
+            pass
+        return None
+
+
+class _Waiting:
+    """An op that the engine has not got yet."""
+
+    __slots__ = ("fired", "op", "work")
+
+    def __init__(self, op: ops.Op, work: Completion) -> None:
+        self.op = op
+        self.work = work
+        self.fired = False
+
+    def fire(self) -> None:
+        """The GPU has come to it."""
+        self.fired = True
+
+
+class CudaUcxTransport(UcxTransport):
+    """Messages, windows and barriers for tensors on a GPU. Collectives are made of messages; atomics there are none.
+
+    An op is posted when what its caller's current stream had been given before has been done, and all ops before it
+    have been posted: messages match in the order of the calls, whatever streams these were made on.
+    """
+
+    capabilities = msgspec.structs.replace(
+        UcxTransport.capabilities,
+        ops=frozenset({ops.Send, ops.Recv, ops.Barrier}) | (ops.RMA - {ops.FetchAdd, ops.CompareSwap}),
+        in_process=False,
+    )
+    plain = None
+    windows = CudaWindows
+
+    def __init__(self, family: Family, peers: Sequence[int], hosts: Sequence[str], pids: Sequence[int]) -> None:
+        super().__init__(family, peers, hosts, pids)
+        assert family.cuda is not None
+        self.cuda: Cuda = family.cuda
+        self._waker = Waker()
+        self.completions = Completions(self.cuda, self._waker.wake, TURNS)
+        self._queue: deque[_Waiting] = deque()
+        self._driver = Driver.current()
+        self._epoll = select.epoll()
+        for fd in (self._fd, self._waker.fileno()):
+            self._epoll.register(fd, select.EPOLLIN)
+
+    @classmethod
+    def layer(cls, device: torch.device) -> tuple[Cuda, int]:
+        """What drives the device, and UCX's type of its memory."""
+        return TorchCuda(device), CUDA
+
+    @classmethod
+    async def open(cls, rendezvous: Rendezvous, options: Mapping[str, Any]) -> Self:
+        """See :meth:`Transport.open`."""
+        cuda, memory = cls.layer(rendezvous.device)
+        family, hosts, pids = await open_family(rendezvous, cuda, memory)
+        return await cls._join(family, rendezvous, range(rendezvous.size), hosts, pids)
+
+    # ------------------------------------------------------------------------------------------- ops, down and back
+
+    def post(self, op: ops.Op, work: Completion) -> None:
+        """See :meth:`Transport.post`."""
+        if self.cuda.capturing():
+            raise UnsupportedOperation(
+                "the current stream is being captured into a CUDA graph, and what UCX does is none of the GPU's doing: "
+                "call it before the capture, or behind graph.replay()"
+            )
+        if self._failure is not None:
+            self.on_failure(self._failure)
+        waiting = _Waiting(op, work)
+        self._queue.append(waiting)
+        self.completions.add(self.cuda.current_stream(), waiting.fire)
+        self._driver.kick(self)  # it may be another communicator's progress that has led here
+
+    def progress(self) -> bool | None:
+        """See :meth:`Transport.progress`. While the current stream is being captured everything waits."""
+        self._waker.clear()
+        if self.cuda.capturing():
+            return bool(self.completions)  # so that it is asked again: nothing tells when a capture ends
+        with self.cuda.harmless():
+            did = self.completions.poll()
+            did = self._post_due() or did
+            happened = super().progress()
+        if did or self.completions:  # never None: the events are asked for on the loop
+            return did or bool(happened)
+        return happened
+
+    def _post_due(self) -> bool:
+        """Hand the engine what is due, up to the first op that is not."""
+        queue, did = self._queue, False
+        while queue and queue[0].fired:
+            did = True
+            waiting = queue.popleft()
+            if self._aborted or waiting.work.done():
+                continue
+            try:
+                super().post(waiting.op, waiting.work)
+            except CommError as error:
+                waiting.work.fail(error)
+            except RuntimeError as error:  # UCX's, or torch's
+                waiting.work.fail(CommError(f"UCX could not begin it: {error}"))
+        return did
+
+    def finish(self, work: Completion, index: int, status: int, a: int, b: int) -> None:
+        """See :meth:`UcxTransport.finish`: of a message that is too long, the engine has the beginning."""
+        if status == TRUNCATED:
+            head, op = self.engine.head(id(work)), work.op
+            if head and isinstance(op, ops.Recv):
+                op.tensor.view(-1).view(torch.uint8)[: len(head)].copy_(
+                    torch.frombuffer(bytearray(head), dtype=torch.uint8)
+                )
+        super().finish(work, index, status, a, b)
+
+    def fileno(self) -> int | None:
+        """See :meth:`Transport.fileno`."""
+        return self._epoll.fileno()
+
+    def try_cancel(self, work: Completion) -> bool:
+        """See :meth:`Transport.try_cancel`."""
+        for waiting in self._queue:
+            if waiting.work is work:
+                self._queue.remove(waiting)
+                self._waker.wake()  # those behind it may be due
+                return True
+        return super().try_cancel(work)
+
+    async def aclose(self) -> None:
+        """See :meth:`Transport.aclose`. What the engine has not got nobody has touched: it need not be waited for."""
+        self._queue.clear()
+        self.completions.close()
+        self._epoll.close()
+        self._waker.close()
+        await super().aclose()
