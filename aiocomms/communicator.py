@@ -16,8 +16,8 @@ from aiocomms import ops
 from aiocomms.bootstrap import directory, recovery
 from aiocomms.bootstrap.registry import Plan, close_transports, open_transports
 from aiocomms.diagnosis import dumps
-from aiocomms.diagnosis.leak_guard import Guard, guards
-from aiocomms.diagnosis.postmortem import Inquest, late, quote
+from aiocomms.diagnosis.leak_guard import LeakGuard, guards
+from aiocomms.diagnosis.postmortem import PostMortem, derived_error, late
 from aiocomms.diagnosis.recorder import PEERS, Recorder
 from aiocomms.errors import (
     ArgumentError,
@@ -76,17 +76,17 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         self._pending = Pending(self, Heartbeat(self._transports(), plan.options, self._fail))
         self._recorder = Recorder(self, self._pending)
         self._ring = self._recorder.ring
-        self._inquest: Inquest | None = None
+        self._postmortem: PostMortem | None = None
         self._closing: Promise | None = None
         self._pre_hooks, self._post_hooks, self._abort_hooks = Hooks(), Hooks(), Hooks()
         self._debug = os.environ.get("AIOCOMMS_DEBUG", "0") not in ("", "0")
-        self.plain = next((t.plain for t in self._transports() if t.plain is not None), None)
+        self.fast_check = next((t.fast_check for t in self._transports() if t.fast_check is not None), None)
         self._spinning = [t for t in self._transports() if t.capabilities.spin]
         self._router = Router(self, self._by_family)
         for transport in self._transports():
             transport.on_failure = self._fail  # type: ignore[method-assign]
             self.driver.attach(transport)
-        self._guard = Guard(self)
+        self._guard = LeakGuard(self)
         dumps.register(self._recorder)
         directory.register(self)
 
@@ -148,7 +148,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         """An op was posted and is pending."""
         self._pending.add(work, seconds)
         for transport in self._spinning:
-            self.driver.kick(transport)
+            self.driver.poll_soon(transport)
         return work
 
     def post(self, op: Op, work: Completion) -> None:
@@ -220,27 +220,27 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
                 return
             self._refusal = error
             # Before the transports end anything: what everybody is doing.
-            inquest = self._inquest = Inquest(self, self._recorder, self._rendezvous, error, absent)
+            postmortem = self._postmortem = PostMortem(self, self._recorder, self._rendezvous, error, absent)
         for transport in self._transports():
             transport.abort(error)
         # On this very thread too: a signal handler may have interrupted anything, and the loop may be asleep.
-        inquest.hold(lambda error: self.driver.call_threadsafe(self._give_up, error))
+        postmortem.hold(lambda error: self.driver.call_threadsafe(self._abandon, error))
 
-    def _give_up(self, error: CommError) -> None:
+    def _abandon(self, error: CommError) -> None:
         """End every pending work; of the reason why, more may be known by now."""
         self._refusal = error
         self._pending.unwatch()
         for work in list(self._pending):
-            work.give_up(quote(work, error))
+            work.abandon(derived_error(work, error))
         if not isinstance(error, CommClosedError):
             hooks, self._abort_hooks = self._abort_hooks, Hooks()  # closing comes by here again
             hooks.call(self.driver, error)
 
-    def verdict(self, work: Work[Any], error: CommError) -> CommError | None:
+    def error_of(self, work: Work[Any], error: CommError) -> CommError | None:
         """What a work fails with: once the communicator is lost, what a transport says is a consequence of that."""
-        if work.queue is not None and self._inquest is not None and self._inquest.sitting:
+        if work.queue is not None and self._postmortem is not None and self._postmortem.sitting:
             return None
-        return quote(work, self._refusal) if self.aborted and self._refusal is not None else error
+        return derived_error(work, self._refusal) if self.aborted and self._refusal is not None else error
 
     def expire(self, work: Work[Any]) -> None:
         """The deadline of a pending op has passed; on the watchdog's thread, while the loop may be busy."""
@@ -253,7 +253,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         """A receive or wait is late: it fails alone, or with everything else if something has matched it."""
         if not work.done():
             if self.withdraw(work):
-                work.give_up(CommTimeoutError("nothing matched it before its deadline; it was withdrawn"))
+                work.abandon(CommTimeoutError("nothing matched it before its deadline; it was withdrawn"))
             else:
                 self._fail(*late(self, self._by_family.get(work.op.family), work))
 
@@ -284,7 +284,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
             self._refusal = CommClosedError("it was closed on this rank")
         for work in list(self._pending):
             if work.op.withdrawable and self.withdraw(work):
-                work.give_up(CommClosedError("the communicator was closed, and the op withdrawn"))
+                work.abandon(CommClosedError("the communicator was closed, and the op withdrawn"))
         with anyio.move_on_after(CLOSE_GRACE):
             await self._pending.drained()
 
@@ -292,12 +292,12 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         directory.unregister(self)
         self._guard.dismiss()
         assert self._refusal is not None
-        if self._inquest is not None:
-            self._inquest.close()
+        if self._postmortem is not None:
+            self._postmortem.close()
         if self._pending:
             for transport in self._transports():
                 transport.abort(CommAbortedError(f"closed by rank {self.rank} with ops unfinished", peer=self.rank))
-        self._give_up(self._refusal)
+        self._abandon(self._refusal)
         with anyio.move_on_after(CLOSE_GRACE, shield=True):
             for transport in self._transports():
                 self.driver.detach(transport)
@@ -350,7 +350,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
             if any(claims):
                 alone = self._rendezvous.child(f"{child}#{number}.out{self.rank}", child, 0, 1)
                 for transport in self._transports():
-                    await transport.stay_out(alone)
+                    await transport.split_nobody(alone)
             return None
         key = f"{child}#{number}.{members[0]}"
         rendezvous = self._rendezvous.child(key, child, members.index(self.rank), len(members))

@@ -142,7 +142,7 @@ class Rendezvous(Protocol):
         """
 
 
-class Lifeline(Protocol):
+class SideChannel(Protocol):
     """What the ranks of a lost communicator can still say to each other, without the store; any thread."""
 
     def say(self, rank: int, note: bytes) -> None:
@@ -166,8 +166,8 @@ class Capabilities(msgspec.Struct, frozen=True):
     :param reductions: for each dtype that it reduces natively, the operators' names; None: all that are defined.
     :param fifo: whether ops complete in the order posted, so that one that waits holds up those behind it.
     :param in_process: whether all ranks may be tasks of one process.
-    :param compares: whether ranks that call different collectives are told so before any of them completes one.
-    :param stepwise: dtypes whose sums it rounds after each rank's contribution, and not only at the end.
+    :param detects_mismatch: whether ranks that call different collectives are told so before any of them completes one.
+    :param rounds_each_step: dtypes whose sums it rounds after each rank's contribution, and not only at the end.
     :param spin: how many turns of the loop it is worth asking :meth:`Transport.progress` before parking on the
         descriptor; 0 where completions come from another thread or from the peer's own call.
     """
@@ -177,8 +177,8 @@ class Capabilities(msgspec.Struct, frozen=True):
     reductions: Mapping[torch.dtype, frozenset[str]] | None = None
     fifo: bool = False
     in_process: bool = False
-    compares: bool = True
-    stepwise: frozenset[torch.dtype] = frozenset()
+    detects_mismatch: bool = True
+    rounds_each_step: frozenset[torch.dtype] = frozenset()
     spin: int = 0
 
     def reduces(self, op: ReduceOp, dtype: torch.dtype) -> bool:
@@ -189,14 +189,14 @@ class Capabilities(msgspec.Struct, frozen=True):
 class Transport(ABC):
     """Carries ops between the ranks of one communicator.
 
-    Everything but :meth:`abort` and :meth:`missing` is called on the thread of the loop that opened it.
+    Everything but :meth:`abort` and :meth:`waiting_for` is called on the thread of the loop that opened it.
     """
 
     capabilities: Capabilities
     """What it can carry; a class attribute, which an instance may narrow."""
 
-    plain: Callable[[object, bool], bool] | None = None
-    """A quicker way to say that a tensor is fine, where there is one; called as ``plain(tensor, written)``.
+    fast_check: Callable[[object, bool], bool] | None = None
+    """A quicker way to say that a tensor is fine, where there is one; called as ``fast_check(tensor, written)``.
 
     True: it is a dense, contiguous tensor of a known dtype on the communicator's device, with memory and without a lazy
     conjugate or negation, and, if it is to be written to, not tracked by autograd. False: perhaps not; the core looks.
@@ -232,7 +232,7 @@ class Transport(ABC):
         :param options: the user's hints; those it does not know are not meant for it.
         """
 
-    async def stay_out(self, rendezvous: Rendezvous) -> None:  # noqa: B027 - nobody need define it
+    async def split_nobody(self, rendezvous: Rendezvous) -> None:  # noqa: B027 - nobody need define it
         """Take part in a split on a rank that joins none of the new communicators.
 
         Called where others' :meth:`split` is, for transports whose split is collective over all ranks.
@@ -304,11 +304,11 @@ class Transport(ABC):
         The communicator has let ops under way end, and given up the rest; :meth:`progress` is not called any more.
         """
 
-    def missing(self, work: Completion) -> Sequence[int]:
+    def waiting_for(self, work: Completion) -> Sequence[int]:
         """The ranks a pending op waits for, where the transport can tell. On any thread: the loop may be busy."""
         return ()
 
-    def signs(self) -> Sequence[float] | None:
+    def last_heard(self) -> Sequence[float] | None:
         """When each rank last gave a sign of life, of ``time.monotonic()``; each is asked for another.
 
         Called every now and then while works are pending, on any thread. None: there is no need, or no way, to ask.
@@ -316,6 +316,6 @@ class Transport(ABC):
         """
         return None
 
-    def lifeline(self) -> Lifeline | None:
+    def side_channel(self) -> SideChannel | None:
         """What is left to the ranks after :meth:`abort`, until :meth:`aclose`; None: nothing but the store."""
         return None

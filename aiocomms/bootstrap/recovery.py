@@ -1,7 +1,7 @@
 """The survivors of a lost communicator agree on who they are, and form a new one.
 
-They meet in the store in which the old one was formed. If that is gone, and the transport has a lifeline, the lowest of
-them serves a new one and tells the others where. There each says that it has come, and the lowest proposes: the first
+They meet in the store in which the old one was formed. If that is gone, and the transport has a side channel, the lowest
+of them serves a new one and tells the others where. There each says that it has come, and the lowest proposes: the first
 proposal is the decision, for the store takes no second one. Whoever is not in it is out.
 """
 
@@ -37,7 +37,7 @@ from aiocomms.families.issuer import Timeout
 from aiocomms.lowlevel.hosts import LOOPBACK, reachable_address
 from aiocomms.ops import checks
 from aiocomms.progress.driver import run_in_thread
-from aiocomms.transport import Lifeline, Rendezvous
+from aiocomms.transport import Rendezvous, SideChannel
 
 if TYPE_CHECKING:
     from aiocomms.communicator import Communicator
@@ -118,8 +118,8 @@ class Recovery:
         self._seconds = seconds
         self._ends = time.monotonic() + seconds
         self._reason = _check(comm, self._ranks, size)
-        lifelines = (transport.lifeline() for transport in comm._transports())
-        self._line: Lifeline | None = next((line for line in lifelines if line is not None), None)
+        side_channels = (transport.side_channel() for transport in comm._transports())
+        self._line: SideChannel | None = next((line for line in side_channels if line is not None), None)
         self._moved = False  # to a new store
 
     async def run(self) -> Communicator:
@@ -182,7 +182,7 @@ class Recovery:
             )
         return root, None
 
-    async def _told_place(self, line: Lifeline) -> tuple[Store, Store | None] | None:
+    async def _told_place(self, line: SideChannel) -> tuple[Store, Store | None] | None:
         """Where the lowest rank that lives says; the others take its turn if it does not."""
         rank = self._comm.rank
         alive = [it for it in range(self._comm.size) if not self._dead(it)]
@@ -200,7 +200,7 @@ class Recovery:
             return root, None
         return await self._follow(note)
 
-    async def _lead(self, line: Lifeline) -> tuple[bytes, tuple[Store, Store | None]]:
+    async def _lead(self, line: SideChannel) -> tuple[bytes, tuple[Store, Store | None]]:
         """Find a place for all."""
         comm, root = self._comm, self._comm._rendezvous.root
         if root is not None and await self._answers():

@@ -346,7 +346,7 @@ class _Watch:
 
     def __await__(self) -> Generator[Any, Any, None]:
         self._driver.attach(self)
-        self._driver.kick(self)
+        self._driver.poll_soon(self)
         try:
             yield from self._promise.__await__()
         finally:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
-class Guard:
+class LeakGuard:
     """Of one communicator, from when it is made, on its loop's thread, until :meth:`dismiss`."""
 
     def __init__(self, comm: Communicator) -> None:
@@ -76,10 +76,10 @@ def _caller() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-_guards: weakref.WeakSet[Guard] = weakref.WeakSet()
+_guards: weakref.WeakSet[LeakGuard] = weakref.WeakSet()
 
 
-def guards() -> Sequence[Guard]:
+def guards() -> Sequence[LeakGuard]:
     """Those of all communicators that are open in this process."""
     return list(_guards)
 

@@ -49,13 +49,13 @@ class Lost(Protocol):
 
 def late(comm: Lost, transport: Transport | None, work: Work[Any]) -> tuple[CommTimeoutError, list[int]]:
     """The error of an op whose deadline has passed, and the ranks that it waits for, where the transport can tell."""
-    absent = list(transport.missing(work)) if transport is not None else []
+    absent = list(transport.waiting_for(work)) if transport is not None else []
     who = f"; waiting for rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}" if absent else ""
     name = work.op.name
     return CommTimeoutError(f"{PASSED}{who}", comm=comm.name, op=name, seq=work.seq, rank=comm.rank), absent
 
 
-def quote(work: Work[Any], reason: CommError) -> CommError:
+def derived_error(work: Work[Any], reason: CommError) -> CommError:
     """The op at fault gets the error itself, the others one that quotes it."""
     if work.seq == reason.seq:
         return reason
@@ -64,7 +64,7 @@ def quote(work: Work[Any], reason: CommError) -> CommError:
     return CommAbortedError(f"the communicator is lost: {reason}", peer=reason.peer)
 
 
-class Inquest:
+class PostMortem:
     """Of one communicator, once.
 
     :param error: why it is lost.

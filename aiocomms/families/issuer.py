@@ -22,8 +22,8 @@ class Issuer(ABC):
     rank: int
     size: int
     device: torch.device
-    plain: Callable[[object, bool], bool] | None
-    """See :attr:`aiocomms.transport.Transport.plain`."""
+    fast_check: Callable[[object, bool], bool] | None
+    """See :attr:`aiocomms.transport.Transport.fast_check`."""
 
     @abstractmethod
     def _issue(self, op: Op, hints: Mapping[str, Any] | None = None, timeout: Timeout = None) -> Work[Any]:

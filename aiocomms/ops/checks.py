@@ -49,8 +49,8 @@ class Group(Protocol):
     rank: int
     size: int
     device: torch.device
-    plain: Callable[[object, bool], bool] | None
-    """See :attr:`aiocomms.transport.Transport.plain`."""
+    fast_check: Callable[[object, bool], bool] | None
+    """See :attr:`aiocomms.transport.Transport.fast_check`."""
 
 
 def short(value: object) -> str:
@@ -85,7 +85,7 @@ def readable(name: str, tensor: torch.Tensor, group: Group) -> None:
     :raises ArgumentTypeError: it is no plain ``torch.Tensor``.
     :raises ArgumentError: anything else is wrong with it.
     """
-    if group.plain is not None and group.plain(tensor, False):
+    if group.fast_check is not None and group.fast_check(tensor, False):
         return
     try:
         is_complex = _IS_COMPLEX.get(tensor.dtype) if type(tensor) in PLAIN else None
@@ -109,7 +109,7 @@ def writable(name: str, tensor: torch.Tensor, group: Group) -> None:
 
     :raises ArgumentError: as :func:`readable`, or the tensor requires grad.
     """
-    if group.plain is not None and group.plain(tensor, True):
+    if group.fast_check is not None and group.fast_check(tensor, True):
         return
     readable(name, tensor, group)
     if tensor.requires_grad:

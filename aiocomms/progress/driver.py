@@ -82,7 +82,7 @@ class Driver:
         if not self._fds and getattr(_local, "driver", None) is self:
             _local.driver = None
 
-    def kick(self, transport: Served) -> None:
+    def poll_soon(self, transport: Served) -> None:
         """Something is pending on a transport: poll it for as many turns as it says it is worth."""
         spin = transport.capabilities.spin
         if spin:
@@ -149,7 +149,7 @@ class Driver:
 
     def _ready(self, transport: Served) -> None:
         if self._progress(transport):
-            self.kick(transport)  # where one thing has happened, the next is near
+            self.poll_soon(transport)  # where one thing has happened, the next is near
 
     def _turn(self) -> None:
         turns = self._turns

@@ -45,7 +45,7 @@ class Owner(Protocol):
         :raises UnsupportedOperation: it runs on no stream.
         """
 
-    def verdict(self, work: Work[Any], error: CommError) -> CommError | None:
+    def error_of(self, work: Work[Any], error: CommError) -> CommError | None:
         """What a work fails with, of which its transport says that it failed with ``error``; None: not yet."""
 
 
@@ -212,7 +212,7 @@ class Work(msgspec.Struct, Generic[T_co], eq=False, weakref=True):
         """See :meth:`aiocomms.transport.Completion.fail`."""
         if self._state:
             return self._refuse_second()
-        said = self.owner.verdict(self, error)
+        said = self.owner.error_of(self, error)
         if said is None:
             return None  # the communicator is lost, and gives it up when it knows more of why
         error = said
@@ -223,7 +223,7 @@ class Work(msgspec.Struct, Generic[T_co], eq=False, weakref=True):
             self._unseen = _UnseenError(self.owner.driver, self._error)
         return None
 
-    def give_up(self, error: CommError) -> None:
+    def abandon(self, error: CommError) -> None:
         """End a pending work although its transport has not; whatever the transport says of it later is not heard."""
         if not self._state:
             self._end(error, _GIVEN_UP)

@@ -312,9 +312,9 @@ class FakeNcclTransport(NcclTransport):
     capabilities = Capabilities(
         ops=NcclTransport.capabilities.ops,
         reductions=NcclTransport.capabilities.reductions,
-        stepwise=NcclTransport.capabilities.stepwise,
+        rounds_each_step=NcclTransport.capabilities.rounds_each_step,
         in_process=True,
-        compares=False,
+        detects_mismatch=False,
         spin=NcclTransport.capabilities.spin,
     )
     cuda_layer = FakeCuda()
@@ -340,4 +340,4 @@ class FakeNcclTransport(NcclTransport):
 class FakeNcclDebugTransport(FakeNcclTransport):
     """The same in debug mode."""
 
-    capabilities = msgspec.structs.replace(FakeNcclTransport.capabilities, compares=True)
+    capabilities = msgspec.structs.replace(FakeNcclTransport.capabilities, detects_mismatch=True)

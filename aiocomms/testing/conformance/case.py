@@ -213,14 +213,14 @@ class Case:
         """What the transport that carries a family of operations can do, on this device."""
         return self.comm._by_family[cast("ops.Family", family)].capabilities
 
-    def stepwise(self, dtype: torch.dtype) -> bool:
+    def rounds_each_step(self, dtype: torch.dtype) -> bool:
         """Whether sums of a dtype are rounded after each rank's contribution."""
         carried = "collectives" in self.comm.transports  # else they are made of messages
-        return carried and dtype in self.capabilities("collectives").stepwise
+        return carried and dtype in self.capabilities("collectives").rounds_each_step
 
     def reduced(self, op: ReduceOp, tensors: Sequence[Tensor]) -> data.Expected:
         """What a reduction of one tensor per rank must give."""
-        return data.reduced(op, tensors, self.stepwise(tensors[0].dtype))
+        return data.reduced(op, tensors, self.rounds_each_step(tensors[0].dtype))
 
     def native(self, op: type[ops.Op]) -> bool:
         """Whether the transport does an operation itself, and the core does not express it in others."""

@@ -149,12 +149,12 @@ class Expected(NamedTuple):
     allowance: Tensor | None
 
 
-def reduced(op: ReduceOp, tensors: Sequence[Tensor], stepwise: bool = False) -> Expected:
+def reduced(op: ReduceOp, tensors: Sequence[Tensor], rounds_each_step: bool = False) -> Expected:
     """What torch makes of one tensor per rank.
 
     Sums and products may be taken in any order, but float16 and bfloat16 are accumulated in float32.
 
-    :param stepwise: whether they may be rounded after each rank's contribution instead.
+    :param rounds_each_step: whether they may be rounded after each rank's contribution instead.
     """
     stack = torch.stack(list(tensors))
     dtype, n = stack.dtype, len(tensors)
@@ -168,7 +168,7 @@ def reduced(op: ReduceOp, tensors: Sequence[Tensor], stepwise: bool = False) -> 
     accumulates = torch.finfo(torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32).eps
     allowance = 2 * (n + 1) * accumulates * magnitude
     if n > 1 or factor != 1:
-        rounded = n * (magnitude if op.kind != "product" else value.abs()) if stepwise else value.abs()
+        rounded = n * (magnitude if op.kind != "product" else value.abs()) if rounds_each_step else value.abs()
         allowance = allowance + info.eps * rounded + info.smallest_normal * info.eps
     return Expected(value, allowance)
 

@@ -127,7 +127,7 @@ async def test_the_first_reason_stays(comm: Communicator, case: Case, first: str
 @ranks(2, 3)
 async def test_who_is_missing(comm: Communicator, case: Case) -> None:
     """All but the last rank call it; what fails says which one did not, where the transport can tell."""
-    if not case.native(ops.Barrier) or case.carrier("collectives").missing is Transport.missing:
+    if not case.native(ops.Barrier) or case.carrier("collectives").waiting_for is Transport.waiting_for:
         raise unittest.SkipTest(f"{case.place.transport} cannot tell which ranks an operation waits for")
     last = comm.size - 1
     if comm.rank == last:

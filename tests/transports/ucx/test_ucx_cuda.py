@@ -366,7 +366,7 @@ def test_what_ucx_loads() -> None:
     """A communicator on the CPU does not look for GPUs; one on a GPU may use all that UCX has for it."""
     assert bringup._options(None, gpu=False) == [("TLS", "^sysv,cuda,tcp")]
     assert bringup._options(None, gpu=True) == [("TLS", "^sysv,tcp")]
-    assert CudaUcxTransport.plain is None  # which would take a tensor on the CPU for one on the GPU
+    assert CudaUcxTransport.fast_check is None  # which would take a tensor on the CPU for one on the GPU
 
 
 def test_a_wheel_without_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -152,8 +152,8 @@ class C10dTransport(Transport):
         """See :meth:`Transport.try_cancel`."""
         return isinstance(work.op, ops.Recv) and self._mail[work.op.src].try_cancel(work)
 
-    def missing(self, work: Completion) -> Sequence[int]:
-        """See :meth:`Transport.missing`."""
+    def waiting_for(self, work: Completion) -> Sequence[int]:
+        """See :meth:`Transport.waiting_for`."""
         op = work.op
         if isinstance(op, ops.Recv):
             return [op.src]

@@ -126,8 +126,8 @@ class LocalTransport(Transport):
         with self._hub.lock:
             return self._hub.withdraw(self._rank, work.op, work)
 
-    def missing(self, work: Completion) -> Sequence[int]:
-        """See :meth:`Transport.missing`."""
+    def waiting_for(self, work: Completion) -> Sequence[int]:
+        """See :meth:`Transport.waiting_for`."""
         with self._hub.lock:
             return self._hub.missing(work.op, work)
 

@@ -45,8 +45,8 @@ class NcclTransport(Transport):
         ops=(ops.P2P - {ops.Batch}) | ops.COLLECTIVES,
         devices=frozenset({"cuda"}),
         reductions=REDUCTIONS,
-        stepwise=HALVES,
-        compares=os.environ.get("AIOCOMMS_DEBUG", "0") not in ("", "0"),
+        rounds_each_step=HALVES,
+        detects_mismatch=os.environ.get("AIOCOMMS_DEBUG", "0") not in ("", "0"),
         spin=SPIN,
     )
 
@@ -57,7 +57,7 @@ class NcclTransport(Transport):
         self.completions = Completions(cuda, mesh.wake, self.capabilities.spin)
         self._bench = bench
         self._hellos = list(hellos)
-        self._ranks = Ranks(mesh, bench.rank, self.capabilities.compares, self._fail)
+        self._ranks = Ranks(mesh, bench.rank, self.capabilities.detects_mismatch, self._fail)
         self._messages = self._ranks.messages = Messages(self)
         self.closed_by = self._ranks.closed_by
         self._ends: WeakKeyDictionary[Completion, Event] = WeakKeyDictionary()
@@ -116,8 +116,8 @@ class NcclTransport(Transport):
         finally:
             self._let_go()
 
-    async def stay_out(self, rendezvous: Rendezvous) -> None:
-        """See :meth:`Transport.stay_out`: ``ncclCommSplit`` needs every rank."""
+    async def split_nobody(self, rendezvous: Rendezvous) -> None:
+        """See :meth:`Transport.split_nobody`: ``ncclCommSplit`` needs every rank."""
         split = self._hold(_NONE, 0)
         try:
             call = functools.partial(guarded, self.cuda, self.library, "split", split)
@@ -299,8 +299,8 @@ class NcclTransport(Transport):
         """See :meth:`Transport.try_cancel`."""
         return self._messages.withdraw(work)
 
-    def missing(self, work: Completion) -> Sequence[int]:
-        """See :meth:`Transport.missing`."""
+    def waiting_for(self, work: Completion) -> Sequence[int]:
+        """See :meth:`Transport.waiting_for`."""
         op = work.op
         if isinstance(op, (ops.Recv, ops.Send)):
             return [op.src if isinstance(op, ops.Recv) else op.dst]

@@ -111,7 +111,7 @@ class CudaUcxTransport(UcxTransport):
         ops=frozenset({ops.Send, ops.Recv, ops.Barrier}) | (ops.RMA - {ops.FetchAdd, ops.CompareSwap}),
         in_process=False,
     )
-    plain = None
+    fast_check = None
     windows = CudaWindows
 
     def __init__(self, family: Family, peers: Sequence[int], hosts: Sequence[str], pids: Sequence[int]) -> None:
@@ -152,7 +152,7 @@ class CudaUcxTransport(UcxTransport):
         waiting = _Waiting(op, work)
         self._queue.append(waiting)
         self.completions.add(self.cuda.current_stream(), waiting.fire)
-        self._driver.kick(self)  # it may be another communicator's progress that has led here
+        self._driver.poll_soon(self)  # it may be another communicator's progress that has led here
 
     def progress(self) -> bool | None:
         """See :meth:`Transport.progress`. While the current stream is being captured everything waits."""

@@ -8,24 +8,24 @@ if TYPE_CHECKING:
     from aiocomms_ucx.transport import UcxTransport
 
 
-class UcxLifeline:
-    """See :class:`aiocomms.transport.Lifeline`."""
+class UcxSideChannel:
+    """See :class:`aiocomms.transport.SideChannel`."""
 
     def __init__(self, transport: UcxTransport) -> None:
         self._transport = transport
 
     def say(self, rank: int, note: bytes) -> None:
-        """See :meth:`aiocomms.transport.Lifeline.say`."""
+        """See :meth:`aiocomms.transport.SideChannel.say`."""
         self._transport.leave_note(rank, note)
 
     def note_of(self, rank: int) -> bytes | None:
-        """See :meth:`aiocomms.transport.Lifeline.note_of`."""
+        """See :meth:`aiocomms.transport.SideChannel.note_of`."""
         return self._transport.notes.get(rank)
 
     def gone(self, rank: int) -> bool:
-        """See :meth:`aiocomms.transport.Lifeline.gone`."""
+        """See :meth:`aiocomms.transport.SideChannel.gone`."""
         return rank in self._transport.gone
 
     def far(self, rank: int) -> bool:
-        """See :meth:`aiocomms.transport.Lifeline.far`."""
+        """See :meth:`aiocomms.transport.SideChannel.far`."""
         return self._transport.far(rank)

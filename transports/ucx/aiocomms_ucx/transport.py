@@ -21,7 +21,7 @@ from aiocomms_ucx._engine import TURNS, create_segment, is_plain
 from aiocomms_ucx.bringup import open_family
 from aiocomms_ucx.collectives import START, describe
 from aiocomms_ucx.shared_engine import Family
-from aiocomms_ucx.side_channel import UcxLifeline
+from aiocomms_ucx.side_channel import UcxSideChannel
 from aiocomms_ucx.status import BROKEN, DONE, DROPPED, UNEQUAL, closed_by, error_of, has_ended, peer_of
 from aiocomms_ucx.windows import Windows, open_segment
 
@@ -54,7 +54,7 @@ class UcxTransport(Transport):
         in_process=True,
         spin=TURNS,
     )
-    plain: Callable[[object, bool], bool] | None = staticmethod(is_plain)
+    fast_check: Callable[[object, bool], bool] | None = staticmethod(is_plain)
     windows: type[Windows] = Windows
 
     def __init__(self, family: Family, peers: Sequence[int], hosts: Sequence[str], pids: Sequence[int]) -> None:
@@ -84,7 +84,7 @@ class UcxTransport(Transport):
         self._ending = threading.RLock()  # the engine must not go while another thread uses it
         self._aborted = self._closed = False
         self.notes: dict[int, bytes] = {}
-        """What ranks have left here for :meth:`lifeline`."""
+        """What ranks have left here for :meth:`side_channel`."""
         self.gone: set[int] = set()
         """Ranks that have closed, or whose connection has broken."""
         family.transports[self.group] = self
@@ -248,25 +248,25 @@ class UcxTransport(Transport):
             del self.family.pending[ticket]
         return withdrawn
 
-    def missing(self, work: Completion) -> Sequence[int]:
-        """See :meth:`Transport.missing`."""
+    def waiting_for(self, work: Completion) -> Sequence[int]:
+        """See :meth:`Transport.waiting_for`."""
         peer = peer_of(work.op)
         if peer is not None:
             return [peer]
         with self._ending:
             return () if self._closed else self.engine.missing(self.group)
 
-    def signs(self) -> Sequence[float]:
-        """See :meth:`Transport.signs`: the engines' threads ask and answer, over the control connections."""
+    def last_heard(self) -> Sequence[float]:
+        """See :meth:`Transport.last_heard`: the engines' threads ask and answer, over the control connections."""
         with self._ending:
             if self._closed:
                 return ()
             signs = self.engine.signs()
         return [math.inf if peer == self.family.rank else signs[peer] / 1e9 for peer in self.peers]
 
-    def lifeline(self) -> UcxLifeline:
-        """See :meth:`Transport.lifeline`: the control connections of those that live."""
-        return UcxLifeline(self)
+    def side_channel(self) -> UcxSideChannel:
+        """See :meth:`Transport.side_channel`: the control connections of those that live."""
+        return UcxSideChannel(self)
 
     def leave_note(self, rank: int, text: bytes) -> None:
         """Say something to a rank although the communicator is lost."""
