@@ -291,7 +291,10 @@ class Transport(ABC):
 
     @abstractmethod
     def abort(self, error: CommError) -> None:
-        """Give up: tell the peers, best effort, and stop. Synchronous, from any thread, twice is once.
+        """Give up: tell the peers, best effort, and stop. Synchronous, on any thread, idempotent.
+
+        Each peer's transport gives what it is told to its :meth:`on_failure`: the class of ``error``, which is one of
+        :data:`aiocomms.errors.TOLD_TO_PEERS`, its message and its peer.
 
         Works in flight need not be completed (the communicator ends them), but their tensors are kept until the wire is
         quiet.

@@ -1,8 +1,8 @@
 """The survivors of a lost communicator agree on who they are, and form a new one.
 
-They meet in the store in which the old one was formed. If that is gone, and the transport has a side channel, the lowest
-of them serves a new one and tells the others where. There each says that it has come, and the lowest proposes: the first
-proposal is the decision, for the store takes no second one. Whoever is not in it is out.
+They meet in the store in which the old one was formed. If that is gone, and the transport has a side channel, the
+lowest of them serves a new one and tells the others where. There each says that it has come, and the lowest proposes:
+the first proposal is the decision, for the store takes no second one. Whoever is not in it is out.
 """
 
 from __future__ import annotations
@@ -84,15 +84,6 @@ def read_invitation(value: bytes) -> tuple[int, int, str]:
     return it.epoch, it.size, it.key
 
 
-def excluded(error: CommError, rank: int) -> CommError:
-    """What the death of a rank is to that rank itself, which was stopped or cut off, and is told of it later."""
-    if not isinstance(error, PeerDiedError) or error.peer != rank:
-        return error
-    out = CommAbortedError(f"this rank is excluded: the others took it for dead and go on without it: {error.message}")
-    out.__cause__ = error
-    return out
-
-
 async def reconfigure(
     comm: Communicator, ranks: Sequence[int] | None, size: int | None, timeout: Timeout
 ) -> Communicator:
@@ -113,12 +104,12 @@ class Recovery:
         :raises ArgumentError: an argument is wrong.
         """
         self._comm = comm
-        self._ranks = None if ranks is None else sorted(checks.members(ranks, comm, "reconfigure"))
+        self._ranks = None if ranks is None else sorted(checks.members(ranks, comm._core, "reconfigure"))
         self._wanted = size
         self._seconds = seconds
         self._ends = time.monotonic() + seconds
         self._reason = _check(comm, self._ranks, size)
-        side_channels = (transport.side_channel() for transport in comm._transports())
+        side_channels = (transport.side_channel() for transport in comm._core.transports)
         self._line: SideChannel | None = next((line for line in side_channels if line is not None), None)
         self._moved = False  # to a new store
 
@@ -241,14 +232,14 @@ class Recovery:
 
         with anyio.move_on_after(_PROBE):
             try:
-                return bool(await run_in_thread(self._comm.driver, probe))
+                return bool(await run_in_thread(self._comm._core.driver, probe))
             except (RuntimeError, ArgumentError):  # the base of torch's store errors; or there never was one
                 return False
         return False
 
     async def _off_loop(self, what: str, call: Callable[[], _T]) -> _T:
         with anyio.move_on_after(max(0.0, self._left())):
-            result: _T = await run_in_thread(self._comm.driver, call)
+            result: _T = await run_in_thread(self._comm._core.driver, call)
             return result
         raise CommTimeoutError(f"{what} took longer than {self._seconds:g} s")
 
@@ -340,7 +331,8 @@ def _check(comm: Communicator, ranks: Sequence[int] | None, size: int | None) ->
         raise ArgumentError("ranks is empty, wanted this rank and others")
     if size is not None and (type(size) is not int or not comm.rank < size):
         raise ArgumentError(f"size is {size!r}, wanted an int above this rank's number, {comm.rank}")
-    reason = comm._refusal
+    failure = comm._core.life.failure
+    reason = None if failure is None else failure.error
     if reason is not None and isinstance(reason.__cause__, PeerDiedError) and reason.__cause__.peer == comm.rank:
         raise CommAbortedError(reason.message)
     return reason

@@ -16,6 +16,7 @@ import torch
 from aiocomms import ops
 from aiocomms.cuda import no_gpu
 from aiocomms.errors import ArgumentError, ArgumentTypeError, UnsupportedOperation
+from aiocomms.progress.guard import broken
 from aiocomms.transport import Transport
 
 GROUP = "aiocomms.transports"
@@ -144,7 +145,14 @@ async def close_transports(transports: Iterable[Transport]) -> None:
     """Close all of them, whatever becomes of one: asyncio's own cancellation is stopped by no shield."""
     async with AsyncExitStack() as closing:
         for transport in transports:
-            closing.push_async_callback(transport.aclose)
+            closing.push_async_callback(_close, transport)
+
+
+async def _close(transport: Transport) -> None:
+    try:
+        await transport.aclose()
+    except Exception as error:
+        raise broken(transport, "aclose", error) from error
 
 
 def _auto(device: torch.device, size: int) -> dict[ops.Family, tuple[str, type[Transport]]]:

@@ -19,13 +19,14 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from aiocomms.diagnosis.recorder import Recorder, Snapshot
+from aiocomms.diagnosis.recorder import Look, Recorder, Snapshot
+from aiocomms.progress.inflight import Flying
 
 PER_PROCESS, PER_FOLDER = 16, 256
 """Files that a process keeps, and that the default folder keeps; the oldest are deleted."""
@@ -168,6 +169,45 @@ def write(snapshot: Snapshot, folder: str | os.PathLike[str] | None = None) -> P
             path.unlink()
         raise
     return path
+
+
+class Record:
+    """What a lost communicator was doing, noted at once and written down when its tasks go on."""
+
+    def __init__(self, recorder: Recorder, flying: list[Flying], reason: str) -> None:
+        """Note it. On any thread or signal handler.
+
+        :param flying: the works that were pending when it was lost.
+        """
+        self._recorder = recorder
+        self._reason = reason
+        self._look: Look | None = None
+        with self._complaining():
+            self._look = recorder.look(flying)
+
+    def snapshot(self) -> Snapshot | None:
+        """It in words; None where the flight recorder has failed, which is said once."""
+        with self._complaining():
+            if self._look is not None:
+                return self._recorder.describe(self._look, self._reason)
+        return None
+
+    def write_later(self) -> None:
+        """Write it down in the background, if that is wanted."""
+        if wanted():
+            in_background(self._write)
+
+    def _write(self) -> None:
+        snapshot = self.snapshot()
+        if snapshot is not None:
+            try_write(snapshot)
+
+    @contextlib.contextmanager
+    def _complaining(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # whatever it is, the communicator must come to its end
+            complain(f"the flight recorder: {type(error).__name__}: {error}")
 
 
 def _encode(snapshot: Snapshot) -> bytes:

@@ -12,19 +12,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
 from aiocomms.diagnosis import dumps
+from aiocomms.diagnosis.dumps import Record
 from aiocomms.diagnosis.hang_report import judge
-from aiocomms.diagnosis.recorder import LONGEST, SHOWN, Brief, Item, Recorder, Snapshot
-from aiocomms.errors import CommAbortedError, CommClosedError, CommError, CommTimeoutError, PeerDiedError
-from aiocomms.progress.work import Work
-from aiocomms.transport import Rendezvous, Transport
+from aiocomms.diagnosis.recorder import LONGEST, SHOWN, Brief, Item, Snapshot
+from aiocomms.errors import CommError
+from aiocomms.transport import Rendezvous
 
-PASSED = "its deadline passed"
-"""What the errors of a late op, and those of other ranks that quote it, have in common."""
 PATIENCE, LONGER = 0.2, 0.3
 """Seconds after a rank has lost the communicator: until when the late one hears the others' words, and until when works
 wait at all. A late op must have failed within 0.5 s, and what comes after this takes its time on a busy machine."""
@@ -47,87 +45,49 @@ class Lost(Protocol):
     size: int
 
 
-def late(comm: Lost, transport: Transport | None, work: Work[Any]) -> tuple[CommTimeoutError, list[int]]:
-    """The error of an op whose deadline has passed, and the ranks that it waits for, where the transport can tell."""
-    absent = list(transport.waiting_for(work)) if transport is not None else []
-    who = f"; waiting for rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}" if absent else ""
-    name = work.op.name
-    return CommTimeoutError(f"{PASSED}{who}", comm=comm.name, op=name, seq=work.seq, rank=comm.rank), absent
-
-
-def derived_error(work: Work[Any], reason: CommError) -> CommError:
-    """The op at fault gets the error itself, the others one that quotes it."""
-    if work.seq == reason.seq:
-        return reason
-    if isinstance(reason, (CommAbortedError, CommClosedError, PeerDiedError)):
-        return type(reason)(reason.message, peer=reason.peer)
-    return CommAbortedError(f"the communicator is lost: {reason}", peer=reason.peer)
-
-
 class PostMortem:
-    """Of one communicator, once.
+    """Finds out for one lost communicator why a deadline has passed; its works are kept waiting for that."""
 
-    :param error: why it is lost.
-    :param absent: the ranks that the late op waits for.
-    """
+    def __init__(self, comm: Lost, rendezvous: Rendezvous, error: CommError, absent: Sequence[int]) -> None:
+        """Begin to count the time.
 
-    def __init__(
-        self, comm: Lost, recorder: Recorder, rendezvous: Rendezvous, error: CommError, absent: Sequence[int]
-    ) -> None:
+        :param error: why it is lost.
+        :param absent: the ranks that the late op waits for.
+        """
         self._comm = comm
         self._rendezvous = rendezvous
         self._error = error
         self._absent = absent
         self._began = time.monotonic()
-        self._snapshot = self._look(recorder)
         self._closed = threading.Event()
-        self.sitting = self._snapshot is not None and PASSED in error.message
+        self.sitting = True
         """Whether the works are kept waiting for it."""
 
-    def _look(self, recorder: Recorder) -> Snapshot | None:
-        try:
-            return recorder.snapshot(str(self._error))
-        except Exception as error:  # whatever it is, the communicator must come to its end
-            dumps.complain(f"the flight recorder: {type(error).__name__}: {error}")
-            return None
+    def hold(self, record: Record, end: Callable[[str, Path | None], object]) -> None:
+        """Find it out; any thread or signal handler.
 
-    def hold(self, end: Callable[[CommError], object]) -> None:
-        """Begin; any thread or signal handler.
-
-        :param end: called once, on any thread: ends the pending works with the error that they get.
+        :param end: called once, on any thread, with what was learnt and the file of the flight recorder.
         """
-        snapshot = self._snapshot
-        if not self.sitting:
-            end(self._error)
-            if snapshot is not None and dumps.wanted():
-                dumps.in_background(lambda: dumps.try_write(snapshot))
-        elif snapshot is None or not dumps.in_background(lambda: self._sit(snapshot, end)):
+        if not dumps.in_background(lambda: self._sit(record, end)):
             self.sitting = False
-            end(self._error)
+            end("", None)
 
     def close(self) -> None:
         """Nobody waits any more."""
         self._closed.set()
 
-    def _sit(self, snapshot: Snapshot, end: Callable[[CommError], object]) -> None:
-        verdict, path = "", None
+    def _sit(self, record: Record, end: Callable[[str, Path | None], object]) -> None:
+        report, path = "", None
         try:
-            if self._comm.size > 1 and self._rendezvous.store is not None:
-                verdict = self._verdict_in_time(snapshot)
-            snapshot.header.verdict = verdict
-            path = dumps.try_write(snapshot)
+            snapshot = record.snapshot()
+            if snapshot is not None:
+                if self._comm.size > 1 and self._rendezvous.store is not None:
+                    report = self._verdict_in_time(snapshot)
+                snapshot.header.verdict = report
+                path = dumps.try_write(snapshot)
         finally:
             self.sitting = False
-            end(self._concluded(verdict, path))
-
-    def _concluded(self, verdict: str, path: Path | None) -> CommError:
-        old = self._error
-        message = old.message + (f": {verdict}" if verdict and verdict not in old.message else "")
-        if path is not None:
-            message += f" [flight recorder: {path}]"
-        new = type(old)(message, comm=old.comm, op=old.op, seq=old.seq, rank=old.rank, peer=old.peer)
-        new.__cause__ = old.__cause__
-        return new
+            end(report, path)
 
     def _verdict_in_time(self, snapshot: Snapshot) -> str:
         """Learn it on a thread that may be left behind: a store whose host is stopped, or gone, keeps its callers."""
@@ -148,12 +108,12 @@ class PostMortem:
         comm, brief = self._comm, snapshot.header.brief
         try:
             self._rendezvous.tell(_DOING, msgspec.json.encode(brief))
-            if isinstance(self._error, CommTimeoutError):
+            late = self._error.peer
+            if late is None:  # the op that is late is this rank's
                 verdict = self._ask(snapshot)
                 self._rendezvous.tell(_VERDICT, verdict.encode())
                 return verdict
-            if isinstance(self._error, CommAbortedError) and self._error.peer not in (None, comm.rank):
-                late = self._error.peer
+            if late != comm.rank:
                 return printable(
                     self._hear(_VERDICT, [late], LONGER).get(late, b"").decode(errors="replace"), 4 * LONGEST
                 )

@@ -19,16 +19,17 @@ from functools import cache
 from operator import attrgetter
 from pathlib import Path
 from time import monotonic, time
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import torch
 
 from aiocomms.lowlevel.hosts import host_id
 from aiocomms.ops import USER, Op
+from aiocomms.progress.deadlines import copied
 from aiocomms.progress.driver import Driver
-from aiocomms.progress.inflight import Pending
-from aiocomms.progress.work import Work
+from aiocomms.progress.inflight import Flying, InFlight
+from aiocomms.progress.work import StartedWork
 
 FORMAT = "aiocomms recorder 1"
 DEFAULT, MOST = 512, 65536
@@ -41,6 +42,10 @@ LONGEST = 300
 _ARGUMENTS = ("src", "dst", "root", "rank", "tag", "channel")
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _log = logging.getLogger("aiocomms")
+
+
+Entry = type[Op] | tuple[Any, ...] | float
+"""Of an op its type, when it is called; and when it has ended, the time or a :meth:`Recorder.row`."""
 
 
 class Item(msgspec.Struct, omit_defaults=True):
@@ -117,6 +122,19 @@ class Snapshot(msgspec.Struct):
         return sorted((*map(_finished, self.finished), *self.pending), key=lambda item: item.seq)
 
 
+class Look(NamedTuple):
+    """All that changes of what a recorder knows, at one time; made in few calls, and described at leisure."""
+
+    flying: list[Flying]
+    tasks: list[tuple[str, str]]
+    """Of each of these the task that awaits it, and where in the program that is suspended."""
+    entries: list[Entry]
+    issued: int
+    calls: int
+    wall: float
+    monotonic: float
+
+
 class Recorded(Protocol):
     """What a recorder needs of its communicator."""
 
@@ -139,7 +157,6 @@ def _arguments(cls: type[Op]) -> list[str]:
 
 PEERS: dict[type[Op], Callable[[Any], Any]] = {}
 """Reads the numbers that an op of each type has, if it has any."""
-Entry = type[Op] | tuple[Any, ...] | float
 _KEPT: dict[type[Op], Callable[[Any], Any]] = {}
 """Reads these numbers and the size of the tensor that an op of each type is about, if there is one."""
 
@@ -162,9 +179,9 @@ def _nothing(op: Op) -> None:
 class Recorder:
     """The ops of one communicator."""
 
-    def __init__(self, comm: Recorded, pending: Pending) -> None:
+    def __init__(self, comm: Recorded, in_flight: InFlight) -> None:
         self._comm = comm
-        self._pending = pending
+        self._in_flight = in_flight
         self.size = capacity()
         self.ring: deque[Entry] = deque(maxlen=2 * self.size)
         """Of each op its type, when it is called; and when it has ended the time, or, if it was pending, or failed, or
@@ -176,9 +193,9 @@ class Recorder:
         """Whether the communicator is."""
         return not self._comm.closed
 
-    def row(self, work: Work[Any], posted: float | None = None) -> tuple[Any, ...]:
+    def row(self, work: StartedWork[Any], posted: float | None = None) -> tuple[Any, ...]:
         """What is kept of an op that has ended, and was pending since then; in its call, if None."""
-        op, error = work.op, work._error
+        op, error = work.op, work.error
         cls = type(op)
         try:
             kept = (PEERS if posted is None else _KEPT)[cls](op)
@@ -189,31 +206,54 @@ class Recorder:
         return work.seq, cls, monotonic(), kept, text, posted
 
     def snapshot(self, reason: str) -> Snapshot:
-        """Everything, now. On any thread, whatever the loop is doing; takes no lock, for a signal handler calls it."""
-        works = _copy(self._pending)
-        oldest, finished = self._rows({work.seq for work in works})
+        """Everything, now, described. On any thread, whatever the loop is doing."""
+        return self.describe(self.look(self._in_flight.look()), reason)
+
+    def look(self, flying: list[Flying]) -> Look:
+        """Note all that may change. On any thread; takes no lock, for a signal handler calls it.
+
+        :param flying: the pending works. They may have been ended in this very turn of the loop: the tasks that await
+            them are where they were until the next one.
+        """
+        comm = self._comm
+        while True:  # the loop's thread may be calling more
+            issued = comm.issued
+            entries = copied(self.ring)
+            if comm.issued == issued:
+                break
+        found = comm.driver.tasks_of([waiter for one in flying for waiter in one.waiters])
+        tasks = []
+        for one in flying:
+            name, coroutine = next((found[waiter] for waiter in one.waiters if waiter in found), ("", None))
+            tasks.append((name[:LONGEST], _place(coroutine)))
+        return Look(flying, tasks, entries, issued, comm.calls, time(), monotonic())
+
+    def describe(self, look: Look, reason: str) -> Snapshot:
+        """Put what was noted into words; on any thread, at any time."""
+        oldest, finished = self._rows(look)
         # Behind one that ended late, and was called before all that the ring knows, others may be missing.
-        numbers = self._numbers(works, [row for row in finished if row[0] >= oldest])
-        pending = self._describe(sorted(works, key=lambda work: work.seq)[:MOST], numbers)
+        numbers = _numbers(look, [row for row in finished if row[0] >= oldest])
+        flying = sorted(zip(look.flying, look.tasks, strict=True), key=lambda one: one[0].work.seq)[:MOST]
+        pending = [_item(one, *task, numbers.get(one.work.seq)) for one, task in flying]
         finished = [(numbers.get(row[0]), *row) for row in sorted(finished, key=lambda row: row[2])]
         comm = self._comm
         header = Header(
-            FORMAT, comm.name, comm.rank, comm.size, _boot(), os.getpid(), time(), monotonic(),
-            reason[: 4 * LONGEST], "", self._brief(pending, finished, len(works)),
+            FORMAT, comm.name, comm.rank, comm.size, _boot(), os.getpid(), look.wall, look.monotonic,
+            reason[: 4 * LONGEST], "", _brief(comm.rank, look, pending, finished),
         )  # fmt: skip
         return Snapshot(header, finished, pending)
 
-    def _rows(self, pending: set[int]) -> tuple[int, list[tuple[Any, ...]]]:
+    def _rows(self, look: Look) -> tuple[int, list[tuple[Any, ...]]]:
         """The number of the oldest call in the ring, and the last ops that have ended.
 
         Of these numbers, types, times, arguments and errors, and when they were called. There is a type for every call,
         so counted back from the last one they tell the numbers.
         """
-        issued, entries = self._read()
-        seq = oldest = issued - sum(isinstance(entry, type) for entry in entries)
+        pending = {one.work.seq for one in look.flying}
+        seq = oldest = look.issued - sum(isinstance(entry, type) for entry in look.entries)
         cls: Any = None
         rows: dict[int, tuple[Any, ...]] = {}
-        for entry in entries:
+        for entry in look.entries:
             if isinstance(entry, type):
                 seq, cls = seq + 1, entry
             elif isinstance(entry, tuple):
@@ -222,40 +262,20 @@ class Recorder:
                 rows[seq - 1] = (seq - 1, cls, entry, None, None, None)
         return oldest, [row for number, row in rows.items() if number not in pending][-self.size :]
 
-    def _read(self) -> tuple[int, list[Entry]]:
-        """How many ops have been called, and the ring as it was then: the loop's thread may be calling more."""
-        while True:
-            issued = self._comm.issued
-            entries = _copy(self.ring)
-            if self._comm.issued == issued:
-                return issued, entries
 
-    def _numbers(self, works: Sequence[Work[Any]], finished: Sequence[tuple[Any, ...]]) -> dict[int, int]:
-        """The numbers of collectives by sequence number, counted back from the last one that was called."""
-        seqs = [row[0] for row in finished if row[1].family == "collectives"]
-        seqs += [work.seq for work in works if work.op.family == "collectives"]
-        return dict(zip(sorted(seqs, reverse=True), range(self._comm.calls, 0, -1), strict=False))
+def _numbers(look: Look, finished: Sequence[tuple[Any, ...]]) -> dict[int, int]:
+    """The numbers of collectives by sequence number, counted back from the last one that was called."""
+    seqs = [row[0] for row in finished if row[1].family == "collectives"]
+    seqs += [one.work.seq for one in look.flying if one.work.op.family == "collectives"]
+    return dict(zip(sorted(seqs, reverse=True), range(look.calls, 0, -1), strict=False))
 
-    def _brief(self, pending: Sequence[Item], finished: Sequence[tuple[Any, ...]], total: int) -> Brief:
-        calls = self._comm.calls
-        ended = min((item.collective - 1 for item in pending if item.collective), default=calls)
-        last = next((row for row in reversed(finished) if row[0] == ended), None)
-        few = [msgspec.structs.replace(item, tensors=[], task="", where="") for item in pending[:SHOWN]]
-        name = f"{last[2].name} #{last[1]}" if last else ""
-        return Brief(self._comm.rank, calls, ended, name, few, total - len(few))
 
-    def _describe(self, works: Sequence[Work[Any]], numbers: dict[int, int]) -> list[Item]:
-        waiters = {work.seq: list(work._waiters or ()) for work in works}
-        tasks = self._comm.driver.tasks_of([waiter for some in waiters.values() for waiter in some])
-        items = []
-        for work in works:
-            item = _item(work, numbers.get(work.seq))
-            for waiter in waiters[work.seq]:
-                if waiter in tasks:
-                    name, coroutine = tasks[waiter]
-                    item.task, item.where = name[:LONGEST], _place(coroutine)
-            items.append(item)
-        return items
+def _brief(rank: int, look: Look, pending: Sequence[Item], finished: Sequence[tuple[Any, ...]]) -> Brief:
+    ended = min((item.collective - 1 for item in pending if item.collective), default=look.calls)
+    last = next((row for row in reversed(finished) if row[0] == ended), None)
+    few = [msgspec.structs.replace(item, tensors=[], task="", where="") for item in pending[:SHOWN]]
+    name = f"{last[2].name} #{last[1]}" if last else ""
+    return Brief(rank, look.calls, ended, name, few, len(look.flying) - len(few))
 
 
 @cache
@@ -278,25 +298,15 @@ def capacity() -> int:
     return DEFAULT
 
 
-def _copy(source: Any) -> list[Any]:
-    """What is in a container that the loop's thread may be changing."""
-    for _ in range(100):
-        try:
-            return list(source)
-        except RuntimeError:  # it changed meanwhile: somebody's finalizer ran
-            continue
-    return []
-
-
-def _item(work: Work[Any], number: int | None) -> Item:
+def _item(flying: Flying, task: str, where: str, number: int | None) -> Item:
     """A pending op."""
-    op, queue = work.op, work.queue
-    posted = None if queue is None else queue.get(work, 0.0) - queue.seconds
+    work, posted, _ = flying
+    op = work.op
     args = {name: value for name in _arguments(type(op)) if type(value := getattr(op, name)) is int}
     buffers = {name: tensor for name, tensor in (*op.reads(), *op.writes()) if isinstance(tensor, torch.Tensor)}
     tensors = [f"{name}: {_dtype(t.dtype)} {list(t.shape)}"[:LONGEST] for name, t in list(buffers.items())[:SHOWN]]
     total = sum(t.nbytes for t in buffers.values()) if buffers else None
-    return Item(op.name, work.seq, "pending", args, number, total, posted, None, tensors)
+    return Item(op.name, work.seq, "pending", args, number, total, posted, None, tensors, task=task, where=where)
 
 
 def _dtype(dtype: torch.dtype) -> str:
@@ -318,11 +328,11 @@ def _place(coroutine: Any) -> str:
     """Where a suspended task is: the innermost line that is not this library's."""
     found = ""
     while coroutine is not None:
-        frame = next(
-            (f for n in ("cr_frame", "gi_frame", "ag_frame") if (f := getattr(coroutine, n, None)) is not None), None
-        )
+        frame = below = None
+        for kind, awaited in (("cr_frame", "cr_await"), ("gi_frame", "gi_yieldfrom"), ("ag_frame", "ag_await")):
+            if hasattr(coroutine, kind):
+                frame, below = getattr(coroutine, kind), getattr(coroutine, awaited)
         if frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
             found = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"
-        below = (getattr(coroutine, n, None) for n in ("cr_await", "gi_yieldfrom", "ag_await"))
-        coroutine = next((it for it in below if it is not None), None)
+        coroutine = below
     return found[-LONGEST:]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from aiocomms.ops import Op
+from aiocomms.ops import Op, checks
 from aiocomms.progress.work import Work
 
 Timeout = float | timedelta | None
@@ -22,8 +22,8 @@ class Issuer(ABC):
     rank: int
     size: int
     device: torch.device
-    fast_check: Callable[[object, bool], bool] | None
-    """See :attr:`aiocomms.transport.Transport.fast_check`."""
+    _core: checks.Group
+    """What checks of arguments know of the communicator."""
 
     @abstractmethod
     def _issue(self, op: Op, hints: Mapping[str, Any] | None = None, timeout: Timeout = None) -> Work[Any]:

@@ -107,7 +107,7 @@ class Batch:
 
     def _add(self, part: ops.Send | ops.Recv) -> Self:
         try:
-            part.check(self._comm)
+            part.check(self._comm._core)
         except CommError as error:
             raise error.about(op="batch", rank=self._comm.rank) from None
         self._parts.append(part)

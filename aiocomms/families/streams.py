@@ -23,7 +23,7 @@ from aiocomms import ops
 from aiocomms.errors import ArgumentError, CommError, ProtocolError
 from aiocomms.families.issuer import Issuer
 from aiocomms.ops import checks, codec
-from aiocomms.progress.driver import Promise
+from aiocomms.progress.driver import Driver, Promise
 from aiocomms.progress.work import Work
 
 MAX_CAPACITY = 2**20
@@ -55,7 +55,7 @@ class Streams(Issuer):
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
         try:
-            checks.other("peer", peer, self)
+            checks.other("peer", peer, self._core)
             _check(capacity, name)
         except ArgumentError as error:
             raise error.about(op="open_stream", rank=self.rank) from None
@@ -99,7 +99,7 @@ class TensorStream(ObjectStream[Tensor]):
         self._owed = 0  # credits that this end will return
         self._returning = False
         self._messages: deque[Tensor] = deque()
-        self._changed = Promise(comm.driver)
+        self._changed = Promise(Driver.current())
         self._failure: CommError | None = None  # why nothing more will come
         self._mute: CommError | None = None  # why nothing more can be sent; what is there already is still received
         self._is_open = self._closed = self._eof_sent = self._eof_received = self._peer_closed = False
@@ -120,7 +120,7 @@ class TensorStream(ObjectStream[Tensor]):
         :raises anyio.BrokenResourceError: the other end was closed.
         :raises CommError: the communicator is lost.
         """
-        checks.readable("item", item, self._comm)
+        checks.readable("item", item, self._comm._core)
         header = self._make_header(_DATA, item)
         self._check_sending()
         while not self._credits and not self._peer_closed:
@@ -351,5 +351,5 @@ class TensorStream(ObjectStream[Tensor]):
         await self._changed
 
     def _notify(self) -> None:
-        changed, self._changed = self._changed, Promise(self._comm.driver)
+        changed, self._changed = self._changed, Promise(Driver.current())
         changed.set()

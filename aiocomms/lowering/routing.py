@@ -9,6 +9,7 @@ from typing import Any
 from aiocomms import ops
 from aiocomms.errors import UnsupportedOperation
 from aiocomms.lowering.schedules import SCHEDULES, BatchRun, Context, Poster, Run
+from aiocomms.progress.guard import guarded
 from aiocomms.transport import Completion, Transport
 
 Route = Callable[[ops.Op, Completion], float | None]
@@ -32,9 +33,14 @@ class Router(dict[type[ops.Op], Route]):
         """Take an unmatched receive or wait back; False if it is under way."""
         lowered = self._runs.get(work)
         if lowered is None:
-            return self._transports[work.op.family].try_cancel(work)
+            return guarded(False, self._transports[work.op.family].try_cancel, work)
         run = lowered()
         return run is not None and run.withdraw()
+
+    def carrier(self, op: ops.Op) -> Transport | None:
+        """The transport that carries an op natively, if one does."""
+        transport = self._transports.get(op.family)
+        return transport if transport is not None and type(op) in transport.capabilities.ops else None
 
     def _decide(self, cls: type[ops.Op]) -> Route:
         transport = self._transports.get(cls.family)

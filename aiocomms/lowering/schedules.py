@@ -8,7 +8,7 @@ tag.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -41,6 +41,9 @@ class Poster(Protocol):
 
     def withdraw(self, work: Completion) -> bool:
         """Take an unmatched receive back."""
+
+    def lose(self, error: CommError) -> None:
+        """End the communicator: what this rank has sent, and what it still owes the others, is not to be told apart."""
 
 
 class Context:
@@ -83,18 +86,22 @@ def schedule(*types: type[ops.Op]) -> Callable[[Callable[[Context, OpT], Steps]]
 class Run:
     """Runs one schedule from step to step."""
 
-    __slots__ = ("__weakref__", "_begun", "_comm", "_left", "_only", "_steps", "work")
+    __slots__ = ("__weakref__", "_comm", "_left", "_only", "_posted", "_steps", "work")
 
     def __init__(self, comm: Poster, steps: Steps, work: Completion) -> None:
         self._comm = comm
         self._steps = steps
         self._left = 0
-        self._begun = False
+        self._posted = False  # whether a message has been
         self._only: _Part | None = None  # the first step's message, if it has but one and nothing has followed
         self.work = work
 
     def advance(self) -> None:
-        """Post the next step, and the ones after it for as long as they complete at once."""
+        """Post the next step, and the ones after it for as long as they complete at once.
+
+        What is raised before the first message is posted goes to the caller, and nothing was sent. What is raised later
+        ends the communicator: the other ranks are in the middle of an op that this rank cannot finish.
+        """
         while not self.work.done():
             try:
                 step = next(self._steps)
@@ -104,15 +111,38 @@ class Run:
             except CommError as error:
                 self.work.fail(error)
                 return
+            except Exception as error:
+                self._break_off(error)
+                return
             self._left = len(step) + 1  # one more, so that parts which complete inside post do not advance
             parts = [_Part(self, op) for op in step]
-            self._only = parts[0] if len(parts) == 1 and not self._begun else None
-            self._begun = True
-            for part in parts:
-                self._comm.post(part.op, part)
+            self._only = parts[0] if len(parts) == 1 and not self._posted else None
+            if not self._post(parts):
+                return
             self._left -= 1
             if self._left:
                 return
+
+    def _post(self, parts: Sequence[_Part]) -> bool:
+        """Post messages; False if one cannot be, which has ended the op and the communicator."""
+        for part in parts:
+            try:
+                self._comm.post(part.op, part)
+            except Exception as error:
+                self._break_off(error)
+                return False
+            self._posted = True
+        return True
+
+    def _break_off(self, error: Exception) -> None:
+        """The op cannot go on. Some of its messages may be under way, so nobody can tell what the others wait for."""
+        self._steps.close()
+        if not self._posted:
+            raise error
+        failure = CommError(f"{self.work.op.name} broke off on this rank: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        conclude(self.work, failure)
+        self._comm.lose(failure)
 
     def part_done(self) -> None:
         """One message of the current step is complete."""
@@ -142,16 +172,17 @@ class Run:
 class BatchRun(Run):
     """Runs a batch, which fails only when the wire has let go of all its tensors."""
 
-    __slots__ = ("_fault", "_parts")
+    __slots__ = ("_all_posted", "_fault", "_parts")
 
     def advance(self) -> None:
         """Post all parts."""
         self._fault: CommError | None = None
+        self._all_posted = False
         self._parts = [_Part(self, op) for op in next(self._steps)]
         self._left = len(self._parts) + 1
-        for part in self._parts:
-            self._comm.post(part.op, part)
-        self._begun = True
+        if not self._post(self._parts):
+            return
+        self._all_posted = True
         if self._fault is not None:
             self._withdraw_parts()
         self.part_done()
@@ -169,7 +200,7 @@ class BatchRun(Run):
             conclude(self.work, error)  # the communicator is lost, and the rest may never end
         elif self._fault is None:
             self._fault = error
-            if self._begun:
+            if self._all_posted:
                 self._withdraw_parts()
         self.part_done()
 

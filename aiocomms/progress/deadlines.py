@@ -7,14 +7,32 @@ deadline than the one it sleeps for, and of nothing else.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
 import weakref
-from typing import Protocol
+from collections.abc import Iterable
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
 
 _GRACE = 0.001
 """Seconds after a deadline at which it is looked at, so that one that is due is never looked at too early."""
+
+
+_LATER = 1.0
+"""Seconds after which deadlines are looked at again that could not be looked at."""
+_log = logging.getLogger("aiocomms")
+
+
+def copied(source: Iterable[T]) -> list[T]:
+    """Copy a container that another thread, or a finalizer that runs amid the copy, may be changing."""
+    while True:
+        try:
+            return list(source)
+        except RuntimeError:  # it changed meanwhile
+            continue
 
 
 class Watched(Protocol):
@@ -39,7 +57,8 @@ class Watchdog:
         """Begin anew; in a forked child, where the thread is gone and the lock may be held by nobody."""
         self.wakes_at = float("inf")
         """When the thread will look next; an op with an earlier deadline calls :meth:`wake_by`."""
-        self._changed = threading.Condition(threading.Lock())
+        # Reentrant: a finalizer that runs under the lock may post or close.
+        self._changed = threading.Condition(threading.RLock())
         self._watched: weakref.WeakSet[Watched] = weakref.WeakSet()
         self._thread: threading.Thread | None = None
 
@@ -67,7 +86,7 @@ class Watchdog:
         with self._changed:
             # Nobody is there: the last one unregistered while the thread asked it for its deadlines.
             if deadline < self.wakes_at and self._watched:
-                if self._thread is None:
+                if self._thread is None or not self._thread.is_alive():
                     self._begin()
                 self.wakes_at = deadline
                 self._changed.notify_all()
@@ -82,22 +101,32 @@ class Watchdog:
 
     def _run(self) -> None:
         me = threading.current_thread()
-        while True:
+        try:
+            while True:
+                with self._changed:
+                    while self._thread is me and (left := self.wakes_at + _GRACE - time.monotonic()) > 0:
+                        self._changed.wait(min(left, threading.TIMEOUT_MAX))
+                    if self._thread is not me:
+                        return
+                    self.wakes_at = float("inf")
+                self._look()
+        finally:
             with self._changed:
-                while self._thread is me and (left := self.wakes_at + _GRACE - time.monotonic()) > 0:
-                    self._changed.wait(min(left, threading.TIMEOUT_MAX))
-                if self._thread is not me:
-                    return
-                self.wakes_at = float("inf")
-            self._look()
+                if self._thread is me:  # it ends by an exception: the next deadline starts another thread
+                    self._thread, self.wakes_at = None, float("inf")
 
     def _look(self) -> None:
         """Act on what has passed. On return nothing of it is kept: the thread may sleep long before it looks again."""
         with self._changed:
-            watched = list(self._watched)
+            watched = copied(self._watched)
         # Outside the lock: a communicator that expires may well be closed by that.
         for who in watched:
-            self.wake_by(who.expire(time.monotonic()))
+            try:
+                earliest = who.expire(time.monotonic())
+            except Exception:  # the deadlines of all others are watched on
+                _log.exception("the deadlines of %r cannot be watched; they are looked at again in %g s", who, _LATER)
+                earliest = time.monotonic() + _LATER
+            self.wake_by(earliest)
 
 
 watchdog = Watchdog()

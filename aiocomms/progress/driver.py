@@ -11,13 +11,13 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, Protocol
 
 from aiocomms.errors import CommError
 from aiocomms.lowlevel.waker import Waker
+from aiocomms.progress.guard import broken
 from aiocomms.progress.loops import Loop, Parkable, running_loop
-from aiocomms.progress.work import Work
 from aiocomms.transport import Capabilities
 
 _local = threading.local()
@@ -36,6 +36,16 @@ class Served(Protocol):
 
     def on_failure(self, error: CommError) -> None:
         """:meth:`progress` has raised, and is not called any more."""
+
+
+class Waited(Protocol):
+    """What synchronous code can wait for."""
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+
+    def add_done_callback(self, fn: Callable[[Any], object]) -> None:
+        """Have ``fn`` called on the loop when it has ended."""
 
 
 class Driver:
@@ -107,7 +117,7 @@ class Driver:
             fn, args = self._calls.popleft()
             fn(*args)
 
-    def block(self, work: Work[Any], timeout: float | None) -> None:
+    def block(self, work: Waited, timeout: float | None) -> None:
         """Wait for a work in synchronous code.
 
         :param timeout: seconds; None: as long as it takes.
@@ -123,7 +133,7 @@ class Driver:
         if not work.done():
             raise TimeoutError(f"{work!r} was not done within {timeout} s; it goes on")
 
-    def _block_here(self, work: Work[Any], deadline: float | None) -> None:
+    def _block_here(self, work: Waited, deadline: float | None) -> None:
         poller = select.poll()
         waker = self._blocked = Waker()
         for fd in (waker.fileno(), *self._fds.values()):
@@ -169,12 +179,50 @@ class Driver:
         try:
             return transport.progress()
         except Exception as error:
-            self.report(f"{type(transport).__name__}.progress() raised", error)
             self.detach(transport)  # its descriptor may stay readable for ever
-            failure = CommError(f"the transport broke: {type(error).__name__}: {error}")
-            failure.__cause__ = error
+            failure = broken(transport, "progress", error)
+            self.report(failure.message, error)
             transport.on_failure(failure)
             return False
+
+
+class Waiters:
+    """The suspended tasks that wait for one thing; what a loop parks a task on."""
+
+    __slots__ = ("_of", "_on_empty", "_waiters")
+
+    def __init__(self, of: object, on_empty: Callable[[], object] | None = None) -> None:
+        """Begin with no task.
+
+        :param of: the thing, for messages.
+        :param on_empty: called when the last task has been cancelled.
+        """
+        self._of = of
+        self._on_empty = on_empty
+        self._waiters: list[object] = []
+
+    def __repr__(self) -> str:
+        return repr(self._of)
+
+    def __iter__(self) -> Iterator[object]:
+        return iter(self._waiters)
+
+    def attach(self, waiter: object) -> None:
+        """See :class:`aiocomms.progress.loops.Parkable`."""
+        self._waiters.append(waiter)
+
+    def detach(self, waiter: object) -> None:
+        """See :class:`aiocomms.progress.loops.Parkable`."""
+        if waiter in self._waiters:
+            self._waiters.remove(waiter)
+            if not self._waiters and self._on_empty is not None:
+                self._on_empty()
+
+    def wake(self, driver: Driver) -> None:
+        """Let every task go on."""
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            driver.unpark(waiter)
 
 
 class Promise:
@@ -185,27 +233,16 @@ class Promise:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._set = False
-        self._waiters: list[object] = []
+        self._waiters = Waiters(self)
 
     def set(self) -> None:
         """Let every waiter go on."""
         self._set = True
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            self._driver.unpark(waiter)
-
-    def attach(self, waiter: object) -> None:
-        """See :class:`aiocomms.progress.loops.Parkable`."""
-        self._waiters.append(waiter)
-
-    def detach(self, waiter: object) -> None:
-        """See :class:`aiocomms.progress.loops.Parkable`."""
-        if waiter in self._waiters:
-            self._waiters.remove(waiter)
+        self._waiters.wake(self._driver)
 
     def __await__(self) -> Generator[Any, Any, None]:
         if not self._set:
-            yield from self._driver.park(self)
+            yield from self._driver.park(self._waiters)
 
 
 async def run_in_thread(driver: Driver, call: Callable[[], Any], *, anyhow: bool = False) -> Any:

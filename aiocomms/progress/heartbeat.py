@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from aiocomms.errors import ArgumentError, CommError, PeerDiedError
 from aiocomms.ops import checks
+from aiocomms.progress.guard import guarded
 from aiocomms.transport import Transport
 
 SILENCE: Final = 5.0
@@ -49,7 +50,7 @@ class Heartbeat:
         :param fail: told of the first rank that is silent for too long.
         """
         self._most = silence(options)
-        self._transports = [it for it in transports if self._most and it.last_heard() is not None]
+        self._transports = [it for it in transports if self._most and guarded(None, it.last_heard) is not None]
         self._fail = fail
         self._looked = float("-inf")
         self._silent: list[dict[int, float]] = [{} for _ in self._transports]
@@ -67,7 +68,8 @@ class Heartbeat:
         before, self._looked = self._looked, now
         fresh = now - before > 3 * self.period
         for transport, silent in zip(self._transports, self._silent, strict=True):
-            for rank, sign in enumerate(transport.last_heard() or ()):
+            signs = guarded(None, transport.last_heard)
+            for rank, sign in enumerate(signs or ()):
                 silent[rank] = 0.0 if fresh or sign > before else silent.get(rank, 0.0) + min(now - before, self.period)
                 if silent[rank] >= self._most:
                     self._fail(PeerDiedError(f"rank {rank} is gone: no sign of life for {self._most:g} s", peer=rank))

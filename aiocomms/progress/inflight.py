@@ -1,31 +1,31 @@
-"""The works of one communicator that are pending, and their deadlines."""
+"""The works of one communicator that are in flight, and their deadlines."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from aiocomms.errors import CommError
-from aiocomms.progress.deadlines import watchdog
+from aiocomms.progress.deadlines import copied, watchdog
 from aiocomms.progress.driver import Driver, Promise
 from aiocomms.progress.heartbeat import Heartbeat
-from aiocomms.progress.work import Work
+from aiocomms.progress.work import StartedWork
 
 
 class Expirer(Protocol):
-    """What acts on a deadline that has passed."""
+    """The communicator's side of its works in flight."""
 
     driver: Driver
 
-    def expire(self, work: Work[Any]) -> None:
-        """A work is late; called on the watchdog's thread."""
+    def expire(self, work: StartedWork[Any]) -> None:
+        """Act on a work whose deadline has passed; called on the watchdog's thread."""
 
-    def _fail(self, error: CommError) -> None:
-        """The communicator is lost."""
+    def lose(self, error: CommError) -> None:
+        """The communicator has failed."""
 
 
-class Queue(dict[Work[Any], float]):
+class Queue(dict[StartedWork[Any], float]):
     """Works of one timeout, and their deadlines."""
 
     __slots__ = ("seconds",)
@@ -35,15 +35,25 @@ class Queue(dict[Work[Any], float]):
         self.seconds = seconds
 
 
-class Pending:
+class Flying(NamedTuple):
+    """A pending work as it was at one time."""
+
+    work: StartedWork[Any]
+    posted: float
+    """When it was noted as pending, in seconds of the monotonic clock."""
+    waiters: list[object]
+    """Its suspended awaiters."""
+
+
+class InFlight:
     """Keeps works, and with them their tensors, until they are done.
 
     Timeouts are few, so there is a queue per timeout: each is in the order of its deadlines by itself, and an op costs
     one insertion and one deletion whatever else is pending.
     """
 
-    def __init__(self, comm: Expirer, heartbeat: Heartbeat) -> None:
-        self._comm = comm
+    def __init__(self, owner: Expirer, heartbeat: Heartbeat) -> None:
+        self._owner = owner
         self._heartbeat = heartbeat
         self._queues: dict[float, Queue] = {}
         self._drained: Promise | None = None
@@ -52,11 +62,19 @@ class Pending:
     def __bool__(self) -> bool:
         return any(self._queues.values())
 
-    def __iter__(self) -> Iterator[Work[Any]]:
-        for queue in list(self._queues.values()):
-            yield from list(queue)
+    def __iter__(self) -> Iterator[StartedWork[Any]]:
+        return iter([flying.work for flying in self.look()])
 
-    def add(self, work: Work[Any], seconds: float) -> None:
+    def look(self) -> list[Flying]:
+        """Note all works, those of each timeout in the order of the calls. On any thread or signal handler."""
+        flying = []
+        for queue in copied(self._queues.values()):
+            for work in copied(queue):
+                posted = queue.get(work, time.monotonic()) - queue.seconds  # it may have become done meanwhile
+                flying.append(Flying(work, posted, work.waiters()))
+        return flying
+
+    def add(self, work: StartedWork[Any], seconds: float) -> None:
         """Keep a work, and watch its deadline, ``seconds`` from now."""
         queue = self._queues.get(seconds)
         if queue is None:
@@ -73,15 +91,14 @@ class Pending:
             try:
                 watchdog.wake_by(look)
             except RuntimeError as error:  # what nobody watches might never end
-                self._comm._fail(CommError(f"nobody watches its deadlines: {error}"))
+                self._owner.lose(CommError(f"nobody watches its deadlines: {error}"))
 
-    def remove(self, work: Work[Any]) -> float:
+    def remove(self, work: StartedWork[Any]) -> float:
         """Forget a work that has just become done.
 
         :returns: when it was added.
         """
-        queue = work.queue
-        assert queue is not None
+        queue: Queue = work.queue
         added = queue.pop(work) - queue.seconds
         work.queue = None
         if self._drained is not None and not self:
@@ -91,11 +108,11 @@ class Pending:
     async def drained(self) -> None:
         """Wait until nothing is pending."""
         if self:
-            self._drained = Promise(self._comm.driver)
+            self._drained = Promise(self._owner.driver)
             await self._drained
 
     def unwatch(self) -> None:
-        """Watch no deadlines any more. Twice is once."""
+        """Stop watching deadlines. Idempotent."""
         watchdog.unregister(self)
 
     def expire(self, now: float) -> float:
@@ -104,10 +121,12 @@ class Pending:
         if self:
             self._heartbeat.look(now)
             earliest = now + self._heartbeat.period
-        for queue in list(self._queues.values()):
-            for work, deadline in list(queue.items()):
-                if deadline > now:
+        for queue in copied(self._queues.values()):
+            for work in copied(queue):
+                deadline = queue.get(work, float("inf"))  # infinity: the work has become done meanwhile
+                if now < deadline < float("inf"):
                     earliest = min(earliest, deadline)
                     break
-                self._comm.expire(work)
+                if deadline <= now:
+                    self._owner.expire(work)
         return earliest

@@ -1,91 +1,76 @@
-"""The awaitable handle of one started op."""
+"""The awaitable handle of one started op: ``Work`` for its users, ``StartedWork`` for the core and transports."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import msgspec
+from torch import UntypedStorage
 
 from aiocomms.errors import CapturedWorkError, CommError, WorkCancelledError, wrong_thread
+from aiocomms.ops import Op
+from aiocomms.progress.driver import Driver, Waiters
 from aiocomms.transport import OP_RESULT
-
-if TYPE_CHECKING:
-    from torch import UntypedStorage
-
-    from aiocomms.ops import Op
-    from aiocomms.progress.driver import Driver
-    from aiocomms.progress.inflight import Queue
 
 T_co = TypeVar("T_co", covariant=True)
 
 _RESIZED = (
     "the storage of a tensor was resized while the op had it: its result is lost, or went to memory that was freed"
 )
-_PENDING, _DONE, _GIVEN_UP = range(3)
+_PENDING, _DONE, _ABANDONED = range(3)
 
 
 class Owner(Protocol):
-    """What a work needs of its communicator."""
+    """The communicator's side of its works."""
 
     driver: Driver
     name: str
     rank: int
 
-    def settled(self, work: Work[Any]) -> None:
-        """Forget a pending work that has just become done."""
+    def settled(self, work: StartedWork[Any]) -> None:
+        """Record and forget a pending work that has just become done."""
 
-    def withdraw(self, work: Work[Any]) -> bool:
+    def withdraw(self, work: Any) -> bool:
         """Take an unmatched receive or wait back from the transport; False if it is under way."""
 
-    def order_stream(self, work: Work[Any], stream: Any) -> None:
+    def order_stream(self, work: Any, stream: Any) -> None:
         """Make a CUDA stream wait for a work.
 
-        :raises UnsupportedOperation: it runs on no stream.
+        :raises UnsupportedOperation: the work runs on no stream.
         """
 
-    def error_of(self, work: Work[Any], error: CommError) -> CommError | None:
-        """What a work fails with, of which its transport says that it failed with ``error``; None: not yet."""
+    def error_of(self, work: StartedWork[Any], error: CommError) -> CommError | None:
+        """The error of a work whose transport says that it failed with ``error``; None: it is not known yet."""
 
 
 class Work(msgspec.Struct, Generic[T_co], eq=False, weakref=True):
     """One operation under way: await it, share it, or leave it alone; it completes all the same.
 
-    Behaves as an :class:`asyncio.Future` where the two overlap. A cancelled ``await`` detaches that awaiter and nothing
-    else; only when the last awaiter of a receive that nothing has matched yet is gone is the receive withdrawn.
+    A work behaves as an :class:`asyncio.Future` where the two overlap. A cancelled ``await`` detaches that awaiter and
+    nothing else; only when the last awaiter of a receive that nothing has matched yet is gone is the receive withdrawn.
     """
 
     op: Op
-    """What was asked."""
+    """The record of what was asked."""
     seq: int
     """Its number among the ops of its communicator on this rank, from 0."""
-    owner: Owner
-    hints: Mapping[str, Any] | None = None
-    fault: CommError | None = None
-    """How the transport said that it failed; not set where the work was given up or withdrawn."""
-    queue: Queue | None = None
-    """Where the communicator keeps it while it is pending."""
-    memory: UntypedStorage | list[tuple[UntypedStorage, int]] | None = None
-    """Of one that was pending: its tensor's storage, or those of several and where they were. Its program may give the
-    tensors others."""
-    _place: int = 0
+    _owner: Owner
     _state: int = _PENDING
     _value: Any = OP_RESULT
     _error: CommError | None = None
-    _waiters: list[Any] | None = None
-    _callbacks: list[Callable[[Work[Any]], object]] | None = None
+    _waiters: Waiters | None = None
+    _callbacks: list[Callable[[Self], object]] | None = None
     _unseen: _UnseenError | None = None
 
     def __repr__(self) -> str:
         state = "pending" if not self._state else f"failed {self._error!r}" if self._error else "done"
-        return f"<Work {self.op.name} #{self.seq} on '{self.owner.name}' (rank {self.owner.rank}) {state}>"
-
-    # ------------------------------------------------------------------------------------- for the program
+        return f"<Work {self.op.name} #{self.seq} on '{self._owner.name}' (rank {self._owner.rank}) {state}>"
 
     def __await__(self) -> Generator[Any, Any, T_co]:
         if not self._state:
-            yield from self.owner.driver.park(self)
+            yield from self._owner.driver.park(self._waiting())
         if self._error is None:  # as result() does, without the call
             value = self._value
             return self.op.result() if value is OP_RESULT else value  # type: ignore[no-any-return]
@@ -96,9 +81,9 @@ class Work(msgspec.Struct, Generic[T_co], eq=False, weakref=True):
         return self._state != _PENDING
 
     def result(self) -> T_co:
-        """What awaiting returns.
+        """Return what awaiting returns.
 
-        :raises asyncio.InvalidStateError: it is not done.
+        :raises asyncio.InvalidStateError: the work is not done.
         :raises CommError: the op failed.
         """
         if self._error is None and self._state:
@@ -107,9 +92,9 @@ class Work(msgspec.Struct, Generic[T_co], eq=False, weakref=True):
         raise self._seen()
 
     def exception(self) -> CommError | None:
-        """The error of a failed op, or None.
+        """Return the error of a failed op, or None.
 
-        :raises asyncio.InvalidStateError: it is not done.
+        :raises asyncio.InvalidStateError: the work is not done.
         """
         if self._error is None and self._state:
             return None
@@ -118,10 +103,10 @@ class Work(msgspec.Struct, Generic[T_co], eq=False, weakref=True):
             return error
         raise error
 
-    def add_done_callback(self, fn: Callable[[Work[Any]], object]) -> None:
-        """Have ``fn(work)`` called on the loop, soon after the op is done; at once means on the loop's next turn."""
+    def add_done_callback(self, fn: Callable[[Self], object]) -> None:
+        """Have ``fn(work)`` called on the loop's next turn after the op is done."""
         if self._state:
-            self.owner.driver.call_soon(fn, self)
+            self._owner.driver.call_soon(fn, self)
         elif self._callbacks is None:
             self._callbacks = [fn]
         else:
@@ -130,12 +115,12 @@ class Work(msgspec.Struct, Generic[T_co], eq=False, weakref=True):
     async def cancel(self) -> bool:
         """Withdraw the op if that is still possible, else wait for its end.
 
-        :returns: True: it did not happen, and the buffer is untouched. False: it ran to its end.
-        :raises RuntimeError: on another thread than the communicator's.
+        :returns: True: the op did not happen, and the buffer is untouched. False: it ran to its end.
+        :raises RuntimeError: this is not the communicator's thread.
         """
-        if not self._state and get_ident() != self.owner.driver.thread:
+        if not self._state and get_ident() != self._owner.driver.thread:
             raise wrong_thread(f"cancel of {self!r}")
-        if not self._state and self.withdraw():
+        if not self._state and self._withdraw():
             return True
         if not self._state:
             await self.wait()
@@ -144,7 +129,7 @@ class Work(msgspec.Struct, Generic[T_co], eq=False, weakref=True):
     async def wait(self) -> None:
         """Wait until the op is done, without asking how it went."""
         if not self._state:
-            await _Parked(self)
+            await _Parked(self._owner.driver, self._waiting())
 
     def wait_stream(self, stream: Any = None) -> None:
         """Make a CUDA stream wait for the op; the host does not.
@@ -154,7 +139,7 @@ class Work(msgspec.Struct, Generic[T_co], eq=False, weakref=True):
         :param stream: a ``torch.cuda.Stream``; None: the current one.
         :raises UnsupportedOperation: the op runs on no stream: its tensors are on the CPU, or it completes on the host.
         """
-        owner = self.owner
+        owner = self._owner
         try:
             owner.order_stream(self, stream)
         except CommError as error:
@@ -165,14 +150,84 @@ class Work(msgspec.Struct, Generic[T_co], eq=False, weakref=True):
 
         :param timeout: the caller's patience in seconds; None: as long as it takes.
         :returns: what awaiting returns.
-        :raises TimeoutError: it took longer; the op goes on.
+        :raises TimeoutError: the op took longer; it goes on.
         :raises CommError: the op failed.
         """
         if not self._state:
-            self.owner.driver.block(self, timeout)
+            self._owner.driver.block(self, timeout)
         return self.result()
 
-    # ------------------------------------------------------------------------------ for transports and the core
+    # --------------------------------------------------------------------------------------------- inside
+
+    def _waiting(self) -> Waiters:
+        """The tasks that wait for it, to which one more is about to be added."""
+        if self._waiters is None:
+            self._waiters = Waiters(self, self._nobody_waits)
+        return self._waiters
+
+    def _nobody_waits(self) -> None:
+        """The last awaiter was cancelled: withdraw the op if that is possible."""
+        self._waiters = None
+        self._withdraw()
+
+    def _withdraw(self) -> bool:
+        """Take an unmatched receive or wait back. True: it did not happen."""
+        if self._state or not self.op.withdrawable or not self._owner.withdraw(self):
+            return False
+        self._end(WorkCancelledError("it was withdrawn before it happened, and its buffer is untouched"), _DONE)
+        return True
+
+    def _end(self, error: CommError, state: int) -> None:
+        owner = self._owner
+        self._state = state
+        self._error = error.about(comm=owner.name, op=self.op.name, seq=self.seq, rank=owner.rank)
+        self._notify()
+
+    def _notify(self) -> None:
+        driver = self._owner.driver
+        waiters, self._waiters = self._waiters, None
+        callbacks, self._callbacks = self._callbacks, None
+        if waiters is not None:
+            waiters.wake(driver)
+        for fn in callbacks or ():
+            driver.call_soon(fn, self)
+
+    def _seen(self) -> Exception:
+        if not self._state:
+            import asyncio
+
+            return asyncio.InvalidStateError(f"{self!r} is not done")
+        if self._unseen is not None:
+            self._unseen.error = None
+        error = self._error
+        assert error is not None
+        return error.with_traceback(None)
+
+
+class StartedWork(Work[T_co]):
+    """A work as the core and transports see it; every ``Work`` is one."""
+
+    hints: Mapping[str, Any] | None = None
+    """See :attr:`aiocomms.transport.Completion.hints`."""
+    fault: CommError | None = None
+    """The error with which the transport failed it; None where the work was abandoned or withdrawn."""
+    queue: Any = None
+    """The queue of works in flight that it stands in while it is pending; see :mod:`aiocomms.progress.inflight`."""
+    memory: UntypedStorage | list[tuple[UntypedStorage, int]] | None = None
+    """The storage of the tensor of a pending op, or several storages and their addresses.
+
+    The program may give the tensors other storages meanwhile.
+    """
+    _place: int = 0
+
+    @property
+    def error(self) -> CommError | None:
+        """The error of a failed work; reading it does not count as asking for the result."""
+        return self._error
+
+    def waiters(self) -> list[object]:
+        """The suspended awaiters."""
+        return [] if self._waiters is None else list(self._waiters)
 
     def complete(self, value: Any = OP_RESULT) -> None:
         """See :meth:`aiocomms.transport.Completion.complete`."""
@@ -183,13 +238,36 @@ class Work(msgspec.Struct, Generic[T_co], eq=False, weakref=True):
                 return self.fail(CommError(_RESIZED))
             self._state = _DONE
             self._value = value
-            self.owner.settled(self)
+            self._owner.settled(self)
         else:
             self._state = _DONE
             self._value = value
         if self._waiters is not None or self._callbacks is not None:
             self._notify()
         return None
+
+    def fail(self, error: CommError) -> None:
+        """See :meth:`aiocomms.transport.Completion.fail`."""
+        if self._state:
+            return self._refuse_second()
+        derived = self._owner.error_of(self, error)
+        if derived is None:
+            return None  # the communicator is lost, and abandons the work when it knows more of why
+        self.fault = derived.about(seq=self.seq)
+        asked = self._waiters is not None or self._callbacks is not None
+        self._end(derived, _DONE)
+        if self.queue is not None:
+            self._owner.settled(self)
+        if not asked and self._error is not None and not isinstance(derived, CapturedWorkError):
+            self._unseen = _UnseenError(self._owner.driver, self._error)
+        return None
+
+    def abandon(self, error: CommError) -> None:
+        """End a pending work although its transport has not; what the transport says of it later is ignored."""
+        if not self._state:
+            self._end(error, _ABANDONED)
+            if self.queue is not None:
+                self._owner.settled(self)
 
     def hold(self) -> None:
         """Keep the memory of an op that is pending, also if its program gives a tensor another storage."""
@@ -208,79 +286,11 @@ class Work(msgspec.Struct, Generic[T_co], eq=False, weakref=True):
             return any(storage.data_ptr() != place for storage, place in memory)
         return memory is not None and memory.data_ptr() != self._place
 
-    def fail(self, error: CommError) -> None:
-        """See :meth:`aiocomms.transport.Completion.fail`."""
-        if self._state:
-            return self._refuse_second()
-        said = self.owner.error_of(self, error)
-        if said is None:
-            return None  # the communicator is lost, and gives it up when it knows more of why
-        error = said
-        self.fault = error.about(seq=self.seq)
-        asked = self._waiters is not None or self._callbacks is not None
-        self._end(error, _DONE)
-        if not asked and self._error is not None and not isinstance(error, CapturedWorkError):
-            self._unseen = _UnseenError(self.owner.driver, self._error)
-        return None
-
-    def abandon(self, error: CommError) -> None:
-        """End a pending work although its transport has not; whatever the transport says of it later is not heard."""
-        if not self._state:
-            self._end(error, _GIVEN_UP)
-
-    def withdraw(self) -> bool:
-        """Take an unmatched receive or wait back. True: it did not happen."""
-        if self._state or not self.op.withdrawable or not self.owner.withdraw(self):
-            return False
-        self._end(WorkCancelledError("it was withdrawn before it happened, and its buffer is untouched"), _DONE)
-        return True
-
-    def detach(self, waiter: object) -> None:
-        """Forget an awaiter that was cancelled; withdraw the op with the last one if it can be."""
-        waiters = self._waiters
-        if waiters is None or waiter not in waiters:
-            return
-        waiters.remove(waiter)
-        if not waiters:
-            self._waiters = None
-            self.withdraw()
-
-    def attach(self, waiter: object) -> None:
-        """Note an awaiter, to be woken when the op is done."""
-        if self._waiters is None:
-            self._waiters = [waiter]
-        else:
-            self._waiters.append(waiter)
-
-    # --------------------------------------------------------------------------------------------- inside
-
-    def _end(self, error: CommError, state: int) -> None:
-        owner = self.owner
-        self._state = state
-        self._error = error.about(comm=owner.name, op=self.op.name, seq=self.seq, rank=owner.rank)
-        if self.queue is not None:
-            owner.settled(self)
-        self._notify()
-
-    def _notify(self) -> None:
-        driver = self.owner.driver
-        waiters, self._waiters = self._waiters, None
-        callbacks, self._callbacks = self._callbacks, None
-        for waiter in waiters or ():
-            driver.unpark(waiter)
-        for fn in callbacks or ():
-            driver.call_soon(fn, self)
-
-    def _seen(self) -> Exception:
-        if not self._state:
-            import asyncio
-
-            return asyncio.InvalidStateError(f"{self!r} is not done")
-        if self._unseen is not None:
-            self._unseen.error = None
-        error = self._error
-        assert error is not None
-        return error.with_traceback(None)
+    def _withdraw(self) -> bool:
+        withdrawn = super()._withdraw()
+        if withdrawn and self.queue is not None:
+            self._owner.settled(self)
+        return withdrawn
 
     def _refuse_second(self) -> None:
         if self._state == _DONE:
@@ -290,13 +300,14 @@ class Work(msgspec.Struct, Generic[T_co], eq=False, weakref=True):
 class _Parked:
     """Awaits the end of a work, however it went."""
 
-    __slots__ = ("_work",)
+    __slots__ = ("_driver", "_waiters")
 
-    def __init__(self, work: Work[Any]) -> None:
-        self._work = work
+    def __init__(self, driver: Driver, waiters: Waiters) -> None:
+        self._driver = driver
+        self._waiters = waiters
 
     def __await__(self) -> Generator[Any, Any, None]:
-        yield from self._work.owner.driver.park(self._work)
+        yield from self._driver.park(self._waiters)
 
 
 class _UnseenError:

@@ -327,7 +327,7 @@ async def bombed(place: Rank) -> None:
             await comm.barrier()
             resident = psutil.Process().memory_info().rss
             if place.rank == 1:
-                (link,) = next(iter(comm._by_family.values()))._links.values()
+                (link,) = next(iter(comm._core.by_family.values()))._links.values()
                 link.send(torch.frombuffer(bytearray(bomb), dtype=torch.uint8))
             with pytest.raises((ProtocolError, CommAbortedError)) as caught:
                 await comm.recv(empty(3), 1 - place.rank, timeout=10)
@@ -365,7 +365,7 @@ async def bombed_frames(place: Rank) -> None:
             comm.register_abort_hook(reasons.append)
             await comm.barrier()
             if place.rank == 1:
-                next(iter(comm._by_family.values())).engine.send_frame(0, bomb)
+                next(iter(comm._core.by_family.values())).engine.send_frame(0, bomb)
             with pytest.raises((ProtocolError, CommAbortedError)) as caught:
                 await comm.recv(empty(3), 1 - place.rank, timeout=10)
             await comm.aclose()
@@ -654,7 +654,7 @@ async def out_of_bounds(place: Rank) -> None:
     async with place.open() as comm:
         window = await comm.new_window(mine)
         other, size = 1 - place.rank, 1024 * 8
-        transport = next(iter(comm._by_family.values()))
+        transport = next(iter(comm._core.by_family.values()))
         engine, group, number = transport.engine, transport.group, window.handle.number
         data = numbers(1024, place.rank)
         raw = torch.empty(2 * size, dtype=torch.uint8)

@@ -21,7 +21,7 @@ from aiocomms_local import LocalTransport
 from conftest import in_threads, ranks, run_on, together, turns
 
 import aiocomms
-from aiocomms import ReduceOp, communicator, ops
+from aiocomms import ReduceOp, core, ops
 from aiocomms.bootstrap import directory
 from aiocomms.diagnosis import dumps
 from aiocomms.errors import (
@@ -529,8 +529,8 @@ def test_a_signal_handler_may_abort_whatever_it_interrupts(run):
                         works.append(one.send(torch.ones(1), 1, -1))
             for work in works:
                 assert isinstance(await outcome(work), CommAbortedError)
-            assert not one._pending
-            assert not two._pending
+            assert not one._core.in_flight
+            assert not two._core.in_flight
 
     for i in range(15):
         run(main, 0.0003 * i)
@@ -608,7 +608,7 @@ def test_close_withdraws_receives_and_lets_the_rest_end(run):
 
 
 def test_close_gives_up_what_does_not_end(run, monkeypatch):
-    monkeypatch.setattr(communicator, "CLOSE_GRACE", 0.05)
+    monkeypatch.setattr(core, "CLOSE_GRACE", 0.05)
 
     async def main():
         async with local_world(2) as (one, two):
@@ -616,7 +616,7 @@ def test_close_gives_up_what_does_not_end(run, monkeypatch):
             await one.aclose()
             assert isinstance(await outcome(work), CommClosedError)
             await turns()
-            error = await outcome(two.all_reduce(torch.ones(1))) if not two.aborted else two._refusal
+            error = await outcome(two.all_reduce(torch.ones(1))) if not two.aborted else two._core.life.failure.error
             assert isinstance(error, CommAbortedError)
             assert "closed by rank 0" in str(error)
 
@@ -647,7 +647,7 @@ def test_close_of_a_transport_that_fails_to_close_is_done_all_the_same(run, inst
             await turns()
             await comm.aclose()
 
-        with pytest.raises(ValueError, match="sick"):
+        with pytest.raises(CommError, match=r"the transport Sick is broken: aclose\(\) raised ValueError: sick"):
             await comm.aclose()
         await again()
         with pytest.raises(ArgumentError, match="no open communicator"):

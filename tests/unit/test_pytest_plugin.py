@@ -134,7 +134,7 @@ def anyio_backend(request):
 
 @pytest.mark.ranks(3)
 async def test_three(world, anyio_backend):
-    name = type(world[0].driver._loop.token).__module__.partition(".")[0]
+    name = type(world[0]._core.driver._loop.token).__module__.partition(".")[0]
     assert name in (anyio_backend, "uvloop" if isinstance(anyio_backend, tuple) else "")
     await sums(world, 3)
 

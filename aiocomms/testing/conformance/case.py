@@ -211,7 +211,7 @@ class Case:
 
     def capabilities(self, family: str) -> Capabilities:
         """What the transport that carries a family of operations can do, on this device."""
-        return self.comm._by_family[cast("ops.Family", family)].capabilities
+        return self.comm._core.by_family[cast("ops.Family", family)].capabilities
 
     def rounds_each_step(self, dtype: torch.dtype) -> bool:
         """Whether sums of a dtype are rounded after each rank's contribution."""

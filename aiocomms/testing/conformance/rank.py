@@ -152,7 +152,7 @@ class Rank:
 
 def pending(comm: Communicator) -> list[str]:
     """What is under way on a communicator."""
-    return [repr(work) for work in comm._pending]
+    return [repr(work) for work in comm._core.in_flight]
 
 
 async def _settled(case: Case) -> None:

@@ -74,7 +74,7 @@ def nccl() -> FakeNccl:
 
 
 def transport(comm: Any) -> FakeNcclTransport:
-    return comm._by_family["collectives"]
+    return comm._core.by_family["collectives"]
 
 
 def sleepers() -> list[threading.Thread]:
@@ -295,7 +295,7 @@ async def test_with_nothing_pending_nothing_runs(cuda: FakeCuda) -> None:
             await asyncio.sleep(0)
         assert not cuda.gpu.sleeping
         assert threading.active_count() == threads
-        assert not any(comm.driver._turns for comm in comms)
+        assert not any(comm._core.driver._turns for comm in comms)
 
 
 @pytest.mark.asyncio

@@ -34,7 +34,7 @@ def transport() -> str:
 
 def family_of(comm: Communicator) -> Any:
     """What the transport keeps for a communicator and those split from it."""
-    return comm._by_family["p2p"].family
+    return comm._core.by_family["p2p"].family
 
 
 # --------------------------------------------------------------------------------------------------------- progress
@@ -370,8 +370,8 @@ def test_a_communicator_that_never_opened_says_no_farewell() -> None:
 
     async def main() -> None:
         async with local_world(2, "ucx") as (mine, theirs):
-            here: Any = mine._by_family["p2p"]
-            there: Any = theirs._by_family["p2p"]
+            here: Any = mine._core.by_family["p2p"]
+            there: Any = theirs._core.by_family["p2p"]
             work = theirs.all_reduce(torch.ones(3))
             orphan = UcxTransport(here.family, here.peers, here.hosts, here.pids)
             await orphan.aclose()

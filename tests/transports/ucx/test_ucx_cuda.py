@@ -59,7 +59,7 @@ def world(size: int, **options: Any) -> Any:
 
 
 def transport(comm: Any) -> FakeUcxTransport:
-    return comm._by_family["p2p"]
+    return comm._core.by_family["p2p"]
 
 
 async def parked(cuda: FakeCuda, count: int = 1) -> None:

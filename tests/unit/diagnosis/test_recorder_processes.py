@@ -48,13 +48,13 @@ async def lose(place: Rank, folder: str, busy: bool) -> str:
             if busy:
                 place.told("failed 0")
             error = await fails(work)
-            assert isinstance(error, CommAbortedError)
+            assert isinstance(error, CommTimeoutError)
         else:
             await asyncio.to_thread(place.told, "astray")
             began = time.monotonic()
             error = await fails(comm.all_reduce(torch.ones(3), timeout=SHORT if place.rank == 0 else 10))
             assert time.monotonic() - began < SHORT + 0.5
-            assert isinstance(error, CommAbortedError if place.rank else CommTimeoutError)
+            assert isinstance(error, CommTimeoutError)
             place.tell(f"failed {place.rank}")
         with pytest.raises(CommAbortedError, match="its deadline passed"):
             await comm.barrier()

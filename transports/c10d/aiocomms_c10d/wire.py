@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from aiocomms.errors import CommAbortedError, CommError, MismatchError, PeerDiedError, ProtocolError
+from aiocomms.errors import TOLD_TO_PEERS, CommAbortedError, CommError, ProtocolError
 
 VERSION: Final = 4
 
@@ -47,8 +47,6 @@ _DTYPES: Final = (
 )
 CODES: Final = {dtype: code for code, dtype in enumerate(_DTYPES)}
 """The numbers that stand for dtypes."""
-
-_ERRORS: Final[tuple[type[CommError], ...]] = (CommAbortedError, PeerDiedError, MismatchError)
 
 
 class Header(NamedTuple):
@@ -152,14 +150,13 @@ def pack_error(error: CommError, rank: int, call: int) -> Tensor:
 
     :param call: the collective that ranks disagree on, or -1.
     """
-    code = _ERRORS.index(type(error)) if type(error) in _ERRORS else 0
-    message = error.message if type(error) in _ERRORS else f"aborted by rank {rank}: {error}"
+    code = TOLD_TO_PEERS.index(type(error)) if type(error) in TOLD_TO_PEERS else 0
     origin = rank if error.peer is None else error.peer
-    return pack(Header(ABORT, dtype=code, tag=origin, ident=call), message.encode()[:TEXT])
+    return pack(Header(ABORT, dtype=code, tag=origin, ident=call), error.message.encode()[:TEXT])
 
 
 def unpack_error(frame: Frame) -> CommError:
     """The reason in a peer's last frame."""
     code, origin = frame.header.dtype, frame.header.tag
-    cls = _ERRORS[code] if code < len(_ERRORS) else CommAbortedError
+    cls = TOLD_TO_PEERS[code] if code < len(TOLD_TO_PEERS) else CommAbortedError
     return cls(frame.text.decode(errors="replace"), peer=origin)

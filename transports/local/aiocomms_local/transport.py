@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 
 from aiocomms import ops
-from aiocomms.errors import ArgumentError, CommAbortedError, CommError
+from aiocomms.errors import ArgumentError, CommError
 from aiocomms.lowlevel.waker import Waker
 from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport, conclude
 from aiocomms_local.matching import Done, Hub
@@ -136,8 +136,6 @@ class LocalTransport(Transport):
         with self._hub.lock:
             if self._hub.failure is not None:
                 return
-            if not isinstance(error, CommAbortedError):
-                error = CommAbortedError(f"aborted by rank {self._rank}: {error}", peer=self._rank)
             self._hub.failure = error
         self._spread(error)
 

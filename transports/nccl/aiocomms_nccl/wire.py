@@ -6,7 +6,12 @@ from typing import Final
 
 import msgspec
 
-from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError, MismatchError, PeerDiedError, ProtocolError
+from aiocomms.errors import (
+    TOLD_TO_PEERS,
+    CommAbortedError,
+    CommError,
+    ProtocolError,
+)
 from aiocomms.ops.checks import DTYPES
 
 VERSION: Final = 1
@@ -19,7 +24,7 @@ DTYPE_LIST: Final = tuple(sorted(DTYPES, key=str))
 """dtypes by the number that stands for them in a frame."""
 DTYPE_CODES: Final = {dtype: code for code, dtype in enumerate(DTYPE_LIST)}
 
-_ERRORS: Final = {cls.__name__: cls for cls in (CommAbortedError, MismatchError, PeerDiedError)}
+_ERRORS: Final = {cls.__name__: cls for cls in TOLD_TO_PEERS}
 
 
 class Announce(msgspec.Struct, tag=0, array_like=True):
@@ -110,11 +115,7 @@ def unpack(buffer: bytearray) -> list[Frame]:
 
 def abort_frame(error: CommError, rank: int, index: int) -> Abort:
     """What tells a peer that this rank has given up."""
-    name = type(error).__name__
-    if name in _ERRORS:
-        return Abort(name, error.message[:_WORDS], rank if error.peer is None else error.peer, index)
-    what = "timed out" if isinstance(error, CommTimeoutError) else "gave up"
-    return Abort("CommAbortedError", f"rank {rank} {what}: {error}"[:_WORDS], rank, index)
+    return Abort(type(error).__name__, error.message[:_WORDS], rank if error.peer is None else error.peer, index)
 
 
 def error_of(frame: Abort) -> CommError:

@@ -6,14 +6,19 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError, MismatchError, PeerDiedError, ProtocolError
+from aiocomms.errors import (
+    TOLD_TO_PEERS,
+    CommAbortedError,
+    CommError,
+    ProtocolError,
+)
 
 VERSION: Final = 4
 _PREFIX: Final = b"\x01"  # what the engine takes for none of its own frames
 _LONGEST: Final = 2000
 """Characters of a reason or description."""
 
-_ERRORS: Final = {cls.__name__: cls for cls in (CommAbortedError, MismatchError, PeerDiedError)}
+_ERRORS: Final = {cls.__name__: cls for cls in TOLD_TO_PEERS}
 
 
 class Dispute(msgspec.Struct, tag=True, array_like=True):
@@ -84,12 +89,8 @@ def unpack(frame: bytes) -> Frame:
 
 def abort_frame(group: int, error: CommError, rank: int, index: int) -> Abort:
     """What tells a peer that this rank has given up."""
-    name = type(error).__name__
-    if name in _ERRORS:
-        peer = rank if error.peer is None else error.peer
-        return Abort(group, name, error.message[:_LONGEST], peer, index)
-    what = "timed out" if isinstance(error, CommTimeoutError) else "gave up"
-    return Abort(group, "CommAbortedError", f"rank {rank} {what}: {error}"[:_LONGEST], rank, index)
+    peer = rank if error.peer is None else error.peer
+    return Abort(group, type(error).__name__, error.message[:_LONGEST], peer, index)
 
 
 def error_of(frame: Abort) -> CommError:

@@ -1,0 +1,315 @@
+"""One communicator from the inside: its transports, its works in flight, and who acts when it is lost or closed.
+
+What users hold is :class:`aiocomms.Communicator`, which starts ops through a :class:`Core`. When its life changes is
+decided in :mod:`aiocomms.lifecycle`; here stands what is done then.
+
+Who may call what: :meth:`Core.lose` and :meth:`Core.expire` on any thread; :meth:`Core.abort` on any thread and in a
+signal handler, which may have interrupted anything; everything else on the loop's thread. What a transport raises where
+it must not raise passes :mod:`aiocomms.progress.guard`, and ends this communicator and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from threading import RLock, get_ident
+from typing import Any
+
+import anyio
+
+from aiocomms import lifecycle, ops
+from aiocomms.bootstrap.registry import close_transports
+from aiocomms.diagnosis import dumps
+from aiocomms.diagnosis.postmortem import PostMortem
+from aiocomms.diagnosis.recorder import Recorder
+from aiocomms.errors import (
+    CommAbortedError,
+    CommClosedError,
+    CommError,
+    CommTimeoutError,
+    MismatchError,
+    PeerDiedError,
+    wrong_thread,
+)
+from aiocomms.families.hooks import Hooks
+from aiocomms.lifecycle import Action, Failure, Life, failure_of
+from aiocomms.lowering.routing import Router
+from aiocomms.lowering.windows import TwoSided
+from aiocomms.progress.driver import Driver, Promise
+from aiocomms.progress.guard import broken, guarded
+from aiocomms.progress.heartbeat import Heartbeat
+from aiocomms.progress.inflight import InFlight
+from aiocomms.progress.work import StartedWork
+from aiocomms.transport import Completion, Rendezvous, Transport
+
+CLOSE_GRACE = 5.0
+"""Seconds that closing waits for ops which are already under way."""
+
+_POISONS = (CommTimeoutError, MismatchError, PeerDiedError)
+"""Errors of one op that end its communicator."""
+
+
+class Core:
+    """One communicator from the inside; made once its transports are open."""
+
+    def __init__(
+        self, rendezvous: Rendezvous, by_family: Mapping[ops.Family, Transport], options: Mapping[str, Any]
+    ) -> None:
+        """Begin to serve the transports.
+
+        :param by_family: the transports, by the family of ops that each carries.
+        :param options: the user's hints.
+        """
+        self.rank, self.size = rendezvous.rank, rendezvous.size
+        self.name, self.device = rendezvous.name, rendezvous.device
+        self.driver = Driver.current()
+        self.thread = self.driver.thread
+        self.issued = self.calls = 0  # ops and collectives called; of collectives all ranks call the same number
+        self.by_family = dict(by_family)
+        if "rma" not in self.by_family and "p2p" in self.by_family:
+            self.by_family["rma"] = TwoSided(self)
+        self.transports = list(dict.fromkeys(self.by_family.values()))
+        """Each transport once: one may carry several families."""
+        self.fast_check = next((t.fast_check for t in self.transports if t.fast_check is not None), None)
+        self.refusing = False
+        """Whether ops are refused: the one thing that an op which starts needs to know."""
+        self.life = Life()
+        self._lock = RLock()  # guards every step; a signal handler may abort what it interrupts
+        self._rendezvous = rendezvous
+        self._postmortem: PostMortem | None = None
+        self._closing: Promise | None = None
+        self.post_hooks, self.abort_hooks = Hooks(), Hooks()
+        for transport in self.transports:
+            transport.on_failure = self.lose  # type: ignore[method-assign]
+        self.in_flight = InFlight(self, Heartbeat(self.transports, options, self.lose))
+        self.recorder = Recorder(self, self.in_flight)
+        self._ring = self.recorder.ring
+        self._spinning = [t for t in self.transports if t.capabilities.spin]
+        self.router = Router(self, self.by_family)
+        for transport in self.transports:
+            self.driver.attach(transport)
+
+    @property
+    def closed(self) -> bool:
+        """Whether this rank has begun to close it."""
+        return self._closing is not None
+
+    def refused(self, op: ops.Op) -> Exception:
+        """The error of an op that is refused."""
+        error = self.life.refusal()
+        if error is None:
+            return wrong_thread(f"{op.name} on '{self.name}'")
+        return error.about(comm=self.name, op=op.name, rank=self.rank)
+
+    # ------------------------------------------------------------------------------------------------ works
+
+    def post(self, op: ops.Op, work: Completion) -> None:
+        """Hand one message of a lowered op to the transport that carries it."""
+        self.router[type(op)](op, work)
+
+    def post_raised(self, op: ops.Op, error: BaseException) -> CommError | None:
+        """The transport that carries an op natively has raised what is no :class:`CommError`: it is broken.
+
+        :returns: what the caller of the op gets instead; None: no transport has raised it.
+        """
+        transport = self.router.carrier(op)
+        if transport is None or not isinstance(error, Exception):
+            return None
+        failure = broken(transport, "post", error)
+        self.lose(failure)
+        return failure
+
+    def keep(self, work: StartedWork[Any], seconds: float) -> None:
+        """Note that an op was posted and is pending."""
+        self.in_flight.add(work, seconds)
+        for transport in self._spinning:
+            self.driver.poll_soon(transport)
+        if self.life.failure is not None:  # since it was called: those that were pending then have ended
+            self.driver.call_threadsafe(self._end_works)
+
+    def settled(self, work: StartedWork[Any]) -> None:
+        """Record and forget a pending work that has just become done."""
+        self._ring.append(self.recorder.row(work, self.in_flight.remove(work)))
+        if self.post_hooks or work.fault is not None:
+            self.after(work)
+
+    def after(self, work: StartedWork[Any]) -> None:
+        """Call the hooks of an op that has ended; an error that concerns all ranks ends the communicator."""
+        fault = work.fault
+        if self.post_hooks:
+            self.post_hooks.call(self.driver, work)
+        if isinstance(fault, _POISONS) or (isinstance(fault, CommAbortedError) and work.op.family == "collectives"):
+            self.lose(fault)
+
+    def ended_at_once(self, work: StartedWork[Any]) -> None:
+        """Record an op that has failed, or is watched by hooks, and ended within its call."""
+        if work.fault is not None:
+            self._ring.append(self.recorder.row(work))
+        self.after(work)
+
+    def withdraw(self, work: Completion) -> bool:
+        """Take an unmatched receive or wait back from its transport."""
+        return self.router.withdraw(work)
+
+    def order_stream(self, work: StartedWork[Any], stream: Any) -> None:
+        """Make a CUDA stream wait for a work."""
+        self.by_family[work.op.family].wait_stream(work, stream)
+
+    def error_of(self, work: StartedWork[Any], error: CommError) -> CommError | None:
+        """The error of a work whose transport says that it failed with ``error``; None: it is not known yet."""
+        if work.queue is not None and self._postmortem is not None and self._postmortem.sitting:
+            return None
+        failure = self.life.failure
+        return error if failure is None else failure.error_of(work)
+
+    def _abandon(self, work: StartedWork[Any], error: CommError) -> None:
+        work.abandon(error)
+        if work.queue is not None:
+            self.settled(work)
+
+    # ----------------------------------------------------------------------------------------------- losing
+
+    def abort(self, reason: str) -> None:
+        """Give up on every rank; any thread or signal handler."""
+        error = CommAbortedError(f"aborted by rank {self.rank}: {reason}", peer=self.rank)
+        self._lose(Failure(error, time.monotonic()), anywhere=True)
+
+    def lose(self, error: CommError, absent: Sequence[int] = ()) -> None:
+        """The communicator has failed; any thread.
+
+        :param absent: the ranks that the op at fault still waits for.
+        """
+        failure = failure_of(error, time.monotonic(), self.rank, tuple(absent))
+        self._lose(failure, anywhere=get_ident() != self.thread)
+
+    def _lose(self, failure: Failure, *, anywhere: bool) -> None:
+        """Take the step and run its actions.
+
+        On the loop's thread the works end first: their tasks go on when this call has returned, and all the rest is
+        done by then. Anywhere else the works end on the loop's next turn, and the peers are told before.
+        """
+        with self._lock:
+            self.life, actions = lifecycle.lose(self.life, failure)
+            self.refusing = True
+            if not actions:
+                return
+            flying = self.in_flight.look()
+            if Action.EXPLAIN in actions:
+                self._postmortem = PostMortem(self, self._rendezvous, failure.error, failure.absent)
+        at_once = Action.END_WORKS in actions and not anywhere
+        if at_once:
+            self._end_works()
+        # Before the peers hear of it, who write down what they are doing then; and before the tasks that wait go on.
+        record = dumps.Record(self.recorder, flying, str(failure.error))
+        for transport in self.transports:
+            guarded(None, transport.abort, failure.for_peers(self.rank))
+        if self._postmortem is not None:
+            self._postmortem.hold(record, self._explained)
+            return
+        if not at_once:
+            self.driver.call_threadsafe(self._end_works)
+        record.write_later()
+
+    def _explained(self, report: str, path: Path | None) -> None:
+        with self._lock:
+            self.life, _ = lifecycle.explain(self.life, report, path)
+        self.driver.call_threadsafe(self._end_works)
+
+    def _end_works(self) -> None:
+        """End every pending work with the error that the failure gives it."""
+        failure = self.life.failure
+        if failure is None:  # it is another process's by now
+            return
+        works = [flying.work for flying in self.in_flight.look()]
+        for work in works:
+            work.abandon(failure.error_of(work))
+        for work in works:
+            if work.queue is not None:
+                self.settled(work)
+        hooks, self.abort_hooks = self.abort_hooks, Hooks()  # once
+        if hooks:
+            hooks.call(self.driver, failure.error)
+        self.in_flight.unwatch()
+
+    def expire(self, work: StartedWork[Any]) -> None:
+        """The deadline of a pending op has passed; on the watchdog's thread, while the loop may be busy."""
+        if work.op.withdrawable:
+            self.driver.call_threadsafe(self._expire_alone, work)
+        else:
+            self._expire_all(work)
+
+    def _expire_alone(self, work: StartedWork[Any]) -> None:
+        """A receive or wait is late: it fails alone, or with everything else if something has matched it."""
+        if not work.done():
+            if self.withdraw(work):
+                self._abandon(work, CommTimeoutError("nothing matched it before its deadline; it was withdrawn"))
+            else:
+                self._expire_all(work)
+
+    def _expire_all(self, work: StartedWork[Any]) -> None:
+        transport = self.by_family.get(work.op.family)
+        absent = list(guarded((), transport.waiting_for, work)) if transport is not None else []
+        who = f"; waiting for rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}" if absent else ""
+        error = CommTimeoutError(
+            f"its deadline passed{who}", comm=self.name, op=work.op.name, seq=work.seq, rank=self.rank
+        )
+        self.lose(error, absent)
+
+    # ---------------------------------------------------------------------------------------------- closing
+
+    async def aclose(self, released: Callable[[], object]) -> None:
+        """Let ops under way end, withdraw receives that nothing has matched, and release everything. Idempotent.
+
+        :param released: called once, when ops have ended and the transports are about to be closed.
+        """
+        if self._closing is not None:
+            return await self._closing
+        self._closing = Promise(self.driver)
+        try:
+            await self._drain()
+        finally:
+            released()
+            try:
+                await self._release()
+            finally:
+                self._closing.set()
+
+    async def _drain(self) -> None:
+        with self._lock:
+            self.life, actions = lifecycle.close(self.life)
+            self.refusing = True
+        if Action.WITHDRAW not in actions:
+            return
+        assert self.life.closed is not None
+        for work in self.in_flight:
+            if work.op.withdrawable and self.withdraw(work):
+                self._abandon(work, CommClosedError("the communicator was closed, and the op withdrawn"))
+        with anyio.move_on_after(CLOSE_GRACE):
+            await self.in_flight.drained()
+
+    async def _release(self) -> None:
+        with self._lock:
+            self.life = lifecycle.release(self.life)
+        if self._postmortem is not None:
+            self._postmortem.close()
+        self._end_works()
+        if self.in_flight:
+            error = CommAbortedError(f"closed by rank {self.rank} with ops unfinished", peer=self.rank)
+            for transport in self.transports:
+                guarded(None, transport.abort, error)
+            for work in self.in_flight:
+                self._abandon(work, CommClosedError("it was closed on this rank"))
+        self.in_flight.unwatch()
+        with anyio.move_on_after(CLOSE_GRACE, shield=True):
+            for transport in self.transports:
+                self.driver.detach(transport)
+            await close_transports(self.transports)
+
+    def disown(self) -> None:
+        """This is a forked child, which shares its parent's sockets and must neither use nor close them."""
+        self.life = lifecycle.disown(os.getppid())
+        self.refusing = True
+        self._closing = Promise(self.driver)
+        self._closing.set()

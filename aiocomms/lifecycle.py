@@ -1,0 +1,152 @@
+"""The life of a communicator, as a state machine: what ends it, and the error that each pending op gets then.
+
+::
+
+    open --close--> closing --release--> closed
+      |                |                   ^
+      +------lose------+--> lost --release-+
+
+While it is closing, what is under way may end and nothing new starts; a death, an abort and a deadline are still heard
+and acted upon. The first :class:`Failure` wins. A transition is a pure function from a :class:`Life` and an event to
+the next life and the actions that it asks for; :class:`aiocomms.core.Core` runs them.
+"""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from aiocomms.errors import CommAbortedError, CommClosedError, CommError, CommTimeoutError, MismatchError, PeerDiedError
+from aiocomms.progress.work import StartedWork
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """Why a communicator is lost; it alone decides what error each work gets."""
+
+    error: CommError
+    """What happened, and to whom: the op, its number and this rank where it happened to an op of this rank."""
+    since: float
+    """When, by :func:`time.monotonic`."""
+    absent: tuple[int, ...] = ()
+    """The ranks that an op whose deadline has passed still waits for."""
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether a deadline has passed, here or elsewhere: then every rank that waited gets a ``TimeoutError``."""
+        return isinstance(self.error, CommTimeoutError)
+
+    def error_of(self, work: StartedWork[Any]) -> CommError:
+        """The error of a work that was pending: of the op at fault the error itself, of others one that quotes it."""
+        error = self.error
+        if work.seq == error.seq:
+            return error
+        if error.op is None and isinstance(error, (CommAbortedError, CommTimeoutError, PeerDiedError)):
+            return type(error)(error.message, peer=error.peer)
+        kind = CommTimeoutError if self.timed_out else CommAbortedError
+        return kind(f"the communicator is lost: {error}", peer=error.peer)
+
+    def for_peers(self, rank: int) -> CommError:
+        """What the other ranks are told by this one; see :meth:`aiocomms.transport.Transport.abort`."""
+        error, peer = self.error, rank if self.error.peer is None else self.error.peer
+        if isinstance(error, (CommAbortedError, MismatchError, PeerDiedError)):
+            return type(error)(error.message, peer=peer)
+        if self.timed_out:
+            return CommTimeoutError(error.message if error.op is None else f"rank {rank} timed out: {error}", peer=peer)
+        return CommAbortedError(f"aborted by rank {rank}: {error}", peer=rank)
+
+    def explained(self, report: str, path: Path | None) -> Failure:
+        """The same, with what has been learnt since of who was missing, and the file of the flight recorder."""
+        old = self.error
+        message = old.message + (f": {report}" if report and report not in old.message else "")
+        if path is not None:
+            message += f" [flight recorder: {path}]"
+        new = type(old)(message, comm=old.comm, op=old.op, seq=old.seq, rank=old.rank, peer=old.peer)
+        new.__cause__ = old.__cause__
+        return msgspec.structs.replace(self, error=new)
+
+
+def failure_of(error: CommError, since: float, rank: int, absent: tuple[int, ...] = ()) -> Failure:
+    """What has happened to this rank: a rank that was stopped, or cut off, hears of its own death as an exclusion."""
+    if isinstance(error, PeerDiedError) and error.peer == rank:
+        excluded = CommAbortedError(
+            f"this rank is excluded: the others took it for dead and go on without it: {error.message}"
+        )
+        excluded.__cause__ = error
+        error = excluded
+    return Failure(error, since, absent)
+
+
+class State(enum.Enum):
+    """Where a communicator is in its life."""
+
+    OPEN = "open"
+    CLOSING = "closing"
+    LOST = "lost"
+    CLOSED = "closed"
+
+
+class Life(msgspec.Struct, frozen=True):
+    """The state of a communicator, with why it is in it."""
+
+    state: State = State.OPEN
+    failure: Failure | None = None
+    closed: CommClosedError | None = None
+    """The error of ops that are called after this rank has begun to close it."""
+
+    def refusal(self) -> CommError | None:
+        """The error of an op that is called now; None: it may start."""
+        if self.closed is not None:
+            return CommClosedError(self.closed.message)
+        if self.failure is None:
+            return None
+        error = CommAbortedError(f"the communicator is lost: {self.failure.error}", peer=self.failure.error.peer)
+        error.__cause__ = self.failure.error
+        return error
+
+
+class Action(enum.Enum):
+    """What a transition asks for."""
+
+    TELL_PEERS = "the transports give up and tell the peers"
+    END_WORKS = "every pending work ends with the error that the failure gives it"
+    RECORD = "what every op was doing is written down"
+    EXPLAIN = "who was missing is found out, and then the pending works end"
+    WITHDRAW = "receives that nothing has matched are withdrawn"
+
+
+Step = tuple[Life, tuple[Action, ...]]
+
+
+def lose(life: Life, failure: Failure) -> Step:
+    """It has failed. Later failures change nothing."""
+    if life.state in (State.LOST, State.CLOSED):
+        return life, ()
+    actions = (Action.EXPLAIN,) if failure.timed_out else (Action.END_WORKS, Action.RECORD)
+    return Life(State.LOST, failure, life.closed), (Action.TELL_PEERS, *actions)
+
+
+def explain(life: Life, report: str, path: Path | None) -> Step:
+    """It is known why a deadline has passed."""
+    assert life.failure is not None
+    return Life(life.state, life.failure.explained(report, path), life.closed), (Action.END_WORKS,)
+
+
+def close(life: Life) -> Step:
+    """This rank begins to close it."""
+    if life.state is not State.OPEN:
+        return life, ()
+    return Life(State.CLOSING, None, CommClosedError("it was closed on this rank")), (Action.WITHDRAW,)
+
+
+def release(life: Life) -> Life:
+    """Ops have had their time to end: nothing is heard any more, and everything is released."""
+    return Life(State.CLOSED, life.failure, life.closed)
+
+
+def disown(parent: int) -> Life:
+    """It is another process's: this one was forked from it."""
+    why = f"it was created in process {parent} and cannot be used after a fork"
+    return Life(State.CLOSED, None, CommClosedError(why))
