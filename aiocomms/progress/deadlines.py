@@ -123,7 +123,7 @@ class Watchdog:
         for who in watched:
             try:
                 earliest = who.expire(time.monotonic())
-            except Exception:  # the deadlines of all others are watched on
+            except BaseException:  # the deadlines of all others are watched on
                 _log.exception("the deadlines of %r cannot be watched; they are looked at again in %g s", who, _LATER)
                 earliest = time.monotonic() + _LATER
             self.wake_by(earliest)

@@ -1,0 +1,326 @@
+"""How a communicator ends when a transport is broken, a finalizer interferes, or something happens while it closes."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import pytest
+import torch
+from aiocomms_c10d import C10dTransport
+from aiocomms_local import LocalTransport
+from aiocomms_ucx import UcxTransport
+from conftest import ranks, turns
+
+from aiocomms import ops
+from aiocomms.errors import CommAbortedError, CommClosedError, CommError, CommTimeoutError
+from aiocomms.progress.deadlines import watchdog
+from aiocomms.testing import local_world
+from aiocomms.transport import Capabilities
+
+BASES = {"local": LocalTransport, "c10d": C10dTransport, "ucx": UcxTransport}
+
+
+class BrokenError(RuntimeError):
+    """What a transport raises that has a defect."""
+
+
+def breaking(base: type[Any], method: str) -> type[Any]:
+    """A transport whose method raises on the rank on which ``breaks`` is set."""
+
+    def raising(self: Any, *args: Any) -> Any:
+        if self.breaks:
+            raise BrokenError(method)
+        return getattr(base, method)(self, *args)
+
+    raising.__name__ = method
+    return type(f"Broken{base.__name__}", (base,), {"breaks": False, method: raising})
+
+
+@pytest.fixture(params=BASES)
+def base(request: pytest.FixtureRequest) -> type[Any]:
+    """A transport to break."""
+    return BASES[request.param]
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def loop(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+async def failure_of(work: Any) -> CommError:
+    with pytest.raises(CommError) as caught:
+        await work
+    return caught.value
+
+
+def other(base: type[Any]) -> str:
+    """The name of a transport that carries the rest beside the broken one."""
+    return "c10d" if base is LocalTransport else "local"
+
+
+def transport_of(comm: Any, family: ops.Family = "p2p") -> Any:
+    return comm._core.by_family[family]
+
+
+# ------------------------------------------------------------------------------------ 71: the thread of the deadlines
+
+
+class Trash:
+    """Garbage whose finalizer lets go of the interpreter's lock, so that other threads run amid what allocates."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+    def __del__(self) -> None:
+        time.sleep(0)
+
+
+@pytest.fixture
+def collecting() -> Iterator[None]:
+    """Collect garbage at nearly every allocation."""
+    before = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+def test_finalizers_on_the_thread_of_the_deadlines(run: Callable[..., Any], collecting: None) -> None:
+    """While works come and go, it copies what is pending: it must do so whatever runs in between, and go on after."""
+
+    async def main() -> None:
+        async with local_world(2) as (one, _):
+            works = [one.recv(torch.zeros(1), 1, tag=tag, timeout=20) for tag in range(2000)]
+            for _ in range(5):
+                late = one.recv(torch.zeros(1), 1, tag=5000, timeout=0.01)  # the thread looks at all when it is late
+                while not late.done():
+                    Trash()
+                    assert await works.pop().cancel()
+                    works.append(one.recv(torch.zeros(1), 1, tag=6000, timeout=20))
+                    await turns(1)
+                assert isinstance(await failure_of(late), CommTimeoutError)
+
+    run(main)
+
+
+@pytest.mark.parametrize("what", [BrokenError("expire"), SystemExit()], ids=repr)
+def test_the_deadlines_of_others_pass_when_one_cannot_be_watched(
+    run: Callable[..., Any], caplog: Any, what: BaseException
+) -> None:
+    """Whatever raises on the thread of the deadlines ends neither the thread nor the others' deadlines."""
+
+    class Sick:
+        def expire(self, now: float) -> float:
+            raise what
+
+    async def main() -> None:
+        sick = Sick()
+        watchdog.register(sick)
+        try:
+            async with local_world(2) as (one, _):
+                for _ in range(3):
+                    assert isinstance(await failure_of(one.recv(torch.zeros(1), 1, timeout=0.01)), CommTimeoutError)
+        finally:
+            watchdog.unregister(sick)
+
+    run(main)
+    assert any("cannot be watched" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_died_is_started_again(run: Callable[..., Any]) -> None:
+    """Not even an end of that thread, by a defect of ours, leaves deadlines unwatched."""
+
+    def end(self: object) -> None:
+        raise SystemExit
+
+    async def main() -> None:
+        async with local_world(2) as (one, _):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(type(watchdog), "_look", end)  # no callee can end it any more
+                watchdog.wake_by(0.0)
+                for thread in threading.enumerate():
+                    if thread.name == "aiocomms deadlines":
+                        await anyio.to_thread.run_sync(thread.join)
+            assert isinstance(await failure_of(one.recv(torch.zeros(1), 1, timeout=0.01)), CommTimeoutError)
+
+    run(main)
+
+
+# ------------------------------------------------------------------------- 72: what a transport must not raise
+
+
+@pytest.mark.parametrize("method", ["waiting_for", "progress", "try_cancel", "last_heard"])
+def test_a_method_that_raises_ends_that_communicator_by_name(
+    run: Callable[..., Any], install: Callable[..., None], base: type[Any], method: str, caplog: Any
+) -> None:
+    install(broken=breaking(base, method))
+
+    async def main() -> None:
+        async with local_world(2, "broken", name="broken") as (one, two), local_world(2) as healthy:
+            await ranks([one, two], lambda comm: comm.barrier())
+            transport = transport_of(one)
+            transport.breaks = True
+            work = one.all_reduce(torch.ones(3), timeout=0.05 if method == "waiting_for" else 20)
+            if method == "try_cancel":
+                assert not await one.recv(torch.zeros(1), 1, tag=3).cancel() or one.aborted
+            elif method == "progress":
+                one._core.driver._progress(transport)
+            elif method == "last_heard":
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(one._core.in_flight._heartbeat, "_transports", [transport])
+                    patch.setattr(one._core.in_flight._heartbeat, "_silent", [{}])
+                    one._core.in_flight.expire(time.monotonic())
+            error = await failure_of(work)
+            assert f"the transport {type(transport).__name__} is broken: {method}() raised" in str(error)
+            assert one.aborted
+            transport.breaks = False
+            await ranks(healthy, lambda comm: comm.barrier())
+            with pytest.raises(CommAbortedError, match="is broken"):
+                await two.recv(torch.zeros(1), 0)
+
+    run(main)
+    assert any(f"{method}() raised" in record.getMessage() for record in caplog.records) or method == "progress"
+
+
+def test_an_abort_that_raises_does_not_keep_the_others_from_being_told(
+    run: Callable[..., Any], install: Callable[..., None], base: type[Any], caplog: Any
+) -> None:
+    install(broken=breaking(base, "abort"))
+
+    async def main() -> None:
+        async with local_world(2, {"p2p": "broken", "collectives": other(base)}) as (one, two):
+            work = two.all_reduce(torch.ones(3))
+            transport_of(one).breaks = True
+            one.abort("enough")
+            assert "enough" in str(await failure_of(work))  # it was told by the transport of the collectives
+            one.abort("once more")
+            transport_of(one).breaks = False
+            with pytest.raises(CommAbortedError, match="enough"):
+                one.barrier()
+
+    run(main)
+    assert any("abort() raised BrokenError" in record.getMessage() for record in caplog.records)
+
+
+def test_a_close_that_raises_releases_the_rest(
+    run: Callable[..., Any], install: Callable[..., None], base: type[Any]
+) -> None:
+    class Unclosable(base):  # type: ignore[misc,valid-type]
+        async def aclose(self) -> None:
+            await super().aclose()
+            raise BrokenError("aclose")
+
+    install(broken=Unclosable)
+
+    async def main() -> None:
+        world = local_world(2, {"p2p": "broken", "collectives": other(base)})
+        comms = await world.__aenter__()
+
+        async def close(comm: Any) -> None:
+            with pytest.raises(CommError, match=r"the transport Unclosable is broken: aclose\(\) raised BrokenError"):
+                await comm.aclose()
+            await comm.aclose()
+            assert comm.closed
+
+        await ranks(comms, close)
+        await world.__aexit__(None, None, None)
+
+    run(main)
+
+
+# ------------------------------------------------------------------------------- 73: a step of which a part was posted
+
+
+def flaky(base: type[Any]) -> type[Any]:
+    """Carries sends and receives alone, and raises at the post whose number is in ``breaks_at``."""
+
+    class Flaky(base):  # type: ignore[misc,valid-type]
+        capabilities = Capabilities(
+            ops=frozenset({ops.Send, ops.Recv}), in_process=base.capabilities.in_process, spin=base.capabilities.spin
+        )
+        posted = 0
+        breaks_at = 0
+
+        def post(self, op: Any, work: Any) -> Any:
+            self.posted += 1
+            if self.posted == self.breaks_at:
+                raise BrokenError("post")
+            return super().post(op, work)
+
+    return Flaky
+
+
+@pytest.mark.parametrize("part", [1, 2])
+def test_a_post_that_raises_amid_a_step(
+    run: Callable[..., Any], install: Callable[..., None], base: type[Any], part: int
+) -> None:
+    """At the first message nothing was sent, and all goes on; at the second no rank may ever take it for another's."""
+    install(flaky=flaky(base))
+
+    async def main() -> None:
+        async with local_world(2, "flaky") as (one, two):
+            await ranks([one, two], lambda comm: comm.barrier())
+            transport = transport_of(one)
+            transport.breaks_at = transport.posted + part
+            tensors = [torch.full((3,), 10.0), torch.full((3,), 100.0)]
+            if part == 1:
+                with pytest.raises(BrokenError):
+                    one.all_reduce(tensors[0])
+                results = await ranks([one, two], lambda comm: comm.all_reduce(tensors[comm.rank]))
+                assert all((result == 110).all() for result in results)
+                return
+            error = await failure_of(one.all_reduce(tensors[0]))
+            assert "all_reduce broke off on this rank: BrokenError: post" in str(error)
+            with pytest.raises(CommAbortedError, match="broke off"):
+                one.all_reduce(tensors[0])
+            try:  # what was sent of it may be all that this rank waits for
+                result = await two.all_reduce(tensors[1])
+            except CommAbortedError as aborted:
+                assert "broke off" in str(aborted)
+            else:
+                assert (result == 110).all()
+            with pytest.raises(CommAbortedError, match="broke off"):
+                await two.barrier()
+
+    run(main)
+
+
+# ---------------------------------------------------------------------------------------- 74: what happens amid a close
+
+
+@pytest.mark.parametrize("what", ["a peer aborts", "this rank aborts", "a deadline passes"])
+@pytest.mark.parametrize("transport", BASES)
+def test_a_communicator_that_closes_is_not_deaf(run: Callable[..., Any], transport: str, what: str) -> None:
+    """The op under way fails with what happened, and not with the close, which would have waited for it."""
+
+    async def main() -> None:
+        async with local_world(2, transport) as (one, two):
+            work = one.all_reduce(torch.ones(3), timeout=0.2 if what == "a deadline passes" else 20)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(one.aclose)
+                await turns()
+                with pytest.raises(CommClosedError):
+                    one.barrier()
+                assert not work.done()
+                if what == "a peer aborts":
+                    two.abort("enough")
+                elif what == "this rank aborts":
+                    one.abort("enough")
+                error = await failure_of(work)
+            assert one.closed
+            if what == "a deadline passes":
+                assert isinstance(error, CommTimeoutError)
+                assert "its deadline passed" in str(error)
+            else:
+                assert isinstance(error, CommAbortedError)
+                assert "enough" in str(error)
+
+    run(main)
