@@ -158,10 +158,6 @@ class AuthError(ProtocolError):
     """Raised when a peer does not prove that it belongs to the job. That connection is dropped."""
 
 
-TOLD_TO_PEERS = (CommAbortedError, CommTimeoutError, PeerDiedError, MismatchError)
-"""The classes of errors that a rank which gives up tells its peers of, with a message and a peer."""
-
-
 def wrong_thread(what: str) -> RuntimeError:
     """What a call raises on another thread than its communicator's.
 

@@ -293,8 +293,9 @@ class Transport(ABC):
     def abort(self, error: CommError) -> None:
         """Give up: tell the peers, best effort, and stop. Synchronous, on any thread, idempotent.
 
-        Each peer's transport gives what it is told to its :meth:`on_failure`: the class of ``error``, which is one of
-        :data:`aiocomms.errors.TOLD_TO_PEERS`, its message and its peer.
+        Each peer's transport gives to its :meth:`on_failure` what it is told: an error of the same class, which is
+        :class:`CommAbortedError`, ``CommTimeoutError``, ``MismatchError`` or ``PeerDiedError``, with its message and
+        its peer, as :class:`aiocomms.lowlevel.Reason` carries them.
 
         Works in flight need not be completed (the communicator ends them), but their tensors are kept until the wire is
         quiet.

@@ -13,15 +13,13 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import anyio
 import msgspec
-from torch.distributed import Store, TCPStore
+from torch.distributed import Store
 
 from aiocomms.bootstrap.registry import open_transports
-from aiocomms.bootstrap.stores import serve_store
 from aiocomms.errors import (
     ArgumentError,
     CommAbortedError,
@@ -35,8 +33,9 @@ from aiocomms.errors import (
 )
 from aiocomms.families.issuer import Timeout
 from aiocomms.lowlevel.hosts import LOOPBACK, reachable_address
+from aiocomms.lowlevel.stores import reach_store, serve_store
+from aiocomms.lowlevel.threads import run_in_thread
 from aiocomms.ops import checks
-from aiocomms.progress.driver import run_in_thread
 from aiocomms.transport import Rendezvous, SideChannel
 
 if TYPE_CHECKING:
@@ -207,14 +206,8 @@ class Recovery:
         host, _, port = note.decode(errors="replace").partition(" ")
         if not port.isdecimal():
             raise ProtocolError(f"a rank has said to meet at {note[:80]!r}")
-        patience = timedelta(seconds=max(0.1, self._left()))
-        try:
-            store = await self._off_loop(
-                "reaching the new store",
-                lambda: TCPStore(host, int(port), self._comm.size, False, patience, wait_for_workers=False),
-            )
-        except RuntimeError as error:
-            raise StoreLostError(f"the new store at {host}:{port} cannot be reached: {error}") from error
+        reach = functools.partial(reach_store, host, int(port), self._comm.size, max(0.1, self._left()))
+        store = await self._off_loop("reaching the new store", reach)
         return store, store
 
     def _move(self) -> None:
@@ -232,14 +225,14 @@ class Recovery:
 
         with anyio.move_on_after(_PROBE):
             try:
-                return bool(await run_in_thread(self._comm._core.driver, probe))
+                return bool(await run_in_thread(probe))
             except (RuntimeError, ArgumentError):  # the base of torch's store errors; or there never was one
                 return False
         return False
 
     async def _off_loop(self, what: str, call: Callable[[], _T]) -> _T:
         with anyio.move_on_after(max(0.0, self._left())):
-            result: _T = await run_in_thread(self._comm._core.driver, call)
+            result: _T = await run_in_thread(call)
             return result
         raise CommTimeoutError(f"{what} took longer than {self._seconds:g} s")
 

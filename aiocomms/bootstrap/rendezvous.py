@@ -34,9 +34,9 @@ from aiocomms.errors import (
 )
 from aiocomms.families.issuer import Timeout
 from aiocomms.lowlevel.auth import Seal, read_token
+from aiocomms.lowlevel.threads import run_in_thread
 from aiocomms.ops import checks
 from aiocomms.progress import heartbeat
-from aiocomms.progress.driver import Driver, run_in_thread
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
 """Seconds between looking for a rank that has not come: soon at first, and later without loading the store."""
@@ -149,7 +149,7 @@ class StoreRendezvous:
     async def run(self, what: str, call: Callable[[], Any]) -> Any:
         """See :meth:`aiocomms.transport.Rendezvous.run`."""
         with anyio.move_on_after(self.left()):
-            return await run_in_thread(Driver.current(), call)
+            return await run_in_thread(call)
         raise CommTimeoutError(f"{what} took longer than {self.timeout} s", comm=self.name, rank=self.rank)
 
     async def exchange(self, key: str, value: bytes) -> list[bytes]:

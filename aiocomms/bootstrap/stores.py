@@ -17,22 +17,18 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
-import torch
 from torch.distributed import TCPStore  # torch.distributed lists no exports
 
 from aiocomms.errors import ArgumentError, StoreLostError
 from aiocomms.lowlevel.auth import check_exposed
+from aiocomms.lowlevel.stores import USE_LIBUV, store_errors
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-__all__ = ["connect_store", "serve_store"]
+__all__ = ["connect_store"]
 
 _log = logging.getLogger(__name__)
-
-# The libuv server caps what a stranger may send and never waits for half a request; it serves a listening socket that
-# it did not make since torch 2.8 (PR 150215).
-_USE_LIBUV: Final = torch.__version__ >= "2.8"
 
 _FIRST_PAUSE: Final = 0.02
 _LONGEST_PAUSE: Final = 0.5
@@ -96,21 +92,6 @@ def connect_store(host: str, port: int, rank: int, size: int, *, agent_store: bo
     return store
 
 
-def serve_store(host: str, size: int, timeout: float) -> tuple[TCPStore, int]:
-    """Serve a new store at an address of this machine, and at no other; blocks.
-
-    :param host: the address.
-    :returns: the store, which serves as long as it lives, and its port.
-    """
-    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    port = int(listener.getsockname()[1])
-    store = TCPStore(
-        host, port, size, True, timedelta(seconds=timeout), wait_for_workers=False,
-        master_listen_fd=listener.detach(), use_libuv=_USE_LIBUV,
-    )  # fmt: skip
-    return store, port
-
-
 def _serve(target: _Target) -> TCPStore:
     addresses = _resolve_patiently(target)
     # A machine's own name may stand for loopback too (/etc/hosts), where the other machines do not find it.
@@ -165,7 +146,7 @@ def _join(target: _Target) -> TCPStore:
 def _open(target: _Target, literal: str, **role: Any) -> TCPStore:
     """A TCPStore at an address that is known to be there: torch's own search prints a stack trace per attempt."""
     patience = timedelta(seconds=max(0.1, target.remaining()))
-    try:
+    with store_errors(f"{target} could not be opened", rank=target.rank):
         # multi_tenant: shares the server of this process on this port, with us and with torch's own env:// rendezvous.
         return TCPStore(
             literal,
@@ -174,12 +155,9 @@ def _open(target: _Target, literal: str, **role: Any) -> TCPStore:
             timeout=patience,
             wait_for_workers=False,
             multi_tenant=True,
-            use_libuv=_USE_LIBUV,
+            use_libuv=USE_LIBUV,
             **role,
         )
-    except RuntimeError as error:
-        reason = str(error).partition("\n")[0]
-        raise target.lost(f"could not be opened: {reason}") from error
 
 
 def _knock(addresses: list[_Address], target: _Target) -> str | OSError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
@@ -20,7 +21,7 @@ from aiocomms.cuda import runtime
 from aiocomms.errors import CapturedWorkError, CommError
 from aiocomms.lowlevel.waker import Waker
 from aiocomms.progress.driver import Driver, Promise
-from aiocomms.transport import Capabilities
+from aiocomms.transport import Capabilities, Transport
 
 SPIN: Final = 30
 """Turns of the loop for which events are asked before a thread sleeps on them: some 100 µs."""
@@ -141,11 +142,15 @@ class Completions:
     With nothing waited for, nothing runs. While the current stream is being captured nothing is asked.
     """
 
-    def __init__(self, cuda: Cuda, wake: Callable[[], None], spin: int = SPIN) -> None:
-        """Begin.
+    def __init__(
+        self, cuda: Cuda, wake: Callable[[], None], spin: int = SPIN, transport: Transport | None = None
+    ) -> None:
+        """Begin, on the loop's thread.
 
         :param wake: makes the loop call :meth:`poll`; from any thread.
         :param spin: how many polls in vain it takes until a thread sleeps on what is left.
+        :param transport: whose ``progress`` calls :meth:`poll`. The loop does so after each op that a communicator
+            posts; with this it does so whenever something is added, also by another communicator's progress.
         """
         self.parked = False
         """Whether threads sleep on what is left."""
@@ -156,6 +161,7 @@ class Completions:
         self._pool: list[Event] = []
         self._sleepers: dict[int, _Sleeper] = {}
         self._in_vain = 0
+        self._poll_soon = None if transport is None else functools.partial(Driver.current().poll_soon, transport)
 
     def __bool__(self) -> bool:
         return bool(self._queues)
@@ -188,6 +194,8 @@ class Completions:
         queue.append((event, then))
         self._in_vain = 0
         self.parked = False
+        if self._poll_soon is not None:
+            self._poll_soon()
         return event
 
     def poll(self) -> bool:

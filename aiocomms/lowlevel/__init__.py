@@ -1,1 +1,47 @@
-"""The toolkit for authors of transports: start here, with ``aiocomms.transport`` for what a transport is."""
+"""The toolkit for authors of transports: what they may use beside ``errors``, ``ops``, ``transport`` and ``cuda``.
+
+======================================= ================================================================================
+to wake the loop from any thread        :class:`Waker`
+to block off the loop                   :func:`run_in_thread`
+to find the other ranks                 :func:`host_id`, :func:`reachable_address`, :data:`LOOPBACK`
+to prove who connects                   :func:`mac` and :func:`same`, with a key of :meth:`Rendezvous.secret`;
+                                        :func:`check_exposed` before listening; :data:`MAX_RECORD`
+to leak no descriptor into children     :func:`closed_on_exec`
+to use a store                          :func:`serve_store`, :func:`reach_store`, :func:`store_errors`
+to fail as every transport does         :func:`closed_by`, :func:`gone`, :func:`misfit`, :func:`disagreement`,
+                                        :class:`Reason`
+======================================= ================================================================================
+
+Import these from here: the modules behind them may change.
+"""
+
+from __future__ import annotations
+
+from aiocomms.lowlevel.auth import MAX_RECORD, check_exposed, mac, same
+from aiocomms.lowlevel.cloexec import closed_on_exec
+from aiocomms.lowlevel.failures import Reason, closed_by, disagreement, gone, misfit
+from aiocomms.lowlevel.hosts import LOOPBACK, host_id, reachable_address
+from aiocomms.lowlevel.stores import reach_store, serve_store, store_errors
+from aiocomms.lowlevel.threads import run_in_thread
+from aiocomms.lowlevel.waker import Waker
+
+__all__ = [
+    "LOOPBACK",
+    "MAX_RECORD",
+    "Reason",
+    "Waker",
+    "check_exposed",
+    "closed_by",
+    "closed_on_exec",
+    "disagreement",
+    "gone",
+    "host_id",
+    "mac",
+    "misfit",
+    "reach_store",
+    "reachable_address",
+    "run_in_thread",
+    "same",
+    "serve_store",
+    "store_errors",
+]

@@ -243,36 +243,3 @@ class Promise:
     def __await__(self) -> Generator[Any, Any, None]:
         if not self._set:
             yield from self._driver.park(self._waiters)
-
-
-async def run_in_thread(driver: Driver, call: Callable[[], Any], *, anyhow: bool = False) -> Any:
-    """Run a blocking call in a daemon thread of its own.
-
-    A cancelled wait leaves the thread behind: some calls, such as those of a store whose server has stopped, come back
-    long after their own timeout, and neither the loop nor the interpreter's exit may wait for them.
-
-    :param anyhow: where no thread can be started, run it here: it releases something.
-    :raises CommError: no thread can be started.
-    """
-    promise = Promise(driver)
-    outcome: list[Any] = [None, None]
-
-    def target() -> None:
-        try:
-            outcome[0] = call()
-        except BaseException as error:  # it is raised where it is awaited
-            outcome[1] = error
-        driver.call_threadsafe(promise.set)
-
-    thread = threading.Thread(target=target, name="aiocomms blocking call", daemon=True)
-    try:
-        thread.start()
-    except RuntimeError as error:
-        if anyhow:
-            return call()
-        raise CommError(f"no thread can be started: {error}") from error
-    await promise
-    thread.join()  # all it has left to do is to end
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]

@@ -180,7 +180,7 @@ def main() -> None:
     multiprocessing.set_forkserver_preload([f"{__package__}.preload"])
     forkserver.ensure_running()  # it imports while this process does
 
-    from aiocomms.bootstrap.stores import serve_store
+    from aiocomms.lowlevel import serve_store
 
     store, port = serve_store("127.0.0.1", options.ranks, 60)
     anyio.run(Supervisor(options.ranks, listener, port).run)

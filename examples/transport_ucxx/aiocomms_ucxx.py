@@ -11,10 +11,9 @@ from typing import Any, Self
 from torch import Tensor, device, uint8
 
 from aiocomms import ops
-from aiocomms.errors import CommAbortedError, CommError, MessageTruncatedError, MismatchError, PeerDiedError
-from aiocomms.lowlevel.waker import Waker
+from aiocomms.errors import CommAbortedError, CommError, MismatchError, PeerDiedError
+from aiocomms.lowlevel import Waker, closed_by, misfit, run_in_thread
 from aiocomms.ops import checks
-from aiocomms.progress.driver import Driver, run_in_thread
 from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport
 
 # Frames are of one size, for UCXX takes a message that is shorter than its buffer for truncated. Data that has no room
@@ -91,7 +90,7 @@ class UcxxTransport(Transport):
         if not sends and (letter := take(self.letters, 0, key)):
             self.hand_over(letter[1], op, work)
         elif key[0] in self.gone:
-            work.fail(CommAbortedError(f"closed by rank {key[0]}, which this op needs", peer=key[0]))
+            work.fail(closed_by(key[0]))
         elif sends and op.tensor.nbytes <= ROOM:
             self.engine.submit(self.send(op, bytes(octets(op.tensor))))
             work.complete()  # the frame has a copy
@@ -118,7 +117,7 @@ class UcxxTransport(Transport):
         self.engine.submit(self.fall_silent(Frame(kind, tag=peer, data=str(error).encode()[:ROOM])))
 
     async def aclose(self) -> None:
-        await run_in_thread(Driver.current(), self.engine.submit(self.fall_silent(Frame(CLOSE))).result)
+        await run_in_thread(self.engine.submit(self.fall_silent(Frame(CLOSE))).result)
         self.waker.close()
 
     def hear(self, rank: int, frame: Frame) -> None:
@@ -137,12 +136,11 @@ class UcxxTransport(Transport):
     def hand_over(self, frame: Frame, op: ops.Recv, work: Any) -> Any:
         if len(frame.data) < frame.nbytes:
             return self.engine.submit(self.fetch(frame, op, work))
-        data, into, dtype = frame.data[: frame.nbytes], octets(op.tensor), DTYPES[frame.dtype]
-        what = f"the message has {frame.nbytes} bytes of {dtype}, the buffer is {checks.describe(op.tensor)}"
-        if dtype != op.tensor.dtype:
-            return work.fail(MismatchError(what, peer=op.src))
-        into[: len(data)] = data[: len(into)]  # which may be its own memory
-        return work.complete() if len(data) == len(into) else work.fail(MessageTruncatedError(what, peer=op.src))
+        data, into = frame.data[: frame.nbytes], octets(op.tensor)
+        error = misfit(op.src, DTYPES[frame.dtype], frame.nbytes, op.tensor)
+        if not isinstance(error, MismatchError):
+            into[: len(data)] = data[: len(into)]  # which may be its own memory
+        return work.complete() if error is None else work.fail(error)
 
     def tell(self, *call: Any) -> None:
         self.inbox.append(call)

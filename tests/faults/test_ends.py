@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import time
@@ -281,12 +282,9 @@ def test_a_post_that_raises_amid_a_step(
             assert "all_reduce broke off on this rank: BrokenError: post" in str(error)
             with pytest.raises(CommAbortedError, match="broke off"):
                 one.all_reduce(tensors[0])
-            try:  # what was sent of it may be all that this rank waits for
-                result = await two.all_reduce(tensors[1])
-            except CommAbortedError as aborted:
-                assert "broke off" in str(aborted)
-            else:
-                assert (result == 110).all()
+            with contextlib.suppress(CommAbortedError):
+                # What was sent of it may be all that this rank waits for.
+                assert (await two.all_reduce(tensors[1]) == 110).all()
             with pytest.raises(CommAbortedError, match="broke off"):
                 await two.barrier()
 

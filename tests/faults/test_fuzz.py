@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from aiocomms.bootstrap import launchers
 from aiocomms.errors import ArgumentError, ProtocolError
 from aiocomms.families import objects, streams
+from aiocomms.lowlevel import Reason
 from aiocomms.lowlevel.auth import Seal
 from aiocomms.ops import codec
 
@@ -85,7 +86,7 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
         lambda data: c10d_bringup.listen_on([data, data], None),
         c10d_bringup.hello(adopt=True, left=9.0),
     ),
-    "frames of ucx": (ucx_wire.unpack, ucx_wire.pack(ucx_wire.Abort(0, "PeerDiedError", "why", 1, -1))),
+    "frames of ucx": (ucx_wire.unpack, ucx_wire.pack(ucx_wire.Abort(0, Reason("PeerDiedError", "why", 1), -1))),
     "hellos of ucx": (_ucx_hello, msgspec.msgpack.encode(HELLO)),
     "places of ucx": (
         lambda data: ucx_wire.record(1, data, ucx_bringup.Place),

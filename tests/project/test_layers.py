@@ -13,14 +13,17 @@ from typing import NamedTuple
 
 import pytest
 
+from aiocomms import lowlevel
+
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "aiocomms"
 TRANSPORTS = sorted((ROOT / "transports").glob("*/aiocomms_*/"))
+EXAMPLES = sorted((ROOT / "examples").glob("transport_*/"))
 
 # The order of imports is written once, in docs/design.md: a room may import from those before it.
 ORDER = re.search(r"^errors < .*$", (ROOT / "docs" / "design.md").read_text(), re.MULTILINE).group()
 LAYERS = [set(rooms.split(", ")) for rooms in ORDER.split(" < ")]
-FOR_TRANSPORTS = {"errors", "ops", "transport", "lowlevel", "cuda", "progress"}
+FOR_TRANSPORTS = {"errors", "ops", "transport", "lowlevel", "cuda"}
 UPWARD = {
     ("bootstrap.directory", "communicator"),
     ("bootstrap.recovery", "communicator"),
@@ -118,11 +121,20 @@ def test_no_import_goes_round():
     assert graph == {}
 
 
-@pytest.mark.parametrize("path", sources(*TRANSPORTS), ids=lambda path: module_name(path))
-def test_a_transport_imports_no_more_than_a_strangers_may(path):
-    assert {room(name) for name in core_imports(path)} <= FOR_TRANSPORTS
+@pytest.mark.parametrize("path", sources(*TRANSPORTS, *EXAMPLES), ids=lambda path: path.parent.name + "." + path.stem)
+def test_a_transport_imports_the_toolkit_and_nothing_else_of_the_core(path):
+    modules = set(core_imports(path))
+    assert {room(name) for name in modules} <= FOR_TRANSPORTS
+    assert not any(name.startswith("aiocomms.lowlevel.") for name in modules), "its modules may change; it does not"
     others = {i.name.split(".")[0] for i in imports(path)} & {root.name for root in TRANSPORTS}
-    assert others <= {module_name(path).split(".")[0]}
+    assert others <= set(path.relative_to(ROOT).parts)
+
+
+def test_the_toolkit_offers_what_it_describes():
+    assert lowlevel.__all__ == sorted(lowlevel.__all__)
+    described = set(re.findall(r":(?:class|func|data):`(\w+)`", lowlevel.__doc__))
+    assert described == set(lowlevel.__all__)
+    assert all(getattr(lowlevel, name).__doc__ for name in described - {"LOOPBACK", "MAX_RECORD"})
 
 
 def docstrings(tree: ast.AST) -> set[ast.AST]:

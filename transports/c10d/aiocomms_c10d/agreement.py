@@ -26,6 +26,7 @@ from torch import Tensor
 
 from aiocomms import ops
 from aiocomms.errors import CommError, MismatchError, ProtocolError
+from aiocomms.lowlevel import disagreement
 from aiocomms.transport import Completion, conclude
 from aiocomms_c10d.collectives import PLANS, Plan
 from aiocomms_c10d.control import Link
@@ -207,7 +208,7 @@ class Meeting:
         for peer in peers:
             theirs, mine = call.words[peer].text.decode(errors="replace"), call.text.decode()
             if theirs != mine:
-                return self._disagree(call, f"rank {peer} calls {theirs}, rank {call.plan.rank} {mine}", peer)
+                return self._disagree(call, disagreement(call.number, peer, theirs, call.plan.rank, mine))
         if len(call.words) < self._group.size:
             return None
         words = [call.words[rank] for rank in range(self._group.size)]
@@ -215,7 +216,7 @@ class Meeting:
         if call.plan.sizes:
             wrong = _mismatch([word.sizes for word in words], len(call.plan.sizes))
             if wrong is not None:
-                return self._disagree(call, wrong)
+                return self._disagree(call, MismatchError(f"in collective {call.number} {wrong}"))
             nbytes = max(max(word.sizes[: len(words)]) for word in words)
         del self._calls[call.number]
         small = self._is_small(call.plan, nbytes)
@@ -225,11 +226,10 @@ class Meeting:
         self._release()
         return _SMALL if small else None
 
-    def _disagree(self, call: _Call, what: str, peer: int | None = None) -> MismatchError:
+    def _disagree(self, call: _Call, error: MismatchError) -> MismatchError:
         del self._calls[call.number]
-        self.disputed = call.number
-        self._verdict = MismatchError(f"ranks disagree on collective {call.number}: {what}", peer=peer)
-        return self._verdict
+        self.disputed, self._verdict = call.number, error
+        return error
 
     def _is_small(self, plan: Plan, nbytes: int) -> bool:
         others = self._group.size - 1

@@ -18,7 +18,7 @@ import torch
 from torch.distributed import Store
 
 from aiocomms.errors import AuthError
-from aiocomms.lowlevel.auth import MAX_RECORD, mac, same
+from aiocomms.lowlevel import MAX_RECORD, mac, same
 
 _MAC: Final = 32
 _TAG: Final = 2

@@ -18,9 +18,15 @@ import torch
 from torch.distributed import DistNetworkError, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from aiocomms.errors import ArgumentError, CommTimeoutError, ProtocolError, StoreLostError
-from aiocomms.lowlevel.auth import mac
-from aiocomms.lowlevel.cloexec import closed_on_exec
-from aiocomms.lowlevel.hosts import LOOPBACK, host_id, reachable_address
+from aiocomms.lowlevel import (
+    LOOPBACK,
+    closed_on_exec,
+    host_id,
+    mac,
+    reach_store,
+    reachable_address,
+    serve_store,
+)
 from aiocomms.transport import Rendezvous
 from aiocomms_c10d import wire
 from aiocomms_c10d.auth import SignedStore, prove, stop_listening
@@ -168,7 +174,7 @@ def store_over(group: Any, timeout: float) -> Store:
     if rank == 0:
         try:
             host = listen_on(hellos, None)
-            server, port = _serve(host, size, timeout)
+            server, port = serve_store(host, size, timeout)
             address = f"{host} {port}".encode()
         except Exception as error:  # the others must not be left waiting in the group, which is their owner's
             failure = error
@@ -180,18 +186,7 @@ def store_over(group: Any, timeout: float) -> Store:
     host, _, port_text = said.partition(" ")
     if not port_text:
         raise StoreLostError("rank 0 could not serve a store, and says why in its own error", peer=0)
-    return TCPStore(host, int(port_text), size, False, timedelta(seconds=timeout), wait_for_workers=False)
-
-
-def _serve(host: str, size: int, timeout: float) -> tuple[TCPStore, int]:
-    # Left to itself the server listens on every interface.
-    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    port = int(listener.getsockname()[1])
-    store = TCPStore(
-        host, port, size, True, timedelta(seconds=timeout), wait_for_workers=False,
-        master_listen_fd=listener.detach(), use_libuv=torch.__version__ >= "2.8",
-    )  # fmt: skip
-    return store, port
+    return reach_store(host, int(port_text), size, timeout)
 
 
 def _all_gather(group: Any, size: int, value: bytes) -> list[bytes]:

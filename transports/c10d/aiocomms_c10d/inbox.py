@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from aiocomms.lowlevel.waker import Waker
+from aiocomms.lowlevel import Waker
 
 
 class Inbox:

@@ -17,8 +17,8 @@ from typing import Any, Final
 from torch import Tensor
 
 from aiocomms import ops
-from aiocomms.errors import CommError, MessageTruncatedError, MismatchError, ProtocolError
-from aiocomms.ops.checks import describe
+from aiocomms.errors import CommError, MessageTruncatedError, ProtocolError
+from aiocomms.lowlevel import misfit
 from aiocomms.transport import OP_RESULT, Completion, conclude
 from aiocomms_c10d.control import FOREVER, Link
 from aiocomms_c10d.inbox import Inbox
@@ -258,10 +258,4 @@ def _fits(header: Header, op: ops.Recv, peer: int) -> CommError | object:
     wanted = op.tensor
     if wanted.untyped_storage().nbytes() < wanted.nbytes:
         return CommError("the tensor's storage was resized while the op had it, and has no room for the message")
-    if header.type == wanted.dtype and header.nbytes == wanted.nbytes:
-        return OP_RESULT
-    cls = MessageTruncatedError if header.type == wanted.dtype else MismatchError
-    return cls(
-        f"the message from rank {peer} is {str(header.type).removeprefix('torch.')}, {header.nbytes} bytes, "
-        f"and the buffer {describe(wanted)}, {wanted.nbytes} bytes", peer=peer,
-    )  # fmt: skip
+    return misfit(peer, header.type, header.nbytes, wanted) or OP_RESULT

@@ -17,8 +17,8 @@ import torch
 from torch._C._distributed_c10d import Backend, ProcessGroup
 
 from aiocomms import ops
-from aiocomms.errors import CommAbortedError, CommError, MismatchError, PeerDiedError
-from aiocomms.progress.driver import Driver, run_in_thread
+from aiocomms.errors import CommError, MismatchError
+from aiocomms.lowlevel import closed_by, gone, run_in_thread
 from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport
 from aiocomms_c10d import bringup, wire
 from aiocomms_c10d.agreement import Meeting
@@ -172,7 +172,7 @@ class C10dTransport(Transport):
         elif kind == wire.BYE:
             self._closed |= {peer}
             self._links[peer].send(wire.pack(Header(wire.BYE_ACK)))
-            self._mail[peer].close(_closed(peer))
+            self._mail[peer].close(closed_by(peer))
             self._miss(peer)
         elif kind == wire.BYE_ACK:
             self._links[peer].parted.set()
@@ -193,15 +193,15 @@ class C10dTransport(Transport):
             self._fail(error)
         elif peer in self._closed:
             if self._mail[peer].cut_off():
-                self._fail(_closed(peer))
+                self._fail(closed_by(peer))
             self._miss(peer)
         else:
-            self._fail(PeerDiedError(f"rank {peer} is gone: its connection broke without a goodbye", peer=peer))
+            self._fail(gone(peer))
 
     def _miss(self, peer: int) -> None:
         """A peer has closed. That is the end of all when a collective needs it; a message fails alone."""
         if self._meeting.waits_for(peer):
-            self._fail(_closed(peer))
+            self._fail(closed_by(peer))
 
     def _fail(self, error: CommError) -> None:
         """The communicator is lost; behind what was complete before."""
@@ -225,7 +225,7 @@ class C10dTransport(Transport):
     async def aclose(self) -> None:
         """See :meth:`Transport.aclose`."""
         try:
-            await run_in_thread(Driver.current(), self._close, anyhow=True)
+            await run_in_thread(self._close, anyhow=True)
         finally:  # what a cancelled close leaves behind ends without it
             self._inbox.drain()
             self._inbox.close()
@@ -295,10 +295,6 @@ def _stop_all() -> None:
         transport._stop()
         for link in transport._links.values():
             link.join()
-
-
-def _closed(peer: int) -> CommError:
-    return CommAbortedError(f"closed by rank {peer}, which this op needs", peer=peer)
 
 
 atexit.register(_stop_all)

@@ -12,7 +12,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from aiocomms.errors import TOLD_TO_PEERS, CommAbortedError, CommError, ProtocolError
+from aiocomms.errors import CommError, ProtocolError
+from aiocomms.lowlevel import Reason
 
 VERSION: Final = 4
 
@@ -47,6 +48,8 @@ _DTYPES: Final = (
 )
 CODES: Final = {dtype: code for code, dtype in enumerate(_DTYPES)}
 """The numbers that stand for dtypes."""
+
+_REASONS: Final = ("CommAbortedError", "PeerDiedError", "MismatchError", "CommTimeoutError")
 
 
 class Header(NamedTuple):
@@ -150,13 +153,13 @@ def pack_error(error: CommError, rank: int, call: int) -> Tensor:
 
     :param call: the collective that ranks disagree on, or -1.
     """
-    code = TOLD_TO_PEERS.index(type(error)) if type(error) in TOLD_TO_PEERS else 0
-    origin = rank if error.peer is None else error.peer
-    return pack(Header(ABORT, dtype=code, tag=origin, ident=call), error.message.encode()[:TEXT])
+    reason = Reason.of(error, rank)
+    header = Header(ABORT, dtype=_REASONS.index(reason.error), tag=reason.peer, ident=call)
+    return pack(header, reason.message.encode()[:TEXT])
 
 
 def unpack_error(frame: Frame) -> CommError:
     """The reason in a peer's last frame."""
-    code, origin = frame.header.dtype, frame.header.tag
-    cls = TOLD_TO_PEERS[code] if code < len(TOLD_TO_PEERS) else CommAbortedError
-    return cls(frame.text.decode(errors="replace"), peer=origin)
+    code = frame.header.dtype
+    kind = _REASONS[code] if code < len(_REASONS) else _REASONS[0]
+    return Reason(kind, frame.text.decode(errors="replace"), frame.header.tag).to_error()

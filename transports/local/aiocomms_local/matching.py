@@ -7,8 +7,8 @@ from collections import defaultdict, deque
 from typing import TYPE_CHECKING, Any
 
 from aiocomms import ops
-from aiocomms.errors import CommAbortedError, CommError, MessageTruncatedError, MismatchError
-from aiocomms.ops.checks import describe
+from aiocomms.errors import CommError, MessageTruncatedError, MismatchError
+from aiocomms.lowlevel import closed_by, disagreement, misfit
 from aiocomms.transport import OP_RESULT, Completion
 from aiocomms_local.semantics import perform
 from aiocomms_local.window import Window
@@ -47,7 +47,7 @@ class Hub:
         recvs = self._recvs.get(key)
         if not recvs:
             if op.dst in self.left:
-                return [(rank, work, _closed(op.dst))]
+                return [(rank, work, closed_by(op.dst))]
             self._sends[key].append((op, work))
             return []
         recv, its_work = recvs.popleft()
@@ -61,7 +61,7 @@ class Hub:
         sends = self._sends.get(key)
         if not sends:
             if op.src in self.left:
-                return [(rank, work, _closed(op.src))]
+                return [(rank, work, closed_by(op.src))]
             self._recvs[key].append((op, work))
             return []
         send, its_work = sends.popleft()
@@ -92,14 +92,11 @@ class Hub:
         for other, (theirs, _) in meeting.items():
             if theirs.signature() != op.signature():
                 meeting[rank] = (op, work)
-                return self._disagree(
-                    meeting,
-                    f"in collective {index} rank {other} calls {_show(theirs)}, and rank {rank} calls {_show(op)}",
-                )
+                return self._disagree(meeting, disagreement(index, other, _show(theirs), rank, _show(op)))
             break  # those already here agree with each other
         meeting[rank] = (op, work)
         for absent in self.left - meeting.keys():
-            self.failure = _closed(absent)
+            self.failure = closed_by(absent)
             return [(r, w, self.failure) for r, (_, w) in meeting.items()]
         if len(meeting) < self.size:
             return []
@@ -115,7 +112,7 @@ class Hub:
             try:
                 perform(records)
             except MismatchError as error:
-                return self._disagree(meeting, error.message)
+                return self._disagree(meeting, error)
         return [(r, w, value) for r, (_, w) in meeting.items()]
 
     def missing(self, op: Any, work: Completion) -> list[int]:
@@ -125,9 +122,9 @@ class Hub:
                 return [r for r in range(self.size) if r not in meeting]
         return [peer for peer in (_peer(op),) if peer is not None]
 
-    def _disagree(self, meeting: dict[int, tuple[Any, Completion]], message: str) -> Done:
-        self.failure = MismatchError(message)
-        return [(r, w, self.failure) for r, (_, w) in meeting.items()]
+    def _disagree(self, meeting: dict[int, tuple[Any, Completion]], error: MismatchError) -> Done:
+        self.failure = error
+        return [(r, w, error) for r, (_, w) in meeting.items()]
 
     # -------------------------------------------------------------------------------------------- losing ranks
 
@@ -135,7 +132,7 @@ class Hub:
         """A rank closes: what still needs it fails, and only that; a collective takes the communicator with it."""
         self.left.add(rank)
         self.ranks[rank] = None
-        error = self.failure or _closed(rank)
+        error = self.failure or closed_by(rank)
         done: Done = []
         self._recvs = defaultdict(deque, {key: q for key, q in self._recvs.items() if key[1] != rank})
         self._sends = defaultdict(deque, {key: q for key, q in self._sends.items() if key[0] != rank})
@@ -155,28 +152,19 @@ class Hub:
         return done
 
 
-def _closed(rank: int) -> CommAbortedError:
-    return CommAbortedError(f"closed by rank {rank}, which this op needs", peer=rank)
-
-
 def _transfer(send: ops.Send, recv: ops.Recv, src: int) -> Any:
     """Move one message. Returns what the receive is completed with: its result, or an error."""
     given, wanted = send.tensor, recv.tensor
     if given.requires_grad:  # no graph reaches from one rank to another
         given = given.detach()
-    if given.dtype != wanted.dtype:
-        return MismatchError(
-            f"the message from rank {src} is {describe(given)}, the buffer {describe(wanted)}", peer=src
-        )
-    if given.numel() != wanted.numel():
+    error = misfit(src, given.dtype, given.nbytes, wanted, given.shape)
+    if error is None:
+        wanted.copy_(given.view(wanted.shape))
+        return OP_RESULT
+    if isinstance(error, MessageTruncatedError):
         n = min(given.numel(), wanted.numel())
         wanted.view(-1)[:n].copy_(given.view(-1)[:n])
-        return MessageTruncatedError(
-            f"the message from rank {src} is {describe(given)}, {given.nbytes} bytes, and the buffer "
-            f"{describe(wanted)}, {wanted.nbytes} bytes", peer=src,
-        )  # fmt: skip
-    wanted.copy_(given.view(wanted.shape))
-    return OP_RESULT
+    return error
 
 
 def _peer(op: Any) -> int | None:

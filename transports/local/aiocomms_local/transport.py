@@ -13,7 +13,7 @@ import torch
 
 from aiocomms import ops
 from aiocomms.errors import ArgumentError, CommError
-from aiocomms.lowlevel.waker import Waker
+from aiocomms.lowlevel import Waker
 from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport, conclude
 from aiocomms_local.matching import Done, Hub
 from aiocomms_local.semantics import perform

@@ -13,6 +13,7 @@ import msgspec
 
 from aiocomms import ops
 from aiocomms.errors import MismatchError
+from aiocomms.lowlevel import disagreement
 from aiocomms_nccl.wire import Calls, Told
 
 _KEPT: Final = 32
@@ -100,10 +101,10 @@ class Agreement:
         mine = self._mine.get(index)
         if mine is None:
             return None
-        here, there = f"rank {self._rank} calls {mine.text()}", f"rank {peer} calls {told.text}"
+        here, there = mine.text(), told.text
         if mine.text() == told.text:
             if not mine.gives or told.sizes == [mine.takes[peer], mine.gives[peer]]:
                 return None
             here += f" for {mine.takes[peer]} bytes from there and {mine.gives[peer]} to there"
             there += f" for {told.sizes} bytes"
-        return MismatchError(f"in collective {index} {there}, and {here}", peer=peer)
+        return disagreement(index, peer, there, self._rank, here)

@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from aiocomms.errors import ArgumentError, CommTimeoutError, ProtocolError
-from aiocomms.lowlevel.hosts import LOOPBACK, host_id, reachable_address
+from aiocomms.lowlevel import LOOPBACK, host_id, reachable_address
 from aiocomms.transport import Rendezvous
 from aiocomms_nccl import wire
 from aiocomms_nccl.nccl import SEVERAL_RANKS_PER_GPU, Nccl, readable

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from aiocomms.errors import ProtocolError
-from aiocomms.lowlevel.waker import Waker
+from aiocomms.lowlevel import Waker
 from aiocomms_nccl.wire import Frame, pack, unpack
 
 _PIECE: Final = 64 * 1024

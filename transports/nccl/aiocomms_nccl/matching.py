@@ -14,12 +14,10 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
-import torch
-
 from aiocomms import ops
 from aiocomms.cuda import Completions, Cuda, Event
-from aiocomms.errors import CommError, MessageTruncatedError, MismatchError, ProtocolError, UnsupportedOperation
-from aiocomms.ops.checks import describe
+from aiocomms.errors import CommError, MismatchError, ProtocolError, UnsupportedOperation
+from aiocomms.lowlevel import misfit
 from aiocomms.transport import OP_RESULT, Completion, conclude
 from aiocomms_nccl import nccl
 from aiocomms_nccl.collectives import Bench
@@ -183,7 +181,7 @@ class Messages:
 
     def _take(self, peer: int, message: Announce, posted: Posted) -> None:
         tensor = posted.op.tensor
-        outcome = _fits(message, tensor, peer)
+        outcome = misfit(peer, DTYPE_LIST[message.dtype], message.nbytes, tensor) or OP_RESULT
         nbytes = 0 if isinstance(outcome, MismatchError) else min(message.nbytes, tensor.nbytes)
         self._owner.mesh.send(peer, Take(message.number, nbytes))
         self._transfer(peer, posted, nbytes, outcome)
@@ -243,15 +241,3 @@ class Messages:
         self._owner.completions.release(posted.after)
         if not self._owner.aborted:  # else it may have fired because NCCL has given up
             conclude(posted.work, outcome)
-
-
-def _fits(message: Announce, wanted: torch.Tensor, peer: int) -> Any:
-    """What a receive is completed with when it has taken a message."""
-    given = DTYPE_LIST[message.dtype]
-    if given == wanted.dtype and message.nbytes == wanted.nbytes:
-        return OP_RESULT
-    cls = MessageTruncatedError if given == wanted.dtype else MismatchError
-    return cls(
-        f"the message from rank {peer} is {str(given).removeprefix('torch.')}, {message.nbytes} bytes, "
-        f"and the buffer {describe(wanted)}, {wanted.nbytes} bytes", peer=peer,
-    )  # fmt: skip

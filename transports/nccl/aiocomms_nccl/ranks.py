@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from aiocomms import ops
-from aiocomms.errors import CommAbortedError, CommError, PeerDiedError, ProtocolError
+from aiocomms.errors import CommError, ProtocolError
+from aiocomms.lowlevel import Reason, closed_by, gone
 from aiocomms.transport import Completion
 from aiocomms_nccl import wire
 from aiocomms_nccl.agreement import Agreement
@@ -91,11 +92,11 @@ class Ranks:
     def say_why(self, error: CommError) -> None:
         """This rank has given up. Any thread."""
         for peer in self._mesh.peers:
-            self._mesh.send(peer, wire.abort_frame(error, self._rank, self._disputed))
+            self._mesh.send(peer, wire.Abort(Reason.of(error, self._rank), self._disputed))
 
     def closed_by(self, peer: int) -> CommError | None:
         """What fails that needs a rank which has closed; None: it has not."""
-        return _closed(peer) if peer in self._left else None
+        return closed_by(peer) if peer in self._left else None
 
     # ------------------------------------------------------------------------------------------- what the others say
 
@@ -110,7 +111,7 @@ class Ranks:
     def _hear(self, peer: int, said: wire.Frame | ProtocolError | None) -> None:
         if said is None:
             if peer not in self._left:
-                self._fail(PeerDiedError(f"rank {peer} is gone: its connection broke without a goodbye", peer=peer))
+                self._fail(gone(peer))
         elif isinstance(said, ProtocolError):
             raise said
         elif isinstance(said, wire.Announce):
@@ -124,7 +125,7 @@ class Ranks:
         elif isinstance(said, wire.Bye):
             self._hear_bye(peer, said)
         else:
-            self._dispute(said.index, wire.error_of(said))
+            self._dispute(said.index, said.reason.to_error())
 
     def _hear_calls(self, peer: int, said: wire.Calls) -> None:
         wrong = self._agreement.hear(peer, said)
@@ -143,7 +144,7 @@ class Ranks:
 
     def _hear_bye(self, peer: int, said: wire.Bye) -> None:
         self._left[peer] = said.calls
-        self.messages.leave(peer, _closed(peer))
+        self.messages.leave(peer, closed_by(peer))
         for index in list(self.pending):
             self._reconsider(index)
 
@@ -151,7 +152,7 @@ class Ranks:
         """Whether a pending collective can still come to its end."""
         for peer, calls in self._left.items():
             if index >= calls:
-                self._dispute(index, _closed(peer))
+                self._dispute(index, closed_by(peer))
                 return
 
     def _dispute(self, index: int, error: CommError) -> None:
@@ -161,7 +162,3 @@ class Ranks:
         if work is not None and not work.done():
             work.fail(error)
         self._fail(error)
-
-
-def _closed(peer: int) -> CommError:
-    return CommAbortedError(f"closed by rank {peer}, which this op needs", peer=peer)

@@ -16,7 +16,7 @@ import torch
 from aiocomms import ops
 from aiocomms.cuda import SPIN, Completions, Cuda, Event, TorchCuda, no_gpu
 from aiocomms.errors import CapturedWorkError, CommAbortedError, CommError, UnsupportedOperation
-from aiocomms.progress.driver import Driver, run_in_thread
+from aiocomms.lowlevel import run_in_thread
 from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport
 from aiocomms_nccl import bringup
 from aiocomms_nccl.collectives import START, Bench, Start, open_bench
@@ -375,7 +375,7 @@ class NcclTransport(Transport):
 
     async def aclose(self) -> None:
         """See :meth:`Transport.aclose`."""
-        await run_in_thread(Driver.current(), self._end)
+        await run_in_thread(self._end)
         while self._inbox:
             self._inbox.popleft()
         self._captured.clear()

@@ -6,25 +6,17 @@ from typing import Final
 
 import msgspec
 
-from aiocomms.errors import (
-    TOLD_TO_PEERS,
-    CommAbortedError,
-    CommError,
-    ProtocolError,
-)
+from aiocomms.errors import ProtocolError
+from aiocomms.lowlevel import Reason
 from aiocomms.ops.checks import DTYPES
 
-VERSION: Final = 1
+VERSION: Final = 2
 LONGEST: Final = 64 * 1024
 """Bytes of a frame."""
-_WORDS: Final = 2000
-"""Characters of a reason or a description."""
 
 DTYPE_LIST: Final = tuple(sorted(DTYPES, key=str))
 """dtypes by the number that stands for them in a frame."""
 DTYPE_CODES: Final = {dtype: code for code, dtype in enumerate(DTYPE_LIST)}
-
-_ERRORS: Final = {cls.__name__: cls for cls in TOLD_TO_PEERS}
 
 
 class Announce(msgspec.Struct, tag=0, array_like=True):
@@ -73,9 +65,7 @@ class Bye(msgspec.Struct, tag=4, array_like=True):
 class Abort(msgspec.Struct, tag=5, array_like=True):
     """The sender has given up; ``index``: the collective in which ranks disagree, or -1."""
 
-    error: str
-    message: str
-    peer: int
+    reason: Reason
     index: int
 
 
@@ -111,13 +101,3 @@ def unpack(buffer: bytearray) -> list[Frame]:
         at += 4 + size
     del buffer[:at]
     return frames
-
-
-def abort_frame(error: CommError, rank: int, index: int) -> Abort:
-    """What tells a peer that this rank has given up."""
-    return Abort(type(error).__name__, error.message[:_WORDS], rank if error.peer is None else error.peer, index)
-
-
-def error_of(frame: Abort) -> CommError:
-    """The error that a peer's frame stands for."""
-    return _ERRORS.get(frame.error, CommAbortedError)(frame.message[:_WORDS], peer=frame.peer)

@@ -26,7 +26,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Final
 
 from aiocomms.errors import AuthError, CommTimeoutError
-from aiocomms.lowlevel.auth import mac, same
+from aiocomms.lowlevel import mac, same
 
 PATIENCE: Final = 5.0
 """Seconds in which somebody who connects proves who it is."""

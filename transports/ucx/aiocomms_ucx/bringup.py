@@ -14,9 +14,7 @@ import msgspec
 
 from aiocomms.cuda import Cuda
 from aiocomms.errors import ArgumentError, AuthError, CommError, ProtocolError, UnsupportedOperation
-from aiocomms.lowlevel.auth import mac
-from aiocomms.lowlevel.cloexec import closed_on_exec
-from aiocomms.lowlevel.hosts import host_id, reachable_address
+from aiocomms.lowlevel import closed_on_exec, host_id, mac, reachable_address
 from aiocomms.transport import Rendezvous
 from aiocomms_ucx import wire
 from aiocomms_ucx._engine import NO_DEVICE, Engine, UcxError

@@ -14,8 +14,7 @@ from torch import Tensor, UntypedStorage
 from aiocomms import ops
 from aiocomms.cuda import Completions, Cuda, TorchCuda
 from aiocomms.errors import CommError, ProtocolError, UnsupportedOperation
-from aiocomms.lowlevel.waker import Waker
-from aiocomms.progress.driver import Driver
+from aiocomms.lowlevel import Waker
 from aiocomms.transport import Completion, Rendezvous
 from aiocomms_ucx._engine import CUDA, TURNS
 from aiocomms_ucx.bringup import open_family
@@ -119,9 +118,8 @@ class CudaUcxTransport(UcxTransport):
         assert family.cuda is not None
         self.cuda: Cuda = family.cuda
         self._waker = Waker()
-        self.completions = Completions(self.cuda, self._waker.wake, TURNS)
+        self.completions = Completions(self.cuda, self._waker.wake, TURNS, self)
         self._queue: deque[_Waiting] = deque()
-        self._driver = Driver.current()
         self._epoll = select.epoll()
         for fd in (self._fd, self._waker.fileno()):
             self._epoll.register(fd, select.EPOLLIN)
@@ -152,7 +150,6 @@ class CudaUcxTransport(UcxTransport):
         waiting = _Waiting(op, work)
         self._queue.append(waiting)
         self.completions.add(self.cuda.current_stream(), waiting.fire)
-        self._driver.poll_soon(self)  # it may be another communicator's progress that has led here
 
     def progress(self) -> bool | None:
         """See :meth:`Transport.progress`. While the current stream is being captured everything waits."""

@@ -11,7 +11,7 @@ from torch import UntypedStorage
 
 from aiocomms.cuda import Cuda
 from aiocomms.errors import ProtocolError
-from aiocomms.progress.driver import Driver, run_in_thread
+from aiocomms.lowlevel import run_in_thread
 from aiocomms.transport import Completion
 from aiocomms_ucx import wire
 from aiocomms_ucx._engine import Engine
@@ -103,7 +103,7 @@ class Family:
         del self.transports[group]
         self.engine.close_group(group)
         if not self.transports:
-            await run_in_thread(Driver.current(), self._close, anyhow=True)
+            await run_in_thread(self._close, anyhow=True)
             self.pending.clear()
             _open.discard(self)
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-from aiocomms.errors import CommAbortedError, CommError, MessageTruncatedError, MismatchError, PeerDiedError
+import torch
+
+from aiocomms.errors import CommError, MismatchError
+from aiocomms.lowlevel import closed_by, gone, misfit
 from aiocomms_ucx._engine import dtype_names, explain
 
 DONE, TRUNCATED, OTHER_DTYPE, CLOSED, UNEQUAL, BROKEN, DROPPED = range(7)
 """How an op ended, as in group.hpp."""
-_DTYPES: Final = dtype_names()
+_DTYPES: Final = tuple(getattr(torch, name) for name in dtype_names())
 _GONE: Final = frozenset({3, 6, 24, 25, 80})
 """UCX's errors for a connection that is no more (ucs/type/status.h, without the sign)."""
 
@@ -26,12 +29,10 @@ def error_of(op: Any, status: int, a: int, b: int, rank: int, size: int) -> Comm
     if status == BROKEN:
         why = explain(a)
         if a in _GONE:
-            return PeerDiedError(f"rank {peer} is gone: {why}", peer=peer)
+            return gone(peer, why)
         return CommError(f"UCX could not do it, with rank {peer}: {why}", peer=peer)
-    theirs = f"the message from rank {peer} is {_DTYPES[b]}, {a} bytes"
-    mine = f"the buffer {str(op.tensor.dtype).removeprefix('torch.')}, {op.tensor.nbytes} bytes"
-    cls = MessageTruncatedError if status == TRUNCATED else MismatchError
-    return cls(f"{theirs}, and {mine}", peer=peer)
+    wrong = misfit(op.src, _DTYPES[b], a, op.tensor)
+    return wrong or CommError(f"the engine says that {a} bytes of {_DTYPES[b]} do not fit", peer=peer)
 
 
 def has_ended(pid: int) -> bool:
@@ -48,8 +49,3 @@ def has_ended(pid: int) -> bool:
 def peer_of(op: Any) -> int | None:
     """The one rank that an op is about, if it is about one."""
     return next((getattr(op, name) for name in ("src", "dst") if hasattr(op, name)), None)
-
-
-def closed_by(rank: int) -> CommAbortedError:
-    """What an op fails with that needs a rank which has closed the communicator."""
-    return CommAbortedError(f"closed by rank {rank}, which this op needs", peer=rank)

@@ -14,7 +14,8 @@ import msgspec
 import torch
 
 from aiocomms import ops
-from aiocomms.errors import ArgumentError, CommError, MismatchError, PeerDiedError, ProtocolError
+from aiocomms.errors import ArgumentError, CommError, PeerDiedError, ProtocolError
+from aiocomms.lowlevel import Reason, closed_by, disagreement, gone
 from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport
 from aiocomms_ucx import wire
 from aiocomms_ucx._engine import TURNS, create_segment, is_plain
@@ -22,7 +23,7 @@ from aiocomms_ucx.bringup import open_family
 from aiocomms_ucx.collectives import START, describe
 from aiocomms_ucx.shared_engine import Family
 from aiocomms_ucx.side_channel import UcxSideChannel
-from aiocomms_ucx.status import BROKEN, DONE, DROPPED, UNEQUAL, closed_by, error_of, has_ended, peer_of
+from aiocomms_ucx.status import BROKEN, DONE, DROPPED, UNEQUAL, error_of, has_ended, peer_of
 from aiocomms_ucx.windows import Windows, open_segment
 
 PLAIN: Final = -1
@@ -290,7 +291,7 @@ class UcxTransport(Transport):
         if rank is not None:
             self.gone.add(rank)
         if rank is not None and rank not in self._left:
-            self._fail(PeerDiedError(f"rank {rank} is gone: its connection broke without a goodbye", peer=rank))
+            self._fail(gone(rank))
 
     def misled(self, peer: int, what: str) -> None:
         """A member of the family has said what makes no sense."""
@@ -322,7 +323,7 @@ class UcxTransport(Transport):
         elif isinstance(said, wire.Note):
             self.notes[rank] = said.text
         else:
-            error = wire.error_of(said)
+            error = said.reason.to_error()
             self._disputed = said.index  # so that what this rank passes on says it too
             work = self._collectives.get(said.index)
             if work is not None and not work.done():
@@ -345,8 +346,7 @@ class UcxTransport(Transport):
         for rank, theirs in self._disputes.get(index, ()):
             if theirs != text:
                 self._disputed = index
-                message = f"in collective {index} rank {rank} calls {theirs}, and rank {self.rank} calls {text}"
-                return MismatchError(message, peer=rank)
+                return disagreement(index, rank, theirs, self.rank, text)
         return None
 
     def _fail(self, error: CommError) -> None:
@@ -368,8 +368,9 @@ class UcxTransport(Transport):
             self._aborted = True
             if isinstance(error, PeerDiedError):  # it may be silent, with its connection open
                 self.family.broken = True
+            reason = Reason.of(error, self.rank)
             for rank in range(self.size):
-                self._tell(rank, wire.abort_frame(self._numbers[rank], error, self.rank, self._disputed))
+                self._tell(rank, wire.Abort(self._numbers[rank], reason, self._disputed))
             self.engine.lose_group(self.group)
 
     async def aclose(self) -> None:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from aiocomms import ops
-from aiocomms.errors import CommError, PeerDiedError, ProtocolError, UnsupportedOperation
+from aiocomms.errors import CommError, ProtocolError, UnsupportedOperation
+from aiocomms.lowlevel import gone
 from aiocomms.transport import Completion
 from aiocomms_ucx import wire
 from aiocomms_ucx.collectives import FORMS
@@ -251,7 +252,7 @@ def open_segment(rank: int, pid: int, number: int) -> int:
         fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         if has_ended(pid):
-            raise PeerDiedError(f"rank {rank} is gone: its process has ended", peer=rank) from None
+            raise gone(rank, "its process has ended") from None
         raise CommError(f"the shared memory of rank {rank} cannot be reached: {error}", peer=rank) from None
     try:
         sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK and os.fstat(fd).st_uid == os.geteuid()

@@ -6,19 +6,13 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from aiocomms.errors import (
-    TOLD_TO_PEERS,
-    CommAbortedError,
-    CommError,
-    ProtocolError,
-)
+from aiocomms.errors import ProtocolError
+from aiocomms.lowlevel import Reason
 
-VERSION: Final = 4
+VERSION: Final = 5
 _PREFIX: Final = b"\x01"  # what the engine takes for none of its own frames
 _LONGEST: Final = 2000
-"""Characters of a reason or description."""
-
-_ERRORS: Final = {cls.__name__: cls for cls in TOLD_TO_PEERS}
+"""Bytes of a note."""
 
 
 class Dispute(msgspec.Struct, tag=True, array_like=True):
@@ -33,9 +27,7 @@ class Abort(msgspec.Struct, tag=True, array_like=True):
     """The sender has given up; ``index``: the collective in which ranks disagree, or -1."""
 
     group: int
-    error: str
-    message: str
-    peer: int
+    reason: Reason
     index: int
 
 
@@ -85,14 +77,3 @@ def unpack(frame: bytes) -> Frame:
         return said
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"a control frame makes no sense: {error}") from None
-
-
-def abort_frame(group: int, error: CommError, rank: int, index: int) -> Abort:
-    """What tells a peer that this rank has given up."""
-    peer = rank if error.peer is None else error.peer
-    return Abort(group, type(error).__name__, error.message[:_LONGEST], peer, index)
-
-
-def error_of(frame: Abort) -> CommError:
-    """The error that a peer's frame stands for."""
-    return _ERRORS.get(frame.error, CommAbortedError)(frame.message[:_LONGEST], peer=frame.peer)

@@ -1,0 +1,87 @@
+"""The errors that every transport raises for the same reasons: one function for each, so that users read one text."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+import torch
+
+from aiocomms.errors import (
+    CommAbortedError,
+    CommError,
+    CommTimeoutError,
+    MessageTruncatedError,
+    MismatchError,
+    PeerDiedError,
+)
+from aiocomms.ops.checks import describe
+
+_LONGEST: Final = 2000
+"""Characters of a reason that travels."""
+_TRAVELS: Final = {cls.__name__: cls for cls in (CommAbortedError, CommTimeoutError, MismatchError, PeerDiedError)}
+"""What :meth:`aiocomms.transport.Transport.abort` is given, and what the other ranks raise."""
+
+
+def closed_by(rank: int) -> CommAbortedError:
+    """What an op fails with that needs a rank which has closed the communicator."""
+    return CommAbortedError(f"closed by rank {rank}, which this op needs", peer=rank)
+
+
+def gone(rank: int | None, why: str = "its connection broke without a goodbye") -> PeerDiedError:
+    """What the communicator is lost with when a rank has died; None: it cannot be told which one."""
+    return PeerDiedError(f"{'a rank' if rank is None else f'rank {rank}'} is gone: {why}", peer=rank)
+
+
+def misfit(
+    rank: int, dtype: torch.dtype, nbytes: int, buffer: torch.Tensor, shape: torch.Size | None = None
+) -> MessageTruncatedError | MismatchError | None:
+    """What a receive fails with whose buffer a message does not fit; None: it does.
+
+    After a :class:`MessageTruncatedError` the buffer holds the beginning of the message, as far as both reach; after a
+    :class:`MismatchError` nothing was written to it.
+
+    :param rank: the sender.
+    :param dtype: the message's dtype.
+    :param nbytes: its size.
+    :param shape: the shape of the sender's tensor, where the transport knows it.
+    """
+    if dtype == buffer.dtype and nbytes == buffer.nbytes:
+        return None
+    what = str(dtype).removeprefix("torch.") + ("" if shape is None else str(list(shape)))
+    cls = MessageTruncatedError if dtype == buffer.dtype else MismatchError
+    return cls(
+        f"the message from rank {rank} is {what}, {nbytes} bytes, and the buffer {describe(buffer)}, "
+        f"{buffer.nbytes} bytes", peer=rank,
+    )  # fmt: skip
+
+
+def disagreement(index: int, peer: int, theirs: str, rank: int, mine: str) -> MismatchError:
+    """What the communicator is lost with when two ranks call different collectives.
+
+    :param index: the number of the collective on its communicator.
+    :param theirs: the op that ``peer`` calls, as text.
+    :param mine: the op that ``rank`` calls.
+    """
+    return MismatchError(f"in collective {index} rank {peer} calls {theirs}, and rank {rank} calls {mine}", peer=peer)
+
+
+class Reason(msgspec.Struct, array_like=True, frozen=True):
+    """Why a rank gives up, as it tells the others: small enough for a control message, and checked when it comes."""
+
+    error: str
+    """The name of the error's class."""
+    message: str
+    peer: int
+    """The rank that is to blame."""
+
+    @classmethod
+    def of(cls, error: CommError, rank: int) -> Reason:
+        """What ``rank`` tells the others when it gives up with an error."""
+        name = type(error).__name__
+        peer = rank if error.peer is None else error.peer
+        return cls(name if name in _TRAVELS else "CommAbortedError", error.message[:_LONGEST], peer)
+
+    def to_error(self) -> CommError:
+        """What the communicator is lost with on the rank that has been told."""
+        return _TRAVELS.get(self.error, CommAbortedError)(self.message[:_LONGEST], peer=self.peer)

@@ -1,0 +1,120 @@
+"""Blocking calls off the loop: what they return, who waits for them, and what is left when nobody does."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import anyio
+import pytest
+from conftest import turns
+
+from aiocomms.errors import CommError
+from aiocomms.lowlevel import run_in_thread, threads
+
+NAME = "aiocomms blocking call"
+
+
+def left_behind():
+    return [thread for thread in threading.enumerate() if thread.name == NAME]
+
+
+def descriptors():
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def test_a_call_runs_in_a_thread_of_its_own_and_returns(run):
+    async def main():
+        assert await run_in_thread(threading.get_ident) != threading.get_ident()
+        assert left_behind() == []
+
+    run(main)
+
+
+def test_what_it_raises_is_raised_where_it_is_awaited(run):
+    async def main():
+        with pytest.raises(ZeroDivisionError):
+            await run_in_thread(lambda: 1 / 0)
+        with pytest.raises(KeyboardInterrupt):
+            await run_in_thread(raises_interrupt)
+
+    def raises_interrupt():
+        raise KeyboardInterrupt
+
+    run(main)
+
+
+def test_many_at_once(run):
+    async def main():
+        together, results = threading.Barrier(10), []
+
+        async def one(i):
+            await run_in_thread(together.wait)
+            results.append(await run_in_thread(lambda: i))
+
+        async with anyio.create_task_group() as tasks:
+            for i in range(10):
+                tasks.start_soon(one, i)
+        assert sorted(results) == list(range(10))
+
+    run(main)
+
+
+def test_a_cancelled_wait_leaves_the_thread_behind_and_no_descriptor(run):
+    async def main():
+        release = threading.Event()
+        await run_in_thread(int)  # what the loop opens for its first reader
+        before = descriptors()
+        with anyio.CancelScope() as scope:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(run_in_thread, release.wait)
+                await turns()
+                scope.cancel()
+        assert scope.cancelled_caught
+        (thread,) = left_behind()
+        assert thread.daemon
+        assert descriptors() == before
+        # The number of its descriptor is somebody else's by now, and is not written to.
+        theirs = os.eventfd(0, os.EFD_NONBLOCK)
+        release.set()
+        thread.join(5)
+        assert not thread.is_alive()
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(theirs)
+        os.close(theirs)
+
+    run(main)
+
+
+def test_a_wait_that_is_cancelled_already_starts_the_call_all_the_same(run):
+    """What must be released is released."""
+
+    async def main():
+        called = threading.Event()
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await run_in_thread(called.set)
+        assert called.wait(5)
+
+    run(main)
+
+
+@pytest.mark.parametrize("missing", ["threads", "descriptors"])
+def test_none_are_left(run, monkeypatch, missing):
+    def fails(*_):
+        raise RuntimeError("can't start new thread") if missing == "threads" else OSError(24, "Too many open files")
+
+    if missing == "threads":
+        monkeypatch.setattr(threading.Thread, "start", fails)
+    else:
+        monkeypatch.setattr(threads, "Waker", fails)
+
+    async def main():
+        before = descriptors()
+        with pytest.raises(CommError, match=r"no thread can be started: .*(new thread|open files)"):
+            await run_in_thread(threading.get_ident)
+        assert await run_in_thread(threading.get_ident, anyhow=True) == threading.get_ident()
+        assert descriptors() == before
+
+    run(main)
