@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from aiocomms import cuda, errors, functional, ops, testing
     from aiocomms.bootstrap.directory import get as get_comm
-    from aiocomms.bootstrap.rendezvous import from_process_group, new_comm
     from aiocomms.communicator import Communicator
     from aiocomms.diagnosis.dumps import dump_on_signal
     from aiocomms.errors import CommError
     from aiocomms.families.rma import Window
     from aiocomms.families.streams import TensorStream
+    from aiocomms.opening import from_process_group, new_comm
     from aiocomms.ops.reductions import ReduceOp
     from aiocomms.progress.work import Work
     from aiocomms.transport import Capabilities, Transport
@@ -58,9 +58,9 @@ _HOME = {
     "Window": "families.rma",
     "Work": "progress.work",
     "dump_on_signal": "diagnosis.dumps",
-    "from_process_group": "bootstrap.rendezvous",
+    "from_process_group": "opening",
     "get_comm": "bootstrap.directory:get",
-    "new_comm": "bootstrap.rendezvous",
+    "new_comm": "opening",
 }
 _MODULES = frozenset({"cuda", "errors", "functional", "ops", "testing"})
 

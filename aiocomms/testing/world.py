@@ -9,9 +9,9 @@ import anyio
 from torch.distributed import HashStore
 
 from aiocomms.bootstrap.registry import in_process
-from aiocomms.bootstrap.rendezvous import new_comm
 from aiocomms.communicator import Communicator
 from aiocomms.errors import ArgumentError, ArgumentTypeError
+from aiocomms.opening import new_comm
 
 
 @asynccontextmanager

@@ -24,7 +24,7 @@ from oracle import FULL, LATE, VISIBLE, end, hear, named, oracle, together
 from processes import KILLED, Rank, Run, empty, free_port, numbers
 
 import aiocomms
-from aiocomms.bootstrap import rendezvous
+from aiocomms import opening
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.communicator import Communicator
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError, PeerDiedError
@@ -214,7 +214,7 @@ async def lose_two(place: Rank, port: int) -> float:
         took = place.since_death()
         assert len(peers) == 1, "the first reason stays"
         await comm.aclose()
-        rendezvous._launched.clear()  # a launcher's store is kept for the next communicator
+        opening._launched.clear()  # a launcher's store is kept for the next communicator
         del comm, works, work, caught
         return took
 

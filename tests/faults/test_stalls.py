@@ -15,7 +15,7 @@ from oracle import LATE, hear, named, oracle
 from processes import LARGE, Rank, Run, exchange, free_port, numbers
 
 import aiocomms
-from aiocomms.bootstrap import rendezvous
+from aiocomms import opening
 from aiocomms.communicator import Communicator
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError, PeerDiedError
 
@@ -114,7 +114,7 @@ async def stop_the_host_of_the_store(place: Rank, port: int) -> float:
             await hear(place, "over", 2)
             os.kill(pids[0], signal.SIGCONT)
         await comm.aclose()
-        rendezvous._launched.clear()  # a launcher's store is kept for the next communicator
+        opening._launched.clear()  # a launcher's store is kept for the next communicator
         del comm, error
         return took
 

@@ -27,7 +27,6 @@ FOR_TRANSPORTS = {"errors", "ops", "transport", "lowlevel", "cuda"}
 UPWARD = {
     ("bootstrap.directory", "communicator"),
     ("bootstrap.recovery", "communicator"),
-    ("bootstrap.rendezvous", "communicator"),
     ("diagnosis.leak_guard", "communicator"),
 }
 """Imports against the order that are still to go."""

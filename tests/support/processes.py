@@ -38,7 +38,7 @@ Run = Callable[..., list[Any]]
 
 _AFTER_A_FAILURE = 2.0
 """Seconds in which the ranks still end when one has raised."""
-_PRELOAD = ["pytest", "aiocomms_c10d", "aiocomms_ucx", "aiocomms.bootstrap.rendezvous", "aiocomms.communicator"]
+_PRELOAD = ["pytest", "aiocomms_c10d", "aiocomms_ucx", "aiocomms.opening"]
 
 
 class Rank:

@@ -22,7 +22,8 @@ from conftest import ranks, together
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 import aiocomms
-from aiocomms.bootstrap import directory, launchers, rendezvous
+from aiocomms import opening
+from aiocomms.bootstrap import directory, launchers
 from aiocomms.bootstrap.generations import Arrival
 from aiocomms.errors import (
     ArgumentError,
@@ -484,7 +485,7 @@ def test_another_attempt_finds_the_store_that_took_the_lost_ones_place(monkeypat
     place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(rendezvous, "_launched", {})
+    monkeypatch.setattr(opening, "_launched", {})
 
     async def meet_over(server):
         await part(await together(lambda: opened(store=server, rank=0, size=2), opened))
