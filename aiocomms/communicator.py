@@ -13,6 +13,7 @@ from typing import Any, Self
 from aiocomms import ops
 from aiocomms.bootstrap import directory, recovery
 from aiocomms.bootstrap.registry import Plan, open_transports
+from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.core import Core
 from aiocomms.diagnosis import dumps
 from aiocomms.diagnosis.leak_guard import LeakGuard, guards
@@ -20,14 +21,13 @@ from aiocomms.diagnosis.recorder import PEERS
 from aiocomms.errors import ArgumentError, ArgumentTypeError, BufferBusyError, CommError, MismatchError, wrong_thread
 from aiocomms.families.collectives import Collectives
 from aiocomms.families.hooks import Hooked, Hooks
-from aiocomms.families.issuer import Timeout
 from aiocomms.families.objects import Objects
 from aiocomms.families.p2p import PointToPoint
 from aiocomms.families.rma import OneSided
 from aiocomms.families.streams import Streams
 from aiocomms.ops import Op, checks
 from aiocomms.progress.work import StartedWork, Work
-from aiocomms.transport import Rendezvous, Transport
+from aiocomms.transport import Transport
 
 
 class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked):
@@ -39,7 +39,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
 
     _core: Core
 
-    def __init__(self, rendezvous: Rendezvous, plan: Plan, transports: Mapping[ops.Family, Transport]) -> None:
+    def __init__(self, rendezvous: StoreRendezvous, plan: Plan, transports: Mapping[ops.Family, Transport]) -> None:
         self.rank, self.size = rendezvous.rank, rendezvous.size
         self.name, self.device, self.timeout = rendezvous.name, rendezvous.device, rendezvous.timeout
         self._rendezvous = rendezvous
@@ -77,7 +77,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         """Whether it is poisoned: aborted here or elsewhere, a peer died, a deadline passed, or ranks disagreed."""
         return self._core.life.failure is not None
 
-    def _issue(self, op: Op, hints: Mapping[str, Any] | None = None, timeout: Timeout = None) -> Work[Any]:
+    def _issue(self, op: Op, hints: Mapping[str, Any] | None = None, timeout: checks.Timeout = None) -> Work[Any]:
         """Check an op, post it, and return its work."""
         core = self._core
         if core.refusing or get_ident() != core.thread:
@@ -168,7 +168,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
 
     # ------------------------------------------------------------------------------------------ and the rest
 
-    def set_timeout(self, timeout: Timeout) -> None:
+    def set_timeout(self, timeout: checks.Timeout) -> None:
         """Set the deadline of ops that name none.
 
         :raises ArgumentError: it is no number of seconds above 0.
@@ -212,7 +212,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         return Communicator(rendezvous, plan, opened)
 
     async def reconfigure(
-        self, ranks: Sequence[int] | None = None, *, size: int | None = None, timeout: Timeout = 10.0
+        self, ranks: Sequence[int] | None = None, *, size: int | None = None, timeout: checks.Timeout = 10.0
     ) -> Communicator:
         """Form a new communicator of the ranks that are left of this lost one, which it closes; collective over those.
 
@@ -223,7 +223,10 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         :raises CommTimeoutError: a rank or newcomer did not come in time.
         :raises StoreLostError: the store is gone, and the transport cannot do without it.
         """
-        return await recovery.reconfigure(self, ranks, size, timeout)
+        core, failure = self._core, self._core.life.failure
+        reason = None if failure is None else failure.error
+        old = recovery.Lost(self._rendezvous, self._plan, core.transports, self.timeout, reason, self.closed)
+        return await recovery.replace(self, Communicator(*await recovery.form_again(old, ranks, size, timeout)))
 
     def dump(self, folder: str | os.PathLike[str] | None = None) -> Path:
         """Write the flight recorder to a file: the last ops and those that are pending; any thread.

@@ -21,6 +21,7 @@ import anyio
 
 from aiocomms import lifecycle, ops
 from aiocomms.bootstrap.registry import close_transports
+from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.diagnosis import dumps
 from aiocomms.diagnosis.postmortem import PostMortem
 from aiocomms.diagnosis.recorder import Recorder
@@ -42,7 +43,7 @@ from aiocomms.progress.guard import broken, guarded
 from aiocomms.progress.heartbeat import Heartbeat
 from aiocomms.progress.inflight import InFlight
 from aiocomms.progress.work import StartedWork
-from aiocomms.transport import Completion, Rendezvous, Transport
+from aiocomms.transport import Completion, Transport
 
 CLOSE_GRACE = 5.0
 """Seconds that closing waits for ops which are already under way."""
@@ -55,7 +56,7 @@ class Core:
     """One communicator from the inside; made once its transports are open."""
 
     def __init__(
-        self, rendezvous: Rendezvous, by_family: Mapping[ops.Family, Transport], options: Mapping[str, Any]
+        self, rendezvous: StoreRendezvous, by_family: Mapping[ops.Family, Transport], options: Mapping[str, Any]
     ) -> None:
         """Begin to serve the transports.
 

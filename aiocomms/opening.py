@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.distributed import Store
 
+from aiocomms.bootstrap import newcomers
 from aiocomms.bootstrap.directory import DEFAULT
 from aiocomms.bootstrap.launchers import read_environment
 from aiocomms.bootstrap.registry import Plan, choose, choose_adopter, open_transports
@@ -18,9 +19,9 @@ from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.bootstrap.stores import connect_store
 from aiocomms.communicator import Communicator
 from aiocomms.errors import ArgumentError, CommError, StoreLostError
-from aiocomms.families.issuer import Timeout
 from aiocomms.lowlevel.auth import Seal, read_token
 from aiocomms.ops import checks
+from aiocomms.ops.checks import Timeout
 from aiocomms.progress import heartbeat
 
 
@@ -148,7 +149,7 @@ async def _form(
     rendezvous = StoreRendezvous(None, rank, size, name=name, device=device, timeout=timeout, seal=seal)
     try:
         if store is not None and join:
-            rendezvous = await rendezvous.join(store)
+            rendezvous = await newcomers.join(rendezvous, store)
         elif store is not None:
             await rendezvous.arrive(store)
         transports = await open_transports(plan, lambda cls, _: cls.open(rendezvous, plan.options))

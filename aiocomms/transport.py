@@ -67,12 +67,7 @@ class Rendezvous(Protocol):
     device: torch.device
     timeout: float
     store: Store | None
-    root: Store | None
-    """What the ranks' communicators share; :attr:`store` is a part of it that is this one's alone."""
-    base: str
-    """The name before the first reconfiguration."""
-    epoch: int
-    """1, and one more with each reconfiguration."""
+    """Where the ranks met, as torch has it; None: there is none, or not yet."""
 
     def left(self) -> float:
         """The seconds of the timeout that are left, from when this rank began; negative once time is up."""
@@ -92,47 +87,6 @@ class Rendezvous(Protocol):
 
         Without a token anybody can compute them.
         """
-
-    def tell(self, key: str, value: bytes) -> None:
-        """Leave a value for the other ranks; blocks for as long as the store does.
-
-        :raises RuntimeError: the store is gone.
-        """
-
-    def told(self, key: str, rank: int) -> bytes | None:
-        """What a rank has left under a key; None: nothing that it can be shown to have left. Blocks as :meth:`tell`.
-
-        :raises RuntimeError: the store is gone.
-        """
-
-    def child(self, key: str, name: str, rank: int, size: int, store: Store | None = None) -> Rendezvous:
-        """The rendezvous of a communicator of some of these ranks.
-
-        :param key: tells it from every other child; the same on all its ranks.
-        :param store: in place of :attr:`store`.
-        """
-
-    def successor(self, root: Store, key: str, epoch: int, rank: int, size: int, timeout: float) -> Rendezvous:
-        """The rendezvous of the next epoch.
-
-        :param key: tells it from all others; the same on all its ranks.
-        """
-
-    def decide(self, key: str, value: bytes) -> bytes:
-        """Settle something for all ranks: the value that is given first; blocks for as long as the store does.
-
-        :raises RuntimeError: the store is gone.
-        :raises AuthError: what is there is not signed by a rank.
-        """
-
-    def decided(self, key: str) -> bytes | None:
-        """What was settled, or None; blocks for as long as the store does."""
-
-    def claim(self, root: Store, rank: int) -> int:
-        """The number of the last claim of a newcomer to a rank that is not answered yet, or 0; blocks likewise."""
-
-    def invite(self, root: Store, rank: int, number: int, invitation: bytes) -> None:
-        """Answer a claim; blocks likewise. Twice is once."""
 
     async def run(self, what: str, call: Callable[[], Any]) -> Any:
         """Run a blocking call in a thread of its own, off the loop, within the timeout.

@@ -12,14 +12,18 @@ import itertools
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 import anyio
 import msgspec
 from torch.distributed import Store
 
-from aiocomms.bootstrap.registry import open_transports
+from aiocomms import ops
+from aiocomms.bootstrap.board import Board
+from aiocomms.bootstrap.newcomers import Claims, Invitation, decoded
+from aiocomms.bootstrap.registry import Plan, open_transports
+from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.errors import (
     ArgumentError,
     CommAbortedError,
@@ -31,15 +35,12 @@ from aiocomms.errors import (
     ProtocolError,
     StoreLostError,
 )
-from aiocomms.families.issuer import Timeout
 from aiocomms.lowlevel.hosts import LOOPBACK, reachable_address
 from aiocomms.lowlevel.stores import reach_store, serve_store
 from aiocomms.lowlevel.threads import run_in_thread
 from aiocomms.ops import checks
-from aiocomms.transport import Rendezvous, SideChannel
-
-if TYPE_CHECKING:
-    from aiocomms.communicator import Communicator
+from aiocomms.ops.checks import Timeout
+from aiocomms.transport import SideChannel, Transport
 
 _T = TypeVar("_T")
 _PAUSE: Final = 0.005
@@ -66,59 +67,81 @@ class Decision(msgspec.Struct, array_like=True):
         return len(self.old) + len(self.joins)
 
 
-class Invitation(msgspec.Struct, array_like=True):
-    """What a newcomer is told."""
+class Lost(NamedTuple):
+    """A lost communicator, as far as recovery goes."""
 
-    epoch: int
-    size: int
-    key: str
-
-
-def read_invitation(value: bytes) -> tuple[int, int, str]:
-    """The epoch, the size and the key that the survivors have agreed on.
-
-    :raises ProtocolError: it is no invitation.
-    """
-    it = _decoded(value, Invitation)
-    return it.epoch, it.size, it.key
+    rendezvous: StoreRendezvous
+    plan: Plan
+    transports: Sequence[Transport]
+    timeout: float
+    reason: CommError | None
+    """Why nothing can be started any more; None: it is not lost."""
+    closed: bool
 
 
-async def reconfigure(
-    comm: Communicator, ranks: Sequence[int] | None, size: int | None, timeout: Timeout
-) -> Communicator:
-    """See :meth:`aiocomms.communicator.Communicator.reconfigure`."""
+Formed = tuple[StoreRendezvous, Plan, Mapping[ops.Family, Transport]]
+"""What a communicator is made of."""
+
+
+class Ends(Protocol):
+    """A communicator, as far as its end goes."""
+
+    def abort(self, reason: BaseException) -> None:
+        """Give up, on every rank."""
+
+    async def aclose(self) -> None:
+        """Release everything."""
+
+
+_Ends = TypeVar("_Ends", bound=Ends)
+
+
+async def form_again(lost: Lost, ranks: Sequence[int] | None, size: int | None, timeout: Timeout) -> Formed:
+    """Form the communicator that takes a lost one's place; see :meth:`aiocomms.Communicator.reconfigure`."""
+    old = lost.rendezvous
     try:
-        recovery = Recovery(comm, ranks, size, checks.seconds("timeout", timeout))  # type: ignore[arg-type]  # it says so of None
-        return await recovery.run()
+        seconds = checks.seconds("timeout", timeout)  # type: ignore[arg-type]  # it says so of None
+        return await Recovery(lost, ranks, size, seconds).run()
     except CommError as error:
-        raise error.about(comm=comm.name, op="reconfigure", rank=comm.rank) from error.__cause__
+        raise error.about(comm=old.name, op="reconfigure", rank=old.rank) from error.__cause__
+
+
+async def replace(old: Ends, new: _Ends) -> _Ends:
+    """Close the lost communicator, in whose place is another one."""
+    try:
+        await old.aclose()
+    except BaseException as error:  # nobody here will have the new one, and the other ranks have it already
+        new.abort(error)
+        await new.aclose()
+        raise
+    return new
 
 
 class Recovery:
     """One rank's part in it."""
 
-    def __init__(self, comm: Communicator, ranks: Sequence[int] | None, size: int | None, seconds: float) -> None:
-        """Begin; see :func:`reconfigure`.
+    def __init__(self, lost: Lost, ranks: Sequence[int] | None, size: int | None, seconds: float) -> None:
+        """Begin; see :func:`form_again`.
 
         :raises ArgumentError: an argument is wrong.
         """
-        self._comm = comm
-        self._ranks = None if ranks is None else sorted(checks.members(ranks, comm._core, "reconfigure"))
+        self._lost = lost
+        self._old = lost.rendezvous
+        self._ranks = None if ranks is None else sorted(checks.members(ranks, self._old, "reconfigure"))
         self._wanted = size
         self._seconds = seconds
         self._ends = time.monotonic() + seconds
-        self._reason = _check(comm, self._ranks, size)
-        side_channels = (transport.side_channel() for transport in comm._core.transports)
+        self._reason = _check(lost, self._ranks, size)
+        side_channels = (transport.side_channel() for transport in lost.transports)
         self._line: SideChannel | None = next((line for line in side_channels if line is not None), None)
         self._moved = False  # to a new store
 
-    async def run(self) -> Communicator:
+    async def run(self) -> Formed:
         """Agree and form it; once more, as long as there is time, if a rank goes missing meanwhile."""
         root, store = await self._meeting_place()
+        old = self._old
         for attempt in itertools.count():
-            board = self._comm._rendezvous.child(
-                f"again{attempt}", self._comm.name, self._comm.rank, self._comm.size, store
-            )
+            board = old.child(f"again{attempt}", old.name, old.rank, old.size, store)
             decision = await self._agree(board, root)
             try:
                 return await self._form(decision, root)
@@ -127,23 +150,15 @@ class Recovery:
                     raise
         raise AssertionError
 
-    async def _form(self, decision: Decision, root: Store) -> Communicator:
-        comm, rank = self._comm, next(new for new, old in decision.old.items() if old == self._comm.rank)
-        old = comm._rendezvous
+    async def _form(self, decision: Decision, root: Store) -> Formed:
+        old, plan = self._old, self._lost.plan
+        rank = next(new for new, before in decision.old.items() if before == old.rank)
         # Half of what is left: then there is time for another attempt.
         rendezvous = old.successor(root, decision.key, old.epoch + 1, rank, decision.size, max(1.0, self._left() / 2))
-        options = {name: value for name, value in comm._plan.options.items() if name != "adopt"}
-        plan = msgspec.structs.replace(comm._plan, options=options)
+        options = {name: value for name, value in plan.options.items() if name != "adopt"}
         transports = await open_transports(plan, lambda cls, _: cls.open(rendezvous, options))
-        rendezvous.timeout = comm.timeout
-        new = type(comm)(rendezvous, plan, transports)
-        try:
-            await comm.aclose()
-        except BaseException as error:  # nobody here will have the new one, and the other ranks have it already
-            new.abort(error)
-            await new.aclose()
-            raise
-        return new
+        rendezvous.timeout = self._lost.timeout
+        return rendezvous, msgspec.structs.replace(plan, options=options), transports
 
     def _left(self) -> float:
         return self._ends - time.monotonic()
@@ -151,7 +166,7 @@ class Recovery:
     def _dead(self, rank: int) -> bool:
         """Whether a rank is known not to come."""
         named = isinstance(self._reason, PeerDiedError) and self._reason.peer == rank
-        return rank != self._comm.rank and (named or (self._line is not None and self._line.gone(rank)))
+        return rank != self._old.rank and (named or (self._line is not None and self._line.gone(rank)))
 
     # --------------------------------------------------------------------------------------------- where they meet
 
@@ -165,7 +180,7 @@ class Recovery:
         raise CommTimeoutError(f"after {self._seconds:g} s no rank had said where to meet")
 
     async def _known_place(self) -> tuple[Store, Store | None]:
-        root = self._comm._rendezvous.root
+        root = self._old.root
         if root is None or not await self._answers():
             raise StoreLostError(
                 "the rendezvous store is gone, and without it the ranks of this transport cannot find each other"
@@ -174,8 +189,8 @@ class Recovery:
 
     async def _told_place(self, line: SideChannel) -> tuple[Store, Store | None] | None:
         """Where the lowest rank that lives says; the others take its turn if it does not."""
-        rank = self._comm.rank
-        alive = [it for it in range(self._comm.size) if not self._dead(it)]
+        rank = self._old.rank
+        alive = [it for it in range(self._old.size) if not self._dead(it)]
         notes = (line.note_of(it) for it in alive if it != rank)
         note = next((note for note in notes if note is not None), None)
         if note is None and self._seconds - self._left() < alive.index(rank) * self._seconds / 4:
@@ -185,20 +200,20 @@ class Recovery:
             for other in alive:
                 line.say(other, note)
             return place
-        root = self._comm._rendezvous.root
+        root = self._old.root
         if note == _OLD and root is not None:
             return root, None
         return await self._follow(note)
 
     async def _lead(self, line: SideChannel) -> tuple[bytes, tuple[Store, Store | None]]:
         """Find a place for all."""
-        comm, root = self._comm, self._comm._rendezvous.root
+        old, root = self._old, self._old.root
         if root is not None and await self._answers():
             return _OLD, (root, None)
         self._move()
-        far = any(line.far(rank) for rank in range(comm.size) if rank != comm.rank)
+        far = any(line.far(rank) for rank in range(old.size) if rank != old.rank)
         host = reachable_address((), root) if far else LOOPBACK
-        store, port = await self._off_loop("serving a store", lambda: serve_store(host, comm.size, self._seconds))
+        store, port = await self._off_loop("serving a store", lambda: serve_store(host, old.size, self._seconds))
         return f"{host} {port}".encode(), (store, store)
 
     async def _follow(self, note: bytes) -> tuple[Store, Store | None]:
@@ -206,7 +221,7 @@ class Recovery:
         host, _, port = note.decode(errors="replace").partition(" ")
         if not port.isdecimal():
             raise ProtocolError(f"a rank has said to meet at {note[:80]!r}")
-        reach = functools.partial(reach_store, host, int(port), self._comm.size, max(0.1, self._left()))
+        reach = functools.partial(reach_store, host, int(port), self._old.size, max(0.1, self._left()))
         store = await self._off_loop("reaching the new store", reach)
         return store, store
 
@@ -217,16 +232,16 @@ class Recovery:
 
     async def _answers(self) -> bool:
         """Whether the store of the old communicator does."""
-        rendezvous, rank = self._comm._rendezvous, self._comm.rank
+        board = self._old
 
         def probe() -> bool:
-            rendezvous.tell("probe", b"1")
-            return rendezvous.told("probe", rank) is not None
+            board.tell("probe", b"1")
+            return board.told("probe", board.rank) is not None
 
         with anyio.move_on_after(_PROBE):
             try:
-                return bool(await run_in_thread(probe))
-            except (RuntimeError, ArgumentError):  # the base of torch's store errors; or there never was one
+                return await run_in_thread(probe)
+            except (StoreLostError, ArgumentError):  # it is gone; or there never was one
                 return False
         return False
 
@@ -238,45 +253,43 @@ class Recovery:
 
     # --------------------------------------------------------------------------------------------- and who they are
 
-    async def _agree(self, board: Rendezvous, root: Store) -> Decision:
-        given_up, came = threading.Event(), {self._comm.rank}
+    async def _agree(self, board: Board, root: Store) -> Decision:
+        given_up, came = threading.Event(), {self._old.rank}
         try:
             return await self._off_loop("", functools.partial(self._vote, board, root, came, given_up))
         except CommTimeoutError:
-            hoped = set(range(self._comm.size)) if self._ranks is None else set(self._ranks)
+            hoped = set(range(self._old.size)) if self._ranks is None else set(self._ranks)
             absent = sorted(rank for rank in hoped - came if self._ranks or not self._dead(rank))
             who = f": ranks {absent} had not come" if absent else ", or nobody came to take the free ranks"
             raise CommTimeoutError(f"the ranks could not agree within {self._seconds:g} s{who}") from None
-        except RuntimeError as error:
-            raise StoreLostError(f"the rendezvous store is gone: {error}") from error
         finally:
             given_up.set()
 
-    def _vote(self, board: Rendezvous, root: Store, came: set[int], given_up: threading.Event) -> Decision:
+    def _vote(self, board: Board, root: Store, came: set[int], given_up: threading.Event) -> Decision:
         """Say that this rank has come, and wait for the decision or make it; in a thread."""
-        rank, began, complete = self._comm.rank, time.monotonic(), None
+        rank, began, complete = self._old.rank, time.monotonic(), None
         board.tell("came", b"1")
         while not given_up.wait(_PAUSE):
             record = board.decided("decision")
             if record is None:
-                came |= {r for r in range(self._comm.size) if r not in came and board.told("came", r) is not None}
+                came |= {r for r in range(self._old.size) if r not in came and board.told("came", r) is not None}
                 now = time.monotonic()
                 proposal = self._proposal(root, came, now - began)
                 complete = now if complete is None and proposal else complete
                 if proposal is None or complete is None or now - complete < sorted(came).index(rank) * _TURN:
                     continue
                 record = board.decide("decision", msgspec.msgpack.encode(proposal))
-            decision = self._accepted(_decoded(record, Decision))
-            invitation = Invitation(self._comm._rendezvous.epoch + 1, decision.size, decision.key)
+            decision = self._accepted(decoded(record, Decision))
+            invitation = Invitation(self._old.epoch + 1, decision.size, decision.key)
             for new, number in decision.joins.items():  # each says it: the one that proposed may be gone
-                self._comm._rendezvous.invite(root, new, number, msgspec.msgpack.encode(invitation))
+                Claims(self._old, root).answer(new, number, invitation)
             return decision
         raise CommTimeoutError("nobody waits for it any more")
 
     def _proposal(self, root: Store, came: set[int], waited: float) -> Decision | None:
         """What this rank would propose, if it is time for that."""
         if self._ranks is None:
-            late = [r for r in range(self._comm.size) if r not in came and not self._dead(r)]
+            late = [r for r in range(self._old.size) if r not in came and not self._dead(r)]
             if late and waited < self._seconds / 4:
                 return None
             old = sorted(came)
@@ -287,13 +300,13 @@ class Recovery:
                 return None
         if self._wanted is None:
             return Decision(secrets.token_hex(16), dict(enumerate(old)), {})
-        rendezvous = self._comm._rendezvous  # which knows the name that newcomers ask under; the board has the epoch's
-        joins = {new: rendezvous.claim(root, new) for new in range(self._wanted) if new not in old}
+        claims = Claims(self._old, root)
+        joins = {new: claims.newest(new) for new in range(self._wanted) if new not in old}
         return Decision(secrets.token_hex(16), {r: r for r in old}, joins) if all(joins.values()) else None
 
     def _check_quorum(self, old: Sequence[int]) -> None:
         """Check that a part of a divided network does not take itself for all: the old store allows one decision."""
-        line, size = self._line, self._comm.size
+        line, size = self._line, self._old.size
         if self._moved and line is not None and 2 * len(old) <= size:
             away = [rank for rank in range(size) if rank not in old and line.far(rank)]
             if away:
@@ -305,7 +318,7 @@ class Recovery:
     def _accepted(self, decision: Decision) -> Decision:
         """What was decided, if this rank can go along with it."""
         old = sorted(decision.old.values())
-        if self._comm.rank not in old:
+        if self._old.rank not in old:
             raise CommAbortedError(f"this rank is excluded: ranks {old} go on without it")
         if self._ranks is not None and self._ranks != old:
             raise MismatchError(f"ranks is {self._ranks}, and the others have agreed on {old}")
@@ -314,25 +327,17 @@ class Recovery:
         return decision
 
 
-def _check(comm: Communicator, ranks: Sequence[int] | None, size: int | None) -> CommError | None:
+def _check(lost: Lost, ranks: Sequence[int] | None, size: int | None) -> CommError:
     """Check that it is lost, and that this rank is not out; why it is lost."""
-    if comm.closed:
+    reason, rank = lost.reason, lost.rendezvous.rank
+    if lost.closed:
         raise CommClosedError("it was closed on this rank: its survivors are found over what it still holds")
-    if not comm.aborted:
+    if reason is None:
         raise ArgumentError("the communicator is not lost: split() makes smaller ones, and abort() gives it up")
     if ranks is not None and not ranks:
         raise ArgumentError("ranks is empty, wanted this rank and others")
-    if size is not None and (type(size) is not int or not comm.rank < size):
-        raise ArgumentError(f"size is {size!r}, wanted an int above this rank's number, {comm.rank}")
-    failure = comm._core.life.failure
-    reason = None if failure is None else failure.error
-    if reason is not None and isinstance(reason.__cause__, PeerDiedError) and reason.__cause__.peer == comm.rank:
+    if size is not None and (type(size) is not int or not rank < size):
+        raise ArgumentError(f"size is {size!r}, wanted an int above this rank's number, {rank}")
+    if isinstance(reason.__cause__, PeerDiedError) and reason.__cause__.peer == rank:
         raise CommAbortedError(reason.message)
     return reason
-
-
-def _decoded(value: bytes, kind: type[_T]) -> _T:
-    try:
-        return msgspec.msgpack.decode(value, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"what the ranks have decided makes no sense: {error}") from None

@@ -15,45 +15,45 @@ import anyio
 import torch
 from torch.distributed import PrefixStore, Store
 
-from aiocomms.bootstrap.generations import Arrival, Claims
-from aiocomms.bootstrap.recovery import read_invitation
-from aiocomms.errors import (
-    ArgumentError,
-    CommTimeoutError,
-    MismatchError,
-    ProtocolError,
-    StoreLostError,
-)
+from aiocomms.bootstrap.board import Board
+from aiocomms.bootstrap.generations import Arrival
+from aiocomms.errors import CommTimeoutError, StoreLostError
 from aiocomms.lowlevel.auth import Seal, read_token
+from aiocomms.lowlevel.stores import store_errors
 from aiocomms.lowlevel.threads import run_in_thread
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
 """Seconds between looking for a rank that has not come: soon at first, and later without loading the store."""
 
-ANYBODY = -1
-"""Who has signed what all ranks agree on."""
 
+class StoreRendezvous(Board):
+    """Ranks that share a ``torch.distributed.Store``: where transports meet, and what recovery needs to meet again.
 
-class StoreRendezvous:
-    """Ranks that share a ``torch.distributed.Store``; see :class:`aiocomms.transport.Rendezvous`."""
+    The former is :class:`aiocomms.transport.Rendezvous`; the rest, with :class:`Board`, no transport uses.
+    """
 
     def __init__(
         self, store: Store | None, rank: int, size: int, *, name: str, device: torch.device, timeout: float, seal: Seal
     ) -> None:
-        self.store = store
+        super().__init__(store, rank, seal)
         self.root: Store | None = None
+        """What the ranks' communicators share; :attr:`store` is a part of it that is this one's alone."""
         self.base = name
+        """The name before the first reconfiguration."""
         self.epoch = 1
-        self.rank = rank
+        """1, and one more with each reconfiguration."""
         self.size = size
         self.name = name
         self.device = device
         self.timeout = timeout
-        self._seal = seal
         self._ends = time.monotonic() + timeout
 
     def child(self, key: str, name: str, rank: int, size: int, store: Store | None = None) -> StoreRendezvous:
-        """See :meth:`aiocomms.transport.Rendezvous.child`."""
+        """The rendezvous of a communicator of some of these ranks.
+
+        :param key: tells it from every other child; the same on all its ranks.
+        :param store: in place of :attr:`store`.
+        """
         parent = self.store if store is None else store
         child = StoreRendezvous(
             None if parent is None else PrefixStore(key, parent),
@@ -63,7 +63,10 @@ class StoreRendezvous:
         return child
 
     def successor(self, root: Store, key: str, epoch: int, rank: int, size: int, timeout: float) -> StoreRendezvous:
-        """See :meth:`aiocomms.transport.Rendezvous.successor`."""
+        """The rendezvous of the next epoch.
+
+        :param key: tells it from all others; the same on all its ranks.
+        """
         new = StoreRendezvous(
             PrefixStore(f"aiocomms/{self.base}/{key}", root), rank, size, name=f"{self.base}@{epoch}",
             device=self.device, timeout=timeout, seal=Seal(read_token(os.environ), self.base, key),
@@ -81,55 +84,6 @@ class StoreRendezvous:
         arrival, given_up = Arrival(here, self.rank, self.size), threading.Event()
         key = await self._meeting("all at once", lambda: arrival.meet(given_up), arrival.present, given_up)
         self.store, self._seal = PrefixStore(key, here), self._seal.child(key)
-
-    async def join(self, root: Store) -> StoreRendezvous:
-        """Wait until the ranks of an earlier epoch take this one in.
-
-        :returns: the rendezvous with them.
-        """
-        claims, given_up = Claims(PrefixStore(f"aiocomms/{self.base}", root)), threading.Event()
-        rank = self.rank
-
-        def wait() -> bytes:
-            return claims.wait(rank, claims.add(rank), given_up)
-
-        try:
-            record = await self._meeting("to be taken in", wait, {rank}, given_up)
-        except CommTimeoutError as error:
-            raise CommTimeoutError(
-                f"within {self.timeout} s nobody took this process in as rank {rank}: do the others call "
-                f"reconfigure(size={self.size})?", comm=self.name, rank=rank,
-            ) from error  # fmt: skip
-        epoch, size, key = read_invitation(self._seal.verify("join", rank, record))
-        if size != self.size:
-            raise MismatchError(f"size is {self.size}, and the others have agreed on {size}", rank=rank)
-        return self.successor(root, key, epoch, rank, size, max(0.001, self.left()))
-
-    def invite(self, root: Store, rank: int, number: int, invitation: bytes) -> None:
-        """See :meth:`aiocomms.transport.Rendezvous.invite`."""
-        record = Seal(read_token(os.environ), self.base).sign("join", rank, invitation)
-        Claims(PrefixStore(f"aiocomms/{self.base}", root)).answer(rank, number, record)
-
-    def claim(self, root: Store, rank: int) -> int:
-        """See :meth:`aiocomms.transport.Rendezvous.claim`."""
-        return Claims(PrefixStore(f"aiocomms/{self.base}", root)).newest(rank)
-
-    def decide(self, key: str, value: bytes) -> bytes:
-        """See :meth:`aiocomms.transport.Rendezvous.decide`."""
-        wanted = self._seal.sign(key, ANYBODY, value).hex()
-        return self._opened(key, self._store().compare_set(key, "", wanted))
-
-    def decided(self, key: str) -> bytes | None:
-        """See :meth:`aiocomms.transport.Rendezvous.decided`."""
-        store = self._store()
-        record = store.get(key) if store.check([key]) else None
-        return None if record is None else self._opened(key, record)
-
-    def _opened(self, key: str, record: bytes) -> bytes:
-        try:
-            return self._seal.verify(key, ANYBODY, bytes.fromhex(record.decode()))
-        except ValueError:
-            raise ProtocolError(f"the record {key!r} in the store makes no sense") from None
 
     def secret(self, purpose: str) -> bytes:
         """See :meth:`aiocomms.transport.Rendezvous.secret`."""
@@ -160,11 +114,12 @@ class StoreRendezvous:
             return await self.run(f"meeting the other ranks ({what})", call)
         except CommTimeoutError as error:
             raise self._absent(got) from error
-        except RuntimeError as error:  # the base of torch's store errors
-            raise StoreLostError(f"the rendezvous store is gone: {error}", comm=self.name, rank=self.rank) from error
+        except StoreLostError as error:
+            raise error.about(comm=self.name, rank=self.rank) from error.__cause__
         finally:
             given_up.set()
 
+    @store_errors()
     def _meet(self, store: Store, key: str, record: bytes, got: dict[int, bytes], given_up: threading.Event) -> None:
         """Look for the other ranks' values until all are there.
 
@@ -183,29 +138,9 @@ class StoreRendezvous:
                 given_up.wait(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def tell(self, key: str, value: bytes) -> None:
-        """See :meth:`aiocomms.transport.Rendezvous.tell`."""
-        record = self._seal.sign(key, self.rank, value)
-        self._store().set(f"{key}/{self.rank}", record)  # type: ignore[arg-type]  # bytes are fine
-
-    def told(self, key: str, rank: int) -> bytes | None:
-        """See :meth:`aiocomms.transport.Rendezvous.told`."""
-        store, where = self._store(), f"{key}/{rank}"
-        try:
-            return self._seal.verify(key, rank, store.get(where)) if store.check([where]) else None
-        except ProtocolError:  # AuthError is one
-            return None
-
     def left(self) -> float:
         """See :meth:`aiocomms.transport.Rendezvous.left`."""
         return self._ends - time.monotonic()
-
-    def _store(self) -> Store:
-        if self.store is None:
-            raise ArgumentError(
-                f"store is None, and {self.size} ranks need one to meet", comm=self.name, rank=self.rank
-            )
-        return self.store
 
     def _absent(self, got: Collection[int]) -> CommTimeoutError:
         absent = [rank for rank in range(self.size) if rank not in got]

@@ -16,12 +16,12 @@ from typing import Protocol
 
 import msgspec
 
+from aiocomms.bootstrap.board import Board
 from aiocomms.diagnosis import dumps
 from aiocomms.diagnosis.dumps import Record
 from aiocomms.diagnosis.hang_report import judge
 from aiocomms.diagnosis.recorder import LONGEST, SHOWN, Brief, Item, Snapshot
-from aiocomms.errors import CommError
-from aiocomms.transport import Rendezvous
+from aiocomms.errors import CommError, StoreLostError
 
 PATIENCE, LONGER = 0.2, 0.3
 """Seconds after a rank has lost the communicator: until when the late one hears the others' words, and until when works
@@ -48,14 +48,14 @@ class Lost(Protocol):
 class PostMortem:
     """Finds out for one lost communicator why a deadline has passed; its works are kept waiting for that."""
 
-    def __init__(self, comm: Lost, rendezvous: Rendezvous, error: CommError, absent: Sequence[int]) -> None:
+    def __init__(self, comm: Lost, board: Board, error: CommError, absent: Sequence[int]) -> None:
         """Begin to count the time.
 
         :param error: why it is lost.
         :param absent: the ranks that the late op waits for.
         """
         self._comm = comm
-        self._rendezvous = rendezvous
+        self._board = board
         self._error = error
         self._absent = absent
         self._began = time.monotonic()
@@ -81,7 +81,7 @@ class PostMortem:
         try:
             snapshot = record.snapshot()
             if snapshot is not None:
-                if self._comm.size > 1 and self._rendezvous.store is not None:
+                if self._comm.size > 1 and self._board.store is not None:
                     report = self._verdict_in_time(snapshot)
                 snapshot.header.verdict = report
                 path = dumps.try_write(snapshot)
@@ -107,17 +107,17 @@ class PostMortem:
         """Say what this rank is doing, and hear the others or the late rank."""
         comm, brief = self._comm, snapshot.header.brief
         try:
-            self._rendezvous.tell(_DOING, msgspec.json.encode(brief))
+            self._board.tell(_DOING, msgspec.json.encode(brief))
             late = self._error.peer
             if late is None:  # the op that is late is this rank's
                 verdict = self._ask(snapshot)
-                self._rendezvous.tell(_VERDICT, verdict.encode())
+                self._board.tell(_VERDICT, verdict.encode())
                 return verdict
             if late != comm.rank:
                 return printable(
                     self._hear(_VERDICT, [late], LONGER).get(late, b"").decode(errors="replace"), 4 * LONGEST
                 )
-        except RuntimeError:  # the store is gone: the base of torch's store errors
+        except StoreLostError:
             pass
         return ""
 
@@ -139,7 +139,7 @@ class PostMortem:
         pause = _FIRST_PAUSE
         while True:
             for rank in ranks:
-                if rank not in heard and (value := self._rendezvous.told(key, rank)) is not None:
+                if rank not in heard and (value := self._board.told(key, rank)) is not None:
                     heard[rank] = value
             left = self._left(seconds)
             if len(heard) == len(ranks) or left <= 0 or self._closed.wait(min(pause, left)):

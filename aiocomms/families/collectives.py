@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from aiocomms import ops
-from aiocomms.families.issuer import Issuer, Timeout
-from aiocomms.ops.checks import integers, optional, sequence
+from aiocomms.families.issuer import Issuer
+from aiocomms.ops.checks import Timeout, integers, optional, sequence
 from aiocomms.ops.reductions import ReduceOp
 from aiocomms.progress.work import Work
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 
 import torch
 
 from aiocomms.ops import Op, checks
+from aiocomms.ops.checks import Timeout
 from aiocomms.progress.work import Work
-
-Timeout = float | timedelta | None
-"""Seconds, as a number or a ``timedelta``; None: the default."""
 
 
 class Issuer(ABC):

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from aiocomms import ops
 from aiocomms.errors import ArgumentError, CommError
-from aiocomms.families.issuer import Issuer, Timeout
+from aiocomms.families.issuer import Issuer
+from aiocomms.ops.checks import Timeout
 from aiocomms.progress.work import Work
 
 if TYPE_CHECKING:

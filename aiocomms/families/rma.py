@@ -10,8 +10,9 @@ from torch import Tensor
 
 from aiocomms import ops
 from aiocomms.errors import MismatchError
-from aiocomms.families.issuer import Issuer, Timeout
+from aiocomms.families.issuer import Issuer
 from aiocomms.ops import checks
+from aiocomms.ops.checks import Timeout
 from aiocomms.progress.work import Work
 
 

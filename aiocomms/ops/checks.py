@@ -38,16 +38,24 @@ TAG_MIN, TAG_MAX = -(2**31), 2**31 - 1
 TIMEOUT_MAX = 366 * 86400.0
 """Longest timeout, in seconds: a year; anything above is a mistake in the unit."""
 
+Timeout = float | timedelta | None
+"""Seconds, as a number or a ``timedelta``; None: the default."""
+
 _IS_COMPLEX = {dtype: dtype.is_complex for dtype in DTYPES}
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 """The types of tensors that own the memory they show."""
 
 
-class Group(Protocol):
-    """What a check needs to know of the communicator."""
+class Members(Protocol):
+    """What a check of ranks needs to know of the communicator."""
 
     rank: int
     size: int
+
+
+class Group(Members, Protocol):
+    """What a check needs to know of the communicator."""
+
     device: torch.device
     fast_check: Callable[[object, bool], bool] | None
     """See :attr:`aiocomms.transport.Transport.fast_check`."""
@@ -213,7 +221,7 @@ def apart(out_name: str, output: torch.Tensor, in_name: str, input: torch.Tensor
         disjoint([(out_name, output)], [(in_name, input)])
 
 
-def index(name: str, value: int, group: Group) -> None:
+def index(name: str, value: int, group: Members) -> None:
     """Check a rank: an ``int`` with ``0 <= value < size``."""
     if type(value) is not int:
         raise wrong_type(name, value, "a rank as an int")
@@ -221,7 +229,7 @@ def index(name: str, value: int, group: Group) -> None:
         raise ArgumentError(f"{name} is {value}, wanted a rank of this communicator: 0 <= {name} < {group.size}")
 
 
-def members(ranks: Sequence[int], group: Group, op: str = "split") -> list[int]:
+def members(ranks: Sequence[int], group: Members, op: str = "split") -> list[int]:
     """Check the members of a new communicator: distinct ranks with this one among them, or none."""
     try:
         return _members(ranks, group)
@@ -229,7 +237,7 @@ def members(ranks: Sequence[int], group: Group, op: str = "split") -> list[int]:
         raise error.about(op=op, rank=group.rank) from None
 
 
-def _members(ranks: Sequence[int], group: Group) -> list[int]:
+def _members(ranks: Sequence[int], group: Members) -> list[int]:
     if not isinstance(ranks, (list, tuple, range)):
         raise wrong_type("ranks", ranks, "a list of ranks")
     chosen = list(ranks)

@@ -26,7 +26,6 @@ LAYERS = [set(rooms.split(", ")) for rooms in ORDER.split(" < ")]
 FOR_TRANSPORTS = {"errors", "ops", "transport", "lowlevel", "cuda"}
 UPWARD = {
     ("bootstrap.directory", "communicator"),
-    ("bootstrap.recovery", "communicator"),
     ("diagnosis.leak_guard", "communicator"),
 }
 """Imports against the order that are still to go."""

@@ -1,0 +1,84 @@
+"""What the ranks of one communicator leave for each other in their store: signed, and there for whoever looks.
+
+Recovery and diagnosis use it, on threads of their own; transports need nothing of it. Every call blocks for as long as
+the store does.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from torch.distributed import Store
+
+from aiocomms.errors import ArgumentError, ProtocolError
+from aiocomms.lowlevel.auth import Seal
+from aiocomms.lowlevel.stores import store_errors
+
+ANYBODY: Final = -1
+"""Who has signed what all ranks agree on."""
+
+
+class Board:
+    """The board of one communicator, as one rank uses it."""
+
+    def __init__(self, store: Store | None, rank: int, seal: Seal) -> None:
+        """Take a place at the board.
+
+        :param store: of this communicator alone; None: there is no board.
+        """
+        self.store = store
+        self.rank = rank
+        self._seal = seal
+
+    @store_errors()
+    def tell(self, key: str, value: bytes) -> None:
+        """Leave a value for the other ranks.
+
+        :raises StoreLostError: the store is gone.
+        """
+        record = self._seal.sign(key, self.rank, value)
+        self._store().set(f"{key}/{self.rank}", record)  # type: ignore[arg-type]  # bytes are fine
+
+    @store_errors()
+    def told(self, key: str, rank: int) -> bytes | None:
+        """What a rank has left under a key; None: nothing that it can be shown to have left.
+
+        :raises StoreLostError: the store is gone.
+        """
+        store, where = self._store(), f"{key}/{rank}"
+        try:
+            return self._seal.verify(key, rank, store.get(where)) if store.check([where]) else None
+        except ProtocolError:  # AuthError is one
+            return None
+
+    @store_errors()
+    def decide(self, key: str, value: bytes) -> bytes:
+        """Settle something for all ranks: the value that is given first.
+
+        :raises StoreLostError: the store is gone.
+        :raises AuthError: what is there is not signed by a rank.
+        """
+        wanted = self._seal.sign(key, ANYBODY, value).hex()
+        return self._opened(key, self._store().compare_set(key, "", wanted))
+
+    @store_errors()
+    def decided(self, key: str) -> bytes | None:
+        """What was settled, or None.
+
+        :raises StoreLostError: the store is gone.
+        :raises AuthError: what is there is not signed by a rank.
+        """
+        store = self._store()
+        record = store.get(key) if store.check([key]) else None
+        return None if record is None else self._opened(key, record)
+
+    def _opened(self, key: str, record: bytes) -> bytes:
+        try:
+            return self._seal.verify(key, ANYBODY, bytes.fromhex(record.decode()))
+        except ValueError:
+            raise ProtocolError(f"the record {key!r} in the store makes no sense") from None
+
+    def _store(self) -> Store:
+        if self.store is None:
+            raise ArgumentError("store is None, and the ranks need one to meet", rank=self.rank)
+        return self.store

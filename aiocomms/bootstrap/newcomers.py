@@ -1,0 +1,109 @@
+"""A process takes the place of a rank that a communicator has lost: it claims the rank, and the survivors invite it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TypeVar
+
+import msgspec
+from torch.distributed import PrefixStore, Store
+
+from aiocomms.bootstrap.generations import FIRST_PAUSE, LONGEST_PAUSE, count, told
+from aiocomms.bootstrap.rendezvous import StoreRendezvous
+from aiocomms.errors import CommAbortedError, CommTimeoutError, MismatchError, ProtocolError
+from aiocomms.lowlevel.auth import Seal, read_token
+from aiocomms.lowlevel.stores import store_errors
+
+_T = TypeVar("_T")
+
+
+class Invitation(msgspec.Struct, array_like=True):
+    """What a newcomer is told."""
+
+    epoch: int
+    size: int
+    key: str
+
+
+class Claims:
+    """Who would take the place of a rank in the next epoch. Each call blocks for as long as the store does.
+
+    Newcomers know the communicator's first name and nothing else of it, so its ranks meet them at the root of all.
+    """
+
+    def __init__(self, rendezvous: StoreRendezvous, root: Store) -> None:
+        """Begin; the same for newcomers and survivors."""
+        self._store = PrefixStore(f"aiocomms/{rendezvous.base}", root)
+        self._seal = Seal(read_token(os.environ), rendezvous.base)
+
+    @store_errors()
+    def newest(self, rank: int) -> int:
+        """The number of the last claim to a rank that nobody has answered; 0: there is none.
+
+        :raises StoreLostError: the store is gone.
+        """
+        number = count(self._store, f"join/{rank}")
+        return 0 if number and self._store.check([f"join/{rank}/{number}"]) else number
+
+    @store_errors()
+    def answer(self, rank: int, number: int, invitation: Invitation) -> None:
+        """Tell who claims a rank what was decided. Idempotent.
+
+        :raises StoreLostError: the store is gone.
+        """
+        record = self._seal.sign("join", rank, msgspec.msgpack.encode(invitation))
+        self._store.set(f"join/{rank}/{number}", record)  # type: ignore[arg-type]  # bytes are fine
+
+    @store_errors()
+    def claim(self, rank: int, given_up: threading.Event) -> Invitation | None:
+        """Claim a rank, and wait for the answer; None: nobody waits for it any more.
+
+        :raises StoreLostError: the store is gone.
+        :raises CommAbortedError: another process has claimed the same rank since.
+        :raises AuthError: who answers does not belong to the job.
+        """
+        number, pause = self._store.add(f"join/{rank}", 1), FIRST_PAUSE
+        while not given_up.wait(pause):
+            record = told(self._store, f"join/{rank}/{number}")
+            if record is not None:
+                return decoded(self._seal.verify("join", rank, record), Invitation)
+            if count(self._store, f"join/{rank}") != number:
+                raise CommAbortedError(f"another process has asked since to become rank {rank}")
+            pause = min(2 * pause, LONGEST_PAUSE)
+        return None
+
+
+async def join(newcomer: StoreRendezvous, root: Store) -> StoreRendezvous:
+    """Wait until the ranks of an earlier epoch take this one in.
+
+    :param newcomer: says as which rank of how many, and how long it waits.
+    :returns: the rendezvous with them.
+    :raises CommTimeoutError: nobody did.
+    :raises StoreLostError: the store is gone.
+    """
+    rank, size, given_up = newcomer.rank, newcomer.size, threading.Event()
+    claims = Claims(newcomer, root)
+    try:
+        invitation: Invitation = await newcomer.run("waiting to be taken in", lambda: claims.claim(rank, given_up))
+    except CommTimeoutError as error:
+        raise CommTimeoutError(
+            f"within {newcomer.timeout} s nobody took this process in as rank {rank}: do the others call "
+            f"reconfigure(size={size})?", comm=newcomer.name, rank=rank,
+        ) from error  # fmt: skip
+    finally:
+        given_up.set()
+    if invitation.size != size:
+        raise MismatchError(f"size is {size}, and the others have agreed on {invitation.size}", rank=rank)
+    return newcomer.successor(root, invitation.key, invitation.epoch, rank, size, max(0.001, newcomer.left()))
+
+
+def decoded(value: bytes, kind: type[_T]) -> _T:
+    """Decode what ranks have decided.
+
+    :raises ProtocolError: it makes no sense.
+    """
+    try:
+        return msgspec.msgpack.decode(value, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"what the ranks have decided makes no sense: {error}") from None
