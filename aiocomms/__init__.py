@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from aiocomms import cuda, errors, functional, ops, testing
-    from aiocomms.bootstrap.directory import get as get_comm
     from aiocomms.communicator import Communicator
     from aiocomms.diagnosis.dumps import dump_on_signal
     from aiocomms.errors import CommError
     from aiocomms.families.rma import Window
     from aiocomms.families.streams import TensorStream
-    from aiocomms.opening import from_process_group, new_comm
+    from aiocomms.opening import from_process_group, get_comm, new_comm
     from aiocomms.ops.reductions import ReduceOp
     from aiocomms.progress.work import Work
     from aiocomms.transport import Capabilities, Transport
@@ -59,7 +58,7 @@ _HOME = {
     "Work": "progress.work",
     "dump_on_signal": "diagnosis.dumps",
     "from_process_group": "opening",
-    "get_comm": "bootstrap.directory:get",
+    "get_comm": "opening",
     "new_comm": "opening",
 }
 _MODULES = frozenset({"cuda", "errors", "functional", "ops", "testing"})
@@ -70,8 +69,7 @@ def __getattr__(name: str) -> object:
         return importlib.import_module(f"aiocomms.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'aiocomms' has no attribute {name!r}")
-    module, _, attribute = _HOME[name].partition(":")
-    value = globals()[name] = getattr(importlib.import_module(f"aiocomms.{module}"), attribute or name)
+    value = globals()[name] = getattr(importlib.import_module(f"aiocomms.{_HOME[name]}"), name)
     return value
 
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from aiocomms.bootstrap import directory
 from aiocomms.errors import ArgumentError
 from aiocomms.lowering.schedules import Context, Steps, broadcast_tree, schedule
+from aiocomms.opening import get_comm
 from aiocomms.ops import Op, checks, codec
 from aiocomms.ops.checks import Group
 from aiocomms.ops.reductions import ReduceOp
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 def send(tensor: Tensor, dst: int, tag: int = 0, group: AnyGroup = None) -> Work[Tensor]:
     """Send a tensor to rank ``dst``; see :meth:`Communicator.send`."""
-    return directory.get(group).send(_dense("tensor", tensor), dst, tag)
+    return get_comm(group).send(_dense("tensor", tensor), dst, tag)
 
 
 def recv(
@@ -41,7 +41,7 @@ def recv(
     :returns: the work; its result is a new tensor.
     :raises ArgumentError: an argument is wrong.
     """
-    comm = directory.get(group)
+    comm = get_comm(group)
     return comm.recv(_new(shape, dtype, comm.device), src, tag)
 
 
@@ -50,7 +50,7 @@ def broadcast(tensor: Tensor, root: int, group: AnyGroup = None) -> Work[Tensor]
 
     :param tensor: on the root what is sent; elsewhere only its shape and dtype matter.
     """
-    return directory.get(group).broadcast(_copy("tensor", tensor), root)
+    return get_comm(group).broadcast(_copy("tensor", tensor), root)
 
 
 def all_reduce(tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, group: AnyGroup = None) -> Work[Tensor]:
@@ -58,12 +58,12 @@ def all_reduce(tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, group: AnyGrou
 
     :param op: a :class:`ReduceOp`, or ``"sum" "mean" "max" "min" "product"``.
     """
-    return directory.get(group).all_reduce(_copy("tensor", tensor), ReduceOp.parse(op))
+    return get_comm(group).all_reduce(_copy("tensor", tensor), ReduceOp.parse(op))
 
 
 def reduce(tensor: Tensor, root: int, op: ReduceOp | str = ReduceOp.SUM, group: AnyGroup = None) -> Work[Tensor]:
     """The reduction of all ranks' tensors on the root; elsewhere a copy of ``tensor``."""
-    return directory.get(group).reduce(_copy("tensor", tensor), root, ReduceOp.parse(op))
+    return get_comm(group).reduce(_copy("tensor", tensor), root, ReduceOp.parse(op))
 
 
 def all_gather(tensor: Tensor, group: AnyGroup = None) -> Work[Tensor]:
@@ -71,7 +71,7 @@ def all_gather(tensor: Tensor, group: AnyGroup = None) -> Work[Tensor]:
 
     :returns: the work; its result has the shape ``(size, *tensor.shape)``.
     """
-    comm = directory.get(group)
+    comm = get_comm(group)
     mine = _dense("tensor", tensor)
     return comm.all_gather_single(mine.new_empty((comm.size, *mine.shape)), mine)
 
@@ -81,7 +81,7 @@ def gather(tensor: Tensor, dst: int, group: AnyGroup = None) -> Work[Tensor | No
 
     :returns: the work; its result has the shape ``(size, *tensor.shape)`` on ``dst`` and is None elsewhere.
     """
-    comm = directory.get(group)
+    comm = get_comm(group)
     mine = _dense("tensor", tensor)
     out = mine.new_empty((comm.size, *mine.shape)) if comm.rank == dst else None
     return comm.gather_single(out, mine, dst)
@@ -92,21 +92,21 @@ def scatter(tensor: Tensor | None, src: int, group: AnyGroup = None) -> Work[Ten
 
     :param tensor: on ``src`` what is cut; not looked at elsewhere, where shape and dtype come with the chunk.
     """
-    comm = directory.get(group)
+    comm = get_comm(group)
     mine = _dense("tensor", tensor) if comm.rank == src else None
     return comm._issue(ScatterNew(src, mine))
 
 
 def reduce_scatter(tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, group: AnyGroup = None) -> Work[Tensor]:
     """This rank's chunk of the reduction of all ranks' tensors, cut along dimension 0 into ``size`` equal chunks."""
-    comm = directory.get(group)
+    comm = get_comm(group)
     mine = _dense("tensor", tensor)
     return comm.reduce_scatter_single(mine.new_empty(_chunk(mine, comm.size)), mine, ReduceOp.parse(op))
 
 
 def all_to_all(tensor: Tensor, group: AnyGroup = None) -> Work[Tensor]:
     """Chunk ``r`` of the result is rank ``r``'s chunk for this rank; chunks are cut along dimension 0."""
-    comm = directory.get(group)
+    comm = get_comm(group)
     mine = _dense("tensor", tensor)
     _chunk(mine, comm.size)
     return comm.all_to_all_single(torch.empty_like(mine), mine)
@@ -114,7 +114,7 @@ def all_to_all(tensor: Tensor, group: AnyGroup = None) -> Work[Tensor]:
 
 def barrier(group: AnyGroup = None) -> Work[None]:
     """Wait until every rank has called it."""
-    return directory.get(group).barrier()
+    return get_comm(group).barrier()
 
 
 class ScatterNew(Op, frozen=True, eq=False):

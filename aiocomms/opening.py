@@ -9,9 +9,10 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import Backend, ProcessGroup
 from torch.distributed import Store
 
-from aiocomms.bootstrap import newcomers
+from aiocomms.bootstrap import directory, newcomers
 from aiocomms.bootstrap.directory import DEFAULT
 from aiocomms.bootstrap.launchers import read_environment
 from aiocomms.bootstrap.registry import Plan, choose, choose_adopter, open_transports
@@ -139,6 +140,25 @@ async def from_process_group(
     plan = choose_adopter(pg, where, {})
     seconds = checks.seconds("timeout", 600.0 if timeout is None else timeout)
     return await _form(plan, None, pg.rank(), pg.size(), checks.label(name), where, seconds)
+
+
+def get_comm(group: Communicator | str | None = None) -> Communicator:
+    """Find an open communicator.
+
+    :param group: a communicator, which is returned as it is; its name; ``""`` or None for the default one, ``"world"``.
+    :raises ArgumentError: there is none of that name, or several and this task opened none of them.
+    :raises ArgumentTypeError: it is neither; where it is a process group of torch, says how to form one over it.
+    """
+    if isinstance(group, Communicator):
+        return group
+    if group is None or isinstance(group, str):
+        found = directory.find(group or DEFAULT)
+        assert isinstance(found, Communicator)
+        return found
+    wanted = "a Communicator or its name"
+    if isinstance(group, (ProcessGroup, Backend)):
+        wanted += ": form one over the process group with `await aiocomms.from_process_group(group)`, and give that"
+    raise checks.wrong_type("group", group, wanted)
 
 
 async def _form(

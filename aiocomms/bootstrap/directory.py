@@ -4,35 +4,39 @@ from __future__ import annotations
 
 import contextvars
 import weakref
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from aiocomms.errors import ArgumentError, ArgumentTypeError
-
-if TYPE_CHECKING:
-    from aiocomms.communicator import Communicator
+from aiocomms.errors import ArgumentError
 
 DEFAULT = "world"
 """The name of the default communicator."""
 
-_open: dict[str, list[Communicator]] = {}
+
+class Named(Protocol):
+    """A communicator."""
+
+    name: str
+
+
+_open: dict[str, list[Named]] = {}
 # Ranks that are tasks of one process have communicators of the same names; each task sees those it opened itself first.
-_mine: contextvars.ContextVar[dict[str, weakref.ref[Communicator]]] = contextvars.ContextVar("aiocomms_groups")
+_mine: contextvars.ContextVar[dict[str, weakref.ref[Named]]] = contextvars.ContextVar("aiocomms_groups")
 
 
-def register(comm: Communicator) -> None:
+def register(comm: Named) -> None:
     """Make a communicator findable by its name."""
     _open.setdefault(comm.name, []).append(comm)
     enter(comm)
 
 
-def enter(comm: Communicator) -> None:
+def enter(comm: Named) -> None:
     """Let the current task, and those it starts, find this one among communicators of the same name."""
     still = {name: ref for name, ref in _mine.get({}).items() if name in _open}
     _mine.set({**still, comm.name: weakref.ref(comm)})
 
 
-def unregister(comm: Communicator) -> None:
-    """Undo :func:`register`. Twice is once."""
+def unregister(comm: Named) -> None:
+    """Undo :func:`register`. Idempotent."""
     same = _open.get(comm.name, [])
     if comm in same:
         same.remove(comm)
@@ -40,17 +44,11 @@ def unregister(comm: Communicator) -> None:
         _open.pop(comm.name, None)
 
 
-def get(group: Communicator | str | None = None) -> Communicator:
-    """Find an open communicator.
+def find(name: str) -> Named:
+    """Find an open communicator by its name.
 
-    :param group: a communicator, which is returned as it is; its name; ``""`` or None for the default one, ``"world"``.
     :raises ArgumentError: there is none of that name, or several and this task opened none of them.
     """
-    if group is not None and not isinstance(group, str):
-        if hasattr(group, "rank"):
-            return group
-        raise ArgumentTypeError(f"group is {group!r}, wanted a Communicator or its name")
-    name = group or DEFAULT
     same = _open.get(name, [])
     mine = _mine.get({}).get(name, lambda: None)()
     if mine is not None and mine in same:

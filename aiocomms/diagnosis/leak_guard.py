@@ -14,20 +14,29 @@ import warnings
 import weakref
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Generic, Protocol, TypeVar
 
 import anyio
 
-if TYPE_CHECKING:
-    from aiocomms.communicator import Communicator
-
+_Comm = TypeVar("_Comm", bound="Closable")
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
-class LeakGuard:
+class Closable(Protocol):
+    """A communicator, as far as its close goes."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed on this rank."""
+
+    async def aclose(self) -> None:
+        """Release everything."""
+
+
+class LeakGuard(Generic[_Comm]):
     """Of one communicator, from when it is made, on its loop's thread, until :meth:`dismiss`."""
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: _Comm) -> None:
         self.comm = comm
         self._place = _caller()
         self._ending = False  # the loop is
@@ -76,10 +85,10 @@ def _caller() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-_guards: weakref.WeakSet[LeakGuard] = weakref.WeakSet()
+_guards: weakref.WeakSet[LeakGuard[Any]] = weakref.WeakSet()
 
 
-def guards() -> Sequence[LeakGuard]:
+def guards() -> Sequence[LeakGuard[Any]]:
     """Those of all communicators that are open in this process."""
     return list(_guards)
 

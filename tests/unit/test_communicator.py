@@ -271,7 +271,7 @@ def test_each_task_finds_its_own_among_ranks_of_one_name(run):
                 aiocomms.get_comm()
         with pytest.raises(ArgumentError, match="open ones: none"):
             aiocomms.get_comm()
-        with pytest.raises(ArgumentTypeError, match="group is 7, wanted a Communicator or its name"):
+        with pytest.raises(ArgumentTypeError, match=r"group is 7 \(int\), wanted a Communicator or its name"):
             aiocomms.get_comm(7)
 
     run(main)

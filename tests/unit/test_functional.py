@@ -5,6 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import ranks, together
 
 from aiocomms import ReduceOp, functional
@@ -138,3 +139,26 @@ def test_bad_arguments_send_nothing():
             assert [t.item() for t in got] == [3, 3, 3]
 
     anyio.run(main)
+
+
+def process_groups():
+    """One as ``new_group`` returns it, and one as its backend's constructor does."""
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    yield dist.ProcessGroup(dist.HashStore(), 0, 1)
+    yield dist.ProcessGroupGloo(dist.HashStore(), 0, 1, options)
+
+
+def test_a_process_group_is_no_communicator_and_is_told_how_to_become_one():
+    for group in process_groups():
+        match = r"group is .*ProcessGroup.*, wanted a Communicator or its name: .*aiocomms.from_process_group\(group\)"
+        with pytest.raises(ArgumentTypeError, match=match):
+            functional.all_reduce(torch.ones(1), group=group)
+
+
+def test_what_only_has_a_rank_is_no_communicator():
+    class HasRank:
+        rank = 0
+
+    with pytest.raises(ArgumentTypeError, match=r"group is .*HasRank.*, wanted a Communicator or its name$"):
+        functional.barrier(HasRank())

@@ -26,6 +26,7 @@ timeout = 30
 HEAD = """
 import anyio, asyncio, gc, pytest, torch
 from aiocomms import functional
+import aiocomms
 from aiocomms.bootstrap import directory
 
 async def sums(world, n):
@@ -234,7 +235,7 @@ def test_it_was_aborted_and_closed():
     assert all(comm.closed and comm.aborted for comm in world)
     assert all("the test failed" in str(work.exception()) for work in works)
     with pytest.raises(ValueError, match="no open communicator has that name"):
-        directory.get("world")
+        aiocomms.get_comm("world")
 """
     result = suite(source, "-k", "not trio")
     result.assert_outcomes(passed=1, failed=1, deselected=0 if mark == "asyncio" else 1)

@@ -23,7 +23,7 @@ from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 import aiocomms
 from aiocomms import opening
-from aiocomms.bootstrap import directory, launchers
+from aiocomms.bootstrap import launchers
 from aiocomms.bootstrap.generations import Arrival
 from aiocomms.errors import (
     ArgumentError,
@@ -258,7 +258,7 @@ def leaves_nothing_behind(run, main):
     assert after[0] <= before[0]
     assert after[1] <= before[1]
     with pytest.raises(ArgumentError, match="no open communicator"):
-        directory.get()
+        aiocomms.get_comm()
 
 
 def test_a_meeting_that_fails_leaves_nothing_behind(run):
