@@ -3,7 +3,8 @@
 ======================================= ================================================================================
 to wake the loop from any thread        :class:`Waker`
 to block off the loop                   :func:`run_in_thread`
-to find the other ranks                 :func:`host_id`, :func:`reachable_address`, :data:`LOOPBACK`
+to find the other ranks                 :func:`host_id`, :func:`reachable_address`, :data:`LOOPBACK`; :func:`tune` for
+                                        the connections with them
 to prove who connects                   :func:`mac` and :func:`same`, with a key of :meth:`Rendezvous.secret`;
                                         :func:`check_exposed` before listening; :data:`MAX_RECORD`
 to leak no descriptor into children     :func:`closed_on_exec`
@@ -21,6 +22,7 @@ from aiocomms.lowlevel.auth import MAX_RECORD, check_exposed, mac, same
 from aiocomms.lowlevel.cloexec import closed_on_exec
 from aiocomms.lowlevel.failures import Reason, closed_by, disagreement, gone, misfit
 from aiocomms.lowlevel.hosts import LOOPBACK, host_id, reachable_address
+from aiocomms.lowlevel.sockets import tune
 from aiocomms.lowlevel.stores import reach_store, serve_store, store_errors
 from aiocomms.lowlevel.threads import run_in_thread
 from aiocomms.lowlevel.waker import Waker
@@ -44,4 +46,5 @@ __all__ = [
     "same",
     "serve_store",
     "store_errors",
+    "tune",
 ]

@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from aiocomms.errors import ArgumentError, CommTimeoutError, ProtocolError
-from aiocomms.lowlevel import LOOPBACK, host_id, reachable_address
+from aiocomms.lowlevel import LOOPBACK, host_id, reachable_address, tune
 from aiocomms.transport import Rendezvous
 from aiocomms_nccl import wire
 from aiocomms_nccl.nccl import SEVERAL_RANKS_PER_GPU, Nccl, readable
@@ -165,7 +165,7 @@ def _connect_all(
         absent = [peer for peer in range(size) if peer != rank and peer not in sockets]
         raise CommTimeoutError(f"these ranks could not be connected to: {absent} ({error})") from error
     for connection in sockets.values():
-        _prompt(connection)
+        tune(connection)
     return sockets
 
 
@@ -180,13 +180,3 @@ def _accept(listener: socket.socket, token: bytes) -> tuple[int, socket.socket]:
             if secrets.compare_digest(theirs, token):
                 return int(rank), connection
     return -1, connection
-
-
-def _prompt(connection: socket.socket) -> None:
-    """Have a connection send at once, and notice within seconds that a host is gone."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 5000)

@@ -14,7 +14,7 @@ import msgspec
 
 from aiocomms.cuda import Cuda
 from aiocomms.errors import ArgumentError, AuthError, CommError, ProtocolError, UnsupportedOperation
-from aiocomms.lowlevel import closed_on_exec, host_id, mac, reachable_address
+from aiocomms.lowlevel import closed_on_exec, host_id, mac, reachable_address, tune
 from aiocomms.transport import Rendezvous
 from aiocomms_ucx import wire
 from aiocomms_ucx._engine import NO_DEVICE, Engine, UcxError
@@ -86,7 +86,7 @@ async def open_family(
         connections = await rendezvous.run(
             "connecting to the other ranks", lambda: gate.run(listeners, _SHARE * rendezvous.left())
         )
-    sockets = [-1 if peer == rank else _prompt(connections[peer]).detach() for peer in range(size)]
+    sockets = [-1 if peer == rank else tune(connections[peer]).detach() for peer in range(size)]
     pids = [hello.pid for hello in hellos]
     here = [hello for hello in hellos if hello.host == mine.host]
     crowded = len(here) > len({core for hello in here for core in hello.cores})
@@ -193,18 +193,6 @@ def _ways(rank: int, hellos: Sequence[Hello], places: Sequence[Place]) -> dict[i
         return lambda: _connect(peer, hellos[peer].path if near else places[peer].endpoint)
 
     return {peer: way(peer) for peer in range(rank)}
-
-
-def _prompt(connection: socket.socket) -> socket.socket:
-    """Have a connection to another host send at once, and notice within seconds that the host is gone."""
-    if connection.family != socket.AF_UNIX:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 5000)
-    return connection
 
 
 def _connect(peer: int, where: str | tuple[str, int] | None) -> socket.socket:
