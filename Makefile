@@ -27,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo serve demo-tensor-parallel demo-kv-cache test examples suites unit conformance-in-process \
 	conformance-in-processes faults-quick faults soak test-sanitizers lint format conformance conformance-ucxx \
-	test-cupy bench gpu-check gpu-wheels docs clean
+	test-cupy bench structure gpu-check gpu-wheels docs clean
 
 $(VENV)/setup.stamp: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -180,6 +180,10 @@ bench: $(BENCH_VENV)/ucx.stamp
 	$(BENCH_BIN)/python -m benchmarks.compare
 	$(BENCH_BIN)/python -m benchmarks.core
 	$(BENCH_BIN)/python -m benchmarks.heartbeat --transport ucx
+
+## How the code is built, in figures, as a table; make structure BEFORE=folder of another checkout puts both side by side.
+structure: $(VENV)/ucx.stamp
+	@$(BIN)/python -m benchmarks.structure $(if $(BEFORE),"$(BEFORE)" .)
 
 ## On a machine with a GPU: conformance, faults, graphs, examples, compute-sanitizer, benchmarks; into build/gpu/.
 gpu-check:
