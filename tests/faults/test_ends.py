@@ -16,7 +16,7 @@ import torch
 from aiocomms_c10d import C10dTransport
 from aiocomms_local import LocalTransport
 from aiocomms_ucx import UcxTransport
-from conftest import ranks, turns
+from concurrency import ranks, turns
 
 from aiocomms import ops
 from aiocomms.errors import CommAbortedError, CommClosedError, CommError, CommTimeoutError

@@ -18,7 +18,7 @@ import anyio.to_thread
 import pytest
 import torch
 from aiocomms_local import LocalTransport
-from conftest import in_threads, ranks, run_on, together, turns
+from concurrency import in_threads, ranks, run_on, together, turns
 
 import aiocomms
 from aiocomms import ReduceOp, core, ops

@@ -6,7 +6,7 @@ import anyio
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ranks, together
+from concurrency import ranks, together
 
 from aiocomms import ReduceOp, functional
 from aiocomms.errors import ArgumentError, ArgumentTypeError

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import in_threads
+from concurrency import in_threads
 from processes import LARGE, Rank, Run, empty, exchange, listening, numbers
 
 import aiocomms

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from aiocomms_ucx import auth
 from aiocomms_ucx.auth import MOST_HALF_OPEN, Gate
-from conftest import in_threads
+from concurrency import in_threads
 from processes import held
 
 from aiocomms.errors import AuthError, CommTimeoutError

@@ -8,7 +8,7 @@ from types import MappingProxyType
 import pytest
 import torch
 from aiocomms_local import LocalTransport
-from conftest import ranks
+from concurrency import ranks
 
 import aiocomms
 from aiocomms import ops

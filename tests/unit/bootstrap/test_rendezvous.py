@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 from aiocomms_local import LocalTransport
-from conftest import ranks, together
+from concurrency import ranks, together
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 import aiocomms

@@ -16,7 +16,7 @@ import anyio
 import msgspec
 import pytest
 import torch
-from conftest import ranks, run_on, together, turns
+from concurrency import ranks, run_on, together, turns
 from torch.distributed import HashStore
 
 import aiocomms

@@ -6,7 +6,7 @@ import anyio
 import pytest
 import torch
 from aiocomms_local import LocalTransport
-from conftest import ranks
+from concurrency import ranks
 
 from aiocomms import ops
 from aiocomms.testing import local_world

@@ -7,7 +7,7 @@ import weakref
 import anyio
 import pytest
 import torch
-from conftest import ranks, together, turns
+from concurrency import ranks, together, turns
 
 from aiocomms import ops
 from aiocomms.errors import ArgumentError, ArgumentTypeError, CommTimeoutError, ProtocolError, WorkCancelledError

@@ -10,7 +10,7 @@ import anyio
 import pytest
 import torch
 from anyio.lowlevel import checkpoint
-from conftest import run_on, together, turns
+from concurrency import run_on, together, turns
 
 from aiocomms import ops
 from aiocomms.errors import ArgumentError, ArgumentTypeError, CommAbortedError, CommError, ProtocolError

@@ -6,7 +6,7 @@ import anyio
 import pytest
 import torch
 from aiocomms_local import LocalTransport
-from conftest import ranks, run_on, turns
+from concurrency import ranks, run_on, turns
 
 from aiocomms import ReduceOp, ops
 from aiocomms.errors import CommAbortedError, MessageTruncatedError, MismatchError, UnsupportedOperation

@@ -9,7 +9,7 @@ import socket
 import anyio
 import pytest
 import torch
-from conftest import together
+from concurrency import together
 from torch.distributed import HashStore
 
 from aiocomms.bootstrap.rendezvous import StoreRendezvous

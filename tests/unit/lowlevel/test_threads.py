@@ -8,7 +8,7 @@ from pathlib import Path
 
 import anyio
 import pytest
-from conftest import turns
+from concurrency import turns
 
 from aiocomms.errors import CommError
 from aiocomms.lowlevel import run_in_thread, threads

@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from conftest import in_threads, ranks, run_on, together, turns
+from concurrency import in_threads, ranks, run_on, together, turns
 from processes import no_threads
 from torch.distributed import HashStore
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 import trio
 from aiocomms_local import LocalTransport
-from conftest import LOOPS, in_threads, ranks, run_on, turns
+from concurrency import LOOPS, in_threads, ranks, run_on, turns
 from torch.distributed import HashStore
 
 import aiocomms

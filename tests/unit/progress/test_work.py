@@ -10,7 +10,7 @@ import weakref
 import anyio.to_thread
 import pytest
 import torch
-from conftest import LOOPS, in_threads, ranks, run_on, together, turns
+from concurrency import LOOPS, in_threads, ranks, run_on, together, turns
 from torch.distributed import HashStore
 
 import aiocomms
