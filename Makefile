@@ -91,7 +91,7 @@ conformance-in-processes: $(VENV)/ucx.stamp
 faults-quick: $(VENV)/ucx.stamp
 	$(BIN)/python -m pytest tests/faults
 
-## Every case of the fault catalogue, all victims and delays; writes the table of docs/reliability.md.
+## Every case of the fault catalogue, all victims and delays; writes docs/fault-table.md.
 faults: $(VENV)/ucx.stamp
 	$(BIN)/python tests/faults/report.py
 

@@ -1,4 +1,7 @@
-"""``make faults``: run every test that the catalogue names, and write the table of docs/reliability.md."""
+"""``make faults``: run every test of a case of the fault catalogue, and write docs/fault-table.md.
+
+``--list`` prints the tests of each case on each transport instead.
+"""
 
 from __future__ import annotations
 
@@ -8,48 +11,60 @@ import re
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
 
-from catalogue import CASES, TRANSPORTS, Case  # noqa: E402 - found by the path above
+from cases import CASES, TRANSPORTS, Case  # noqa: E402 - found by the path above
 
 ROOT = Path(__file__).parents[2]
 FOUND = ROOT / "build" / "faults.json"
-PAGE = ROOT / "docs" / "reliability.md"
-BEGIN, END = "<!-- made by make faults -->", "<!-- end -->"
-SUITE = "aiocomms/testing/conformance"
+PAGE = ROOT / "docs" / "fault-table.md"
+TESTS = ["-m", "fault", "tests", "aiocomms/testing/conformance", *(f"--transport={name}" for name in TRANSPORTS)]
+"""Arguments of pytest: all tests of the catalogue."""
+
+HEAD = """# The fault table
+
+Each case of the fault catalogue on each transport: how many tests show it and what became of them, or why there is
+none, of it or of some part. [Reliability](reliability.md) says what the tests hold their ranks to. `make faults` writes
+this page.
+
+| case | what | transport | outcome | noticed after: median / worst |
+|---|---|---|---|---|
+"""
 
 
-def path(name: str) -> str:
-    """A test's name as pytest has it."""
-    return name.replace("conformance::", f"{SUITE}/")
-
-
-def arguments(quick: bool) -> list[str]:
-    """Of pytest, to run or to find all that is named."""
-    named = {path(name) for case in CASES for t in TRANSPORTS for name in case.tests(t)}
-    where = sorted({name.partition("::")[0] for name in named} if quick else named)
-    return [*where, *(f"--transport={name}" for name in TRANSPORTS), *(["--loops=asyncio"] if quick else [])]
-
-
-def matches(ids: Iterable[str], name: str, transport: str) -> list[str]:
-    """The tests of a name that run on a transport: where the transport is a parameter, those that have it."""
-    found = [it for it in ids if it.partition("[")[0] == path(name)]
-    apart = {it: set(re.findall("|".join(TRANSPORTS), it.partition("[")[2])) for it in found}
-    return [it for it, names in apart.items() if transport in names or not any(apart.values())]
+def shown(item: pytest.Item) -> list[tuple[int, str]]:
+    """The cases that a test shows, and on which transports: see cases.py."""
+    parameters = item.callspec.id if hasattr(item, "callspec") else ""
+    own = tuple(sorted(set(re.findall("|".join(TRANSPORTS), parameters))))
+    pairs = []
+    for marker in item.iter_markers("fault"):
+        only = marker.kwargs.get("transport")
+        if not marker.args or not set(marker.kwargs) <= {"transport"} or only not in (None, *TRANSPORTS):
+            raise pytest.UsageError(f"{item.nodeid}: wanted @pytest.mark.fault(number, ..., transport='ucx'): {marker}")
+        on = (only,) if only else own or TRANSPORTS
+        pairs += [(number, transport) for number in marker.args for transport in on]
+    return pairs
 
 
 class Results:
-    """What became of each test, and how soon the fault was noticed."""
+    """Which tests show what, what became of each, and how soon the fault was noticed."""
 
     def __init__(self) -> None:
+        self.tests: dict[tuple[int, str], set[str]] = defaultdict(set)
         self.outcomes: dict[str, str] = {}
         self.reasons: dict[str, str] = {}
         self.notices: dict[str, list[float]] = defaultdict(list)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """See all tests, before some are deselected."""
+        for item in items:
+            for pair in shown(item):
+                self.tests[pair].add(item.nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         outcome = "xfailed" if hasattr(report, "wasxfail") else report.outcome
@@ -71,40 +86,49 @@ class Results:
             self.notices.update(found["notices"])
 
     def row(self, case: Case, transport: str) -> str:
-        named, reasons = case.tests(transport), case.reasons(transport)
         cells = [str(case.number), case.what, transport]
-        if not named:
-            return f"| {' | '.join([*cells, 'no test: ' + '; '.join(reasons), ''])} |"
-        ids = [it for name in named for it in matches(self.outcomes, name, transport)]
-        counts = [f"{n} {kind}" for kind in ("passed", "failed", "xfailed", "skipped") if (n := self.count(ids, kind))]
-        why = [*reasons, *{self.reasons[it] for it in ids if it in self.reasons}]
-        noticed = [value for it in ids for value in self.notices[it]]
+        if untested := case.untested(transport):
+            return f"| {' | '.join([*cells, f'no test: {untested}', ''])} |"
+        tests = self.tests[case.number, transport] & self.outcomes.keys()
+        counts = [
+            f"{n} {outcome}"
+            for outcome in ("passed", "failed", "xfailed", "skipped")
+            if (n := sum(self.outcomes[test] == outcome for test in tests))
+        ]
+        reasons = {self.reasons[test] for test in tests if test in self.reasons}
+        why = "".join(f" ({reason})" for reason in (case.gap(transport), *sorted(reasons)) if reason)
+        noticed = [value for test in tests for value in self.notices[test]]
         times = f"{statistics.median(noticed):.2f} / {max(noticed):.2f} s" if noticed else ""
-        return (
-            f"| {' | '.join([*cells, ', '.join(counts or ['not run']) + ''.join(f' ({it})' for it in why), times])} |"
-        )
-
-    def count(self, ids: Iterable[str], outcome: str) -> int:
-        return sum(self.outcomes[it] == outcome for it in ids)
+        return f"| {' | '.join([*cells, ', '.join(counts or ['not run']) + why, times])} |"
 
     def write(self) -> None:
-        rows = [self.row(case, transport) for case in CASES for transport in TRANSPORTS]
-        head = "| case | what | transport | outcome | noticed after: median / worst |\n|---|---|---|---|---|\n"
-        table = f"{BEGIN}\n\n{head}" + "\n".join(rows) + f"\n\n{END}"
-        page = PAGE.read_text()
         FOUND.parent.mkdir(exist_ok=True)
         found = {"outcomes": self.outcomes, "reasons": self.reasons, "notices": self.notices}
         FOUND.write_text(json.dumps(found))
-        PAGE.write_text(page[: page.index(BEGIN)] + table + page[page.index(END) + len(END) :])
+        PAGE.write_text(HEAD + "\n".join(self.row(case, on) for case in CASES for on in TRANSPORTS) + "\n")
+
+
+def listed() -> int:
+    """Print a line for each case, transport and test."""
+    results = Results()
+    code = pytest.main(
+        [*TESTS, "--loops=asyncio", "--collect-only", "-qq", "-p", "no:cacheprovider"], plugins=[results]
+    )
+    for (number, transport), tests in sorted(results.tests.items()):
+        for test in sorted(tests):
+            print(f"case {number} on {transport}: {test}")
+    return int(code)
 
 
 def main() -> int:
     """Run all, or what pytest's arguments select and add it to what was found before; write the table in any case."""
+    if sys.argv[1:] == ["--list"]:
+        return listed()
     os.environ.setdefault("AIOCOMMS_FAULTS", "full")
     results = Results()
     if len(sys.argv) > 1:
         results.load()
-    code = pytest.main([*arguments(quick=False), "--loops=asyncio", *sys.argv[1:]], plugins=[results])
+    code = pytest.main([*TESTS, "--loops=asyncio", *sys.argv[1:]], plugins=[results])
     results.write()
     return int(code)
 

@@ -93,6 +93,7 @@ async def alone(place: Rank, store: Any) -> None:
         pass
 
 
+@pytest.mark.fault(31, 32)
 def test_a_store_that_stops_and_dies(ranks: Run, notice: Notice, server: Callable[[], tuple[int, int]]) -> None:
     late, lost = zip(*ranks(2, lose_the_store, *server()), strict=True)
     assert max(late) < LATE, late
@@ -123,6 +124,7 @@ async def split_without_a_store(place: Rank, port: int, pid: int) -> float:
         return took
 
 
+@pytest.mark.fault(31)
 def test_a_split_without_a_store(ranks: Run, notice: Notice, server: Callable[[], tuple[int, int]]) -> None:
     notice(ranks(2, split_without_a_store, *server()), VISIBLE)
 
@@ -139,6 +141,7 @@ async def speak_another_version(place: Rank, what: str) -> str:
     return caught.value.message
 
 
+@pytest.mark.fault(30)
 def test_ranks_of_two_versions(ranks: Run, transport: str) -> None:
     versions = __import__(f"aiocomms_{transport}.wire").wire.VERSION
     for message in ranks(2, speak_another_version, "version"):
@@ -146,6 +149,7 @@ def test_ranks_of_two_versions(ranks: Run, transport: str) -> None:
         assert {str(versions), str(versions + 1)} <= set(re.findall(r"\d+", message)), message
 
 
+@pytest.mark.fault(30)
 def test_ranks_of_two_byte_orders(ranks: Run) -> None:
     for message in ranks(2, speak_another_version, "byte order"):
         assert "little" in message, message
@@ -179,6 +183,7 @@ async def come_late(place: Rank) -> tuple[str, float]:
         return message, took
 
 
+@pytest.mark.fault(33)
 def test_a_rank_that_is_late(ranks: Run, notice: Notice) -> None:
     said, late = zip(*ranks(3, come_late), strict=True)
     for message, missing in zip(said, ["2", "2", "0, 1"], strict=True):
@@ -210,6 +215,7 @@ async def opened(place: Rank, **more: Any) -> Any:
     return await aiocomms.new_comm(place.transport, **more)
 
 
+@pytest.mark.fault(34)
 def test_a_rank_that_is_there_twice(ranks: Run) -> None:
     first, second, third = ranks(3, come_twice)
     assert "another process has come as rank 1" in second

@@ -77,6 +77,7 @@ async def lose_amid(place: Rank, count: int, victim: int, delay: float) -> float
         return took
 
 
+@pytest.mark.fault(1)
 @pytest.mark.parametrize("delay", DELAYS)
 @pytest.mark.parametrize("victim", VICTIMS)
 @pytest.mark.parametrize("count", [8, HUGE])
@@ -109,6 +110,7 @@ async def lose_a_sender(place: Rank) -> float:
         return took
 
 
+@pytest.mark.fault(2)
 def test_a_sender_whose_message_waits(ranks: Run, notice: Notice) -> None:
     took, killed = ranks(2, lose_a_sender)
     assert killed is KILLED
@@ -141,6 +143,7 @@ async def lose_amid_a_message(place: Rank, victim_sends: bool, delay: float) -> 
         return took
 
 
+@pytest.mark.fault(3, 4)
 @pytest.mark.parametrize("delay", DELAYS)
 @pytest.mark.parametrize("victim", ["sender", "receiver"])
 def test_amid_a_message(ranks: Run, notice: Notice, victim: str, delay: float) -> None:
@@ -184,6 +187,7 @@ async def lose_a_target(place: Rank, what: str) -> float:
         return took
 
 
+@pytest.mark.fault(5)
 @pytest.mark.parametrize("what", ACCESSES if FULL else ["get", "flush"])
 def test_the_target_of_a_window(ranks: Run, notice: Notice, what: str) -> None:
     took = ranks(3, lose_a_target, what)
@@ -219,6 +223,7 @@ async def lose_two(place: Rank, port: int) -> float:
         return took
 
 
+@pytest.mark.fault(6)
 def test_two_at_once_and_the_host_of_the_store(ranks: Run, notice: Notice) -> None:
     first, *took, last = ranks(4, lose_two, free_port())
     assert (first, last) == (KILLED, KILLED)
@@ -253,6 +258,7 @@ async def lose_politely(place: Rank) -> float:
         return took
 
 
+@pytest.mark.fault(7)
 def test_sigterm_and_a_close(ranks: Run, notice: Notice) -> None:
     notice(ranks(3, lose_politely), VISIBLE)
 
@@ -286,6 +292,7 @@ async def lose_somehow(place: Rank, how: str) -> float:
         return took
 
 
+@pytest.mark.fault(8)
 @pytest.mark.parametrize("how", ENDS if FULL else ["os._exit", "segfault"])
 def test_other_ends(ranks: Run, notice: Notice, how: str) -> None:
     took = ranks(3, lose_somehow, how, codes={1: ENDS[how][1]})
@@ -337,6 +344,7 @@ async def run_out_of_memory(place: Rank) -> float:
         return 0.0
 
 
+@pytest.mark.fault(9)
 def test_no_memory(ranks: Run, notice: Notice) -> None:
     notice(ranks(3, run_out_of_memory), 2.0)  # the message of 60 MiB included
 
@@ -355,6 +363,7 @@ async def lose_before_the_first_op(place: Rank) -> float:
         return took
 
 
+@pytest.mark.fault(10)
 def test_before_the_first_op(ranks: Run, notice: Notice) -> None:
     took = ranks(3, lose_before_the_first_op)
     assert took.pop(1) is KILLED
@@ -393,6 +402,7 @@ async def lose_while_forming(place: Rank, calls: int) -> float:
         return time.monotonic() - began
 
 
+@pytest.mark.fault(10, 33)
 def test_while_it_forms(ranks: Run, notice: Notice) -> None:
     took = ranks(3, lose_while_forming, 1)
     assert took.pop(1) is KILLED
@@ -413,6 +423,7 @@ async def lose_while_late(place: Rank, timeout: float) -> float:
     return time.monotonic() - began - timeout
 
 
+@pytest.mark.fault(33)
 @pytest.mark.parametrize("transport", ["c10d"])  # gloo does not say for whom it waits; ucx does
 def test_while_it_forms_and_one_is_late(ranks: Run, notice: Notice) -> None:
     took = ranks(3, lose_while_late, 3)

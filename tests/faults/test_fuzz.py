@@ -147,6 +147,7 @@ def mutations(sample: bytes, turns: int) -> Iterator[bytes]:
         yield bytes(data)
 
 
+@pytest.mark.fault(65, 68)
 @pytest.mark.parametrize("what", PARSERS)
 def test_mutations(what: str) -> None:
     parse, sample = PARSERS[what]
@@ -163,6 +164,7 @@ def test_mutations(what: str) -> None:
     assert peak < MEMORY
 
 
+@pytest.mark.fault(68)
 @pytest.mark.parametrize("what", PARSERS)
 def test_any_bytes(what: str) -> None:
     parse, _ = PARSERS[what]

@@ -148,11 +148,13 @@ async def let_go(before: tuple[list[str], list[str]]) -> None:
         await asyncio.sleep(0.05)
 
 
+@pytest.mark.fault(22, 64)
 def test_strangers_at_every_listener(ranks: Run, transport: str) -> None:
     """On one host that is the store's: ucx listens nowhere once it is open, and gloo does not hear."""
     assert ranks(2, stand, free_port(), "127.0.0.1", 300, seconds=40) == [300, 0]
 
 
+@pytest.mark.fault(22)
 def test_strangers_at_every_listener_between_hosts(ranks: Run, transport: str, names: list[str]) -> None:
     """The store's and UCX's own, of which each rank has several."""
     met = ranks(2, stand, 29533, address(0), 200, before=Enter(names, "01"), seconds=50)
@@ -198,6 +200,7 @@ async def opened(place: Rank) -> Any:
     return await place.open()
 
 
+@pytest.mark.fault(22, 64)
 @on_ucx  # gloo's listener is known to nobody before it is full of ranks
 def test_strangers_come_first(ranks: Run, transport: str) -> None:
     ranks(2, come_late, before=in_job)
@@ -246,6 +249,7 @@ async def refused(place: Rank) -> tuple[str, int | None]:
     return caught.value.message, caught.value.peer
 
 
+@pytest.mark.fault(64)
 @pytest.mark.parametrize("before", [with_another_token, with_none])
 def test_a_rank_of_another_job(ranks: Run, transport: str, before: Callable[[int], None]) -> None:
     """Each rank learns whose record it does not believe, and no memory, thread or descriptor is left."""
@@ -268,6 +272,7 @@ async def impersonated(place: Rank) -> str:
     return ""
 
 
+@pytest.mark.fault(36)
 def test_a_stranger_in_the_store(ranks: Run, transport: str) -> None:
     assert ranks(2, impersonated, before=in_job)[0] == "1"
 
@@ -286,6 +291,7 @@ async def tampered(place: Rank) -> str:
     return f"{type(caught.value).__name__}: {caught.value.message}"
 
 
+@pytest.mark.fault(36)
 @on_c10d  # UCX reads nothing there: its addresses come in signed records
 def test_gloo_does_not_believe_the_store(ranks: Run, transport: str) -> None:
     assert "not signed with this job's token" in ranks(2, tampered, before=in_job)[0]
@@ -337,6 +343,7 @@ async def bombed(place: Rank) -> None:
             await exchange(healthy, 3)
 
 
+@pytest.mark.fault(65)
 @on_c10d
 def test_header_bombs(ranks: Run, transport: str) -> None:
     """Of frames of c10d; of ucx's headers see engine_hostile.hpp, and of its control frames the next test."""
@@ -373,6 +380,7 @@ async def bombed_frames(place: Rank) -> None:
             await exchange(healthy, 3)
 
 
+@pytest.mark.fault(65)
 @on_ucx
 def test_control_frames_that_make_no_sense(ranks: Run, transport: str) -> None:
     ranks(2, bombed_frames, seconds=40)
@@ -459,12 +467,14 @@ async def sing(place: Rank) -> None:
     assert not Path(song).exists()
 
 
+@pytest.mark.fault(66)
 def test_a_pickle_by_every_channel(ranks: Run, transport: str, tmp_path: Path) -> None:
     """Object messages and collectives, streams: none runs it. Records and frames: test_fuzz.py."""
     ranks(2, sing, seconds=40)
     assert not list(tmp_path.rglob("sung"))
 
 
+@pytest.mark.fault(66, transport="local")
 def test_a_pickle_on_local(tmp_path: Path) -> None:
     song = tmp_path / "sung"
 
@@ -523,6 +533,7 @@ async def too_much(place: Rank) -> None:
         await exchange(comm, 3)
 
 
+@pytest.mark.fault(67, transport="local")
 def test_objects_beyond_each_limit_on_local() -> None:
     async def main() -> None:
         async with local_world(2) as (one, two):
@@ -534,6 +545,7 @@ def test_objects_beyond_each_limit_on_local() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.fault(67)
 def test_objects_beyond_each_limit(ranks: Run, transport: str) -> None:
     ranks(2, too_much, seconds=40)
 
@@ -590,6 +602,7 @@ async def guarded(place: Rank) -> list[tuple[str, str]]:
         return tried
 
 
+@pytest.mark.fault(69)
 @needs_root
 def test_another_user_opens_nothing(ranks: Run, transport: str) -> None:
     for tried in ranks(2, guarded):
@@ -600,6 +613,7 @@ def test_another_user_opens_nothing(ranks: Run, transport: str) -> None:
         )
 
 
+@pytest.mark.fault(69)
 @needs_root
 def test_another_user_cannot_read_the_token(tmp_path: Path) -> None:
     for folder in (tmp_path, *list(tmp_path.parents)[:-1]):
@@ -619,6 +633,7 @@ def test_ucx_shares_nothing_with_the_group() -> None:
             assert dict(bringup._options(outside, gpu=gpu))["TLS"].startswith("^sysv")
 
 
+@pytest.mark.fault(69, transport="ucx")
 @pytest.mark.parametrize("what", ["file", "unsealed memory", "another user's"])
 def test_memory_that_is_not_a_ranks_own(tmp_path: Path, what: str) -> None:
     """A descriptor that a rank names is looked at before it is mapped."""
@@ -688,6 +703,7 @@ async def out_of_bounds(place: Rank) -> None:
         await exchange(comm, 3)
 
 
+@pytest.mark.fault(70)
 @on_ucx
 def test_windows_are_bounded_in_the_engine(ranks: Run, transport: str) -> None:
     ranks(2, out_of_bounds)
@@ -708,6 +724,7 @@ async def out_of_bounds_requests(place: Rank) -> None:
         assert (whole == canary).all()
 
 
+@pytest.mark.fault(70, transport="c10d")
 @pytest.mark.parametrize(
     ("offset", "count"), [(0, 65), (64, 1), (-1, 1), (0, -1), (2**63 - 1, 1), (-(2**63), 2**63 - 1), (1, 2**63 - 1)]
 )
@@ -724,6 +741,7 @@ def test_a_request_beyond_a_window(offset: int, count: int) -> None:
     assert (whole == 7).all()
 
 
+@pytest.mark.fault(70)
 @on_c10d
 def test_requests_beyond_a_window(ranks: Run, transport: str) -> None:
     ranks(2, out_of_bounds_requests)

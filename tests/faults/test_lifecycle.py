@@ -68,6 +68,7 @@ async def come_late(place: Rank) -> float:
         return took
 
 
+@pytest.mark.fault(17)
 def test_a_straggler(ranks: Run, notice: Notice) -> None:
     notice(ranks(3, come_late), 1.0)
 
@@ -102,6 +103,7 @@ def heed_interrupts(rank: int) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.mark.fault(46)
 def test_an_interrupt(ranks: Run, notice: Notice) -> None:
     first, interrupted, last = ranks(3, interrupt, before=heed_interrupts)
     assert interrupted == INTERRUPTED
@@ -140,6 +142,7 @@ async def abort_a_thousand(place: Rank, how: str) -> float:
         return took
 
 
+@pytest.mark.fault(48)
 @pytest.mark.parametrize("how", ["thread", "signal", "task"] if FULL else ["signal"])
 def test_an_abort_of_a_thousand(ranks: Run, notice: Notice, how: str) -> None:
     notice(ranks(2, abort_a_thousand, how), 1.0)
@@ -166,6 +169,7 @@ async def resize(place: Rank, count: int) -> None:
         await comm.aclose()
 
 
+@pytest.mark.fault(49)
 @pytest.mark.parametrize("transport", ["c10d"])  # ucx writes into memory that was freed: docs/reliability.md
 @pytest.mark.parametrize("count", [20, 2**22] if FULL else [20])
 def test_a_storage_that_is_resized(ranks: Run, transport: str, count: int) -> None:
@@ -195,6 +199,7 @@ async def swap_tensors(place: Rank) -> None:
         await comm.aclose()
 
 
+@pytest.mark.fault(49)
 def test_a_tensor_that_is_set(ranks: Run) -> None:
     ranks(2, swap_tensors)
 
@@ -254,11 +259,13 @@ def failed(call: Callable[[], None]) -> list[BaseException]:
     return []
 
 
+@pytest.mark.fault(54)
 @pytest.mark.filterwarnings("ignore")
 def test_loops_come_and_go(ranks: Run) -> None:
     ranks(2, come_and_go, True, seconds=50)
 
 
+@pytest.mark.fault(53)
 @pytest.mark.filterwarnings("ignore")
 def test_loops_end_with_works_pending(ranks: Run) -> None:
     ranks(2, come_and_go, False, seconds=50)
@@ -300,6 +307,7 @@ if place.rank == 1:
 """
 
 
+@pytest.mark.fault(56)
 @pytest.mark.parametrize("how", ENDS if FULL else ["an exception"])
 def test_an_interpreters_end(tmp_path: Path, transport: str, notice: Notice, how: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
@@ -351,10 +359,12 @@ async def exec_a_child(place: Rank, close: bool) -> None:
         await comm.barrier()
 
 
+@pytest.mark.fault(58)
 def test_a_child_inherits_nothing(ranks: Run) -> None:
     ranks(2, exec_a_child, True)
 
 
+@pytest.mark.fault(58)
 def test_nothing_is_inheritable(ranks: Run) -> None:
     ranks(2, exec_a_child, False)
 
@@ -394,11 +404,13 @@ async def run_out(place: Rank, what: str, room: int) -> None:
             await comm.all_reduce(torch.ones(LARGE))
 
 
+@pytest.mark.fault(59)
 @pytest.mark.parametrize("room", [2, 4, 6, 8, 10] if FULL else [4])
 def test_no_descriptors(ranks: Run, room: int) -> None:
     ranks(2, run_out, "descriptors", room)
 
 
+@pytest.mark.fault(59)
 @pytest.mark.parametrize("transport", ["ucx"])
 def test_no_shared_memory(ranks: Run) -> None:
     ranks(2, run_out, "shared memory", 4096)
@@ -428,6 +440,7 @@ async def run_out_of_threads(place: Rank) -> None:
             await exchange(comm, LARGE)
 
 
+@pytest.mark.fault(59)
 def test_no_threads(ranks: Run) -> None:
     ranks(2, run_out_of_threads)
 
@@ -462,6 +475,7 @@ async def run_out_at_last(place: Rank) -> None:
             await exchange(comm, LARGE)
 
 
+@pytest.mark.fault(59)
 def test_no_thread_of_its_own(ranks: Run) -> None:
     ranks(2, run_out_at_last)
 
@@ -478,6 +492,7 @@ async def run_out_amid(place: Rank) -> None:
         del comm, caught
 
 
+@pytest.mark.fault(59)
 @pytest.mark.parametrize("transport", ["c10d"])  # the engine of ucx has its only thread from the beginning
 def test_no_thread_for_a_large_collective(ranks: Run) -> None:
     ranks(2, run_out_amid)
@@ -500,6 +515,7 @@ def wall_clocks(path: Path) -> Iterator[str]:
                 yield f"{path.relative_to(ROOT)}:{node.lineno}"
 
 
+@pytest.mark.fault(61)
 def test_no_clock_that_can_be_set() -> None:
     """But for what is written into files for people."""
     sources = [*(ROOT / "aiocomms").rglob("*.py"), *(ROOT / "transports").rglob("*.py")]
@@ -511,6 +527,7 @@ def test_no_clock_that_can_be_set() -> None:
     }, found
 
 
+@pytest.mark.fault(61)
 def test_a_clock_that_jumps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hours forth and back while a deadline runs."""
 
@@ -542,6 +559,7 @@ async def collect_all_the_time(place: Rank) -> None:
         await comm.barrier()
 
 
+@pytest.mark.fault(62)
 def test_a_storm_of_collections(ranks: Run) -> None:
     ranks(2, collect_all_the_time, seconds=50)
 
@@ -570,6 +588,7 @@ async def close_in_a_callback(place: Rank) -> None:
         loop.set_exception_handler(handler)
 
 
+@pytest.mark.fault(63)
 def test_callbacks(ranks: Run) -> None:
     ranks(2, close_in_a_callback)
 
@@ -585,6 +604,7 @@ except interpreters.RunFailedError as error:
 """
 
 
+@pytest.mark.fault(62)
 def test_a_subinterpreter() -> None:
     if sys.version_info >= (3, 13):
         pytest.skip("_xxsubinterpreters has another name from Python 3.13 on")

@@ -68,6 +68,7 @@ async def pull_the_plug(place: Rank, names: list[str], seconds: float) -> None:
         assert (await comm.all_reduce(torch.ones(LARGE)) == 2).all()
 
 
+@pytest.mark.fault(18, 20)
 def test_a_link_that_comes_back(ranks: Run, names: list[str]) -> None:
     ranks(2, pull_the_plug, names, 0.3, before=Enter(names, "01", **ROUTE), seconds=40)
 
@@ -107,6 +108,7 @@ async def lose_the_link(place: Rank, names: list[str]) -> float:
     return took
 
 
+@pytest.mark.fault(18)
 def test_a_link_that_is_lost(ranks: Run, names: list[str], notice: Notice) -> None:
     notice(ranks(2, lose_the_link, names, before=Enter(names, "01", **ROUTE)), LATE)
 
@@ -129,6 +131,7 @@ async def lose_one_way(place: Rank, names: list[str]) -> float:
     return took
 
 
+@pytest.mark.fault(19)
 def test_one_way_is_lost(ranks: Run, names: list[str], notice: Notice) -> None:
     notice(ranks(2, lose_one_way, names, before=Enter(names, "01", **ROUTE)), LATE)
 
@@ -200,6 +203,7 @@ async def break_connections(place: Rank, how: str) -> float:
     return took
 
 
+@pytest.mark.fault(20)
 @pytest.mark.parametrize("how", BREAKS)
 def test_a_connection_that_breaks(ranks: Run, names: list[str], notice: Notice, how: str) -> None:
     notice(ranks(2, break_connections, how, before=Enter(names, "01", **ROUTE)), VISIBLE)
@@ -219,6 +223,7 @@ async def dribble(place: Rank) -> None:
         await comm.barrier()
 
 
+@pytest.mark.fault(20)
 def test_a_dribble(ranks: Run, names: list[str]) -> None:
     ranks(2, dribble, before=Enter(names, "01", **ROUTE))
 
@@ -248,6 +253,7 @@ async def go_slow(place: Rank, rate: str) -> float:
         return took
 
 
+@pytest.mark.fault(21)
 @pytest.mark.parametrize("rate", ["1mbit", "8mbit"] if FULL else ["16mbit"])
 def test_a_slow_link(ranks: Run, names: list[str], rate: str) -> None:
     took = ranks(2, go_slow, rate, before=Enter(names, "01", **ROUTE), seconds=50)

@@ -23,6 +23,7 @@ from aiocomms.errors import CommError
 from aiocomms.testing import local_world
 
 
+@pytest.mark.fault(14, transport="local")
 def test_a_slow_callback_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     """By asyncio's debug mode, which says whose it is; the peer's deadline passes meanwhile, and nobody is dead."""
 
@@ -50,6 +51,7 @@ def _heeded() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.fault(46, transport="local")
 @pytest.mark.usefixtures("_heeded")
 def test_an_interrupt() -> None:
     """Ctrl-C during an await: the loop ends at once, and what was open is closed."""
@@ -80,6 +82,7 @@ def descriptors() -> set[int]:
     return {int(path.name) for path in Path("/proc/self/fd").iterdir() if path.exists()}
 
 
+@pytest.mark.fault(59, transport="local")
 @pytest.mark.parametrize("room", [0, 1, 2])
 def test_no_descriptors(room: int) -> None:
     """A world does not open for want of them, leaves none behind, and opens when there are some."""
@@ -111,6 +114,7 @@ def test_no_descriptors(room: int) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.fault(62, transport="local")
 def test_a_storm_of_collections() -> None:
     async def main() -> None:
         async with local_world(2) as world:

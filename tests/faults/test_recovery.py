@@ -105,6 +105,7 @@ def test_two_die_at_once(ranks: Run, transport: str, explicit: bool) -> None:
     assert max(it[3] for it in (results[0], results[3])) < (3 if transport == "ucx" or explicit else 5), results
 
 
+@pytest.mark.fault(31, transport="ucx")
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_store_dies_too(ranks: Run, size: int) -> None:
     killed, *results = ranks(size, outlive, [0], False, True)
@@ -152,6 +153,7 @@ async def without_a_store(place: Rank) -> str:
     return str(caught.value)
 
 
+@pytest.mark.fault(31)
 @pytest.mark.parametrize("transport", ["c10d"])
 def test_a_transport_that_needs_the_store_says_so(ranks: Run, transport: str) -> None:
     assert all("store is gone" in text for text in ranks(3, without_a_store)[1:])
@@ -237,6 +239,7 @@ async def be_stopped(place: Rank, comm: Communicator) -> str:
     return str(out.value)
 
 
+@pytest.mark.fault(11, 12, transport="ucx")
 def test_a_stopped_rank_is_out(ranks: Run) -> None:
     first, second, text = ranks(3, stop_one, seconds=30)
     assert first[1] == second[1] == 2
@@ -268,6 +271,7 @@ async def be_reported() -> None:
     assert any("be_reported" in text and "took 3." in text for text in map(logging.LogRecord.getMessage, said.buffer))
 
 
+@pytest.mark.fault(14)
 @pytest.mark.parametrize("transport", ["ucx", "c10d"])
 def test_a_blocked_loop_is_no_death(ranks: Run, transport: str) -> None:
     ranks(3, block)
@@ -284,6 +288,7 @@ async def hold_the_lock(place: Rank) -> None:
     await comm.aclose()
 
 
+@pytest.mark.fault(14, transport="ucx")
 def test_a_long_call_that_holds_the_interpreter_is_no_death(ranks: Run) -> None:
     ranks(3, hold_the_lock)
 
@@ -314,6 +319,7 @@ async def starve(place: Rank) -> None:
     await comm.aclose()
 
 
+@pytest.mark.fault(15)
 @pytest.mark.parametrize("transport", ["ucx", "c10d"])
 def test_a_starved_rank_is_no_death(ranks: Run, transport: str) -> None:
     ranks(8, starve, seconds=60)
@@ -413,6 +419,7 @@ async def form_again(place: Rank) -> tuple[str, int]:
         return comm.name, comm.rank
 
 
+@pytest.mark.fault(11, 34)
 @pytest.mark.parametrize("transport", ["ucx", "c10d"])
 def test_a_store_that_a_crashed_run_has_used(ranks: Run, transport: str) -> None:
     assert ranks(3, form_again) == [("world", 0), KILLED, ("world", 1)]
@@ -435,6 +442,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.fault(11)
 @pytest.mark.timeout(180)  # six processes import torch
 @pytest.mark.parametrize("transport", ["ucx", "c10d"])
 def test_torchrun_starts_all_anew(tmp_path: Path, transport: str) -> None:

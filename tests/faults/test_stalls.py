@@ -85,6 +85,7 @@ async def be_told(place: Rank, comm: Communicator) -> str:
     return str(caught.value)
 
 
+@pytest.mark.fault(12)
 def test_stopped_past_a_deadline(ranks: Run, notice: Notice) -> None:
     *times, text = ranks(3, stop_past_a_deadline)
     notice([took - DEADLINE for took in times], LATE)
@@ -119,6 +120,7 @@ async def stop_the_host_of_the_store(place: Rank, port: int) -> float:
         return took
 
 
+@pytest.mark.fault(12)
 def test_the_host_of_the_store_is_stopped(ranks: Run, notice: Notice) -> None:
     _, *times = ranks(3, stop_the_host_of_the_store, free_port())
     notice([took - DEADLINE for took in times], LATE)
@@ -148,5 +150,6 @@ def stop_and_go(pid: int, back: threading.Event) -> None:
     back.set()
 
 
+@pytest.mark.fault(13)
 def test_stopped_for_a_moment(ranks: Run) -> None:
     ranks(3, stop_for_a_moment)

@@ -194,6 +194,7 @@ async def split_unlike(place: Rank) -> str:
         return caught.value.message
 
 
+@pytest.mark.fault(29)
 def test_splits_that_disagree_are_told_to_all(ranks: Run) -> None:
     for message in ranks(3, split_unlike):
         assert re.search("rank 0 sends (20 bytes to rank 1|12 bytes to rank 2), which wants 16", message), message
@@ -257,6 +258,7 @@ async def lose_a_rank(place: Rank, what: str, victim: int) -> tuple[float, str]:
     return took, error.message
 
 
+@pytest.mark.fault(1)
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("what", LOSING)
 def test_a_rank_that_dies(ranks: Run, what: str, victim: int) -> None:
@@ -292,6 +294,7 @@ async def put_for_ever(window: Window, dst: int) -> None:
         await window.put(torch.ones(LARGE), dst)
 
 
+@pytest.mark.fault(5)
 @pytest.mark.parametrize("what", ["put", "wait_signal"])
 def test_the_owner_of_a_window_dies(ranks: Run, what: str) -> None:
     results = ranks(3, lose_the_owner_of_a_window, what, 1)
@@ -400,6 +403,7 @@ async def open_and_close(place: Rank) -> None:
     assert held() == before
 
 
+@pytest.mark.fault(60)
 def test_nothing_is_left(ranks: Run) -> None:
     ranks(2, open_and_close)
 
@@ -421,6 +425,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.fault(56)
 def test_an_end_without_a_close(tmp_path: Path, transport: str) -> None:
     """An interpreter that ends with a communicator open ends in the ordinary way."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "support")}
@@ -456,5 +461,6 @@ def end_of_interpreter() -> int:
     return 0
 
 
+@pytest.mark.fault(57)
 def test_a_forked_child(ranks: Run) -> None:
     ranks(2, fork)

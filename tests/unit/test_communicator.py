@@ -450,6 +450,7 @@ def test_split_into_groups_that_disagree(run):
 # ------------------------------------------------------------------------------------------------------------ abort
 
 
+@pytest.mark.fault(48, transport="local")
 def test_abort_ends_everything_everywhere(run):
     async def main():
         async with local_world(3) as world:
@@ -475,6 +476,7 @@ def test_abort_ends_everything_everywhere(run):
     run(main)
 
 
+@pytest.mark.fault(48, transport="local")
 def test_abort_from_another_thread(run):
     async def main():
         async with local_world(2) as (one, two):
@@ -487,6 +489,7 @@ def test_abort_from_another_thread(run):
     run(main)
 
 
+@pytest.mark.fault(48, transport="local")
 def test_abort_from_a_signal_handler():
     async def main():
         async with local_world(2) as (one, two):
@@ -713,6 +716,7 @@ def test_what_needs_a_closed_rank_fails_and_nothing_else(run):
     run(main)
 
 
+@pytest.mark.fault(60, transport="local")
 def test_many_communicators_leave_nothing_behind():
     async def main():
         for _ in range(300):

@@ -38,7 +38,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Check the options, and choose the seed."""
+    """Describe the marker, check the options, and choose the seed."""
+    config.addinivalue_line("markers", "fault(number, ...): cases of aiocomms' fault catalogue that a check shows")
     given = config.getoption("--seed")
     config.stash[SEED] = secrets.randbits(32) if given is None else given
     _loops(config)

@@ -36,6 +36,7 @@ def pend(comm: Communicator, peer: int, count: int = 3) -> list[Work[torch.Tenso
     return [comm.all_reduce(ones(comm)) for _ in range(count)]
 
 
+@pytest.mark.fault(55)
 @ranks(1, 2, 3, 7)
 async def test_a_closed_communicator_says_so(comm: Communicator, case: Case) -> None:
     other = await case.open("other")
@@ -56,6 +57,7 @@ async def test_a_closed_communicator_says_so(comm: Communicator, case: Case) -> 
     await comm.barrier()
 
 
+@pytest.mark.fault(55)
 @ranks(2)
 async def test_several_tasks_close_it(comm: Communicator, case: Case) -> None:
     other = await case.open("other")
@@ -65,6 +67,7 @@ async def test_several_tasks_close_it(comm: Communicator, case: Case) -> None:
     assert other.closed
 
 
+@pytest.mark.fault(55)
 @ranks(2, 3)
 async def test_close_lets_what_is_under_way_end(comm: Communicator, case: Case) -> None:
     """Rank 0 closes when the others have not come yet; its collective ends all the same, on all ranks."""
@@ -127,6 +130,7 @@ async def test_close_withdraws_receives(comm: Communicator, case: Case) -> None:
         slot.expect_untouched()
 
 
+@pytest.mark.fault(55)
 @ranks(2, 3, 7)
 @pytest.mark.parametrize("what", ["recv", "collective"])
 async def test_who_needs_a_rank_that_closed_is_told(comm: Communicator, case: Case, what: str) -> None:
@@ -161,6 +165,7 @@ async def test_a_call_that_comes_after_a_peers_close(comm: Communicator, case: C
     await other.aclose()
 
 
+@pytest.mark.fault(43)
 @ranks(2)
 async def test_a_cancelled_close_releases_everything(comm: Communicator, case: Case) -> None:
     other = await case.open("other")
@@ -178,6 +183,7 @@ async def test_a_cancelled_close_releases_everything(comm: Communicator, case: C
     await other.aclose()
 
 
+@pytest.mark.fault(45)
 @ranks(2)
 async def test_a_close_in_a_cancelled_scope_releases_everything(comm: Communicator, case: Case) -> None:
     """No await in it comes off any more, nor do those of the close; and there is nothing to wait for."""
@@ -228,6 +234,7 @@ async def test_abort_ends_everything_everywhere(comm: Communicator, case: Case) 
     await comm.aclose()
 
 
+@pytest.mark.fault(48)
 @ranks(2)
 async def test_abort_from_another_thread(comm: Communicator, case: Case) -> None:
     works = pend(comm, 1 - comm.rank, 100)
@@ -257,6 +264,7 @@ async def test_abort_with_nothing_pending(comm: Communicator, case: Case) -> Non
         comm.barrier()
 
 
+@pytest.mark.fault(55)
 @ranks(2)
 async def test_an_error_in_the_context_aborts(comm: Communicator, case: Case) -> None:
     """The peers may be waiting for what this rank will never do."""
@@ -276,6 +284,7 @@ async def test_an_error_in_the_context_aborts(comm: Communicator, case: Case) ->
             await work
 
 
+@pytest.mark.fault(47)
 @ranks(2)
 async def test_a_buffer_is_left_alone_after_an_abort(comm: Communicator, case: Case) -> None:
     case.need("p2p")
@@ -333,6 +342,7 @@ async def test_hooks(comm: Communicator, case: Case) -> None:
     assert seen[0] == ("all_reduce", work.seq) and seen[-1] == ("barrier", after.seq)
 
 
+@pytest.mark.fault(60)
 @ranks(1, 2)
 async def test_opened_and_closed_again_and_again(comm: Communicator, case: Case) -> None:
     """Threads and descriptors are back where they began."""

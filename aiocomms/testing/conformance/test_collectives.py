@@ -233,6 +233,7 @@ async def test_a_root_waits_for_data_only(comm: Communicator, case: Case) -> Non
         slot.expect(content)
 
 
+@pytest.mark.fault(50)
 @ranks(2, 3)
 async def test_a_work_that_nobody_awaits_completes(comm: Communicator, case: Case) -> None:
     slots = [case.full(case.numbers(torch.int32, (3,), i, comm.rank)) for i in range(5)]

@@ -65,6 +65,7 @@ DISAGREEMENTS: dict[str, tuple[Call, Call]] = {
 }
 
 
+@pytest.mark.fault(23, 24, 25, 26, 29)
 @ranks(2, 3)
 @pytest.mark.parametrize("what", DISAGREEMENTS)
 async def test_the_last_rank_does_something_else(comm: Communicator, case: Case, what: str) -> None:
@@ -82,6 +83,7 @@ async def test_the_last_rank_does_something_else(comm: Communicator, case: Case,
     assert comm.aborted
 
 
+@pytest.mark.fault(27)
 @ranks(2, 3)
 async def test_swapped_order(comm: Communicator, case: Case) -> None:
     """Two collectives, called in one order here and in the other one there."""
@@ -113,6 +115,7 @@ def call(comm: Communicator, start: Call) -> Work[object] | None:
         return None
 
 
+@pytest.mark.fault(25)
 @ranks(2)
 @pytest.mark.parametrize("early", ["send", "recv"])
 @pytest.mark.parametrize("count", [4, 40_009])

@@ -6,6 +6,7 @@ import datetime as dt
 import math
 from typing import Any
 
+import anyio
 import pytest
 import torch
 
@@ -159,3 +160,18 @@ async def test_what_no_object_may_hold(comm: Communicator, case: Case) -> None:
         with pytest.raises(ArgumentError, match="obj"):
             comm.send_object(value, 1 - comm.rank)
     assert await comm.all_gather_object(comm.rank) == [0, 1]
+
+
+@ranks(2)
+async def test_a_cancelled_object_receive_is_withdrawn(comm: Communicator, case: Case) -> None:
+    case.need("p2p")
+    for text in ("short", "long" * 1000):
+        if comm.rank == 0:
+            await case.told(f"cancelled {len(text)}", 1)
+            await comm.send_object(text, 1)
+            continue
+        assert await comm.recv_object(0).cancel()
+        with anyio.move_on_after(0):
+            await comm.recv_object(0)
+        case.tell(f"cancelled {len(text)}")
+        assert await comm.recv_object(0) == text

@@ -79,6 +79,7 @@ async def test_an_object_receive_fails_alone(comm: Communicator, case: Case) -> 
     assert not comm.aborted
 
 
+@pytest.mark.fault(17, 47)
 @ranks(2, 3, 7)
 async def test_a_late_collective_ends_the_communicator_everywhere(comm: Communicator, case: Case) -> None:
     """Every rank that waited gets a timeout; the first reason stays, and later operations fail at once."""
@@ -97,6 +98,7 @@ async def test_a_late_collective_ends_the_communicator_everywhere(comm: Communic
     assert comm.aborted and not comm.closed
 
 
+@pytest.mark.fault(48)
 @ranks(2)
 @pytest.mark.parametrize("first", ["the deadline", "an abort", "either"])
 async def test_the_first_reason_stays(comm: Communicator, case: Case, first: str) -> None:
@@ -125,6 +127,7 @@ async def test_the_first_reason_stays(comm: Communicator, case: Case, first: str
     case.tell("lost")
 
 
+@pytest.mark.fault(16)
 @ranks(2, 3)
 async def test_who_is_missing(comm: Communicator, case: Case) -> None:
     """All but the last rank call it; what fails says which one did not, where the transport can tell."""

@@ -260,6 +260,7 @@ async def test_an_access_whose_await_is_cancelled_happens(comm: Communicator, ca
         slot.expect(torch.cat([case.bits(torch.int64, (2,)), torch.tensor([5 if case.atomics() else 0])]))
 
 
+@pytest.mark.fault(70)
 @ranks(2)
 async def test_close_comes_after_everybodys_operations(comm: Communicator, case: Case) -> None:
     slot, win = await window(comm, case, torch.int32, PART)
@@ -282,6 +283,7 @@ async def test_close_comes_after_everybodys_operations(comm: Communicator, case:
     await comm.barrier()
 
 
+@pytest.mark.fault(70)
 @ranks(2)
 async def test_wrong_arguments(comm: Communicator, case: Case) -> None:
     slot, win = await window(comm, case, torch.int32, 4)

@@ -40,6 +40,7 @@ async def serve(comm: Communicator, case: Case) -> None:
     await comm.broadcast(case.full(case.bits(torch.int32, SHAPE)).tensor, 0)
 
 
+@pytest.mark.fault(51)
 @ranks(2)
 async def test_pending_then_done(comm: Communicator, case: Case) -> None:
     if comm.rank == 0:
@@ -58,6 +59,7 @@ async def test_pending_then_done(comm: Communicator, case: Case) -> None:
     assert "done" in repr(work)
 
 
+@pytest.mark.fault(51)
 @ranks(2)
 async def test_many_awaiters(comm: Communicator, case: Case) -> None:
     if comm.rank == 0:
@@ -109,6 +111,7 @@ async def test_callbacks(comm: Communicator, case: Case) -> None:
     assert all(done and thread == threading.get_ident() for _, done, thread in called)
 
 
+@pytest.mark.fault(63)
 @ranks(2)
 async def test_a_callback_that_raises(comm: Communicator, case: Case) -> None:
     """It is reported, and harms neither the other callbacks nor the awaiters."""
@@ -130,6 +133,7 @@ async def test_a_callback_that_raises(comm: Communicator, case: Case) -> None:
     case.reports.clear()
 
 
+@pytest.mark.fault(63)
 @ranks(2)
 async def test_a_callback_may_start_operations(comm: Communicator, case: Case) -> None:
     content = [case.bits(torch.int32, SHAPE, i) for i in range(3)]
@@ -148,6 +152,7 @@ async def test_a_callback_may_start_operations(comm: Communicator, case: Case) -
         slot.expect(c)
 
 
+@pytest.mark.fault(63)
 @ranks(2)
 async def test_a_callback_may_close(comm: Communicator, case: Case) -> None:
     other = await case.open("other")
@@ -164,6 +169,7 @@ async def test_a_callback_may_close(comm: Communicator, case: Case) -> None:
     await comm.barrier()
 
 
+@pytest.mark.fault(50)
 @ranks(2)
 async def test_a_failure_that_nobody_asks_for_is_reported_once(comm: Communicator, case: Case) -> None:
     case.need("p2p")
@@ -197,6 +203,7 @@ async def test_each_awaiter_of_a_failure_gets_an_error_of_its_own_traceback(comm
     await work.wait()
 
 
+@pytest.mark.fault(51)
 @ranks(2)
 async def test_awaited_after_the_close(comm: Communicator, case: Case) -> None:
     """What is done stays done."""
@@ -210,6 +217,7 @@ async def test_awaited_after_the_close(comm: Communicator, case: Case) -> None:
         await other.broadcast(slot.tensor, 0)
 
 
+@pytest.mark.fault(52)
 @ranks(2)
 async def test_waiting_on_another_thread(comm: Communicator, case: Case) -> None:
     if comm.rank == 0:
@@ -259,6 +267,7 @@ async def test_what_a_work_says_of_itself(comm: Communicator, case: Case) -> Non
     await first
 
 
+@pytest.mark.fault(52)
 @ranks(2)
 async def test_operations_belong_to_the_loops_thread(comm: Communicator, case: Case) -> None:
     with pytest.raises(RuntimeError, match="thread"):

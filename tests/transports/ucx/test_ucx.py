@@ -70,6 +70,7 @@ def compute_until(place: Rank, *notes: str) -> None:
         assert time.monotonic() < began + 10, "the others wait for this rank's loop"
 
 
+@pytest.mark.fault(14, transport="ucx")
 @pytest.mark.parametrize(("size", "count"), [(2, 2), (2, LARGE), (2, 2 * MEGA), (3, LARGE)])
 def test_a_rank_that_computes_does_not_hold_up_the_others(ranks: Run, size: int, count: int) -> None:
     _, *waited = ranks(size, compute_meanwhile, count)
@@ -159,6 +160,7 @@ async def wait_for(work: Any) -> Any:
     return await work
 
 
+@pytest.mark.fault(39, transport="ucx")
 def test_a_send_that_is_cancelled_and_forgotten(ranks: Run) -> None:
     ranks(2, reuse_what_is_sent)
 
@@ -198,6 +200,7 @@ def without_cma(rank: int) -> None:
     os.environ["UCX_TLS"] = "^sysv,tcp,cma"
 
 
+@pytest.mark.fault(38, transport="ucx")
 def test_a_receive_that_is_cancelled_and_forgotten(ranks: Run) -> None:
     """With the kernel's help UCX copies all of a message at once, and there is nothing to cancel."""
     ranks(2, reuse_what_is_received, before=without_cma)

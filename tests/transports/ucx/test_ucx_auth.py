@@ -106,6 +106,7 @@ def test_all_with_all() -> None:
                 talk(all_sockets[a][b], all_sockets[b][a])
 
 
+@pytest.mark.fault(22, transport="ucx")
 @pytest.mark.parametrize("what", GARBAGE)
 def test_garbage_is_dropped(listener: socket.socket, what: str) -> None:
     def stranger() -> bytes:
@@ -126,6 +127,7 @@ def test_garbage_is_dropped(listener: socket.socket, what: str) -> None:
     talk(end, inside[1])
 
 
+@pytest.mark.fault(64, transport="ucx")
 def test_who_says_nothing_is_dropped_in_time(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auth, "PATIENCE", 0.3)
     with contextlib.ExitStack() as stack:
@@ -162,6 +164,7 @@ def test_silent_strangers_hold_up_nobody(listener: socket.socket) -> None:
         talk(end, inside[1])
 
 
+@pytest.mark.fault(64, transport="ucx")
 def test_ten_thousand_strangers(listener: socket.socket) -> None:
     """No more are kept than there is room for, and the rank that comes amid them gets in."""
     done = threading.Event()
@@ -201,6 +204,7 @@ def test_ten_thousand_strangers(listener: socket.socket) -> None:
         talk(end, inside[number])
 
 
+@pytest.mark.fault(64, transport="ucx")
 def test_a_wrong_key_opens_nothing(listener: socket.socket) -> None:
     def rank() -> socket.socket:
         with pytest.raises(AuthError, match="in the place of rank 0 does not prove to be that rank") as caught:
@@ -236,6 +240,7 @@ class Tap:
                     dst.sendall(data)
 
 
+@pytest.mark.fault(64, transport="ucx")
 def test_an_old_handshake_opens_nothing(listener: socket.socket) -> None:
     """What a rank has said is said again, as it was, to the same rank, and to the other side."""
     tap = Tap(listener)
@@ -287,6 +292,7 @@ def test_a_ranks_own_words_are_no_proof(listener: socket.socket) -> None:
     talk(end, inside[1])
 
 
+@pytest.mark.fault(33, transport="ucx")
 def test_who_does_not_come_is_named(listener: socket.socket) -> None:
     before = len(held()[1])
     with pytest.raises(CommTimeoutError, match=r"these ranks did not connect within 0.3 s: \[1, 2\]"):
@@ -294,6 +300,7 @@ def test_who_does_not_come_is_named(listener: socket.socket) -> None:
     assert len(held()[1]) == before
 
 
+@pytest.mark.fault(69, transport="ucx")
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
 def test_another_user_is_not_heard() -> None:
     with socket.socket(socket.AF_UNIX) as listener:

@@ -76,6 +76,7 @@ async def lose_amid(place: Rank, what: str, victim: int, delay: float) -> tuple[
     return max(took, all_took), error.peer == victim
 
 
+@pytest.mark.fault(1, transport="ucx")
 @pytest.mark.parametrize(("victim", "delay"), [(0, 0.02), (2, 0.09)])
 @pytest.mark.parametrize("what", HUGE_THINGS)
 def test_a_rank_that_dies_amid(ranks: Run, what: str, victim: int, delay: float) -> None:
@@ -129,6 +130,7 @@ async def live_on(place: Rank) -> float:
     return took
 
 
+@pytest.mark.fault(1, transport="ucx")
 def test_what_does_not_need_the_dead_rank_goes_on(ranks: Run) -> None:
     results = ranks(3, live_on)
     assert results.pop() is KILLED
@@ -183,6 +185,7 @@ async def lose_two(place: Rank) -> set[int | None]:
     return peers
 
 
+@pytest.mark.fault(6, transport="ucx")
 def test_two_die_at_once(ranks: Run) -> None:
     for peers in ranks(4, lose_two)[1:3]:
         assert len(peers) == 1

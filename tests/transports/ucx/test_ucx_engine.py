@@ -51,6 +51,7 @@ def build(compiler: list[str], sanitizer: str, libucx: Path, where: Path) -> Non
     run(*compiler, *flags, *objects, "-o", "engine_test", *libraries, cwd=where)
 
 
+@pytest.mark.fault(65, 68, transport="ucx")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
 def test_engines_of_one_process(sanitizer: str, tmp_path: Path) -> None:

@@ -253,6 +253,7 @@ async def lose_a_rank(place: Rank, what: str, victim: int) -> float:
     return took
 
 
+@pytest.mark.fault(1, transport="ucx")
 @pytest.mark.parametrize("what", LOSING)
 def test_a_rank_that_dies(ranks: Run, names: list[str], what: str) -> None:
     """Seen by a rank of its host and by one of another."""
@@ -447,6 +448,7 @@ async def disagree(place: Rank, odd: int) -> str:
         return error.message
 
 
+@pytest.mark.fault(23, transport="ucx")
 @pytest.mark.parametrize("odd", [0, 3])
 def test_ranks_that_disagree(ranks: Run, names: list[str], odd: int) -> None:
     for message in ranks(4, disagree, odd, before=Enter(names, "0011", **ROUTE)):

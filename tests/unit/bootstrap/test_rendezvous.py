@@ -70,6 +70,7 @@ async def part(comms):
 # ---------------------------------------------------------------------------------------------------- arguments
 
 
+@pytest.mark.fault(34)
 @pytest.mark.parametrize(
     ("place", "complaints"),
     [
@@ -162,6 +163,7 @@ def test_ranks_meet_on_any_store(run, tmp_path, kind):
     run(main)
 
 
+@pytest.mark.fault(34)
 def test_several_names_on_one_store(run):
     store = HashStore()
 
@@ -176,6 +178,7 @@ def test_several_names_on_one_store(run):
     run(main)
 
 
+@pytest.mark.fault(34)
 def test_one_name_many_times_on_one_store(run):
     store = HashStore()
 
@@ -225,6 +228,7 @@ def test_a_closed_communicator_refuses(run):
 # ----------------------------------------------------------------------------------------------- somebody is missing
 
 
+@pytest.mark.fault(33, transport="local")
 @pytest.mark.parametrize("timeout", [0.1, timedelta(milliseconds=100)], ids=["seconds", "timedelta"])
 def test_who_did_not_come_is_named(run, timeout):
     async def main():
@@ -298,6 +302,7 @@ def test_a_transport_that_fails_halfway_leaves_nothing_behind(run, install):
     leaves_nothing_behind(run, main)
 
 
+@pytest.mark.fault(32)
 def test_an_attempt_that_was_given_up_does_not_hold_up_the_next():
     """A store's connection carries one call at a time, and an abandoned wait may have minutes to go."""
     mine = serve()
@@ -372,6 +377,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.fault(32)
 def test_a_store_whose_server_is_stopped_is_left_at_the_deadline():
     with subprocess.Popen(
         [sys.executable, "-c", STORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -392,6 +398,7 @@ def test_a_store_whose_server_is_stopped_is_left_at_the_deadline():
             server.kill()
 
 
+@pytest.mark.fault(31)
 def test_a_store_whose_server_has_gone_is_lost():
     server = serve()
     store = connect(server.port)
@@ -404,6 +411,7 @@ def test_a_store_whose_server_has_gone_is_lost():
     anyio.run(main)
 
 
+@pytest.mark.fault(31)
 def test_a_store_whose_server_goes_while_ranks_meet_is_lost():
     async def main():
         server = [serve()]
@@ -422,6 +430,7 @@ def test_a_store_whose_server_goes_while_ranks_meet_is_lost():
     anyio.run(main)
 
 
+@pytest.mark.fault(31)
 def test_an_established_communicator_outlives_its_store():
     async def main():
         server = serve()
@@ -575,6 +584,8 @@ def crashed(store, *ranks):
         arrival.join(10)
 
 
+@pytest.mark.fault(33, transport="local")
+@pytest.mark.fault(34)
 @pytest.mark.parametrize("before", [[], [(0,)], [(1,)], [(0, 1)], [(1,), (1,)], [(0,), (0, 1), (1,)]], ids=str)
 @pytest.mark.parametrize("kind", [HashStore, FileStore])
 def test_what_a_crashed_run_left_in_the_store_is_nobody(kind, before, tmp_path):
@@ -588,6 +599,7 @@ def test_what_a_crashed_run_left_in_the_store_is_nobody(kind, before, tmp_path):
     anyio.run(main)
 
 
+@pytest.mark.fault(34)
 def test_of_two_processes_that_are_one_rank_the_later_one_is_it():
     async def main():
         store, comms = HashStore(), []

@@ -96,6 +96,7 @@ def test_three_processes_exchange_keys(port):
     assert [process.communicate(timeout=30)[0] for process in clients] == ["0 1 2\n", "0 1 2\n"]
 
 
+@pytest.mark.fault(35)
 @pytest.mark.parametrize("libuv", [True, False])
 @pytest.mark.parametrize(
     ("host", "addresses"),
@@ -216,6 +217,7 @@ def test_every_interface_is_refused(port, host, rank):
     assert f"MASTER_ADDR={host!r}, MASTER_PORT={port}" in str(caught.value)
 
 
+@pytest.mark.fault(35)
 def test_a_port_in_use_is_refused_at_once(port):
     with (
         socket.create_server((HOST, port)),
@@ -241,6 +243,7 @@ def fails_within(timeout, error, call, *args, **kwargs):
     return str(caught.value)
 
 
+@pytest.mark.fault(35)
 def test_nobody_listens(port):
     message = fails_within(0.3, StoreLostError, client, port)
     assert f"the store at MASTER_ADDR='{HOST}', MASTER_PORT={port}" in message
@@ -248,6 +251,7 @@ def test_nobody_listens(port):
     assert "refused" in message
 
 
+@pytest.mark.fault(35)
 def test_the_master_says_nothing(port):
     with socket.socket() as full, socket.socket() as taker:
         full.bind((HOST, port))
@@ -277,6 +281,7 @@ def test_the_master_speaks_another_language(port, capfd):
     capfd.readouterr()  # torch's stack traces
 
 
+@pytest.mark.fault(35)
 @pytest.mark.parametrize("call", [rank0, client])
 def test_a_name_that_does_not_resolve(monkeypatch, caplog, port, call):
     def getaddrinfo(*_, **__):

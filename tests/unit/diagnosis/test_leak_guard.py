@@ -53,6 +53,7 @@ async def world_of_two() -> list[Any]:
     return comms
 
 
+@pytest.mark.fault(56, transport="local")
 @run_loop
 def test_what_is_open_when_its_loop_ends_is_closed(run_loop: Callable[..., Any]) -> None:
     """Each rank with a work that waits for the other, and neither is waited for."""

@@ -246,6 +246,7 @@ def test_who_awaits_and_where(run):
 # --------------------------------------------------------------------------------------------------------- the files
 
 
+@pytest.mark.fault(69)
 def test_a_file_is_its_owners_alone_and_replaces_nothing(run, records, tmp_path):
     async def main():
         async with local_world(1, name="../a b/é") as (comm,):
@@ -261,6 +262,7 @@ def test_a_file_is_its_owners_alone_and_replaces_nothing(run, records, tmp_path)
     run(main)
 
 
+@pytest.mark.fault(69)
 def test_a_link_in_its_place_is_not_followed(records, tmp_path, monkeypatch):
     async def main():
         async with local_world(1) as (comm,):
@@ -321,6 +323,7 @@ async def time_out(comm):
     return str(caught.value)
 
 
+@pytest.mark.fault(59)
 @pytest.mark.parametrize("why", ["unwritable", "full", "unwanted"])
 def test_what_cannot_be_written_is_said_once_and_harms_nothing(run, records, monkeypatch, caplog, why):
     if why == "unwritable":

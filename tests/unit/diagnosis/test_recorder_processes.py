@@ -61,6 +61,7 @@ async def lose(place: Rank, folder: str, busy: bool) -> str:
         return str(error)
 
 
+@pytest.mark.fault(16)
 def test_the_error_says_who_was_missing_and_what_it_does(ranks: Run, tmp_path: Path) -> None:
     said = ranks(3, lose, str(tmp_path / "records"), False)
     for message in said:
@@ -75,6 +76,7 @@ def test_the_error_says_who_was_missing_and_what_it_does(ranks: Run, tmp_path: P
         assert stat.S_IMODE(Path(named).stat().st_mode) == 0o600
 
 
+@pytest.mark.fault(14)
 def test_a_busy_rank_does_not_answer(ranks: Run, tmp_path: Path) -> None:
     said = ranks(3, lose, str(tmp_path / "records"), True)
     for message in said[:2]:

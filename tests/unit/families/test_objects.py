@@ -210,6 +210,7 @@ def test_a_hundred_ranks():
     anyio.run(main)
 
 
+@pytest.mark.fault(65, transport="local")
 def test_a_header_that_makes_no_sense_is_refused():
     async def main():
         async with local_world(2) as (one, two):

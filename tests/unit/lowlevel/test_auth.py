@@ -144,6 +144,7 @@ def test_ranks_with_and_without_a_token():
         seal(None).verify("key", 1, b"")
 
 
+@pytest.mark.fault(36)
 def test_a_record_has_a_bound():
     for token in (TOKEN, None):
         longest = b"x" * auth.MAX_RECORD
@@ -200,6 +201,7 @@ def test_a_forged_decision_is_refused(record):
             ask(meeting(store, 0))
 
 
+@pytest.mark.fault(36)
 @pytest.mark.parametrize("record", [b"", b"forged", b"\x01forged", b"\x02" + b"x" * 40, b"\0" * 2**20], ids=len)
 def test_a_forged_record_names_its_rank(record):
     async def main():

@@ -119,6 +119,7 @@ def test_a_tensor_without_its_memory_is_refused(left):
         codec.encode([tensor])
 
 
+@pytest.mark.fault(67, transport="local")
 def test_what_is_too_much_is_refused():
     deep: list[object] = []
     for _ in range(codec.MAX_DEPTH + 1):
@@ -152,6 +153,7 @@ def test_bytes_of_a_stranger_give_an_object_or_a_protocol_error(data):
         pass
 
 
+@pytest.mark.fault(68, transport="local")
 def test_mutated_objects_give_an_object_or_a_protocol_error():
     rng = random.Random(7)
     sample = codec.encode(
@@ -172,6 +174,7 @@ def test_mutated_objects_give_an_object_or_a_protocol_error():
             pass
 
 
+@pytest.mark.fault(65)
 @pytest.mark.parametrize(
     "description",
     [
@@ -191,6 +194,7 @@ def test_descriptions_that_make_no_sense_are_refused(description):
         codec.parse_tensor(description)
 
 
+@pytest.mark.fault(65)
 def test_a_length_from_the_wire_allocates_nothing():
     bomb = msgspec.msgpack.encode(msgspec.msgpack.Ext(2, codec._TENSOR.pack(0, 1, 2**40, *[0] * 13)))
     tracemalloc.start()
@@ -203,6 +207,7 @@ def test_a_length_from_the_wire_allocates_nothing():
     assert peak < 2**20
 
 
+@pytest.mark.fault(67, transport="local")
 def test_nesting_bombs_are_refused():
     nested = b"\xc0"
     for _ in range(codec.MAX_DEPTH + 50):

@@ -58,6 +58,7 @@ def test_an_ops_deadline_poisons_the_communicator_on_every_rank(run, call):
     run(main)
 
 
+@pytest.mark.fault(16, transport="local")
 @pytest.mark.parametrize("n", [2, 4])
 def test_the_message_says_who_was_missing(run, n):
     async def main():
@@ -172,6 +173,7 @@ def test_none_is_the_default_but_not_for_the_default(run):
     run(main)
 
 
+@pytest.mark.fault(14, transport="local")
 def test_a_deadline_passes_while_the_loop_is_busy(loop):
     """The peer, whose loop is not, hears of it meanwhile."""
     store, heard = HashStore(), threading.Event()
@@ -252,6 +254,7 @@ def test_an_aborted_communicator_has_no_deadlines(run):
     run(main)
 
 
+@pytest.mark.fault(59)
 def test_without_a_thread_the_communicator_is_lost_at_once(run):
     """An op whose deadline nobody watches might never end. The next communicator has its watchdog again."""
 
@@ -271,6 +274,7 @@ def test_without_a_thread_the_communicator_is_lost_at_once(run):
     assert not watching()
 
 
+@pytest.mark.fault(59)
 def test_without_a_thread_nothing_opens_but_a_world_of_one(run):
     async def main():
         with no_threads():

@@ -313,6 +313,7 @@ def test_a_transport_that_breaks_takes_the_communicator_with_it_and_nothing_else
 # ------------------------------------------------------------------------------------------- loops come and go
 
 
+@pytest.mark.fault(54, transport="local")
 def test_fifty_loops_one_after_the_other(loop):
     process = psutil.Process()
 
@@ -334,6 +335,7 @@ def python(script, *args):
     )  # fmt: skip
 
 
+@pytest.mark.fault(53, 56, transport="local")
 def test_a_loop_that_ends_with_works_pending_ends(loop):
     script = """
 import sys, warnings
@@ -370,6 +372,7 @@ print("end")
     assert (result.returncode, result.stdout, result.stderr) == (0, "end\n", "")
 
 
+@pytest.mark.fault(57, transport="local")
 def test_a_forked_child_is_refused_and_does_its_parent_no_harm():
     script = """
 import asyncio, os, threading

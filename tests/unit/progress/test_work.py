@@ -412,6 +412,7 @@ def test_a_cancel_that_is_itself_cancelled_changes_nothing(run):
 # --------------------------------------------------------------------------------------- other loops and threads
 
 
+@pytest.mark.fault(52)
 @pytest.mark.parametrize("elsewhere", LOOPS)
 def test_awaiting_in_another_loop_is_an_error(run, loop, elsewhere):
     alike = (loop == "trio") == (elsewhere == "trio")  # where they are not, the loop itself says so
@@ -521,6 +522,7 @@ def test_wait_blocking_ends_with_the_op_however_that_ends(loop, ends):
 # --------------------------------------------------------------------------------------- failures nobody asks for
 
 
+@pytest.mark.fault(50)
 def test_a_failure_that_nobody_asks_for_is_reported_once(run, loop, caplog):
     async def main():
         async with local_world(2) as world:
@@ -609,6 +611,7 @@ def test_what_a_transport_says_of_a_work_that_was_given_up_is_not_heard(run):
 # ------------------------------------------------------------------------------------------- what it keeps and says
 
 
+@pytest.mark.fault(38, 49, transport="local")
 def test_a_work_that_nobody_keeps_is_done_all_the_same_and_keeps_its_tensors_until_then(run):
     async def main():
         async with local_world(2) as world:
@@ -633,6 +636,7 @@ def test_a_work_that_nobody_keeps_is_done_all_the_same_and_keeps_its_tensors_unt
     run(main)
 
 
+@pytest.mark.fault(49, transport="local")
 def test_a_storage_that_is_resized_during_an_op_is_an_error(run):
     async def main():
         async with local_world(2) as (one, two):
@@ -649,6 +653,7 @@ def test_a_storage_that_is_resized_during_an_op_is_an_error(run):
     run(main)
 
 
+@pytest.mark.fault(49, transport="local")
 def test_memory_stays_until_an_op_is_done_whatever_its_tensor_is_given(run):
     async def main():
         async with local_world(2) as (one, two):

@@ -1,0 +1,185 @@
+"""The fault catalogue: every numbered case, and why it, or a part of it, has no test on some transport.
+
+A test says which cases it shows: ``@pytest.mark.fault(12)``, or ``@pytest.mark.fault(3, 4)`` for two. It shows
+them on the transport that is among its parameters, or, without one, on all; ``transport="ucx"`` narrows that to one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TRANSPORTS = ("local", "c10d", "ucx")
+
+ONE_PROCESS = "all ranks are in one process, which dies or stops as a whole"
+NO_NETWORK = "there is no network"
+NO_LISTENER = "nothing listens, and nothing of another process is read"
+NO_VERSIONS = "debug mode compares ops with each other; it reads no version counters, and sees no program's write"
+OF_THE_DECODER = "memory is measured of the decoder, not of the process"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One case, and why there is no test of it on a transport, or none of some part of it."""
+
+    number: int
+    what: str
+    local: str = ""
+    c10d: str = ""
+    ucx: str = ""
+    but: str | dict[str, str] = ""
+    """Of what part there is no test, beside those that there are, and why: by transport, or the same on each."""
+
+    def untested(self, transport: str) -> str:
+        """Why there is no test on a transport; empty where there are some."""
+        reason: str = getattr(self, transport)
+        return reason
+
+    def gap(self, transport: str) -> str:
+        """Which part has no test on a transport; empty where there is none of that."""
+        if self.untested(transport):
+            return ""
+        return self.but if isinstance(self.but, str) else self.but.get(transport, "")
+
+
+CASES = (
+    # A process dies.
+    Case(1, "SIGKILL amid a collective, small and 64 MiB", local=ONE_PROCESS),
+    Case(2, "SIGKILL of a sender whose message waits", local=ONE_PROCESS),
+    Case(3, "SIGKILL of a sender amid a message of 64 MiB", local=ONE_PROCESS),
+    Case(4, "SIGKILL of a receiver amid a message of 64 MiB", local=ONE_PROCESS),
+    Case(5, "SIGKILL of the target of put, get, fetch_add, flush", local=ONE_PROCESS),
+    Case(6, "two ranks at once, one of them the store's host", local=ONE_PROCESS),
+    Case(7, "SIGTERM and a handler that closes", local=ONE_PROCESS),
+    Case(8, "sys.exit, os._exit, segfault, abort", local=ONE_PROCESS),
+    Case(
+        9,
+        "no memory for an object",
+        local=ONE_PROCESS,
+        but="who allocates says it in its own way, not always by a MemoryError; 2 s, with a message of 60 MiB",
+    ),
+    Case(10, "death before the first op, or while it forms", local=ONE_PROCESS),
+    Case(11, "elastic restart of all workers", local=ONE_PROCESS),
+    # A process stands still, or the network does.
+    Case(12, "SIGSTOP amid a collective, then SIGCONT", local=ONE_PROCESS),
+    Case(13, "SIGSTOP for less than the timeout", local=ONE_PROCESS),
+    Case(14, "a blocked event loop is no death, and is reported"),
+    Case(15, "8 processes on 2 busy cores", local=ONE_PROCESS),
+    Case(16, "a rank that never calls is named"),
+    Case(17, "a straggler after the others gave up"),
+    Case(18, "a link that is down for a while, or for good", local=NO_NETWORK),
+    Case(19, "one way is lost", local=NO_NETWORK),
+    Case(20, "RST, half-close, dribble, a stall amid a message", local=NO_NETWORK),
+    Case(21, "a link of 1 Mbit/s (16 in the quick form)", local=NO_NETWORK),
+    Case(
+        22,
+        "garbage at every listener",
+        local=NO_LISTENER,
+        but={"c10d": "what is dropped is not counted: torch's store and gloo do not say"},
+    ),
+    # Ranks disagree.
+    Case(23, "another op"),
+    Case(24, "another shape"),
+    Case(25, "another dtype of the same size"),
+    Case(
+        26,
+        "another reduce op or root",
+        but="groups are communicators, which do not meet; tags have one width; a device is each rank's own affair",
+    ),
+    Case(27, "two collectives swapped"),
+    Case(28, "a message of another size"),
+    Case(29, "splits that disagree"),
+    Case(
+        30,
+        "another version of the protocol",
+        local="one process has one version",
+        but={"ucx": "UCX_TLS may differ as long as there is a way between the ranks; that is UCX's to find out"},
+    ),
+    # The store fails.
+    Case(31, "the store is killed before, during, after"),
+    Case(32, "the store is stopped, and another attempt"),
+    Case(33, "a rank that comes late, or too late, and a new attempt"),
+    Case(34, "a rank twice, or that is none, stale keys, two jobs at one store"),
+    Case(35, "a port in use, a name that does not resolve, IPv6, nobody there"),
+    Case(36, "values of the store that are wrong"),
+    # Something is cancelled, or its time is up.
+    Case(37, "cancel a receive that nothing matched"),
+    Case(
+        38,
+        "cancel a receive amid its transfer, and forget the tensor",
+        but={
+            "c10d": "a race, and its tensor is kept: none is forgotten amid the transfer, none's memory given to others"
+        },
+    ),
+    Case(39, "cancel a send, and forget the tensor"),
+    Case(40, "cancel a collective on one rank"),
+    Case(41, "cancel on all ranks, again and again", but="a hundred thousand cancellations are the soak's"),
+    Case(42, "time that runs out, in each way"),
+    Case(43, "cancel twice, amid a close, beside another awaiter"),
+    Case(44, "a sibling in a task group fails"),
+    Case(45, "close in a cancelled scope"),
+    Case(46, "Ctrl-C during an await"),
+    Case(47, "the deadline of an op"),
+    Case(48, "abort with 1000 ops pending, from anywhere; abort against deadline"),
+    # Loops, threads, interpreters, and what a process runs out of.
+    Case(
+        49,
+        "a storage that is resized, a tensor that is set",
+        but={
+            "local": NO_VERSIONS,
+            "c10d": NO_VERSIONS,
+            "ucx": "the memory of a resized storage is freed, and the engine writes into it: see what is known to fail"
+            f"; {NO_VERSIONS}",
+        },
+    ),
+    Case(50, "a work that nobody awaits"),
+    Case(51, "a work that is awaited often, or late"),
+    Case(52, "another loop, another thread"),
+    Case(53, "a loop that ends with works pending"),
+    Case(54, "loop after loop in one process"),
+    Case(55, "close twice, at once, on one rank, by an exception", but="a close is awaited, so no __del__ can do it"),
+    Case(56, "an interpreter that ends without a close"),
+    Case(57, "fork"),
+    Case(58, "exec", local="it holds no descriptor but the loop's waker, which Python opens close-on-exec"),
+    Case(59, "no descriptors, no shared memory, no threads, a full disk"),
+    Case(
+        60,
+        "created and closed again and again",
+        but={
+            "local": "600 worlds of one: threads and descriptors; memory is not measured, and nothing is split",
+            "c10d": "some ten times, threads and descriptors; memory is not measured, and nothing is split",
+            "ucx": "200 times and 300 splits; of memory, less than 16 KiB each time",
+        },
+    ),
+    Case(61, "a clock that is set"),
+    Case(
+        62,
+        "a storm of collections; a subinterpreter",
+        but="a build of Python without the lock was not tried; its engine does not ask for one",
+    ),
+    Case(63, "callbacks that start ops, raise, close"),
+    # Somebody is hostile.
+    Case(
+        64,
+        "strangers, ten thousand, silent, with old words",
+        local=NO_LISTENER,
+        but={"c10d": "all that listens is torch's store: how many it lets stay, and how long, is torch's"},
+    ),
+    Case(
+        65,
+        "header bombs",
+        but={
+            "local": "of objects and streams, no others have headers; " + OF_THE_DECODER,
+            "c10d": "a process may grow by 8 MiB meanwhile, for it goes on working; the decoder by less than 1 MiB",
+            "ucx": OF_THE_DECODER,
+        },
+    ),
+    Case(66, "a pickle by every channel"),
+    Case(67, "objects beyond each limit"),
+    Case(
+        68,
+        "mutated bytes into every parser",
+        but="ten million frames are a matter of hours: AIOCOMMS_FUZZ says how many",
+    ),
+    Case(69, "another user of the machine", but={"ucx": "shared memory has no path, so no link can be there first"}),
+    Case(70, "a window that is gone, or ends earlier"),
+)
