@@ -42,10 +42,9 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
     def __init__(self, rendezvous: StoreRendezvous, plan: Plan, transports: Mapping[ops.Family, Transport]) -> None:
         self.rank, self.size = rendezvous.rank, rendezvous.size
         self.name, self.device, self.timeout = rendezvous.name, rendezvous.device, rendezvous.timeout
-        self._rendezvous = rendezvous
-        self._plan = plan
+        self._rendezvous, self._plan = rendezvous, plan
         self._core = core = Core(rendezvous, transports, plan.options)
-        self._router, self._ring = core.router, core.recorder.ring
+        self._router, self._trace = core.router, core.recorder.trace
         self._children = 0  # communicators split off
         self._pre_hooks, self._post_hooks, self._abort_hooks = Hooks(), core.post_hooks, core.abort_hooks
         self._debug = os.environ.get("AIOCOMMS_DEBUG", "0") not in ("", "0")
@@ -85,15 +84,14 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         seq, kind = core.issued, type(op)
         try:
             op.check(core)
-            if hints is not None:
-                checks.mapping("hints", hints)
             seconds = self.timeout if timeout is None else checks.seconds("timeout", timeout)
-            if self._debug:
-                self._check_busy(op)
+            if hints is not None or self._debug:
+                self._check_rarely(op, hints)
         except CommError as error:
             raise error.about(comm=self.name, op=op.name, rank=self.rank) from None
         core.issued = seq + 1  # and with it, so that no other thread sees one without the other:
-        self._ring.append(kind)
+        if (trace := self._trace) is not None:
+            trace.append(kind)
         if self._pre_hooks:
             self._pre_hooks.ask(op, seq)
         work: StartedWork[Any] = StartedWork(op, seq, core)
@@ -111,14 +109,17 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         if not work._state:  # done(), without the call
             core.keep(work, seconds)
             return work
-        self._ring.append((at or monotonic()) if kind not in PEERS else core.recorder.row(work))
+        if trace is not None:
+            trace.append((at or monotonic()) if kind not in PEERS else core.recorder.row(work))
         if self._post_hooks or work.fault is not None:
             core.ended_at_once(work)
         return work
 
-    def _check_busy(self, op: Op) -> None:
-        """Debug mode: refuse buffers that an unfinished op still writes, or that this one would write."""
-        for work in self._core.in_flight:
+    def _check_rarely(self, op: Op, hints: Mapping[str, Any] | None) -> None:
+        """Check the hints; in debug mode refuse buffers that an unfinished op still writes, or this one would write."""
+        if hints is not None:
+            checks.mapping("hints", hints)
+        for work in self._core.in_flight if self._debug else ():
             try:
                 checks.disjoint(op.writes(), work.op.reads() + work.op.writes())
                 checks.disjoint(work.op.writes(), op.reads())

@@ -25,9 +25,7 @@ import torch
 import uvloop
 
 import aiocomms
-from aiocomms.communicator import Communicator
 from aiocomms.testing import local_world
-from benchmarks.bare import without_recorder
 
 ROUNDS = 40
 BATCH = 1000
@@ -72,13 +70,11 @@ async def recorded() -> dict[str, Any]:
     """What the flight recorder adds to an op that completes inside ``post``: with and without it, in turn."""
     tensor = torch.ones(2)
     samples: dict[str, list[float]] = {name: [] for name in ("with", "without")}
-    ways = {"with": Communicator._issue, "without": without_recorder()}
     async with aiocomms.new_comm("local") as comm:
+        traces = {"with": comm._trace, "without": None}
         for _ in range(4 * ROUNDS):
-            for name, issue in ways.items():
-                Communicator._issue = issue  # type: ignore[method-assign]
+            for name, comm._trace in traces.items():
                 samples[name].append(await batch(lambda: comm.all_reduce(tensor), BATCH))
-    Communicator._issue = ways["with"]  # type: ignore[method-assign]
     rows = {f"all_reduce 8 B, {name} recorder": quantiles(values) for name, values in samples.items()}
     for name, values in zip(rows, samples.values(), strict=True):
         rows[name]["ratio"] = statistics.median(v / w for v, w in zip(values, samples["without"], strict=True))

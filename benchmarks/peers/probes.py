@@ -17,7 +17,6 @@ import torch
 from aiocomms import Communicator
 from aiocomms.errors import CommError
 from aiocomms.progress.work import Work
-from benchmarks.bare import without_recorder
 from benchmarks.heartbeat import beat
 
 Ready = Callable[[], None]
@@ -121,9 +120,10 @@ async def overhead(comm: Communicator, _: Ready, nbytes: int, ops: int, bare: bo
     """Seconds per all_reduce: as it is; or, in this process from now on, with neither flight recorder nor heartbeat."""
     if bare:
         os.environ["AIOCOMMS_HEARTBEAT"] = "0"  # read where a communicator is made
-        Communicator._issue = without_recorder()  # type: ignore[method-assign]
     child = await comm.split(range(comm.size))
     assert child is not None
+    if bare:
+        child._trace = None
     tensor = torch.zeros(nbytes // 4)
     async with child:
         for count in (ops // 4, ops):  # the first ones warm up

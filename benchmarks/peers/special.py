@@ -101,7 +101,7 @@ def overhead(transport: str, pace: Pace) -> Result:
 def in_turn(nbytes: int, ops: int, rounds: int, whole: World, bare: World) -> list[tuple[float, float]]:
     """Seconds per all_reduce as it is, and without both.
 
-    In processes of their own: where there are two kinds of communicators, methods are found in other ways.
+    In processes of their own: the heartbeat is a matter of a whole process.
     """
     turns = []
     for world in (whole, bare):
