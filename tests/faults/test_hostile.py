@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forged
 import psutil
 import pytest
 import torch
@@ -28,6 +29,7 @@ from aiocomms_c10d import wire as c10d_wire
 from aiocomms_ucx import bringup as ucx_bringup
 from aiocomms_ucx import windows as ucx_windows
 from hosts import Enter, address, hosts
+from inside import transport_of
 from processes import LARGE, Rank, Run, empty, exchange, free_port, held, listening, numbers
 from torch.distributed import PrefixStore
 
@@ -36,7 +38,6 @@ from aiocomms import ops
 from aiocomms.bootstrap.generations import Arrival
 from aiocomms.communicator import Communicator
 from aiocomms.errors import ArgumentError, AuthError, CommAbortedError, CommError, ProtocolError
-from aiocomms.families import objects
 from aiocomms.ops import codec
 from aiocomms.testing import local_world
 
@@ -333,7 +334,7 @@ async def bombed(place: Rank) -> None:
             await comm.barrier()
             resident = psutil.Process().memory_info().rss
             if place.rank == 1:
-                (link,) = next(iter(comm._core.by_family.values()))._links.values()
+                (link,) = transport_of(comm)._links.values()
                 link.send(torch.frombuffer(bytearray(bomb), dtype=torch.uint8))
             with pytest.raises((ProtocolError, CommAbortedError)) as caught:
                 await comm.recv(empty(3), 1 - place.rank, timeout=10)
@@ -372,7 +373,7 @@ async def bombed_frames(place: Rank) -> None:
             comm.register_abort_hook(reasons.append)
             await comm.barrier()
             if place.rank == 1:
-                next(iter(comm._core.by_family.values())).engine.send_frame(0, bomb)
+                transport_of(comm).engine.send_frame(0, bomb)
             with pytest.raises((ProtocolError, CommAbortedError)) as caught:
                 await comm.recv(empty(3), 1 - place.rank, timeout=10)
             await comm.aclose()
@@ -423,14 +424,12 @@ async def sing(place: Rank) -> None:
         await ends(lambda: comm.recv_object(1), lambda: comm.send_object(Canary(song), 0, pickle=True))
         # Also without the header's flag, and with it in the header alone.
         for flags, inline in ((0, canary), (0, b""), (1, canary), (2, canary)):
-            head = objects._HEADER.pack(objects._MAGIC, flags, 5, len(inline), len(canary)) + inline
-            header = codec.to_tensor(head.ljust(objects.HEADER_BYTES, b"\0"), comm.device)
+            header = forged.object_header(flags, 5, inline, len(canary))
 
-            async def send(header: Any = header, inline: bytes = inline) -> None:
-                await comm._issue(ops.Send(header, 0, 0, ops.OBJECT))
+            async def send(header: bytes = header, inline: bytes = inline) -> None:
+                await forged.send(comm, header, 0, 0, ops.OBJECT)
                 if not inline:
-                    body = codec.to_tensor(canary, comm.device)
-                    await comm._issue(ops.Send(body, 0, 5, ops.OBJECT_DATA))
+                    await forged.send(comm, canary, 0, 5, ops.OBJECT_DATA)
 
             await ends(lambda: comm.recv_object(1), send)
         mine = Canary(song) if place.rank == 1 else "no pickle"
@@ -454,12 +453,9 @@ async def sing(place: Rank) -> None:
         stream = comm.open_stream(other)
         opened_stream = await stream
         if place.rank == 1:
-            await comm._issue(
-                ops.Send(
-                    codec.to_tensor(canary.ljust(8 + codec.TENSOR_BYTES, b"\0")[: 8 + codec.TENSOR_BYTES], comm.device),
-                    0, opened_stream._out_tag, ops.STREAM_DATA,
-                )
-            )  # fmt: skip
+            header = canary.ljust(forged.STREAM_HEADER_BYTES, b"\0")[: forged.STREAM_HEADER_BYTES]
+            tag = opened_stream._out_tag  # nobody is told it
+            await forged.send(comm, header, 0, tag, ops.STREAM_DATA)
         else:
             with pytest.raises(ProtocolError):
                 await opened_stream.receive()
@@ -511,10 +507,8 @@ def refuse_too_much(comm: Communicator) -> None:
 
 async def throw(comm: Communicator, bomb: bytes) -> None:
     """As a rank does that has no limits."""
-    head = objects._HEADER.pack(objects._MAGIC, 0, 5, 0, len(bomb))
-    header = codec.to_tensor(head.ljust(objects.HEADER_BYTES, b"\0"), comm.device)
-    await comm._issue(ops.Send(header, 0, 0, ops.OBJECT))
-    await comm._issue(ops.Send(codec.to_tensor(bomb, comm.device), 0, 5, ops.OBJECT_DATA))
+    await forged.send(comm, forged.object_header(0, 5, b"", len(bomb)), 0, 0, ops.OBJECT)
+    await forged.send(comm, bomb, 0, 5, ops.OBJECT_DATA)
 
 
 async def catch(comm: Communicator) -> None:
@@ -669,7 +663,7 @@ async def out_of_bounds(place: Rank) -> None:
     async with place.open() as comm:
         window = await comm.new_window(mine)
         other, size = 1 - place.rank, 1024 * 8
-        transport = next(iter(comm._core.by_family.values()))
+        transport = transport_of(comm)
         engine, group, number = transport.engine, transport.group, window.handle.number
         data = numbers(1024, place.rank)
         raw = torch.empty(2 * size, dtype=torch.uint8)
@@ -711,15 +705,12 @@ def test_windows_are_bounded_in_the_engine(ranks: Run, transport: str) -> None:
 
 async def out_of_bounds_requests(place: Rank) -> None:
     """The window over sends and receives: its owner looks at each request before it touches the tensor."""
-    from aiocomms.lowering import windows
-
     canary = 0x5A5A5A5A
     whole = torch.full((3 * 64,), canary, dtype=torch.int64)
     async with place.open() as comm:
         window = await comm.new_window(whole[64:128])
         if place.rank == 1:
-            request = codec.to_tensor(windows._REQUEST.pack(windows._SWAP, 64, canary, 0), comm.device)
-            await comm._issue(ops.Send(request, 0, window.handle.tag, ops.RMA_REQUEST))
+            await forged.send(comm, forged.swap(64, canary, 0), 0, window.handle.tag, ops.RMA_REQUEST)
         await comm.barrier()
         assert (whole == canary).all()
 

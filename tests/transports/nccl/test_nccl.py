@@ -21,6 +21,7 @@ from aiocomms_nccl import NcclTransport, bringup
 from aiocomms_nccl import nccl as names
 from fake_cuda import THREAD_LOCAL, CudaError, FakeCuda, FakeEvent, FakeStream, Gate
 from fake_nccl import FakeComm, FakeNccl, FakeNcclError, FakeNcclTransport, failed
+from inside import transport_of
 from torch.distributed import HashStore
 
 import aiocomms
@@ -74,7 +75,7 @@ def nccl() -> FakeNccl:
 
 
 def transport(comm: Any) -> FakeNcclTransport:
-    return comm._core.by_family["collectives"]
+    return transport_of(comm, "collectives")
 
 
 def sleepers() -> list[threading.Thread]:

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from concurrency import in_threads
+from inside import transport_of
 from processes import LARGE, Rank, Run, empty, exchange, listening, numbers
 
 import aiocomms
@@ -34,7 +35,7 @@ def transport() -> str:
 
 def family_of(comm: Communicator) -> Any:
     """What the transport keeps for a communicator and those split from it."""
-    return comm._core.by_family["p2p"].family
+    return transport_of(comm).family
 
 
 # --------------------------------------------------------------------------------------------------------- progress
@@ -373,8 +374,8 @@ def test_a_communicator_that_never_opened_says_no_farewell() -> None:
 
     async def main() -> None:
         async with local_world(2, "ucx") as (mine, theirs):
-            here: Any = mine._core.by_family["p2p"]
-            there: Any = theirs._core.by_family["p2p"]
+            here: Any = transport_of(mine)
+            there: Any = transport_of(theirs)
             work = theirs.all_reduce(torch.ones(3))
             orphan = UcxTransport(here.family, here.peers, here.hosts, here.pids)
             await orphan.aclose()

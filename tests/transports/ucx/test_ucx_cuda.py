@@ -20,6 +20,7 @@ from aiocomms_ucx.cuda_transport import CudaUcxTransport
 from aiocomms_ucx.transport import no_cuda_in_ucx
 from fake_cuda import FakeCuda, FakeStream, Gate
 from fake_ucx import FakeUcxTransport
+from inside import transport_of
 
 import aiocomms
 from aiocomms.bootstrap import registry
@@ -59,7 +60,7 @@ def world(size: int, **options: Any) -> Any:
 
 
 def transport(comm: Any) -> FakeUcxTransport:
-    return comm._core.by_family["p2p"]
+    return transport_of(comm)
 
 
 async def parked(cuda: FakeCuda, count: int = 1) -> None:

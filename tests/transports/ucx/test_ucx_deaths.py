@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from aiocomms_ucx.status import BROKEN
 from aiocomms_ucx.transport import PLAIN
+from inside import transport_of
 from processes import KILLED, LARGE, Rank, Run, death, numbers
 
 import aiocomms
@@ -215,7 +216,7 @@ async def fail_first_contact(ended: int) -> None:
     """UCX cannot reach a rank whose process has just ended, and says so before its connection does."""
     one, two = await two_of_them()
     work: Any = one.recv(torch.zeros(1), 1)
-    transport: Any = one._core.by_family["p2p"]
+    transport: Any = transport_of(one)
     transport.pids[1] = ended
     transport.finish(work, PLAIN, BROKEN, SHARED_MEMORY, 0)
     with pytest.raises(PeerDiedError) as caught:
@@ -234,7 +235,7 @@ def test_a_rank_that_ends_before_it_is_first_spoken_to(ended: int) -> None:
 async def fail_to_map(ended: int) -> None:
     """The memory of a window's part is gone with its rank."""
     one, two = await two_of_them()
-    transport: Any = one._core.by_family["rma"]
+    transport: Any = transport_of(one, "rma")
     transport.pids[1] = ended
     outcomes = await asyncio.gather(*(it.new_window(torch.zeros(4)) for it in (one, two)), return_exceptions=True)
     error = outcomes[0]

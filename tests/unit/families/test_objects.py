@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 
 import anyio
+import forged
 import pytest
 import torch
 from concurrency import ranks, together, turns
@@ -12,7 +13,6 @@ from concurrency import ranks, together, turns
 from aiocomms import ops
 from aiocomms.errors import ArgumentError, ArgumentTypeError, CommTimeoutError, ProtocolError, WorkCancelledError
 from aiocomms.families import objects
-from aiocomms.ops import codec
 from aiocomms.testing import local_world
 
 SMALL = {"id": 7, "shape": (2, 3), "dtype": torch.float16, "data": torch.arange(4)}
@@ -148,12 +148,12 @@ def test_an_object_whose_header_has_come_is_not_withdrawn(run):
         async with local_world(2) as (one, two):
             parcel = objects.Parcel(LARGE, one.device, pickle=False)
             work = two.recv_object(0)
-            await one._issue(ops.Send(parcel.header, 1, 0, ops.OBJECT))
+            await forged.send(one, parcel.header, 1, 0, ops.OBJECT)
             with anyio.move_on_after(0.01) as scope:
                 await work.cancel()
             assert scope.cancelled_caught
             assert not work.done()
-            await one._issue(ops.Send(parcel.body, 1, parcel.tag, ops.OBJECT_DATA))
+            await forged.send(one, parcel.body, 1, parcel.tag, ops.OBJECT_DATA)
             assert equal(await work, LARGE)
 
     run(main)
@@ -214,9 +214,8 @@ def test_a_hundred_ranks():
 def test_a_header_that_makes_no_sense_is_refused():
     async def main():
         async with local_world(2) as (one, two):
-            for data in (b"\xff" * objects.HEADER_BYTES, objects._HEADER.pack(b"aioO", 0, 0, 0, 2**50)):
-                junk = codec.to_tensor(data.ljust(objects.HEADER_BYTES, b"\0"), one.device)
-                sent = one._issue(objects.ops.Send(junk, 1, 0, objects.ops.OBJECT))
+            for data in (b"\xff" * objects.HEADER_BYTES, forged.object_header(0, 0, b"", 2**50)):
+                sent = forged.send(one, data, 1, 0, ops.OBJECT)
                 with pytest.raises(ProtocolError):
                     await two.recv_object(0)
                 await sent

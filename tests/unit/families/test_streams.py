@@ -7,6 +7,7 @@ import gc
 import time
 
 import anyio
+import forged
 import pytest
 import torch
 from anyio.lowlevel import checkpoint
@@ -14,7 +15,6 @@ from concurrency import run_on, together, turns
 
 from aiocomms import ops
 from aiocomms.errors import ArgumentError, ArgumentTypeError, CommAbortedError, CommError, ProtocolError
-from aiocomms.families import streams
 from aiocomms.ops import codec
 from aiocomms.ops.checks import DTYPES
 from aiocomms.testing import local_world
@@ -344,10 +344,10 @@ def test_bad_arguments_send_nothing():
 
 
 HEADERS = {
-    "nonsense": b"\xff" * streams._HEADER_BYTES,
+    "nonsense": b"\xff" * forged.STREAM_HEADER_BYTES,
     "dimensions": bytes(8) + b"\0\x0f" + bytes(118),
     "kind": b"\x07" + bytes(7) + codec.describe_tensor(torch.empty(2)),
-    "size": bytes(8) + codec._TENSOR.pack(codec._CODES[torch.float32], 1, 2**57, *[0] * 13),
+    "size": bytes(8) + forged.tensor(forged.code_of(torch.float32), 1, 2**57),
 }
 
 
@@ -356,8 +356,8 @@ def test_a_header_that_makes_no_sense_breaks_the_stream_only(header):
     async def main():
         async with local_world(2) as (one, two):
             there, here = await pair(one, two)
-            junk = codec.to_tensor(header.ljust(streams._HEADER_BYTES, b"\0"), one.device)
-            await one._issue(ops.Send(junk, 1, there._out_tag, ops.STREAM_DATA))
+            junk = header.ljust(forged.STREAM_HEADER_BYTES, b"\0")
+            await forged.send(one, junk, 1, there._out_tag, ops.STREAM_DATA)  # nobody is told a stream's tag
             with pytest.raises(ProtocolError):
                 await here.receive()
             await checkpoint()
