@@ -76,6 +76,7 @@ HELLO = ucx_bringup.Hello(ucx_wire.VERSION, "little", "host", "name", 1, [0, 1],
 C10D_FRAME = c10d_wire.pack(c10d_wire.Header(c10d_wire.CALL, ident=3), b"all_reduce", (1, 2), torch.zeros(9).byte())
 SIGNED, PLAIN = Seal(b"a token", "name", 1), Seal(None, "name", 1)
 
+# A parser that is its module's own is called as such: bytes that come by a connection are checked before it gets them.
 PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
     "objects": (codec.decode, codec.encode({"a": [1, (2.5, torch.arange(3))], b"b": torch.Size([1]), 3: torch.int8})),
     "object headers": (_object, objects.Parcel([1, "x"], torch.device("cpu"), pickle=False).header.numpy().tobytes()),

@@ -166,7 +166,7 @@ def test_strangers_at_every_listener_between_hosts(ranks: Run, transport: str, n
 async def come_late(place: Rank) -> None:
     """Rank 0 listens; somebody fills its queue with silent connections and garbage before rank 1 introduces itself."""
     if place.rank == 1:
-        introduce = ucx_bringup._introduction
+        introduce = ucx_bringup._introduction  # the last that a rank does before it speaks to the others
 
         def wait() -> ucx_bringup.Hello:
             place.told("full 0")
@@ -230,7 +230,7 @@ async def work(place: Rank) -> str:
         assert child is not None
         await exchange(child, 3)
         await child.aclose()
-        return repr(comm) + repr(comm.__dict__) + repr(comm._rendezvous.__dict__)
+        return repr(comm) + repr(comm.__dict__) + repr(comm._rendezvous.__dict__)  # all that is kept
 
 
 def test_a_job_with_a_token(ranks: Run, transport: str, tmp_path: Path) -> None:
@@ -305,7 +305,7 @@ def c10d_bombs() -> list[bytes]:
     def frame(**more: Any) -> bytes:
         header = c10d_wire.Header(**{"kind": c10d_wire.EAGER, **more})
         fields = (b"aioC", c10d_wire.VERSION, *header[:4], header.text, header.sizes, header.ident, header.nbytes)
-        return c10d_wire._HEADER.pack(*fields)
+        return c10d_wire._HEADER.pack(*fields)  # `pack` writes no lengths that are wrong
 
     return [
         frame(nbytes=2**63 - 1),
@@ -334,7 +334,7 @@ async def bombed(place: Rank) -> None:
             await comm.barrier()
             resident = psutil.Process().memory_info().rss
             if place.rank == 1:
-                (link,) = transport_of(comm)._links.values()
+                (link,) = transport_of(comm)._links.values()  # which sends what it is given, unlike the transport
                 link.send(torch.frombuffer(bytearray(bomb), dtype=torch.uint8))
             with pytest.raises((ProtocolError, CommAbortedError)) as caught:
                 await comm.recv(empty(3), 1 - place.rank, timeout=10)
@@ -619,7 +619,7 @@ def test_another_user_cannot_read_the_token(tmp_path: Path) -> None:
 
 
 def test_ucx_shares_nothing_with_the_group() -> None:
-    """Its sysv segments would be readable by the group."""
+    """Its sysv segments would be readable by the group. They exist for a moment only, so the options are looked at."""
     from aiocomms_ucx import bringup
 
     for outside in (None, "192.0.2.1"):

@@ -1,6 +1,7 @@
 """The local transport with one fault each, for the conformance suite to catch.
 
-A mutant changes the local transport in the whole process, so a process loads one of them at most.
+A mutant changes the local transport in the whole process, so a process loads one of them at most. It changes private
+parts too, for a fault lies behind what a transport offers to others.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ WHOLE = 8 * 2**20
 def stop_when(place: Rank, what: str) -> None:
     """This process stops as soon as it has asked for the data of an op, and tells when gloo has it all."""
     if what == "message":
-        ask, hear = Mailbox._ask, Mailbox.hear
+        ask, hear = Mailbox._ask, Mailbox.hear  # between a request and its data, a moment that nothing else shows
 
         def stop_then(*args: Any) -> Any:
             outcome = ask(*args)
@@ -234,7 +234,7 @@ async def give_up_amid(place: Rank, what: str) -> None:
                 assert (got[:WHOLE] == 1).all(), "rank 1 has taken for data what rank 0 wrote later"
             return
         await asyncio.to_thread(place.told, "ready")
-        say_why = C10dTransport._say_why
+        say_why = C10dTransport._say_why  # so that the connection's end is heard before the reason
 
         def say_why_late(transport: C10dTransport, error: CommError) -> None:
             with contextlib.suppress(AssertionError):  # nobody reads it all where a connection has broken

@@ -118,7 +118,7 @@ def test_a_group_whose_communicator_could_not_begin_is_free_again(monkeypatch: p
     async def meet(*_: object) -> tuple[Mock, bool]:
         return Mock(), True
 
-    monkeypatch.setattr(C10dTransport, "_meet", meet)
+    monkeypatch.setattr(C10dTransport, "_meet", meet)  # gloo would need a second rank
     monkeypatch.setattr(C10dTransport, "adopts", lambda _: True)
     monkeypatch.setattr(Link, "start", Mock(side_effect=RuntimeError("can't start new thread")))
     with pytest.raises(CommError, match="no thread can be started"):

@@ -78,6 +78,11 @@ def transport(comm: Any) -> FakeNcclTransport:
     return transport_of(comm, "collectives")
 
 
+def fake_comm(comm: Any) -> Any:
+    """The fake NCCL communicator of the collectives, which a test makes fail; nobody but its transport sees it."""
+    return transport(comm)._bench.comm
+
+
 def sleepers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "aiocomms sleeps on events"]
 
@@ -233,7 +238,7 @@ async def test_memory_that_an_op_takes_is_kept_until_done(cuda: FakeCuda, monkey
     monkeypatch.setattr(cuda, "empty_like", noted)
     async with world(2) as comms:
         work = comms[0].all_reduce(torch.ones(3), ReduceOp.PREMUL_SUM(2.0))
-        stream = transport(comms[0])._bench.stream
+        stream = transport(comms[0])._bench.stream  # the transport's own, which no caller of an op sees
         while len(stream.queue) > 2:  # noqa: ASYNC110 - until it waits in NCCL, with the end event behind it
             await asyncio.sleep(0)
         gc.collect()
@@ -296,7 +301,7 @@ async def test_with_nothing_pending_nothing_runs(cuda: FakeCuda) -> None:
             await asyncio.sleep(0)
         assert not cuda.gpu.sleeping
         assert threading.active_count() == threads
-        assert not any(comm._core.driver._turns for comm in comms)
+        assert not any(comm.driver._turns for comm in comms)  # no turn of the loop is asked for: nothing shows that
 
 
 @pytest.mark.asyncio
@@ -485,7 +490,7 @@ async def test_neither_poll_nor_thread_breaks_a_capture(cuda: FakeCuda) -> None:
     with cuda.graph():
         for _ in range(10):
             assert not completions.poll()
-        completions._park()
+        completions._park()  # as between the loop's last poll and its sleep, a moment that no caller can choose
         await parked(cuda)
         gate.open()
         assert woken.wait(5)
@@ -555,7 +560,7 @@ async def test_without_memory_an_op_fails_alone(cuda: FakeCuda) -> None:
 async def test_an_error_of_nccl_while_an_op_is_pending(cuda: FakeCuda, status: int, name: str) -> None:
     async with world(2) as comms:
         work = comms[0].all_reduce(torch.ones(3))
-        transport(comms[0])._bench.comm.shared.async_error = status
+        fake_comm(comms[0]).shared.async_error = status
         with pytest.raises(CommError, match=name):
             await work
         assert comms[0].aborted
@@ -564,7 +569,7 @@ async def test_an_error_of_nccl_while_an_op_is_pending(cuda: FakeCuda, status: i
 @pytest.mark.asyncio
 async def test_a_communicator_that_is_still_forming_is_no_error(cuda: FakeCuda) -> None:
     async with world(2) as comms:
-        transport(comms[0])._bench.comm.shared.async_error = 7
+        fake_comm(comms[0]).shared.async_error = 7
         await asyncio.gather(*(comm.barrier() for comm in comms))
 
 
@@ -585,7 +590,7 @@ async def test_a_call_that_nccl_refuses(cuda: FakeCuda, monkeypatch: pytest.Monk
         def refuse(*_: object) -> None:
             raise failed(8)
 
-        monkeypatch.setattr(transport(comm)._bench.comm, "allReduce", refuse)
+        monkeypatch.setattr(fake_comm(comm), "allReduce", refuse)
         with pytest.raises(CommError, match="ncclTimeout"):
             await comm.all_reduce(torch.ones(3))
         assert comm.aborted
@@ -623,7 +628,7 @@ async def test_a_broken_device_of_which_nccl_tells_first(cuda: FakeCuda, monkeyp
             cuda.gpu.broken = True
             raise failed(1)
 
-        monkeypatch.setattr(transport(comm)._bench.comm, "allReduce", refuse)
+        monkeypatch.setattr(fake_comm(comm), "allReduce", refuse)
         with pytest.raises(CommError, match="ncclUnhandledCudaError"):
             await comm.all_reduce(torch.ones(3))
     gate.open()
@@ -672,7 +677,7 @@ async def test_communicators_end_at_once(cuda: FakeCuda, monkeypatch: pytest.Mon
     async with world(2) as comms:
         await _with_lanes(comms)
         for comm in comms:
-            monkeypatch.setattr(transport(comm)._bench.comm, end, lambda: gone.wait(20))
+            monkeypatch.setattr(fake_comm(comm), end, lambda: gone.wait(20))
         lanes = [bench.comm for comm in comms for bench in transport(comm)._messages.benches()]
         assert len(lanes) == 4
         for comm in comms if end == "abort" else ():
@@ -729,7 +734,7 @@ async def test_a_rank_that_dies(cuda: FakeCuda) -> None:
     async with world(2) as comms:
         work = comms[0].all_reduce(torch.ones(3))
         for peer in list(transport(comms[1]).mesh.peers):
-            transport(comms[1]).mesh._drop(peer)
+            transport(comms[1]).mesh._drop(peer)  # a connection that breaks, without an end of its process
         with pytest.raises(PeerDiedError, match="rank 1 is gone"):
             await work
 

@@ -379,6 +379,7 @@ def test_a_communicator_that_never_opened_says_no_farewell() -> None:
             work = theirs.all_reduce(torch.ones(3))
             orphan = UcxTransport(here.family, here.peers, here.hosts, here.pids)
             await orphan.aclose()
+            # A message behind the farewell, which no rank writes that works as it should.
             here._tell(1, wire.Dispute(here._numbers[1], 99, "what comes behind the farewell"))
             while 99 not in there._disputes:  # noqa: ASYNC110 - what another engine's thread says
                 await asyncio.sleep(0)

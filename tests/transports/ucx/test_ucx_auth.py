@@ -62,7 +62,7 @@ def connect(listener: socket.socket) -> socket.socket:
 def join(listener: socket.socket, rank: int = 1, key: bytes = KEY, size: int = 2, seconds: float = 20) -> socket.socket:
     """What a rank above 0 does, which lets nobody in itself."""
     it = Gate(rank, key, {0: lambda: connect(listener)}, size)
-    it._missing = {0}
+    it._missing = {0}  # the ranks above it do not come
     return it.run([], seconds)[0]
 
 

@@ -63,6 +63,11 @@ def transport(comm: Any) -> FakeUcxTransport:
     return transport_of(comm)
 
 
+def queued(comm: Any) -> Any:
+    """What waits for its stream before the engine gets it; to anybody else both look pending."""
+    return transport(comm)._queue
+
+
 async def parked(cuda: FakeCuda, count: int = 1) -> None:
     while cuda.gpu.sleeping < count:  # noqa: ASYNC110 - the fake knows no loop
         await asyncio.sleep(0)
@@ -82,7 +87,7 @@ async def test_a_message_is_sent_when_its_producer_is_done(cuda: FakeCuda, count
     async with world(2) as (a, b):
         tensor, slot = torch.zeros(count), torch.zeros(count)
         receiving = b.recv(slot, 0)
-        while transport(b)._queue:  # noqa: ASYNC110 - nothing else tells
+        while queued(b):  # noqa: ASYNC110 - nothing else tells
             await asyncio.sleep(0)
         gate = Gate(cuda.current_stream())
         cuda.enqueue(cuda.current_stream(), lambda: tensor.fill_(2))
@@ -90,7 +95,7 @@ async def test_a_message_is_sent_when_its_producer_is_done(cuda: FakeCuda, count
         await parked(cuda)
         assert not sending.done()
         assert not receiving.done()
-        assert len(transport(a)._queue) == 1  # the engine has not got it
+        assert len(queued(a)) == 1  # the engine has not got it
         gate.open()
         await all_of(sending, receiving)
         assert slot.eq(2).all()
@@ -122,7 +127,7 @@ async def test_messages_match_in_the_order_of_the_calls_across_streams(cuda: Fak
             first = a.send(torch.full((2,), 1.0), 1)
         second = a.send(torch.full((2,), 2.0), 1)  # its own stream has nothing to do
         works = [b.recv(slot, 0) for slot in slots]
-        queue = transport(a)._queue
+        queue = queued(a)
         while not queue[1].fired:  # noqa: ASYNC110 - nothing else tells
             await asyncio.sleep(0)
         assert [waiting.fired for waiting in queue] == [False, True]
@@ -356,6 +361,7 @@ def test_auto_takes_ucx_for_messages_and_windows(monkeypatch: pytest.MonkeyPatch
     device = torch.device("cuda", 0)
     monkeypatch.setattr(registry, "no_gpu", lambda device: None)
     monkeypatch.setattr(registry, "entries", lambda: {"ucx": None})
+    # A transport on the GPU, where there is none: its class would not be found to be available.
     monkeypatch.setattr(registry, "_load", lambda entry: UcxTransport)
     assert registry.choose("auto", device, 2, {}).names == {"p2p": "ucx", "rma": "ucx"}
     assert UcxTransport.preference(device, 2, "collectives") == 0
@@ -364,7 +370,10 @@ def test_auto_takes_ucx_for_messages_and_windows(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_ucx_loads() -> None:
-    """A communicator on the CPU does not look for GPUs; one on a GPU may use all that UCX has for it."""
+    """A communicator on the CPU does not look for GPUs; one on a GPU may use all that UCX has for it.
+
+    Of the options themselves: what UCX makes of them needs a GPU.
+    """
     assert bringup._options(None, gpu=False) == [("TLS", "^sysv,cuda,tcp")]
     assert bringup._options(None, gpu=True) == [("TLS", "^sysv,tcp")]
     assert CudaUcxTransport.fast_check is None  # which would take a tensor on the CPU for one on the GPU

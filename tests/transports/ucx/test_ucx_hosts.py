@@ -305,7 +305,7 @@ async def change_of_mind(place: Rank, what: str, count: int) -> str:
         WINDOWS.append(await comm.new_window(tensor if place.rank else torch.zeros(count)))
     held: list[Callable[[], None]] = []
     if place.rank == 0:
-        tell = UcxTransport._tell
+        tell = UcxTransport._tell  # of the messages between ranks only the control messages are late
         hold = lambda self, *words: held.append(lambda: tell(self, *words))  # noqa: E731
         UcxTransport._tell = hold  # type: ignore[method-assign]
         await place.all_told("waits", 1)

@@ -39,14 +39,16 @@ def distribution(tmp_path, monkeypatch):
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
         lines = [f"{transport} = {name}:{cls}" for transport, cls in classes.items()]
         (info / "entry_points.txt").write_text("\n".join(["[aiocomms.transports]", *lines, ""]))
+        forget()
+
+    def forget() -> None:  # what is installed is looked up once in a process, which outlives this folder
         registry._entries.cache_clear()
         registry._load.cache_clear()
 
     yield write
     for path in tmp_path.glob("*.py"):
         sys.modules.pop(path.stem, None)
-    registry._entries.cache_clear()
-    registry._load.cache_clear()
+    forget()
 
 
 class Named(LocalTransport):

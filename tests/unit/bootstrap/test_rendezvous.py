@@ -494,7 +494,7 @@ def test_another_attempt_finds_the_store_that_took_the_lost_ones_place(monkeypat
     place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(opening, "_launched", {})
+    monkeypatch.setattr(rendezvous, "_launched", {})  # a launcher's store is kept as long as its process lives
 
     async def meet_over(server):
         await part(await together(lambda: opened(store=server, rank=0, size=2), opened))

@@ -46,7 +46,7 @@ class Library:
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     library = Library()
     monkeypatch.setattr(runtime, "library", lambda: library)
-    monkeypatch.setattr(runtime, "_idle", {})
+    monkeypatch.setattr(runtime, "_idle", {})  # streams that are kept for the life of the process
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "ExternalStream", Stream)
     return library
