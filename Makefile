@@ -25,9 +25,9 @@ SOURCES := aiocomms transports tests examples benchmarks
 # Each of the tests' hundred processes would compile our modules anew, and rewrite every assertion.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve demo-tensor-parallel demo-kv-cache test examples suites unit conformance-in-process \
-	conformance-in-processes faults-quick faults soak test-sanitizers lint format conformance conformance-ucxx \
-	test-cupy bench structure gpu-check gpu-wheels docs clean
+.PHONY: demo serve demo-tensor-parallel demo-kv-cache check test test-long core examples suites unit long \
+	conformance-local conformance-in-process conformance-in-processes conformance-loops faults-quick faults soak \
+	test-sanitizers lint format conformance conformance-ucxx test-cupy bench structure gpu-check gpu-wheels docs clean
 
 $(VENV)/setup.stamp: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -64,32 +64,57 @@ SUITES := $(patsubst %,tests/%.py,transports/test_conformance transports/test_mu
 	examples/test_transport_ucxx transports/ucx/test_ucx_cuda transports/ucx/test_ucx_schedules)
 # The engine alone under sanitizers, which `test-sanitizers` runs: two builds, and longer than any other test.
 ENGINE := tests/transports/ucx/test_ucx_engine.py
+# What `check` tests of the project beside the core's units: where imports go, and what may be called.
+RULES := tests/project/test_layers.py tests/project/test_import.py tests/faults/test_rules.py
+PYTEST := $(BIN)/python -m pytest
+CONFORMANCE := $(PYTEST) --pyargs aiocomms.testing.conformance
+# Three targets at a time, in the order in which they are named; none is begun once one has failed.
+JOBS := --no-print-directory --jobs=3 --output-sync=target
 
-## Everything but `test-sanitizers`: lint, types, tests, docs, examples, and the conformance suite on every built-in transport.
+## What to run while working: lint, types, the tests of the core that start no process, conformance of `local` on one loop.
+check: $(VENV)/ucx.stamp
+	$(MAKE) $(JOBS) lint core conformance-local
+
+## What a change needs: lint, types, docs, examples, conformance of every built-in transport, all tests but the long ones.
 test: $(VENV)/ucx.stamp
-	$(MAKE) --no-print-directory --jobs=3 --output-sync=target lint conformance-in-process unit examples suites \
-		faults-quick conformance-in-processes
+	$(MAKE) $(JOBS) lint conformance-in-process unit examples suites faults-quick conformance-in-processes
 
-# `test` has three jobs under way at a time and starts them in its order, lint first: it is short, and nothing is begun
-# once one has failed; then the longest.
+## What repeats or takes long: the tests marked `long`, and conformance on the loops that `test` leaves out.
+test-long: $(VENV)/ucx.stamp
+	$(MAKE) $(JOBS) conformance-loops long
+
+core: $(VENV)/ucx.stamp
+	$(PYTEST) -m "not long and not processes" tests/unit $(RULES)
+
 examples: $(VENV)/ucx.stamp
-	$(BIN)/python -m pytest $(EXAMPLES)
+	$(PYTEST) -m "not long" $(EXAMPLES)
 
 suites: $(VENV)/ucx.stamp
-	$(BIN)/python -m pytest $(SUITES)
+	$(PYTEST) -m "not long" $(SUITES)
 
 unit: $(VENV)/ucx.stamp
-	$(BIN)/python -m pytest --ignore=tests/faults $(addprefix --ignore=,$(EXAMPLES) $(SUITES) $(ENGINE))
-
-# In one process where that is possible, which is quicker; and ucx, which is made for them, in processes too.
-conformance-in-process: $(VENV)/ucx.stamp
-	$(BIN)/python -m pytest --pyargs aiocomms.testing.conformance --transport=local --transport=c10d --transport=ucx
-
-conformance-in-processes: $(VENV)/ucx.stamp
-	$(BIN)/python -m pytest --pyargs aiocomms.testing.conformance --transport=ucx --processes --loops=asyncio
+	$(PYTEST) -m "not long" --ignore=tests/faults $(addprefix --ignore=,$(EXAMPLES) $(SUITES) $(ENGINE))
 
 faults-quick: $(VENV)/ucx.stamp
-	$(BIN)/python -m pytest tests/faults
+	$(PYTEST) -m "not long" tests/faults
+
+long: $(VENV)/ucx.stamp
+	$(PYTEST) -m long --ignore=$(ENGINE)
+
+conformance-local: $(VENV)/ucx.stamp
+	$(CONFORMANCE) --transport=local --loops=asyncio
+
+# What is one loop's own is the core's, which `local` shows on all of them. In one process where that is possible, which
+# is quicker; and ucx, which is made for them, in processes too.
+conformance-in-process: $(VENV)/ucx.stamp
+	$(CONFORMANCE) --transport=local
+	$(CONFORMANCE) --transport=c10d --transport=ucx --loops=asyncio
+
+conformance-in-processes: $(VENV)/ucx.stamp
+	$(CONFORMANCE) --transport=ucx --processes --loops=asyncio
+
+conformance-loops: $(VENV)/ucx.stamp
+	$(CONFORMANCE) --transport=c10d --transport=ucx --loops=uvloop,trio
 
 ## Every case of the fault catalogue, all victims and delays; writes docs/fault-table.md.
 faults: $(VENV)/ucx.stamp
@@ -113,7 +138,7 @@ SANITIZED = $(UCX)/tests/sanitized/run.sh $(1) $(SANITIZERS)/$(1) $(BIN)/python 
 
 ## The ucx transport under AddressSanitizer and ThreadSanitizer: its engines alone, then the conformance suite.
 test-sanitizers: $(SANITIZERS)/address.stamp $(SANITIZERS)/thread.stamp
-	AIOCOMMS_ENGINE_TEST_SECONDS=60 $(BIN)/python -m pytest $(ENGINE)
+	AIOCOMMS_ENGINE_TEST_SECONDS=60 $(PYTEST) $(ENGINE)
 	$(call SANITIZED,address) --ranks 2,3,4
 	$(call SANITIZED,address) --ranks 2,3 --processes
 	$(call SANITIZED,thread) --ranks 2,3,4
@@ -137,7 +162,7 @@ docs: $(VENV)/setup.stamp
 
 ## The conformance suite alone: make conformance TRANSPORT=c10d
 conformance: $(VENV)/ucx.stamp
-	$(BIN)/python -m pytest --pyargs aiocomms.testing.conformance --transport=$(or $(TRANSPORT),local)
+	$(CONFORMANCE) --transport=$(or $(TRANSPORT),local)
 
 ## The conformance suite on the example transport, with UCXX in an environment of its own.
 conformance-ucxx: .venv-ucxx/setup.stamp

@@ -38,21 +38,25 @@ def type_checkers_see() -> dict[str, str]:
     }
 
 
+@pytest.mark.processes
 def test_it_is_quick():
     assert min(import_time() for _ in range(5)) < LIMIT
 
 
+@pytest.mark.processes
 def test_it_loads_nothing_heavy():
     loaded = set(python("-c", "import aiocomms, sys; print(*sys.modules)").stdout.split())
     assert not loaded & {"torch", "numpy", "msgspec", "asyncio", "anyio", "trio", "uvloop", "pytest"}
     assert {name for name in loaded if name.startswith("aiocomms")} == {"aiocomms"}
 
 
+@pytest.mark.processes
 def test_a_transport_is_loaded_when_it_is_used_and_not_before():
     code = "import aiocomms, sys; aiocomms.new_comm, aiocomms.functional, aiocomms.testing; print(*sys.modules)"
     assert not any(name.startswith("aiocomms_") for name in python("-c", code).stdout.split())
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ["errors", "bootstrap.launchers"])
 def test_a_light_module_stays_light(name):
     loaded = python("-c", f"import aiocomms.{name}, sys; print(*sys.modules)").stdout.split()

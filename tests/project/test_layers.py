@@ -177,6 +177,7 @@ def test_docstrings_describe_parameters_that_there_are(path):
             assert described == [name for name in given if name in described], node.name
 
 
+@pytest.mark.processes
 def test_every_module_can_be_imported_first():
     """A circle of imports shows only when a module of it comes first."""
     modules = [module_name(path) for path in sources(CORE, *TRANSPORTS) if path.name != "__main__.py"]

@@ -302,6 +302,7 @@ def test_it(world):
     suite(source).assert_outcomes(passed=1)
 
 
+@pytest.mark.processes
 def test_it_costs_other_suites_nothing(pytester):
     pytester.makepyfile(
         """

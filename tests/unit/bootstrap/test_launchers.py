@@ -263,6 +263,7 @@ def test_no_text_breaks_the_parser(text):
     assert names
 
 
+@pytest.mark.processes
 def test_importing_it_loads_neither_torch_nor_an_event_loop():
     code = (
         "import sys, aiocomms.bootstrap.launchers\n"

@@ -377,6 +377,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.processes
 @pytest.mark.fault(32)
 def test_a_store_whose_server_is_stopped_is_left_at_the_deadline():
     with subprocess.Popen(
@@ -537,6 +538,7 @@ def start(script, **environment):
     )  # fmt: skip
 
 
+@pytest.mark.processes
 @pytest.mark.skipif("c10d" not in entry_points(group="aiocomms.transports").names, reason="needs the transport c10d")
 @pytest.mark.parametrize("launcher", ["torchrun", "Slurm"])
 def test_processes_meet_by_their_launchers_environment(free_port, launcher):
@@ -557,6 +559,7 @@ def test_processes_meet_by_their_launchers_environment(free_port, launcher):
     assert results == [(f"{rank} 2 3 [0, 1]\n", "") for rank in range(2)]
 
 
+@pytest.mark.processes
 @pytest.mark.skipif("c10d" not in entry_points(group="aiocomms.transports").names, reason="needs the transport c10d")
 def test_a_process_that_nobody_joins_says_who_is_missing(free_port):
     script = RANK.replace("timeout=30", "timeout=1")

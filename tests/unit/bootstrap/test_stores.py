@@ -85,6 +85,7 @@ store.set(f"done {rank}", "")
 """
 
 
+@pytest.mark.processes
 def test_three_processes_exchange_keys(port):
     command = [sys.executable, "-c", CLIENT, str(port)]
     root = Path(__file__).parents[3]

@@ -20,6 +20,8 @@ from processes import Rank, Run
 from aiocomms.cli import main
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError
 
+pytestmark = pytest.mark.processes
+
 SHORT = 0.3
 
 

@@ -335,6 +335,7 @@ def python(script, *args):
     )  # fmt: skip
 
 
+@pytest.mark.processes
 @pytest.mark.fault(53, 56, transport="local")
 def test_a_loop_that_ends_with_works_pending_ends(loop):
     script = """
@@ -372,6 +373,7 @@ print("end")
     assert (result.returncode, result.stdout, result.stderr) == (0, "end\n", "")
 
 
+@pytest.mark.processes
 @pytest.mark.fault(57, transport="local")
 def test_a_forked_child_is_refused_and_does_its_parent_no_harm():
     script = """
