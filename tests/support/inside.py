@@ -12,7 +12,7 @@ from aiocomms.ops import Op
 
 def transport_of(comm: Communicator, family: str = "p2p") -> Any:
     """The transport that carries a family of a communicator: a fake whose device is driven, or whose wire is spoilt."""
-    return cast("Mapping[str, Any]", comm._by_family)[family]
+    return cast("Mapping[str, Any]", comm._core.by_family)[family]
 
 
 def issue(comm: Communicator, op: Op) -> Work[Any]:

@@ -301,7 +301,7 @@ async def test_with_nothing_pending_nothing_runs(cuda: FakeCuda) -> None:
             await asyncio.sleep(0)
         assert not cuda.gpu.sleeping
         assert threading.active_count() == threads
-        assert not any(comm.driver._turns for comm in comms)  # no turn of the loop is asked for: nothing shows that
+        assert not any(comm._core.driver._turns for comm in comms)  # no turn of the loop is asked for: nothing shows that
 
 
 @pytest.mark.asyncio

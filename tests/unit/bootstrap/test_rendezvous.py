@@ -495,7 +495,7 @@ def test_another_attempt_finds_the_store_that_took_the_lost_ones_place(monkeypat
     place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(rendezvous, "_launched", {})  # a launcher's store is kept as long as its process lives
+    monkeypatch.setattr(opening, "_launched", {})  # a launcher's store is kept as long as its process lives
 
     async def meet_over(server):
         await part(await together(lambda: opened(store=server, rank=0, size=2), opened))
@@ -513,6 +513,7 @@ RANK = """
 import asyncio
 import torch
 import aiocomms
+from aiocomms import opening
 
 async def main():
     for _ in range(2):
