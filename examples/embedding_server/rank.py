@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     Work = Callable[[ObjectStream[Tensor], ObjectStream[Tensor]], Awaitable[None]]
     Tell = Callable[[int | None], None]
 
-RECOVERY = 10.0  # seconds in which those that are left, and those that take the place of the dead, find each other
+RECOVERY = 30.0  # seconds in which those that are left, and those that take the place of the dead, find each other
 DRAIN = 0.6  # seconds that the requests in flight have after Ctrl-C; then they get a 503
-GRACE = 1.5  # seconds after Ctrl-C when a rank leaves, whatever is left to do
+GRACE = 5.0  # seconds after Ctrl-C when a rank leaves, whatever is left to do
 
 
 async def run(listen: Callable[[], socket.socket], tell: Tell | None = None, join: bool = False) -> None:
@@ -51,6 +51,7 @@ async def run(listen: Callable[[], socket.socket], tell: Tell | None = None, joi
     :param join: take such a place
     :raises SystemExit: if the job cannot go on, with a sentence that says why
     """
+    gc.freeze()  # modules stay: no collection need visit them. A communicator is freed by one, so it comes later
     failure: BaseException | None = None
     try:
         with ending_on_signals() as stopping:
@@ -58,7 +59,6 @@ async def run(listen: Callable[[], socket.socket], tell: Tell | None = None, joi
                 rank, size = comm.rank, comm.size
                 torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
                 stage = await to_thread.run_sync(Stage, rank, size)
-                gc.freeze()  # what is loaded stays: no collection need visit it, nor the one at exit (half a second)
                 if rank == 0:
                     batcher = Batcher(size)
                     work = partial(run_pipeline, batcher, stage, tell)
@@ -176,6 +176,7 @@ async def drain(server: uvicorn.Server, batcher: Batcher, stopping: anyio.Event)
     server.should_exit = True
     await anyio.sleep(DRAIN)
     batcher.fail("The server is stopping.")
-    await anyio.sleep(0.1)  # for these answers to be written
     for connection in server.server_state.connections:
-        connection.transport.close()  # what is left is half a request
+        # The others uvicorn closes by itself, when their answers are written.
+        if connection.cycle is not None and connection.cycle.more_body:
+            connection.transport.close()  # half a request

