@@ -49,14 +49,12 @@ def _processes(tmp_path: Path, transport: str) -> Iterator[Run]:
 
 
 @pytest.fixture
-def notice(record_property: Callable[[str, object], None]) -> Callable[[Sequence[float], float], None]:
-    """``notice(seconds, bound)``: how long after a fault it was noticed, for the table of ``make faults``."""
+def notice(record_property: Callable[[str, object], None]) -> Callable[[Sequence[float]], None]:
+    """``notice(seconds)``: how long after a fault it was noticed, for the table of ``make faults``.
 
-    def within(seconds: Sequence[float], bound: float) -> None:
-        record_property("notice", max(seconds))
-        assert max(seconds) < bound, seconds
-
-    return within
+    No test bounds it: that is a bet on the machine. A test makes sure instead that nothing else could have told.
+    """
+    return lambda seconds: record_property("notice", max(seconds))
 
 
 class Entry:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import HANGS
 from torch import Tensor
 from torch.nn import functional
 
@@ -22,12 +23,8 @@ from aiocomms.errors import CommAbortedError
 from aiocomms.testing import local_world
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-START = 60.0  # seconds
-WAIT = 20.0
 NEED = 8
 """Blocks of the longest sequence that the example makes: with no more than these there is one at a time."""
-
-pytestmark = pytest.mark.timeout(90)
 
 
 @pytest.fixture
@@ -42,7 +39,7 @@ def run(*options: str, size: int = 2) -> subprocess.CompletedProcess[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
     return subprocess.run(
         [*launcher, "-m", "kv_cache", *options], cwd=EXAMPLES, env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=START, check=False,
+        capture_output=True, text=True, timeout=HANGS, check=False,
     )  # fmt: skip
 
 
@@ -108,7 +105,7 @@ async def both(example: ModuleType, blocks: int, sequences: int) -> dict[int, An
         await transfer.aclose()
         return done
 
-    async with local_world(2) as comms, asyncio.timeout(WAIT):
+    async with local_world(2) as comms, asyncio.timeout(HANGS):
         _, done = await asyncio.gather(*(rank(comm) for comm in comms))
     return done
 
@@ -133,7 +130,7 @@ def test_a_lost_prefill_rank_ends_decode(example: ModuleType) -> None:
 
     async def main() -> None:
         model = example.Model(torch.device("cpu"))
-        async with local_world(2) as comms, asyncio.timeout(WAIT):
+        async with local_world(2) as comms, asyncio.timeout(HANGS):
             prefill, decode = await asyncio.gather(*(example.Transfer.open(comm, 20) for comm in comms))
             decoding = asyncio.ensure_future(example.decode(decode, model))
             table = await prefill.claim(9)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from processes import HANGS
 
 from aiocomms.errors import CommAbortedError
 from aiocomms.testing import local_world
@@ -26,10 +27,8 @@ TEXTS = [
     "x",
 ]
 TOLERANCE = 1e-5
-START = 100.0  # seconds: importing torch and transformers is slow on a busy machine
-WAIT = 20.0
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(2 * HANGS)
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -54,7 +53,7 @@ def expected() -> torch.Tensor:
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     run = subprocess.run(
         [sys.executable, "-c", program], input=json.dumps(TEXTS), env=environment, capture_output=True, text=True,
-        timeout=START, check=True,
+        timeout=HANGS, check=True,
     )  # fmt: skip
     return torch.tensor(json.loads(run.stdout))
 
@@ -67,7 +66,7 @@ def test_processes_give_the_vectors_of_the_unsplit_model(size: int, expected: to
     options = [f"--sentences={tmp_path / 'texts'}", f"--json={tmp_path / 'vectors'}"]
     done = subprocess.run(
         [*launcher, "-m", "tensor_parallel", *options], cwd=EXAMPLES, env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=START, check=False,
+        capture_output=True, text=True, timeout=HANGS, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{size} ranks, " in done.stdout
@@ -93,7 +92,7 @@ async def on_ranks(example: dict[str, Any], size: int, requests: list[list[list[
         await server.aclose()
         return answers
 
-    async with local_world(size) as comms, asyncio.timeout(WAIT):
+    async with local_world(size) as comms, asyncio.timeout(HANGS):
         answers, *_ = await asyncio.gather(*(rank(comm) for comm in comms))
     return answers
 
@@ -146,7 +145,7 @@ def test_a_lost_rank_fails_the_handlers(example: dict[str, Any]) -> None:
     """Those that wait and those that come later; nobody waits for ever."""
 
     async def main() -> None:
-        async with local_world(2) as comms, asyncio.timeout(WAIT):
+        async with local_world(2) as comms, asyncio.timeout(HANGS):
             server = example["server"].Server(example["model"].TensorParallelModel(comms[0]))
             waiting = [asyncio.ensure_future(server.embed(tokens(3))) for _ in range(20)]
             await asyncio.sleep(0)

@@ -30,7 +30,7 @@ from aiocomms_ucx import bringup as ucx_bringup
 from aiocomms_ucx import windows as ucx_windows
 from hosts import Enter, address, hosts
 from inside import transport_of
-from processes import LARGE, Rank, Run, empty, exchange, free_port, held, listening, numbers
+from processes import LARGE, PATIENCE, Rank, Run, empty, exchange, free_port, held, listening, numbers
 from torch.distributed import PrefixStore
 
 import aiocomms
@@ -119,7 +119,7 @@ async def stand(place: Rank, port: int, host: str, each: int) -> int:
         "MASTER_ADDR": host,
         "MASTER_PORT": f"{port}",
     }
-    async with aiocomms.new_comm(place.transport, timeout=20) as comm:
+    async with aiocomms.new_comm(place.transport) as comm:
         await exchange(comm, LARGE)
         where = own_listeners()
         assert not listening()[1], "a unix socket still listens"
@@ -143,7 +143,7 @@ async def stand(place: Rank, port: int, host: str, each: int) -> int:
 
 async def let_go(before: tuple[list[str], list[str]]) -> None:
     """No more descriptors and threads than there were."""
-    ends = time.monotonic() + 10
+    ends = time.monotonic() + PATIENCE
     while any(more := [Counter(now) - Counter(then) for now, then in zip(held(), before, strict=True)]):
         assert time.monotonic() < ends, f"still held: {more}"
         await asyncio.sleep(0.05)
@@ -152,13 +152,13 @@ async def let_go(before: tuple[list[str], list[str]]) -> None:
 @pytest.mark.fault(22, 64)
 def test_strangers_at_every_listener(ranks: Run, transport: str) -> None:
     """On one host that is the store's: ucx listens nowhere once it is open, and gloo does not hear."""
-    assert ranks(2, stand, free_port(), "127.0.0.1", 300, seconds=40) == [300, 0]
+    assert ranks(2, stand, free_port(), "127.0.0.1", 300) == [300, 0]
 
 
 @pytest.mark.fault(22)
 def test_strangers_at_every_listener_between_hosts(ranks: Run, transport: str, names: list[str]) -> None:
     """The store's and UCX's own, of which each rank has several."""
-    met = ranks(2, stand, 29533, address(0), 200, before=Enter(names, "01"), seconds=50)
+    met = ranks(2, stand, 29533, address(0), 200, before=Enter(names, "01"))
     assert met[0] >= 200, met
     assert (met[1] >= 200) == (transport == "ucx"), met
 
@@ -190,9 +190,7 @@ async def come_late(place: Rank) -> None:
                 count += 1
         assert count > 100, count
         place.tell("full 0")
-        started = time.monotonic()
         comm = await forming
-        assert time.monotonic() - started < 5
         await exchange(comm, LARGE)
     await comm.aclose()
 
@@ -348,7 +346,7 @@ async def bombed(place: Rank) -> None:
 @on_c10d
 def test_header_bombs(ranks: Run, transport: str) -> None:
     """Of frames of c10d; of ucx's headers see engine_hostile.hpp, and of its control frames the next test."""
-    ranks(2, bombed, seconds=40)
+    ranks(2, bombed)
 
 
 UCX_BOMBS = [
@@ -384,7 +382,7 @@ async def bombed_frames(place: Rank) -> None:
 @pytest.mark.fault(65)
 @on_ucx
 def test_control_frames_that_make_no_sense(ranks: Run, transport: str) -> None:
-    ranks(2, bombed_frames, seconds=40)
+    ranks(2, bombed_frames)
 
 
 # ------------------------------------------------------------------------- 66 and 67: pickles, and objects too large
@@ -466,7 +464,7 @@ async def sing(place: Rank) -> None:
 @pytest.mark.fault(66)
 def test_a_pickle_by_every_channel(ranks: Run, transport: str, tmp_path: Path) -> None:
     """Object messages and collectives, streams: none runs it. Records and frames: test_fuzz.py."""
-    ranks(2, sing, seconds=40)
+    ranks(2, sing)
     assert not list(tmp_path.rglob("sung"))
 
 
@@ -541,7 +539,7 @@ def test_objects_beyond_each_limit_on_local() -> None:
 
 @pytest.mark.fault(67)
 def test_objects_beyond_each_limit(ranks: Run, transport: str) -> None:
-    ranks(2, too_much, seconds=40)
+    ranks(2, too_much)
 
 
 # ------------------------------------------------------------------------------------------------ 69: another user

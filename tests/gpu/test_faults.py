@@ -112,7 +112,7 @@ def test_g1_one_rank() -> None:
 
 def test_g1_two_ranks_on_one_gpu_without_the_switch(ranks: Run) -> None:
     """A sentence that says what to do, on both; no hang."""
-    for told in ranks(2, refused, before=separate, seconds=90):
+    for told in ranks(2, refused, before=separate):
         assert "NCCL_MULTI_RANK_GPU_ENABLE" in told or "NCCL_HOSTID" in told, told
 
 
@@ -123,7 +123,7 @@ async def summed(place: Rank) -> float:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_g1_ranks_on_one_gpu_with_the_switch(ranks: Run, size: int) -> None:
-    assert ranks(size, summed, before=share, seconds=120) == [size * (size + 1) / 2] * size
+    assert ranks(size, summed, before=share) == [size * (size + 1) / 2] * size
 
 
 # --------------------------------------------------------------------------------- G2: an abort while a kernel spins
@@ -170,12 +170,12 @@ async def never_called(place: Rank, by: str) -> float:
 
 
 def test_g2_an_abort_while_a_kernel_spins(ranks: Run) -> None:
-    took, _ = ranks(2, never_called, "abort", before=share, seconds=120)
+    took, _ = ranks(2, never_called, "abort", before=share)
     assert took < 2
 
 
 def test_g2_a_deadline_while_a_kernel_spins(ranks: Run) -> None:
-    took, _ = ranks(2, never_called, "deadline", before=share, seconds=120)
+    took, _ = ranks(2, never_called, "deadline", before=share)
     assert 2 < took < 6
 
 
@@ -542,7 +542,7 @@ async def reallocating(place: Rank) -> int:
 
 
 def test_g11_no_stale_mapping_after_memory_is_freed(ranks: Run) -> None:
-    assert ranks(2, reallocating, seconds=120) == [30, 30]
+    assert ranks(2, reallocating) == [30, 30]
 
 
 # ------------------------------------------------------------------------------------------------ G12: gloo and the GPU

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import Rank, Run
+from processes import HANGS, Rank, Run
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # the benchmarks are no part of a distribution
@@ -200,7 +200,7 @@ def test_a_measure_that_fails_is_a_figure_that_is_missing(ranks: Run) -> None:
 def test_without_a_gpu_it_says_so() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu"], cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True, text=True, timeout=50, check=False,
+        capture_output=True, text=True, timeout=HANGS, check=False,
     )  # fmt: skip
     assert done.returncode == 1
     assert done.stderr.strip() == "benchmarks.gpu needs an NVIDIA GPU, and torch sees none here"

@@ -198,5 +198,5 @@ async def captured_by_all(place: Rank) -> list[float]:
 
 def test_two_ranks(ranks: Run) -> None:
     """The sum of both each time. The graph is launched by both."""
-    for values in ranks(2, captured_by_all, before=share, seconds=120):
+    for values in ranks(2, captured_by_all, before=share):
         assert values == [1.0, 3.0, 5.0]

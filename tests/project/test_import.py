@@ -9,21 +9,19 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import HANGS
 
 import aiocomms
 
-LIMIT = 0.050
-"""Seconds that ``import aiocomms`` may take."""
-
 
 def python(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=60, check=True)
+    return subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=HANGS, check=True)
 
 
-def import_time() -> float:
-    """Seconds that ``import aiocomms`` takes with all that it imports, as ``-X importtime`` says."""
-    rows = python("-X", "importtime", "-c", "import aiocomms").stderr.splitlines()
-    return next(int(row.split("|")[1]) for row in rows if row.split("|")[-1].strip() == "aiocomms") / 1e6
+def import_time(module: str) -> int:
+    """Microseconds that it takes to import a module with all that it imports, as ``-X importtime`` says."""
+    rows = python("-X", "importtime", "-c", f"import {module}").stderr.splitlines()
+    return next(int(row.split("|")[1]) for row in rows if row.split("|")[-1].strip() == module)
 
 
 def type_checkers_see() -> dict[str, str]:
@@ -40,7 +38,9 @@ def type_checkers_see() -> dict[str, str]:
 
 @pytest.mark.processes
 def test_it_is_quick():
-    assert min(import_time() for _ in range(5)) < LIMIT
+    """Quicker than asyncio, which whoever uses it imports anyway."""
+    ours, theirs = zip(*[(import_time("aiocomms"), import_time("asyncio")) for _ in range(5)], strict=True)
+    assert min(ours) < min(theirs)
 
 
 @pytest.mark.processes

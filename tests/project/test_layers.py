@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from processes import HANGS
 
 from aiocomms import lowlevel
 
@@ -192,5 +193,5 @@ for name in {modules!r}:
         if loaded.split(".")[0].startswith("aiocomms") and sys.modules[loaded].__file__.endswith(".py"):
             del sys.modules[loaded]
 """
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=HANGS, check=False)
     assert result.returncode == 0, result.stderr

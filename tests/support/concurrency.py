@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import anyio.lowlevel
+from processes import HANGS
 
 LOOPS = {
     "asyncio": {"backend": "asyncio"},
@@ -21,7 +22,7 @@ def run_on(loop: str, main: Main, *args: Any) -> Any:
     """Run an async function in a new loop; a test that hangs fails."""
 
     async def bounded() -> Any:
-        with anyio.fail_after(30):
+        with anyio.fail_after(HANGS):
             return await main(*args)
 
     return anyio.run(bounded, **LOOPS[loop])
@@ -66,7 +67,7 @@ def in_threads(*targets: Callable[[], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(HANGS)
     if errors:
         raise errors[0]
     assert not any(thread.is_alive() for thread in threads), "a thread hangs"

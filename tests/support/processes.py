@@ -29,6 +29,10 @@ from aiocomms.errors import CommAbortedError, PeerDiedError
 
 LARGE = 60_013
 """Elements: more than travels with an agreement or in one slot of memory, and no multiple of any number of ranks."""
+HANGS = 240.0
+"""Seconds after which ranks hang, on however slow a machine; a deadline that nobody has given is later."""
+PATIENCE = 100.0
+"""Seconds after which it is said what a rank waits for; not how long that may take."""
 KILLED = "killed"
 INTERRUPTED = "interrupted"
 
@@ -53,7 +57,7 @@ class Rank:
     def open(self, name: str = "world", ranks: Sequence[int] | None = None, **more: Any) -> Any:
         """``new_comm`` of all ranks, or of some."""
         ranks = range(self.size) if ranks is None else ranks
-        more = {"store": self.store(), "rank": ranks.index(self.rank), "size": len(ranks), "timeout": 20, **more}
+        more = {"store": self.store(), "rank": ranks.index(self.rank), "size": len(ranks), **more}
         return aiocomms.new_comm(self.transport, name=name, **more)
 
     def store(self) -> dist.Store:
@@ -64,7 +68,7 @@ class Rank:
 
     def told(self, note: str) -> None:
         """Wait for a note without letting the loop run."""
-        ends = time.monotonic() + 10
+        ends = time.monotonic() + PATIENCE
         while not (self.folder / note).exists():
             assert time.monotonic() < ends, f"nobody told {note!r}"
             time.sleep(0.001)
@@ -91,6 +95,7 @@ class Rank:
 
 def _main(body: Body, place: Rank, before: Before | None, args: tuple[Any, ...], pipe: Connection) -> None:
     try:
+        os.environ.setdefault("AIOCOMMS_HEARTBEAT", "0")  # only a connection tells of a death, unless a test wants it
         if before is not None:
             before(place.rank)
         torch.set_num_threads(1)
@@ -119,7 +124,6 @@ def runner(transport: str, folder: Path) -> Iterator[Run]:
         size: int,
         body: Body,
         *args: Any,
-        seconds: float = 20,
         before: Before | None = None,
         codes: Mapping[int, int] = MappingProxyType({}),
     ) -> list[Any]:
@@ -134,9 +138,9 @@ def runner(transport: str, folder: Path) -> Iterator[Run]:
             theirs.close()
             running.append(process)
             pipes.append(mine)
-        results = _collect(pipes, seconds)
+        results = _collect(pipes)
         for process in running[-size:]:
-            process.join(5)
+            process.join(PATIENCE)
         ended = [process.exitcode for process in running[-size:]]
         for rank, (result, code) in enumerate(zip(results, ended, strict=True)):
             wanted = codes.get(rank, -signal.SIGKILL) if result is KILLED else 0
@@ -152,11 +156,11 @@ def runner(transport: str, folder: Path) -> Iterator[Run]:
             process.close()
 
 
-def _collect(pipes: list[Connection], seconds: float) -> list[Any]:
+def _collect(pipes: list[Connection]) -> list[Any]:
     """What each rank returns. Once one has failed the others have little time to say what they know of it."""
     results: dict[Connection, Any] = {}
     failures: dict[int, str] = {}
-    ends = time.monotonic() + seconds
+    ends = time.monotonic() + HANGS
     while len(results) < len(pipes):
         ready = wait([pipe for pipe in pipes if pipe not in results], max(0.0, ends - time.monotonic()))
         if not ready:

@@ -8,14 +8,13 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from processes import KILLED, LARGE, Rank, Run, death, held, numbers
+from processes import HANGS, KILLED, LARGE, Rank, Run, death, held, numbers
 from torch import Tensor
 
 from aiocomms import ReduceOp
@@ -200,27 +199,25 @@ def test_splits_that_disagree_are_told_to_all(ranks: Run) -> None:
         assert re.search("rank 0 sends (20 bytes to rank 1|12 bytes to rank 2), which wants 16", message), message
 
 
-async def beat(place: Rank) -> tuple[float, float]:
-    """How late a task that runs every millisecond is, at most, while 64 MiB are reduced; and how long that takes."""
+async def beat(place: Rank) -> int:
+    """How often a task comes to run that sleeps a millisecond each time, while 64 MiB are reduced."""
     async with place.open() as comm:
         tensor = torch.ones(16 * 2**20)
         await comm.all_reduce(tensor.clone())
         await comm.barrier()
-        worst, last = 0.0, time.perf_counter()
-        began = last
-        work = comm.all_reduce(tensor)
+        work, turns = comm.all_reduce(tensor), 0
         while not work.done():
             await asyncio.sleep(0.001)
-            now = time.perf_counter()
-            worst, last = max(worst, now - last - 0.001), now
+            turns += 1
         await work
-        return worst, last - began
+        return turns
 
 
 def test_the_loop_stays_free(ranks: Run) -> None:
-    lateness, took = zip(*ranks(2, beat), strict=True)
-    print(f"worst lateness {max(lateness) * 1e3:.1f} ms during {max(took) * 1e3:.0f} ms")
-    assert max(lateness) < 0.5
+    """A transport that moves all of it in one turn of the loop lets the task run once or twice."""
+    turns = ranks(2, beat)
+    print(f"{turns} times")
+    assert min(turns) > 4
 
 
 # ---------------------------------------------------------------------------------------------------------- the end
@@ -238,7 +235,7 @@ ALONE = ("recv", "send")
 """What the victim has no part in."""
 
 
-async def lose_a_rank(place: Rank, what: str, victim: int) -> tuple[float, str]:
+async def lose_a_rank(place: Rank, what: str, victim: int) -> str:
     comm = await place.open()
     await comm.barrier()
 
@@ -250,12 +247,11 @@ async def lose_a_rank(place: Rank, what: str, victim: int) -> tuple[float, str]:
         threading.Timer(0.05, place.die).start()  # in the midst of it; every moment is good
         await (asyncio.sleep(10) if what in ALONE else go_on())
     error = await death(go_on())
-    took = place.since_death()
     assert error.peer == victim, error
     with pytest.raises(CommAbortedError):
         comm.barrier()
     await comm.aclose()
-    return took, error.message
+    return error.message
 
 
 @pytest.mark.fault(1)
@@ -264,12 +260,11 @@ async def lose_a_rank(place: Rank, what: str, victim: int) -> tuple[float, str]:
 def test_a_rank_that_dies(ranks: Run, what: str, victim: int) -> None:
     results = ranks(3, lose_a_rank, what, victim)
     assert results.pop(victim) is KILLED
-    for took, message in results:
-        assert took < 1.05, took
+    for message in results:
         assert f"rank {victim} " in message
 
 
-async def lose_the_owner_of_a_window(place: Rank, what: str, victim: int) -> float:
+async def lose_the_owner_of_a_window(place: Rank, what: str, victim: int) -> None:
     comm = await place.open()
     window = await comm.new_window(torch.zeros(LARGE))
     await comm.barrier()
@@ -282,10 +277,8 @@ async def lose_the_owner_of_a_window(place: Rank, what: str, victim: int) -> flo
         assert error.peer == victim, error
     with pytest.raises(PeerDiedError) as caught:
         await waiting
-    took = place.since_death()
     assert caught.value.peer == victim, caught.value
     await comm.aclose()
-    return took
 
 
 async def put_for_ever(window: Window, dst: int) -> None:
@@ -297,9 +290,7 @@ async def put_for_ever(window: Window, dst: int) -> None:
 @pytest.mark.fault(5)
 @pytest.mark.parametrize("what", ["put", "wait_signal"])
 def test_the_owner_of_a_window_dies(ranks: Run, what: str) -> None:
-    results = ranks(3, lose_the_owner_of_a_window, what, 1)
-    assert results.pop(1) is KILLED
-    assert max(results) < 1.05, results
+    assert ranks(3, lose_the_owner_of_a_window, what, 1) == [None, KILLED, None]
 
 
 async def abort_amid(place: Rank) -> str:
@@ -432,7 +423,7 @@ def test_an_end_without_a_close(tmp_path: Path, transport: str) -> None:
     command = [sys.executable, "-c", JUST_END, transport]
     processes = [subprocess.Popen([*command, str(rank), str(tmp_path)], env=environment) for rank in range(2)]
     try:
-        assert [process.wait(30) for process in processes] == [0, 0]
+        assert [process.wait(HANGS) for process in processes] == [0, 0]
     finally:
         for process in processes:
             process.kill()

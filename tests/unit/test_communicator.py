@@ -8,7 +8,6 @@ import gc
 import os
 import signal
 import threading
-import time
 import weakref
 from pathlib import Path
 from unittest.mock import patch
@@ -508,13 +507,9 @@ def test_a_signal_handlers_abort_wakes_a_loop_that_sleeps(run):
             work = two.recv(torch.empty(1), 0)
             with on_signal(lambda: one.abort("by a signal")):
                 threading.Timer(0.05, signal.pthread_kill, (threading.get_ident(), signal.SIGUSR2)).start()
-                with anyio.fail_after(3):
-                    error = await outcome(work)
-                assert "by a signal" in str(error)
+                assert "by a signal" in str(await outcome(work))
 
-    started = time.monotonic()
-    run(main)
-    assert time.monotonic() - started < 2.5
+    run(main)  # which hangs if the loop sleeps on
 
 
 def test_a_signal_handler_may_abort_whatever_it_interrupts(run):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import math
 import subprocess
 import sys
 
 import pytest
+from processes import HANGS
 
 # What a run imports pytester takes out of sys.modules again; torch cannot be imported twice, and nothing else need be.
 for _module in ("aiocomms.functional", "aiocomms.testing", "aiocomms_local", "trio", "uvloop", "pytest_asyncio"):
@@ -20,7 +22,7 @@ addopts = --strict-markers -p no:cacheprovider -p no:hypothesispytest
 asyncio_default_fixture_loop_scope = function
 asyncio_mode = {mode}
 filterwarnings = error
-timeout = 30
+timeout = 240
 """
 
 HEAD = """
@@ -219,14 +221,16 @@ async def test_it(world, n):
 
 
 @pytest.mark.parametrize("mark", ["asyncio", "anyio"])
-def test_a_test_that_fails_says_only_its_own_error_and_ends_soon(suite, mark):
+def test_a_test_that_fails_says_only_its_own_error_and_ends(suite, mark, monkeypatch):
+    """Were its world to be closed and not aborted, its works would be waited for, for ever."""
+    monkeypatch.setattr("aiocomms.communicator.CLOSE_GRACE", math.inf)
     source = f"""
 seen = []
 
 @pytest.mark.{mark}
 async def test_fails(world):
     seen.append(world)
-    works = [comm.send(torch.ones(2), 1 - comm.rank) for comm in world]  # which would take closing its whole patience
+    works = [comm.send(torch.ones(2), 1 - comm.rank) for comm in world]
     seen.append(works)
     assert 1 == 2
 
@@ -241,7 +245,6 @@ def test_it_was_aborted_and_closed():
     result.assert_outcomes(passed=1, failed=1, deselected=0 if mark == "asyncio" else 1)
     result.stdout.fnmatch_lines("E  *assert 1 == 2")
     assert "raised" not in result.stdout.str()
-    assert result.duration < 4
 
 
 @pytest.mark.parametrize("mark", ["asyncio", "anyio"])
@@ -315,5 +318,7 @@ def test_it_costs_other_suites_nothing(pytester):
         """
     )
     run = [sys.executable, "-m", "pytest", "-p", "no:anyio", "-p", "no:asyncio", "-p", "no:hypothesispytest", "-q"]
-    result = subprocess.run([*run, "-p", "no:cacheprovider"], capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(
+        [*run, "-p", "no:cacheprovider"], capture_output=True, text=True, timeout=HANGS, check=False
+    )
     assert result.returncode == 0, result.stdout + result.stderr

@@ -23,7 +23,7 @@ from aiocomms_c10d import bringup, wire
 from aiocomms_c10d.collectives import PLANS
 from aiocomms_c10d.matching import Mailbox
 from aiocomms_c10d.transport import C10dTransport
-from processes import LARGE, Rank, Run, held, listening, numbers
+from processes import LARGE, PATIENCE, Rank, Run, held, listening, numbers
 
 import aiocomms
 from aiocomms.errors import ArgumentError, CommAbortedError, CommError, PeerDiedError, StoreLostError
@@ -44,7 +44,7 @@ def group_of(place: Rank) -> Any:
 async def adopt(place: Rank) -> None:
     rank, size = place.rank, place.size
     group = await asyncio.to_thread(group_of, place)
-    async with await aiocomms.from_process_group(group, timeout=20) as comm:
+    async with await aiocomms.from_process_group(group) as comm:
         assert (comm.rank, comm.size) == (rank, size)
         for dtype in (torch.int64, torch.int16):
             for count in (3, LARGE):
@@ -54,7 +54,7 @@ async def adopt(place: Rank) -> None:
         sent = comm.send(numbers(LARGE, rank), right)
         assert torch.equal(await comm.recv(torch.zeros(LARGE, dtype=torch.int64), left), numbers(LARGE, left))
         await sent
-        other = await aiocomms.from_process_group(group, name="other", timeout=20)
+        other = await aiocomms.from_process_group(group, name="other")
         child = await comm.split([2, 0, 1])
         at_once = [
             it.all_reduce(torch.full((LARGE,), 1.0)) for it in ((comm, child, other), (other, child, comm))[rank % 2]
@@ -68,7 +68,7 @@ async def adopt(place: Rank) -> None:
             await asyncio.to_thread(lambda tensor=tensor: group.allreduce([tensor]).wait())
             assert (tensor == size).all(), how
             if how == "close":
-                lost = await aiocomms.from_process_group(group, name="lost", timeout=20)
+                lost = await aiocomms.from_process_group(group, name="lost")
                 await lost.barrier()
                 place.tell(f"met {rank}")
                 await place.all_told("met", *range(size))
@@ -83,13 +83,13 @@ def test_an_adopted_group(ranks: Run) -> None:
 async def split_what_is_left_of_an_adopted_group(place: Rank) -> None:
     """The communicator over the group is closed when its child is split: the group has other ranks than the child."""
     group = await asyncio.to_thread(group_of, place)
-    comm = await aiocomms.from_process_group(group, timeout=20)
+    comm = await aiocomms.from_process_group(group)
     child = await comm.split([0, 1] if place.rank < 2 else [])
     await comm.barrier()
     await comm.aclose()
     if child is not None:
         async with child, await child.split([1, 0]) as turned:
-            got = await turned.broadcast(torch.full((LARGE,), place.rank), root=0, timeout=5)
+            got = await turned.broadcast(torch.full((LARGE,), place.rank), root=0)
             assert (got == 1).all()
             place.tell(f"split {place.rank}")
     await place.all_told("split", 0, 1)  # who has closed an adopted group's communicator still owns the group
@@ -111,7 +111,7 @@ async def adopt_in_vain(place: Rank) -> None:
     tensor = torch.ones(2)
     await asyncio.to_thread(lambda: group.allreduce([tensor]).wait())
     assert (tensor == place.size).all()
-    async with await aiocomms.from_process_group(group, timeout=20) as comm:
+    async with await aiocomms.from_process_group(group) as comm:
         await comm.barrier()
 
 
@@ -168,7 +168,7 @@ async def cancel_a_close(place: Rank) -> None:
     closing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await closing
-    left[0].join(10)
+    left[0].join(PATIENCE)
     del comm, closing, left
     assert held() == before
 
@@ -217,7 +217,7 @@ def stop_when(place: Rank, what: str) -> None:
 
 async def give_up_amid(place: Rank, what: str) -> None:
     """Rank 0 loses the communicator while it sends, and fills its tensor anew; rank 1 hears of it as late as can be."""
-    async with place.open(timeout=20) as comm:
+    async with place.open() as comm:
         calls: dict[str, Callable[[torch.Tensor], Any]] = {
             "message": lambda it: comm.recv(it, 0) if place.rank else comm.send(it, 1),
             "broadcast": lambda it: comm.broadcast(it, root=0),
@@ -254,7 +254,7 @@ async def give_up_amid(place: Rank, what: str) -> None:
 
 
 def stopped(pid: int) -> None:
-    ends = time.monotonic() + 10
+    ends = time.monotonic() + PATIENCE
     while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
         assert time.monotonic() < ends, "it does not stop"
         time.sleep(0.001)
@@ -271,7 +271,7 @@ async def let_go_of(place: Rank) -> None:
         kept = weakref.ref(tensor)
         await comm.all_reduce(tensor)
         del tensor
-        ends = time.monotonic() + 5
+        ends = time.monotonic() + PATIENCE
         while kept() is not None:  # the thread that carried it may be a moment behind
             assert time.monotonic() < ends, gc.get_referrers(kept())
             await asyncio.sleep(0.01)

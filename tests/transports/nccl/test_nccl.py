@@ -22,6 +22,7 @@ from aiocomms_nccl import nccl as names
 from fake_cuda import THREAD_LOCAL, CudaError, FakeCuda, FakeEvent, FakeStream, Gate
 from fake_nccl import FakeComm, FakeNccl, FakeNcclError, FakeNcclTransport, failed
 from inside import transport_of
+from processes import HANGS, PATIENCE
 from torch.distributed import HashStore
 
 import aiocomms
@@ -301,7 +302,9 @@ async def test_with_nothing_pending_nothing_runs(cuda: FakeCuda) -> None:
             await asyncio.sleep(0)
         assert not cuda.gpu.sleeping
         assert threading.active_count() == threads
-        assert not any(comm._core.driver._turns for comm in comms)  # no turn of the loop is asked for: nothing shows that
+        assert not any(
+            comm._core.driver._turns for comm in comms
+        )  # no turn of the loop is asked for: nothing shows that
 
 
 @pytest.mark.asyncio
@@ -493,7 +496,7 @@ async def test_neither_poll_nor_thread_breaks_a_capture(cuda: FakeCuda) -> None:
         completions._park()  # as between the loop's last poll and its sleep, a moment that no caller can choose
         await parked(cuda)
         gate.open()
-        assert woken.wait(5)
+        assert woken.wait(PATIENCE)
         assert not completions.poll()
     assert completions.poll()
     completions.close()
@@ -826,7 +829,6 @@ async def test_auto_takes_nccl_for_collectives_and_others_for_the_rest(monkeypat
 # --------------------------------------------------------------------------------------------------- conformance
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("name", "ranks", "chosen"), [("nccl_fake", "1,2,4", ""), ("nccl_fake_debug", "2,3", "mismatch or different_ones")]
 )
@@ -841,6 +843,6 @@ def test_conformance(distribution: Path, name: str, ranks: str, chosen: str) -> 
         "PYTEST_ADDOPTS": "",
     }
     done = subprocess.run(
-        command, cwd=distribution, env=environment, capture_output=True, text=True, timeout=110, check=False
+        command, cwd=distribution, env=environment, capture_output=True, text=True, timeout=HANGS, check=False
     )
     assert done.returncode == pytest.ExitCode.OK, done.stdout

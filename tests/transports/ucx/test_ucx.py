@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from concurrency import in_threads
 from inside import transport_of
-from processes import LARGE, Rank, Run, empty, exchange, listening, numbers
+from processes import HANGS, LARGE, PATIENCE, Rank, Run, empty, exchange, listening, numbers
 
 import aiocomms
 from aiocomms.communicator import Communicator
@@ -41,9 +41,8 @@ def family_of(comm: Communicator) -> Any:
 # --------------------------------------------------------------------------------------------------------- progress
 
 
-async def compute_meanwhile(place: Rank, count: int) -> float:
-    """Rank 0 posts and computes without a pause; how long the others then wait, at best."""
-    best = 10.0
+async def compute_meanwhile(place: Rank, count: int) -> None:
+    """Rank 0 posts and computes without a pause until the others are done: were they to wait for its loop, all hang."""
     async with place.open() as comm:
         for turn in range(5):
             tensor = torch.ones(count)
@@ -55,12 +54,9 @@ async def compute_meanwhile(place: Rank, count: int) -> float:
                 await work
             else:
                 place.told(f"posted {turn}")
-                began = time.monotonic()
                 await comm.all_reduce(tensor)
-                best = min(best, time.monotonic() - began)
                 place.tell(f"reduced {turn} {place.rank}")
             assert (tensor == place.size).all()
-    return best
 
 
 def compute_until(place: Rank, *notes: str) -> None:
@@ -68,15 +64,13 @@ def compute_until(place: Rank, *notes: str) -> None:
     began, total = time.monotonic(), 0
     while time.monotonic() < began + 0.2 or not all((place.folder / note).exists() for note in notes):
         total += sum(range(1000))
-        assert time.monotonic() < began + 10, "the others wait for this rank's loop"
+        assert time.monotonic() < began + PATIENCE, "the others wait for this rank's loop"
 
 
 @pytest.mark.fault(14, transport="ucx")
 @pytest.mark.parametrize(("size", "count"), [(2, 2), (2, LARGE), (2, 2 * MEGA), (3, LARGE)])
 def test_a_rank_that_computes_does_not_hold_up_the_others(ranks: Run, size: int, count: int) -> None:
-    _, *waited = ranks(size, compute_meanwhile, count)
-    print(f"they waited {max(waited) * 1e3:.1f} ms")
-    assert max(waited) < 0.1
+    ranks(size, compute_meanwhile, count)
 
 
 def wake_ups() -> dict[str, int]:
@@ -341,7 +335,7 @@ asyncio.run(main())
 def test_without_ucx() -> None:
     """A line says what to install, and the rest works."""
     done = subprocess.run(
-        [sys.executable, "-Werror", "-c", WITHOUT], capture_output=True, text=True, timeout=50, check=False
+        [sys.executable, "-Werror", "-c", WITHOUT], capture_output=True, text=True, timeout=HANGS, check=False
     )
     assert done.returncode == 0, done.stderr
     why, *chosen, message = done.stdout.split("\n", 3)
@@ -356,7 +350,7 @@ def test_the_engines_types(tmp_path: Path) -> None:
         pytest.skip("nanobind is not installed")
     made = tmp_path / "_engine.pyi"
     command = [sys.executable, "-m", "nanobind.stubgen", "-q", "-m", "aiocomms_ucx._engine", "-o", str(made)]
-    subprocess.run(command, check=True, timeout=50)
+    subprocess.run(command, check=True, timeout=HANGS)
     spec = importlib.util.find_spec("aiocomms_ucx")
     assert spec is not None
     assert spec.origin is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import secrets
@@ -16,7 +17,7 @@ import pytest
 from aiocomms_ucx import auth
 from aiocomms_ucx.auth import MOST_HALF_OPEN, Gate
 from concurrency import in_threads
-from processes import held
+from processes import HANGS, held
 
 from aiocomms.errors import AuthError, CommTimeoutError
 
@@ -134,9 +135,7 @@ def test_who_says_nothing_is_dropped_in_time(listener: socket.socket, monkeypatc
         silent = [stack.enter_context(connect(listener)) for _ in range(20)]
         slow = stack.enter_context(connect(listener))
 
-        def rank() -> tuple[list[float], socket.socket]:
-            started = time.monotonic()
-            took = []
+        def rank() -> socket.socket:
             with contextlib.suppress(OSError):
                 for byte in GARBAGE["no proof"]:  # a byte at a time does not win more time
                     slow.sendall(bytes([byte]))
@@ -144,23 +143,20 @@ def test_who_says_nothing_is_dropped_in_time(listener: socket.socket, monkeypatc
             for it in (*silent, slow):
                 with contextlib.suppress(ConnectionResetError):
                     assert it.recv(100, socket.MSG_WAITALL) == b""
-                took.append(time.monotonic() - started)
-            return took, join(listener)
+            return join(listener)  # for which the gate waits: it has not dropped them because it is done
 
-        (it, inside), (took, end) = in_threads(lambda: open_up(listener), rank)
+        (it, inside), end = in_threads(lambda: open_up(listener), rank)
     assert it.dropped == 21
-    assert max(took) < 3, took
     talk(end, inside[1])
 
 
-def test_silent_strangers_hold_up_nobody(listener: socket.socket) -> None:
-    """They have five seconds; a rank that comes behind them is in at once."""
+def test_silent_strangers_hold_up_nobody(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have all the time there is; a rank that comes behind them is in, or it hangs."""
+    monkeypatch.setattr(auth, "PATIENCE", math.inf)
     with contextlib.ExitStack() as stack:
         for _ in range(100):
             stack.enter_context(connect(listener))
-        started = time.monotonic()
         (_, inside), end = in_threads(lambda: open_up(listener), lambda: join(listener))
-        assert time.monotonic() - started < 2
         talk(end, inside[1])
 
 
@@ -188,7 +184,7 @@ def test_ten_thousand_strangers(listener: socket.socket) -> None:
 
     def rank() -> list[socket.socket]:
         ends = [join(listener, 1, size=3)]
-        assert done.wait(30)
+        assert done.wait(HANGS)
         return [*ends, join(listener, 2, size=3)]
 
     class Watched(Gate):
@@ -197,7 +193,7 @@ def test_ten_thousand_strangers(listener: socket.socket) -> None:
             most[0] = max(most[0], len(self._half))
 
     watched = Watched(0, KEY, {}, 3)
-    inside, ends, _ = in_threads(lambda: watched.run([listener], 40), rank, strangers)
+    inside, ends, _ = in_threads(lambda: watched.run([listener], HANGS), rank, strangers)
     assert most[0] <= 3 + MOST_HALF_OPEN
     assert watched.dropped > 9000
     for number, end in enumerate(ends, 1):

@@ -21,6 +21,7 @@ from aiocomms_ucx.transport import no_cuda_in_ucx
 from fake_cuda import FakeCuda, FakeStream, Gate
 from fake_ucx import FakeUcxTransport
 from inside import transport_of
+from processes import HANGS
 
 import aiocomms
 from aiocomms.bootstrap import registry
@@ -404,7 +405,6 @@ async def test_a_gpu_that_is_not_there(transport: str, device: str) -> None:
 # --------------------------------------------------------------------------------------------------- conformance
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "options",
     [
@@ -424,6 +424,6 @@ def test_conformance(distribution: Path, options: list[str]) -> None:
     }
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *suite, *quick, *options],
-        cwd=distribution, env=environment, capture_output=True, text=True, timeout=110, check=False,
+        cwd=distribution, env=environment, capture_output=True, text=True, timeout=HANGS, check=False,
     )  # fmt: skip
     assert done.returncode == pytest.ExitCode.OK, done.stdout

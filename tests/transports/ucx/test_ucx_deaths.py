@@ -48,7 +48,7 @@ HUGE_THINGS: dict[str, Callable[[Communicator, int], Any]] = {
 }
 
 
-async def lose_amid(place: Rank, what: str, victim: int, delay: float) -> tuple[float, bool]:
+async def lose_amid(place: Rank, what: str, victim: int, delay: float) -> bool:
     comm = await place.open()
     await comm.barrier()
 
@@ -64,17 +64,15 @@ async def lose_amid(place: Rank, what: str, victim: int, delay: float) -> tuple[
         comm.recv(torch.zeros(8), rank, 9) for rank in range(place.size) if rank != place.rank for _ in range(3)
     ]
     error = await death(go_on())
-    took = place.since_death()
     for work in receives:
         with pytest.raises(PeerDiedError) as other:
             await work
         assert other.value.peer == victim, other.value
-    all_took = place.since_death()
     with pytest.raises(CommAbortedError, match=f"rank {victim}"):
         comm.barrier()
     await comm.aclose()
     assert f"rank {victim} " in error.message
-    return max(took, all_took), error.peer == victim
+    return error.peer == victim
 
 
 @pytest.mark.fault(1, transport="ucx")
@@ -83,12 +81,11 @@ async def lose_amid(place: Rank, what: str, victim: int, delay: float) -> tuple[
 def test_a_rank_that_dies_amid(ranks: Run, what: str, victim: int, delay: float) -> None:
     results = ranks(3, lose_amid, what, victim, delay)
     assert results.pop(victim) is KILLED
-    for took, named in results:
-        assert took < 1.05, took
+    for named in results:
         assert named
 
 
-async def live_on(place: Rank) -> float:
+async def live_on(place: Rank) -> None:
     """What does not need the dead rank goes on: its own family, and others; old communicators, and new ones."""
     comm = await place.open()
     survivors = [0, 1]
@@ -108,7 +105,6 @@ async def live_on(place: Rank) -> float:
         await comm.send(torch.zeros(1), 2)
     with pytest.raises(PeerDiedError) as caught:
         await lost
-    took = place.since_death()
     assert caught.value.peer == 2
     assert (apart.aborted, child.aborted, comm.aborted) == (False, False, True)
     await comm.aclose()
@@ -128,14 +124,11 @@ async def live_on(place: Rank) -> float:
     await window.aclose()
     for it in (fresh, child, apart, grandchild):
         await it.aclose()
-    return took
 
 
 @pytest.mark.fault(1, transport="ucx")
 def test_what_does_not_need_the_dead_rank_goes_on(ranks: Run) -> None:
-    results = ranks(3, live_on)
-    assert results.pop() is KILLED
-    assert max(results) < 1.05, results
+    assert ranks(3, live_on) == [None, None, KILLED]
 
 
 async def leave_after_a_death(place: Rank) -> None:
@@ -199,9 +192,7 @@ SHARED_MEMORY = 17
 
 async def two_of_them() -> list[Communicator]:
     store = dist.HashStore()
-    return await asyncio.gather(
-        *(aiocomms.new_comm("ucx", store=store, rank=rank, size=2, timeout=10) for rank in range(2))
-    )
+    return await asyncio.gather(*(aiocomms.new_comm("ucx", store=store, rank=rank, size=2) for rank in range(2)))
 
 
 @pytest.fixture

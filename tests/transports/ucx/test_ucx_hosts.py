@@ -55,7 +55,7 @@ async def everything(place: Rank, layout: str) -> None:
     """As a launcher would have it; every kind of op in each of its sizes, over the parent and a child."""
     variables = {"RANK": f"{place.rank}", "WORLD_SIZE": f"{place.size}", **ROUTE, "MASTER_PORT": "29511"}
     os.environ.update(variables)
-    async with aiocomms.new_comm("ucx", timeout=20) as comm:
+    async with aiocomms.new_comm("ucx") as comm:
         assert (comm.rank, comm.size) == (place.rank, place.size)
         for count in (3, LARGE, 2**20):
             await exchange(comm, count)
@@ -109,7 +109,7 @@ async def use_window(comm: Communicator, layout: str) -> None:
 
 @pytest.mark.parametrize("layout", ["01", "0011", "0110", "012"])
 def test_everything(ranks: Run, names: list[str], layout: str) -> None:
-    ranks(len(layout), everything, layout, before=Enter(names, layout), seconds=40)
+    ranks(len(layout), everything, layout, before=Enter(names, layout))
 
 
 async def contend(place: Rank, turns: int) -> list[int]:
@@ -229,7 +229,7 @@ LOSING: dict[str, Callable[[Communicator, Any, int], Any]] = {
 }
 
 
-async def lose_a_rank(place: Rank, what: str, victim: int) -> float:
+async def lose_a_rank(place: Rank, what: str, victim: int) -> None:
     comm = await place.open()
     window = await comm.new_window(torch.zeros(2**22))
     await comm.barrier()
@@ -248,18 +248,14 @@ async def lose_a_rank(place: Rank, what: str, victim: int) -> float:
         with pytest.raises(PeerDiedError) as died:
             await work
         assert died.value.peer == victim, died.value
-    took = place.since_death()
     await comm.aclose()
-    return took
 
 
 @pytest.mark.fault(1, transport="ucx")
 @pytest.mark.parametrize("what", LOSING)
 def test_a_rank_that_dies(ranks: Run, names: list[str], what: str) -> None:
     """Seen by a rank of its host and by one of another."""
-    results = ranks(3, lose_a_rank, what, 1, before=Enter(names, "011", **ROUTE))
-    assert results.pop(1) is KILLED
-    assert max(results) < 1.05, results
+    assert ranks(3, lose_a_rank, what, 1, before=Enter(names, "011", **ROUTE)) == [None, KILLED, None]
 
 
 GIVING: dict[str, Callable[[Communicator, Tensor], Any]] = {

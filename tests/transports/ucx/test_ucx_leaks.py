@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from processes import LARGE, Rank, Run, held
+from processes import LARGE, PATIENCE, Rank, Run, held
 
 CYCLES, SPLITS = 200, 300
 """1,000 cycles take five times as long and show the same."""
@@ -42,7 +42,7 @@ def shared_memory() -> set[str]:
 
 def forgotten(before: set[str]) -> list[str]:
     """What of it is new and stays, though no process has mapped it: others of this machine have some, too."""
-    ends = time.monotonic() + 20
+    ends = time.monotonic() + PATIENCE
     while left := shared_memory() - before:
         maps = ""
         for path in Path("/proc").glob("[0-9]*/maps"):
@@ -109,7 +109,7 @@ async def split_and_close(place: Rank, splits: int) -> tuple[float, float]:
 @pytest.mark.parametrize(("body", "count"), [(come_and_go, CYCLES), (split_and_close, SPLITS)])
 def test_nothing_is_left(ranks: Run, body: object, count: int) -> None:
     names = shared_memory()
-    for slope, seconds in ranks(2, body, count, seconds=50):
+    for slope, seconds in ranks(2, body, count):
         print(f"{count} times: {slope:.0f} bytes and {seconds * 1e3:.1f} ms each")
         assert slope < SLOPE
     assert not forgotten(names)

@@ -16,7 +16,6 @@ SOURCES = ["tests/schedules_test.cpp", "src/message_reduce.cpp", "src/message_mo
 FLAGS = "-std=c++20 -O1 -g1 -ffp-contract=off -fsanitize=address,undefined -fno-sanitize-recover -Wall -Wextra -Werror"
 
 
-@pytest.mark.timeout(120)
 def test_schedules_of_messages_on_a_simulated_network(tmp_path: Path) -> None:
     compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or shutil.which("c++") or ""]
     if not shutil.which(compiler[0]):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from processes import HANGS
 
 from aiocomms.bootstrap.launchers import Launch, expand_hostlist, read_environment
 from aiocomms.errors import ArgumentError
@@ -270,5 +271,5 @@ def test_importing_it_loads_neither_torch_nor_an_event_loop():
         "print(sorted({'torch', 'asyncio', 'anyio', 'trio', 'socket'} & sys.modules.keys()))"
     )
     root = Path(__file__).parents[3]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=50)
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=HANGS)
     assert (done.stdout.strip(), done.stderr) == ("[]", "")

@@ -6,12 +6,12 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from processes import HANGS, PATIENCE
 from torch.distributed import TCPStore
 
 from aiocomms.bootstrap import stores
@@ -22,11 +22,11 @@ HOST = "127.0.0.1"
 HAS_IPV6 = Path("/proc/net/if_inet6").exists() and "00000001" in Path("/proc/net/if_inet6").read_text()
 
 
-def rank0(port, host=HOST, timeout=10.0, size=2):
+def rank0(port, host=HOST, timeout=HANGS, size=2):
     return connect_store(host, port, 0, size, agent_store=False, timeout=timeout)
 
 
-def client(port, host=HOST, timeout=10.0, rank=1, size=2):
+def client(port, host=HOST, timeout=HANGS, rank=1, size=2):
     return connect_store(host, port, rank, size, agent_store=False, timeout=timeout)
 
 
@@ -90,11 +90,11 @@ def test_three_processes_exchange_keys(port):
     command = [sys.executable, "-c", CLIENT, str(port)]
     root = Path(__file__).parents[3]
     clients = [subprocess.Popen([*command, str(rank)], cwd=root, stdout=subprocess.PIPE, text=True) for rank in (1, 2)]
-    store = rank0(port, timeout=30.0, size=3)
+    store = rank0(port, size=3)
     store.set("from 0", "0")
     assert [int(store.get(f"from {rank}")) for rank in (1, 2)] == [1, 2]
     store.wait(["done 1", "done 2"])
-    assert [process.communicate(timeout=30)[0] for process in clients] == ["0 1 2\n", "0 1 2\n"]
+    assert [process.communicate(timeout=HANGS)[0] for process in clients] == ["0 1 2\n", "0 1 2\n"]
 
 
 @pytest.mark.fault(35)
@@ -161,7 +161,7 @@ def test_a_late_master_is_waited_for(monkeypatch, port):
     monkeypatch.setattr(stores, "_knock", observed)
     with ThreadPoolExecutor() as threads:
         late = threads.submit(client, port)
-        assert knocked.wait(10)
+        assert knocked.wait(PATIENCE)
         store = rank0(port)
         late.result().set("key", "value")
     assert store.get("key") == b"value"
@@ -205,7 +205,7 @@ def test_one_port_on_two_addresses_is_refused(port):
 
 def test_the_agents_store_is_not_hosted_again(port):
     agent = rank0(port)
-    worker = connect_store(HOST, port, 0, 2, agent_store=True, timeout=10.0)
+    worker = connect_store(HOST, port, 0, 2, agent_store=True, timeout=HANGS)
     worker.set("key", "value")
     assert agent.get("key") == b"value"
 
@@ -214,7 +214,7 @@ def test_the_agents_store_is_not_hosted_again(port):
 @pytest.mark.parametrize("host", ["0.0.0.0", "0", "::", "::ffff:0.0.0.0"])
 def test_every_interface_is_refused(port, host, rank):
     with pytest.raises(ArgumentError, match="every interface") as caught:
-        connect_store(host, port, rank, 2, agent_store=False, timeout=10.0)
+        connect_store(host, port, rank, 2, agent_store=False, timeout=HANGS)
     assert f"MASTER_ADDR={host!r}, MASTER_PORT={port}" in str(caught.value)
 
 
@@ -236,17 +236,16 @@ def test_rank_0_on_the_wrong_machine_is_refused_at_once(port):
     assert "198.51.100.7" in str(caught.value)
 
 
-def fails_within(timeout, error, call, *args, **kwargs):
-    start = time.monotonic()
+def fails_after(timeout, error, call, *args):
+    """What it says when it gives up; it may do so before a pause that would be too long. If it does not it hangs."""
     with pytest.raises(error) as caught:
-        call(*args, timeout=timeout, **kwargs)
-    assert time.monotonic() - start < timeout + 1.0
+        call(*args, timeout=timeout)
     return str(caught.value)
 
 
 @pytest.mark.fault(35)
 def test_nobody_listens(port):
-    message = fails_within(0.3, StoreLostError, client, port)
+    message = fails_after(0.3, StoreLostError, client, port)
     assert f"the store at MASTER_ADDR='{HOST}', MASTER_PORT={port}" in message
     assert "within 0.3 s" in message
     assert "refused" in message
@@ -258,7 +257,7 @@ def test_the_master_says_nothing(port):
         full.bind((HOST, port))
         full.listen(0)
         taker.connect((HOST, port))  # the queue is full now, and the kernel drops whoever knocks
-        message = fails_within(0.3, StoreLostError, client, port)
+        message = fails_after(0.3, StoreLostError, client, port)
     assert "timed out" in message
 
 
@@ -289,7 +288,7 @@ def test_a_name_that_does_not_resolve(monkeypatch, caplog, port, call):
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(stores.socket, "getaddrinfo", getaddrinfo)
-    message = fails_within(0.7, ArgumentError, call, port, "no.such.invalid")
+    message = fails_after(0.7, ArgumentError, call, port, "no.such.invalid")
     assert f"MASTER_ADDR='no.such.invalid', MASTER_PORT={port}" in message
     assert "does not resolve" in message
     assert len(caplog.records) == 1
@@ -308,4 +307,4 @@ def test_a_connection_to_itself_is_no_master(monkeypatch, port):
             super().connect(address)
 
     monkeypatch.setattr(stores.socket, "socket", Unlucky)
-    assert "refused" in fails_within(0.2, StoreLostError, client, port)
+    assert "refused" in fails_after(0.2, StoreLostError, client, port)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import Rank, Run
+from processes import PATIENCE, Rank, Run
 
 from aiocomms.cli import main
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError
@@ -53,9 +53,7 @@ async def lose(place: Rank, folder: str, busy: bool) -> str:
             assert isinstance(error, CommTimeoutError)
         else:
             await asyncio.to_thread(place.told, "astray")
-            began = time.monotonic()
-            error = await fails(comm.all_reduce(torch.ones(3), timeout=SHORT if place.rank == 0 else 10))
-            assert time.monotonic() - began < SHORT + 0.5
+            error = await fails(comm.all_reduce(torch.ones(3), timeout=SHORT if place.rank == 0 else None))
             assert isinstance(error, CommTimeoutError)
             place.tell(f"failed {place.rank}")
         with pytest.raises(CommAbortedError, match="its deadline passed"):
@@ -174,7 +172,7 @@ def whole(folder: Path) -> dict[Path, list[dict]]:
 
 
 def wait_for(condition) -> None:
-    ends = time.monotonic() + 20
+    ends = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < ends
         time.sleep(0.01)

@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 from concurrency import in_threads, ranks, run_on, together, turns
-from processes import no_threads
+from processes import PATIENCE, no_threads
 from torch.distributed import HashStore
 
 import aiocomms
@@ -179,11 +179,11 @@ def test_a_deadline_passes_while_the_loop_is_busy(loop):
     store, heard = HashStore(), threading.Event()
 
     async def rank(r):
-        async with aiocomms.new_comm("local", store=store, rank=r, size=2, timeout=20) as comm:
+        async with aiocomms.new_comm("local", store=store, rank=r, size=2) as comm:
             await comm.barrier()
             if r == 0:
                 work = comm.all_reduce(torch.ones(1), timeout=SHORT)
-                assert heard.wait(10), "the peer waits until this loop comes round"
+                assert heard.wait(PATIENCE), "the peer waits until this loop comes round"
                 with pytest.raises(CommTimeoutError, match="waiting for rank 1"):
                     await work
             else:
@@ -312,7 +312,7 @@ def test_a_watchdog_by_itself():
     dog.wake_by(now + 0.02)
     dog.wake_by(now + 50)
     for it in (who, other):
-        assert it.all_told.wait(5)
+        assert it.all_told.wait(PATIENCE)
     assert (len(who.told), len(other.told)) == (3, 1)
     assert dog._thread.is_alive()
     thread = dog._thread
@@ -337,8 +337,8 @@ def test_a_watchdog_begins_no_thread_for_who_left_while_it_was_asked():
     dog.register(who)
     dog.wake_by(now)
     thread = dog._thread
-    assert left.wait(5)
-    thread.join(5)
+    assert left.wait(PATIENCE)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
     assert dog._thread is None
     assert dog.wakes_at == float("inf")
@@ -353,7 +353,7 @@ def test_a_watchdog_does_not_keep_what_it_watches_alive():
     dog.register(who)
     dog.register(sleeps_on)
     dog.wake_by(now)
-    assert who.all_told.wait(5)
+    assert who.all_told.wait(PATIENCE)
     del who
-    assert gone.wait(5)
+    assert gone.wait(PATIENCE)
     dog.unregister(sleeps_on)

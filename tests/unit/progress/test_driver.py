@@ -19,6 +19,7 @@ import torch
 import trio
 from aiocomms_local import LocalTransport
 from concurrency import LOOPS, in_threads, ranks, run_on, turns
+from processes import HANGS, PATIENCE
 from torch.distributed import HashStore
 
 import aiocomms
@@ -145,7 +146,7 @@ def test_ranks_in_several_threads_loops(loops):
     store, size = HashStore(), len(loops)
 
     async def rank(r):
-        async with aiocomms.new_comm("local", store=store, rank=r, size=size, timeout=20) as comm:
+        async with aiocomms.new_comm("local", store=store, rank=r, size=size) as comm:
             after, before = (r + 1) % size, (r - 1) % size
             for i in range(100):
                 send = comm.send(torch.tensor([r, i]), after, tag=i % 3)
@@ -212,6 +213,25 @@ def test_a_promise_lets_every_waiter_go_on(run):
     run(main)
 
 
+def test_a_blocking_call_runs_in_a_thread_and_may_be_left_behind(run):
+    async def main():
+        driver, release = Driver.current(), threading.Event()
+        assert await run_in_thread(driver, threading.get_ident) != threading.get_ident()
+        with pytest.raises(ZeroDivisionError):
+            await run_in_thread(driver, lambda: 1 / 0)
+        with anyio.move_on_after(0.01) as scope:
+            await run_in_thread(driver, release.wait)
+        assert scope.cancelled_caught
+        left = [t for t in threading.enumerate() if t.name == "aiocomms blocking call"]
+        assert len(left) == 1
+        assert left[0].daemon
+        release.set()
+        left[0].join(PATIENCE)
+        await turns()
+
+    run(main)
+
+
 def test_no_loop_is_an_error_that_says_what_to_do():
     with pytest.raises(RuntimeError, match=r"needs a running event loop .*: call it in a coroutine"):
         Driver.current()
@@ -264,7 +284,7 @@ def test_a_transport_that_spins_is_woken_from_its_sleep(loop, install):
     store, sent = HashStore(), threading.Event()
 
     async def rank(r):
-        async with aiocomms.new_comm("spinning", store=store, rank=r, size=2, timeout=20) as comm:
+        async with aiocomms.new_comm("spinning", store=store, rank=r, size=2) as comm:
             if r == 0:
                 recv = comm.recv(torch.zeros(1), 1)
                 await turns(30)
@@ -274,6 +294,7 @@ def test_a_transport_that_spins_is_woken_from_its_sleep(loop, install):
                 await turns(30)
                 assert transport_of(comm).asked <= 7 + 1 + 7  # once on the descriptor, and then anew for a while
             else:
+                assert await run_in_thread(comm.driver, lambda: sent.wait(PATIENCE))
                 assert await run_in_thread(lambda: sent.wait(10))
                 await comm.send(torch.ones(1), 0)
             await comm.barrier()
@@ -331,7 +352,7 @@ def test_fifty_loops_one_after_the_other(loop):
 def python(script, *args):
     return subprocess.run(
         [sys.executable, "-X", "faulthandler", "-W", "error", "-c", script, *args],
-        capture_output=True, text=True, timeout=50, check=False,
+        capture_output=True, text=True, timeout=HANGS, check=False,
     )  # fmt: skip
 
 
@@ -385,7 +406,7 @@ import aiocomms
 store, sent = HashStore(), threading.Event()
 
 async def rank(r):
-    async with aiocomms.new_comm("local", store=store, rank=r, size=2, timeout=20) as comm:
+    async with aiocomms.new_comm("local", store=store, rank=r, size=2) as comm:
         if r:
             await asyncio.to_thread(sent.wait)
             await comm.send(torch.ones(1), 0)
