@@ -67,7 +67,8 @@ ENGINE := tests/transports/ucx/test_ucx_engine.py
 # What `check` tests of the project beside the core's units: where imports go, and what may be called.
 RULES := tests/project/test_layers.py tests/project/test_import.py tests/faults/test_rules.py
 PYTEST := $(BIN)/python -m pytest
-CONFORMANCE := $(PYTEST) --pyargs aiocomms.testing.conformance
+# A check may take longer than its deadline of one's own on a machine where others work beside it.
+CONFORMANCE := $(PYTEST) --pyargs aiocomms.testing.conformance --deadline=100
 # Three targets at a time, in the order in which they are named; none is begun once one has failed.
 JOBS := --no-print-directory --jobs=3 --output-sync=target
 

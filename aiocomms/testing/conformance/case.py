@@ -91,10 +91,6 @@ class Board:
         """A rank has said something."""
         self._event(rank, note).set()
 
-    def heard(self, rank: int, note: str) -> bool:
-        """Whether a rank's word has come here."""
-        return self._event(rank, note).is_set()
-
     async def told(self, rank: int, note: str) -> None:
         """Wait for a rank's word."""
         await self._event(rank, note).wait()
@@ -151,9 +147,13 @@ class Case:
         """Say something to every rank, beside the transport that is tested."""
         self._board.tell(self.rank, note)
 
-    def heard(self, note: str, rank: int) -> bool:
-        """Whether a rank's word has come here."""
-        return self._board.heard(rank, note)
+    def tell_blocking(self, note: str) -> None:
+        """Say something to who waits for it by :meth:`wait_blocking`."""
+        self._store.set(f"{self.name}/{note}", "")
+
+    def wait_blocking(self, note: str) -> None:
+        """Wait for a word of :meth:`tell_blocking` without letting the loop run."""
+        self._store.wait([f"{self.name}/{note}"])
 
     async def told(self, note: str, *by: int) -> None:
         """Wait for the word of some ranks; of all others where none are named."""

@@ -21,7 +21,7 @@ from aiocomms.testing.conformance.world import GRACE, STOP, World
 _DUMP = 0.3
 """Seconds that a process has to write down what its threads are doing."""
 
-_CLOSE = 4.0
+_CLOSE = 60.0
 """Seconds in which ranks that have nothing under way close and end."""
 
 

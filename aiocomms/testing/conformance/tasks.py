@@ -18,6 +18,8 @@ from aiocomms.testing.conformance.case import Board, Outcome, Place
 from aiocomms.testing.conformance.rank import Rank, Reports, Request, other_tasks, with_leftovers
 from aiocomms.testing.conformance.world import BACKENDS, GRACE, STOP, World
 
+_LOOKS = 12
+"""How often it is looked, after a millisecond, two, four and so on, what a check has left."""
 _POOLS = ("AnyIO worker thread", "Trio thread")
 """Threads that the loops keep for a while, in case they are needed again."""
 
@@ -40,7 +42,7 @@ class Tasks(World):
         run = _Run(self.place, request)
         thread = threading.Thread(target=run.target, name="conformance", daemon=True)
         thread.start()
-        thread.join(self.place.deadline + STOP)
+        thread.join(2 * self.place.deadline + STOP)  # to run, and to close
         if thread.is_alive():
             stack = "".join(traceback.format_stack(sys._current_frames()[thread.ident or 0]))
             return [Outcome("stopped", f"the loop does not come back; it is here:\n{stack}")] * self.place.size
@@ -81,7 +83,7 @@ class _Run:
                 tasks.start_soon(self._watch, ranks)
                 for rank, it in enumerate(ranks):
                     tasks.start_soon(self._run_rank, rank, it)
-            with anyio.move_on_after(STOP):
+            with anyio.move_on_after(self._place.deadline):
                 async with anyio.create_task_group() as tasks:
                     for it in ranks:
                         tasks.start_soon(it.close)
@@ -116,20 +118,19 @@ class _Resources:
         self._threads = set(threading.enumerate())
         self._descriptors = _descriptors()
 
-    def left(self, patience: float = 3.0) -> str:
+    def left(self) -> str:
         """What is there now and was not before; threads that end, and files being written, are given time to."""
-        deadline, pause = time.monotonic() + patience, 0.001
-        while True:
+        for look in range(_LOOKS):
             started = set(threading.enumerate()) - self._threads
             threads = [thread.name for thread in started if not thread.name.startswith(_POOLS)]
             opened = _descriptors() - self._descriptors
             if not threads and not opened:
                 return ""
             gc.collect()  # a failed check's tensors, and their memory's descriptors, are held by its traceback
-            if time.monotonic() > deadline:
-                return f"threads {threads}, descriptors {opened}"
-            time.sleep(pause)
-            pause *= 2  # what is to end needs the interpreter too, which a collection does not give away
+            time.sleep(
+                2**look / 1000
+            )  # what is to end needs the interpreter too, which a collection does not give away
+        return f"threads {threads}, descriptors {opened}"
 
 
 def _descriptors() -> set[tuple[str, str]]:

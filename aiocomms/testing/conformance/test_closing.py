@@ -15,14 +15,15 @@ import torch
 
 from aiocomms import Work
 from aiocomms.communicator import Communicator
+from aiocomms.core import CLOSE_GRACE
 from aiocomms.errors import CommAbortedError, CommClosedError, CommError
 from aiocomms.progress.deadlines import watchdog
 from aiocomms.testing.conformance.case import Case, ranks
 
 SHAPE = (6,)
 
-PROMPT = 1.5
-"""Seconds in which a close or an abort has long been done."""
+LOOKS = 150
+"""How often a rank looks, every 10 ms, whether what it has closed is gone: the slower it is, the longer."""
 
 
 def ones(comm: Communicator) -> torch.Tensor:
@@ -45,7 +46,7 @@ async def test_a_closed_communicator_says_so(comm: Communicator, case: Case) -> 
     await other.barrier()
     await other.aclose()
     await other.aclose()
-    assert time.monotonic() - began < PROMPT
+    assert time.monotonic() - began < CLOSE_GRACE
     assert other.closed and not other.aborted and "closed" in repr(other)
     with pytest.raises(CommClosedError, match="all_reduce"):
         other.all_reduce(ones(comm))
@@ -121,7 +122,7 @@ async def test_close_withdraws_receives(comm: Communicator, case: Case) -> None:
     objects = other.recv_object(0)
     began = time.monotonic()
     await other.aclose()
-    assert time.monotonic() - began < PROMPT
+    assert time.monotonic() - began < CLOSE_GRACE
     case.tell("closed")
     for work in (*works, objects):
         with pytest.raises(CommClosedError, match="closed"):
@@ -195,7 +196,7 @@ async def test_a_close_in_a_cancelled_scope_releases_everything(comm: Communicat
         with anyio.CancelScope() as scope:
             scope.cancel()
             await other.aclose()
-        assert other.closed and time.monotonic() - began < PROMPT
+        assert other.closed and time.monotonic() - began < CLOSE_GRACE
         for work in works:
             with pytest.raises(CommError):
                 await work
@@ -217,7 +218,6 @@ async def test_abort_ends_everything_everywhere(comm: Communicator, case: Case) 
     comm.register_abort_hook(heard.append).remove()
     works = pend(comm, (comm.rank + 1) % comm.size)
     await case.meet("pending")
-    began = time.monotonic()
     if comm.rank == comm.size - 1:
         comm.abort("the first reason")
         comm.abort("the second reason")
@@ -228,7 +228,6 @@ async def test_abort_ends_everything_everywhere(comm: Communicator, case: Case) 
         assert not isinstance(caught.value, (TimeoutError, OSError))
     with pytest.raises(CommAbortedError, match="the first reason"):
         comm.barrier()
-    assert time.monotonic() - began < PROMPT
     assert comm.aborted and not comm.closed and "the first reason" in repr(comm)
     assert len(heard) == 1 and "the first reason" in str(heard[0]), heard
     await comm.aclose()
@@ -364,11 +363,12 @@ async def test_opened_and_closed_again_and_again(comm: Communicator, case: Case)
 
 async def expect_no_more_than(before: tuple[int, int]) -> None:
     """Threads and descriptors are back where they were, or fewer."""
-    with anyio.move_on_after(PROMPT):
-        while any(now > then for now, then in zip(resources(), before, strict=True)):  # noqa: ASYNC110
-            await anyio.sleep(0.01)  # they take a moment to end, and say nothing
-    now = resources()
-    assert all(it <= then for it, then in zip(now, before, strict=True)), f"threads, descriptors: {before}, now {now}"
+    for _ in range(LOOKS):
+        now = resources()
+        if all(it <= then for it, then in zip(now, before, strict=True)):
+            return
+        await anyio.sleep(0.01)  # they take a moment to end, and say nothing
+    raise AssertionError(f"threads, descriptors: {before}, now {now}")
 
 
 def resources() -> tuple[int, int]:
