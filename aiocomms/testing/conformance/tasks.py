@@ -127,9 +127,8 @@ class _Resources:
             if not threads and not opened:
                 return ""
             gc.collect()  # a failed check's tensors, and their memory's descriptors, are held by its traceback
-            time.sleep(
-                2**look / 1000
-            )  # what is to end needs the interpreter too, which a collection does not give away
+            # What is to end needs the interpreter too, which a collection does not give away.
+            time.sleep(2**look / 1000)
         return f"threads {threads}, descriptors {opened}"
 
 
