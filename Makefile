@@ -19,7 +19,7 @@ GPU_PIP := $(GPU_BIN)/python -m pip install --quiet --disable-pip-version-check 
 # What `make bench` compares with, beside gloo, which comes with torch.
 PEERS := mpi4py mpich ucxx-cu13
 UCX := transports/ucx
-UCX_NATIVE := $(wildcard $(UCX)/src/*) $(UCX)/CMakeLists.txt $(UCX)/pyproject.toml
+UCX_NATIVE := $(wildcard $(UCX)/src/*/*) $(UCX)/CMakeLists.txt $(UCX)/pyproject.toml
 SOURCES := aiocomms transports tests examples benchmarks
 
 # Each of the tests' hundred processes would compile our modules anew, and rewrite every assertion.
@@ -148,13 +148,13 @@ test-sanitizers: $(SANITIZERS)/address.stamp $(SANITIZERS)/thread.stamp
 lint: $(VENV)/ucx.stamp
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
-	$(BIN)/clang-format --dry-run --Werror $(UCX)/src/*.?pp $(UCX)/tests/*.?pp
+	$(BIN)/clang-format --dry-run --Werror $(UCX)/src/*/*.?pp $(UCX)/tests/*.?pp
 	$(BIN)/mypy
 
 format: $(VENV)/setup.stamp
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
-	$(BIN)/clang-format -i $(UCX)/src/*.?pp $(UCX)/tests/*.?pp
+	$(BIN)/clang-format -i $(UCX)/src/*/*.?pp $(UCX)/tests/*.?pp
 
 ## The documentation as a site, in site/.
 docs: $(VENV)/setup.stamp

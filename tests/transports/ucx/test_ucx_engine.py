@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 UCX = Path(__file__).parents[3] / "transports" / "ucx"
-PYTHON = {UCX / "src" / name for name in ("bindings.cpp", "tensors.cpp")}
-SOURCES = [UCX / "tests" / "engine_test.cpp", *sorted(set(UCX.glob("src/*.cpp")) - PYTHON)]
+PYTHON = set(UCX.glob("src/bindings/*.cpp"))
+SOURCES = [UCX / "tests" / "engine_test.cpp", *sorted(set(UCX.glob("src/*/*.cpp")) - PYTHON)]
 # Of the debugging information only what shows a line where a sanitizer stops: the rest takes half of the build's time.
 FLAGS = "-std=c++20 -O1 -g1 -fno-omit-frame-pointer -ffp-contract=off -pthread -Wall -Wextra -Werror"
 SECONDS = os.environ.get("AIOCOMMS_ENGINE_TEST_SECONDS", "0")

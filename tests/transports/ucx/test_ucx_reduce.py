@@ -60,7 +60,7 @@ HEAD = """
 #include <type_traits>
 """
 WRAPPERS = """
-#include "reduce.cpp"
+#include "collectives/reduce.cpp"
 using namespace aiocomms;
 static Reduction make(int op, int dtype, double factor) { return {Operator(op), DType(dtype), factor}; }
 extern "C" {

@@ -7,7 +7,7 @@
 #include <numeric>
 #include <vector>
 
-#include "collectives.hpp"
+#include "collectives/collectives.hpp"
 #include "engine_world.hpp"
 
 namespace aiocomms {

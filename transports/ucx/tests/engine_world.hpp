@@ -26,7 +26,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "engine.hpp"
+#include "engine/engine.hpp"
 
 namespace aiocomms {
 

@@ -19,7 +19,7 @@
 #include <utility>
 #include <vector>
 
-#include "schedule.hpp"
+#include "collectives/schedule.hpp"
 
 namespace aiocomms {
 

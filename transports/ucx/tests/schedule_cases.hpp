@@ -5,9 +5,9 @@
 #include <complex>
 #include <cstdlib>
 
+#include "collectives/half.hpp"
+#include "collectives/reduce.hpp"
 #include "fake_network.hpp"
-#include "half.hpp"
-#include "reduce.hpp"
 
 namespace aiocomms {
 

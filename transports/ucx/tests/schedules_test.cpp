@@ -1,7 +1,7 @@
 // Every collective over messages, on a simulated network, against straightforward references.
-#include "message_collectives.hpp"
+#include "collectives/message_collectives.hpp"
+#include "collectives/schedule_parts.hpp"
 #include "schedule_cases.hpp"
-#include "schedule_parts.hpp"
 
 namespace aiocomms {
 namespace {

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "worker.hpp"
+#include "net/worker.hpp"
 
 namespace aiocomms {
 

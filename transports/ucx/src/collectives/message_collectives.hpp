@@ -12,8 +12,8 @@
 
 #include <cstddef>
 
-#include "reduce.hpp"
-#include "schedule.hpp"
+#include "collectives/reduce.hpp"
+#include "collectives/schedule.hpp"
 
 namespace aiocomms {
 

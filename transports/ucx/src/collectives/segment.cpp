@@ -1,4 +1,4 @@
-#include "segment.hpp"
+#include "collectives/segment.hpp"
 
 #include <fcntl.h>
 #include <sys/mman.h>

@@ -1,7 +1,7 @@
 // UCX behind one class: a context, a worker, and an endpoint for each peer that is spoken to.
 //
 // All methods are called under the engine's lock. Messages are UCX active messages with a header of ours, and matched
-// by us (mailbox.hpp), for what UCX's tag matching cannot say: the dtype of a message before its payload is touched,
+// by us (matching.hpp), for what UCX's tag matching cannot say: the dtype of a message before its payload is touched,
 // and that a receive has been withdrawn, at once.
 #pragma once
 

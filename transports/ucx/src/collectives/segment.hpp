@@ -78,7 +78,7 @@ class Segment {
     return owners_[rank].gone.round.load(std::memory_order_relaxed) != 0;
   }
 
-  // A large message, poured by its sender (pouring.cpp). A rank pours one at a time, and takes one at a time, so one
+  // A large message, poured by its sender (offers.cpp). A rank pours one at a time, and takes one at a time, so one
   // pool of slots and one set of counters per rank do. Counters that are about an older message do no harm: `filled`
   // names its message; and a sender is called after `begin_message`, and has nobody who reads its slots after the
   // answer.

@@ -1,10 +1,10 @@
-#include "collectives.hpp"
+#include "collectives/collectives.hpp"
 
 #include <algorithm>
 #include <cstddef>
 #include <memory>
 
-#include "message_collectives.hpp"
+#include "collectives/message_collectives.hpp"
 
 namespace aiocomms {
 namespace {

@@ -1,4 +1,4 @@
-#include "tensors.hpp"
+#include "bindings/tensors.hpp"
 
 #include <nanobind/ndarray.h>
 

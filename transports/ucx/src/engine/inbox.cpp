@@ -5,7 +5,7 @@
 #include <cstring>
 #include <utility>
 
-#include "engine.hpp"
+#include "engine/engine.hpp"
 
 namespace aiocomms {
 namespace {

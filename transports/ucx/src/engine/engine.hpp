@@ -21,11 +21,11 @@
 #include <unordered_map>
 #include <vector>
 
-#include "control.hpp"
-#include "cuda_thread.hpp"
-#include "group.hpp"
-#include "lane.hpp"
-#include "worker.hpp"
+#include "engine/group.hpp"
+#include "net/control.hpp"
+#include "net/cuda_thread.hpp"
+#include "net/worker.hpp"
+#include "windows/ordering.hpp"
 
 namespace aiocomms {
 
@@ -176,7 +176,7 @@ class Engine {
     Request* request;
     std::function<void(Request*)> then;  // in place of completing the request
     pid_t pid = 0;
-    // Of a message whose sender can help; see pouring.cpp.
+    // Of a message whose sender can help; see offers.cpp.
     int helper = -1;            // its rank, else -1
     std::uint64_t number = 0;   // of its offer
     bool called = false;        // it has been told to

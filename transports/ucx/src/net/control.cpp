@@ -1,4 +1,4 @@
-#include "control.hpp"
+#include "net/control.hpp"
 
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
@@ -10,7 +10,7 @@
 #include <cstring>
 #include <system_error>
 
-#include "shared_collectives.hpp"
+#include "collectives/shared_collectives.hpp"
 
 namespace aiocomms {
 namespace {

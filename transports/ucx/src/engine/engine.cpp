@@ -1,6 +1,6 @@
 // The engine's life: who moves things on, and when.
 
-#include "engine.hpp"
+#include "engine/engine.hpp"
 
 #include <sched.h>
 #include <sys/eventfd.h>
@@ -12,7 +12,7 @@
 #include <system_error>
 #include <utility>
 
-#include "slice.hpp"
+#include "net/sched_hint.hpp"
 
 namespace aiocomms {
 namespace {

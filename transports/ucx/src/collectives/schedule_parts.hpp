@@ -9,7 +9,7 @@
 #include <memory>
 #include <optional>
 
-#include "schedule.hpp"
+#include "collectives/schedule.hpp"
 
 namespace aiocomms {
 

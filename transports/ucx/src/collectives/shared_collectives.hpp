@@ -10,9 +10,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "reduce.hpp"
-#include "schedule.hpp"
-#include "segment.hpp"
+#include "collectives/reduce.hpp"
+#include "collectives/schedule.hpp"
+#include "collectives/segment.hpp"
 
 namespace aiocomms {
 

@@ -1,9 +1,9 @@
-#include "shared_collectives.hpp"
+#include "collectives/shared_collectives.hpp"
 
 #include <algorithm>
 #include <cstring>
 
-#include "copy.hpp"
+#include "net/copy.hpp"
 
 namespace aiocomms {
 namespace {

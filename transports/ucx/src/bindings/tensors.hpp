@@ -9,7 +9,7 @@
 
 #include <cstddef>
 
-#include "reduce.hpp"
+#include "collectives/reduce.hpp"
 
 namespace aiocomms {
 

@@ -3,15 +3,15 @@
 // On x86-64 the loops exist twice, for the baseline and for AVX2; which are run is chosen when the library is loaded.
 // Build with -O3, and with -ffp-contract=off: products and sums fused into one rounding would make results depend on
 // the machine.
-#include "reduce.hpp"
+#include "collectives/reduce.hpp"
 
 #include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstring>
 
-#include "half.hpp"
-#include "reduce_loops.hpp"
+#include "collectives/half.hpp"
+#include "collectives/reduce_loops.hpp"
 
 #if defined(__x86_64__)
 #include <cpuid.h>

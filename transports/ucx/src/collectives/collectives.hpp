@@ -4,9 +4,9 @@
 #include <cstddef>
 #include <vector>
 
-#include "group.hpp"
-#include "reduce.hpp"
-#include "schedule.hpp"
+#include "collectives/reduce.hpp"
+#include "collectives/schedule.hpp"
+#include "engine/group.hpp"
 
 namespace aiocomms {
 

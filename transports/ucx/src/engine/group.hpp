@@ -10,9 +10,9 @@
 #include <unordered_map>
 #include <vector>
 
-#include "mailbox.hpp"
-#include "schedule.hpp"
-#include "shared_collectives.hpp"
+#include "collectives/schedule.hpp"
+#include "collectives/shared_collectives.hpp"
+#include "engine/matching.hpp"
 
 namespace aiocomms {
 

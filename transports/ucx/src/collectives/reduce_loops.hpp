@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "half.hpp"
+#include "collectives/half.hpp"
 
 #define AIOCOMMS_INLINE __attribute__((always_inline)) static inline
 

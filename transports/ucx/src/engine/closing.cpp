@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "engine.hpp"
+#include "engine/engine.hpp"
 
 namespace aiocomms {
 

@@ -6,8 +6,8 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "copy.hpp"
-#include "engine.hpp"
+#include "engine/engine.hpp"
+#include "net/copy.hpp"
 
 namespace aiocomms {
 namespace {

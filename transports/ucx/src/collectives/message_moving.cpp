@@ -2,8 +2,8 @@
 #include <deque>
 #include <vector>
 
-#include "message_collectives.hpp"
-#include "schedule_parts.hpp"
+#include "collectives/message_collectives.hpp"
+#include "collectives/schedule_parts.hpp"
 
 namespace aiocomms {
 

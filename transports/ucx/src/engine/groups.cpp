@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <atomic>
 
-#include "copy.hpp"
-#include "engine.hpp"
+#include "engine/engine.hpp"
+#include "net/copy.hpp"
 
 namespace aiocomms {
 namespace {

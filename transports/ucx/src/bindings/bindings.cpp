@@ -9,9 +9,9 @@
 #include <bit>
 #include <cstring>
 
-#include "collectives.hpp"
-#include "engine.hpp"
-#include "tensors.hpp"
+#include "bindings/tensors.hpp"
+#include "collectives/collectives.hpp"
+#include "engine/engine.hpp"
 
 namespace nb = nanobind;
 

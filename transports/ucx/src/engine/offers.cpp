@@ -10,8 +10,8 @@
 #include <cstring>
 #include <utility>
 
-#include "copy.hpp"
-#include "engine.hpp"
+#include "engine/engine.hpp"
+#include "net/copy.hpp"
 
 namespace aiocomms {
 namespace {
