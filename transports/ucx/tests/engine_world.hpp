@@ -128,7 +128,7 @@ class Rank {
     if (manner == 0) std::this_thread::sleep_for(std::chrono::microseconds(random.below(3000)));
     for (int turns = 0; !is(); ++turns) {
       turn();
-      if (manner == 1 || turns < Engine::kTurns) {
+      if (manner == 1 || turns < Pacer::kTurns) {
         if (now_ns() < ends) continue;
       } else {
         turns = 0;

@@ -362,7 +362,7 @@ NB_MODULE(_engine, module) {
       .def("flush", &Engine::flush,
            nb::sig("def flush(self, ticket: int, group: int, window: int, rank: int, /) -> bool"), Released());
 
-  module.attr("TURNS") = Engine::kTurns;
+  module.attr("TURNS") = Pacer::kTurns;
   module.attr("NO_DEVICE") = kNoDevice;
   module.attr("HOST") = static_cast<int>(UCS_MEMORY_TYPE_HOST);
   module.attr("CUDA") = static_cast<int>(UCS_MEMORY_TYPE_CUDA);

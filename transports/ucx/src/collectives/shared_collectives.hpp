@@ -4,7 +4,6 @@
 // disagree on what they are doing find out before any data has moved.
 #pragma once
 
-#include <chrono>
 #include <coroutine>
 #include <cstddef>
 #include <cstdint>
@@ -13,14 +12,9 @@
 #include "collectives/reduce.hpp"
 #include "collectives/schedule.hpp"
 #include "collectives/segment.hpp"
+#include "net/clock.hpp"
 
 namespace aiocomms {
-
-inline std::uint64_t now_ns() {
-  return static_cast<std::uint64_t>(
-      std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
-          .count());
-}
 
 // One rank's place at a segment: the round it is in, and what its schedule waits for.
 class Shared {
@@ -98,7 +92,6 @@ class Shared {
   Wait turn() { return Wait(*this, Wait::kTurn, 0); }    // lets others run if this schedule's slice is over
 
  private:
-  friend class Wait;
   std::uint64_t next_ = 0;
   std::uint64_t first_ = 0;
   Wait* waiting_ = nullptr;

@@ -31,7 +31,7 @@ bool Farewell::unpack(const std::string& frame, Farewell& farewell) {
 }
 
 void Engine::heard(int peer, std::string frame) {
-  Turn turn(*this);
+  std::lock_guard lock(lock_);
   const char kind = frame.empty() ? '\0' : frame[0];
   Farewell farewell;
   if (kind == 'A') {
@@ -42,7 +42,7 @@ void Engine::heard(int peer, std::string frame) {
     }
     obey(peer);
   } else {
-    notify({Notice::kFrame, peer, 0, 0, std::move(frame)});
+    reports_.notify({Notice::kFrame, peer, 0, 0, std::move(frame)});
   }
 }
 
@@ -88,7 +88,7 @@ void Engine::left(Group& from, int rank, std::uint64_t collectives) {
     Queue<Request>& waits = window.parts[rank].waits;
     while (!waits.empty()) complete(waits.pop(), Status::kClosed, static_cast<std::uint64_t>(rank));
   }
-  notify({Notice::kLeft, rank, from.id, collectives, {}});
+  reports_.notify({Notice::kLeft, rank, from.id, collectives, {}});
 }
 
 }  // namespace aiocomms

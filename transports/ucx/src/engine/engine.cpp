@@ -3,41 +3,17 @@
 #include "engine/engine.hpp"
 
 #include <sched.h>
-#include <sys/eventfd.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <system_error>
 #include <utility>
 
 #include "net/sched_hint.hpp"
 
 namespace aiocomms {
 namespace {
-
-// How long a post looks on in vain before it returns: some times what a small op takes between two running ranks, and
-// below what anybody notices on an event loop.
-constexpr std::uint64_t kSpin = 30'000;
-// With more ranks than cores a peer may have to be given the core first.
-constexpr std::uint64_t kCrowdedSpin = 200'000;
-// How long a post may work on a large collective, ns; then the thread goes on with it.
-constexpr std::uint64_t kSlice = 400'000;
-// The same where ranks outnumber cores: most of it is then the others' time.
-constexpr std::uint64_t kCrowdedSlice = 2'000'000;
-// After so long without a visit the loop is taken to be busy or parked, ns.
-constexpr std::uint64_t kLoopAway = 500'000;
-// How often the thread looks whether it is, at most: with nothing pending, and nobody who waits for it, ever less
-// often. A thousand times a second it would get in the way of ranks that share a core, and the scheduler would move
-// them about.
-constexpr int kShortestTickMs = 1;
-constexpr int kLongestTickMs = 8;
-// The thread looks at the control connections at least this often, however much it has to do, ns.
-constexpr std::uint64_t kListen = 10'000'000;
-constexpr int kLongestDozeMs = 8;
-// The thread looks on that long before it sleeps, when a collective is under way: the peers are about to answer.
-constexpr std::uint64_t kLinger = 50'000;
 
 void relax() {
 #if defined(__x86_64__)
@@ -65,7 +41,7 @@ Engine::Engine(int rank, int size, const std::vector<std::pair<std::string, std:
           },
           [this](int peer) {
             forget_early(peer);
-            notify({Notice::kMisled, peer, 0, 0, {}});
+            reports_.notify({Notice::kMisled, peer, 0, 0, {}});
           })),
       rank_(rank),
       size_(size),
@@ -73,19 +49,13 @@ Engine::Engine(int rank, int size, const std::vector<std::pair<std::string, std:
       farewells_(size),
       early_(size),
       awaited_(size) {
-  completions_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-  if (completions_fd_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
   if (device == UCS_MEMORY_TYPE_CUDA) cuda_.emplace();
 }
 
-Engine::~Engine() {
-  close(false, 0);
-  if (completions_fd_ >= 0) ::close(completions_fd_);  // it was never started
-}
+Engine::~Engine() { close(false, 0); }
 
 void Engine::start(const std::vector<std::string>& addresses, std::vector<int> sockets, const std::vector<int>& pids,
                    bool crowded, const std::vector<Cookies>& cookies) {
-  crowded_ = crowded;
   bool alone = true;
   for (int peer = 0; peer < size_; ++peer) {
     worker_->introduce(peer, addresses[peer], pids[peer] == 0, cookies.at(peer));
@@ -99,13 +69,11 @@ void Engine::start(const std::vector<std::string>& addresses, std::vector<int> s
       std::make_unique<Control>(std::move(sockets), worker_->event_fd(),
                                 Control::Heard{[this](int peer, std::string frame) { heard(peer, std::move(frame)); },
                                                [this](int peer, bool parted) {
-                                                 Turn turn(*this);
+                                                 std::lock_guard lock(lock_);
                                                  awaited_[peer] = false;
-                                                 if (!parted) notify({Notice::kLost, peer, 0, 0, {}});
+                                                 if (!parted) reports_.notify({Notice::kLost, peer, 0, 0, {}});
                                                }});
-  // A rank of this very process may be waiting for this thread: there is no use in looking on then.
-  spin_now_ = spin_most_ = !alone ? 0 : crowded ? kCrowdedSpin : kSpin;
-  spin_least_ = alone && crowded ? kCrowdedSpin / 4 : 0;
+  pacer_.configure(alone, crowded);
   thread_ = std::thread(&Engine::run, this);
 }
 
@@ -113,55 +81,34 @@ void Engine::start(const std::vector<std::string>& addresses, std::vector<int> s
 
 std::uint64_t Engine::settle(Request* request, std::uint64_t began) {
   std::uint64_t ended = began;
-  if (!request->done && !bulk_) ended = spin(*request, began);  // else the thread is at it
-  // Not if other outcomes came first: they are heard of first.
+  if (!request->done && !pacer_.bulk()) ended = spin(*request, began);  // else the thread is at it
+  // Not if other outcomes came first: the loop hears of those first.
   if (request->done && request->status == Status::kDone && !request->answers && !ready()) {
     delete request;
     return ended;
   }
-  ++pending_;
+  reports_.expect_outcome();
   request->posted = true;
   if (request->done) {
     request->done = false;
     complete(request, request->status, request->details[0], request->details[1]);
-  } else if (bulk_ || (asleep_ && !quiet()) || tick_ms_ > kShortestTickMs) {
+  } else if (pacer_.thread_is_late(quiet())) {
     wake_thread();
   }
   return 0;
 }
 
 std::uint64_t Engine::spin(const Request& request, std::uint64_t began) {
-  slice_ends_ = began + (crowded_ ? kCrowdedSlice : kSlice);
-  loop_seen_.store(began, std::memory_order_relaxed);
-  last_post_ = began;
-  turns_in_vain_ = 0;
-  std::uint64_t now = began, idle_since = 0;  // 0: it has moved since
+  Pacer::Spin spin = pacer_.begin_post(began);
   while (!request.done) {
     const bool moved = advance();
-    now = now_ns();
-    if (moved) {
-      idle_since = 0;
-      if (now >= slice_ends_) break;
-      continue;
-    }
-    if (idle_since == 0) idle_since = now;
-    // It may wait for as long as it has worked: the peers have as much to copy. (Karlin, Li, Manasse, Owicki:
-    // "Empirical Studies of Competitive Spinning for a Shared-Memory Multiprocessor", SOSP 1991.)
-    if (now - idle_since >= std::max(spin_now_, idle_since - began) || now >= slice_ends_) break;
-    if (crowded_) {
-      sched_yield();  // at once: who is waited for may be waiting for this core
-    } else {
-      relax();
-    }
+    const Pacer::Next next = pacer_.after_look(spin, moved, now_ns());
+    if (next == Pacer::Next::kStop) break;
+    if (next == Pacer::Next::kRelax) relax();
+    if (next == Pacer::Next::kYield) sched_yield();
   }
-  if (request.done) {
-    spin_now_ = spin_most_;
-  } else if (idle_since == 0) {
-    bulk_ = true;
-  } else {
-    spin_now_ = std::max(spin_now_ / 2, spin_least_);  // where it has been in vain lately it probably is again
-  }
-  return now;
+  pacer_.end_post(spin, request.done);
+  return spin.now;
 }
 
 void Engine::complete(Request* request, Status status, std::uint64_t a, std::uint64_t b) {
@@ -170,25 +117,9 @@ void Engine::complete(Request* request, Status status, std::uint64_t a, std::uin
   request->status = status;
   request->details[0] = a;
   request->details[1] = b;
-  if (!request->posted) return;  // its post is still looking on
-  --pending_;
-  if (now_ns() - last_post_ < spin_most_) spin_now_ = std::min(spin_most_, 2 * spin_now_ + 1000);
-  outcomes_.push_back({request->ticket, status, {a, b}});
-  ready_.store(true, std::memory_order_relaxed);
+  if (!request->posted) return;  // its post still spins
+  reports_.add({request->ticket, status, {a, b}});
   delete request;
-}
-
-void Engine::notify(Notice notice) {
-  notices_.push_back(std::move(notice));
-  ready_.store(true, std::memory_order_relaxed);
-  wake_loop();
-}
-
-void Engine::wake_loop() {
-  if (loop_told_ || completions_fd_ < 0) return;
-  loop_told_ = true;
-  std::uint64_t one = 1;
-  [[maybe_unused]] ssize_t written = write(completions_fd_, &one, sizeof one);
 }
 
 // Whether something waits for room, of which nobody tells: UCX tells of what comes in, but not of room in a peer's
@@ -202,45 +133,29 @@ bool Engine::waits_for_room() const {
 bool Engine::quiet() const { return active_.empty() && jobs_.empty() && pulls_.empty() && !waits_for_room(); }
 
 void Engine::wake_thread() {
-  asleep_ = false;
-  tick_ms_ = kShortestTickMs;
+  pacer_.wake_thread();
   control_->wake();
 }
 
 void Engine::progress(std::vector<Outcome>& outcomes, std::vector<Notice>& notices) {
-  if (bulk_ && !ready()) {  // the thread is at it, and the loop parks
-    loop_seen_.store(0, std::memory_order_relaxed);
-    return;
-  }
-  loop_seen_.store(now_ns(), std::memory_order_relaxed);
-  Turn turn(*this);
+  if (pacer_.bulk() && !ready()) return pacer_.loop_parks();  // the thread is at it
+  pacer_.loop_comes(now_ns());
+  std::lock_guard lock(lock_);
   bool moved = false;
-  if (!bulk_) {
-    slice_ends_ = now_ns() + kSlice;
+  if (!pacer_.bulk()) {
+    pacer_.begin_slice(now_ns());
     while (advance()) {
       moved = true;
-      if (now_ns() < slice_ends_) continue;
-      bulk_ = true;
+      if (!pacer_.slice_is_over(now_ns())) continue;
+      pacer_.hand_over();
       wake_thread();
       break;
     }
   }
-  if (ready()) {
-    turns_in_vain_ = 0;
-  } else if (++turns_in_vain_ >= kTurns) {
-    loop_seen_.store(0, std::memory_order_relaxed);  // it parks now
-    if (pending_ > 0 && !(asleep_ && quiet())) wake_thread();
-  } else if (crowded_ && !moved) {
-    sched_yield();
-  }
-  outcomes.swap(outcomes_);
-  notices.swap(notices_);
-  ready_.store(false, std::memory_order_relaxed);
-  if (loop_told_) {
-    loop_told_ = false;
-    std::uint64_t told;
-    [[maybe_unused]] ssize_t got = read(completions_fd_, &told, sizeof told);
-  }
+  const Pacer::Visit visit = pacer_.end_visit(ready(), moved);
+  if (visit == Pacer::Visit::kParks && reports_.pending() > 0 && !pacer_.sleeps_well(quiet())) wake_thread();
+  if (visit == Pacer::Visit::kYields) sched_yield();
+  reports_.collect(outcomes, notices);
 }
 
 // ---------------------------------------------------------------------------------------------------- moving things on
@@ -292,71 +207,52 @@ void Engine::rouse(Group& group) {
 // ------------------------------------------------------------------------------------------------- the engine's thread
 
 void Engine::run() {
-  give_way();
+  using Rest = Pacer::Rest;
+  request_long_slice();
   if (cuda_) cuda_->enter();
   for (;;) {
     Rest rest;
-    int tick;
     {
-      std::lock_guard lock(mutex_);
+      PriorityLock::Background lock(lock_);
       if (stopping_) return;
       rest = take_turn();
-      tick = tick_ms_;
     }
-    while (wanting_.load(std::memory_order_relaxed) > 0) sched_yield();
-    if (rest == Rest::kYield) sched_yield();
-    if (rest == Rest::kNone || rest == Rest::kYield) {
-      if (now_ns() - listened_ < kListen) continue;
+    lock_.give_way();
+    if (rest.kind == Rest::kYield) sched_yield();
+    if (rest.kind == Rest::kNone || rest.kind == Rest::kYield) {
+      if (!pacer_.has_to_listen(now_ns())) continue;
       control_->wait(0, false);
+    } else {
+      control_->wait(rest.ms, rest.kind != Rest::kTick);
     }
-    if (rest == Rest::kTick) control_->wait(tick, false);
-    if (rest == Rest::kDoze) control_->wait(doze_ms_, true);
-    if (rest == Rest::kSleep) control_->wait(-1, true);
-    listened_ = now_ns();
+    pacer_.has_listened(now_ns());
   }
 }
 
-Engine::Rest Engine::take_turn() {
-  const std::uint64_t now = now_ns();
-  asleep_ = false;
-  if (!bulk_ && now - loop_seen_.load(std::memory_order_relaxed) < kLoopAway) {
-    tick_ms_ = pending_ > 0 || !quiet() ? kShortestTickMs : std::min(2 * tick_ms_, kLongestTickMs);
-    return Rest::kTick;
-  }
-  tick_ms_ = kShortestTickMs;
-  slice_ends_ = now + kSlice;
+Pacer::Rest Engine::take_turn() {
+  const std::uint64_t began = now_ns();
+  if (pacer_.loop_is_about(began)) return pacer_.tick(reports_.pending() > 0 || !quiet());
+  pacer_.begin_turn(began);
   bool moved = false;
-  while (wanting_.load(std::memory_order_relaxed) == 0 && advance()) {
+  while (!lock_.is_wanted() && advance()) {
     moved = true;
-    if (now_ns() >= slice_ends_) break;
+    if (pacer_.slice_is_over(now_ns())) break;
   }
-  if (ready()) wake_loop();
-  if (quiet()) bulk_ = false;  // the next post is the loop's again
-  if (moved) {
-    doze_ms_ = 1;
-    busy_until_ = now_ns() + kLinger;
-    return Rest::kNone;
-  }
-  if (now < busy_until_ && !quiet()) return crowded_ ? Rest::kYield : Rest::kNone;
-  bulk_ = false;
-  // Say that this rank sleeps, then look once more: who publishes later sees it.
+  if (ready()) reports_.wake_loop();
+  const Pacer::Rest rest = pacer_.end_turn(moved, quiet(), began, now_ns());
+  if (rest.kind != Pacer::Rest::kSleep) return rest;
+  // Announce that this rank sleeps, then look once more: whoever publishes later sees the announcement.
+  announce_sleep(true);
+  if (worker_->arm() && !advance()) return pacer_.fall_asleep(waits_for_room());
+  announce_sleep(false);
+  if (ready()) reports_.wake_loop();
+  return {Pacer::Rest::kYield};
+}
+
+void Engine::announce_sleep(bool asleep) {
   for (Group* group : active_) {
-    if (group->shared) group->shared->segment.sleep(true);
+    if (group->shared) group->shared->segment.sleep(asleep);
   }
-  if (!worker_->arm() || advance()) {
-    for (Group* group : active_) {
-      if (group->shared) group->shared->segment.sleep(false);
-    }
-    if (ready()) wake_loop();
-    return Rest::kYield;
-  }
-  asleep_ = true;
-  if (!waits_for_room()) {
-    doze_ms_ = 1;
-    return Rest::kSleep;
-  }
-  doze_ms_ = std::min(2 * doze_ms_, kLongestDozeMs);
-  return Rest::kDoze;
 }
 
 // ------------------------------------------------------------------------------------------------------------- the end
@@ -373,7 +269,7 @@ void Engine::close(bool sound, double patience) {
   auto patient = [&] { return now_ns() < ends; };
   if (sound) part_from_peers(patient);
   {
-    Turn turn(*this);
+    std::lock_guard lock(lock_);
     stopping_ = true;
     control_->wake();
   }
@@ -389,20 +285,20 @@ void Engine::close(bool sound, double patience) {
   worker_.reset();  // before what its callbacks may still want to touch
   for (auto& [id, group] : groups_) drop_schedules(*group);
   for (auto& group : lost_) drop_schedules(*group);
-  ::close(std::exchange(completions_fd_, -1));
+  reports_.close();
 }
 
 // Stay until everybody has got all that was sent to them: their engines acknowledge it without their loops.
 void Engine::part_from_peers(const std::function<bool()>& patient) {
   {
-    Turn turn(*this);
+    std::lock_guard lock(lock_);
     for (int peer = 0; peer < size_; ++peer) {
       awaited_[peer] = peer != rank_ && control_->send(peer, Farewell{'E', worker_->sent(peer), 0, 0, 0}.pack());
     }
   }
   for (bool waiting = true; waiting && patient();) {
     {
-      Turn turn(*this);
+      std::lock_guard lock(lock_);
       while (advance()) {
       }
       waiting = std::find(awaited_.begin(), awaited_.end(), true) != awaited_.end();

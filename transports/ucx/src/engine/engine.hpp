@@ -8,7 +8,6 @@
 
 #include <unistd.h>
 
-#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -22,31 +21,15 @@
 #include <vector>
 
 #include "engine/group.hpp"
+#include "engine/pacer.hpp"
+#include "engine/priority_lock.hpp"
+#include "engine/reports.hpp"
 #include "net/control.hpp"
 #include "net/cuda_thread.hpp"
 #include "net/worker.hpp"
 #include "windows/ordering.hpp"
 
 namespace aiocomms {
-
-// A number that Python's transport gives an op, different from those of all others under way.
-using Ticket = std::uint64_t;
-
-// What it is told of a ticket.
-struct Outcome {
-  std::uint64_t ticket;
-  Status status;
-  std::uint64_t details[2];
-};
-
-// What it is told unasked.
-struct Notice {
-  enum Kind : int { kFrame, kLost, kLeft, kDisagrees, kMisled } kind;
-  int peer;  // an engine's number, or, with a group, a rank
-  std::uint32_t group;
-  std::uint64_t detail;  // how many collectives it had done; or which one it disagrees on
-  std::string frame;
-};
 
 // A rank leaves a communicator ('B'), or altogether ('E'): it counts once all that it has sent has come.
 struct Farewell {
@@ -66,25 +49,6 @@ struct Peer {
 
 class Engine {
  public:
-  // The lock, for all but the engine's own thread, which gives way.
-  class Turn {
-   public:
-    explicit Turn(Engine& engine) : engine_(engine) {
-      engine_.wanting_.fetch_add(1, std::memory_order_relaxed);
-      engine_.mutex_.lock();
-      engine_.wanting_.fetch_sub(1, std::memory_order_relaxed);
-    }
-    ~Turn() { engine_.mutex_.unlock(); }
-    Turn(const Turn&) = delete;
-    Turn& operator=(const Turn&) = delete;
-
-   private:
-    Engine& engine_;
-  };
-
-  // How many turns of the loop are worth polling before it parks.
-  static constexpr int kTurns = 16;
-
   // rank, size: in the family, that is, the communicator that all others are split from.
   // device: see Worker; and whose thread is to use it, if it is a GPU's.
   Engine(int rank, int size, const std::vector<std::pair<std::string, std::string>>& options,
@@ -98,9 +62,9 @@ class Engine {
   // crowded: there are more ranks than cores on this host. cookies: what tells each peer's messages from strangers'.
   void start(const std::vector<std::string>& addresses, std::vector<int> sockets, const std::vector<int>& pids,
              bool crowded, const std::vector<Cookies>& cookies);
-  int fileno() const { return completions_fd_; }
-  bool ready() const { return ready_.load(std::memory_order_relaxed); }
-  bool bulk() const { return bulk_.load(std::memory_order_relaxed); }
+  int fileno() const { return reports_.fileno(); }
+  bool ready() const { return reports_.ready(); }
+  bool bulk() const { return pacer_.bulk(); }
 
   // ------------------------------------------------------------------------------------------------- communicators
   std::uint32_t add_group(int rank, std::vector<int> peers);
@@ -129,7 +93,7 @@ class Engine {
   // monotonic clock. 0: the outcome follows.
   template <typename Make>
   double collective(Ticket ticket, std::uint32_t id, std::uint64_t mark, const Make& make) {
-    Turn turn(*this);
+    std::lock_guard lock(lock_);
     Group& where = group(id);
     auto request = new Request(*this, where, ticket);
     return static_cast<double>(begin(where, {make(where, request->unequal), mark, request})) * 1e-9;
@@ -195,9 +159,8 @@ class Engine {
   std::uint64_t begin(Group& group, Schedule schedule);
   // began: when its post was called. Returns when it was done, ns; 0: it is not.
   std::uint64_t settle(Request* request, std::uint64_t began = now_ns());
-  std::uint64_t spin(const Request& request, std::uint64_t began);  // when it last looked at the clock
+  std::uint64_t spin(const Request& request, std::uint64_t began);  // returns when it last looked at the clock
   void complete(Request* request, Status status, std::uint64_t a = 0, std::uint64_t b = 0);
-  void notify(Notice notice);
 
   bool advance();  // one look at everything
   bool advance_group(Group& group);
@@ -246,9 +209,8 @@ class Engine {
   Window::Part& part(std::uint32_t group, std::uint64_t window, int rank, std::uint64_t offset, std::size_t bytes);
 
   void run();
-  enum class Rest { kNone, kYield, kTick, kDoze, kSleep };
-  Rest take_turn();
-  void wake_loop();
+  Pacer::Rest take_turn();
+  void announce_sleep(bool asleep);
   void wake_thread();
   bool waits_for_room() const;
   bool quiet() const;
@@ -264,8 +226,9 @@ class Engine {
   std::vector<std::map<std::uint32_t, Message*>> early_;  // messages that overtook others, by peer
   std::vector<bool> awaited_;                             // peers that have not acknowledged this one's farewell yet
 
-  std::mutex mutex_;
-  std::atomic<int> wanting_ = 0;  // the loop waits for the lock
+  PriorityLock lock_;
+  Pacer pacer_;
+  Reports reports_{pacer_};
   std::unordered_map<std::uint32_t, std::unique_ptr<Group>> groups_;
   std::vector<Group*> active_;                     // those whose schedule has begun
   std::vector<std::unique_ptr<Group>> lost_;       // closed ones of which UCX still holds something
@@ -289,31 +252,7 @@ class Engine {
   std::unordered_map<std::uint64_t, Asked> asked_;
   std::uint64_t next_question_ = 0;
   std::deque<std::uint64_t> pours_;  // offers whose receivers have called
-  int doze_ms_ = 1;
-  int tick_ms_ = 1;
-  std::size_t pending_ = 0;  // tickets without an outcome
-  std::size_t moving_ = 0;   // calls of UCX on a device's memory that it has not finished
-  std::unordered_map<Ticket, std::string> heads_;
-
-  std::vector<Outcome> outcomes_;
-  std::vector<Notice> notices_;
-  std::atomic<bool> ready_ = false;  // there are some
-  int completions_fd_ = -1;
-  bool loop_told_ = false;
-
-  bool crowded_ = false;
-  std::uint64_t spin_most_ = 0;  // ns that a post may look on in vain
-  std::uint64_t spin_now_ = 0;   // and those that have proved worth it lately
-  std::uint64_t spin_least_ = 0;
-  std::uint64_t last_post_ = 0;
-  std::atomic<std::uint64_t> loop_seen_ = 0;  // when the loop last came by, ns
-  std::atomic<bool> bulk_ = false;            // something under way is too long for the loop: the thread is at it
-  int turns_in_vain_ = 0;
-  std::uint64_t slice_ends_ = 0;
-  std::uint64_t busy_until_ = 0;  // the thread looks on that long before it sleeps
-  std::uint64_t listened_ = 0;    // when it last looked at the control connections
-
-  bool asleep_ = false;  // the thread waits for a descriptor
+  std::size_t moving_ = 0;           // calls of UCX on a device's memory that it has not finished
   bool stopping_ = false;
   pid_t process_ = getpid();
   std::optional<CudaThread> cuda_;  // if the device is a GPU

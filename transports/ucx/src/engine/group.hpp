@@ -13,15 +13,13 @@
 #include "collectives/schedule.hpp"
 #include "collectives/shared_collectives.hpp"
 #include "engine/matching.hpp"
+#include "engine/reports.hpp"
 
 namespace aiocomms {
 
 class Engine;
 struct Group;
 struct Lane;
-
-// How an op ended. Python's transport turns these into errors.
-enum class Status : int { kDone, kTruncated, kDtype, kClosed, kUnequal, kBroken, kDropped };
 
 // An op under way. It is the engine's until it is done and its ticket has been handed out.
 struct Request final : Pending {

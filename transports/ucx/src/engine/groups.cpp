@@ -28,7 +28,7 @@ void Engine::begin_next(Group& group) {
   if (std::find(active_.begin(), active_.end(), &group) == active_.end()) active_.push_back(&group);
   if (group.shared) {
     group.shared->mark = schedule.mark;
-    group.shared->slice_ends = &slice_ends_;
+    group.shared->slice_ends = &pacer_.slice_ends();
   }
   auto early = group.marks.find(group.collectives);
   if (early != group.marks.end()) {
@@ -68,13 +68,13 @@ void Engine::check_mark(Group& group, int source, std::uint64_t collective, std:
 void Engine::disagree(Group& group, int source, std::uint64_t collective) {
   if (group.disagrees >= 0) return;
   group.disagrees = source;
-  notify({Notice::kDisagrees, source, group.id, collective, {}});
+  reports_.notify({Notice::kDisagrees, source, group.id, collective, {}});
 }
 
 // ------------------------------------------------------------ communicators
 
 std::uint32_t Engine::add_group(int rank, std::vector<int> peers) {
-  Turn turn(*this);
+  std::lock_guard lock(lock_);
   std::uint32_t id = next_group_++;  // never used again: a late message must not find another communicator
   groups_.emplace(id, std::make_unique<Group>(id, rank, std::move(peers)));
   return id;
@@ -87,7 +87,7 @@ bool Engine::reads_all(const std::vector<int>& peers) const {
 
 void Engine::open_group(std::uint32_t id, std::vector<std::uint32_t> their_ids, int segment, std::vector<int> hosts,
                         bool readable) {
-  Turn turn(*this);
+  std::lock_guard lock(lock_);
   Group& it = group(id);
   it.their_ids = std::move(their_ids);
   std::vector<int> all, leaders;
@@ -104,14 +104,14 @@ void Engine::open_group(std::uint32_t id, std::vector<std::uint32_t> their_ids, 
   if (segment >= 0) {
     int here = static_cast<int>(std::find(it.local.begin(), it.local.end(), it.rank) - it.local.begin());
     it.shared = std::make_unique<Shared>(segment, here, static_cast<int>(it.local.size()));
-    if (readable && (crowded_ || reads_quickly())) {
+    if (readable && (pacer_.crowded() || reads_quickly())) {
       for (int rank : it.local) it.shared->pids.push_back(peers_[it.peers[rank]].readable);
     }
   }
 }
 
 void Engine::lose_group(std::uint32_t id) {
-  Turn turn(*this);
+  std::lock_guard lock(lock_);
   lose(group(id));
 }
 
@@ -121,7 +121,7 @@ void Engine::lose(Group& it) {
 }
 
 void Engine::close_group(std::uint32_t id) {
-  Turn turn(*this);
+  std::lock_guard lock(lock_);
   Group& it = group(id);
   // One that was never opened has no name that the others would know, and 0 is another communicator's.
   const int told = it.lost ? 0 : static_cast<int>(it.their_ids.size());
@@ -200,12 +200,12 @@ void Engine::bury() {
 }
 
 bool Engine::has_let_go(std::uint32_t id, int rank) {
-  Turn turn(*this);
+  std::lock_guard lock(lock_);
   return group(id).has_let_go(rank);
 }
 
 std::vector<int> Engine::missing(std::uint32_t id) {
-  Turn turn(*this);
+  std::lock_guard lock(lock_);
   Group& it = group(id);
   std::vector<int> ranks;
   if (!it.running || !it.shared) return ranks;

@@ -198,9 +198,8 @@ void Engine::follow(Request* request, ucs_status_t status, Pending* pending) {
 }
 
 std::string Engine::head(Ticket ticket) {
-  Turn turn(*this);
-  auto found = heads_.extract(ticket);
-  return found ? std::move(found.mapped()) : std::string();
+  std::lock_guard lock(lock_);
+  return reports_.take_beginning(ticket);
 }
 
 // A receive copies an offered message from where it lies, in pieces.

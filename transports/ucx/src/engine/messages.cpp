@@ -35,7 +35,7 @@ void Request::finished(ucs_status_t result) {
   }
   if (result == UCS_OK) {
     if (head && !group.lost) {
-      engine.heads_[ticket] = {reinterpret_cast<const char*>(head.get()), beginning.room};
+      engine.reports_.keep_beginning(ticket, {reinterpret_cast<const char*>(head.get()), beginning.room});
     }
     engine.complete(this, status, details[0], details[1]);
   } else if (group.lost) {
@@ -49,7 +49,7 @@ Group& Engine::group(std::uint32_t id) { return *groups_.at(id); }
 
 bool Engine::send(Ticket ticket, std::uint32_t id, const void* data, std::size_t bytes, int dst, int channel,
                   std::int64_t tag, int dtype) {
-  Turn turn(*this);
+  std::lock_guard lock(lock_);
   Group& to = group(id);
   auto request = new Request(*this, to, ticket);
   if (to.left[dst]) {
@@ -153,7 +153,7 @@ void Engine::answered(const Header& header) {
 
 bool Engine::recv(Ticket ticket, std::uint32_t id, void* data, std::size_t bytes, int src, int channel,
                   std::int64_t tag, int dtype) {
-  Turn turn(*this);
+  std::lock_guard lock(lock_);
   Group& from = group(id);
   auto request = new Request(*this, from, ticket);
   request->data = data;
@@ -173,11 +173,11 @@ bool Engine::recv(Ticket ticket, std::uint32_t id, void* data, std::size_t bytes
 }
 
 bool Engine::cancel(std::uint32_t id, int src, int channel, std::int64_t tag, Ticket ticket) {
-  Turn turn(*this);
+  std::lock_guard lock(lock_);
   Key key(static_cast<std::uint16_t>(src), static_cast<std::uint8_t>(channel), tag);
   Request* request = group(id).mail.withdraw(key, [&](const Request& it) { return it.ticket == ticket; });
   if (request == nullptr) return false;
-  --pending_;
+  reports_.withdraw();
   delete request;
   return true;
 }

@@ -23,7 +23,7 @@ constexpr std::size_t kPouredFrom = 512 * 1024;
 
 // Pouring is two copies in place of one: where ranks outnumber cores, no core is left for that.
 bool Engine::may_help(const Group& group, int rank, std::size_t bytes) const {
-  return bytes >= kPouredFrom && !crowded_ && rank != group.rank && group.place(rank) >= 0;
+  return bytes >= kPouredFrom && !pacer_.crowded() && rank != group.rank && group.place(rank) >= 0;
 }
 
 // The receiver's next piece. False: the message cannot be read any more.

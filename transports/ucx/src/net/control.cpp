@@ -10,7 +10,7 @@
 #include <cstring>
 #include <system_error>
 
-#include "collectives/shared_collectives.hpp"
+#include "net/clock.hpp"
 
 namespace aiocomms {
 namespace {

@@ -13,7 +13,7 @@ namespace aiocomms {
 // shorter than that of the thread that runs; else it may have to wait for the next tick, 4 ms. So this thread's is
 // longer. Twice as long is enough; with much more it would come last itself: one of 20 ms took 20 ms for a message
 // beside a busy program. Without effect on older kernels, and on a thread that is not scheduled as usual.
-inline void give_way() {
+inline void request_long_slice() {
   struct {  // sched_attr of sched_setattr(2), as it first was
     std::uint32_t size, policy;
     std::uint64_t flags;

@@ -65,7 +65,7 @@ Window::Part& Engine::part(std::uint32_t id, std::uint64_t window, int rank, std
 }
 
 std::string Engine::map_window(std::uint32_t id, std::uint64_t number, void* data, std::size_t bytes, bool remote) {
-  Turn turn(*this);
+  std::lock_guard lock(lock_);
   Group& owner = group(id);
   Window& window = owner.windows[number];
   window.parts.resize(owner.peers.size());
@@ -78,7 +78,7 @@ std::string Engine::map_window(std::uint32_t id, std::uint64_t number, void* dat
 
 void Engine::open_window(std::uint32_t id, std::uint64_t number, int rank, void* mapped, const std::string& rkey,
                          std::uint64_t address, std::size_t bytes) {
-  Turn turn(*this);
+  std::lock_guard lock(lock_);
   Window::Part& it = part(id, number, rank);
   it.bytes = bytes;
   if (mapped && !worker_->device()) it.mapped = static_cast<std::byte*>(mapped);
@@ -87,7 +87,7 @@ void Engine::open_window(std::uint32_t id, std::uint64_t number, int rank, void*
 }
 
 void Engine::close_window(std::uint32_t id, std::uint64_t number) {
-  Turn turn(*this);
+  std::lock_guard lock(lock_);
   Group& owner = group(id);
   auto found = owner.windows.find(number);
   if (found == owner.windows.end()) return;
@@ -200,7 +200,7 @@ void Engine::close_lanes(Group& group) {
 
 bool Engine::put(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank, std::uint64_t offset,
                  const void* data, std::size_t bytes) {
-  Turn turn(*this);
+  std::lock_guard lock(lock_);
   Window::Part& to = part(id, window, rank, offset, bytes);
   auto request = new Request(*this, group(id), ticket);
   if (to.mapped || bytes == 0) {
@@ -216,7 +216,7 @@ bool Engine::put(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank
 
 bool Engine::get(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank, std::uint64_t offset, void* data,
                  std::size_t bytes) {
-  Turn turn(*this);
+  std::lock_guard lock(lock_);
   Window::Part& from = part(id, window, rank, offset, bytes);
   auto request = new Request(*this, group(id), ticket);
   if (from.mapped || bytes == 0) {
@@ -233,7 +233,7 @@ bool Engine::get(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank
 
 bool Engine::atomic(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank, std::uint64_t offset, bool swap,
                     std::size_t bytes, std::uint64_t a, std::uint64_t b) {
-  Turn turn(*this);
+  std::lock_guard lock(lock_);
   Window::Part& at = part(id, window, rank, offset, bytes);
   Group& owner = group(id);
   auto request = new Request(*this, owner, ticket);
@@ -283,7 +283,7 @@ void Engine::asked(Group& owner, const Header& header, const void* payload) {
 }
 
 bool Engine::signal(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank) {
-  Turn turn(*this);
+  std::lock_guard lock(lock_);
   Group& owner = group(id);
   auto request = new Request(*this, owner, ticket);
   Header header{owner.their_ids[rank],
@@ -309,7 +309,7 @@ bool Engine::signal(Ticket ticket, std::uint32_t id, std::uint64_t window, int r
 }
 
 bool Engine::wait_signal(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank) {
-  Turn turn(*this);
+  std::lock_guard lock(lock_);
   Window::Part& from = part(id, window, rank);
   auto request = new Request(*this, group(id), ticket);
   if (from.signals > 0) {
@@ -324,10 +324,10 @@ bool Engine::wait_signal(Ticket ticket, std::uint32_t id, std::uint64_t window, 
 }
 
 bool Engine::cancel_wait(std::uint32_t id, std::uint64_t window, int rank, Ticket ticket) {
-  Turn turn(*this);
+  std::lock_guard lock(lock_);
   Request* request = part(id, window, rank).waits.take([&](const Request& it) { return it.ticket == ticket; });
   if (request == nullptr) return false;
-  --pending_;
+  reports_.withdraw();
   delete request;
   return true;
 }
@@ -344,7 +344,7 @@ void Engine::signalled(Group& owner, const Header& header) {
 }
 
 bool Engine::flush(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank) {
-  Turn turn(*this);
+  std::lock_guard lock(lock_);
   Group& owner = group(id);
   std::vector<int> ranks;
   for (int other = 0; other < static_cast<int>(owner.peers.size()); ++other) {

@@ -1,0 +1,203 @@
+// Who moves things on, and when: how long a post spins, when the loop hands over to the engine's thread, and whether
+// that thread spins, yields, ticks, dozes or sleeps.
+//
+// The pacer decides and does nothing itself: it makes no system call, takes no lock and reads no clock. Every time is
+// an argument, in nanoseconds of one clock. All methods are called under the engine's lock, but those marked "any".
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+
+namespace aiocomms {
+
+class Pacer {
+ public:
+  // A post spins for so long in vain before it returns: a few times what a small op takes between two running ranks,
+  // and below what anybody notices on an event loop.
+  static constexpr std::uint64_t kSpin = 30'000;
+  // With more ranks than cores a peer may have to be given the core first.
+  static constexpr std::uint64_t kCrowdedSpin = 200'000;
+  // A post may work on a large collective for so long; then the thread goes on with it.
+  static constexpr std::uint64_t kSlice = 400'000;
+  // The same where ranks outnumber cores: most of that time is then the other ranks'.
+  static constexpr std::uint64_t kCrowdedSlice = 2'000'000;
+  // A loop that has not come for so long is taken to be busy or parked.
+  static constexpr std::uint64_t kLoopAway = 500'000;
+  // How often the thread looks whether the loop has gone. With nothing pending it looks ever less often: a thousand
+  // times a second would get in the way of ranks that share a core, and the scheduler would move them about.
+  static constexpr int kShortestTickMs = 1;
+  static constexpr int kLongestTickMs = 8;
+  // The thread looks at the control connections at least this often, however much it has to do.
+  static constexpr std::uint64_t kListen = 10'000'000;
+  static constexpr int kLongestDozeMs = 8;
+  // The thread looks on for so long before it sleeps while a collective is under way: the peers are about to answer.
+  static constexpr std::uint64_t kLinger = 50'000;
+  // How many turns of the loop are worth polling before it parks.
+  static constexpr int kTurns = 16;
+
+  // alone: no other rank is in this process. Otherwise a post does not spin, for a rank of this very process may wait
+  // for this thread. crowded: there are more ranks than cores.
+  void configure(bool alone, bool crowded) {
+    crowded_ = crowded;
+    spin_now_ = spin_most_ = !alone ? 0 : crowded ? kCrowdedSpin : kSpin;
+    spin_least_ = alone && crowded ? kCrowdedSpin / 4 : 0;
+  }
+
+  bool crowded() const { return crowded_; }
+  // Any. Something under way takes too long for the loop: the thread works on it.
+  bool bulk() const { return bulk_; }
+  // When whoever moves things on lets others have their turn. The address is that of a member.
+  const std::uint64_t& slice_ends() const { return slice_ends_; }
+  bool slice_is_over(std::uint64_t now) const { return now >= slice_ends_; }
+  std::uint64_t spin_budget() const { return spin_now_; }
+
+  // ------------------------------------------------------------------------------------------------------------ a post
+
+  // One post that spins until its op is done.
+  struct Spin {
+    std::uint64_t began;
+    std::uint64_t now = began;     // when it last looked at the clock
+    std::uint64_t idle_since = 0;  // 0: something has moved since
+  };
+  enum class Next { kLook, kRelax, kYield, kStop };
+
+  Spin begin_post(std::uint64_t now) {
+    slice_ends_ = now + (crowded_ ? kCrowdedSlice : kSlice);
+    loop_seen_.store(now, std::memory_order_relaxed);
+    last_post_ = now;
+    turns_in_vain_ = 0;
+    return {now};
+  }
+
+  // What the post does after it has looked at everything, and something has moved or nothing has.
+  Next after_look(Spin& spin, bool moved, std::uint64_t now) const {
+    spin.now = now;
+    if (moved) {
+      spin.idle_since = 0;
+      return slice_is_over(now) ? Next::kStop : Next::kLook;
+    }
+    if (spin.idle_since == 0) spin.idle_since = now;
+    // It may wait for as long as it has worked: the peers have as much to copy. (Karlin, Li, Manasse, Owicki:
+    // "Empirical Studies of Competitive Spinning for a Shared-Memory Multiprocessor", SOSP 1991.)
+    const std::uint64_t budget = std::max(spin_now_, spin.idle_since - spin.began);
+    if (now - spin.idle_since >= budget || slice_is_over(now)) return Next::kStop;
+    return crowded_ ? Next::kYield : Next::kRelax;  // the rank that is waited for may be waiting for this core
+  }
+
+  void end_post(const Spin& spin, bool done) {
+    if (done) {
+      spin_now_ = spin_most_;
+    } else if (spin.idle_since == 0) {
+      bulk_ = true;
+    } else {
+      spin_now_ = std::max(spin_now_ / 2, spin_least_);  // where spinning has been in vain lately it probably is again
+    }
+  }
+
+  // An op is done whose post has returned. A little more spinning would have been worth it.
+  void note_outcome(std::uint64_t now) {
+    if (now - last_post_ < spin_most_) spin_now_ = std::min(spin_most_, 2 * spin_now_ + 1000);
+  }
+
+  // -------------------------------------------------------------------------------------------------- the loop's visit
+
+  enum class Visit { kDone, kYields, kParks };
+
+  // Any.
+  void loop_comes(std::uint64_t now) { loop_seen_.store(now, std::memory_order_relaxed); }
+  void loop_parks() { loop_seen_.store(0, std::memory_order_relaxed); }
+  void begin_slice(std::uint64_t now) { slice_ends_ = now + kSlice; }
+  // There is more to do than a slice holds: the thread goes on with it.
+  void hand_over() { bulk_ = true; }
+  // ready: there is something to tell the loop.
+  Visit end_visit(bool ready, bool moved) {
+    if (ready) {
+      turns_in_vain_ = 0;
+    } else if (++turns_in_vain_ >= kTurns) {
+      loop_parks();
+      return Visit::kParks;
+    } else if (crowded_ && !moved) {
+      return Visit::kYields;
+    }
+    return Visit::kDone;
+  }
+
+  // -------------------------------------------------------------------------------------------------- the thread's
+  // turn
+
+  struct Rest {
+    enum Kind { kNone, kYield, kTick, kDoze, kSleep } kind;
+    int ms = 0;  // at most; -1: until something happens
+  };
+
+  // Whether the loop comes by so often that it moves things on itself.
+  bool loop_is_about(std::uint64_t now) const {
+    return !bulk_ && now - loop_seen_.load(std::memory_order_relaxed) < kLoopAway;
+  }
+  // The loop is about, and the thread looks again later. busy: something is under way.
+  Rest tick(bool busy) {
+    asleep_ = false;
+    tick_ms_ = busy ? kShortestTickMs : std::min(2 * tick_ms_, kLongestTickMs);
+    return {Rest::kTick, tick_ms_};
+  }
+  void begin_turn(std::uint64_t now) {
+    asleep_ = false;
+    tick_ms_ = kShortestTickMs;
+    begin_slice(now);
+  }
+  // quiet: a sleeping thread hears of all that can happen. kSleep: there is nothing to look at; see fall_asleep.
+  Rest end_turn(bool moved, bool quiet, std::uint64_t began, std::uint64_t now) {
+    if (quiet) bulk_ = false;  // the next post is the loop's again
+    if (moved) {
+      doze_ms_ = 1;
+      busy_until_ = now + kLinger;
+      return {Rest::kNone};
+    }
+    if (began < busy_until_ && !quiet) return {crowded_ ? Rest::kYield : Rest::kNone};
+    bulk_ = false;
+    return {Rest::kSleep, -1};
+  }
+  // Nothing has happened since it was announced that this rank sleeps. waits_for_room: nobody tells of something that
+  // is waited for, so the thread only dozes.
+  Rest fall_asleep(bool waits_for_room) {
+    asleep_ = true;
+    if (!waits_for_room) {
+      doze_ms_ = 1;
+      return {Rest::kSleep, -1};
+    }
+    doze_ms_ = std::min(2 * doze_ms_, kLongestDozeMs);
+    return {Rest::kDoze, doze_ms_};
+  }
+
+  // Whether the thread, left alone, would come too late for what has just been posted.
+  bool thread_is_late(bool quiet) const { return bulk_ || (asleep_ && !quiet) || tick_ms_ > kShortestTickMs; }
+  // Whether the thread sleeps, and is right to.
+  bool sleeps_well(bool quiet) const { return asleep_ && quiet; }
+  void wake_thread() {
+    asleep_ = false;
+    tick_ms_ = kShortestTickMs;
+  }
+
+  // On the thread, without the lock.
+  bool has_to_listen(std::uint64_t now) const { return now - listened_ >= kListen; }
+  void has_listened(std::uint64_t now) { listened_ = now; }
+
+ private:
+  bool crowded_ = false;
+  std::uint64_t spin_most_ = 0;  // that a post may spin in vain
+  std::uint64_t spin_now_ = 0;   // that has proved worth it lately
+  std::uint64_t spin_least_ = 0;
+  std::uint64_t last_post_ = 0;
+  std::atomic<std::uint64_t> loop_seen_ = 0;  // when the loop last came by
+  std::atomic<bool> bulk_ = false;
+  int turns_in_vain_ = 0;
+  std::uint64_t slice_ends_ = 0;
+  std::uint64_t busy_until_ = 0;  // the thread looks on that long before it sleeps
+  std::uint64_t listened_ = 0;    // when it last looked at the control connections
+  int doze_ms_ = 1;
+  int tick_ms_ = 1;
+  bool asleep_ = false;  // the thread waits for a descriptor
+};
+
+}  // namespace aiocomms

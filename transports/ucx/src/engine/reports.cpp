@@ -1,0 +1,59 @@
+#include "engine/reports.hpp"
+
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <system_error>
+#include <utility>
+
+#include "net/clock.hpp"
+
+namespace aiocomms {
+
+Reports::Reports(Pacer& pacer) : pacer_(pacer), fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  if (fd_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
+}
+
+Reports::~Reports() { close(); }
+
+void Reports::close() {
+  if (fd_ >= 0) ::close(std::exchange(fd_, -1));
+}
+
+void Reports::add(Outcome outcome) {
+  --pending_;
+  pacer_.note_outcome(now_ns());
+  outcomes_.push_back(outcome);
+  ready_.store(true, std::memory_order_relaxed);
+}
+
+void Reports::notify(Notice notice) {
+  notices_.push_back(std::move(notice));
+  ready_.store(true, std::memory_order_relaxed);
+  wake_loop();
+}
+
+std::string Reports::take_beginning(Ticket ticket) {
+  auto found = beginnings_.extract(ticket);
+  return found ? std::move(found.mapped()) : std::string();
+}
+
+void Reports::wake_loop() {
+  if (loop_is_woken_ || fd_ < 0) return;
+  loop_is_woken_ = true;
+  std::uint64_t one = 1;
+  [[maybe_unused]] ssize_t written = write(fd_, &one, sizeof one);
+}
+
+void Reports::collect(std::vector<Outcome>& outcomes, std::vector<Notice>& notices) {
+  outcomes.swap(outcomes_);
+  notices.swap(notices_);
+  ready_.store(false, std::memory_order_relaxed);
+  if (!loop_is_woken_) return;
+  loop_is_woken_ = false;
+  std::uint64_t woken;
+  [[maybe_unused]] ssize_t got = read(fd_, &woken, sizeof woken);
+}
+
+}  // namespace aiocomms

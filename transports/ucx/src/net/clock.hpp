@@ -1,0 +1,16 @@
+// The clock that all times of the engine are read from.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+
+namespace aiocomms {
+
+// Nanoseconds of the monotonic clock.
+inline std::uint64_t now_ns() {
+  return static_cast<std::uint64_t>(
+      std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+          .count());
+}
+
+}  // namespace aiocomms
