@@ -26,7 +26,7 @@ class Intruder {
   }
   ~Intruder() {
     settle(5'000);
-    expect(worker_.sending() == 0, "%d messages of an intruder are not let go of", worker_.sending());
+    expect(worker_.unfinished() == 0, "%d messages of an intruder are not let go of", worker_.unfinished());
     worker_.disconnect([ends = now_ns() + 1'000'000'000] { return now_ns() < ends; });
   }
 
@@ -47,29 +47,30 @@ class Intruder {
   }
   // What no rank sends: fewer bytes than it says.
   void send_nonsense() {
-    worker_.tell(0, {group_, 0, static_cast<std::uint16_t>(as_), 0, 4, as_, 0, ~0ull, 0}, nullptr, 0, nullptr);
+    Header header{.group = group_, .source = static_cast<std::uint16_t>(as_), .dtype = 4, .peer = as_, .bytes = ~0ull};
+    worker_.tell(0, header, nullptr, 0, nullptr);
   }
   // Send off what there is room for, for so many ms at most.
   void settle(std::uint64_t most) {
     const std::uint64_t ends = now_ns() + most * 1'000'000;
     do {
       worker_.progress();
-    } while (worker_.sending() > 0 && now_ns() < ends);
+    } while (worker_.unfinished() > 0 && now_ns() < ends);
   }
 
  private:
   Header any_header() {
-    static constexpr std::uint8_t kChannels[] = {0, kSchedule, kSignal, kAtomic, kAnswer, kPour, kVouch, 255};
+    static constexpr std::uint8_t kChannels[] = {0,       kSchedule, kSignal,       kAtomic, kAnswer,
+                                                 kAssist, kVouch,    kAtomicAnswer, 255};
     static constexpr std::uint64_t kSizes[] = {0, 1, 16, 40, 64, 1ull << 31, 1ull << 63, ~0ull};
-    Header header{group_,
-                  0,
-                  static_cast<std::uint16_t>(as_),
-                  kChannels[random_.below(8)],
-                  static_cast<std::uint8_t>(4 | (random_.below(3) ? 0 : kOffered)),
-                  as_,
-                  static_cast<std::int64_t>(random_.below(4)),
-                  kSizes[random_.below(8)],
-                  random_.below(3)};
+    Header header{.group = group_,
+                  .source = static_cast<std::uint16_t>(as_),
+                  .channel = kChannels[random_.below(std::size(kChannels))],
+                  .dtype = static_cast<std::uint8_t>(4 | (random_.below(3) ? 0 : kOffered)),
+                  .peer = as_,
+                  .tag = static_cast<std::int64_t>(random_.below(4)),
+                  .bytes = kSizes[random_.below(std::size(kSizes))],
+                  .value = random_.below(3)};
     auto raw = reinterpret_cast<unsigned char*>(&header);
     for (std::uint64_t flips = random_.below(3); flips > 0; --flips) {
       raw[random_.below(offsetof(Header, cookie))] ^= static_cast<unsigned char>(1u << random_.below(8));

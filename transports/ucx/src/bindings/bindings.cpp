@@ -58,27 +58,27 @@ Blocks blocks_of(nb::handle given, std::size_t size) {
 
 // The fingerprint of a collective: what all ranks must agree on. (Mixed as in Vigna's splitmix64.)
 template <typename... Parts>
-std::uint64_t mark_of(Parts... parts) {
-  std::uint64_t mark = 0x9E3779B97F4A7C15u;
+std::uint64_t fingerprint_of(Parts... parts) {
+  std::uint64_t fingerprint = 0x9E3779B97F4A7C15u;
   auto mix = [&](std::uint64_t part) {
-    mark = (mark ^ part) * 0xBF58476D1CE4E5B9u;
-    mark ^= mark >> 29;
+    fingerprint = (fingerprint ^ part) * 0xBF58476D1CE4E5B9u;
+    fingerprint ^= fingerprint >> 29;
   };
   (mix(static_cast<std::uint64_t>(parts)), ...);
-  return mark;
+  return fingerprint;
 }
 
-std::uint64_t mark_of_list(std::uint64_t mark, const Bytes& sizes) {
-  for (std::size_t size : sizes) mark = mark_of(mark, size);
-  return mark;
+std::uint64_t fingerprint_of_list(std::uint64_t fingerprint, const Bytes& sizes) {
+  for (std::size_t size : sizes) fingerprint = fingerprint_of(fingerprint, size);
+  return fingerprint;
 }
 
 struct Reducing {
   Reduction reduction;
   Reducing(DType dtype, int op, double factor) : reduction{static_cast<Operator>(op), dtype, factor} {}
-  std::uint64_t mark() const {
-    return mark_of(static_cast<int>(reduction.dtype), static_cast<int>(reduction.op),
-                   std::bit_cast<std::uint64_t>(reduction.factor));
+  std::uint64_t fingerprint() const {
+    return fingerprint_of(static_cast<int>(reduction.dtype), static_cast<int>(reduction.op),
+                          std::bit_cast<std::uint64_t>(reduction.factor));
   }
 };
 
@@ -86,13 +86,14 @@ struct Reducing {
 // form: which operation it is, as a number.
 double barrier_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, std::uint64_t detail) {
   nb::gil_scoped_release released;
-  return engine.collective(ticket, group, mark_of(form, detail), [](Group& it, Unequal&) { return run_barrier(it); });
+  return engine.collective(ticket, group, fingerprint_of(form, detail),
+                           [](Group& it, Unequal&) { return run_barrier(it); });
 }
 
 double broadcast_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, nb::handle tensor, int root) {
   const View data = view_of(tensor);
   nb::gil_scoped_release released;
-  return engine.collective(ticket, group, mark_of(form, root, static_cast<int>(data.dtype), data.bytes()),
+  return engine.collective(ticket, group, fingerprint_of(form, root, static_cast<int>(data.dtype), data.bytes()),
                            [&](Group& it, Unequal&) { return run_broadcast(it, root, data.data, data.bytes()); });
 }
 
@@ -101,9 +102,9 @@ double all_reduce_op(Engine& engine, Ticket ticket, std::uint32_t group, int for
   const View data = view_of(tensor);
   const Reducing how(data.dtype, op, factor);
   nb::gil_scoped_release released;
-  return engine.collective(ticket, group, mark_of(form, how.mark(), data.count), [&](Group& it, Unequal&) {
-    return run_all_reduce(it, how.reduction, data.data, data.count);
-  });
+  return engine.collective(
+      ticket, group, fingerprint_of(form, how.fingerprint(), data.count),
+      [&](Group& it, Unequal&) { return run_all_reduce(it, how.reduction, data.data, data.count); });
 }
 
 double reduce_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, nb::handle tensor, int op, double factor,
@@ -111,9 +112,9 @@ double reduce_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, n
   const View data = view_of(tensor);
   const Reducing how(data.dtype, op, factor);
   nb::gil_scoped_release released;
-  return engine.collective(ticket, group, mark_of(form, how.mark(), data.count, root), [&](Group& it, Unequal&) {
-    return run_reduce(it, how.reduction, root, data.data, data.count);
-  });
+  return engine.collective(
+      ticket, group, fingerprint_of(form, how.fingerprint(), data.count, root),
+      [&](Group& it, Unequal&) { return run_reduce(it, how.reduction, root, data.data, data.count); });
 }
 
 double reduce_scatter_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, std::size_t size,
@@ -122,8 +123,8 @@ double reduce_scatter_op(Engine& engine, Ticket ticket, std::uint32_t group, int
   const View out = view_of(output);
   const Reducing how(out.dtype, op, factor);
   nb::gil_scoped_release released;
-  const std::uint64_t mark = mark_of_list(mark_of(form, how.mark()), ins.counts);
-  return engine.collective(ticket, group, mark, [&](Group& it, Unequal&) {
+  const std::uint64_t fingerprint = fingerprint_of_list(fingerprint_of(form, how.fingerprint()), ins.counts);
+  return engine.collective(ticket, group, fingerprint, [&](Group& it, Unequal&) {
     return run_reduce_scatter(it, how.reduction, ins.inputs(), ins.counts, out.data);
   });
 }
@@ -133,7 +134,7 @@ double all_gather_op(Engine& engine, Ticket ticket, std::uint32_t group, int for
   const View in = view_of(input);
   const Blocks outs = blocks_of(tensors, size);
   nb::gil_scoped_release released;
-  return engine.collective(ticket, group, mark_of_list(mark_of(form, outs.dtype), outs.bytes),
+  return engine.collective(ticket, group, fingerprint_of_list(fingerprint_of(form, outs.dtype), outs.bytes),
                            [&](Group& it, Unequal&) { return run_all_gather(it, in.data, outs.data, outs.bytes); });
 }
 
@@ -142,7 +143,7 @@ double gather_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, n
   const View in = view_of(input);
   const Blocks outs = blocks_of(tensors, 1);
   nb::gil_scoped_release released;
-  return engine.collective(ticket, group, mark_of(form, static_cast<int>(in.dtype), in.bytes(), root),
+  return engine.collective(ticket, group, fingerprint_of(form, static_cast<int>(in.dtype), in.bytes(), root),
                            [&](Group& it, Unequal&) { return run_gather(it, root, in.data, outs.data, in.bytes()); });
 }
 
@@ -152,7 +153,7 @@ double scatter_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, 
   const View out = view_of(output);
   nb::gil_scoped_release released;
   return engine.collective(
-      ticket, group, mark_of(form, static_cast<int>(out.dtype), out.bytes(), root),
+      ticket, group, fingerprint_of(form, static_cast<int>(out.dtype), out.bytes(), root),
       [&](Group& it, Unequal&) { return run_scatter(it, root, ins.inputs(), out.data, out.bytes()); });
 }
 
@@ -162,8 +163,8 @@ double all_to_all_op(Engine& engine, Ticket ticket, std::uint32_t group, int for
   const bool equal = !is_list(inputs);
   const Blocks ins = blocks_of(inputs, size), outs = blocks_of(outputs, size);
   nb::gil_scoped_release released;
-  const std::uint64_t mark = mark_of(form, ins.dtype, equal ? ins.bytes[0] : 0);
-  return engine.collective(ticket, group, mark, [&](Group& it, Unequal& unequal) {
+  const std::uint64_t fingerprint = fingerprint_of(form, ins.dtype, equal ? ins.bytes[0] : 0);
+  return engine.collective(ticket, group, fingerprint, [&](Group& it, Unequal& unequal) {
     return run_all_to_all(it, ins.inputs(), ins.bytes, outs.data, outs.bytes, equal, unequal);
   });
 }

@@ -22,7 +22,7 @@ class Segment {
 
   struct alignas(64) Line {
     std::atomic<std::uint64_t> round;  // n + 1 once round n is published
-    std::uint64_t mark;                // the fingerprint of the collective
+    std::uint64_t fingerprint;         // of the collective
     std::byte data[kInline];
   };
 
@@ -62,7 +62,7 @@ class Segment {
   // of it sequentially consistent, so that one of the two sees the other (Dekker's way).
   void sleep(bool asleep) { owners_[rank_].asleep.round.store(asleep, std::memory_order_seq_cst); }
   // Whether `rank` slept; whoever is told so wakes it.
-  bool rouse(int rank) {
+  bool claim_wake(int rank) {
     std::atomic<std::uint64_t>& asleep = owners_[rank].asleep.round;
     return asleep.load(std::memory_order_seq_cst) && asleep.exchange(0, std::memory_order_seq_cst);
   }
@@ -78,10 +78,10 @@ class Segment {
     return owners_[rank].gone.round.load(std::memory_order_relaxed) != 0;
   }
 
-  // A large message, poured by its sender (offers.cpp). A rank pours one at a time, and takes one at a time, so one
-  // pool of slots and one set of counters per rank do. Counters that are about an older message do no harm: `filled`
-  // names its message; and a sender is called after `begin_message`, and has nobody who reads its slots after the
-  // answer.
+  // A large message with whose copying its sender assists (offers.hpp). A rank sends one such message at a time, and
+  // receives one at a time, so one pool of slots and one set of counters per rank do. Counters that are about an older
+  // message do no harm: `filled` names its message; and a sender is called after `begin_message`, and nobody reads its
+  // slots after the answer.
   std::byte* pool(int rank, std::uint64_t slot) { return pools_ + (rank * kPool + slot % kPool) * kSlot; }
   void begin_message() {
     empty(0);

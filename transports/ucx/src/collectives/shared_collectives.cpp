@@ -66,7 +66,7 @@ bool Shared::Wait::ready() {
   }
   for (; rank_ < segment.ranks(); ++rank_) {
     if (!segment.published(rank_, round_)) return false;
-    if (segment.line(rank_, round_).mark != shared_.mark) {
+    if (segment.line(rank_, round_).fingerprint != shared_.fingerprint) {
       shared_.disagrees = rank_;
       return false;
     }

@@ -22,7 +22,7 @@ class Shared {
   Shared(int fd, int rank, int ranks) : segment(fd, rank, ranks), inputs(static_cast<std::size_t>(ranks)) {}
 
   Segment segment;
-  std::uint64_t mark = 0;                     // of the collective under way
+  std::uint64_t fingerprint = 0;              // of the collective under way
   const std::uint64_t* slice_ends = nullptr;  // when a schedule lets others have their turn, ns
   std::vector<const void*> inputs;            // scratch: one pointer per rank
   std::vector<int> pids;                      // of the ranks, if they read parts out of each other's memory; else empty
@@ -51,7 +51,7 @@ class Shared {
     return first_;
   }
   void publish(std::uint64_t round) {
-    segment.line(rank(), round).mark = mark;
+    segment.line(rank(), round).fingerprint = fingerprint;
     segment.publish(round);
     published_any = true;
   }

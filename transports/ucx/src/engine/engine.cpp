@@ -1,12 +1,10 @@
-// The engine's life: who moves things on, and when.
-
+// How ops are posted, who moves them on, and how the engine starts and ends.
 #include "engine/engine.hpp"
 
 #include <sched.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <utility>
 
@@ -34,107 +32,235 @@ bool may_read(pid_t pid) {
 
 Engine::Engine(int rank, int size, const std::vector<std::pair<std::string, std::string>>& options,
                std::optional<ucs_memory_type_t> device)
-    : worker_(std::make_unique<Worker>(
+    : rank_(rank),
+      peers_(size),
+      worker_(std::make_unique<Worker>(
           size, options, device,
           [this](int peer, const Header& header, const void* payload, void* descriptor) {
-            arrived(peer, header, payload, descriptor);
+            inbox_.arrive(peer, header, payload, descriptor);
+            if (farewells_.waiting(peer)) apply_farewells(peer);
           },
           [this](int peer) {
-            forget_early(peer);
+            inbox_.forget_early(peer);
             reports_.notify({Notice::kMisled, peer, 0, 0, {}});
           })),
-      rank_(rank),
-      size_(size),
-      received_(size),
-      farewells_(size),
-      early_(size),
-      awaited_(size) {
+      schedules_(reports_, pacer_.slice_ends(), [this](int peer) { control_->ring(peer); }),
+      offers_(*worker_),
+      inbox_(peers_, worker_->device(), groups_, *worker_, *this),
+      sender_(peers_, *worker_, offers_),
+      windows_(*worker_, worker_->device()),
+      farewells_(size) {
   if (device == UCS_MEMORY_TYPE_CUDA) cuda_.emplace();
 }
 
-Engine::~Engine() { close(false, 0); }
+Engine::~Engine() {
+  close(false, 0);
+  worker_.reset();  // of an engine that was never started: before what its callbacks may still want to touch
+}
 
 void Engine::start(const std::vector<std::string>& addresses, std::vector<int> sockets, const std::vector<int>& pids,
                    bool crowded, const std::vector<Cookies>& cookies) {
   bool alone = true;
-  for (int peer = 0; peer < size_; ++peer) {
+  for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
     worker_->introduce(peer, addresses[peer], pids[peer] == 0, cookies.at(peer));
-    peers_.push_back({pids[peer], may_read(pids[peer]) ? pids[peer] : 0});
+    peers_[peer] = {pids[peer], may_read(pids[peer]) ? pids[peer] : 0};
     alone = alone && (peer == rank_ || pids[peer] != getpid());
     // UCX 1.21 maps the memory of a peer on this host at the first word to or from it, and does not survive that the
     // peer has just died: while a family forms all are there.
     if (peer != rank_ && pids[peer] != 0) worker_->connect(peer);
   }
-  control_ =
-      std::make_unique<Control>(std::move(sockets), worker_->event_fd(),
-                                Control::Heard{[this](int peer, std::string frame) { heard(peer, std::move(frame)); },
-                                               [this](int peer, bool parted) {
-                                                 std::lock_guard lock(lock_);
-                                                 awaited_[peer] = false;
-                                                 if (!parted) reports_.notify({Notice::kLost, peer, 0, 0, {}});
-                                               }});
+  control_ = std::make_unique<Control>(
+      std::move(sockets), worker_->event_fd(),
+      Control::Heard{[this](int peer, std::string frame) { handle_frame(peer, std::move(frame)); },
+                     [this](int peer, bool parted) {
+                       std::lock_guard lock(lock_);
+                       farewells_.expect_acknowledgement(peer, false);
+                       if (!parted) reports_.notify({Notice::kLost, peer, 0, 0, {}});
+                     }});
   pacer_.configure(alone, crowded);
+  offers_.allow_assistance(!crowded);
   thread_ = std::thread(&Engine::run, this);
 }
 
-// ------------------------------------------------------------ the loop's side
+// ------------------------------------------------------------------------------------------------------------ a post
 
-std::uint64_t Engine::settle(Request* request, std::uint64_t began) {
+template <typename Start>
+bool Engine::post(Ticket ticket, std::uint32_t id, const Start& start) {
+  std::lock_guard lock(lock_);
+  auto op = std::make_unique<Operation>(reports_, groups_.at(id), ticket);
+  start(op.get());  // may throw before the op is known to anybody else
+  return finish_post(op.release()) != 0;
+}
+
+std::uint64_t Engine::finish_post(Operation* op, std::uint64_t began) {
   std::uint64_t ended = began;
-  if (!request->done && !pacer_.bulk()) ended = spin(*request, began);  // else the thread is at it
+  if (!op->done() && !pacer_.bulk()) ended = spin(*op, began);  // else the thread is at it
   // Not if other outcomes came first: the loop hears of those first.
-  if (request->done && request->status == Status::kDone && !request->answers && !ready()) {
-    delete request;
+  if (op->is_plain_success() && !ready()) {
+    delete op;
     return ended;
   }
-  reports_.expect_outcome();
-  request->posted = true;
-  if (request->done) {
-    request->done = false;
-    complete(request, request->status, request->details[0], request->details[1]);
-  } else if (pacer_.thread_is_late(quiet())) {
-    wake_thread();
-  }
+  const bool done = op->done();
+  op->leave_post();
+  if (!done && pacer_.thread_is_late(is_quiet())) wake_thread();
   return 0;
 }
 
-std::uint64_t Engine::spin(const Request& request, std::uint64_t began) {
+std::uint64_t Engine::spin(const Operation& op, std::uint64_t began) {
   Pacer::Spin spin = pacer_.begin_post(began);
-  while (!request.done) {
+  while (!op.done()) {
     const bool moved = advance();
     const Pacer::Next next = pacer_.after_look(spin, moved, now_ns());
     if (next == Pacer::Next::kStop) break;
     if (next == Pacer::Next::kRelax) relax();
     if (next == Pacer::Next::kYield) sched_yield();
   }
-  pacer_.end_post(spin, request.done);
+  pacer_.end_post(spin, op.done());
   return spin.now;
 }
 
-void Engine::complete(Request* request, Status status, std::uint64_t a, std::uint64_t b) {
-  if (request->done) return;
-  request->done = true;
-  request->status = status;
-  request->details[0] = a;
-  request->details[1] = b;
-  if (!request->posted) return;  // its post still spins
-  reports_.add({request->ticket, status, {a, b}});
+// Null: something has matched it, or will have ended it.
+bool Engine::withdraw(Request* request) {
+  if (request == nullptr) return false;
+  reports_.withdraw();
   delete request;
+  return true;
+}
+
+bool Engine::send(Ticket ticket, std::uint32_t id, const void* data, std::size_t bytes, int dst, int channel,
+                  std::int64_t tag, int dtype) {
+  return post(ticket, id, [&](Operation* op) {
+    Group& group = op->group;
+    if (group.left[dst]) return op->end(Status::kClosed, static_cast<std::uint64_t>(dst));
+    Header header = group.header_to(dst, static_cast<std::uint8_t>(channel), tag);
+    header.dtype = static_cast<std::uint8_t>(dtype);
+    header.bytes = bytes;
+    const ucs_status_t status = sender_.send(group, dst, header, data, op);
+    if (status != UCS_INPROGRESS) op->finished(status);
+  });
+}
+
+bool Engine::recv(Ticket ticket, std::uint32_t id, void* data, std::size_t bytes, int src, int channel,
+                  std::int64_t tag, int dtype) {
+  return post(ticket, id, [&](Operation* op) {
+    op->data = data;
+    op->bytes = bytes;
+    op->dtype = static_cast<std::uint8_t>(dtype);
+    inbox_.post(op, Key(static_cast<std::uint16_t>(src), static_cast<std::uint8_t>(channel), tag));
+  });
+}
+
+bool Engine::cancel(std::uint32_t id, int src, int channel, std::int64_t tag, Ticket ticket) {
+  std::lock_guard lock(lock_);
+  const Key key(static_cast<std::uint16_t>(src), static_cast<std::uint8_t>(channel), tag);
+  return withdraw(inbox_.withdraw(groups_.at(id), key, ticket));
+}
+
+std::string Engine::head(Ticket ticket) {
+  std::lock_guard lock(lock_);
+  return reports_.take_beginning(ticket);
+}
+
+// ----------------------------------------------------------------------------------------------------------- windows
+
+std::string Engine::map_window(std::uint32_t id, std::uint64_t window, void* data, std::size_t bytes, bool remote) {
+  std::lock_guard lock(lock_);
+  return windows_.map(groups_.at(id), window, data, bytes, remote);
+}
+
+void Engine::open_window(std::uint32_t id, std::uint64_t window, int rank, void* mapped, const std::string& rkey,
+                         std::uint64_t address, std::size_t bytes) {
+  std::lock_guard lock(lock_);
+  windows_.open(groups_.at(id), window, rank, mapped, rkey, address, bytes);
+}
+
+void Engine::close_window(std::uint32_t id, std::uint64_t window) {
+  std::lock_guard lock(lock_);
+  windows_.close(groups_.at(id), window);
+}
+
+bool Engine::put(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank, std::uint64_t offset,
+                 const void* data, std::size_t bytes) {
+  return post(ticket, id, [&](Operation* op) { windows_.put(op, {window, rank, offset, bytes}, data); });
+}
+
+bool Engine::get(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank, std::uint64_t offset, void* data,
+                 std::size_t bytes) {
+  return post(ticket, id, [&](Operation* op) { windows_.get(op, {window, rank, offset, bytes}, data); });
+}
+
+bool Engine::atomic(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank, std::uint64_t offset, bool swap,
+                    std::size_t bytes, std::uint64_t a, std::uint64_t b) {
+  return post(ticket, id,
+              [&](Operation* op) { windows_.change_atomically(op, {window, rank, offset, bytes}, swap, a, b); });
+}
+
+bool Engine::signal(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank) {
+  return post(ticket, id, [&](Operation* op) { windows_.signal(op, window, rank); });
+}
+
+bool Engine::wait_signal(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank) {
+  return post(ticket, id, [&](Operation* op) { windows_.wait_signal(op, window, rank); });
+}
+
+bool Engine::cancel_wait(std::uint32_t id, std::uint64_t window, int rank, Ticket ticket) {
+  std::lock_guard lock(lock_);
+  return withdraw(windows_.withdraw_wait(groups_.at(id), window, rank, ticket));
+}
+
+bool Engine::flush(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank) {
+  return post(ticket, id, [&](Operation* op) { windows_.flush(op, window, rank); });
+}
+
+// --------------------------------------------------------------------------------------------- what the inbox hands on
+
+void Engine::handle(Group& group, const Header& header, const void* payload) {
+  switch (header.channel) {
+    case kSignal:
+      return windows_.accept_signal(group, header);
+    case kAtomic:
+      return windows_.serve_atomic(group, header, payload);
+    case kAtomicAnswer:
+      return windows_.end_atomic(group, header);
+    case kAnswer:
+      return offers_.end_offer(group, header);
+    case kAssist:
+      return offers_.begin_assistance(group, header);
+  }
+}
+
+bool Engine::agrees(Group& group, const Header& header) {
+  schedules_.check_fingerprint(group, header.source, static_cast<std::uint64_t>(header.tag), header.value);
+  return group.disagrees < 0;
+}
+
+void Engine::pull(Request* receive, const Header& header, const Offer& offer) {
+  offers_.pull(receive, header, offer, peers_[receive->group.peers[header.source]].readable);
+}
+
+// ---------------------------------------------------------------------------------------------------- moving things on
+
+bool Engine::advance() {
+  bool moved = windows_.advance_jobs();
+  moved |= offers_.advance();
+  moved |= schedules_.poll();
+  moved |= worker_->progress();
+  moved |= windows_.advance_lanes();
+  moved |= schedules_.resume();
+  groups_.reap();
+  return moved;
 }
 
 // Whether something waits for room, of which nobody tells: UCX tells of what comes in, but not of room in a peer's
 // queue for what is to go out, nor, always, of a device; and nobody of a slot that a receiver has emptied.
 bool Engine::waits_for_room() const {
-  return worker_->sending() > 0 || moving_ > 0 || !pours_.empty() || !lined_up_.empty();
+  return worker_->unfinished() > 0 || offers_.assists() || windows_.has_waiting_ops();
 }
 
 // Whether all that can happen comes as a message, which a sleeping thread hears of. Of what appears in shared memory it
 // does not hear, for a schedule that it has not seen.
-bool Engine::quiet() const { return active_.empty() && jobs_.empty() && pulls_.empty() && !waits_for_room(); }
-
-void Engine::wake_thread() {
-  pacer_.wake_thread();
-  control_->wake();
+bool Engine::is_quiet() const {
+  return schedules_.idle() && !windows_.has_jobs() && !offers_.pulls() && !waits_for_room();
 }
 
 void Engine::progress(std::vector<Outcome>& outcomes, std::vector<Notice>& notices) {
@@ -153,58 +279,10 @@ void Engine::progress(std::vector<Outcome>& outcomes, std::vector<Notice>& notic
     }
   }
   const Pacer::Visit visit = pacer_.end_visit(ready(), moved);
-  if (visit == Pacer::Visit::kParks && reports_.pending() > 0 && !pacer_.sleeps_well(quiet())) wake_thread();
+  if (visit == Pacer::Visit::kParks && reports_.pending() > 0 && !pacer_.sleeps_well(is_quiet())) wake_thread();
   if (visit == Pacer::Visit::kYields) sched_yield();
   reports_.collect(outcomes, notices);
 }
-
-// ---------------------------------------------------------------------------------------------------- moving things on
-
-bool Engine::advance() {
-  bool moved = advance_jobs(jobs_) | advance_jobs(pulls_) | pour();
-  for (std::size_t i = 0; i < active_.size(); ++i) moved |= advance_group(*active_[i]);
-  moved |= worker_->progress();
-  moved |= advance_lanes();
-  while (!events_.empty()) {
-    std::vector<std::pair<Group*, Event*>> events;
-    events.swap(events_);
-    moved = true;
-    for (auto& [group, event] : events) {
-      event->complete();
-      rouse(*group);
-      end_finished(*group);
-    }
-  }
-  std::erase_if(active_, [](Group* group) { return !group->running; });
-  if (!lost_.empty()) bury();
-  return moved;
-}
-
-bool Engine::advance_group(Group& group) {
-  if (!group.running || !group.shared) return false;
-  bool moved = group.shared->poll();
-  if (moved) {
-    rouse(group);
-    end_finished(group);
-  }
-  if (group.shared->disagrees >= 0) {
-    disagree(group, group.local[std::exchange(group.shared->disagrees, -1)], group.collectives);
-  }
-  return moved;
-}
-
-// Others may sleep until this rank publishes something.
-void Engine::rouse(Group& group) {
-  if (!group.shared || !group.shared->published_any) return;
-  group.shared->published_any = false;
-  for (int rank = 0; rank < group.shared->ranks(); ++rank) {
-    if (rank != group.shared->rank() && group.shared->segment.rouse(rank)) {
-      control_->ring(group.peers[group.local[rank]]);
-    }
-  }
-}
-
-// ------------------------------------------------------------------------------------------------- the engine's thread
 
 void Engine::run() {
   using Rest = Pacer::Rest;
@@ -231,7 +309,7 @@ void Engine::run() {
 
 Pacer::Rest Engine::take_turn() {
   const std::uint64_t began = now_ns();
-  if (pacer_.loop_is_about(began)) return pacer_.tick(reports_.pending() > 0 || !quiet());
+  if (pacer_.loop_is_about(began)) return pacer_.tick(reports_.pending() > 0 || !is_quiet());
   pacer_.begin_turn(began);
   bool moved = false;
   while (!lock_.is_wanted() && advance()) {
@@ -239,20 +317,19 @@ Pacer::Rest Engine::take_turn() {
     if (pacer_.slice_is_over(now_ns())) break;
   }
   if (ready()) reports_.wake_loop();
-  const Pacer::Rest rest = pacer_.end_turn(moved, quiet(), began, now_ns());
+  const Pacer::Rest rest = pacer_.end_turn(moved, is_quiet(), began, now_ns());
   if (rest.kind != Pacer::Rest::kSleep) return rest;
   // Announce that this rank sleeps, then look once more: whoever publishes later sees the announcement.
-  announce_sleep(true);
+  schedules_.announce_sleep(true);
   if (worker_->arm() && !advance()) return pacer_.fall_asleep(waits_for_room());
-  announce_sleep(false);
+  schedules_.announce_sleep(false);
   if (ready()) reports_.wake_loop();
   return {Pacer::Rest::kYield};
 }
 
-void Engine::announce_sleep(bool asleep) {
-  for (Group* group : active_) {
-    if (group->shared) group->shared->segment.sleep(asleep);
-  }
+void Engine::wake_thread() {
+  pacer_.wake_thread();
+  control_->wake();
 }
 
 // ------------------------------------------------------------------------------------------------------------- the end
@@ -261,8 +338,8 @@ void Engine::close(bool sound, double patience) {
   if (!thread_.joinable()) return;
   if (getpid() != process_) {  // a forked child: the thread, the connections and UCX's memory are its parent's
     thread_.detach();
-    control_.release();
-    worker_.release();
+    static_cast<void>(control_.release());
+    static_cast<void>(worker_.release());
     return;
   }
   const std::uint64_t ends = now_ns() + static_cast<std::uint64_t>(patience * 1e9);
@@ -274,17 +351,16 @@ void Engine::close(bool sound, double patience) {
     control_->wake();
   }
   thread_.join();
-  for (auto& [id, group] : groups_) lose(*group);
-  for (int peer = 0; peer < static_cast<int>(early_.size()); ++peer) forget_early(peer);
+  groups_.each([this](Group& group) { lose(group); });
+  for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) inbox_.forget_early(peer);
   if (sound) {
     worker_->disconnect(patient);
     control_->farewell();
   }
-  for (Lane& lane : lanes_) lane.forget();
+  windows_.destroy_keys();
   control_.reset();
   worker_.reset();  // before what its callbacks may still want to touch
-  for (auto& [id, group] : groups_) drop_schedules(*group);
-  for (auto& group : lost_) drop_schedules(*group);
+  groups_.drop_schedules();
   reports_.close();
 }
 
@@ -292,8 +368,9 @@ void Engine::close(bool sound, double patience) {
 void Engine::part_from_peers(const std::function<bool()>& patient) {
   {
     std::lock_guard lock(lock_);
-    for (int peer = 0; peer < size_; ++peer) {
-      awaited_[peer] = peer != rank_ && control_->send(peer, Farewell{'E', worker_->sent(peer), 0, 0, 0}.pack());
+    for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
+      const Farewell farewell{Farewell::kEngine, worker_->sent(peer), 0, 0, 0};
+      farewells_.expect_acknowledgement(peer, peer != rank_ && control_->send(peer, farewell.pack()));
     }
   }
   for (bool waiting = true; waiting && patient();) {
@@ -301,7 +378,7 @@ void Engine::part_from_peers(const std::function<bool()>& patient) {
       std::lock_guard lock(lock_);
       while (advance()) {
       }
-      waiting = std::find(awaited_.begin(), awaited_.end(), true) != awaited_.end();
+      waiting = !farewells_.all_acknowledged();
     }
     if (waiting) usleep(50);
   }

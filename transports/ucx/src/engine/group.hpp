@@ -13,61 +13,20 @@
 #include "collectives/schedule.hpp"
 #include "collectives/shared_collectives.hpp"
 #include "engine/matching.hpp"
-#include "engine/reports.hpp"
+#include "net/network.hpp"
 
 namespace aiocomms {
 
-class Engine;
-struct Group;
+class Operation;
+class Request;
 struct Lane;
-
-// An op under way. It is the engine's until it is done and its ticket has been handed out.
-struct Request final : Pending {
-  Request(Engine& the_engine, Group& the_group, std::uint64_t the_ticket = 0);
-  ~Request() override;
-  void finished(ucs_status_t status) override;
-
-  Engine& engine;
-  Group& group;
-  Request* next = nullptr;
-  void* data = nullptr;  // a receive's
-  std::size_t bytes = 0;
-  std::uint64_t ticket;
-  std::uint64_t details[2] = {};      // a message's size and dtype; who gives how much too much; what was there before
-  Worker::Beginning beginning{};      // of a message that is too long
-  std::unique_ptr<std::byte[]> head;  // where that goes if the buffer is a device's
-  bool moving = false;                // UCX is at a device's memory
-  bool answers = false;               // its outcome is of interest even if it went well
-  Event* event = nullptr;             // a schedule's receive, which has no ticket
-  Unequal unequal;                    // an all-to-all's
-  Status status = Status::kDone;
-  std::uint8_t dtype = 0;
-  bool posted = false;  // its post has returned
-  bool done = false;
-};
-
-// The messages of a schedule between some ranks of a group; see Messages.
-class Wire final : public Messages {
- public:
-  Wire(Engine& engine, Group& group, std::vector<int> ranks);
-  int rank() const override { return me_; }
-  int size() const override { return static_cast<int>(ranks_.size()); }
-  void send(int dst, const void* data, std::size_t bytes, Event& event) override;
-  void recv(int src, void* data, std::size_t bytes, Event& event) override;
-
- private:
-  Engine& engine_;
-  Group& group_;
-  std::vector<int> ranks_;
-  int me_;
-};
 
 // A collective that is running or waits for its turn: one communicator's run one after the other, in the order of the
 // calls.
 struct Schedule {
   Task task;
-  std::uint64_t mark;
-  Request* request;
+  std::uint64_t fingerprint;
+  Operation* op;
 };
 
 // A tensor that the others may read and write, and theirs.
@@ -85,8 +44,7 @@ struct Window {
 };
 
 struct Group {
-  Group(std::uint32_t the_id, int the_rank, std::vector<int> the_peers)
-      : id(the_id), rank(the_rank), peers(std::move(the_peers)), left(peers.size(), 0) {}
+  Group(std::uint32_t the_id, int the_rank, std::vector<int> the_peers);
 
   std::uint32_t id;
   int rank;
@@ -94,22 +52,22 @@ struct Group {
   std::vector<std::uint64_t> left;       // 1 + the collectives that a rank had done when it closed; 0: it has not
   std::vector<std::uint32_t> their_ids;  // what each rank calls this group; empty until it is opened
   std::unique_ptr<Shared> shared;        // with the ranks of this host, if there are others
-  std::unique_ptr<Wire> wire;            // between all ranks
-  std::unique_ptr<Wire> leaders;         // between one rank of each host; on the others null
+  std::unique_ptr<Messages> wire;            // between all ranks
+  std::unique_ptr<Messages> leaders;         // between one rank of each host; on the others null
   std::vector<int> local;                // this host's ranks, in the order of `shared`
   std::vector<int> leader_of;            // by rank: the number of its host
   int hosts = 1;
 
   Mailbox<Request> mail;
   std::deque<Schedule> schedules;
-  bool running = false;                                          // the first of them has begun
-  std::uint64_t collectives = 0;                                 // done so far
-  std::map<std::uint64_t, std::pair<int, std::uint64_t>> marks;  // of collectives to come: who has begun it, as what
-  int disagrees = -1;                                            // the rank that does something else than this one
-  bool lost = false;                                             // nothing moves any more
-  std::size_t users = 0;                                         // requests and sends that are not done
+  bool running = false;           // the first of them has begun
+  std::uint64_t collectives = 0;  // done so far
+  // Of collectives to come: who has begun one, and its fingerprint.
+  std::map<std::uint64_t, std::pair<int, std::uint64_t>> fingerprints;
+  int disagrees = -1;     // the rank that does something else than this one
+  bool lost = false;      // nothing moves any more
+  std::size_t users = 0;  // requests and sends that are not done
   std::unordered_map<std::uint64_t, Window> windows;
-  std::uint64_t next_window = 0;
   std::map<int, Lane*> lanes;  // by rank
   // Of messages that have to be vouched for, by sender and order: whether that has come, and the receive that has got
   // all but that.
@@ -118,6 +76,23 @@ struct Group {
     Request* waits = nullptr;
   };
   std::map<std::pair<int, std::uint32_t>, Vouch> vouches;
+
+  // The header of a message to one of its ranks. What else a message says the caller sets by name.
+  Header header_to(int to, std::uint8_t channel, std::int64_t tag) const {
+    return {.group = their_ids[to],
+            .source = static_cast<std::uint16_t>(rank),
+            .channel = channel,
+            .peer = static_cast<std::uint32_t>(peers[rank]),
+            .tag = tag};
+  }
+  // Tell a rank something that one number identifies.
+  void tell(Network& network, int to, Channel channel, std::uint64_t number, std::uint64_t value = 0) const {
+    Header header = header_to(to, channel, static_cast<std::int64_t>(number));
+    header.value = value;
+    network.tell(peers[to], header, nullptr, 0, nullptr);
+  }
+  // Its collectives end, the running one and those behind it. UCX holds nothing of theirs any more.
+  void drop_schedules();
 
   // Of one that is lost: UCX has something of it in its hands.
   bool held() const { return users > schedules.size(); }

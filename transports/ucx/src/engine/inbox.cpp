@@ -1,11 +1,8 @@
-// Messages that arrive: put in order, matched, fetched; and what becomes of those that come too early, too long, or
-// from a rank that has lost the communicator.
+#include "engine/inbox.hpp"
 
 #include <algorithm>
 #include <cstring>
 #include <utility>
-
-#include "engine/engine.hpp"
 
 namespace aiocomms {
 namespace {
@@ -13,8 +10,8 @@ namespace {
 // UCX lets small messages overtake large ones, but not that many.
 constexpr std::uint32_t kMostEarly = 1u << 20;
 
-Message* keep(const Header& header, const void* payload, void* descriptor) {
-  auto message = new Message{nullptr, header, nullptr, descriptor};
+std::unique_ptr<Message> copy_of(const Header& header, const void* payload, void* descriptor) {
+  std::unique_ptr<Message> message(new Message{nullptr, header, nullptr, descriptor});
   const std::size_t bytes = header.dtype & kOffered ? sizeof(Offer) : header.bytes;
   if (payload && bytes) {
     message->payload = std::make_unique<std::byte[]>(bytes);
@@ -25,204 +22,217 @@ Message* keep(const Header& header, const void* payload, void* descriptor) {
 
 }  // namespace
 
-void Engine::arrived(int peer, const Header& header, const void* payload, void* descriptor) {
+Inbox::Inbox(const std::vector<Peer>& peers, bool device, Groups& groups, Network& network, Owner& owner)
+    : peers_(peers),
+      device_(device),
+      groups_(groups),
+      network_(network),
+      owner_(owner),
+      received_(peers.size()),
+      early_(peers.size()) {}
+
+void Inbox::arrive(int peer, const Header& header, const void* payload, void* descriptor) {
   // UCX may deliver a small message before a large one that was sent earlier; nobody may notice.
+  auto& early = early_[peer];
   if (header.order != received_[peer]) {
-    const bool sane = header.order - received_[peer] < kMostEarly && !early_[peer].contains(header.order);
-    if (sane) {
-      early_[peer].emplace(header.order, keep(header, payload, descriptor));
+    if (header.order - received_[peer] < kMostEarly && !early.contains(header.order)) {
+      early.emplace(header.order, copy_of(header, payload, descriptor));
       return;
     }
-    if (descriptor) worker_->drop(descriptor);
-    return worker_->refuse(peer);
+    if (descriptor) network_.release(descriptor);
+    return network_.refuse(peer);
   }
   ++received_[peer];
-  auto deliver_to = [this, peer](const Header& it, const void* data, void* large) {
-    auto found = groups_.find(it.group);
-    if (found == groups_.end() || found->second->lost) {
-      if (large) worker_->drop(large);
-    } else if (sensible(*found->second, peer, it, large)) {
-      deliver(*found->second, it, data, large);
-    } else {
-      if (large) worker_->drop(large);
-      worker_->refuse(peer);
-    }
-  };
-  deliver_to(header, payload, descriptor);
-  auto& early = early_[peer];
+  deliver(peer, header, payload, descriptor);
   while (!early.empty() && early.begin()->first == received_[peer]) {
-    std::unique_ptr<Message> message(early.begin()->second);
+    const std::unique_ptr<Message> message = std::move(early.begin()->second);
     early.erase(early.begin());
     ++received_[peer];
-    deliver_to(message->header, message->payload.get(), message->descriptor);
+    deliver(peer, message->header, message->payload.get(), message->descriptor);
   }
-  if (!farewells_[peer].empty()) obey(peer);
 }
 
-// What has overtaken others is of no use any more.
-void Engine::forget_early(int peer) {
+void Inbox::forget_early(int peer) {
   for (auto& [order, message] : std::exchange(early_[peer], {})) {
-    if (message->descriptor) worker_->drop(message->descriptor);
-    delete message;
+    if (message->descriptor) network_.release(message->descriptor);
   }
+}
+
+// The next message of a peer, in the order in which they were sent.
+void Inbox::deliver(int peer, const Header& header, const void* payload, void* descriptor) {
+  Group* group = groups_.find_open(header.group);
+  const bool sensible = group == nullptr || is_sensible(*group, peer, header, descriptor);
+  if (group && sensible) return match(*group, header, payload, descriptor);
+  if (descriptor) network_.release(descriptor);
+  if (!sensible) network_.refuse(peer);
 }
 
 // Whether a peer is who it says it is in a group, and may send such a message.
-bool Engine::sensible(const Group& to, int peer, const Header& header, void* descriptor) const {
-  if (header.source >= to.peers.size() || to.peers[header.source] != peer || header.channel > kVouch) return false;
+bool Inbox::is_sensible(const Group& group, int peer, const Header& header, void* descriptor) const {
+  if (header.source >= group.peers.size() || group.peers[header.source] != peer || header.channel >= kChannels) {
+    return false;
+  }
   if (header.channel > kSchedule) return descriptor == nullptr && !(header.dtype & kOffered);
   if (header.dtype & kVouched && peers_[peer].pid != 0) return false;  // only those of other hosts vouch
-  if (on_device(header)) return (descriptor || header.bytes == 0) && !(header.dtype & kOffered);
+  if (is_on_device(header)) return (descriptor || header.bytes == 0) && !(header.dtype & kOffered);
   return !(header.dtype & kOffered) || peers_[peer].readable != 0;  // else there would be nobody to copy it from
 }
 
-void Engine::deliver(Group& to, const Header& header, const void* payload, void* descriptor) {
-  if (header.channel == kSignal) return signalled(to, header);
-  if (header.channel == kAtomic) return asked(to, header, payload);
-  if (header.channel == kAnswer) return answered(header);
-  if (header.channel == kVouch) return vouched(to, header);
-  if (header.channel == kPour) return called(to, header);
-  if (header.channel == kSchedule) {
-    check_mark(to, header.source, static_cast<std::uint64_t>(header.tag), header.mark);
-    if (to.disagrees >= 0) {
-      if (descriptor) worker_->drop(descriptor);
+void Inbox::match(Group& group, const Header& header, const void* payload, void* descriptor) {
+  if (header.channel >= kSchedule) {
+    if (header.channel == kVouch) return accept_vouch(group, header);
+    if (header.channel != kSchedule) return owner_.handle(group, header, payload);
+    if (!owner_.agrees(group, header)) {
+      if (descriptor) network_.release(descriptor);
       return;
     }
   }
-  if (header.dtype & kVouched) to.vouches[{header.source, header.order}] = {};
-  if (Request* request = to.mail.receive_for(header)) return take(request, header, payload, descriptor);
-  to.mail.keep(keep(header, payload, descriptor));
+  if (header.dtype & kVouched) group.vouches[{header.source, header.order}] = {};
+  if (Request* receive = group.mail.receive_for(header)) return accept_message(receive, header, payload, descriptor);
+  group.mail.keep(copy_of(header, payload, descriptor).release());
 }
 
-// Whether the sender has lost the communicator before its message was read: then that may be anything by now. The
-// receive waits on, until the communicator is lost here, too, of which the sender has told.
-bool Engine::stale(Request* request, const Header& header) {
-  if (!request->group.has_let_go(header.source)) return false;
-  request->group.mail.keep(Key(header.source, header.channel, header.tag), request);
-  return true;
+void Inbox::post(Request* receive, const Key& key) {
+  Group& group = receive->group;
+  if (Message* found = group.mail.message_for(key)) {
+    const std::unique_ptr<Message> message(found);
+    accept_message(receive, message->header, message->payload.get(), message->descriptor);
+  } else if (group.left[key.source()] && receive->ends_when_peer_closes()) {
+    receive->end(Status::kClosed, static_cast<std::uint64_t>(key.source()));
+  } else {
+    group.mail.keep(key, receive);
+  }
+}
+
+Request* Inbox::withdraw(Group& group, const Key& key, Ticket ticket) {
+  return group.mail.withdraw(key, [&](const Request& receive) { return receive.ticket == ticket; });
+}
+
+// A receive has matched a message.
+void Inbox::accept_message(Request* receive, const Header& header, const void* payload, void* descriptor) {
+  if (put_back_if_stale(receive, header)) {
+    if (descriptor) network_.release(descriptor);
+    return;
+  }
+  const std::uint8_t dtype = header.dtype & ~(kOffered | kVouched);
+  if (dtype != receive->dtype || header.bytes != receive->bytes) {
+    receive->status = dtype != receive->dtype ? Status::kDtype : Status::kTruncated;
+    receive->details[0] = header.bytes;
+    receive->details[1] = dtype;
+  }
+  if (header.dtype & kOffered) {
+    Offer offer;
+    std::memcpy(&offer, payload, sizeof offer);
+    return owner_.pull(receive, header, offer);
+  }
+  if (receive->status == Status::kDtype) {
+    if (descriptor) network_.release(descriptor);
+    return end_receive(receive, header);
+  }
+  if (descriptor) return fetch(receive, header, descriptor);
+  const std::size_t bytes = std::min<std::size_t>(header.bytes, receive->bytes);
+  if (bytes) std::memcpy(receive->data, payload, bytes);
+  end_receive(receive, header);
 }
 
 // A message that UCX fetches.
-struct Incoming final : Pending {
-  Incoming(Engine& the_engine, Request* the_request, const Header& the_header)
-      : engine(the_engine), request(the_request), header(the_header) {}
+class Inbox::Fetch final : public Pending {
+ public:
+  Fetch(Inbox& inbox, Request* receive, const Header& header) : inbox_(inbox), receive_(receive), header_(header) {}
   void finished(ucs_status_t status) override {
-    engine.moving_ -= std::exchange(request->moving, false);
     if (status == UCS_OK) {
-      engine.came(request, header);
+      inbox_.end_receive(receive_, header_);
     } else {
-      request->group.vouches.erase({header.source, header.order});
-      request->finished(status);
+      receive_->group.vouches.erase({header_.source, header_.order});
+      receive_->finished(status);
     }
     delete this;
   }
 
-  Engine& engine;
-  Request* request;
-  const Header header;
+ private:
+  Inbox& inbox_;
+  Request* receive_;
+  const Header header_;
 };
 
-// A receive takes the message that it matches.
-void Engine::take(Request* request, const Header& header, const void* payload, void* descriptor) {
-  if (stale(request, header)) {
-    if (descriptor) worker_->drop(descriptor);
-    return;
-  }
-  const std::uint8_t dtype = header.dtype & ~(kOffered | kVouched);
-  if (dtype != request->dtype || header.bytes != request->bytes) {
-    request->status = dtype != request->dtype ? Status::kDtype : Status::kTruncated;
-    request->details[0] = header.bytes;
-    request->details[1] = dtype;
-  }
-  if (header.dtype & kOffered) return pull(request, header, payload);
-  if (request->status == Status::kDtype) {
-    if (descriptor) worker_->drop(descriptor);
-    return came(request, header);
-  }
-  const std::size_t bytes = std::min<std::size_t>(header.bytes, request->bytes);
-  if (!descriptor) {
-    if (bytes) std::memcpy(request->data, payload, bytes);
-    return came(request, header);
-  }
-  auto incoming = new Incoming(*this, request, header);
-  if (header.bytes <= request->bytes) {
+void Inbox::fetch(Request* receive, const Header& header, void* descriptor) {
+  auto fetching = new Fetch(*this, receive, header);
+  if (header.bytes <= receive->bytes) {
     const Memory memory = header.channel < kUserChannels ? Memory::kUsers : Memory::kOwn;
-    return follow(request, worker_->fetch(descriptor, request->data, bytes, memory, incoming), incoming);
+    return follow(fetching, network_.fetch(descriptor, receive->data, header.bytes, memory, fetching));
   }
-  request->beginning = {request->data, request->bytes, header.bytes};
-  if (on_device(header)) {
-    request->head = std::make_unique<std::byte[]>(bytes);
-    request->beginning.data = request->head.get();
+  receive->beginning = {receive->data, receive->bytes, header.bytes};
+  if (is_on_device(header)) {
+    receive->staging = std::make_unique<std::byte[]>(receive->bytes);
+    receive->beginning.data = receive->staging.get();
   }
-  follow(request, worker_->fetch_beginning(descriptor, &request->beginning, incoming), incoming);
+  follow(fetching, network_.fetch_beginning(descriptor, &receive->beginning, fetching));
 }
 
 // The payload is all here. Does it count? It may have been written over while it was read, if its sender had lost the
 // communicator by then.
-void Engine::came(Request* request, const Header& header) {
-  Group& from = request->group;
-  if (from.lost) return request->finished(UCS_ERR_CANCELED);
+void Inbox::end_receive(Request* receive, const Header& header) {
+  Group& group = receive->group;
+  if (group.lost) return receive->finished(UCS_ERR_CANCELED);
   if (!(header.dtype & kVouched)) {
-    if (!stale(request, header)) request->finished(UCS_OK);
+    if (!put_back_if_stale(receive, header)) receive->finished(UCS_OK);
     return;
   }
-  auto vouch = from.vouches.find({header.source, header.order});
-  if (!vouch->second.come && (!from.left[header.source] || request->event)) {
-    vouch->second.waits = request;
+  auto vouch = group.vouches.find({header.source, header.order});
+  const bool vouched = vouch->second.come;
+  if (!vouched && !(group.left[header.source] && receive->ends_when_peer_closes())) {
+    vouch->second.waits = receive;
     return;
   }
-  const bool counts = vouch->second.come;
-  from.vouches.erase(vouch);
-  if (counts) return request->finished(UCS_OK);
-  complete(request, Status::kClosed, header.source);
+  group.vouches.erase(vouch);
+  if (vouched) return receive->finished(UCS_OK);
+  receive->end(Status::kClosed, header.source);
 }
 
-void Engine::vouched(Group& from, const Header& header) {
-  auto vouch = from.vouches.find({header.source, static_cast<std::uint32_t>(header.tag)});
-  if (vouch == from.vouches.end()) return;
-  Request* request = vouch->second.waits;
-  if (request == nullptr) {
+void Inbox::accept_vouch(Group& group, const Header& header) {
+  auto vouch = group.vouches.find({header.source, static_cast<std::uint32_t>(header.tag)});
+  if (vouch == group.vouches.end()) return;
+  Request* receive = vouch->second.waits;
+  if (receive == nullptr) {
     vouch->second.come = true;
     return;
   }
-  from.vouches.erase(vouch);
-  request->finished(UCS_OK);
+  group.vouches.erase(vouch);
+  receive->finished(UCS_OK);
 }
 
-// A call of UCX that has returned `status` tells who waits for it, now or later: the request, or who asks for it.
-void Engine::follow(Request* request, ucs_status_t status, Pending* pending) {
-  if (status != UCS_INPROGRESS) return (pending ? pending : request)->finished(status);
-  if (!worker_->device()) return;
-  request->moving = true;
-  ++moving_;
+void Inbox::end_receives(Group& group, int rank) {
+  const auto source = static_cast<std::uint64_t>(rank);
+  group.mail.drain_receives([&](const Key& key) { return key.source() == rank && key.channel() < kUserChannels; },
+                            [&](Request* receive) { receive->end(Status::kClosed, source); });
+  // What the rank has offered and nobody has taken is not there any more.
+  group.mail.drain_messages([&](const Key& key) { return key.source() == rank; },
+                            [&](Message* message) {
+                              if (message->header.dtype & kOffered) {
+                                delete message;
+                              } else {
+                                group.mail.keep(message);
+                              }
+                            });
+  // Nor does it vouch for anything any more.
+  std::erase_if(group.vouches, [&](const auto& entry) {
+    const auto& [message, vouch] = entry;
+    const bool vain = message.first == rank && vouch.waits && vouch.waits->ends_when_peer_closes();
+    if (vain) vouch.waits->end(Status::kClosed, source);
+    return vain;
+  });
 }
 
-std::string Engine::head(Ticket ticket) {
-  std::lock_guard lock(lock_);
-  return reports_.take_beginning(ticket);
-}
-
-// A receive copies an offered message from where it lies, in pieces.
-void Engine::pull(Request* request, const Header& header, const void* payload) {
-  Offer offer;
-  std::memcpy(&offer, payload, sizeof offer);
-  const int rank = header.source;
-  const std::size_t bytes = request->status == Status::kDtype ? 0 : std::min<std::size_t>(header.bytes, request->bytes);
-  Job job{static_cast<std::byte*>(request->data),
-          reinterpret_cast<const std::byte*>(offer.address),
-          bytes,
-          request,
-          [=, this](Request* it) {
-            if (stale(it, header)) return;
-            tell(it->group, rank, kAnswer, offer.number, 0);
-            it->finished(UCS_OK);
-          },
-          peers_[request->group.peers[rank]].readable};
-  if (bytes == header.bytes && may_help(request->group, rank, bytes)) {
-    job.helper = rank;
-    job.number = offer.number;
+void Inbox::release(Group& group) {
+  group.mail.drain_receives([](const Key&) { return true; }, [](Request* receive) { receive->drop(); });
+  for (auto& [message, vouch] : std::exchange(group.vouches, {})) {
+    if (vouch.waits) vouch.waits->drop();
   }
-  pulls_.push_back(std::move(job));
+  group.mail.drain_messages([](const Key&) { return true; },
+                            [&](Message* message) {
+                              if (message->descriptor) network_.release(message->descriptor);
+                              delete message;
+                            });
 }
 
 }  // namespace aiocomms

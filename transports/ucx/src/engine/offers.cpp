@@ -1,63 +1,97 @@
-// Large messages within a host, copied by both sides.
-//
-// The receiver reads a message where it lies, and so depends on nobody. But the kernel takes long over each page, and
-// one core does it all, while the sender's often has nothing to do. So the receiver calls the sender, which copies the
-// message into slots in shared memory, from its end, as far as its engine comes to it; and the receiver, whenever a
-// slot is full, empties it, else reads on from the beginning. Neither ever waits for the other: where what is read
-// meets what is poured depends on how much time each side has. A piece may be copied twice there.
+#include "engine/offers.hpp"
 
 #include <algorithm>
 #include <cstring>
 #include <utility>
 
-#include "engine/engine.hpp"
-#include "net/copy.hpp"
-
 namespace aiocomms {
 namespace {
 
-// Below, a message is half read before its sender has heard of the call.
-constexpr std::size_t kPouredFrom = 512 * 1024;
+// A smaller message is half read before its sender has heard of the call.
+constexpr std::size_t kAssistedFrom = 512 * 1024;
 
 }  // namespace
 
-// Pouring is two copies in place of one: where ranks outnumber cores, no core is left for that.
-bool Engine::may_help(const Group& group, int rank, std::size_t bytes) const {
-  return bytes >= kPouredFrom && !pacer_.crowded() && rank != group.rank && group.place(rank) >= 0;
+ucs_status_t Offers::offer(Group& group, int rank, Header header, const void* data, Pending* pending) {
+  const Offer offer{reinterpret_cast<std::uint64_t>(data), ++last_offer_};
+  header.dtype |= kOffered;
+  const ucs_status_t status = network_.tell(group.peers[rank], header, &offer, sizeof offer, nullptr);
+  if (status != UCS_OK && status != UCS_INPROGRESS) return status;
+  offered_.emplace(offer.number, Offered{&group, pending, rank, static_cast<const std::byte*>(data), header.bytes});
+  return UCS_INPROGRESS;
+}
+
+void Offers::end_offer(Group& group, const Header& answer) {
+  const auto number = static_cast<std::uint64_t>(answer.tag);
+  auto found = offered_.find(number);
+  if (found == offered_.end() || found->second.group != &group || found->second.rank != answer.source) return;
+  Pending* pending = found->second.pending;
+  offered_.erase(found);
+  std::erase(assisted_, number);
+  pending->finished(UCS_OK);
+}
+
+void Offers::begin_assistance(Group& group, const Header& call) {
+  const auto number = static_cast<std::uint64_t>(call.tag);
+  auto found = offered_.find(number);
+  if (found == offered_.end() || found->second.group != &group || found->second.rank != call.source) return;
+  if (group.place(call.source) < 0 || std::ranges::find(assisted_, number) != assisted_.end()) return;
+  assisted_.push_back(number);
+}
+
+void Offers::pull(Request* receive, const Header& header, const Offer& offer, pid_t pid) {
+  const Group& group = receive->group;
+  const std::size_t bytes = receive->status == Status::kDtype ? 0 : std::min<std::size_t>(header.bytes, receive->bytes);
+  const bool whole = bytes == header.bytes;
+  pulls_.push_back(
+      {.copy = {static_cast<std::byte*>(receive->data), reinterpret_cast<const std::byte*>(offer.address), bytes, pid},
+       .receive = receive,
+       .header = header,
+       .number = offer.number,
+       .assisted = whole && assistance_ && bytes >= kAssistedFrom && header.source != group.rank &&
+                   group.place(header.source) >= 0});
+}
+
+bool Offers::advance_pull() {
+  Pull& pull = pulls_.front();
+  const bool readable = pull.assisted ? copy_piece(pull) : pull.copy.advance(kCopyAtOnce);
+  if (readable && pull.copy.bytes > 0) return true;
+  const Pull done = pull;
+  pulls_.pop_front();
+  if (!readable) {
+    done.receive->end(Status::kBroken, -UCS_ERR_CONNECTION_RESET);
+  } else if (!put_back_if_stale(done.receive, done.header)) {
+    done.receive->group.tell(network_, done.header.source, kAnswer, done.number);
+    done.receive->finished(UCS_OK);
+  }
+  return true;
 }
 
 // The receiver's next piece. False: the message cannot be read any more.
-bool Engine::share(Job& job) {
-  Group& group = job.request->group;
+bool Offers::copy_piece(Pull& pull) {
+  const Group& group = pull.receive->group;
   Segment& segment = group.shared->segment;
-  if (!std::exchange(job.called, true)) {
+  Copy& copy = pull.copy;
+  if (!std::exchange(pull.called, true)) {
     segment.begin_message();
-    tell(group, job.helper, kPour, job.number, 0);
+    group.tell(network_, pull.header.source, kAssist, pull.number);
   }
-  const int sender = group.place(job.helper);
-  if (job.bytes >= Segment::kSlot && segment.filled(sender, job.number) > job.emptied) {
-    job.bytes -= Segment::kSlot;
-    copy_pages(job.to + job.bytes, segment.pool(sender, job.emptied), Segment::kSlot);
-    segment.empty(++job.emptied);
+  const int sender = group.place(pull.header.source);
+  if (copy.bytes >= Segment::kSlot && segment.filled(sender, pull.number) > pull.emptied) {
+    copy.bytes -= Segment::kSlot;
+    copy_pages(copy.to + copy.bytes, segment.pool(sender, pull.emptied), Segment::kSlot);
+    segment.empty(++pull.emptied);
     return true;
   }
-  job.read += std::min(job.bytes, Segment::kSlot);
-  segment.read(job.read);
-  return copy_next(job, Segment::kSlot);
+  pull.read += std::min(copy.bytes, Segment::kSlot);
+  segment.read(pull.read);
+  return copy.advance(Segment::kSlot);
 }
 
-void Engine::called(Group& from, const Header& header) {
-  const auto number = static_cast<std::uint64_t>(header.tag);
-  auto found = asked_.find(number);
-  if (found == asked_.end() || found->second.group != &from || found->second.rank != header.source) return;
-  if (from.place(header.source) < 0 || std::ranges::find(pours_, number) != pours_.end()) return;
-  pours_.push_back(number);
-}
-
-// The sender's next piece, of the message that is first until its receiver has answered.
-bool Engine::pour() {
-  if (pours_.empty()) return false;
-  Asked& message = asked_.at(pours_.front());
+// The sender's next piece of the message that is first until its receiver has answered.
+bool Offers::assist() {
+  const std::uint64_t number = assisted_.front();
+  Offered& message = offered_.at(number);
   Segment& segment = message.group->shared->segment;
   const int receiver = message.group->place(message.rank);
   const std::size_t read = std::min(message.bytes, segment.bytes_read(receiver));
@@ -65,8 +99,26 @@ bool Engine::pour() {
     return false;
   message.bytes -= Segment::kSlot;
   std::memcpy(segment.pool(segment.rank(), message.filled), message.data + message.bytes, Segment::kSlot);
-  segment.fill(pours_.front(), ++message.filled);
+  segment.fill(number, ++message.filled);
   return true;
+}
+
+void Offers::release(Group& group) {
+  std::erase_if(pulls_, [&](const Pull& pull) {
+    const bool its = &pull.receive->group == &group;
+    if (its) pull.receive->drop();
+    return its;
+  });
+  for (auto entry = offered_.begin(); entry != offered_.end();) {
+    const auto [number, message] = *entry;
+    if (message.group != &group) {
+      ++entry;
+      continue;
+    }
+    std::erase(assisted_, number);
+    entry = offered_.erase(entry);
+    message.pending->finished(UCS_ERR_CANCELED);
+  }
 }
 
 }  // namespace aiocomms

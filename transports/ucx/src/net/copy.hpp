@@ -4,6 +4,7 @@
 #include <sys/types.h>
 #include <sys/uio.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstring>
 
@@ -59,5 +60,23 @@ inline bool copy_from(pid_t pid, std::byte* to, const std::byte* from, std::size
   }
   return true;
 }
+
+// A copy that is done in pieces.
+struct Copy {
+  std::byte* to = nullptr;
+  const std::byte* from = nullptr;  // in the memory of process `pid`, if that is not 0
+  std::size_t bytes = 0;            // that are left
+  pid_t pid = 0;
+
+  // One piece. False: it cannot be read any more.
+  bool advance(std::size_t most) {
+    const std::size_t now = std::min(bytes, most);
+    if (now && !copy_from(pid, to, from, now)) return false;
+    to += now;
+    from += now;
+    bytes -= now;
+    return true;
+  }
+};
 
 }  // namespace aiocomms

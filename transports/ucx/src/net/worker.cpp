@@ -41,10 +41,10 @@ ucp_generic_dt_ops_t beginning_ops() {
   ucp_generic_dt_ops_t ops{};
   ops.start_pack = [](void*, const void*, std::size_t) -> void* { return nullptr; };
   ops.start_unpack = [](void*, void* buffer, std::size_t) -> void* { return buffer; };
-  ops.packed_size = [](void* state) { return static_cast<Worker::Beginning*>(state)->bytes; };
+  ops.packed_size = [](void* state) { return static_cast<Beginning*>(state)->bytes; };
   ops.pack = [](void*, std::size_t, void*, std::size_t) -> std::size_t { return 0; };
   ops.unpack = [](void* state, std::size_t offset, const void* from, std::size_t bytes) {
-    auto [data, room, all] = *static_cast<Worker::Beginning*>(state);
+    auto [data, room, all] = *static_cast<Beginning*>(state);
     if (offset < room) std::memcpy(static_cast<std::byte*>(data) + offset, from, std::min(bytes, room - offset));
     return UCS_OK;
   };
@@ -80,7 +80,7 @@ Worker::Worker(int peers, const std::vector<std::pair<std::string, std::string>>
   }
   ucp_params_t params{};
   params.field_mask = UCP_PARAM_FIELD_FEATURES | UCP_PARAM_FIELD_REQUEST_SIZE | UCP_PARAM_FIELD_REQUEST_INIT;
-  params.request_size = sizeof(Pending*);  // of a send: who waits for it
+  params.request_size = sizeof(Pending*);  // of a call that is counted: who waits for it
   params.request_init = [](void* request) { *static_cast<Pending**>(request) = nullptr; };
   params.features = UCP_FEATURE_AM | UCP_FEATURE_RMA | UCP_FEATURE_WAKEUP;
   ucs_status_t status = ucp_init_version(kUcxMajor, kUcxMinor, &params, config, &context_);
@@ -168,7 +168,7 @@ ucp_ep_h Worker::endpoint(int number) {
   return peer.failed ? nullptr : peer.endpoint;
 }
 
-// What goes with every call: who is told of its end, and what kind of memory it is about.
+// What goes with every call on memory: who is told of its end, and what kind of memory it is about.
 ucp_request_param_t Worker::param(Memory memory, Pending* pending) const {
   ucp_request_param_t param = request_param(pending);
   if (memory == Memory::kUsers && device_) {
@@ -176,6 +176,32 @@ ucp_request_param_t Worker::param(Memory memory, Pending* pending) const {
     param.memory_type = *device_;
   }
   return param;
+}
+
+// The same, of a call that counts as unfinished until its callback: who waits for it then stands in the request.
+ucp_request_param_t Worker::counted(ucp_request_param_t param) {
+  param.cb.send = on_counted;
+  param.user_data = this;
+  return param;
+}
+
+// A counted call has returned.
+ucs_status_t Worker::count(ucs_status_ptr_t request, Pending* pending) {
+  const ucs_status_t status = outcome(request);
+  if (status == UCS_INPROGRESS) {
+    *static_cast<Pending**>(request) = pending;  // no callback comes before the next progress()
+    ++unfinished_;
+  }
+  return status;
+}
+
+void Worker::on_counted(void* request, ucs_status_t status, void* worker) {
+  --static_cast<Worker*>(worker)->unfinished_;
+  on_done(request, status, *static_cast<Pending**>(request));
+}
+
+void Worker::on_counted_fetch(void* request, ucs_status_t status, std::size_t, void* worker) {
+  on_counted(request, status, worker);
 }
 
 ucs_status_t Worker::send(int peer, Header header, const void* data, Memory memory, Pending* pending) {
@@ -198,25 +224,12 @@ ucs_status_t Worker::send(int number, const void* header, std::size_t header_byt
   ucp_ep_h to = endpoint(number);
   if (to == nullptr) return UCS_ERR_CONNECTION_RESET;
   ++peers_[number].sent;
-  ucp_request_param_t param = this->param(memory, nullptr);
+  ucp_request_param_t param = counted(this->param(memory, nullptr));
   param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
   param.flags = UCP_AM_SEND_FLAG_COPY_HEADER;
   // By rendezvous the receiver is handed a descriptor, and UCX alone touches the memory at both ends.
   if (memory == Memory::kUsers && device_ && bytes) param.flags |= UCP_AM_SEND_FLAG_RNDV;
-  param.cb.send = on_sent;
-  param.user_data = this;
-  ucs_status_ptr_t request = ucp_am_send_nbx(to, kMessage, header, header_bytes, data, bytes, &param);
-  ucs_status_t status = outcome(request);
-  if (status == UCS_INPROGRESS) {
-    *static_cast<Pending**>(request) = pending;  // no callback comes before the next progress()
-    ++sending_;
-  }
-  return status;
-}
-
-void Worker::on_sent(void* request, ucs_status_t status, void* worker) {
-  --static_cast<Worker*>(worker)->sending_;
-  on_done(request, status, *static_cast<Pending**>(request));
+  return count(ucp_am_send_nbx(to, kMessage, header, header_bytes, data, bytes, &param), pending);
 }
 
 ucs_status_t Worker::on_message(void* arg, const void* raw, std::size_t header_bytes, void* data, std::size_t bytes,
@@ -244,17 +257,22 @@ ucs_status_t Worker::on_message(void* arg, const void* raw, std::size_t header_b
 }
 
 ucs_status_t Worker::fetch(void* descriptor, void* data, std::size_t bytes, Memory memory, Pending* pending) {
-  ucp_request_param_t param = this->param(memory, pending);
-  param.cb.recv_am = on_fetched;
-  return outcome(ucp_am_recv_data_nbx(worker_, descriptor, data, bytes, &param));
+  return fetch(descriptor, data, bytes, param(memory, pending), pending);
 }
 
 ucs_status_t Worker::fetch_beginning(void* descriptor, Beginning* beginning, Pending* pending) {
   ucp_request_param_t param = request_param(pending);
   param.op_attr_mask |= UCP_OP_ATTR_FIELD_DATATYPE;
   param.datatype = beginnings_;
-  param.cb.recv_am = on_fetched;
-  return outcome(ucp_am_recv_data_nbx(worker_, descriptor, beginning, 1, &param));
+  return fetch(descriptor, beginning, 1, param, pending);
+}
+
+ucs_status_t Worker::fetch(void* descriptor, void* data, std::size_t count, ucp_request_param_t param,
+                           Pending* pending) {
+  if (device_) param = counted(param);
+  param.cb.recv_am = device_ ? on_counted_fetch : on_fetched;
+  ucs_status_ptr_t request = ucp_am_recv_data_nbx(worker_, descriptor, data, count, &param);
+  return device_ ? this->count(request, pending) : outcome(request);
 }
 
 ucs_status_t Worker::put(int peer, ucp_rkey_h rkey, std::uint64_t address, const void* data, std::size_t bytes,
@@ -262,7 +280,9 @@ ucs_status_t Worker::put(int peer, ucp_rkey_h rkey, std::uint64_t address, const
   ucp_ep_h to = endpoint(peer);
   if (to == nullptr) return UCS_ERR_CONNECTION_RESET;
   ucp_request_param_t param = this->param(Memory::kUsers, pending);
-  return outcome(ucp_put_nbx(to, data, bytes, address, rkey, &param));
+  if (device_) param = counted(param);
+  ucs_status_ptr_t request = ucp_put_nbx(to, data, bytes, address, rkey, &param);
+  return device_ ? count(request, pending) : outcome(request);
 }
 
 ucs_status_t Worker::get(int peer, ucp_rkey_h rkey, std::uint64_t address, void* data, std::size_t bytes,
@@ -270,7 +290,9 @@ ucs_status_t Worker::get(int peer, ucp_rkey_h rkey, std::uint64_t address, void*
   ucp_ep_h from = endpoint(peer);
   if (from == nullptr) return UCS_ERR_CONNECTION_RESET;
   ucp_request_param_t param = this->param(Memory::kUsers, pending);
-  return outcome(ucp_get_nbx(from, data, bytes, address, rkey, &param));
+  if (device_) param = counted(param);
+  ucs_status_ptr_t request = ucp_get_nbx(from, data, bytes, address, rkey, &param);
+  return device_ ? count(request, pending) : outcome(request);
 }
 
 ucs_status_t Worker::flush(int number, Pending* pending) {

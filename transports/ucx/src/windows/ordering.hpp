@@ -11,62 +11,68 @@
 #include <utility>
 #include <vector>
 
-#include "net/worker.hpp"
+#include "net/network.hpp"
 
 namespace aiocomms {
 
 struct Group;
 
-// Those of one communicator on one other rank. An op begins once all before it have begun, and nothing is under way
-// that it must come behind: puts of the same bytes and atomics, for a put or a get; gets too, for a put; all puts and
-// gets, for an op that reaches no memory by itself. A get and an atomic are over when they are answered, a put when UCX
-// has flushed the peer, of which `finished` tells.
+// The operations of one communicator on one other rank. An op begins once all before it have begun, and nothing is
+// under way that it must come behind: a put or a get comes behind puts of the same bytes and behind atomics; a put also
+// behind gets; an op that reaches no memory by itself behind all puts and gets. A get and an atomic are over when they
+// are answered, a put when UCX has flushed the peer, of which `finished` tells.
 struct Lane final : Pending {
   enum Kind { kPut, kGet, kTell };
   struct Op {
     Kind kind;
     std::uint64_t window;
-    Pending* pending;          // told if the op does not begin
-    std::uint64_t begin, end;  // of the peer's memory
-    std::function<void()> start;
+    Pending* pending;                  // told if the op does not begin
+    std::function<void()> start;       // never called if the op does not begin
+    std::uint64_t begin = 0, end = 0;  // of the peer's memory
   };
 
-  Lane(Group* the_group, int the_peer) : group(the_group), peer(the_peer) {}
+  Lane(Group* the_group, int the_peer, Network& the_network) : group(the_group), peer(the_peer), network(the_network) {}
 
   Group* group;  // null: it is closed
   const int peer;
+  Network& network;
   std::deque<Op> ops;                          // that have not begun
   std::map<std::uint64_t, std::uint64_t> put;  // from, to: since the last flush
   std::vector<ucp_rkey_h> keys;                // of closed windows, which UCX may still use
-  int asked = 0;                               // atomics that are under way
-  int got = 0;                                 // gets
+  int atomics = 0;                             // that are under way
+  int gets = 0;                                // likewise
   bool flushing = false;
 
-  static constexpr std::size_t kMostPut = 1024;  // then it is flushed, too
+  static constexpr std::size_t kMostPuts = 1024;  // then they are flushed, too
 
-  bool clean() const { return put.empty() && got == 0 && !flushing; }
+  bool clean() const { return put.empty() && gets == 0 && !flushing; }
 
   // Whether an op must wait for a flush.
   bool needs_flush(const Op& op) const {
     if (op.kind == kTell) return !put.empty();
     const auto after = put.lower_bound(op.end);
-    return put.size() >= kMostPut || (after != put.begin() && std::prev(after)->second > op.begin);
+    return put.size() >= kMostPuts || (after != put.begin() && std::prev(after)->second > op.begin);
   }
   // Whether it must wait for an answer.
-  bool needs_answer(const Op& op) const { return (op.kind != kGet && got > 0) || (op.kind != kTell && asked > 0); }
+  bool needs_answer(const Op& op) const { return (op.kind != kGet && gets > 0) || (op.kind != kTell && atomics > 0); }
+
+  void flush() {
+    flushing = true;
+    follow(this, network.flush(peer, this));
+  }
 
   void finished(ucs_status_t status) override {
     flushing = false;
-    if (status != UCS_OK) return end(status, [](const Op&) { return true; });
+    if (status != UCS_OK) return end_ops(status, [](const Op&) { return true; });
     put.clear();
-    if (got == 0) forget();
+    if (gets == 0) destroy_keys();
   }
 
-  // Those that `are` do not begin any more.
-  template <typename Are>
-  void end(ucs_status_t status, Are are) {
+  // Operations for which `is_ended` holds are not started any more.
+  template <typename IsEnded>
+  void end_ops(ucs_status_t status, IsEnded is_ended) {
     for (Op& op : std::exchange(ops, {})) {
-      if (are(op)) {
+      if (is_ended(op)) {
         op.pending->finished(status);
       } else {
         ops.push_back(std::move(op));
@@ -74,8 +80,8 @@ struct Lane final : Pending {
     }
   }
 
-  void forget() {
-    for (ucp_rkey_h key : std::exchange(keys, {})) ucp_rkey_destroy(key);
+  void destroy_keys() {
+    for (ucp_rkey_h key : std::exchange(keys, {})) network.destroy(key);
   }
 };
 

@@ -1,13 +1,9 @@
-// One-sided operations. Memory of a rank on this host is mapped into this process and used directly; for any other UCX
-// reads and writes it. A signal is a message behind all that was put before it.
+#include "windows/windows.hpp"
 
 #include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <stdexcept>
-
-#include "engine/engine.hpp"
-#include "net/copy.hpp"
 
 namespace aiocomms {
 namespace {
@@ -40,132 +36,115 @@ struct Countdown final : Pending {
 };
 
 // An atomic or a get, which its lane counts while it is under way.
-struct Question final : Pending {
-  Question(int& the_count, Request* the_request) : count(the_count), request(the_request) { ++count; }
+struct Counted final : Pending {
+  Counted(int& the_count, Pending* the_pending) : count(the_count), pending(the_pending) { ++count; }
   void finished(ucs_status_t status) override {
     --count;
-    request->finished(status);
+    pending->finished(status);
     delete this;
   }
   int& count;
-  Request* request;
+  Pending* pending;
 };
 
 }  // namespace
 
-Window::Part& Engine::part(std::uint32_t id, std::uint64_t window, int rank) {
-  return group(id).windows.at(window).parts.at(static_cast<std::size_t>(rank));
+Window::Part& Windows::part_of(Group& group, std::uint64_t window, int rank) {
+  return group.windows.at(window).parts.at(static_cast<std::size_t>(rank));
 }
 
-// The same, for an op on some of its bytes, which must lie within.
-Window::Part& Engine::part(std::uint32_t id, std::uint64_t window, int rank, std::uint64_t offset, std::size_t bytes) {
-  Window::Part& it = part(id, window, rank);
-  if (offset > it.bytes || bytes > it.bytes - offset) throw std::out_of_range("beyond the end of a window");
-  return it;
+Window::Part& Windows::part_of(Group& group, const Place& place) {
+  Window::Part& part = part_of(group, place.window, place.rank);
+  if (place.offset > part.bytes || place.bytes > part.bytes - place.offset) {
+    throw std::out_of_range("beyond the end of a window");
+  }
+  return part;
 }
 
-std::string Engine::map_window(std::uint32_t id, std::uint64_t number, void* data, std::size_t bytes, bool remote) {
-  std::lock_guard lock(lock_);
-  Group& owner = group(id);
-  Window& window = owner.windows[number];
-  window.parts.resize(owner.peers.size());
-  if (!worker_->device()) window.parts[owner.rank].mapped = static_cast<std::byte*>(data);
-  window.parts[owner.rank].bytes = bytes;
-  if (!(remote || worker_->device()) || bytes == 0) return {};
-  window.memory = worker_->map(data, bytes);
-  return worker_->pack(window.memory);
+// ------------------------------------------------------------------------------------------------- opening and closing
+
+std::string Windows::map(Group& group, std::uint64_t number, void* data, std::size_t bytes, bool remote) {
+  Window& window = group.windows[number];
+  window.parts.resize(group.peers.size());
+  if (!device_) window.parts[group.rank].mapped = static_cast<std::byte*>(data);
+  window.parts[group.rank].bytes = bytes;
+  if (!(remote || device_) || bytes == 0) return {};
+  window.memory = network_.map(data, bytes);
+  return network_.pack(window.memory);
 }
 
-void Engine::open_window(std::uint32_t id, std::uint64_t number, int rank, void* mapped, const std::string& rkey,
-                         std::uint64_t address, std::size_t bytes) {
-  std::lock_guard lock(lock_);
-  Window::Part& it = part(id, number, rank);
-  it.bytes = bytes;
-  if (mapped && !worker_->device()) it.mapped = static_cast<std::byte*>(mapped);
-  it.address = address;
-  if (!rkey.empty()) it.rkey = worker_->unpack(group(id).peers[rank], rkey);
+void Windows::open(Group& group, std::uint64_t number, int rank, void* mapped, const std::string& rkey,
+                   std::uint64_t address, std::size_t bytes) {
+  Window::Part& part = part_of(group, number, rank);
+  part.bytes = bytes;
+  if (mapped && !device_) part.mapped = static_cast<std::byte*>(mapped);
+  part.address = address;
+  if (!rkey.empty()) part.rkey = network_.unpack(group.peers[rank], rkey);
 }
 
-void Engine::close_window(std::uint32_t id, std::uint64_t number) {
-  std::lock_guard lock(lock_);
-  Group& owner = group(id);
-  auto found = owner.windows.find(number);
-  if (found == owner.windows.end()) return;
-  for (int rank = 0; rank < static_cast<int>(owner.peers.size()); ++rank) {
+void Windows::close(Group& group, std::uint64_t number) {
+  auto found = group.windows.find(number);
+  if (found == group.windows.end()) return;
+  for (int rank = 0; rank < static_cast<int>(group.peers.size()); ++rank) {
     const ucp_rkey_h rkey = found->second.parts[rank].rkey;
     if (rkey == nullptr) continue;
-    Lane& its = lane(owner, rank);
-    its.end(UCS_ERR_CANCELED, [&](const Lane::Op& op) { return op.window == number; });
-    its.keys.push_back(rkey);
-    if (its.clean()) {
-      its.forget();
-    } else if (!its.flushing) {
-      flush_lane(its);
+    Lane& lane = lane_to(group, rank);
+    lane.end_ops(UCS_ERR_CANCELED, [&](const Lane::Op& op) { return op.window == number; });
+    lane.keys.push_back(rkey);
+    if (lane.clean()) {
+      lane.destroy_keys();
+    } else if (!lane.flushing) {
+      lane.flush();
     }
   }
-  if (found->second.memory) worker_->unmap(found->second.memory);
-  owner.windows.erase(found);
+  if (found->second.memory) network_.unmap(found->second.memory);
+  group.windows.erase(found);
 }
+
+// --------------------------------------------------------------------------------------- copies and lanes, piece by
+// piece
 
 // Do it now, or after the copies that are under way.
-bool Engine::act(Request* request, Job job) {
-  job.request = request;
+void Windows::start_job(Job job) {
   jobs_.push_back(std::move(job));
-  advance_jobs(jobs_);
-  return settle(request);
+  advance_job();
 }
 
-// False: it cannot be read any more.
-bool Engine::copy_next(Job& job, std::size_t most) {
-  const std::size_t bytes = std::min(job.bytes, most);
-  if (bytes && !copy_from(job.pid, job.to, job.from, bytes)) return false;
-  job.to += bytes;
-  job.from += bytes;
-  job.bytes -= bytes;
-  return true;
-}
-
-bool Engine::advance_jobs(std::deque<Job>& jobs) {
-  if (jobs.empty()) return false;
-  Job& job = jobs.front();
-  if (!(job.helper >= 0 ? share(job) : copy_next(job, kCopyAtOnce))) {
-    Request* request = job.request;
-    jobs.pop_front();
-    complete(request, Status::kBroken, -UCS_ERR_CONNECTION_RESET);
-    return true;
-  }
-  if (job.bytes > 0) return true;
-  Job done = std::move(job);
-  jobs.pop_front();
+bool Windows::advance_job() {
+  Job& job = jobs_.front();
+  job.copy.advance(kCopyAtOnce);  // within this process, which cannot fail
+  if (job.copy.bytes > 0) return true;
+  const Job done = std::move(job);
+  jobs_.pop_front();
   if (done.then) {
-    done.then(done.request);
+    done.then(done.op);
   } else {
-    done.request->finished(UCS_OK);
+    done.op->finished(UCS_OK);
   }
   return true;
 }
 
-Lane& Engine::lane(Group& group, int rank) {
+Lane& Windows::lane_to(Group& group, int rank) {
   Lane*& found = group.lanes[rank];
-  if (found == nullptr) found = &lanes_.emplace_back(&group, group.peers[rank]);
+  if (found == nullptr) found = &lanes_.emplace_back(&group, group.peers[rank], network_);
   return *found;
 }
 
-// Begin an op, when it is its turn.
-void Engine::line_up(Lane& lane, Lane::Op op) {
+// The op begins when it is its turn.
+void Windows::enqueue(Lane& lane, Lane::Op op) {
   if (lane.group->lost) return op.pending->finished(UCS_ERR_CANCELED);
   lane.ops.push_back(std::move(op));
   advance_lane(lane);
-  if (!lane.ops.empty() && std::find(lined_up_.begin(), lined_up_.end(), &lane) == lined_up_.end()) {
-    lined_up_.push_back(&lane);
+  if (!lane.ops.empty() && std::find(waiting_.begin(), waiting_.end(), &lane) == waiting_.end()) {
+    waiting_.push_back(&lane);
   }
 }
 
-bool Engine::advance_lane(Lane& lane) {
+bool Windows::advance_lane(Lane& lane) {
   bool moved = false;
   while (!lane.ops.empty() && !lane.flushing) {
     if (lane.needs_flush(lane.ops.front())) {
-      flush_lane(lane);
+      lane.flush();
       continue;
     }
     if (lane.needs_answer(lane.ops.front())) break;
@@ -178,188 +157,194 @@ bool Engine::advance_lane(Lane& lane) {
   return moved;
 }
 
-void Engine::flush_lane(Lane& lane) {
-  lane.flushing = true;
-  const ucs_status_t status = worker_->flush(lane.peer, &lane);
-  if (status != UCS_INPROGRESS) lane.finished(status);
-}
-
-bool Engine::advance_lanes() {
+bool Windows::advance_lanes() {
   bool moved = false;
-  for (Lane* lane : lined_up_) moved |= advance_lane(*lane);
-  std::erase_if(lined_up_, [](Lane* lane) { return lane->ops.empty(); });
+  for (Lane* lane : waiting_) moved |= advance_lane(*lane);
+  std::erase_if(waiting_, [](Lane* lane) { return lane->ops.empty(); });
   return moved;
 }
 
-// A communicator is closed. UCX may still have to tell that its peers have been flushed.
-void Engine::close_lanes(Group& group) {
-  for (auto& [rank, lane] : group.lanes) lane->group = nullptr;
-  std::erase_if(lined_up_, [](Lane* lane) { return lane->group == nullptr; });
-  lanes_.remove_if([](const Lane& lane) { return lane.group == nullptr && lane.clean(); });
-}
+// -------------------------------------------------------------------------------------------------------- operations
 
-bool Engine::put(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank, std::uint64_t offset,
-                 const void* data, std::size_t bytes) {
-  std::lock_guard lock(lock_);
-  Window::Part& to = part(id, window, rank, offset, bytes);
-  auto request = new Request(*this, group(id), ticket);
-  if (to.mapped || bytes == 0) {
-    return act(request, {to.mapped + offset, static_cast<const std::byte*>(data), bytes, nullptr, {}});
+void Windows::put(Operation* op, const Place& place, const void* data) {
+  Group& group = op->group;
+  const Window::Part& to = part_of(group, place);
+  if (to.mapped || place.bytes == 0) {
+    return start_job({op, {to.mapped + place.offset, static_cast<const std::byte*>(data), place.bytes}, {}});
   }
-  const std::uint64_t there = to.address + offset;
-  Lane& its = lane(request->group, rank);
-  line_up(its, {Lane::kPut, window, request, there, there + bytes, [=, this, peer = its.peer, rkey = to.rkey] {
-                  follow(request, worker_->put(peer, rkey, there, data, bytes, request));
-                }});
-  return settle(request);
-}
-
-bool Engine::get(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank, std::uint64_t offset, void* data,
-                 std::size_t bytes) {
-  std::lock_guard lock(lock_);
-  Window::Part& from = part(id, window, rank, offset, bytes);
-  auto request = new Request(*this, group(id), ticket);
-  if (from.mapped || bytes == 0) {
-    return act(request, {static_cast<std::byte*>(data), from.mapped + offset, bytes, nullptr, {}});
-  }
-  const std::uint64_t there = from.address + offset;
-  Lane& its = lane(request->group, rank);
-  line_up(its, {Lane::kGet, window, request, there, there + bytes, [=, this, &its, rkey = from.rkey] {
-                  auto question = new Question(its.got, request);
-                  follow(request, worker_->get(its.peer, rkey, there, data, bytes, question), question);
-                }});
-  return settle(request);
-}
-
-bool Engine::atomic(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank, std::uint64_t offset, bool swap,
-                    std::size_t bytes, std::uint64_t a, std::uint64_t b) {
-  std::lock_guard lock(lock_);
-  Window::Part& at = part(id, window, rank, offset, bytes);
-  Group& owner = group(id);
-  auto request = new Request(*this, owner, ticket);
-  request->answers = true;
-  if (at.mapped) {
-    std::byte* where = at.mapped + offset;
-    return act(request, {nullptr, nullptr, 0, nullptr, [=](Request* it) {
-                           it->details[0] = atomically(where, bytes, swap, a, b);
-                           it->finished(UCS_OK);
-                         }});
-  }
-  const Atomic what{offset, a, b, static_cast<std::uint32_t>(bytes), swap, ++next_question_};
-  const Header header{owner.their_ids[rank],
-                      0,
-                      static_cast<std::uint16_t>(owner.rank),
-                      kAtomic,
-                      0,
-                      static_cast<std::uint32_t>(rank_),
-                      static_cast<std::int64_t>(window),
-                      sizeof what,
-                      0};
-  Lane& its = lane(owner, rank);
-  line_up(its, {Lane::kTell, window, request, 0, 0, [=, this, &owner, &its] {
-                  auto question = new Question(its.asked, request);
-                  ucs_status_t status = worker_->tell(its.peer, header, &what, sizeof what, nullptr);
-                  if (status != UCS_OK && status != UCS_INPROGRESS) return question->finished(status);
-                  asked_.emplace(what.number, Asked{&owner, question, &request->details[0]});
-                }});
-  return settle(request);
-}
-
-// The owner does it: one processor's atomics are atomic among themselves, a network's and a processor's are not. UCX's
-// own across TCP do not work with its error handling (1.22: "cannot find remote protocol for amo").
-void Engine::asked(Group& owner, const Header& header, const void* payload) {
-  Atomic what;
-  auto found = owner.windows.find(static_cast<std::uint64_t>(header.tag));
-  if (header.bytes != sizeof what || payload == nullptr) return worker_->refuse(owner.peers[header.source]);
-  if (found == owner.windows.end()) return;  // closed
-  std::memcpy(&what, payload, sizeof what);
-  const Window::Part& mine = found->second.parts[owner.rank];
-  const bool fits = mine.mapped && (what.bytes == 4 || what.bytes == 8) && what.offset < mine.bytes &&
-                    what.bytes <= mine.bytes - what.offset &&
-                    (reinterpret_cast<std::uintptr_t>(mine.mapped) + what.offset) % what.bytes == 0;
-  if (!fits) return worker_->refuse(owner.peers[header.source]);
-  std::byte* where = mine.mapped + what.offset;
-  tell(owner, header.source, kAnswer, what.number, atomically(where, what.bytes, what.swap, what.a, what.b));
-}
-
-bool Engine::signal(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank) {
-  std::lock_guard lock(lock_);
-  Group& owner = group(id);
-  auto request = new Request(*this, owner, ticket);
-  Header header{owner.their_ids[rank],
-                0,
-                static_cast<std::uint16_t>(owner.rank),
-                kSignal,
-                0,
-                static_cast<std::uint32_t>(rank_),
-                static_cast<std::int64_t>(window),
-                0,
-                0};
-  const int peer = owner.peers[rank];
-  const bool own = rank == owner.rank;
-  const bool mapped = part(id, window, rank).mapped != nullptr || (own && !worker_->device());
-  auto send = [=, this, &owner](Request* it) {
-    if (own) signalled(owner, header);
-    ucs_status_t status = own ? UCS_OK : worker_->tell(peer, header, nullptr, 0, it);
-    if (status != UCS_INPROGRESS) it->finished(status);
+  const std::uint64_t there = to.address + place.offset;
+  Lane& lane = lane_to(group, place.rank);
+  auto start = [this, op, data, there, bytes = place.bytes, peer = lane.peer, rkey = to.rkey] {
+    follow(op, network_.put(peer, rkey, there, data, bytes, op));
   };
-  if (mapped) return act(request, {nullptr, nullptr, 0, nullptr, send});
-  line_up(lane(owner, rank), {Lane::kTell, window, request, 0, 0, [=] { send(request); }});
-  return settle(request);
+  enqueue(lane, {Lane::kPut, place.window, op, start, there, there + place.bytes});
 }
 
-bool Engine::wait_signal(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank) {
-  std::lock_guard lock(lock_);
-  Window::Part& from = part(id, window, rank);
-  auto request = new Request(*this, group(id), ticket);
+void Windows::get(Operation* op, const Place& place, void* data) {
+  Group& group = op->group;
+  const Window::Part& from = part_of(group, place);
+  if (from.mapped || place.bytes == 0) {
+    return start_job({op, {static_cast<std::byte*>(data), from.mapped + place.offset, place.bytes}, {}});
+  }
+  const std::uint64_t there = from.address + place.offset;
+  Lane& lane = lane_to(group, place.rank);
+  auto start = [this, op, data, there, bytes = place.bytes, &lane, rkey = from.rkey] {
+    auto counted = new Counted(lane.gets, op);
+    follow(counted, network_.get(lane.peer, rkey, there, data, bytes, counted));
+  };
+  enqueue(lane, {Lane::kGet, place.window, op, start, there, there + place.bytes});
+}
+
+void Windows::change_atomically(Operation* op, const Place& place, bool swap, std::uint64_t a, std::uint64_t b) {
+  const Window::Part& part = part_of(op->group, place);
+  op->answers = true;
+  if (part.mapped) {
+    auto change = [where = part.mapped + place.offset, bytes = place.bytes, swap, a, b](Operation* it) {
+      it->details[0] = atomically(where, bytes, swap, a, b);
+      it->finished(UCS_OK);
+    };
+    return start_job({op, {}, change});
+  }
+  const Atomic what{place.offset, a, b, static_cast<std::uint32_t>(place.bytes), swap, ++last_question_};
+  auto start = [=, this] { ask_atomic(op, place.rank, place.window, what); };
+  enqueue(lane_to(op->group, place.rank), {Lane::kTell, place.window, op, start});
+}
+
+void Windows::ask_atomic(Operation* op, int rank, std::uint64_t window, const Atomic& what) {
+  Lane& lane = lane_to(op->group, rank);
+  auto counted = new Counted(lane.atomics, op);
+  Header header = op->group.header_to(rank, kAtomic, static_cast<std::int64_t>(window));
+  header.bytes = sizeof what;
+  const ucs_status_t status = network_.tell(lane.peer, header, &what, sizeof what, nullptr);
+  if (status != UCS_OK && status != UCS_INPROGRESS) return counted->finished(status);
+  questions_.emplace(what.number, Question{&op->group, rank, counted, &op->details[0]});
+}
+
+void Windows::signal(Operation* op, std::uint64_t window, int rank) {
+  Group& group = op->group;
+  const bool own = rank == group.rank;
+  const bool mapped = part_of(group, window, rank).mapped != nullptr || (own && !device_);
+  const Header header = group.header_to(rank, kSignal, static_cast<std::int64_t>(window));
+  auto send = [this, header, own, peer = group.peers[rank]](Operation* it) {
+    if (own) accept_signal(it->group, header);
+    follow(it, own ? UCS_OK : network_.tell(peer, header, nullptr, 0, it));
+  };
+  if (mapped) return start_job({op, {}, send});
+  enqueue(lane_to(group, rank), {Lane::kTell, window, op, [=] { send(op); }});
+}
+
+void Windows::wait_signal(Operation* op, std::uint64_t window, int rank) {
+  Window::Part& from = part_of(op->group, window, rank);
   if (from.signals > 0) {
     --from.signals;
-    complete(request, Status::kDone);
-  } else if (group(id).left[rank]) {
-    complete(request, Status::kClosed, static_cast<std::uint64_t>(rank));
+    op->end(Status::kDone);
+  } else if (op->group.left[rank]) {
+    op->end(Status::kClosed, static_cast<std::uint64_t>(rank));
   } else {
-    from.waits.push(request);
+    from.waits.push(op);
   }
-  return settle(request);
 }
 
-bool Engine::cancel_wait(std::uint32_t id, std::uint64_t window, int rank, Ticket ticket) {
-  std::lock_guard lock(lock_);
-  Request* request = part(id, window, rank).waits.take([&](const Request& it) { return it.ticket == ticket; });
-  if (request == nullptr) return false;
-  reports_.withdraw();
-  delete request;
-  return true;
+Request* Windows::withdraw_wait(Group& group, std::uint64_t window, int rank, Ticket ticket) {
+  return part_of(group, window, rank).waits.take([&](const Request& wait) { return wait.ticket == ticket; });
 }
 
-void Engine::signalled(Group& owner, const Header& header) {
-  auto found = owner.windows.find(static_cast<std::uint64_t>(header.tag));
-  if (found == owner.windows.end()) return;  // closed: a signal that nobody waited for
+void Windows::flush(Operation* op, std::uint64_t window, int rank) {
+  Group& group = op->group;
+  std::vector<int> ranks;
+  for (int other = 0; other < static_cast<int>(group.peers.size()); ++other) {
+    if ((rank < 0 || rank == other) && part_of(group, window, other).rkey) ranks.push_back(other);
+  }
+  auto flush_lanes = [this, window, ranks](Operation* it) {
+    if (ranks.empty()) return it->finished(UCS_OK);
+    auto all = new Countdown(static_cast<int>(ranks.size()), [it](ucs_status_t worst) { it->finished(worst); });
+    for (int other : ranks) {
+      enqueue(lane_to(it->group, other), {Lane::kTell, window, all, [all] { all->finished(UCS_OK); }});
+    }
+  };
+  start_job({op, {}, flush_lanes});
+}
+
+// -------------------------------------------------------------------------------------------- what the others have
+// sent
+
+void Windows::accept_signal(Group& group, const Header& header) {
+  auto found = group.windows.find(static_cast<std::uint64_t>(header.tag));
+  if (found == group.windows.end()) return;  // closed: a signal that nobody waited for
   Window::Part& from = found->second.parts[header.source];
   if (from.waits.empty()) {
     ++from.signals;
   } else {
-    complete(from.waits.pop(), Status::kDone);
+    from.waits.pop()->end(Status::kDone);
   }
 }
 
-bool Engine::flush(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank) {
-  std::lock_guard lock(lock_);
-  Group& owner = group(id);
-  std::vector<int> ranks;
-  for (int other = 0; other < static_cast<int>(owner.peers.size()); ++other) {
-    if ((rank < 0 || rank == other) && part(id, window, other).rkey) ranks.push_back(other);
+// The owner does it: one processor's atomics are atomic among themselves, a network's and a processor's are not. UCX's
+// own across TCP do not work with its error handling (1.22: "cannot find remote protocol for amo").
+void Windows::serve_atomic(Group& group, const Header& header, const void* payload) {
+  Atomic what;
+  auto found = group.windows.find(static_cast<std::uint64_t>(header.tag));
+  if (header.bytes != sizeof what || payload == nullptr) return network_.refuse(group.peers[header.source]);
+  if (found == group.windows.end()) return;  // closed
+  std::memcpy(&what, payload, sizeof what);
+  const Window::Part& mine = found->second.parts[group.rank];
+  const bool fits = mine.mapped && (what.bytes == 4 || what.bytes == 8) && what.offset < mine.bytes &&
+                    what.bytes <= mine.bytes - what.offset &&
+                    (reinterpret_cast<std::uintptr_t>(mine.mapped) + what.offset) % what.bytes == 0;
+  if (!fits) return network_.refuse(group.peers[header.source]);
+  std::byte* where = mine.mapped + what.offset;
+  const std::uint64_t before = atomically(where, what.bytes, what.swap, what.a, what.b);
+  group.tell(network_, header.source, kAtomicAnswer, what.number, before);
+}
+
+void Windows::end_atomic(Group& group, const Header& answer) {
+  auto found = questions_.find(static_cast<std::uint64_t>(answer.tag));
+  if (found == questions_.end()) return;
+  const Question question = found->second;
+  if (question.group != &group || question.rank != answer.source) return;
+  questions_.erase(found);
+  *question.value = answer.value;
+  question.pending->finished(UCS_OK);
+}
+
+void Windows::end_waits(Group& group, int rank) {
+  for (auto& [number, window] : group.windows) {
+    Queue<Request>& waits = window.parts[rank].waits;
+    while (!waits.empty()) waits.pop()->end(Status::kClosed, static_cast<std::uint64_t>(rank));
   }
-  auto request = new Request(*this, owner, ticket);
-  return act(request,
-             {nullptr, nullptr, 0, nullptr, [=, this, &owner](Request* it) {
-                if (ranks.empty()) return it->finished(UCS_OK);
-                auto all =
-                    new Countdown(static_cast<int>(ranks.size()), [it](ucs_status_t worst) { it->finished(worst); });
-                for (int other : ranks) {
-                  line_up(lane(owner, other), {Lane::kTell, window, all, 0, 0, [all] { all->finished(UCS_OK); }});
-                }
-              }});
+}
+
+// ------------------------------------------------------------------------------------------------------------- the end
+
+void Windows::release(Group& group) {
+  std::erase_if(jobs_, [&](const Job& job) {
+    const bool its = &job.op->group == &group;
+    if (its) job.op->drop();
+    return its;
+  });
+  for (auto& [rank, lane] : group.lanes) lane->end_ops(UCS_ERR_CANCELED, [](const Lane::Op&) { return true; });
+  for (auto entry = questions_.begin(); entry != questions_.end();) {
+    const Question question = entry->second;
+    const bool its = question.group == &group;
+    entry = its ? questions_.erase(entry) : std::next(entry);
+    if (its) question.pending->finished(UCS_ERR_CANCELED);
+  }
+  for (auto& [number, window] : group.windows) {
+    for (Window::Part& part : window.parts) {
+      while (!part.waits.empty()) part.waits.pop()->drop();
+    }
+  }
+}
+
+// UCX may still have to tell that the group's peers have been flushed.
+void Windows::close_lanes(Group& group) {
+  for (auto& [rank, lane] : group.lanes) lane->group = nullptr;
+  std::erase_if(waiting_, [](Lane* lane) { return lane->group == nullptr; });
+  lanes_.remove_if([](const Lane& lane) { return lane.group == nullptr && lane.clean(); });
+}
+
+void Windows::destroy_keys() {
+  for (Lane& lane : lanes_) lane.destroy_keys();
 }
 
 }  // namespace aiocomms

@@ -1,0 +1,135 @@
+// How communicators come and go.
+#include <algorithm>
+
+#include "engine/engine.hpp"
+
+namespace aiocomms {
+
+std::uint32_t Engine::add_group(int rank, std::vector<int> peers) {
+  std::lock_guard lock(lock_);
+  return groups_.add(rank, std::move(peers));
+}
+
+bool Engine::reads_all(const std::vector<int>& peers) const {
+  return std::all_of(peers.begin(), peers.end(),
+                     [this](int peer) { return peers_[peer].readable == peers_[peer].pid; });
+}
+
+void Engine::open_group(std::uint32_t id, std::vector<std::uint32_t> their_ids, int segment, std::vector<int> hosts,
+                        bool readable) {
+  std::lock_guard lock(lock_);
+  Group& group = groups_.at(id);
+  group.their_ids = std::move(their_ids);
+  std::vector<int> all, leaders;
+  for (int rank = 0; rank < static_cast<int>(hosts.size()); ++rank) {
+    all.push_back(rank);
+    if (hosts[rank] == static_cast<int>(leaders.size())) leaders.push_back(rank);
+    if (hosts[rank] == hosts[group.rank]) group.local.push_back(rank);
+  }
+  group.hosts = static_cast<int>(leaders.size());
+  group.leader_of = std::move(hosts);
+  const bool leads = group.local.front() == group.rank;
+  auto wire_between = [&](std::vector<int> ranks) {
+    return std::make_unique<Wire>(sender_, inbox_, schedules_.events(), group, std::move(ranks));
+  };
+  group.wire = wire_between(std::move(all));
+  if (leads) group.leaders = wire_between(std::move(leaders));
+  if (segment < 0) return;
+  const int here = static_cast<int>(std::ranges::find(group.local, group.rank) - group.local.begin());
+  group.shared = std::make_unique<Shared>(segment, here, static_cast<int>(group.local.size()));
+  if (!readable || !(pacer_.crowded() || reads_quickly())) return;
+  for (int rank : group.local) group.shared->pids.push_back(peers_[group.peers[rank]].readable);
+}
+
+bool Engine::has_let_go(std::uint32_t id, int rank) {
+  std::lock_guard lock(lock_);
+  return groups_.at(id).has_let_go(rank);
+}
+
+std::vector<int> Engine::missing(std::uint32_t id) {
+  std::lock_guard lock(lock_);
+  const Group& group = groups_.at(id);
+  std::vector<int> ranks;
+  if (!group.running || !group.shared) return ranks;
+  for (int rank : group.shared->missing()) ranks.push_back(group.local[rank]);
+  return ranks;
+}
+
+void Engine::lose_group(std::uint32_t id) {
+  std::lock_guard lock(lock_);
+  lose(groups_.at(id));
+}
+
+void Engine::lose(Group& group) {
+  if (group.shared) group.shared->segment.let_go();  // before anybody hears that an op of it has ended
+  release(group);
+}
+
+// Nothing of it moves any more. What UCX still holds stays where it is.
+void Engine::release(Group& group) {
+  group.lost = true;
+  group.running = false;
+  schedules_.release(group);
+  offers_.release(group);
+  windows_.release(group);
+  inbox_.release(group);
+  if (!group.held()) group.drop_schedules();  // else once UCX has let go of it
+}
+
+void Engine::close_group(std::uint32_t id) {
+  std::lock_guard lock(lock_);
+  Group& group = groups_.at(id);
+  // One that was never opened has no name that the others would know, and 0 is another communicator's.
+  const int told = group.lost ? 0 : static_cast<int>(group.their_ids.size());
+  for (int rank = 0; rank < told; ++rank) {
+    if (rank == group.rank) continue;
+    const int peer = group.peers[rank];
+    const Farewell farewell{Farewell::kCommunicator, worker_->sent(peer), group.their_ids[rank],
+                            static_cast<std::uint32_t>(group.rank), group.collectives};
+    control_->send(peer, farewell.pack());
+  }
+  release(group);
+  windows_.close_lanes(group);
+  groups_.close(group);
+}
+
+// --------------------------------------------------------------------------------------------------- the others'
+// leaving
+
+void Engine::handle_frame(int peer, std::string frame) {
+  std::lock_guard lock(lock_);
+  Farewell farewell;
+  if (!frame.empty() && frame[0] == kAcknowledgement) {
+    farewells_.expect_acknowledgement(peer, false);
+  } else if (Farewell::unpack(frame, farewell)) {
+    farewells_.add(peer, farewell);
+    while (advance()) {
+    }
+    apply_farewells(peer);
+  } else {
+    reports_.notify({Notice::kFrame, peer, 0, 0, std::move(frame)});
+  }
+}
+
+void Engine::apply_farewells(int peer) {
+  for (const Farewell& farewell : farewells_.take_due(peer, inbox_.received(peer))) {
+    if (farewell.kind == Farewell::kEngine) {
+      control_->send(peer, std::string(1, kAcknowledgement));
+      continue;
+    }
+    Group* group = groups_.find(farewell.group);
+    if (group && farewell.rank < group->peers.size()) {
+      handle_departure(*group, static_cast<int>(farewell.rank), farewell.collectives);
+    }
+  }
+}
+
+// A rank has closed a communicator: what needs it ends.
+void Engine::handle_departure(Group& group, int rank, std::uint64_t collectives) {
+  group.left[rank] = 1 + collectives;
+  inbox_.end_receives(group, rank);
+  windows_.end_waits(group, rank);
+  reports_.notify({Notice::kLeft, rank, group.id, collectives, {}});
+}
+
+}  // namespace aiocomms

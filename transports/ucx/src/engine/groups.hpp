@@ -1,0 +1,51 @@
+// The communicators of an engine, by the numbers that it gives them.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "engine/group.hpp"
+
+namespace aiocomms {
+
+class Groups {
+ public:
+  std::uint32_t add(int rank, std::vector<int> peers);
+  // std::out_of_range: there is none of that number.
+  Group& at(std::uint32_t id) { return *groups_.at(id); }
+  // Null: it is closed, or lost.
+  Group* find_open(std::uint32_t id) {
+    auto found = groups_.find(id);
+    return found == groups_.end() || found->second->lost ? nullptr : found->second.get();
+  }
+  // Null: it is closed.
+  Group* find(std::uint32_t id) {
+    auto found = groups_.find(id);
+    return found == groups_.end() ? nullptr : found->second.get();
+  }
+  template <typename Each>
+  void each(Each each) {
+    for (auto& [id, group] : groups_) each(*group);
+  }
+
+  // One that is released is closed. It stays as long as UCX holds something of it.
+  void close(Group& group);
+  // Forget the closed ones of which UCX holds nothing any more.
+  void reap() {
+    if (!closed_.empty()) reap_closed();
+  }
+  // UCX is gone, and holds nothing any more.
+  void drop_schedules();
+
+ private:
+  void reap_closed();
+
+  std::unordered_map<std::uint32_t, std::unique_ptr<Group>> groups_;
+  std::vector<std::unique_ptr<Group>> closed_;
+  std::uint32_t next_ = 0;
+};
+
+}  // namespace aiocomms

@@ -1,0 +1,75 @@
+// Messages that come: put in the order in which they were sent, matched with receives, fetched; and what becomes of
+// those that come too early, are too long, or are from a rank that has lost the communicator.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "engine/group.hpp"
+#include "engine/groups.hpp"
+#include "engine/peer.hpp"
+#include "engine/request.hpp"
+#include "net/network.hpp"
+
+namespace aiocomms {
+
+class Inbox {
+ public:
+  // Whoever takes what is not for a user's receive.
+  class Owner {
+   public:
+    // A message on a channel of the engine's own, other than kSchedule and kVouch.
+    virtual void handle(Group& group, const Header& header, const void* payload) = 0;
+    // A message of a collective. False: the ranks disagree, and the message is of no use.
+    virtual bool agrees(Group& group, const Header& header) = 0;
+    // A receive has matched a message that has to be copied from where it lies.
+    virtual void pull(Request* receive, const Header& header, const Offer& offer) = 0;
+
+   protected:
+    ~Owner() = default;
+  };
+
+  // peers: as long as the engine has, by its numbers. device: users' memory is a device's, and never looked at here.
+  Inbox(const std::vector<Peer>& peers, bool device, Groups& groups, Network& network, Owner& owner);
+
+  // UCX has delivered a message: its payload, valid in this call only, or a descriptor.
+  void arrive(int peer, const Header& header, const void* payload, void* descriptor);
+  // How many messages of a peer have come, all before them included.
+  std::uint32_t received(int peer) const { return received_[peer]; }
+  // What has overtaken other messages of a peer is of no use any more.
+  void forget_early(int peer);
+
+  // A receive takes the message that it matches, or waits for it.
+  void post(Request* receive, const Key& key);
+  // Take back a receive that nothing has matched; null if something has.
+  Request* withdraw(Group& group, const Key& key, Ticket ticket);
+
+  // A rank has closed the communicator: receives from it end.
+  void end_receives(Group& group, int rank);
+  // The communicator is lost: what waits is dropped.
+  void release(Group& group);
+
+ private:
+  class Fetch;
+
+  void deliver(int peer, const Header& header, const void* payload, void* descriptor);
+  void match(Group& group, const Header& header, const void* payload, void* descriptor);
+  bool is_sensible(const Group& group, int peer, const Header& header, void* descriptor) const;
+  void accept_message(Request* receive, const Header& header, const void* payload, void* descriptor);
+  void fetch(Request* receive, const Header& header, void* descriptor);
+  void end_receive(Request* receive, const Header& header);
+  void accept_vouch(Group& group, const Header& header);
+  bool is_on_device(const Header& header) const { return device_ && header.channel < kUserChannels; }
+
+  const std::vector<Peer>& peers_;
+  const bool device_;
+  Groups& groups_;
+  Network& network_;
+  Owner& owner_;
+  std::vector<std::uint32_t> received_;                                   // messages, by peer
+  std::vector<std::map<std::uint32_t, std::unique_ptr<Message>>> early_;  // that overtook others, by peer
+};
+
+}  // namespace aiocomms

@@ -1,0 +1,52 @@
+// Messages that go out, of users and of schedules.
+#pragma once
+
+#include <vector>
+
+#include "collectives/schedule.hpp"
+#include "engine/group.hpp"
+#include "engine/inbox.hpp"
+#include "engine/offers.hpp"
+#include "engine/peer.hpp"
+#include "engine/request.hpp"
+#include "net/worker.hpp"
+
+namespace aiocomms {
+
+class Sender {
+ public:
+  Sender(const std::vector<Peer>& peers, Worker& worker, Offers& offers)
+      : peers_(peers), worker_(worker), offers_(offers) {}
+
+  // header: from Group::header_to. Returns as a call of UCX does.
+  ucs_status_t send(Group& group, int rank, Header header, const void* data, Pending* pending);
+
+ private:
+  class Outgoing;
+
+  ucs_status_t send_abroad(Group& group, int rank, Header header, const void* data, bool device, Pending* pending);
+
+  const std::vector<Peer>& peers_;
+  Worker& worker_;
+  Offers& offers_;
+};
+
+// The messages of a schedule between some ranks of a group; see Messages.
+class Wire final : public Messages {
+ public:
+  Wire(Sender& sender, Inbox& inbox, Events& events, Group& group, std::vector<int> ranks);
+  int rank() const override { return me_; }
+  int size() const override { return static_cast<int>(ranks_.size()); }
+  void send(int dst, const void* data, std::size_t bytes, Event& event) override;
+  void recv(int src, void* data, std::size_t bytes, Event& event) override;
+
+ private:
+  Sender& sender_;
+  Inbox& inbox_;
+  Events& events_;
+  Group& group_;
+  std::vector<int> ranks_;
+  int me_;
+};
+
+}  // namespace aiocomms

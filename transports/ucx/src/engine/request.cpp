@@ -1,0 +1,38 @@
+#include "engine/request.hpp"
+
+namespace aiocomms {
+
+void Operation::finished(ucs_status_t result) {
+  if (result == UCS_OK) {
+    if (staging && !group.lost) {
+      reports_.keep_beginning(ticket, {reinterpret_cast<const char*>(staging.get()), beginning.room});
+    }
+    end(status, details[0], details[1]);
+  } else if (group.lost) {
+    end(Status::kDropped);
+  } else {
+    end(Status::kBroken, static_cast<std::uint64_t>(-result));
+  }
+}
+
+void Operation::end(Status how, std::uint64_t a, std::uint64_t b) {
+  if (done_) return;
+  done_ = true;
+  status = how;
+  details[0] = a;
+  details[1] = b;
+  if (posted_) report();
+}
+
+void Operation::leave_post() {
+  reports_.expect_outcome();
+  posted_ = true;
+  if (done_) report();
+}
+
+void Operation::report() {
+  reports_.add({ticket, status, {details[0], details[1]}});
+  delete this;
+}
+
+}  // namespace aiocomms

@@ -1,0 +1,106 @@
+// What is under way in a communicator and waits for UCX or for a peer: an op of the user, or a receive of a collective
+// between hosts.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "collectives/schedule.hpp"
+#include "collectives/shared_collectives.hpp"
+#include "engine/group.hpp"
+#include "engine/reports.hpp"
+#include "net/network.hpp"
+
+namespace aiocomms {
+
+// Both kinds may receive a message; only the user's have a ticket.
+class Request : public Pending {
+ public:
+  explicit Request(Group& the_group, Ticket the_ticket = 0) : group(the_group), ticket(the_ticket) { ++group.users; }
+  ~Request() override { --group.users; }
+  Request(const Request&) = delete;
+  Request& operator=(const Request&) = delete;
+
+  // finished() is for a call of UCX. Otherwise a request ends by one of these:
+  virtual void end(Status how, std::uint64_t a = 0, std::uint64_t b = 0) = 0;
+  virtual void drop() = 0;  // the communicator is lost
+  // Whether it ends once the rank that it waits for has closed the communicator.
+  virtual bool ends_when_peer_closes() const = 0;
+
+  Group& group;
+  const Ticket ticket;      // 0: it has none
+  Request* next = nullptr;  // in the queue where it waits
+  Status status = Status::kDone;
+  std::uint64_t details[2] = {};  // a message's size and dtype; who gives how much too much; what was there before
+
+  // Of a receive:
+  void* data = nullptr;
+  std::size_t bytes = 0;
+  std::uint8_t dtype = 0;
+  Beginning beginning{};                 // of a message that is too long
+  std::unique_ptr<std::byte[]> staging;  // where the beginning goes if the buffer is a device's
+};
+
+// An op of the user, under a ticket. It is the engine's until it is done and its outcome has been reported.
+class Operation final : public Request {
+ public:
+  Operation(Reports& reports, Group& the_group, Ticket the_ticket)
+      : Request(the_group, the_ticket), reports_(reports) {}
+
+  void finished(ucs_status_t result) override;
+  void end(Status how, std::uint64_t a = 0, std::uint64_t b = 0) override;
+  void drop() override { end(Status::kDropped); }
+  bool ends_when_peer_closes() const override { return true; }
+
+  // Whether it is done while its post still looks on.
+  bool done() const { return done_; }
+  // Whether it went well, and the caller needs to know no more than that.
+  bool is_plain_success() const { return done_ && status == Status::kDone && !answers; }
+  // Its post returns: from now on the outcome goes to the reports, and this is deleted then.
+  void leave_post();
+
+  bool answers = false;  // its outcome is of interest even if it went well
+  Unequal unequal;       // an all-to-all's
+
+ private:
+  void report();
+
+  Reports& reports_;
+  bool posted_ = false;  // its post has returned
+  bool done_ = false;
+};
+
+// What schedules wait for that UCX has finished. Schedules go on outside UCX's calls.
+using Events = std::vector<std::pair<Group*, Event*>>;
+
+// A receive of a schedule. If it does not end well the schedule stands still: the communicator is lost, or will be.
+class ScheduleReceive final : public Request {
+ public:
+  ScheduleReceive(Group& the_group, Events& events, Event& event)
+      : Request(the_group), events_(events), event_(event) {}
+
+  void finished(ucs_status_t result) override {
+    if (!group.lost && result == UCS_OK && status == Status::kDone) events_.emplace_back(&group, &event_);
+    delete this;
+  }
+  void end(Status, std::uint64_t, std::uint64_t) override { delete this; }
+  void drop() override { delete this; }
+  bool ends_when_peer_closes() const override { return false; }
+
+ private:
+  Events& events_;
+  Event& event_;
+};
+
+// Whether the sender has lost the communicator before its message was read: what was read may be anything then. The
+// receive waits on until the communicator is lost here, too, of which the sender has told.
+inline bool put_back_if_stale(Request* receive, const Header& header) {
+  if (!receive->group.has_let_go(header.source)) return false;
+  receive->group.mail.keep(Key(header), receive);
+  return true;
+}
+
+}  // namespace aiocomms

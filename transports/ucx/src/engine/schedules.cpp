@@ -1,0 +1,119 @@
+#include "engine/schedules.hpp"
+
+#include <algorithm>
+#include <utility>
+
+namespace aiocomms {
+namespace {
+
+constexpr std::size_t kMostFingerprints = 1 << 16;  // of collectives that this rank has not begun
+
+}  // namespace
+
+void Schedules::begin(Group& group, Schedule schedule) {
+  group.schedules.push_back(std::move(schedule));
+  begin_next(group);
+}
+
+void Schedules::begin_next(Group& group) {
+  if (group.running || group.schedules.empty() || group.lost) return;
+  Schedule& schedule = group.schedules.front();
+  group.running = true;
+  if (std::find(active_.begin(), active_.end(), &group) == active_.end()) active_.push_back(&group);
+  if (group.shared) {
+    group.shared->fingerprint = schedule.fingerprint;
+    group.shared->slice_ends = &slice_ends_;
+  }
+  auto early = group.fingerprints.find(group.collectives);
+  if (early != group.fingerprints.end()) {
+    check_fingerprint(group, early->second.first, group.collectives, early->second.second);
+    group.fingerprints.erase(early);
+  }
+  schedule.task.start();
+  wake_peers(group);
+  end_finished(group);
+}
+
+// The running schedule may have come to its end.
+void Schedules::end_finished(Group& group) {
+  if (!group.running || !group.schedules.front().task.done()) return;
+  Schedule schedule = std::move(group.schedules.front());
+  group.schedules.pop_front();
+  group.running = false;
+  ++group.collectives;
+  const Unequal& unequal = schedule.op->unequal;
+  if (unequal.rank >= 0) {
+    schedule.op->end(Status::kUnequal, static_cast<std::uint64_t>(unequal.rank), unequal.given);
+  } else {
+    schedule.op->end(Status::kDone);
+  }
+  begin_next(group);
+}
+
+bool Schedules::poll_group(Group& group) {
+  if (!group.running || !group.shared) return false;
+  const bool moved = group.shared->poll();
+  if (moved) {
+    wake_peers(group);
+    end_finished(group);
+  }
+  if (group.shared->disagrees >= 0) {
+    report_mismatch(group, group.local[std::exchange(group.shared->disagrees, -1)], group.collectives);
+  }
+  return moved;
+}
+
+bool Schedules::resume() {
+  bool moved = false;
+  while (!events_.empty()) {
+    Events events;
+    events.swap(events_);
+    moved = true;
+    for (auto& [group, event] : events) {
+      event->complete();
+      wake_peers(*group);
+      end_finished(*group);
+    }
+  }
+  std::erase_if(active_, [](Group* group) { return !group->running; });
+  return moved;
+}
+
+// The other ranks of this host may sleep until this one publishes something.
+void Schedules::wake_peers(Group& group) {
+  if (!group.shared || !group.shared->published_any) return;
+  group.shared->published_any = false;
+  for (int rank = 0; rank < group.shared->ranks(); ++rank) {
+    if (rank != group.shared->rank() && group.shared->segment.claim_wake(rank)) {
+      wake_peer_(group.peers[group.local[rank]]);
+    }
+  }
+}
+
+void Schedules::announce_sleep(bool asleep) {
+  for (Group* group : active_) {
+    if (group->shared) group->shared->segment.sleep(asleep);
+  }
+}
+
+void Schedules::check_fingerprint(Group& group, int source, std::uint64_t collective, std::uint64_t fingerprint) {
+  if (collective < group.collectives) return;
+  if (collective > group.collectives || !group.running) {
+    if (group.fingerprints.size() < kMostFingerprints) group.fingerprints.try_emplace(collective, source, fingerprint);
+  } else if (fingerprint != group.schedules.front().fingerprint) {
+    report_mismatch(group, source, collective);
+  }
+}
+
+void Schedules::report_mismatch(Group& group, int source, std::uint64_t collective) {
+  if (group.disagrees >= 0) return;
+  group.disagrees = source;
+  reports_.notify({Notice::kDisagrees, source, group.id, collective, {}});
+}
+
+void Schedules::release(Group& group) {
+  std::erase(active_, &group);
+  std::erase_if(events_, [&](const auto& entry) { return entry.first == &group; });
+}
+
+}  // namespace aiocomms

@@ -1,0 +1,54 @@
+// The collectives of all communicators, one after the other within each, and whether the ranks agree on what they do.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "engine/group.hpp"
+#include "engine/request.hpp"
+
+namespace aiocomms {
+
+class Schedules {
+ public:
+  // wake_peer: rings the doorbell of a peer that sleeps, by the engine's number.
+  Schedules(Reports& reports, const std::uint64_t& slice_ends, std::function<void(int)> wake_peer)
+      : reports_(reports), slice_ends_(slice_ends), wake_peer_(std::move(wake_peer)) {}
+
+  // The schedule starts now, or after those before it.
+  void begin(Group& group, Schedule schedule);
+  // Look at the shared memory for what the running ones wait for. Returns whether one went on.
+  bool poll() {
+    bool moved = false;
+    for (std::size_t i = 0; i < active_.size(); ++i) moved |= poll_group(*active_[i]);
+    return moved;
+  }
+  // Those go on whose messages UCX has finished. Returns whether there are any.
+  bool resume();
+
+  bool idle() const { return active_.empty(); }
+  // To the other ranks of this host: whoever publishes something rings.
+  void announce_sleep(bool asleep);
+  Events& events() { return events_; }
+
+  // Rank `source` has begun a collective; is it the one that this rank has begun, or will begin, as that?
+  void check_fingerprint(Group& group, int source, std::uint64_t collective, std::uint64_t fingerprint);
+  // Nothing of a lost communicator goes on any more.
+  void release(Group& group);
+
+ private:
+  bool poll_group(Group& group);
+  void begin_next(Group& group);
+  void end_finished(Group& group);
+  void wake_peers(Group& group);
+  void report_mismatch(Group& group, int source, std::uint64_t collective);
+
+  Reports& reports_;
+  const std::uint64_t& slice_ends_;  // see Shared::slice_ends
+  std::function<void(int)> wake_peer_;
+  std::vector<Group*> active_;  // those whose schedule has begun
+  Events events_;
+};
+
+}  // namespace aiocomms
