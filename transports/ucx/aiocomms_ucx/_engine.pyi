@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+import enum
 
 import torch
 
@@ -9,6 +10,51 @@ class UcxError(RuntimeError):
 def explain(error: int) -> str: ...
 
 def is_plain(tensor: object, written: bool, /) -> bool: ...
+
+class Status(enum.IntEnum):
+    DONE = 0
+
+    TRUNCATED = 1
+
+    OTHER_DTYPE = 2
+
+    CLOSED = 3
+
+    UNEQUAL = 4
+
+    BROKEN = 5
+
+    DROPPED = 6
+
+class NoticeKind(enum.IntEnum):
+    FRAME = 0
+
+    LOST = 1
+
+    LEFT = 2
+
+    DISAGREES = 3
+
+    MISLED = 4
+
+class Operator(enum.IntEnum):
+    SUM = 0
+
+    PRODUCT = 1
+
+    MIN = 2
+
+    MAX = 3
+
+    BAND = 4
+
+    BOR = 5
+
+    BXOR = 6
+
+    AVG = 7
+
+    PREMUL_SUM = 8
 
 def dtype_names() -> tuple[str, ...]: ...
 

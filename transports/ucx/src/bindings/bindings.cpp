@@ -237,6 +237,31 @@ NB_MODULE(_engine, module) {
   module.def(
       "is_plain", [](nb::handle tensor, bool written) { return is_plain(tensor, written); }, nb::arg().none(),
       nb::arg(), nb::sig("def is_plain(tensor: object, written: bool, /) -> bool"));
+  // Ints are what ops give and get: an enumeration's member takes longer to make than a small message to come.
+  nb::enum_<Status>(module, "Status", nb::is_arithmetic())
+      .value("DONE", Status::kDone)
+      .value("TRUNCATED", Status::kTruncated)
+      .value("OTHER_DTYPE", Status::kDtype)
+      .value("CLOSED", Status::kClosed)
+      .value("UNEQUAL", Status::kUnequal)
+      .value("BROKEN", Status::kBroken)
+      .value("DROPPED", Status::kDropped);
+  nb::enum_<Notice::Kind>(module, "NoticeKind", nb::is_arithmetic())
+      .value("FRAME", Notice::kFrame)
+      .value("LOST", Notice::kLost)
+      .value("LEFT", Notice::kLeft)
+      .value("DISAGREES", Notice::kDisagrees)
+      .value("MISLED", Notice::kMisled);
+  nb::enum_<Operator>(module, "Operator", nb::is_arithmetic())
+      .value("SUM", Operator::Sum)
+      .value("PRODUCT", Operator::Product)
+      .value("MIN", Operator::Min)
+      .value("MAX", Operator::Max)
+      .value("BAND", Operator::Band)
+      .value("BOR", Operator::Bor)
+      .value("BXOR", Operator::Bxor)
+      .value("AVG", Operator::Avg)
+      .value("PREMUL_SUM", Operator::PremulSum);
   module.def("dtype_names", &dtype_names, nb::sig("def dtype_names() -> tuple[str, ...]"));
   module.def("create_segment", &Segment::create, nb::arg("ranks"));
 

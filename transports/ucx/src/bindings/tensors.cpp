@@ -22,9 +22,36 @@ struct Exchange {
 };
 
 constexpr int kDTypes = static_cast<int>(DType::Complex128) + 1;
-constexpr std::array<const char*, kDTypes> kNames = {"bool",    "uint8",   "int8",      "int16",
-                                                     "int32",   "int64",   "float16",   "bfloat16",
-                                                     "float32", "float64", "complex64", "complex128"};
+// As torch calls it.
+constexpr const char* name_of(DType dtype) {
+  switch (dtype) {
+    case DType::Bool:
+      return "bool";
+    case DType::UInt8:
+      return "uint8";
+    case DType::Int8:
+      return "int8";
+    case DType::Int16:
+      return "int16";
+    case DType::Int32:
+      return "int32";
+    case DType::Int64:
+      return "int64";
+    case DType::Float16:
+      return "float16";
+    case DType::BFloat16:
+      return "bfloat16";
+    case DType::Float32:
+      return "float32";
+    case DType::Float64:
+      return "float64";
+    case DType::Complex64:
+      return "complex64";
+    case DType::Complex128:
+      return "complex128";
+  }
+  return "";
+}
 
 // What is looked up in torch once; never released, for torch is not either.
 struct Torch {
@@ -40,7 +67,8 @@ struct Torch {
     tensor = cls.ptr();
     is_neg = nb::object(cls.attr("is_neg")).release().ptr();
     is_conj = nb::object(cls.attr("is_conj")).release().ptr();
-    for (int i = 0; i < kDTypes; ++i) dtypes[i] = nb::object(torch.attr(kNames[i])).release().ptr();
+    for (int i = 0; i < kDTypes; ++i)
+      dtypes[i] = nb::object(torch.attr(name_of(static_cast<DType>(i)))).release().ptr();
     if (nb::hasattr(cls, "__dlpack_c_exchange_api__")) {
       nb::object capsule = cls.attr("__dlpack_c_exchange_api__");
       auto found = static_cast<const Exchange*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
@@ -139,7 +167,7 @@ View view_of(nb::handle tensor) {
 
 nb::tuple dtype_names() {
   nb::list names;
-  for (const char* name : kNames) names.append(name);
+  for (int i = 0; i < kDTypes; ++i) names.append(name_of(static_cast<DType>(i)));
   return nb::tuple(names);
 }
 

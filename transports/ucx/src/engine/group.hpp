@@ -52,8 +52,8 @@ struct Group {
   std::vector<std::uint64_t> left;       // 1 + the collectives that a rank had done when it closed; 0: it has not
   std::vector<std::uint32_t> their_ids;  // what each rank calls this group; empty until it is opened
   std::unique_ptr<Shared> shared;        // with the ranks of this host, if there are others
-  std::unique_ptr<Messages> wire;            // between all ranks
-  std::unique_ptr<Messages> leaders;         // between one rank of each host; on the others null
+  std::unique_ptr<Messages> wire;        // between all ranks
+  std::unique_ptr<Messages> leaders;     // between one rank of each host; on the others null
   std::vector<int> local;                // this host's ranks, in the order of `shared`
   std::vector<int> leader_of;            // by rank: the number of its host
   int hosts = 1;

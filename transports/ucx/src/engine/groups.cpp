@@ -7,7 +7,6 @@ namespace aiocomms {
 Group::Group(std::uint32_t the_id, int the_rank, std::vector<int> the_peers)
     : id(the_id), rank(the_rank), peers(std::move(the_peers)), left(peers.size(), 0) {}
 
-
 void Group::drop_schedules() {
   if (shared) shared->forget();
   while (!schedules.empty()) {
