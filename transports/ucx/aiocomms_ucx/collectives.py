@@ -6,12 +6,9 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from aiocomms import ops
-from aiocomms_ucx._engine import Engine
+from aiocomms_ucx._engine import Engine, Operator
 
-_OPERATORS: Final = {
-    kind: number
-    for number, kind in enumerate(("sum", "product", "min", "max", "band", "bor", "bxor", "avg", "premul_sum"))
-}
+_OPERATORS: Final = {operator.name.lower(): int(operator) for operator in Operator}
 
 _ALL: Final[frozenset[type[ops.Op]]] = ops.COLLECTIVES | {ops.WindowOpen, ops.WindowClose}
 FORMS: Final = {cls: number for number, cls in enumerate(sorted(_ALL, key=lambda cls: cls.name))}

@@ -14,16 +14,13 @@ from aiocomms.errors import ProtocolError
 from aiocomms.lowlevel import run_in_thread
 from aiocomms.transport import Completion
 from aiocomms_ucx import wire
-from aiocomms_ucx._engine import Engine
+from aiocomms_ucx._engine import Engine, NoticeKind
 
 if TYPE_CHECKING:
     from aiocomms_ucx.transport import UcxTransport
 
 _GOODBYE: Final = 2.0
 """Seconds in which the peers' engines confirm that they have got everything; they do so without their loops."""
-
-FRAME, LOST, LEFT, DISAGREES, MISLED = range(5)
-"""Kinds of notices, as in engine.hpp."""
 
 Entry = tuple["UcxTransport", Completion, int]
 """Who is told of an op's outcome: its transport and its work; and, of a collective, its number."""
@@ -70,17 +67,17 @@ class Family:
         )
 
     def _notice(self, kind: int, peer: int, group: int, detail: int, frame: bytes) -> None:
-        if kind == LOST:
+        if kind == NoticeKind.LOST:
             self.broken = True
             for transport in list(self.transports.values()):
                 transport.lost(peer)
-        elif kind == FRAME:
+        elif kind == NoticeKind.FRAME:
             self._frame(peer, frame)
-        elif kind == MISLED:
+        elif kind == NoticeKind.MISLED:
             self._misled(peer, "sends messages that make no sense")
         elif group in self.transports:
             transport = self.transports[group]
-            (transport.left if kind == LEFT else transport.disagrees)(peer, detail)
+            (transport.left if kind == NoticeKind.LEFT else transport.disagrees)(peer, detail)
 
     def _frame(self, peer: int, frame: bytes) -> None:
         try:

@@ -9,10 +9,15 @@ import torch
 
 from aiocomms.errors import CommError, MismatchError
 from aiocomms.lowlevel import closed_by, gone, misfit
-from aiocomms_ucx._engine import dtype_names, explain
+from aiocomms_ucx._engine import Status, dtype_names, explain
 
-DONE, TRUNCATED, OTHER_DTYPE, CLOSED, UNEQUAL, BROKEN, DROPPED = range(7)
-"""How an op ended, as in group.hpp."""
+DONE: Final = int(Status.DONE)
+TRUNCATED: Final = int(Status.TRUNCATED)
+OTHER_DTYPE: Final = int(Status.OTHER_DTYPE)
+CLOSED: Final = int(Status.CLOSED)
+UNEQUAL: Final = int(Status.UNEQUAL)
+BROKEN: Final = int(Status.BROKEN)
+DROPPED: Final = int(Status.DROPPED)
 _DTYPES: Final = tuple(getattr(torch, name) for name in dtype_names())
 _GONE: Final = frozenset({3, 6, 24, 25, 80})
 """UCX's errors for a connection that is no more (ucs/type/status.h, without the sign)."""
