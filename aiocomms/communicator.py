@@ -94,21 +94,14 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
             trace.append(kind)
         if self._pre_hooks:
             self._pre_hooks.ask(op, seq)
-        work: StartedWork[Any] = StartedWork(op, seq, core)
-        if hints is not None:
-            work.hints = hints
-        core.calls += (collective := op.family == "collectives")
+        work: StartedWork[Any] = StartedWork(op, seq, core, hints)
+        core.calls += op.family == "collectives"
         try:
             at = self._router[kind](op, work)
-        except BaseException as error:  # nothing was sent: the other ranks' next collective is this one's next, too
-            core.calls -= collective
-            failure = None if isinstance(error, CommError) else core.post_raised(op, error)
-            if failure is None:
-                raise
-            raise failure from error
+        except BaseException as error:
+            raise core.post_raised(op, error)  # noqa: B904 - it is this error, or caused by it
         if not work._state:  # done(), without the call
-            core.keep(work, seconds)
-            return work
+            return core.keep(work, seconds)
         if trace is not None:
             trace.append((at or monotonic()) if kind not in PEERS else core.recorder.row(work))
         if self._post_hooks or work.fault is not None:

@@ -110,25 +110,30 @@ class Core:
         """Hand one message of a lowered op to the transport that carries it."""
         self.router[type(op)](op, work)
 
-    def post_raised(self, op: ops.Op, error: BaseException) -> CommError | None:
-        """The transport that carries an op natively has raised what is no :class:`CommError`: it is broken.
+    def post_raised(self, op: ops.Op, error: BaseException) -> BaseException:
+        """What the caller of an op gets that could not be posted: nothing of it was sent.
 
-        :returns: what the caller of the op gets instead; None: no transport has raised it.
+        A transport that raises another exception than a :class:`CommError` is broken, and the communicator is lost.
         """
+        self.calls -= op.family == "collectives"  # the other ranks' next collective is this one's next, too
         transport = self.router.carrier(op)
-        if transport is None or not isinstance(error, Exception):
-            return None
+        if transport is None or isinstance(error, CommError) or not isinstance(error, Exception):
+            return error
         failure = broken(transport, "post", error)
         self.lose(failure)
         return failure
 
-    def keep(self, work: StartedWork[Any], seconds: float) -> None:
-        """Note that an op was posted and is pending."""
+    def keep(self, work: StartedWork[Any], seconds: float) -> StartedWork[Any]:
+        """Note that an op was posted and is pending.
+
+        :returns: the work.
+        """
         self.in_flight.add(work, seconds)
         for transport in self._spinning:
             self.driver.poll_soon(transport)
         if self.life.failure is not None:  # since it was called: those that were pending then have ended
             self.driver.call_threadsafe(self._end_works)
+        return work
 
     def settled(self, work: StartedWork[Any]) -> None:
         """Record and forget a pending work that has just become done."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 from aiocomms.errors import CommError
-from aiocomms.progress.deadlines import copied, watchdog
+from aiocomms.progress.deadlines import watchdog
 from aiocomms.progress.driver import Driver, Promise
 from aiocomms.progress.heartbeat import Heartbeat
 from aiocomms.progress.work import StartedWork
@@ -48,6 +48,10 @@ class Flying(NamedTuple):
 class InFlight:
     """Keeps works, and with them their tensors, until they are done.
 
+    Other threads look at them. ``list(dict)`` copies the keys in one call that runs no Python code once it has begun:
+    neither another thread nor a finalizer changes the dictionary in between, as it could amid ``list(dict.items())``,
+    which allocates a tuple for each item.
+
     Timeouts are few, so there is a queue per timeout: each is in the order of its deadlines by itself, and an op costs
     one insertion and one deletion whatever else is pending.
     """
@@ -68,8 +72,8 @@ class InFlight:
     def look(self) -> list[Flying]:
         """Note all works, those of each timeout in the order of the calls. On any thread or signal handler."""
         flying = []
-        for queue in copied(self._queues.values()):
-            for work in copied(queue):
+        for queue in list(self._queues.values()):
+            for work in list(queue):
                 posted = queue.get(work, time.monotonic()) - queue.seconds  # it may have become done meanwhile
                 flying.append(Flying(work, posted, work.waiters()))
         return flying
@@ -121,8 +125,8 @@ class InFlight:
         if self:
             self._heartbeat.look(now)
             earliest = now + self._heartbeat.period
-        for queue in copied(self._queues.values()):
-            for work in copied(queue):
+        for queue in list(self._queues.values()):
+            for work in list(queue):
                 deadline = queue.get(work, float("inf"))  # infinity: the work has become done meanwhile
                 if now < deadline < float("inf"):
                     earliest = min(earliest, deadline)

@@ -57,6 +57,8 @@ class Work(msgspec.Struct, Generic[T_co], eq=False, weakref=True):
     seq: int
     """Its number among the ops of its communicator on this rank, from 0."""
     _owner: Owner
+    hints: Mapping[str, Any] | None = None
+    """The caller's advice for this op."""
     _state: int = _PENDING
     _value: Any = OP_RESULT
     _error: CommError | None = None
@@ -207,8 +209,6 @@ class Work(msgspec.Struct, Generic[T_co], eq=False, weakref=True):
 class StartedWork(Work[T_co]):
     """A work as the core and transports see it; every ``Work`` is one."""
 
-    hints: Mapping[str, Any] | None = None
-    """See :attr:`aiocomms.transport.Completion.hints`."""
     fault: CommError | None = None
     """The error with which the transport failed it; None where the work was abandoned or withdrawn."""
     queue: Any = None

@@ -28,8 +28,7 @@ What is counted:
   - *all_reduce*: from the call to the value. With 2 ranks on ``local``, the rank that completes it, with what that does
     for the other; on ``ucx`` in a world of one, which is what a rank does for which the others have waited.
   - *cancelled recv*: from the cancellation of the task that awaits a recv to the task's end.
-  - *peer's death*: of two processes one awaits a recv of the other, and kills it with SIGKILL. From there to the
-    ``PeerDiedError`` that the awaiting task gets. What other threads do in the meantime counts; the file of the flight
-    recorder, which a thread of :mod:`_thread` writes and nobody waits for, does not. The median of
-    :data:`~benchmarks.structure.ways.DEATHS` deaths.
+  - *peer's death*: of two processes one awaits a recv of the other, and kills it with SIGKILL. From there until the
+    awaiting task is woken, which then gets ``PeerDiedError``. What other threads do in the meantime counts. The median
+    of :data:`~benchmarks.structure.ways.DEATHS` deaths.
 """

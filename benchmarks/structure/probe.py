@@ -36,6 +36,7 @@ class Counter:
     def __init__(self, root: str) -> None:
         self._mine = (f"{root}/aiocomms/", f"{root}/transports/")
         self._counting = False
+        self._last: str | None = None
         self._functions: list[str] = []
         self._files: list[str] = []  # where each event leads
         sys.setprofile(self._event)
@@ -45,14 +46,20 @@ class Counter:
         if not self._counting or not frame.f_code.co_filename.startswith(self._mine):
             return
         if event == "call":
+            if self._last is not None and frame.f_code.co_qualname.endswith(self._last):
+                self._counting = False
             self._functions.append(f"{frame.f_globals['__name__']}:{frame.f_code.co_qualname}")
             self._files.append(frame.f_code.co_filename)
         elif event == "return":
             back = frame.f_back.f_code.co_filename if frame.f_back is not None else ""
             self._files.append(back if back.startswith(self._mine) else "")
 
-    async def begin(self) -> None:
-        """Count from now on, once some turns of the loop have passed in which nothing was called."""
+    async def begin(self, last: str | None = None) -> None:
+        """Count from now on, once some turns of the loop have passed in which nothing was called.
+
+        :param last: the name of the function whose call is the last that counts.
+        """
+        self._last = last
         self._counting = True
         while True:
             self._functions.clear()
@@ -148,7 +155,7 @@ async def death(counter: Counter, transport: str, rank: int, folder: str, peer: 
         raise AssertionError("the recv of a dead rank's message ended without PeerDiedError")
 
     task = asyncio.ensure_future(receive())
-    await counter.begin()
+    await counter.begin("Loop.unpark")
     os.kill(peer, signal.SIGKILL)
     await task
 

@@ -112,7 +112,7 @@ def test_three_processes_exchange_keys(port):
     ],
 )
 def test_rank_0_listens_on_the_given_address_only(monkeypatch, port, host, addresses, libuv):
-    monkeypatch.setattr(stores, "_USE_LIBUV", libuv)  # either server, whichever this version of torch has
+    monkeypatch.setattr(stores, "USE_LIBUV", libuv)  # either server, whichever this version of torch has
     store = rank0(port, host)
     assert listeners(port) == addresses
     peer = client(port, host)

@@ -213,25 +213,6 @@ def test_a_promise_lets_every_waiter_go_on(run):
     run(main)
 
 
-def test_a_blocking_call_runs_in_a_thread_and_may_be_left_behind(run):
-    async def main():
-        driver, release = Driver.current(), threading.Event()
-        assert await run_in_thread(driver, threading.get_ident) != threading.get_ident()
-        with pytest.raises(ZeroDivisionError):
-            await run_in_thread(driver, lambda: 1 / 0)
-        with anyio.move_on_after(0.01) as scope:
-            await run_in_thread(driver, release.wait)
-        assert scope.cancelled_caught
-        left = [t for t in threading.enumerate() if t.name == "aiocomms blocking call"]
-        assert len(left) == 1
-        assert left[0].daemon
-        release.set()
-        left[0].join(PATIENCE)
-        await turns()
-
-    run(main)
-
-
 def test_no_loop_is_an_error_that_says_what_to_do():
     with pytest.raises(RuntimeError, match=r"needs a running event loop .*: call it in a coroutine"):
         Driver.current()
@@ -294,7 +275,7 @@ def test_a_transport_that_spins_is_woken_from_its_sleep(loop, install):
                 await turns(30)
                 assert transport_of(comm).asked <= 7 + 1 + 7  # once on the descriptor, and then anew for a while
             else:
-                assert await run_in_thread(comm.driver, lambda: sent.wait(PATIENCE))
+                assert await run_in_thread(lambda: sent.wait(PATIENCE))
                 assert await run_in_thread(lambda: sent.wait(10))
                 await comm.send(torch.ones(1), 0)
             await comm.barrier()
