@@ -208,6 +208,7 @@ class Load:
         return max(in_flight)
 
 
+@pytest.mark.long
 def test_the_last_stage_is_killed_twice_under_load(expected):
     """There is no heartbeat: were a death not seen on the connection, nobody would be served again."""
     with Supervised(2, AIOCOMMS_HEARTBEAT="0") as server:
@@ -257,6 +258,7 @@ def test_deaths_elsewhere_and_amid_the_recovery(expected):
         server.assert_gone()
 
 
+@pytest.mark.long
 def test_a_stage_that_dies_all_the_time_is_given_up():
     with Supervised(2) as server:
         server.on_start = lambda rank, pid: os.kill(pid, signal.SIGKILL) if rank == 1 else None

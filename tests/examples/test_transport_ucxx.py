@@ -213,6 +213,7 @@ def test_a_death_is_noticed_over_ucxx(folder: Path) -> None:
     expect_death_to_be_noticed(folder, "recv", "recv", "send")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_it_conforms_over_a_stand_in(folder: Path) -> None:
     (folder / "ucxx.py").write_text(STAND_IN)
@@ -220,6 +221,7 @@ def test_it_conforms_over_a_stand_in(folder: Path) -> None:
     assert done.returncode == pytest.ExitCode.OK, done.stdout + done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_it_conforms_over_ucxx(folder: Path) -> None:
     need_ucxx()

@@ -14,6 +14,8 @@ from pathlib import Path
 import mutants
 import pytest
 
+pytestmark = pytest.mark.long
+
 Outcomes = dict[str, Future[tuple[int | None, str]]]
 """pytest's exit code and output, by mutant."""
 

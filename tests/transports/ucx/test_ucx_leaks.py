@@ -105,6 +105,7 @@ async def split_and_close(place: Rank, splits: int) -> tuple[float, float]:
         return (after.memory - before.memory) / (splits - warm), took / (splits - warm)
 
 
+@pytest.mark.long
 @pytest.mark.fault(60, transport="ucx")
 @pytest.mark.parametrize(("body", "count"), [(come_and_go, CYCLES), (split_and_close, SPLITS)])
 def test_nothing_is_left(ranks: Run, body: object, count: int) -> None:
