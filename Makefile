@@ -25,7 +25,7 @@ SOURCES := aiocomms transports tests examples benchmarks
 # Each of the tests' hundred processes would compile our modules anew, and rewrite every assertion.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve demo-tensor-parallel demo-kv-cache check test test-long core examples suites unit long \
+.PHONY: demo serve demo-tensor-parallel demo-kv-cache check test test-long core rules examples suites unit long \
 	conformance-local conformance-in-process conformance-in-processes conformance-loops faults-quick faults soak \
 	test-sanitizers lint format conformance conformance-ucxx test-cupy bench structure gpu-check gpu-wheels docs clean
 
@@ -74,7 +74,7 @@ JOBS := --no-print-directory --jobs=3 --output-sync=target
 
 ## What to run while working: lint, types, the tests of the core that start no process, conformance of `local` on one loop.
 check: $(VENV)/ucx.stamp
-	$(MAKE) $(JOBS) lint core conformance-local
+	$(MAKE) $(JOBS) lint core conformance-local rules
 
 ## What a change needs: lint, types, docs, examples, conformance of every built-in transport, all tests but the long ones.
 test: $(VENV)/ucx.stamp
@@ -85,7 +85,10 @@ test-long: $(VENV)/ucx.stamp
 	$(MAKE) $(JOBS) conformance-loops long
 
 core: $(VENV)/ucx.stamp
-	$(PYTEST) -m "not long and not processes" tests/unit $(RULES)
+	$(PYTEST) -m "not long and not processes" tests/unit
+
+rules: $(VENV)/ucx.stamp
+	$(PYTEST) -m "not long and not processes" $(RULES)
 
 examples: $(VENV)/ucx.stamp
 	$(PYTEST) -m "not long" $(EXAMPLES)
