@@ -5,7 +5,8 @@ to wake the loop from any thread        :class:`Waker`
 to block off the loop                   :func:`run_in_thread`
 to find the other ranks                 :func:`host_id`, :func:`reachable_address`, :data:`LOOPBACK`; :func:`tune` for
                                         the connections with them
-to prove who connects                   :func:`mac` and :func:`same`, with a key of :meth:`Rendezvous.secret`;
+to connect with them                    :class:`Gate`, for sockets of any kind; :func:`same_user` for unix sockets
+to prove who they are in other ways     :func:`mac` and :func:`same`, with a key of :meth:`Rendezvous.secret`;
                                         :func:`check_exposed` before listening; :data:`MAX_RECORD`
 to leak no descriptor into children     :func:`closed_on_exec`
 to use a store                          :func:`serve_store`, :func:`reach_store`, :func:`store_errors`
@@ -21,6 +22,7 @@ from __future__ import annotations
 from aiocomms.lowlevel.auth import MAX_RECORD, check_exposed, mac, same
 from aiocomms.lowlevel.cloexec import closed_on_exec
 from aiocomms.lowlevel.failures import Reason, closed_by, disagreement, gone, misfit
+from aiocomms.lowlevel.gate import Gate, same_user
 from aiocomms.lowlevel.hosts import LOOPBACK, host_id, reachable_address
 from aiocomms.lowlevel.sockets import tune
 from aiocomms.lowlevel.stores import reach_store, serve_store, store_errors
@@ -30,6 +32,7 @@ from aiocomms.lowlevel.waker import Waker
 __all__ = [
     "LOOPBACK",
     "MAX_RECORD",
+    "Gate",
     "Reason",
     "Waker",
     "check_exposed",
@@ -44,6 +47,7 @@ __all__ = [
     "reachable_address",
     "run_in_thread",
     "same",
+    "same_user",
     "serve_store",
     "store_errors",
     "tune",

@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from aiocomms_ucx import auth
-from aiocomms_ucx.auth import MOST_HALF_OPEN, Gate
 from concurrency import in_threads
 from processes import HANGS, held
 
 from aiocomms.errors import AuthError, CommTimeoutError
+from aiocomms.lowlevel import Gate
+from aiocomms.lowlevel import gate as gate_module
+from aiocomms.lowlevel.gate import MOST_HALF_OPEN
 
 KEY = b"what this family knows"
 
@@ -130,7 +131,7 @@ def test_garbage_is_dropped(listener: socket.socket, what: str) -> None:
 
 @pytest.mark.fault(64, transport="ucx")
 def test_who_says_nothing_is_dropped_in_time(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auth, "PATIENCE", 0.3)
+    monkeypatch.setattr(gate_module, "PATIENCE", 0.3)
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(connect(listener)) for _ in range(20)]
         slow = stack.enter_context(connect(listener))
@@ -152,7 +153,7 @@ def test_who_says_nothing_is_dropped_in_time(listener: socket.socket, monkeypatc
 
 def test_silent_strangers_hold_up_nobody(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     """They have all the time there is; a rank that comes behind them is in, or it hangs."""
-    monkeypatch.setattr(auth, "PATIENCE", math.inf)
+    monkeypatch.setattr(gate_module, "PATIENCE", math.inf)
     with contextlib.ExitStack() as stack:
         for _ in range(100):
             stack.enter_context(connect(listener))

@@ -14,11 +14,10 @@ import msgspec
 
 from aiocomms.cuda import Cuda
 from aiocomms.errors import ArgumentError, AuthError, CommError, ProtocolError, UnsupportedOperation
-from aiocomms.lowlevel import closed_on_exec, host_id, mac, reachable_address, tune
+from aiocomms.lowlevel import Gate, closed_on_exec, host_id, mac, reachable_address, same_user, tune
 from aiocomms.transport import Rendezvous
 from aiocomms_ucx import wire
 from aiocomms_ucx._engine import NO_DEVICE, Engine, UcxError
-from aiocomms_ucx.auth import Gate, same_user
 from aiocomms_ucx.shared_engine import Family
 
 _NONCE: Final = 32

@@ -1,4 +1,4 @@
-"""Connects a rank with every other rank of its family, and lets nobody else in.
+"""Connects a rank with every other rank of its communicator, and lets nobody else in.
 
 A connection is made by the rank with the higher number, and proved by both sides before anything else is said:
 
@@ -7,7 +7,7 @@ A connection is made by the rank with the higher number, and proved by both side
     connector: a MAC
     acceptor:  that it is accepted
 
-The MACs are over both ranks and both nonces, each side's with a word of its own, by a key that only this family's ranks
+The MACs are over both ranks and both nonces, each side's with a word of its own, by a key that only these ranks
 know: nothing that was said before, elsewhere or by the other side proves anything. Whoever is not done in time is
 dropped, and of more connections than there may be the oldest: those of ranks are young, for a rank proves itself at
 once.
@@ -26,7 +26,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Final
 
 from aiocomms.errors import AuthError, CommTimeoutError
-from aiocomms.lowlevel import mac, same
+from aiocomms.lowlevel.auth import mac, same
 
 PATIENCE: Final = 5.0
 """Seconds in which somebody who connects proves who it is."""
@@ -47,7 +47,7 @@ Dialogue = Generator[int, bytes, int]
 
 
 class RefusedError(Exception):
-    """Raised within a dialogue: the other side is no rank of this family, or none that is expected."""
+    """Raised within a dialogue: the other side is no rank of this communicator, or none that is expected."""
 
 
 class Half:
@@ -95,7 +95,7 @@ class Gate:
     def __init__(self, rank: int, key: bytes, connect: Mapping[int, Callable[[], socket.socket]], size: int) -> None:
         """Begin.
 
-        :param key: what only ranks of this family know.
+        :param key: what only these ranks know, such as a secret of the rendezvous.
         :param connect: for every rank below this one, what connects to it.
         """
         self._rank = rank
