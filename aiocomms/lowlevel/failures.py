@@ -14,6 +14,7 @@ from aiocomms.errors import (
     MessageTruncatedError,
     MismatchError,
     PeerDiedError,
+    ProtocolError,
 )
 from aiocomms.ops.checks import describe
 
@@ -81,6 +82,21 @@ class Reason(msgspec.Struct, array_like=True, frozen=True):
         name = type(error).__name__
         peer = rank if error.peer is None else error.peer
         return cls(name if name in _TRAVELS else "CommAbortedError", error.message[:_LONGEST], peer)
+
+    def encode(self) -> bytes:
+        """As bytes, some 8 KiB at most."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes | bytearray | memoryview) -> Reason:
+        """What :meth:`encode` has made.
+
+        :raises ProtocolError: it has not made this.
+        """
+        try:
+            return msgspec.msgpack.decode(data, type=cls)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ProtocolError(f"a rank's reason makes no sense: {error}") from None
 
     def to_error(self) -> CommError:
         """What the communicator is lost with on the rank that has been told."""

@@ -7,22 +7,18 @@ keeps to aiocomms' side of the contract.
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 import tomllib
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from strangers import QUICK, expect_death_to_be_noticed, run
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "transport_ucxx"
 MODULE = EXAMPLE / "aiocomms_ucxx.py"
 PROJECT = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
 SUITE = ["-m", "pytest", "--pyargs", "aiocomms.testing.conformance", "--transport=ucxx", "--ranks=2", "--loops=asyncio"]
-QUICK = ["-q", "--assert=plain", "-pno:cacheprovider", "-pno:hypothesispytest"]
 
 STAND_IN = '''
 """What the example uses of UCXX, over TCP streams."""
@@ -104,13 +100,6 @@ class Endpoint:
 '''
 
 
-def run(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run Python with a folder in front of what is installed."""
-    environment = {**os.environ, "PYTHONPATH": str(path), "PYTEST_ADDOPTS": "", "UCX_WARN_UNUSED_ENV_VARS": "n"}
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=path, env=environment, capture_output=True, text=True, timeout=280, check=False)
-
-
 def need_ucxx() -> None:
     if importlib.util.find_spec("ucxx") is None:
         pytest.skip("ucxx is not installed: pip install ucxx-cu13")
@@ -141,20 +130,6 @@ def test_it_is_a_distribution_of_its_own() -> None:
     assert not re.findall(r"^from aiocomms\S*\._|^import aiocomms_(?!ucxx)", MODULE.read_text(), re.MULTILINE)
 
 
-def test_the_docs_quote_it() -> None:
-    """Every excerpt on the page is in the module, word for word, and hardly anything is left out."""
-    page, source = (ROOT / "docs" / "transports.md").read_text(), MODULE.read_text()
-    excerpts = re.findall(r"^```py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    for excerpt in excerpts:
-        assert excerpt in source, f"this is not in {MODULE.name}:\n{excerpt}"
-        source = source.replace(excerpt, "")
-    left = [line for line in source.splitlines() if line and not line.startswith(("import ", "from "))]
-    assert len(left) < 10, f"the page leaves this out of {MODULE.name}:\n" + "\n".join(left)
-    quoted = re.search(r"^```toml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    assert quoted is not None
-    assert quoted[1] in (EXAMPLE / "pyproject.toml").read_text()
-
-
 def test_without_ucxx_it_says_what_to_install(folder: Path) -> None:
     hidden = "import sys; sys.modules['ucxx'] = sys.modules['ucp'] = None; "
     program = "import torch; from aiocomms.bootstrap.registry import available; print(available(torch.device('cpu')))"
@@ -167,50 +142,14 @@ def test_without_ucxx_it_says_what_to_install(folder: Path) -> None:
     assert "'local': None" in done.stdout
 
 
-DEATH = """
-import asyncio, os, sys
-import torch
-from torch.distributed import FileStore
-from aiocomms import new_comm
-from aiocomms.errors import PeerDiedError
-
-async def main(rank):
-    comm = await new_comm("ucxx", store=FileStore(sys.argv[1], 3), rank=rank, size=3, timeout=20)
-    if rank == 1:
-        await comm.recv(torch.empty(3), 0)
-        await comm.recv(torch.empty(3), 2)
-        os._exit(0)
-    works = [comm.recv(torch.empty(3), 1), comm.recv(torch.empty(3), 2 - rank), comm.send(torch.zeros(10**6), 1, 5)]
-    await comm.send(torch.zeros(3), 1)
-    for work in works:
-        try:
-            await work
-        except PeerDiedError as error:
-            print(error.peer, error)
-    await comm.aclose()
-
-asyncio.run(main(int(sys.argv[2])))
-"""
-
-
-def expect_death_to_be_noticed(folder: Path, *lost: str) -> None:
-    """One rank of three dies; the ops that the others wait for fail with its name."""
-    (folder / "death.py").write_text(DEATH)
-    with ThreadPoolExecutor() as pool:
-        done = list(pool.map(lambda rank: run(folder, "death.py", str(folder / "store"), str(rank)), range(3)))
-    for survivor in (done[0], done[2]):
-        assert survivor.returncode == 0, survivor.stderr
-        assert re.findall(r"^1 (\w+) .*rank 1 is gone", survivor.stdout, re.MULTILINE) == [*lost], survivor.stdout
-
-
 def test_a_death_is_noticed_over_a_stand_in(folder: Path) -> None:
     (folder / "ucxx.py").write_text(STAND_IN)
-    expect_death_to_be_noticed(folder, "recv", "recv")  # its sends do not wait for their receives
+    expect_death_to_be_noticed(folder, "ucxx", "recv", "recv")  # its sends do not wait for their receives
 
 
 def test_a_death_is_noticed_over_ucxx(folder: Path) -> None:
     need_ucxx()
-    expect_death_to_be_noticed(folder, "recv", "recv", "send")
+    expect_death_to_be_noticed(folder, "ucxx", "recv", "recv", "send")
 
 
 @pytest.mark.long
