@@ -26,6 +26,7 @@ from aiocomms.lowlevel import (
     reach_store,
     reachable_address,
     serve_store,
+    store_errors,
 )
 from aiocomms.transport import Rendezvous
 from aiocomms_c10d import wire
@@ -130,8 +131,9 @@ def _connect(store: Store, rank: int, size: int, address: str, timeout: float, k
         prove(group, rank, size, key)
         if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") == "0":  # else it connects when it is first used
             stop_listening(signed.written)
-    except DistNetworkError as error:
-        raise StoreLostError(f"the rendezvous store is gone: {_first_line(error)}") from error
+    except DistNetworkError:
+        with store_errors():
+            raise
     except RuntimeError as error:
         raise CommTimeoutError(
             f"gloo could not connect to every rank within {timeout:g} s: {_first_line(error)}"
