@@ -182,4 +182,10 @@ CASES = (
     ),
     Case(69, "another user of the machine", but={"ucx": "shared memory has no path, so no link can be there first"}),
     Case(70, "a window that is gone, or ends earlier"),
+    # A communicator ends.
+    Case(71, "a finalizer on the thread of the deadlines"),
+    Case(72, "a transport raises where it must not"),
+    Case(73, "a transport raises amid a step of several messages"),
+    Case(74, "an abort, a death and a deadline while it closes", but={"local": "no death: " + ONE_PROCESS}),
+    Case(91, "a timeout on every rank that waited"),
 )

@@ -93,6 +93,7 @@ def collecting() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
+@pytest.mark.fault(71)
 def test_finalizers_on_the_thread_of_the_deadlines(run: Callable[..., Any], collecting: None) -> None:
     """While works come and go, it copies what is pending: it must do so whatever runs in between, and go on after."""
 
@@ -111,6 +112,7 @@ def test_finalizers_on_the_thread_of_the_deadlines(run: Callable[..., Any], coll
     run(main)
 
 
+@pytest.mark.fault(71)
 @pytest.mark.parametrize("what", [BrokenError("expire"), SystemExit()], ids=repr)
 def test_the_deadlines_of_others_pass_when_one_cannot_be_watched(
     run: Callable[..., Any], caplog: Any, what: BaseException
@@ -135,6 +137,7 @@ def test_the_deadlines_of_others_pass_when_one_cannot_be_watched(
     assert any("cannot be watched" in record.getMessage() for record in caplog.records)
 
 
+@pytest.mark.fault(71)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_died_is_started_again(run: Callable[..., Any]) -> None:
     """Not even an end of that thread, by a defect of ours, leaves deadlines unwatched."""
@@ -158,6 +161,7 @@ def test_a_thread_that_died_is_started_again(run: Callable[..., Any]) -> None:
 # ------------------------------------------------------------------------- 72: what a transport must not raise
 
 
+@pytest.mark.fault(72)
 @pytest.mark.parametrize("method", ["waiting_for", "progress", "try_cancel", "last_heard"])
 def test_a_method_that_raises_ends_that_communicator_by_name(
     run: Callable[..., Any], install: Callable[..., None], base: type[Any], method: str, caplog: Any
@@ -191,6 +195,7 @@ def test_a_method_that_raises_ends_that_communicator_by_name(
     assert any(f"{method}() raised" in record.getMessage() for record in caplog.records) or method == "progress"
 
 
+@pytest.mark.fault(72)
 def test_an_abort_that_raises_does_not_keep_the_others_from_being_told(
     run: Callable[..., Any], install: Callable[..., None], base: type[Any], caplog: Any
 ) -> None:
@@ -211,6 +216,7 @@ def test_an_abort_that_raises_does_not_keep_the_others_from_being_told(
     assert any("abort() raised BrokenError" in record.getMessage() for record in caplog.records)
 
 
+@pytest.mark.fault(72)
 def test_a_close_that_raises_releases_the_rest(
     run: Callable[..., Any], install: Callable[..., None], base: type[Any]
 ) -> None:
@@ -259,6 +265,7 @@ def flaky(base: type[Any]) -> type[Any]:
     return Flaky
 
 
+@pytest.mark.fault(73)
 @pytest.mark.parametrize("part", [1, 2])
 def test_a_post_that_raises_amid_a_step(
     run: Callable[..., Any], install: Callable[..., None], base: type[Any], part: int
@@ -294,6 +301,7 @@ def test_a_post_that_raises_amid_a_step(
 # ---------------------------------------------------------------------------------------- 74: what happens amid a close
 
 
+@pytest.mark.fault(74)
 @pytest.mark.parametrize("what", ["a peer aborts", "this rank aborts", "a deadline passes"])
 @pytest.mark.parametrize("transport", BASES)
 def test_a_communicator_that_closes_is_not_deaf(run: Callable[..., Any], transport: str, what: str) -> None:

@@ -28,7 +28,7 @@ from oracle import FULL, LOOKS, hear, named, oracle, settled
 from oracle import holdings as holds
 from processes import HANGS, INTERRUPTED, LARGE, Rank, Run, empty, exchange, no_threads, numbers
 
-from aiocomms import communicator
+from aiocomms import core
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError
 from aiocomms.testing import local_world
 
@@ -81,7 +81,7 @@ def test_a_straggler(ranks: Run, notice: Notice) -> None:
 async def interrupt(place: Rank) -> float:
     """Ctrl-C on one rank while it awaits. Its grace never ends: were its close to wait for that, it would hang."""
     if place.rank == 1:
-        communicator.CLOSE_GRACE = math.inf
+        core.CLOSE_GRACE = math.inf
         try:
             async with place.open() as comm:
                 await comm.barrier()

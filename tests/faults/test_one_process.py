@@ -20,7 +20,7 @@ import pytest
 import torch
 from processes import exchange
 
-from aiocomms import communicator
+from aiocomms import core
 from aiocomms.errors import CommError
 from aiocomms.testing import local_world
 
@@ -57,7 +57,7 @@ def _heeded() -> Iterator[None]:
 @pytest.mark.usefixtures("_heeded")
 def test_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C during an await: the loop ends, and what was open is closed; were that to wait for its grace, it hangs."""
-    monkeypatch.setattr(communicator, "CLOSE_GRACE", math.inf)
+    monkeypatch.setattr(core, "CLOSE_GRACE", math.inf)
     kept: list[Any] = []
 
     def press() -> None:

@@ -25,8 +25,6 @@ EXAMPLES = sorted((ROOT / "examples").glob("transport_*/"))
 ORDER = re.search(r"^errors < .*$", (ROOT / "docs" / "design.md").read_text(), re.MULTILINE).group()
 LAYERS = [set(rooms.split(", ")) for rooms in ORDER.split(" < ")]
 FOR_TRANSPORTS = {"errors", "ops", "transport", "lowlevel", "cuda"}
-TYPE_CIRCLES = {"progress"}
-"""Rooms with a circle of imports for type checkers that is still to go."""
 
 MODULE_LINES = 400
 FUNCTION_LINES = 30
@@ -108,8 +106,7 @@ def test_no_import_goes_round():
     for path in sources(CORE):
         me = module_name(path)
         if me not in {"aiocomms", "aiocomms.pytest_plugin"}:  # which load what they name when it is asked for
-            needs = core_imports(path, types=room(me) not in TYPE_CIRCLES)
-            graph[me] = {name for name in needs if name != me and not me.startswith(f"{name}.")}
+            graph[me] = {name for name in core_imports(path) if name != me and not me.startswith(f"{name}.")}
     while leaves := {name for name, needs in graph.items() if not needs & graph.keys()}:
         graph = {name: needs for name, needs in graph.items() if name not in leaves}
     assert graph == {}

@@ -293,6 +293,29 @@ def test_the_owner_of_a_window_dies(ranks: Run, what: str) -> None:
     assert ranks(3, lose_the_owner_of_a_window, what, 1) == [None, KILLED, None]
 
 
+async def die_amid_a_close(place: Rank) -> None:
+    comm = await place.open()
+    await comm.barrier()
+    if place.rank == 1:
+        await place.all_told("closing", 0)
+        place.die()
+    work = comm.all_reduce(torch.ones(3))
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(comm.aclose())
+        while not comm.closed:
+            await asyncio.sleep(0)
+        place.tell("closing 0")
+        with pytest.raises(PeerDiedError) as caught:
+            await work
+    assert caught.value.peer == 1, caught.value
+
+
+@pytest.mark.fault(74)
+def test_a_death_amid_a_close(ranks: Run) -> None:
+    """It is heard: the work says who has died, and not that this rank has closed."""
+    assert ranks(2, die_amid_a_close) == [None, KILLED]
+
+
 async def abort_amid(place: Rank) -> str:
     comm = await place.open()
     works = [comm.recv(torch.zeros(LARGE), (place.rank + 1) % place.size) for _ in range(3)]

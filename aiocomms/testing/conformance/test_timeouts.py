@@ -79,7 +79,7 @@ async def test_an_object_receive_fails_alone(comm: Communicator, case: Case) -> 
     assert not comm.aborted
 
 
-@pytest.mark.fault(17, 47)
+@pytest.mark.fault(17, 47, 91)
 @ranks(2, 3, 7)
 async def test_a_late_collective_ends_the_communicator_everywhere(comm: Communicator, case: Case) -> None:
     """Every rank that waited gets a timeout; the first reason stays, and later operations fail at once."""
