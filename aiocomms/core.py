@@ -82,14 +82,13 @@ class Core:
         self._postmortem: PostMortem | None = None
         self._closing: Promise | None = None
         self.post_hooks, self.abort_hooks = Hooks(), Hooks()
-        for transport in self.transports:
-            transport.on_failure = self.lose  # type: ignore[method-assign]
         self.in_flight = InFlight(self, Heartbeat(self.transports, options, self.lose))
         self.recorder = Recorder(self, self.in_flight)
         self._ring = self.recorder.ring
         self._spinning = [t for t in self.transports if t.capabilities.spin]
         self.router = Router(self, self.by_family)
         for transport in self.transports:
+            transport.on_failure = self.lose  # type: ignore[method-assign]
             self.driver.attach(transport)
 
     @property

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from aiocomms.errors import CommError
 from aiocomms.lowlevel.waker import Waker
-from aiocomms.progress.guard import broken
+from aiocomms.progress.guard import broken, guarded
 from aiocomms.progress.loops import Loop, Parkable, running_loop
 from aiocomms.transport import Capabilities
 
@@ -79,7 +79,7 @@ class Driver:
 
     def attach(self, transport: Served) -> None:
         """Serve a transport from now on."""
-        fd = self._fds[transport] = transport.fileno()
+        fd = self._fds[transport] = guarded(None, transport.fileno)
         if fd is not None:
             self._loop.watch(fd, lambda: self._ready(transport))
 

@@ -13,7 +13,7 @@ from aiocomms.errors import ArgumentError
 from aiocomms.ops import checks
 
 engine = pytest.importorskip("aiocomms_ucx._engine", reason="needs the ucx transport", exc_type=ImportError)
-CPU = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"), plain=None)
+CPU = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"), fast_check=None)
 
 
 def freed() -> torch.Tensor:

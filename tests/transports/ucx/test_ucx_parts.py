@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-UCX = Path(__file__).parents[1] / "transports" / "ucx"
+UCX = Path(__file__).parents[3] / "transports" / "ucx"
 PARTS = ("closing", "groups", "inbox", "offers", "reports", "request")
 SOURCES = [
     UCX / "tests" / "parts_test.cpp",
