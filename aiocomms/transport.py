@@ -1,6 +1,6 @@
 """The plug-in contract: what a transport is, what it is given and what it promises.
 
-``transports/README.md`` walks an author through it with the ``local`` transport as the example.
+``docs/transports.md`` builds a transport piece by piece; ``transports/local`` carries every op in four small files.
 """
 
 from __future__ import annotations
@@ -143,7 +143,12 @@ class Capabilities(msgspec.Struct, frozen=True):
 class Transport(ABC):
     """Carries ops between the ranks of one communicator.
 
-    Everything but :meth:`abort` and :meth:`waiting_for` is called on the thread of the loop that opened it.
+    :meth:`abort`, :meth:`waiting_for` and :meth:`last_heard` are called on any thread, everything else on the thread of
+    the loop that opened it.
+
+    Each method says what raising from it means. Where it says that the transport is *broken*, the communicator is lost
+    with a :class:`CommError` that names the transport, the method and what was raised, and the peers are told; no
+    thread of the core ends, and no other communicator. See :mod:`aiocomms.progress.guard`.
     """
 
     capabilities: Capabilities
@@ -154,6 +159,7 @@ class Transport(ABC):
 
     True: it is a dense, contiguous tensor of a known dtype on the communicator's device, with memory and without a lazy
     conjugate or negation, and, if it is to be written to, not tracked by autograd. False: perhaps not; the core looks.
+    Must not raise: nothing of the op was sent, and what is raised is its caller's.
     """
 
     def on_failure(self, error: CommError) -> None:  # noqa: B027 - nobody need define it
@@ -166,16 +172,25 @@ class Transport(ABC):
     @classmethod
     @abstractmethod
     def probe(cls, device: torch.device) -> str | None:
-        """Why it cannot run here for tensors on ``device``, as the end of "... is not available: ", or None. Cheap."""
+        """Why it cannot run here for tensors on ``device``, as the end of "... is not available: ", or None. Cheap.
+
+        Raising: it is not available, and what was raised is the reason.
+        """
 
     @classmethod
     def preference(cls, device: torch.device, size: int, family: ops.Family) -> int:
-        """How much ``"auto"`` should prefer it for a family of ops of ``size`` ranks on ``device``; 0: never."""
+        """How much ``"auto"`` should prefer it for a family of ops of ``size`` ranks on ``device``; 0: never.
+
+        Must not raise: no communicator with ``"auto"`` can be formed then.
+        """
         return 0
 
     @classmethod
     def adopts(cls, foreign: object) -> bool:
-        """Whether it can run over ``foreign``, another library's communicator, given as hint ``"adopt"``."""
+        """Whether it can run over ``foreign``, another library's communicator, given as hint ``"adopt"``.
+
+        Must not raise: no other transport is asked then.
+        """
         return False
 
     @classmethod
@@ -183,13 +198,17 @@ class Transport(ABC):
     async def open(cls, rendezvous: Rendezvous, options: Mapping[str, Any]) -> Self:
         """Meet the other ranks. Collective.
 
+        Raising, or being cancelled: the communicator is not formed, and what was raised is the caller's. The transport
+        has released what it has opened; the core closes those that were opened before it.
+
         :param options: the user's hints; those it does not know are not meant for it.
         """
 
     async def split_nobody(self, rendezvous: Rendezvous) -> None:  # noqa: B027 - nobody need define it
         """Take part in a split on a rank that joins none of the new communicators.
 
-        Called where others' :meth:`split` is, for transports whose split is collective over all ranks.
+        Called where others' :meth:`split` is, for transports whose split is collective over all ranks. Raising: the
+        split fails on this rank with what was raised, and this communicator goes on.
 
         :param rendezvous: for its ``run``; this rank is alone in it.
         """
@@ -197,7 +216,7 @@ class Transport(ABC):
     async def split(self, rendezvous: Rendezvous, ranks: Sequence[int], options: Mapping[str, Any]) -> Self:
         """Open it for some of these ranks, over what the ranks already have; else everything is opened anew.
 
-        Collective over the ranks named.
+        Collective over the ranks named. Raising: as from :meth:`open`; this communicator goes on.
 
         :param rendezvous: the new communicator's.
         :param ranks: its members, as ranks of this one, in their new order.
@@ -211,6 +230,11 @@ class Transport(ABC):
 
         The transport keeps ``op``, and with it the tensors, until the wire has let go of them.
 
+        Raising a :class:`CommError`: nothing was sent, the error is the caller's, and the communicator goes on; the
+        other ranks' next collective is this one's next, too. Raising anything else: the transport is broken. If ``op``
+        is a message of a lowered op, either means the same: for the first message that nothing was sent, and what was
+        raised is the caller's; for a later one that the op has broken off, and the communicator is lost.
+
         :returns: when it ended, by :func:`time.monotonic`, if it has and the transport knows: it spares a look at the
             clock.
         """
@@ -219,7 +243,7 @@ class Transport(ABC):
         """Make a CUDA stream wait for an op, which may be captured, or done already.
 
         :param stream: a ``torch.cuda.Stream``; None: the current one.
-        :raises UnsupportedOperation: the op runs on no stream.
+        :raises UnsupportedOperation: the op runs on no stream. Whatever is raised is the caller's, and the op goes on.
         """
         raise UnsupportedOperation("wait_stream() orders a CUDA stream, and this op has none: await the work instead")
 
@@ -227,17 +251,26 @@ class Transport(ABC):
     def progress(self) -> bool | None:
         """Move things on without blocking.
 
+        Raising: the transport is broken, and is not asked again. That holds for what completing a work raises in here,
+        such as the :class:`RuntimeError` of a work that is completed twice.
+
         :returns: whether anything completed. None: nothing did, and it is of no use to ask again before the descriptor
             is readable, for the transport's own thread is at it.
         """
 
     @abstractmethod
     def fileno(self) -> int | None:
-        """A descriptor that is readable when :meth:`progress` has something to do; None if nothing comes by itself."""
+        """A descriptor that is readable when :meth:`progress` has something to do; None if nothing comes by itself.
+
+        Asked once, when the communicator is formed; it stays open until :meth:`aclose`. Must not raise: the
+        communicator is not formed then.
+        """
 
     @abstractmethod
     def try_cancel(self, work: Completion) -> bool:
         """Withdraw an unmatched receive or wait, if the wire has let go of its buffer.
+
+        Raising: the transport is broken; the op counts as under way.
 
         :returns: True: it has not happened and never will, and the transport does not complete ``work``. False: it is
             under way and completes by itself.
@@ -253,6 +286,9 @@ class Transport(ABC):
 
         Works in flight need not be completed (the communicator ends them), but their tensors are kept until the wire is
         quiet.
+
+        Raising: the transport is broken, which is said in the log. If the communicator is lost already, its first
+        reason stays.
         """
 
     @abstractmethod
@@ -260,20 +296,29 @@ class Transport(ABC):
         """Release everything. On return every work is complete or given up.
 
         The communicator has let ops under way end, and given up the rest; :meth:`progress` is not called any more.
+
+        Raising: ``Communicator.aclose`` raises a :class:`CommError` that names the transport; the communicator is
+        closed all the same, and so are its other transports.
         """
 
     def waiting_for(self, work: Completion) -> Sequence[int]:
-        """The ranks a pending op waits for, where the transport can tell. On any thread: the loop may be busy."""
+        """The ranks a pending op waits for, where the transport can tell. On any thread: the loop may be busy.
+
+        Raising: the transport is broken. Nobody is named.
+        """
         return ()
 
     def last_heard(self) -> Sequence[float] | None:
         """When each rank last gave a sign of life, of ``time.monotonic()``; each is asked for another.
 
         Called every now and then while works are pending, on any thread. None: there is no need, or no way, to ask.
-        The answer may wait neither for a rank's loop nor for its interpreter's lock.
+        The answer may wait neither for a rank's loop nor for its interpreter's lock. Raising: the transport is broken.
         """
         return None
 
     def side_channel(self) -> SideChannel | None:
-        """What is left to the ranks after :meth:`abort`, until :meth:`aclose`; None: nothing but the store."""
+        """What is left to the ranks after :meth:`abort`, until :meth:`aclose`; None: nothing but the store.
+
+        Must not raise: what is raised is the caller's of ``Communicator.reconfigure``, and no communicator is formed.
+        """
         return None
