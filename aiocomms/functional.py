@@ -58,12 +58,12 @@ def all_reduce(tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, group: AnyGrou
 
     :param op: a :class:`ReduceOp`, or ``"sum" "mean" "max" "min" "product"``.
     """
-    return get_comm(group).all_reduce(_copy("tensor", tensor), ReduceOp.parse(op))
+    return get_comm(group).all_reduce(_copy("tensor", tensor), op)
 
 
 def reduce(tensor: Tensor, root: int, op: ReduceOp | str = ReduceOp.SUM, group: AnyGroup = None) -> Work[Tensor]:
     """The reduction of all ranks' tensors on the root; elsewhere a copy of ``tensor``."""
-    return get_comm(group).reduce(_copy("tensor", tensor), root, ReduceOp.parse(op))
+    return get_comm(group).reduce(_copy("tensor", tensor), root, op)
 
 
 def all_gather(tensor: Tensor, group: AnyGroup = None) -> Work[Tensor]:
@@ -101,7 +101,7 @@ def reduce_scatter(tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, group: Any
     """This rank's chunk of the reduction of all ranks' tensors, cut along dimension 0 into ``size`` equal chunks."""
     comm = get_comm(group)
     mine = _dense("tensor", tensor)
-    return comm.reduce_scatter_single(mine.new_empty(_chunk(mine, comm.size)), mine, ReduceOp.parse(op))
+    return comm.reduce_scatter_single(mine.new_empty(_chunk(mine, comm.size)), mine, op)
 
 
 def all_to_all(tensor: Tensor, group: AnyGroup = None) -> Work[Tensor]:

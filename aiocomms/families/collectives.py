@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from aiocomms import ops
+from aiocomms.errors import ArgumentError
 from aiocomms.families.issuer import Issuer
 from aiocomms.ops.checks import Timeout, integers, optional, sequence
 from aiocomms.ops.reductions import ReduceOp
@@ -45,7 +46,7 @@ class Collectives(Issuer):
     def all_reduce(
         self,
         tensor: Tensor,
-        op: ReduceOp = ReduceOp.SUM,
+        op: ReduceOp | str = ReduceOp.SUM,
         *,
         hints: Mapping[str, Any] | None = None,
         timeout: Timeout = None,
@@ -53,20 +54,22 @@ class Collectives(Issuer):
         """Reduce every rank's tensor, in place, so that all ranks have the result.
 
         :param tensor: of one shape and dtype on every rank.
-        :param op: how values are reduced.
+        :param op: how values are reduced: an operator, or the name of one, as :meth:`ReduceOp.parse` takes it.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises UnsupportedOperation: ``op`` is not defined for the dtype.
         """
+        if type(op) is not ReduceOp:
+            op = self._operator("all_reduce", op)
         return self._issue(ops.AllReduce(tensor, op), hints, timeout)
 
     def reduce(
         self,
         tensor: Tensor,
         root: int,
-        op: ReduceOp = ReduceOp.SUM,
+        op: ReduceOp | str = ReduceOp.SUM,
         *,
         hints: Mapping[str, Any] | None = None,
         timeout: Timeout = None,
@@ -75,13 +78,15 @@ class Collectives(Issuer):
 
         :param tensor: of one shape and dtype on every rank; written on the root only.
         :param root: the rank that gets the result.
-        :param op: how values are reduced.
+        :param op: how values are reduced: an operator, or the name of one, as :meth:`ReduceOp.parse` takes it.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises UnsupportedOperation: ``op`` is not defined for the dtype.
         """
+        if type(op) is not ReduceOp:
+            op = self._operator("reduce", op)
         return self._issue(ops.Reduce(tensor, root, op), hints, timeout)
 
     def all_gather(
@@ -145,7 +150,7 @@ class Collectives(Issuer):
         self,
         output: Tensor,
         inputs: Sequence[Tensor],
-        op: ReduceOp = ReduceOp.SUM,
+        op: ReduceOp | str = ReduceOp.SUM,
         *,
         hints: Mapping[str, Any] | None = None,
         timeout: Timeout = None,
@@ -154,20 +159,22 @@ class Collectives(Issuer):
 
         :param output: this rank's result, written; may be ``inputs[rank]`` itself.
         :param inputs: one tensor per rank.
-        :param op: how values are reduced.
+        :param op: how values are reduced: an operator, or the name of one, as :meth:`ReduceOp.parse` takes it.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
         :returns: the work; its result is ``output``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises UnsupportedOperation: ``op`` is not defined for the dtype.
         """
+        if type(op) is not ReduceOp:
+            op = self._operator("reduce_scatter", op)
         return self._issue(ops.ReduceScatter(output, sequence("inputs", inputs), op), hints, timeout)
 
     def reduce_scatter_v(
         self,
         output: Tensor,
         inputs: Sequence[Tensor],
-        op: ReduceOp = ReduceOp.SUM,
+        op: ReduceOp | str = ReduceOp.SUM,
         *,
         hints: Mapping[str, Any] | None = None,
         timeout: Timeout = None,
@@ -176,20 +183,22 @@ class Collectives(Issuer):
 
         :param output: this rank's result, written; may be ``inputs[rank]`` itself.
         :param inputs: one tensor per rank, of that rank's output's shape.
-        :param op: how values are reduced.
+        :param op: how values are reduced: an operator, or the name of one, as :meth:`ReduceOp.parse` takes it.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
         :returns: the work; its result is ``output``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises UnsupportedOperation: ``op`` is not defined for the dtype.
         """
+        if type(op) is not ReduceOp:
+            op = self._operator("reduce_scatter_v", op)
         return self._issue(ops.ReduceScatterV(output, sequence("inputs", inputs), op), hints, timeout)
 
     def reduce_scatter_single(
         self,
         output: Tensor,
         input: Tensor,
-        op: ReduceOp = ReduceOp.SUM,
+        op: ReduceOp | str = ReduceOp.SUM,
         *,
         hints: Mapping[str, Any] | None = None,
         timeout: Timeout = None,
@@ -198,13 +207,15 @@ class Collectives(Issuer):
 
         :param output: this rank's chunk, written; may be chunk ``rank`` of ``input``.
         :param input: ``size`` times the elements of ``output``.
-        :param op: how values are reduced.
+        :param op: how values are reduced: an operator, or the name of one, as :meth:`ReduceOp.parse` takes it.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
         :returns: the work; its result is ``output``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises UnsupportedOperation: ``op`` is not defined for the dtype.
         """
+        if type(op) is not ReduceOp:
+            op = self._operator("reduce_scatter_single", op)
         return self._issue(ops.ReduceScatterSingle(output, input, op), hints, timeout)
 
     def all_to_all(
@@ -340,3 +351,10 @@ class Collectives(Issuer):
         :returns: the work; its result is None.
         """
         return self._issue(ops.Barrier(), hints, timeout)
+
+    def _operator(self, name: str, op: object) -> ReduceOp:
+        """Parse the operator that a caller gave the method ``name`` in another form than a :class:`ReduceOp`."""
+        try:
+            return ReduceOp.parse(op)
+        except ArgumentError as error:
+            raise error.about(comm=self.name, op=name, rank=self.rank) from None

@@ -16,6 +16,7 @@ from aiocomms.progress.work import Work
 class Issuer(ABC):
     """What a method family needs of the communicator it becomes part of."""
 
+    name: str
     rank: int
     size: int
     device: torch.device

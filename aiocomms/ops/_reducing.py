@@ -15,8 +15,10 @@ from aiocomms.ops.reductions import SUPPORTED, ReduceOp
 
 
 def _reducible(op: ReduceOp, tensor: Tensor) -> None:
-    if type(op) is not ReduceOp:
-        raise checks.wrong_type("op", op, "an aiocomms.ReduceOp")
+    """Check that an operator is defined for a tensor's dtype.
+
+    That ``op`` is a :class:`ReduceOp` is checked by the method that makes the record, which also takes names.
+    """
     if tensor.dtype not in SUPPORTED[op.kind]:
         wanted = ", ".join(sorted(map(str, SUPPORTED[op.kind])))
         raise UnsupportedOperation(f"op {op} is not defined for dtype {tensor.dtype}, wanted one of {wanted}")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from aiocomms.errors import ArgumentError, ArgumentTypeError
+from aiocomms.ops.checks import short, wrong_type
 
 _FLOAT = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _COMPLEX = {torch.complex64, torch.complex128}
@@ -80,19 +81,20 @@ class ReduceOp(msgspec.Struct, frozen=True):
         return ReduceOp("premul_sum", float(factor))
 
     @classmethod
-    def parse(cls, value: ReduceOp | str) -> ReduceOp:
-        """An operator from its lower-case name: ``"sum" "mean" "max" "min" "product"``.
+    def parse(cls, value: object) -> ReduceOp:
+        """Turn a lower-case name, ``"sum" "mean" "max" "min" "product"``, into its operator; an operator stays itself.
 
-        :raises ArgumentError: there is no such name.
+        :raises ArgumentTypeError: the value is neither an operator nor a str.
+        :raises ArgumentError: no operator has this name.
         """
-        if isinstance(value, ReduceOp):
+        if type(value) is ReduceOp:
             return value
-        try:
-            return _NAMES[value]
-        except (KeyError, TypeError):
-            raise ArgumentError(
-                f"op is {value!r}, wanted an aiocomms.ReduceOp or one of {', '.join(map(repr, _NAMES))}"
-            ) from None
+        wanted = f"an aiocomms.ReduceOp or one of {', '.join(map(repr, _NAMES))}"
+        if not isinstance(value, str):
+            raise wrong_type("op", value, wanted)
+        if value not in _NAMES:
+            raise ArgumentError(f"op is {short(value)}, wanted {wanted}")
+        return _NAMES[value]
 
     def supports(self, dtype: torch.dtype) -> bool:
         """Whether the operator is defined for ``dtype``."""

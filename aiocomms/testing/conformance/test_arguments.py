@@ -128,7 +128,7 @@ WRONG: dict[str, list[object]] = {
     "dst": WRONG_RANKS,
     "src": WRONG_RANKS,
     "tag": [2**31, -(2**31) - 1, 0.0, True, None, "0"],
-    "op": ["sum", None, 0, torch.distributed.ReduceOp.SUM],
+    "op": ["average", "SUM", "", b"sum", None, 0, torch.distributed.ReduceOp.SUM],
     "timeout": [0, -1, math.nan, math.inf, True, "1", 1e9, timedelta(0), timedelta(seconds=-1)],
     "outputs": [3, "list", {}, torch.ones(2, 2)],
     "inputs": [3, "list", {}, torch.ones(2, 2)],

@@ -73,6 +73,24 @@ async def test_every_operator_on_every_dtype(comm: Communicator, case: Case, nam
         await check_all(name, comm, case, share(settings, dtype, comm.size))
 
 
+@ranks(2)
+@pytest.mark.parametrize("op", ["sum", "mean", "max", "min", "product"])
+async def test_an_operator_by_its_name(comm: Communicator, case: Case, op: str) -> None:
+    """Each reducing collective takes the name of an operator in place of the operator."""
+    contents = [[case.numbers(torch.float64, (5,), r, dst) for dst in range(comm.size)] for r in range(comm.size)]
+    mine, root = contents[comm.rank], comm.size - 1
+    first = data.reduced(ReduceOp.parse(op), [theirs[0] for theirs in contents])
+    share = data.reduced(ReduceOp.parse(op), [theirs[comm.rank] for theirs in contents])
+    everywhere, rooted = case.full(mine[0]), case.full(mine[0])
+    data.near(await comm.all_reduce(everywhere.tensor, op), *first)
+    data.near(await comm.reduce(rooted.tensor, root, op), *(first if comm.rank == root else (mine[0], None)))
+    ins = [case.full(content).tensor for content in mine]
+    for scatter in (comm.reduce_scatter, comm.reduce_scatter_v):
+        data.near(await scatter(case.empty(torch.float64, (5,)).tensor, ins, op), *share)
+    whole = case.full(torch.stack(mine))
+    data.near(await comm.reduce_scatter_single(case.empty(torch.float64, (5,)).tensor, whole.tensor, op), *share)
+
+
 @ranks(*ALL_SIZES)
 @pytest.mark.parametrize("name", EVERY)
 async def test_large(comm: Communicator, case: Case, name: str) -> None:
