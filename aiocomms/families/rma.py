@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from aiocomms import ops
-from aiocomms.errors import MismatchError
+from aiocomms.errors import CommError, MismatchError
 from aiocomms.families.issuer import Issuer
 from aiocomms.ops import checks
 from aiocomms.ops.checks import Timeout
@@ -51,6 +53,10 @@ class Window:
 
     Operations of one rank on one other rank's window take effect in the order of the calls. A ``put`` is done when
     its source may be reused; that it has arrived is known after ``flush``, or by the ``signal`` sent after it.
+
+    ``async with`` closes the window. If its body raises, the closing is started but not awaited, and the error goes on
+    at once: the peers close the window only when their bodies end, and these may wait for ops that this rank will never
+    call. The window is closed once every rank has closed it.
     """
 
     def __init__(self, comm: Issuer, handle: object, tensor: Tensor, sizes: list[int]) -> None:
@@ -195,11 +201,26 @@ class Window:
         return self._comm._issue(ops.MapRemoteTensor(self, rank), hints, timeout)
 
     async def aclose(self, *, timeout: Timeout = None) -> None:
-        """Close the window after everybody's operations on it. Collective; twice is once.
+        """Close the window after everybody's operations on it. Collective. Idempotent.
 
         :param timeout: the deadline in seconds; None: the communicator's.
         :raises CommError: the communicator is lost or closed.
         """
         if not self.closed:
-            self.closed = True
-            await self._comm._issue(ops.WindowClose(self), timeout=timeout)
+            await self._start_closing(timeout)
+
+    def _start_closing(self, timeout: Timeout = None) -> Work[None]:
+        self.closed = True
+        return self._comm._issue(ops.WindowClose(self), timeout=timeout)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            await self.aclose()
+        elif not self.closed:
+            with contextlib.suppress(CommError):  # the communicator is lost or closed, and the window with it
+                self._start_closing()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import unittest
 from collections.abc import Callable
@@ -262,11 +263,16 @@ async def test_an_access_whose_await_is_cancelled_happens(comm: Communicator, ca
 
 @pytest.mark.fault(70)
 @ranks(2)
-async def test_close_comes_after_everybodys_operations(comm: Communicator, case: Case) -> None:
+@pytest.mark.parametrize("how", ["aclose", "async with"])
+async def test_close_comes_after_everybodys_operations(comm: Communicator, case: Case, how: str) -> None:
     slot, win = await window(comm, case, torch.int32, PART)
-    if comm.rank == 0:
-        for i in range(PART):
-            win.put(torch.full((1,), i, dtype=torch.int32, device=comm.device), 1, i)
+    async with contextlib.AsyncExitStack() as stack:
+        if how == "async with":
+            assert await stack.enter_async_context(win) is win
+        if comm.rank == 0:
+            for i in range(PART):
+                win.put(torch.full((1,), i, dtype=torch.int32, device=comm.device), 1, i)
+    assert win.closed == (how == "async with")
     await win.aclose()
     await win.aclose()
     if comm.rank == 1:
@@ -284,6 +290,37 @@ async def test_close_comes_after_everybodys_operations(comm: Communicator, case:
 
 
 @pytest.mark.fault(70)
+@ranks(2)
+async def test_an_error_leaves_a_window_without_waiting_for_the_peers(comm: Communicator, case: Case) -> None:
+    """Rank 1 stays in its body until rank 0's error has come out; the window is open to it, and then closes."""
+    slot, win = await window(comm, case, torch.int32, PART)
+    if comm.rank == 0:
+        with pytest.raises(ZeroDivisionError):
+            async with win:
+                raise ZeroDivisionError
+        assert win.closed and not comm.aborted
+        with pytest.raises(CommClosedError, match="window"):
+            win.signal(1)
+        case.tell("left")
+    else:
+        async with win:
+            await case.told("left", 0)
+            await win.put(case.bits(torch.int32, (PART,)).to(comm.device), 0)
+    await comm.barrier()
+    if comm.rank == 0:
+        slot.expect(case.bits(torch.int32, (PART,)))
+
+
+@ranks(2)
+async def test_an_error_comes_out_of_a_window_of_a_lost_communicator(comm: Communicator, case: Case) -> None:
+    _, win = await window(comm, case, torch.int32, 1)
+    with pytest.raises(ZeroDivisionError):
+        async with win:
+            comm.abort("for the test")
+            raise ZeroDivisionError
+    assert win.closed
+
+
 @ranks(2)
 async def test_wrong_arguments(comm: Communicator, case: Case) -> None:
     slot, win = await window(comm, case, torch.int32, 4)
