@@ -19,10 +19,6 @@ class Hook:
         self._hooks = hooks
         self._fn = fn
 
-    def __call__(self, *about: Any) -> None:
-        """Call what was registered."""
-        self._fn(*about)
-
     def __repr__(self) -> str:
         return repr(self._fn)
 
@@ -49,13 +45,13 @@ class Hooks(list[Hook]):
     def ask(self, *about: Any) -> None:
         """Call them; what one raises goes to the caller."""
         for hook in list(self):
-            hook(*about)
+            hook._fn(*about)
 
     def call(self, driver: Driver, *about: Any) -> None:
         """Call them; no caller stands behind who could handle what they raise, so that is reported."""
         for hook in list(self):
             try:
-                hook(*about)
+                hook._fn(*about)
             except Exception as error:
                 driver.report(f"the hook {hook!r} raised", error)
 

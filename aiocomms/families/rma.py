@@ -37,7 +37,7 @@ class OneSided(Issuer):
         parts = self._issue(ops.AllGatherSingle(theirs, mine.to(self.device)), timeout=timeout)
         handle = await opening
         sizes, dtypes = (await parts).T.tolist()
-        window = Window(self, handle, tensor, sizes)
+        window = Window(self, ops.WindowInfo(handle, tensor, sizes))
         if len(set(dtypes)) > 1:
             await window.aclose(timeout=timeout)  # all ranks see the same, and no state is in doubt
             names = sorted(map(str, checks.DTYPES))
@@ -59,16 +59,24 @@ class Window:
     call. The window is closed once every rank has closed it.
     """
 
-    def __init__(self, comm: Issuer, handle: object, tensor: Tensor, sizes: list[int]) -> None:
+    def __init__(self, comm: Issuer, info: ops.WindowInfo) -> None:
         self._comm = comm
-        self.handle = handle
-        """What the transport knows it by."""
-        self.closed = False
-        """Whether it was closed on this rank."""
-        self.tensor = tensor
+        self._info = info
+
+    @property
+    def tensor(self) -> Tensor:
         """This rank's part."""
-        self.sizes = sizes
-        """Each rank's number of elements."""
+        return self._info.tensor
+
+    @property
+    def sizes(self) -> list[int]:
+        """Each rank's number of elements, in rank order."""
+        return self._info.sizes
+
+    @property
+    def closed(self) -> bool:
+        """Whether the window was closed on this rank."""
+        return self._info.closed
 
     def put(
         self,
@@ -89,7 +97,7 @@ class Window:
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong, or the tensor would not fit; nothing was sent.
         """
-        return self._comm._issue(ops.Put(self, tensor, dst, offset), hints, timeout)
+        return self._comm._issue(ops.Put(self._info, tensor, dst, offset), hints, timeout)
 
     def get(
         self,
@@ -110,7 +118,7 @@ class Window:
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong, or the window ends before; nothing was sent.
         """
-        return self._comm._issue(ops.Get(self, tensor, src, offset), hints, timeout)
+        return self._comm._issue(ops.Get(self._info, tensor, src, offset), hints, timeout)
 
     def fetch_add(
         self, dst: int, offset: int, value: int, *, hints: Mapping[str, Any] | None = None, timeout: Timeout = None
@@ -126,7 +134,7 @@ class Window:
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises UnsupportedOperation: the window's dtype has no atomics.
         """
-        return self._comm._issue(ops.FetchAdd(self, dst, offset, value), hints, timeout)
+        return self._comm._issue(ops.FetchAdd(self._info, dst, offset, value), hints, timeout)
 
     def compare_swap(
         self,
@@ -150,7 +158,7 @@ class Window:
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises UnsupportedOperation: the window's dtype has no atomics.
         """
-        return self._comm._issue(ops.CompareSwap(self, dst, offset, expected, value), hints, timeout)
+        return self._comm._issue(ops.CompareSwap(self._info, dst, offset, expected, value), hints, timeout)
 
     def signal(self, dst: int, *, hints: Mapping[str, Any] | None = None, timeout: Timeout = None) -> Work[None]:
         """Tell a rank that all puts to it so far have arrived; it notices by :meth:`wait_signal`.
@@ -161,7 +169,7 @@ class Window:
         :returns: the work; its result is None.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
-        return self._comm._issue(ops.Signal(self, dst), hints, timeout)
+        return self._comm._issue(ops.Signal(self._info, dst), hints, timeout)
 
     def wait_signal(self, src: int, *, hints: Mapping[str, Any] | None = None, timeout: Timeout = None) -> Work[None]:
         """Wait for one signal of a rank, and consume it; signals that nobody waits for are counted.
@@ -172,7 +180,7 @@ class Window:
         :returns: the work; its result is None.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
-        return self._comm._issue(ops.WaitSignal(self, src), hints, timeout)
+        return self._comm._issue(ops.WaitSignal(self._info, src), hints, timeout)
 
     def flush(
         self, dst: int | None = None, *, hints: Mapping[str, Any] | None = None, timeout: Timeout = None
@@ -185,7 +193,7 @@ class Window:
         :returns: the work; its result is None.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
-        return self._comm._issue(ops.Flush(self, dst), hints, timeout)
+        return self._comm._issue(ops.Flush(self._info, dst), hints, timeout)
 
     def map_remote_tensor(
         self, rank: int, *, hints: Mapping[str, Any] | None = None, timeout: Timeout = None
@@ -198,7 +206,7 @@ class Window:
         :returns: the work; its result is a tensor of the rank's shape, valid until the window is closed.
         :raises UnsupportedOperation: the ranks share no memory.
         """
-        return self._comm._issue(ops.MapRemoteTensor(self, rank), hints, timeout)
+        return self._comm._issue(ops.MapRemoteTensor(self._info, rank), hints, timeout)
 
     async def aclose(self, *, timeout: Timeout = None) -> None:
         """Close the window after everybody's operations on it. Collective. Idempotent.
@@ -210,8 +218,8 @@ class Window:
             await self._start_closing(timeout)
 
     def _start_closing(self, timeout: Timeout = None) -> Work[None]:
-        self.closed = True
-        return self._comm._issue(ops.WindowClose(self), timeout=timeout)
+        self._info.closed = True
+        return self._comm._issue(ops.WindowClose(self._info), timeout=timeout)
 
     async def __aenter__(self) -> Self:
         return self

@@ -62,7 +62,7 @@ class Streams(Issuer):
         self._streams += 1
         stream = TensorStream(self, peer, capacity, name, self._streams)
         try:
-            await stream.opened()
+            await stream._opened()
         except BaseException:
             await stream.aclose()
             raise
@@ -172,7 +172,9 @@ class TensorStream(ObjectStream[Tensor]):
             self._return_credits()
             self._notify()
 
-    async def opened(self) -> None:
+    # ------------------------------------------------------------------------------------------------- handshake
+
+    async def _opened(self) -> None:
         """Wait until the other end has been opened.
 
         :raises CommError: the communicator is lost, or the other end speaks another version.
@@ -182,8 +184,6 @@ class TensorStream(ObjectStream[Tensor]):
             if failure is not None:
                 raise failure.about()
             await self._wait()
-
-    # ------------------------------------------------------------------------------------------------- handshake
 
     def _shake_hands(self) -> None:
         name = self.name.encode()

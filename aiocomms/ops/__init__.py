@@ -52,6 +52,7 @@ from aiocomms.ops._rma import (
     Signal,
     WaitSignal,
     WindowClose,
+    WindowInfo,
     WindowOpen,
 )
 
@@ -134,5 +135,6 @@ __all__ = [
     "Signal",
     "WaitSignal",
     "WindowClose",
+    "WindowInfo",
     "WindowOpen",
 ]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -15,16 +16,17 @@ from aiocomms.ops.checks import Group
 ATOMIC_DTYPES = (torch.int32, torch.int64)
 
 
-class WindowInfo(Protocol):
-    """What a record knows of its window."""
+class WindowInfo(msgspec.Struct, eq=False):
+    """One window as the records of operations on it see it; :class:`aiocomms.Window` and the transports share it."""
 
     handle: Any
-    """Whatever the transport completed ``WindowOpen`` with."""
-    closed: bool
-    sizes: list[int]
-    """Each rank's number of elements."""
+    """The value with which the transport completed ``WindowOpen``."""
     tensor: Tensor
     """This rank's part."""
+    sizes: list[int]
+    """Each rank's number of elements."""
+    closed: bool = False
+    """Whether this rank has closed the window."""
 
 
 class _Rma(Op, frozen=True, eq=False):

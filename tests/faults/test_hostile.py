@@ -662,7 +662,7 @@ async def out_of_bounds(place: Rank) -> None:
         window = await comm.new_window(mine)
         other, size = 1 - place.rank, 1024 * 8
         transport = transport_of(comm)
-        engine, group, number = transport.engine, transport.group, window.handle.number
+        engine, group, number = transport.engine, transport.group, window._info.handle.number
         data = numbers(1024, place.rank)
         raw = torch.empty(2 * size, dtype=torch.uint8)
         for offset, nbytes in ((size, 8), (size - 8, 16), (0, size + 8), (2**40, 8), (2**64 - 8, 16), (2**64 - 8, 8)):
@@ -708,7 +708,7 @@ async def out_of_bounds_requests(place: Rank) -> None:
     async with place.open() as comm:
         window = await comm.new_window(whole[64:128])
         if place.rank == 1:
-            await forged.send(comm, forged.swap(64, canary, 0), 0, window.handle.tag, ops.RMA_REQUEST)
+            await forged.send(comm, forged.swap(64, canary, 0), 0, window._info.handle.tag, ops.RMA_REQUEST)
         await comm.barrier()
         assert (whole == canary).all()
 
