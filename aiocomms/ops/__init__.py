@@ -1,9 +1,9 @@
-"""The vocabulary: one record per operation, with its argument checks and its result.
+"""The operations as data: one record type per operation, with its argument checks and its result.
 
-A record says what was asked, as data; transports and :mod:`aiocomms.lowering` say how it is done. Records of one
-``kind`` move the same data and differ only in how the caller holds it: ``all_gather``, ``all_gather_v`` and
-``all_gather_single`` are all of kind ``"all_gather"``, with one output chunk per rank. So a transport that handles
-the kinds handles all.
+A record says which operation was called, with which arguments. Transports and :mod:`aiocomms.lowering` carry it out.
+Records of one ``kind`` move the same data and differ only in how the caller holds it: ``all_gather``, ``all_gather_v``
+and ``all_gather_single`` are all of kind ``"all_gather"``, with one output chunk per rank. A transport that handles
+every kind therefore handles every operation.
 """
 
 from __future__ import annotations

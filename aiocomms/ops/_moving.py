@@ -24,7 +24,7 @@ class _AllGather(Op, frozen=True, eq=False):
 
 
 class AllGather(_AllGather, frozen=True, eq=False):
-    """``outputs[r]`` becomes rank ``r``'s ``input``; all of one shape."""
+    """``outputs[r]`` becomes rank ``r``'s ``input``. All tensors have one shape."""
 
     name = "all_gather"
     equal: ClassVar[bool] = True
@@ -56,14 +56,14 @@ class AllGather(_AllGather, frozen=True, eq=False):
 
 
 class AllGatherV(AllGather, frozen=True, eq=False):
-    """As :class:`AllGather`, with a shape of its own for each rank."""
+    """As :class:`AllGather`, but the shape may differ from rank to rank."""
 
     name = "all_gather_v"
     equal = False
 
 
 class AllGatherSingle(_AllGather, frozen=True, eq=False):
-    """``output``, in ``size`` equal chunks, becomes the ranks' inputs in rank order."""
+    """The ``size`` equal chunks of ``output`` become the ranks' inputs, in rank order."""
 
     name = "all_gather_single"
     output: Tensor
@@ -102,7 +102,7 @@ class _Gather(Op, frozen=True, eq=False):
 
 
 class Gather(_Gather, frozen=True, eq=False):
-    """On the root ``outputs[r]`` becomes rank ``r``'s ``input``; elsewhere ``outputs`` is None."""
+    """On the root, ``outputs[r]`` becomes rank ``r``'s ``input``. On the other ranks ``outputs`` is None."""
 
     name = "gather"
     outputs: tuple[Tensor, ...] | None
@@ -140,7 +140,7 @@ class Gather(_Gather, frozen=True, eq=False):
 
 
 class GatherSingle(_Gather, frozen=True, eq=False):
-    """On the root ``output``, in ``size`` equal chunks, becomes the inputs; elsewhere ``output`` is None."""
+    """On the root, the ``size`` equal chunks of ``output`` become the ranks' inputs. Elsewhere ``output`` is None."""
 
     name = "gather_single"
     output: Tensor | None
@@ -178,7 +178,7 @@ class GatherSingle(_Gather, frozen=True, eq=False):
 
 
 class Scatter(Op, frozen=True, eq=False):
-    """Every rank's ``output`` becomes the root's ``inputs[rank]``; elsewhere ``inputs`` is None."""
+    """Every rank's ``output`` becomes the root's ``inputs[rank]``. On the other ranks ``inputs`` is None."""
 
     name = kind = "scatter"
     output: Tensor
@@ -200,7 +200,7 @@ class Scatter(Op, frozen=True, eq=False):
         checks.disjoint([] if inside else self.writes(), self.reads())
 
     def ins(self, size: int) -> Sequence[Tensor]:
-        """On the root, one chunk per rank."""
+        """Return one chunk per rank on the root, and nothing elsewhere."""
         return self.inputs or ()
 
     def result(self) -> Tensor:
@@ -229,7 +229,7 @@ class _AllToAll(Op, frozen=True, eq=False):
 
 
 class AllToAll(_AllToAll, frozen=True, eq=False):
-    """``outputs[r]`` becomes rank ``r``'s ``inputs[this rank]``; shapes may differ from pair to pair."""
+    """``outputs[r]`` becomes rank ``r``'s ``inputs[this rank]``. Shapes may differ from pair to pair of ranks."""
 
     name = "all_to_all"
     outputs: tuple[Tensor, ...]
@@ -262,7 +262,7 @@ class AllToAll(_AllToAll, frozen=True, eq=False):
 
 
 class AllToAllSingle(_AllToAll, frozen=True, eq=False):
-    """Chunk ``r`` of ``output`` becomes chunk ``this rank`` of rank ``r``'s ``input``; equal chunks."""
+    """Chunk ``r`` of ``output`` becomes chunk ``this rank`` of rank ``r``'s ``input``. All chunks are equal in size."""
 
     name = "all_to_all_single"
     output: Tensor
@@ -298,7 +298,7 @@ class AllToAllSingle(_AllToAll, frozen=True, eq=False):
 
 
 class AllToAllVSingle(_AllToAll, frozen=True, eq=False):
-    """As :class:`AllToAllSingle`, with a number of rows of its own for each pair of ranks."""
+    """As :class:`AllToAllSingle`, but the number of rows may differ from pair to pair of ranks."""
 
     name = "all_to_all_v_single"
     output: Tensor

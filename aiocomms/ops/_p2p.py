@@ -1,4 +1,4 @@
-"""Point-to-point records."""
+"""Records of the point-to-point operations: ``send``, ``recv`` and ``batch``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from aiocomms.ops.checks import Group
 
 
 class Send(Op, frozen=True, eq=False):
-    """Send ``tensor`` to rank ``dst``; matched by source, channel and tag, first come first served."""
+    """Send ``tensor`` to rank ``dst``.
+
+    Messages and receives are matched by source, channel and tag; those that match are paired in the order posted.
+    """
 
     name = kind = "send"
     family = "p2p"
@@ -32,7 +35,7 @@ class Send(Op, frozen=True, eq=False):
 
 
 class Recv(Op, frozen=True, eq=False):
-    """Receive into ``tensor`` from rank ``src``."""
+    """Receive a message of rank ``src`` into ``tensor``."""
 
     name = kind = "recv"
     family = "p2p"
@@ -55,7 +58,7 @@ class Recv(Op, frozen=True, eq=False):
 
 
 class Batch(Op, frozen=True, eq=False):
-    """Sends and receives started together, in any order of matching."""
+    """Sends and receives that start together. They may be matched in any order."""
 
     name = kind = "batch"
     family = "p2p"

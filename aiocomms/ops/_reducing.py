@@ -1,4 +1,4 @@
-"""Records of the collectives that reduce, and of those that work on one tensor in place."""
+"""Records of the reducing collectives, of ``broadcast`` and of ``barrier``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _InPlace(Op, frozen=True, eq=False):
 
 
 class AllReduce(_InPlace, frozen=True, eq=False):
-    """Every rank's ``tensor`` becomes the reduction of all."""
+    """Every rank's ``tensor`` becomes the reduction of all ranks' tensors."""
 
     name = kind = "all_reduce"
     op: ReduceOp
@@ -49,7 +49,7 @@ class AllReduce(_InPlace, frozen=True, eq=False):
 
 
 class Reduce(_InPlace, frozen=True, eq=False):
-    """The root's ``tensor`` becomes the reduction of all; the others' stay as they are."""
+    """The root's ``tensor`` becomes the reduction of all ranks' tensors; the other ranks' tensors do not change."""
 
     name = kind = "reduce"
     root: int
@@ -65,7 +65,7 @@ class Reduce(_InPlace, frozen=True, eq=False):
 
 
 class Broadcast(_InPlace, frozen=True, eq=False):
-    """Every rank's ``tensor`` becomes the root's."""
+    """Every rank's ``tensor`` becomes a copy of the root's."""
 
     name = kind = "broadcast"
     root: int
@@ -79,7 +79,7 @@ class Broadcast(_InPlace, frozen=True, eq=False):
 
 
 class Barrier(Op, frozen=True, eq=False):
-    """Nobody leaves before everybody has come."""
+    """The op completes on no rank before every rank has called it."""
 
     name = kind = "barrier"
 
@@ -94,7 +94,7 @@ class _ReduceScatter(Op, frozen=True, eq=False):
 
 
 class ReduceScatter(_ReduceScatter, frozen=True, eq=False):
-    """Rank ``r``'s ``output`` becomes the reduction of all ranks' ``inputs[r]``; all of one shape."""
+    """Rank ``r``'s ``output`` becomes the reduction of all ranks' ``inputs[r]``. All tensors have one shape."""
 
     name = "reduce_scatter"
     equal: ClassVar[bool] = True
@@ -127,7 +127,7 @@ class ReduceScatter(_ReduceScatter, frozen=True, eq=False):
 
 
 class ReduceScatterV(ReduceScatter, frozen=True, eq=False):
-    """As :class:`ReduceScatter`, with a shape of its own for each rank."""
+    """As :class:`ReduceScatter`, but the shape may differ from rank to rank."""
 
     name = "reduce_scatter_v"
     equal = False

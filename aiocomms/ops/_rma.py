@@ -1,4 +1,4 @@
-"""Records of one-sided operations."""
+"""Records of the one-sided operations (RMA), and what they share of one window."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _OnWindow(_Rma, frozen=True, eq=False):
     window: WindowInfo
 
     def _check_target(self, name: str, rank: int, group: Group, offset: int = 0, count: int = 0) -> None:
-        """Check the window, the rank, and that ``count`` elements from ``offset`` on lie within that rank's part."""
+        """Check that the window is open, the rank exists, and its part has ``count`` elements from ``offset`` on."""
         if self.window.closed:
             raise CommClosedError("the window is closed")
         checks.index(name, rank, group)
@@ -64,7 +64,7 @@ class _OnWindow(_Rma, frozen=True, eq=False):
 
 
 class WindowOpen(_Rma, frozen=True, eq=False):
-    """Open ``tensor`` to the other ranks; collective; completed with the transport's handle."""
+    """Open ``tensor`` to the other ranks. Collective. The transport completes the op with its handle of the window."""
 
     name = kind = "new_window"
     moves = True
@@ -75,13 +75,13 @@ class WindowOpen(_Rma, frozen=True, eq=False):
 
 
 class WindowClose(_OnWindow, frozen=True, eq=False):
-    """Close a window, after everybody's operations on it; collective."""
+    """Close a window after all ranks' operations on it. Collective."""
 
     name = kind = "close_window"
 
 
 class Put(_OnWindow, frozen=True, eq=False):
-    """Write ``tensor`` into rank ``dst``'s window, from element ``offset`` on."""
+    """Write ``tensor`` into rank ``dst``'s part of the window, from element ``offset`` on."""
 
     name = kind = "put"
     tensor: Tensor
@@ -101,7 +101,7 @@ class Put(_OnWindow, frozen=True, eq=False):
 
 
 class Get(_OnWindow, frozen=True, eq=False):
-    """Read rank ``src``'s window, from element ``offset`` on, into ``tensor``."""
+    """Read rank ``src``'s part of the window, from element ``offset`` on, into ``tensor``."""
 
     name = kind = "get"
     tensor: Tensor
@@ -121,7 +121,7 @@ class Get(_OnWindow, frozen=True, eq=False):
 
 
 class FetchAdd(_OnWindow, frozen=True, eq=False):
-    """Add ``value`` to an element of rank ``dst``'s window, atomically; completed with what was there before."""
+    """Add ``value`` atomically to an element of rank ``dst``'s part. The result is the element's value before."""
 
     name = kind = "fetch_add"
     dst: int
@@ -134,7 +134,7 @@ class FetchAdd(_OnWindow, frozen=True, eq=False):
 
 
 class CompareSwap(_OnWindow, frozen=True, eq=False):
-    """Write ``value`` if the element equals ``expected``, atomically; completed with what was there before."""
+    """Write ``value`` atomically if the element equals ``expected``. The result is the element's value before."""
 
     name = kind = "compare_swap"
     dst: int
@@ -148,7 +148,7 @@ class CompareSwap(_OnWindow, frozen=True, eq=False):
 
 
 class Signal(_OnWindow, frozen=True, eq=False):
-    """Tell rank ``dst`` that all puts to it so far are there to be seen."""
+    """Tell rank ``dst`` that all puts which this rank has issued to it so far are visible in its memory."""
 
     name = kind = "signal"
     dst: int
@@ -158,7 +158,7 @@ class Signal(_OnWindow, frozen=True, eq=False):
 
 
 class WaitSignal(_OnWindow, frozen=True, eq=False):
-    """Wait for one signal of rank ``src`` and consume it."""
+    """Wait for one signal of rank ``src``, and consume it."""
 
     name = kind = "wait_signal"
     withdrawable = True
@@ -169,7 +169,7 @@ class WaitSignal(_OnWindow, frozen=True, eq=False):
 
 
 class Flush(_OnWindow, frozen=True, eq=False):
-    """Wait until all puts to rank ``dst`` so far, or to every rank, are there to be seen."""
+    """Wait until all puts that this rank has issued so far are visible: at rank ``dst``, or at every rank if None."""
 
     name = kind = "flush"
     dst: int | None = None
@@ -179,7 +179,7 @@ class Flush(_OnWindow, frozen=True, eq=False):
 
 
 class MapRemoteTensor(_OnWindow, frozen=True, eq=False):
-    """Completed with a tensor that is rank ``rank``'s window itself, for ranks that share memory."""
+    """Map rank ``rank``'s part, where ranks share memory. The result is a tensor over that very memory."""
 
     name = kind = "map_remote_tensor"
     rank: int

@@ -1,8 +1,8 @@
-"""Argument checks: what is wrong with an argument, said before anything is sent.
+"""Argument checks: they raise an error that says what is wrong with an argument, before anything is sent.
 
-Each check names the argument, what was given and what was wanted. The checks of a tensor cost about 0.5 µs, because the
-common case is decided by one chain of cheap attribute reads, or 0.2 µs where a transport knows a quicker way;
-only a failure looks for the reason.
+Each error names the argument, what was given and what was wanted. The checks of a tensor cost about 0.5 µs, because one
+chain of cheap attribute reads decides the common case; they cost 0.2 µs where a transport has a quicker way. The reason
+of a failure is looked for only after a check has failed.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ DTYPES = frozenset(
         torch.complex128,
     }
 )
-"""Every dtype a tensor may have on any transport."""
+"""Every dtype that a tensor may have, whatever the transport."""
 
 TAG_MIN, TAG_MAX = -(2**31), 2**31 - 1
 TIMEOUT_MAX = 366 * 86400.0
-"""Longest timeout, in seconds: a year; anything above is a mistake in the unit."""
+"""The longest timeout, in seconds: a year. A larger value is taken for a mistake in the unit."""
 
 Timeout = float | timedelta | None
 """Seconds, as a number or a ``timedelta``; None: the default."""
 
 _IS_COMPLEX = {dtype: dtype.is_complex for dtype in DTYPES}
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
-"""The types of tensors that own the memory they show."""
+"""The types of tensors whose memory is their own; a subclass may show memory that it does not own."""
 
 
 class Members(Protocol):
-    """What a check of ranks needs to know of the communicator."""
+    """The attributes of a communicator that the checks of ranks read."""
 
     rank: int
     size: int
@@ -62,7 +62,7 @@ class Group(Members, Protocol):
 
 
 def short(value: object) -> str:
-    """A value as a message shows it: what it is, within 80 characters."""
+    """Describe a value in at most 80 characters, for an error message."""
     if isinstance(value, torch.Tensor):
         text = describe(value)
         return f"{'an' if text.startswith('int') else 'a'} {text} tensor"
@@ -71,26 +71,31 @@ def short(value: object) -> str:
 
 
 def wrong_type(name: str, value: object, wanted: str) -> ArgumentTypeError:
-    """What is raised of an argument of another type: names it, and says what was given and what was wanted."""
+    """Make the error for an argument of a wrong type. It names the argument, what was given and what was wanted."""
     return ArgumentTypeError(f"{name} is {short(value)} ({type(value).__name__}), wanted {wanted}")
 
 
 def describe(tensor: torch.Tensor) -> str:
-    """A tensor as a message shows it: ``float32[3, 4]``."""
+    """Describe a tensor's dtype and shape for an error message: ``float32[3, 4]``."""
     shape = "nested" if tensor.is_nested else list(tensor.shape)
     return f"{str(tensor.dtype).removeprefix('torch.')}{shape}"
 
 
 def is_tensor(name: str, value: object) -> None:
-    """Check that a value is a tensor at all."""
+    """Check that a value is a ``torch.Tensor``.
+
+    :raises ArgumentTypeError: the value is something else.
+    """
     if not isinstance(value, torch.Tensor):
         raise wrong_type(name, value, "a torch.Tensor")
 
 
 def readable(name: str, tensor: torch.Tensor, group: Group) -> None:
-    """Check a tensor that an op reads: a plain, contiguous, allocated tensor of a known dtype on the right device.
+    """Check a tensor that an op reads.
 
-    :raises ArgumentTypeError: it is no plain ``torch.Tensor``.
+    It must be plain, contiguous and allocated, have a dtype of :data:`DTYPES`, and be on the communicator's device.
+
+    :raises ArgumentTypeError: it is not a plain ``torch.Tensor``.
     :raises ArgumentError: anything else is wrong with it.
     """
     if group.fast_check is not None and group.fast_check(tensor, False):
@@ -108,12 +113,12 @@ def readable(name: str, tensor: torch.Tensor, group: Group) -> None:
         ):
             return
     except (RuntimeError, NotImplementedError):
-        pass  # sparse, opaque and wrapped tensors refuse some of these questions
+        pass  # sparse, opaque and wrapped tensors do not support all of these calls
     raise _unreadable(name, tensor, group.device)
 
 
 def writable(name: str, tensor: torch.Tensor, group: Group) -> None:
-    """Check a tensor that an op writes: as :func:`readable`, and autograd does not track it.
+    """Check a tensor that an op writes, as :func:`readable` does; it must also not be tracked by autograd.
 
     :raises ArgumentError: as :func:`readable`, or the tensor requires grad.
     """
@@ -155,14 +160,18 @@ def _unreadable(name: str, tensor: object, device: torch.device) -> ArgumentErro
 
 
 def same(name: str, got: torch.Tensor, like_name: str, like: torch.Tensor, *, shape: bool = True) -> None:
-    """Check that two tensors agree in dtype and, where asked, in shape."""
+    """Check that two tensors have the same dtype and, if ``shape``, the same shape."""
     if got.dtype != like.dtype or (shape and got.shape != like.shape):
         what = describe(like) if shape else f"dtype {str(like.dtype).removeprefix('torch.')}"
         raise ArgumentError(f"{name} is {describe(got)}, wanted {what} as {like_name}")
 
 
 def listed(name: str, tensors: Sequence[torch.Tensor], group: Group, *, write: bool, equal: bool) -> None:
-    """Check a list with one tensor per rank: its length, each tensor, and one dtype (and shape, if ``equal``)."""
+    """Check a list with one tensor per rank: its length, each tensor, and that all have one dtype.
+
+    :param write: whether the op writes the tensors.
+    :param equal: whether all tensors must have one shape, too.
+    """
     if len(tensors) != group.size:
         raise ArgumentError(f"{name} has {len(tensors)} tensors, wanted one per rank: {group.size}")
     check = writable if write else readable
@@ -172,14 +181,14 @@ def listed(name: str, tensors: Sequence[torch.Tensor], group: Group, *, write: b
 
 
 def sequence(name: str, value: object) -> tuple[torch.Tensor, ...]:
-    """Check that a value is a list or tuple, and keep a copy that its owner cannot change."""
+    """Check that a value is a list or tuple, and return a copy of it that the caller cannot change."""
     if isinstance(value, (list, tuple)):
         return tuple(value)
     raise wrong_type(name, value, "a list or tuple of tensors, one per rank")
 
 
 def optional(name: str, value: object) -> tuple[torch.Tensor, ...] | None:
-    """As :func:`sequence`, with None for ranks that have no list to give."""
+    """As :func:`sequence`, but None stays None: it is what ranks give that have no list."""
     return None if value is None else sequence(name, value)
 
 
@@ -215,14 +224,14 @@ def disjoint(outputs: Sequence[tuple[str, torch.Tensor]], inputs: Sequence[tuple
 
 
 def apart(out_name: str, output: torch.Tensor, in_name: str, input: torch.Tensor) -> None:
-    """As :func:`disjoint`, for one tensor that is written and one that is read."""
+    """Do what :func:`disjoint` does for one tensor that is written and one that is read."""
     out, into = output.data_ptr(), input.data_ptr()
     if out < into + input.nbytes and into < out + output.nbytes:
         disjoint([(out_name, output)], [(in_name, input)])
 
 
 def index(name: str, value: int, group: Members) -> None:
-    """Check a rank: an ``int`` with ``0 <= value < size``."""
+    """Check that a value is a rank: an ``int`` with ``0 <= value < size``."""
     if type(value) is not int:
         raise wrong_type(name, value, "a rank as an int")
     if not 0 <= value < group.size:
@@ -230,7 +239,7 @@ def index(name: str, value: int, group: Members) -> None:
 
 
 def members(ranks: Sequence[int], group: Members, op: str = "split") -> list[int]:
-    """Check the members of a new communicator: distinct ranks with this one among them, or none."""
+    """Check the members of a new communicator: distinct ranks, with this rank among them; or an empty list."""
     try:
         return _members(ranks, group)
     except ArgumentError as error:
@@ -253,14 +262,14 @@ def _members(ranks: Sequence[int], group: Members) -> list[int]:
 
 
 def other(name: str, value: int, group: Group) -> None:
-    """Check the rank of a peer: a rank, and not this one."""
+    """Check that a value is the rank of a peer: a rank other than this one."""
     index(name, value, group)
     if value == group.rank:
         raise ArgumentError(f"{name} is {value}, this rank itself; wanted another rank")
 
 
 def tagged(value: int) -> None:
-    """Check a tag: a 32-bit signed ``int``."""
+    """Check that a value is a tag: a 32-bit signed ``int``."""
     if type(value) is not int:
         raise wrong_type("tag", value, "an int")
     if not TAG_MIN <= value <= TAG_MAX:
@@ -274,7 +283,7 @@ def mapping(name: str, value: object) -> None:
 
 
 def offset(value: int) -> None:
-    """Check an offset into a window: an ``int`` of at least 0, in elements."""
+    """Check that a value is an offset into a window: an ``int`` of at least 0, in elements."""
     if type(value) is not int:
         raise wrong_type("offset", value, "an int, in elements")
     if value < 0:
@@ -282,14 +291,14 @@ def offset(value: int) -> None:
 
 
 def integers(name: str, value: object) -> tuple[int, ...]:
-    """Check that a value is a list or tuple, of ``int`` as :func:`splits` finds out, and keep a copy of it."""
+    """Check that a value is a list or tuple, and return a copy of it. :func:`splits` checks that its items are ints."""
     if isinstance(value, (list, tuple)):
         return tuple(value)
     raise wrong_type(name, value, "a list or tuple of ints")
 
 
 def splits(name: str, value: Sequence[int], rows: int, group: Group) -> None:
-    """Check split sizes: one non-negative ``int`` per rank, which sum to the tensor's rows."""
+    """Check split sizes: one non-negative ``int`` per rank, whose sum is the tensor's number of rows."""
     if len(value) != group.size:
         raise ArgumentError(f"{name} has {len(value)} entries, wanted one per rank: {group.size}")
     for i, n in enumerate(value):
@@ -302,7 +311,7 @@ def splits(name: str, value: Sequence[int], rows: int, group: Group) -> None:
 
 
 def label(value: str) -> str:
-    """Check a communicator's name: 1 to 200 characters."""
+    """Check that a value can be a communicator's name: a ``str`` of 1 to 200 characters."""
     if not isinstance(value, str):
         raise ArgumentTypeError(f"name is {short(value)}, wanted a str")
     if not value or len(value) > 200:
@@ -311,9 +320,10 @@ def label(value: str) -> str:
 
 
 def seconds(name: str, value: float | timedelta) -> float:
-    """Check a time span and turn it into float seconds: more than 0 and at most a year.
+    """Check a time span, and return it in seconds as a float.
 
-    :raises ArgumentError: it is not.
+    :raises ArgumentTypeError: it is neither a number nor a ``timedelta``.
+    :raises ArgumentError: it is not more than 0 and at most a year.
     """
     if isinstance(value, timedelta):
         value = value.total_seconds()

@@ -1,6 +1,6 @@
-"""How tensors and Python objects become bytes and back: a closed set of types, and pickle only if both ends ask for it.
+"""The encoding of tensors and Python objects as bytes. It takes a closed set of types; pickle only if both ends ask.
 
-What arrives is checked before it is used; no length in it is trusted further than the bytes that came with it.
+Bytes that arrive are checked before they are used. No length in them is trusted beyond the bytes that came with it.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from aiocomms.ops.checks import DTYPES, PLAIN, short
 
 MAX_DIMS = 14
 MAX_DEPTH = 100
-"""How deep an object may be nested."""
+"""The number of levels that an object may be nested."""
 
 MAX_OBJECT_BYTES = 64 * 2**20
-"""How large an object may be, encoded."""
+"""The size that an encoded object may have, in bytes."""
 
 MAX_ITEMS = 2**20
-"""How many values an object may hold: one that is announced in a byte takes up to a hundred when it is there."""
+"""The number of values that an object may hold. A value that takes one byte encoded takes up to a hundred decoded."""
 
 _DTYPES = sorted(DTYPES, key=str)
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _TENSOR = struct.Struct(f"<BB6x{MAX_DIMS}q")  # dtype, number of dimensions, dimensions
 
 TENSOR_BYTES = _TENSOR.size
-"""Size of a tensor's description, in bytes."""
+"""The size of a tensor's description, in bytes."""
 
 _TUPLE, _TENSOR_EXT, _DTYPE, _DEVICE, _SIZE = range(1, 6)
 
 
 def describe_tensor(tensor: Tensor, name: str = "tensor") -> bytes:
-    """A tensor's dtype and shape as :data:`TENSOR_BYTES` bytes.
+    """Encode a tensor's dtype and shape as :data:`TENSOR_BYTES` bytes.
 
     :raises ArgumentError: it has more than :data:`MAX_DIMS` dimensions.
     """
@@ -49,10 +49,10 @@ def describe_tensor(tensor: Tensor, name: str = "tensor") -> bytes:
 
 
 def parse_tensor(data: bytes) -> tuple[torch.dtype, tuple[int, ...], int]:
-    """Undo :func:`describe_tensor`.
+    """Decode what :func:`describe_tensor` encoded.
 
     :returns: dtype, shape, and the size in bytes.
-    :raises ProtocolError: it describes no tensor.
+    :raises ProtocolError: the bytes describe no tensor.
     """
     if len(data) != TENSOR_BYTES:
         raise ProtocolError(f"a tensor's description has {len(data)} bytes, wanted {TENSOR_BYTES}")
@@ -66,12 +66,12 @@ def parse_tensor(data: bytes) -> tuple[torch.dtype, tuple[int, ...], int]:
 
 
 def encode(value: Any, *, pickle: bool = False) -> bytes:
-    """An object as bytes.
+    """Encode an object as bytes.
 
-    :param value: None, bool, int (64 bits), float, str, bytes, list, tuple, dict, and torch's Tensor, dtype, device
-    and Size.
-    :param pickle: use pickle instead, for any object; the receiver must ask for it too.
-    :raises ArgumentError: a value of another type is in it, or it is too deep or too large.
+    :param value: an object of None, bool, int (64 bits), float, str, bytes, list, tuple, dict, and torch's Tensor,
+        dtype, device and Size.
+    :param pickle: use pickle instead, which takes any object; the receiver must ask for it too.
+    :raises ArgumentError: the object holds a value of another type, or is nested too deep or too large.
     """
     if pickle:
         import pickle as pickling
@@ -97,10 +97,10 @@ def encode(value: Any, *, pickle: bool = False) -> bytes:
 
 
 def decode(data: bytes | bytearray | memoryview, *, pickle: bool = False) -> Any:
-    """Undo :func:`encode`.
+    """Decode what :func:`encode` encoded.
 
-    :param pickle: the bytes are a pickle, and this end has asked for that.
-    :raises ProtocolError: the bytes are no such object.
+    :param pickle: the bytes are a pickle, and this end has asked for pickle.
+    :raises ProtocolError: the bytes do not encode such an object.
     """
     if pickle:
         import pickle as pickling
@@ -118,19 +118,20 @@ _HEAD: Final = {
     **dict.fromkeys((0xC4, 0xD9, 0xC7), 1), **dict.fromkeys((0xC5, 0xDA, 0xC8), 2),
     **dict.fromkeys((0xC6, 0xDB, 0xC9), 4), 0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4,
 }  # fmt: skip
-"""Of msgpack's types with a length, the bytes that it takes."""
+"""For msgpack's types that carry a length: the number of bytes in which the length is encoded."""
 _FIXED: Final = {
     **dict.fromkeys((0xC0, 0xC1, 0xC2, 0xC3), 0), **dict.fromkeys((0xCC, 0xD0), 1), **dict.fromkeys((0xCD, 0xD1), 2),
     **dict.fromkeys((0xCE, 0xD2, 0xCA), 4), **dict.fromkeys((0xCF, 0xD3, 0xCB), 8), 0xD4: 2, 0xD5: 3, 0xD6: 5,
     0xD7: 9, 0xD8: 17,
 }  # fmt: skip
-"""Of the others, the bytes behind the first."""
+"""For msgpack's other types: the number of bytes that follow the first byte."""
 
 
 def count_items(data: bytes | bytearray | memoryview, depth: int = 0) -> int:
-    """How many values a msgpack message holds, in its tuples too, as far as a little more than :data:`MAX_ITEMS`.
+    """Count the values in a msgpack message, including those in its tuples.
 
-    Reads heads only and makes nothing. What makes no sense is left for the decoder to refuse.
+    The count stops a little above :data:`MAX_ITEMS`. Only the values' heads are read, and no object is created. Bytes
+    that make no sense are left for the decoder to refuse.
     """
     view, at, count = memoryview(data), 0, 0
     while at < len(view) and count <= MAX_ITEMS:
@@ -141,7 +142,7 @@ def count_items(data: bytes | bytearray | memoryview, depth: int = 0) -> int:
         length = int.from_bytes(view[at : at + head], "big")
         at += head
         if first in (0xDC, 0xDD, 0xDE, 0xDF) or 0x80 <= first <= 0x9F or first < 0x80 or first >= 0xE0:
-            continue  # of lists and dicts the items follow; small integers are their own head
+            continue  # the items of lists and dicts follow their head; a small integer is nothing but its head
         if first in (0xC7, 0xC8, 0xC9):
             if view[at : at + 1] == bytes([_TUPLE]) and depth < MAX_DEPTH:
                 count += count_items(view[at + 1 : at + 1 + length], depth + 1)
@@ -193,7 +194,7 @@ def _pack_tensor(tensor: Tensor) -> bytes:
 
 
 class _Decoder:
-    """Decodes one object, counting how deep the extension types nest."""
+    """Decodes one object, and counts how deep the extension types in it are nested."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -245,13 +246,13 @@ def _unpack_tensor(data: memoryview) -> Tensor:
 
 
 def to_tensor(data: bytes, device: torch.device) -> Tensor:
-    """Bytes as a flat uint8 tensor."""
+    """Copy bytes into a flat uint8 tensor on ``device``."""
     if not data:
         return torch.empty(0, dtype=torch.uint8, device=device)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
 
 
 def to_bytes(tensor: Tensor) -> bytes:
-    """Undo :func:`to_tensor`."""
+    """Return a tensor's elements as bytes; the inverse of :func:`to_tensor`."""
     host = tensor.cpu()
     return ctypes.string_at(host.data_ptr(), host.nbytes)

@@ -1,4 +1,4 @@
-"""Reduction operators, and what they do to tensors."""
+"""Reduction operators: which dtypes each is defined for, and how it combines tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COMPLEX = {torch.complex64, torch.complex128}
 _INTEGER = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _BOOL = {torch.bool}
 
-# A bool has no sum that is a bool, an integer no mean that is an integer, a complex number no order.
+# The sum of bools is no bool, the mean of integers is in general no integer, and complex numbers have no order.
 SUPPORTED = {
     "sum": _INTEGER | _FLOAT | _COMPLEX,
     "product": _INTEGER | _FLOAT | _COMPLEX,
@@ -29,7 +29,7 @@ SUPPORTED = {
     "avg": _FLOAT | _COMPLEX,
     "premul_sum": _FLOAT | _COMPLEX,
 }
-"""The dtypes that each operator is defined for, by its kind."""
+"""The dtypes for which each operator is defined, by the operator's kind."""
 
 _COMBINE: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
@@ -45,7 +45,9 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {
 
 
 class ReduceOp(msgspec.Struct, frozen=True):
-    """How values of several ranks become one: ``ReduceOp.SUM`` and its siblings, ``ReduceOp.PREMUL_SUM(factor)``.
+    """A reduction operator, which combines the values of several ranks into one.
+
+    The operators are ``ReduceOp.SUM`` and its siblings in the table, and ``ReduceOp.PREMUL_SUM(factor)``.
 
     ======================  ============================================
     operator                dtypes
@@ -56,7 +58,7 @@ class ReduceOp(msgspec.Struct, frozen=True):
     AVG, PREMUL_SUM         floating point, complex
     ======================  ============================================
 
-    float16 and bfloat16 accumulate in float32; integers wrap around.
+    float16 and bfloat16 are accumulated in float32. Integers wrap around.
     """
 
     kind: str
@@ -72,9 +74,9 @@ class ReduceOp(msgspec.Struct, frozen=True):
 
     @staticmethod
     def PREMUL_SUM(factor: float) -> ReduceOp:  # noqa: N802 - the field's name for it
-        """The sum of the values, each multiplied by ``factor`` first.
+        """Return the operator that multiplies each value by ``factor`` and then sums the products.
 
-        :raises ArgumentTypeError: ``factor`` is no number.
+        :raises ArgumentTypeError: ``factor`` is not a number.
         """
         if isinstance(factor, bool) or not isinstance(factor, (int, float)):
             raise ArgumentTypeError(f"factor is {factor!r} ({type(factor).__name__}), wanted a number")
@@ -97,7 +99,7 @@ class ReduceOp(msgspec.Struct, frozen=True):
         return _NAMES[value]
 
     def supports(self, dtype: torch.dtype) -> bool:
-        """Whether the operator is defined for ``dtype``."""
+        """Return whether the operator is defined for ``dtype``."""
         return dtype in SUPPORTED[self.kind]
 
     def __str__(self) -> str:
@@ -123,26 +125,26 @@ _NAMES = {
 
 
 def lift(op: ReduceOp, tensor: Tensor) -> Tensor:
-    """A private copy of one rank's contribution, in the dtype that accumulates and with PREMUL_SUM's factor applied."""
+    """Copy one rank's contribution into the dtype of the accumulator, and apply the factor of PREMUL_SUM to it."""
     half = tensor.dtype in (torch.float16, torch.bfloat16)
     copy = tensor.detach().to(torch.float32 if half else tensor.dtype, copy=True)
     return copy.mul_(op.factor) if op.kind == "premul_sum" else copy
 
 
 def combine(op: ReduceOp, accumulator: Tensor, tensor: Tensor) -> None:
-    """``accumulator = accumulator op tensor``, both lifted."""
+    """Compute ``accumulator = accumulator op tensor``. Both come from :func:`lift`."""
     _COMBINE[op.kind](accumulator, tensor, out=accumulator)
 
 
 def lower(op: ReduceOp, accumulator: Tensor, size: int, out: Tensor) -> None:
-    """Finish a reduction over ``size`` ranks and write it to ``out``."""
+    """Finish a reduction over ``size`` ranks, and write the result to ``out``."""
     if op.kind == "avg":
         accumulator.div_(size)
     out.copy_(accumulator.view(out.shape))
 
 
 def reduce(op: ReduceOp, tensors: Sequence[Tensor], out: Tensor) -> None:
-    """Reduce one tensor per rank, in rank order, into ``out``, which may be one of them."""
+    """Reduce one tensor per rank, in rank order, into ``out``, which may be one of these tensors."""
     if len(tensors) == 1 and op.kind != "premul_sum":
         if out.data_ptr() != tensors[0].data_ptr():
             out.copy_(tensors[0].detach().view(out.shape))
