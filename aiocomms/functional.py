@@ -1,8 +1,9 @@
-"""The forms that return a new tensor and leave their arguments alone.
+"""The functional forms of the operations: functions that return a new tensor and do not change their arguments.
 
-Each takes ``group``: a communicator or its name; ``""`` or None for the default one, ``"world"``. Each starts its
-operation at once and returns a :class:`~aiocomms.Work` whose result is the new tensor. Arguments need not be
-contiguous and may require grad; gradients do not flow through.
+Each takes ``group``: a communicator or the name of one; ``""`` and None stand for the default, ``"world"``. Each starts
+its operation at once and returns a :class:`~aiocomms.Work` whose result is the new tensor. Arguments need not be
+contiguous, and may require grad; gradients do not flow through the operation. All raise :class:`ArgumentError` for
+wrong arguments, before anything is sent.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
 
 
 def send(tensor: Tensor, dst: int, tag: int = 0, group: AnyGroup = None) -> Work[Tensor]:
-    """Send a tensor to rank ``dst``; see :meth:`Communicator.send`."""
+    """Send a tensor to rank ``dst``; see :meth:`Communicator.send`.
+
+    :returns: the work; its result is the tensor that was sent.
+    """
     return get_comm(group).send(_dense("tensor", tensor), dst, tag)
 
 
@@ -46,15 +50,15 @@ def recv(
 
 
 def broadcast(tensor: Tensor, root: int, group: AnyGroup = None) -> Work[Tensor]:
-    """The root's tensor on every rank.
+    """Give every rank a copy of the root's tensor.
 
-    :param tensor: on the root what is sent; elsewhere only its shape and dtype matter.
+    :param tensor: the tensor to send on the root; elsewhere only its shape and dtype matter.
     """
     return get_comm(group).broadcast(_copy("tensor", tensor), root)
 
 
 def all_reduce(tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, group: AnyGroup = None) -> Work[Tensor]:
-    """The reduction of all ranks' tensors, on every rank.
+    """Give every rank the reduction of all ranks' tensors.
 
     :param op: a :class:`ReduceOp`, or ``"sum" "mean" "max" "min" "product"``.
     """
@@ -62,12 +66,15 @@ def all_reduce(tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, group: AnyGrou
 
 
 def reduce(tensor: Tensor, root: int, op: ReduceOp | str = ReduceOp.SUM, group: AnyGroup = None) -> Work[Tensor]:
-    """The reduction of all ranks' tensors on the root; elsewhere a copy of ``tensor``."""
+    """Give the root the reduction of all ranks' tensors, and the other ranks a copy of ``tensor``.
+
+    :param op: as of :func:`all_reduce`.
+    """
     return get_comm(group).reduce(_copy("tensor", tensor), root, op)
 
 
 def all_gather(tensor: Tensor, group: AnyGroup = None) -> Work[Tensor]:
-    """All ranks' tensors, on every rank.
+    """Give every rank all ranks' tensors.
 
     :returns: the work; its result has the shape ``(size, *tensor.shape)``.
     """
@@ -77,7 +84,7 @@ def all_gather(tensor: Tensor, group: AnyGroup = None) -> Work[Tensor]:
 
 
 def gather(tensor: Tensor, dst: int, group: AnyGroup = None) -> Work[Tensor | None]:
-    """All ranks' tensors, on rank ``dst``.
+    """Give rank ``dst`` all ranks' tensors.
 
     :returns: the work; its result has the shape ``(size, *tensor.shape)`` on ``dst`` and is None elsewhere.
     """
@@ -88,9 +95,9 @@ def gather(tensor: Tensor, dst: int, group: AnyGroup = None) -> Work[Tensor | No
 
 
 def scatter(tensor: Tensor | None, src: int, group: AnyGroup = None) -> Work[Tensor]:
-    """This rank's chunk of rank ``src``'s tensor, cut along dimension 0 into ``size`` equal chunks.
+    """Give every rank its chunk of rank ``src``'s tensor, which is cut along dimension 0 into ``size`` equal chunks.
 
-    :param tensor: on ``src`` what is cut; not looked at elsewhere, where shape and dtype come with the chunk.
+    :param tensor: the tensor to cut on ``src``; ignored elsewhere, where shape and dtype come with the chunk.
     """
     comm = get_comm(group)
     mine = _dense("tensor", tensor) if comm.rank == src else None
@@ -98,14 +105,17 @@ def scatter(tensor: Tensor | None, src: int, group: AnyGroup = None) -> Work[Ten
 
 
 def reduce_scatter(tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, group: AnyGroup = None) -> Work[Tensor]:
-    """This rank's chunk of the reduction of all ranks' tensors, cut along dimension 0 into ``size`` equal chunks."""
+    """Give every rank its chunk of the reduction, which is cut along dimension 0 into ``size`` equal chunks.
+
+    :param op: as of :func:`all_reduce`.
+    """
     comm = get_comm(group)
     mine = _dense("tensor", tensor)
     return comm.reduce_scatter_single(mine.new_empty(_chunk(mine, comm.size)), mine, op)
 
 
 def all_to_all(tensor: Tensor, group: AnyGroup = None) -> Work[Tensor]:
-    """Chunk ``r`` of the result is rank ``r``'s chunk for this rank; chunks are cut along dimension 0."""
+    """Exchange chunks, cut along dimension 0: chunk ``r`` of the result is rank ``r``'s chunk for this rank."""
     comm = get_comm(group)
     mine = _dense("tensor", tensor)
     _chunk(mine, comm.size)
@@ -113,12 +123,12 @@ def all_to_all(tensor: Tensor, group: AnyGroup = None) -> Work[Tensor]:
 
 
 def barrier(group: AnyGroup = None) -> Work[None]:
-    """Wait until every rank has called it."""
+    """Wait until every rank has called ``barrier``."""
     return get_comm(group).barrier()
 
 
 class ScatterNew(Op, frozen=True, eq=False):
-    """Every rank gets a chunk whose shape and dtype only the source knows."""
+    """A scatter of chunks whose shape and dtype only rank ``src`` knows beforehand."""
 
     name = kind = "scatter"
     src: int
@@ -134,7 +144,7 @@ class ScatterNew(Op, frozen=True, eq=False):
 
 @schedule(ScatterNew)
 def _scatter_new(g: Context, op: ScatterNew) -> Steps:
-    """The outline down a tree, then the chunks straight from the source."""
+    """Broadcast dtype and shape down a tree, then send each rank its chunk straight from the source."""
     outline = torch.empty(codec.TENSOR_BYTES, dtype=torch.uint8, device=g.device)
     if op.tensor is not None:
         outline = codec.to_tensor(codec.describe_tensor(op.tensor), g.device)

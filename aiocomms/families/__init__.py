@@ -1,1 +1,1 @@
-"""The methods that users call, by family: each is a signature, a docstring and one line that issues an op."""
+"""The methods of ``Communicator`` by family; each is a signature, a docstring and one line that issues an op."""

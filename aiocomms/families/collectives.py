@@ -1,4 +1,4 @@
-"""Collectives: operations that every rank of a communicator takes part in."""
+"""The methods for collectives, the operations in which every rank of a communicator takes part."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from aiocomms.progress.work import Work
 class Collectives(Issuer):
     """Every rank calls the same collectives in the same order, with arguments that fit each other.
 
-    The order in which one rank *calls* them is what counts, not that in which it awaits them: several may be under
-    way at once. Each call returns at once. Tensors are contiguous and on the communicator's device, of any dtype of
-    :data:`aiocomms.ops.checks.DTYPES`, and empty ones are legal. What an op writes must not share memory with anything
-    else it reads or writes, but for the in-place forms named below.
+    The order of the *calls* counts, not the order in which a rank awaits them; several collectives may be under way at
+    once. Each call returns at once. Tensors are contiguous and on the communicator's device, and have any dtype of
+    :data:`aiocomms.ops.checks.DTYPES`. Empty tensors are legal. A tensor that an op writes must not share memory with
+    any other that it reads or writes, except in the in-place forms named below.
     """
 
     def broadcast(
@@ -34,8 +34,8 @@ class Collectives(Issuer):
     ) -> Work[Tensor]:
         """Copy the root's tensor to every rank.
 
-        :param tensor: read on the root and written elsewhere; of one shape and dtype.
-        :param root: the rank whose tensor it is.
+        :param tensor: read on the root and written elsewhere; of one shape and dtype on every rank.
+        :param root: the rank whose tensor is copied.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
         :returns: the work; its result is ``tensor``.
@@ -51,7 +51,7 @@ class Collectives(Issuer):
         hints: Mapping[str, Any] | None = None,
         timeout: Timeout = None,
     ) -> Work[Tensor]:
-        """Reduce every rank's tensor, in place, so that all ranks have the result.
+        """Reduce every rank's tensor in place, and give all ranks the result.
 
         :param tensor: of one shape and dtype on every rank.
         :param op: how values are reduced: an operator, or the name of one, as :meth:`ReduceOp.parse` takes it.
@@ -74,7 +74,7 @@ class Collectives(Issuer):
         hints: Mapping[str, Any] | None = None,
         timeout: Timeout = None,
     ) -> Work[Tensor]:
-        """Reduce every rank's tensor into the root's; the others stay as they are.
+        """Reduce every rank's tensor into the root's tensor; the other ranks' tensors do not change.
 
         :param tensor: of one shape and dtype on every rank; written on the root only.
         :param root: the rank that gets the result.
@@ -97,10 +97,10 @@ class Collectives(Issuer):
         hints: Mapping[str, Any] | None = None,
         timeout: Timeout = None,
     ) -> Work[list[Tensor]]:
-        """Gather every rank's tensor on every rank; all of one shape.
+        """Gather every rank's tensor on every rank; all tensors have one shape.
 
         :param outputs: one tensor per rank, written.
-        :param tensor: this rank's; may be ``outputs[rank]`` itself.
+        :param tensor: this rank's tensor; may be ``outputs[rank]`` itself.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
         :returns: the work; its result is ``outputs``.
@@ -116,10 +116,10 @@ class Collectives(Issuer):
         hints: Mapping[str, Any] | None = None,
         timeout: Timeout = None,
     ) -> Work[list[Tensor]]:
-        """Gather every rank's tensor on every rank; each rank's of a shape of its own.
+        """Gather every rank's tensor on every rank; the shape may differ from rank to rank.
 
         :param outputs: one tensor per rank, of that rank's shape, written.
-        :param tensor: this rank's; may be ``outputs[rank]`` itself.
+        :param tensor: this rank's tensor; may be ``outputs[rank]`` itself.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
         :returns: the work; its result is ``outputs``.
@@ -138,7 +138,7 @@ class Collectives(Issuer):
         """Gather every rank's tensor, in rank order, into one tensor on every rank.
 
         :param output: ``size`` times the elements of ``input``, written.
-        :param input: this rank's; may be chunk ``rank`` of ``output``.
+        :param input: this rank's tensor; may be chunk ``rank`` of ``output``.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
         :returns: the work; its result is ``output``.
@@ -155,7 +155,7 @@ class Collectives(Issuer):
         hints: Mapping[str, Any] | None = None,
         timeout: Timeout = None,
     ) -> Work[Tensor]:
-        """Reduce every rank's list of tensors, and give rank ``r`` the ``r``-th result; all of one shape.
+        """Reduce every rank's list of tensors, and give rank ``r`` the ``r``-th result; all tensors have one shape.
 
         :param output: this rank's result, written; may be ``inputs[rank]`` itself.
         :param inputs: one tensor per rank.
@@ -179,10 +179,10 @@ class Collectives(Issuer):
         hints: Mapping[str, Any] | None = None,
         timeout: Timeout = None,
     ) -> Work[Tensor]:
-        """As :meth:`reduce_scatter`, with a shape of its own for each rank.
+        """As :meth:`reduce_scatter`, but the shape may differ from rank to rank.
 
         :param output: this rank's result, written; may be ``inputs[rank]`` itself.
-        :param inputs: one tensor per rank, of that rank's output's shape.
+        :param inputs: one tensor per rank, of the shape of that rank's output.
         :param op: how values are reduced: an operator, or the name of one, as :meth:`ReduceOp.parse` takes it.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
@@ -247,8 +247,8 @@ class Collectives(Issuer):
     ) -> Work[Tensor]:
         """Send the ``r``-th of ``size`` equal chunks to every rank ``r``, and receive its chunk for this rank.
 
-        :param output: of the shape of ``input``, written.
-        :param input: dimension 0 divisible by ``size``.
+        :param output: a tensor of the shape of ``input``, written.
+        :param input: a tensor whose dimension 0 is divisible by ``size``.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
         :returns: the work; its result is ``output``.
@@ -266,12 +266,12 @@ class Collectives(Issuer):
         hints: Mapping[str, Any] | None = None,
         timeout: Timeout = None,
     ) -> Work[Tensor]:
-        """As :meth:`all_to_all_single`, with a number of rows of its own for each pair of ranks.
+        """As :meth:`all_to_all_single`, but the number of rows may differ from pair to pair of ranks.
 
-        :param output: rows received, in rank order, written.
-        :param input: rows to send, in rank order.
-        :param output_split_sizes: rows from each rank.
-        :param input_split_sizes: rows for each rank.
+        :param output: the rows received, in rank order, written.
+        :param input: the rows to send, in rank order.
+        :param output_split_sizes: the number of rows from each rank.
+        :param input_split_sizes: the number of rows for each rank.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
         :returns: the work; its result is ``output``.
@@ -291,7 +291,7 @@ class Collectives(Issuer):
     ) -> Work[Tensor]:
         """Give every rank ``r`` the root's ``inputs[r]``.
 
-        :param output: this rank's, written; on the root it may be ``inputs[root]`` itself.
+        :param output: this rank's tensor, written; on the root it may be ``inputs[root]`` itself.
         :param inputs: one tensor per rank on the root; None elsewhere.
         :param root: the rank that has the inputs.
         :param hints: advice to the transport.
@@ -310,11 +310,11 @@ class Collectives(Issuer):
         hints: Mapping[str, Any] | None = None,
         timeout: Timeout = None,
     ) -> Work[list[Tensor] | None]:
-        """Gather every rank's tensor on the root; all of one shape.
+        """Gather every rank's tensor on the root; all tensors have one shape.
 
         :param outputs: one tensor per rank on the root, written; None elsewhere.
-        :param input: this rank's; on the root it may be ``outputs[root]`` itself.
-        :param root: the rank that gets them.
+        :param input: this rank's tensor; on the root it may be ``outputs[root]`` itself.
+        :param root: the rank that gets the tensors.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
         :returns: the work; its result is ``outputs``.
@@ -334,8 +334,8 @@ class Collectives(Issuer):
         """Gather every rank's tensor, in rank order, into one tensor on the root.
 
         :param output: ``size`` times the elements of ``input`` on the root, written; None elsewhere.
-        :param input: this rank's; on the root it may be chunk ``root`` of ``output``.
-        :param root: the rank that gets them.
+        :param input: this rank's tensor; on the root it may be chunk ``root`` of ``output``.
+        :param root: the rank that gets the tensors.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
         :returns: the work; its result is ``output``.
@@ -344,7 +344,7 @@ class Collectives(Issuer):
         return self._issue(ops.GatherSingle(output, input, root), hints, timeout)
 
     def barrier(self, *, hints: Mapping[str, Any] | None = None, timeout: Timeout = None) -> Work[None]:
-        """Wait until every rank has called it.
+        """Wait until every rank has called ``barrier``.
 
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.

@@ -1,4 +1,4 @@
-"""Functions that a program has asked to have called."""
+"""The methods that register hooks: functions of the program that are called before an op, after it, or on abort."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from aiocomms.progress.work import Work
 
 
 class Hook:
-    """A registered hook; :meth:`remove` undoes the registration."""
+    """The handle of a registered hook; :meth:`remove` ends the registration."""
 
     def __init__(self, hooks: Hooks, fn: Callable[..., object]) -> None:
         self._hooks = hooks
@@ -23,18 +23,18 @@ class Hook:
         return repr(self._fn)
 
     def remove(self) -> None:
-        """Do not call the hook any more. Twice is once."""
+        """Do not call the hook any more. Idempotent."""
         if self in self._hooks:
             self._hooks.remove(self)
 
 
 class Hooks(list[Hook]):
-    """The hooks for one kind of event, called in the order registered."""
+    """The hooks for one kind of event. They are called in the order in which they were registered."""
 
     def register(self, fn: Callable[..., object]) -> Hook:
         """Add a hook.
 
-        :raises ArgumentTypeError: it cannot be called.
+        :raises ArgumentTypeError: ``fn`` cannot be called.
         """
         if not callable(fn):
             raise wrong_type("fn", fn, "a function")
@@ -42,29 +42,29 @@ class Hooks(list[Hook]):
         self.append(hook)
         return hook
 
-    def ask(self, *about: Any) -> None:
-        """Call them; what one raises goes to the caller."""
+    def ask(self, *args: Any) -> None:
+        """Call the hooks. What a hook raises is raised to the caller."""
         for hook in list(self):
-            hook._fn(*about)
+            hook._fn(*args)
 
-    def call(self, driver: Driver, *about: Any) -> None:
-        """Call them; no caller stands behind who could handle what they raise, so that is reported."""
+    def call(self, driver: Driver, *args: Any) -> None:
+        """Call the hooks, and report what a hook raises to the event loop, as no caller could handle it."""
         for hook in list(self):
             try:
-                hook._fn(*about)
+                hook._fn(*args)
             except Exception as error:
                 driver.report(f"the hook {hook!r} raised", error)
 
 
 class Hooked:
-    """The method family through which a program registers its hooks."""
+    """The methods through which a program registers its hooks."""
 
     _pre_hooks: Hooks
     _post_hooks: Hooks
     _abort_hooks: Hooks
 
     def register_pre_hook(self, fn: Callable[[Op, int], object]) -> Hook:
-        """Have ``fn(op, seq)`` called before each op is posted, after its checks; what it raises stops the op.
+        """Have ``fn(op, seq)`` called after the checks of each op and before it is posted. What it raises stops the op.
 
         :returns: a handle with ``.remove()``.
         :raises ArgumentTypeError: ``fn`` cannot be called.
@@ -72,7 +72,7 @@ class Hooked:
         return self._pre_hooks.register(fn)
 
     def register_post_hook(self, fn: Callable[[Work[Any]], object]) -> Hook:
-        """Have ``fn(work)`` called on the loop's thread when an op is done, before its awaiters go on.
+        """Have ``fn(work)`` called on the loop's thread when an op is done, before the tasks that await it resume.
 
         :returns: a handle with ``.remove()``.
         :raises ArgumentTypeError: ``fn`` cannot be called.
@@ -80,7 +80,7 @@ class Hooked:
         return self._post_hooks.register(fn)
 
     def register_abort_hook(self, fn: Callable[[CommError], object]) -> Hook:
-        """Have ``fn(error)`` called on the loop's thread when the communicator is lost; ``error`` is the first reason.
+        """Have ``fn(error)`` called on the loop's thread when the communicator is lost; ``error`` is the first cause.
 
         :returns: a handle with ``.remove()``.
         :raises ArgumentTypeError: ``fn`` cannot be called.

@@ -1,4 +1,4 @@
-"""The one door through which every method family starts its ops."""
+"""The base class of the method families: the method ``_issue``, through which each family starts its ops."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from aiocomms.progress.work import Work
 
 
 class Issuer(ABC):
-    """What a method family needs of the communicator it becomes part of."""
+    """The part of a communicator that the method families use."""
 
     name: str
     rank: int

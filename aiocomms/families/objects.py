@@ -1,7 +1,7 @@
-"""Python objects as messages.
+"""The methods that send Python objects: point to point, and as collectives.
 
-An object travels as a header of fixed size, with the object in it if that is small, and otherwise with the object's
-bytes in a second message behind it.
+An object travels as a header of fixed size. A small object stands in the header itself; the bytes of a larger one
+follow in a second message.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _MAGIC = b"aioO"
 _INLINE = HEADER_BYTES - _HEADER.size
 _PICKLED = 1
 
-# Tells apart the second messages between one pair of ranks; every process counts for all its ranks.
+# The tag of each second message, so that those between one pair of ranks differ; one count for all ranks of a process.
 _tags = itertools.count()
 
 
 class Parcel:
-    """An encoded object: its header and, if it does not fit there, its bytes."""
+    """An encoded object: its header and, if the object does not fit into that, the bytes of the second message."""
 
     __slots__ = ("body", "header", "tag")
 
@@ -47,7 +47,10 @@ class Parcel:
 
 
 class Arrival:
-    """What a header says of the object that comes with it or behind it."""
+    """An object that arrives: its parsed header, and memory for the second message if there is one.
+
+    :raises ProtocolError: the header makes no sense.
+    """
 
     __slots__ = ("body", "inline", "pickled", "tag")
 
@@ -63,7 +66,10 @@ class Arrival:
         self.body = torch.empty(total - here, dtype=torch.uint8, device=header.device)
 
     def open(self, *, pickle: bool) -> Any:
-        """The object, once :attr:`body` is there."""
+        """Decode the object; :attr:`body` must have been received.
+
+        :raises ProtocolError: the bytes encode no object, or one end uses pickle and the other does not.
+        """
         if self.pickled != pickle:
             how = ("pickled", "not pickled")[:: 1 if self.pickled else -1]
             raise ProtocolError(f"the object was {how[0]} by its sender, and this end asked for one that is {how[1]}")
@@ -133,7 +139,7 @@ class GatherObject(_ObjectCollective, frozen=True, eq=False):
 
 
 class ScatterObject(_ObjectCollective, frozen=True, eq=False):
-    """Every rank gets the root's object for it."""
+    """Every rank gets the object that the root gives for it."""
 
     name = kind = "scatter_object"
 
@@ -213,12 +219,12 @@ def _scatter(g: Context, op: ScatterObject) -> Steps:
 
 
 class Objects(Issuer):
-    """Messages of Python objects.
+    """The methods that send Python objects.
 
     An object may hold None, bool, int (64 bits), float, str, bytes, list, tuple, dict, and torch's Tensor, dtype,
-    device and Size, of at most :data:`aiocomms.ops.codec.MAX_OBJECT_BYTES` encoded. Tensors travel through the CPU.
-    With ``pickle=True`` it may be anything that pickles, and every rank concerned must say so: unpickling runs what the
-    sender wrote.
+    device and Size. Encoded it takes at most :data:`aiocomms.ops.codec.MAX_OBJECT_BYTES` bytes. Tensors travel through
+    the CPU. With ``pickle=True`` it may be any object that pickles. Every rank concerned must say so, as unpickling
+    runs code that the sender chose.
     """
 
     def send_object(
@@ -231,11 +237,12 @@ class Objects(Issuer):
         hints: Mapping[str, Any] | None = None,
         timeout: Timeout = None,
     ) -> Work[None]:
-        """Send an object to another rank; it may be changed as soon as the call returns.
+        """Send an object to another rank. The object may be changed as soon as the call returns.
 
         :param obj: the object.
         :param dst: the receiving rank.
-        :param tag: which ``recv_object`` it matches: a 32-bit signed integer, apart from the tags of tensors.
+        :param tag: the tag of the ``recv_object`` that the object matches: a 32-bit signed integer. It never matches
+            the tag of a tensor.
         :param pickle: send a pickle.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
@@ -256,14 +263,14 @@ class Objects(Issuer):
         """Receive an object from another rank.
 
         :param src: the sending rank.
-        :param tag: which ``send_object`` it matches.
-        :param pickle: expect, and load, a pickle.
+        :param tag: the tag of the ``send_object`` that the receive matches: a 32-bit signed integer.
+        :param pickle: expect a pickle, and load it.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds; None: the communicator's. It fails alone if nothing has matched
-        it.
+        :param timeout: the op's deadline in seconds; None: the communicator's. A receive that nothing has matched by
+            then fails alone, and the communicator stays usable.
         :returns: the work; its result is the object.
         :raises ArgumentError: an argument is wrong.
-        :raises ProtocolError: from the work: the bytes are no such object, or the sender disagrees about pickle.
+        :raises ProtocolError: raised by the work: the bytes encode no object, or only one end uses pickle.
         """
         return self._issue(RecvObject(src, tag, pickle), hints, timeout)
 
@@ -278,14 +285,14 @@ class Objects(Issuer):
     ) -> Work[Any]:
         """Give every rank the root's object.
 
-        :param obj: the object on the root; not looked at elsewhere.
-        :param root: the rank whose object it is.
+        :param obj: the object on the root; ignored elsewhere.
+        :param root: the rank whose object is sent.
         :param pickle: send and expect a pickle.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
-        :returns: the work; its result is the object; on the root a copy.
+        :returns: the work; its result is the object, and on the root a copy of it.
         :raises ArgumentError: an argument is wrong; nothing was sent.
-        :raises ProtocolError: from the work: as of :meth:`recv_object`.
+        :raises ProtocolError: raised by the work, as by that of :meth:`recv_object`.
         """
         parcels = (self._parcel(obj, pickle),) if self.rank == root else ()
         return self._issue(BroadcastObject(root, pickle, parcels), hints, timeout)
@@ -301,7 +308,7 @@ class Objects(Issuer):
         :param timeout: the op's deadline in seconds; None: the communicator's.
         :returns: the work; its result is the list of objects, in rank order.
         :raises ArgumentError: an argument is wrong; nothing was sent.
-        :raises ProtocolError: from the work: as of :meth:`recv_object`.
+        :raises ProtocolError: raised by the work, as by that of :meth:`recv_object`.
         """
         return self._issue(AllGatherObject(0, pickle, (self._parcel(obj, pickle),)), hints, timeout)
 
@@ -317,13 +324,13 @@ class Objects(Issuer):
         """Give the root every rank's object.
 
         :param obj: this rank's object.
-        :param root: the rank that gets them.
+        :param root: the rank that gets the objects.
         :param pickle: send and expect pickles.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
         :returns: the work; its result is the list of objects, in rank order, on the root, and None elsewhere.
         :raises ArgumentError: an argument is wrong; nothing was sent.
-        :raises ProtocolError: from the work: as of :meth:`recv_object`.
+        :raises ProtocolError: raised by the work, as by that of :meth:`recv_object`.
         """
         return self._issue(GatherObject(root, pickle, (self._parcel(obj, pickle),)), hints, timeout)
 
@@ -336,16 +343,16 @@ class Objects(Issuer):
         hints: Mapping[str, Any] | None = None,
         timeout: Timeout = None,
     ) -> Work[Any]:
-        """Give every rank the root's object for it.
+        """Give every rank the object that the root has for it.
 
-        :param objs: one object per rank on the root; not looked at elsewhere.
-        :param root: the rank that has them.
+        :param objs: one object per rank on the root; ignored elsewhere.
+        :param root: the rank that has the objects.
         :param pickle: send and expect pickles.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
         :returns: the work; its result is this rank's object.
         :raises ArgumentError: an argument is wrong; nothing was sent.
-        :raises ProtocolError: from the work: as of :meth:`recv_object`.
+        :raises ProtocolError: raised by the work, as by that of :meth:`recv_object`.
         """
         parcels: tuple[Parcel, ...] = ()
         if self.rank == root:

@@ -1,4 +1,4 @@
-"""Point to point: messages between two ranks."""
+"""The point-to-point methods: ``send``, ``recv`` and ``batch``."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ if TYPE_CHECKING:
 
 
 class PointToPoint(Issuer):
-    """``send``, ``recv`` and ``batch``.
+    """The methods ``send``, ``recv`` and ``batch``.
 
-    A message is matched by source, destination and tag; messages that match the same receives arrive in the order in
-    which they were sent. A send may complete before its receive is posted or only after: programs must not rely on
-    either.
+    Messages are matched by source, destination and tag. Messages that match the same receives arrive in the order in
+    which they were sent. A send may complete before or after its receive is posted; programs must not rely on either.
     """
 
     def send(
@@ -36,9 +35,9 @@ class PointToPoint(Issuer):
     ) -> Work[Tensor]:
         """Send a tensor to another rank.
 
-        :param tensor: any shape and dtype, contiguous; not to be changed until the work is done.
+        :param tensor: a contiguous tensor of any shape and dtype; it must not be changed until the work is done.
         :param dst: the receiving rank.
-        :param tag: which receives it matches: a 32-bit signed integer.
+        :param tag: the tag of the receives that the message matches: a 32-bit signed integer.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
         :returns: the work; its result is ``tensor``.
@@ -57,19 +56,19 @@ class PointToPoint(Issuer):
     ) -> Work[Tensor]:
         """Receive a tensor from another rank.
 
-        :param tensor: where to; of the message's size in bytes and dtype.
+        :param tensor: the tensor to receive into, of the message's dtype and size in bytes.
         :param src: the sending rank.
-        :param tag: which sends it matches: a 32-bit signed integer.
+        :param tag: the tag of the messages that the receive matches: a 32-bit signed integer.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's. A receive that nothing has matched by
-        then fails alone.
+            then fails alone, and the communicator stays usable.
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
         return self._issue(ops.Recv(tensor, src, tag), hints, timeout)
 
     def batch(self) -> Batch:
-        """A group of sends and receives to be started together, in an order that cannot deadlock.
+        """Make a group of sends and receives that start together, and so cannot deadlock by their order.
 
         :returns: an empty batch.
         """
@@ -77,27 +76,33 @@ class PointToPoint(Issuer):
 
 
 class Batch:
-    """Sends and receives that start together: ``comm.batch().send(x, 1).recv(y, 1).issue()``."""
+    """A group of sends and receives that start together: ``comm.batch().send(x, 1).recv(y, 1).issue()``."""
 
     def __init__(self, comm: PointToPoint) -> None:
         self._comm = comm
         self._parts: list[ops.Send | ops.Recv] = []
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> Self:
-        """Add a send, with the arguments of :meth:`Communicator.send`."""
+        """Add a send, with the arguments of :meth:`Communicator.send`.
+
+        :raises ArgumentError: an argument is wrong; nothing was added.
+        """
         return self._add(ops.Send(tensor, dst, tag))
 
     def recv(self, tensor: Tensor, src: int, tag: int = 0) -> Self:
-        """Add a receive, with the arguments of :meth:`Communicator.recv`."""
+        """Add a receive, with the arguments of :meth:`Communicator.recv`.
+
+        :raises ArgumentError: an argument is wrong; nothing was added.
+        """
         return self._add(ops.Recv(tensor, src, tag))
 
     def issue(self, *, hints: Mapping[str, Any] | None = None, timeout: Timeout = None) -> Work[list[Tensor]]:
-        """Start all of them; the batch is empty again afterwards.
+        """Start all sends and receives of the batch, which is empty afterwards.
 
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
-        :returns: one work for all; its result is the list of their tensors, in the order added. If one of
-            them fails, it fails when the others have ended; receives that nothing has matched are withdrawn.
+        :returns: one work for the whole batch; its result is the list of the tensors, in the order added. If a part
+            fails, receives that nothing has matched are withdrawn, and the work fails when all other parts have ended.
         :raises ArgumentError: the batch is empty, or two parts share memory that one of them writes; nothing was sent.
         """
         if not self._parts:

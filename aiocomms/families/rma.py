@@ -1,4 +1,4 @@
-"""One-sided operations: a rank reads and writes another's memory without that rank's help."""
+"""The one-sided operations (RMA): ``new_window`` and ``Window``, through which ranks access each other's memory."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from aiocomms.progress.work import Work
 
 
 class OneSided(Issuer):
-    """Windows."""
+    """The method that opens windows."""
 
     async def new_window(self, tensor: Tensor, *, timeout: Timeout = None) -> Window:
         """Open a tensor to the other ranks. Collective.
 
-        :param tensor: this rank's part: any size, one dtype on all ranks; the window keeps it alive.
+        :param tensor: this rank's part of the window: any size, one dtype on all ranks. The window keeps it alive.
         :param timeout: the deadline in seconds; None: the communicator's.
         :returns: the window, once every rank's part is open.
-        :raises ArgumentError: the tensor is not fit for it; nothing was sent.
-        :raises MismatchError: the ranks' dtypes differ; the communicator can be used on.
+        :raises ArgumentError: the tensor cannot be opened; nothing was sent.
+        :raises MismatchError: the ranks' dtypes differ; the communicator stays usable.
         :raises UnsupportedOperation: no transport of this communicator has RMA.
         """
         opening = self._issue(ops.WindowOpen(tensor), timeout=timeout)
         mine = torch.tensor([tensor.numel(), sorted(map(str, checks.DTYPES)).index(str(tensor.dtype))])
-        theirs = torch.empty(self.size, 2, dtype=torch.int64, device=self.device)
-        parts = self._issue(ops.AllGatherSingle(theirs, mine.to(self.device)), timeout=timeout)
+        table = torch.empty(self.size, 2, dtype=torch.int64, device=self.device)
+        parts = self._issue(ops.AllGatherSingle(table, mine.to(self.device)), timeout=timeout)
         handle = await opening
         sizes, dtypes = (await parts).T.tolist()
         window = Window(self, ops.WindowInfo(handle, tensor, sizes))
         if len(set(dtypes)) > 1:
-            await window.aclose(timeout=timeout)  # all ranks see the same, and no state is in doubt
+            await window.aclose(timeout=timeout)  # all ranks see the same dtypes, so all of them close the window
             names = sorted(map(str, checks.DTYPES))
             given = ", ".join(f"rank {r}: {names[d]}" for r, d in enumerate(dtypes))
             raise MismatchError(
@@ -49,10 +49,10 @@ class OneSided(Issuer):
 
 
 class Window:
-    """A tensor that the other ranks may read and write. Offsets and sizes are in elements.
+    """Memory that all ranks may read and write: a tensor on each rank. Offsets and sizes are in elements.
 
-    Operations of one rank on one other rank's window take effect in the order of the calls. A ``put`` is done when
-    its source may be reused; that it has arrived is known after ``flush``, or by the ``signal`` sent after it.
+    Operations of one rank on one other rank's part take effect in the order of the calls. A ``put`` is done when its
+    source may be reused. It has arrived when a later ``flush`` is done, or when the peer gets a later ``signal``.
 
     ``async with`` closes the window. If its body raises, the closing is started but not awaited, and the error goes on
     at once: the peers close the window only when their bodies end, and these may wait for ops that this rank will never
@@ -87,11 +87,11 @@ class Window:
         hints: Mapping[str, Any] | None = None,
         timeout: Timeout = None,
     ) -> Work[Tensor]:
-        """Write a tensor into a rank's window.
+        """Write a tensor into a rank's part of the window.
 
-        :param tensor: any shape, of the window's dtype; not to be changed until the work is done.
-        :param dst: the rank whose window it is; may be this rank.
-        :param offset: where it begins there.
+        :param tensor: a tensor of any shape and of the window's dtype; it must not be changed until the work is done.
+        :param dst: the rank whose part is written; may be this rank.
+        :param offset: the first element of that part to write.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
         :returns: the work; its result is ``tensor``.
@@ -108,29 +108,29 @@ class Window:
         hints: Mapping[str, Any] | None = None,
         timeout: Timeout = None,
     ) -> Work[Tensor]:
-        """Read from a rank's window into a tensor.
+        """Read from a rank's part of the window into a tensor.
 
-        :param tensor: where to: any shape, of the window's dtype.
-        :param src: the rank whose window it is; may be this rank.
-        :param offset: where it begins there.
+        :param tensor: the tensor to read into, of any shape and of the window's dtype.
+        :param src: the rank whose part is read; may be this rank.
+        :param offset: the first element of that part to read.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
         :returns: the work; its result is ``tensor``.
-        :raises ArgumentError: an argument is wrong, or the window ends before; nothing was sent.
+        :raises ArgumentError: an argument is wrong, or that part has fewer elements; nothing was sent.
         """
         return self._comm._issue(ops.Get(self._info, tensor, src, offset), hints, timeout)
 
     def fetch_add(
         self, dst: int, offset: int, value: int, *, hints: Mapping[str, Any] | None = None, timeout: Timeout = None
     ) -> Work[int]:
-        """Add to an element of a rank's window, atomically.
+        """Add to an element of a rank's part of the window, atomically.
 
-        :param dst: the rank whose window it is.
-        :param offset: which element; the window's dtype is int32 or int64.
-        :param value: what is added; the sum wraps around.
+        :param dst: the rank whose part it is; may be this rank.
+        :param offset: the element; the window's dtype is int32 or int64.
+        :param value: the number to add; the sum wraps around.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
-        :returns: the work; its result is the element's value before.
+        :returns: the work; its result is the element's value before the addition.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises UnsupportedOperation: the window's dtype has no atomics.
         """
@@ -146,22 +146,22 @@ class Window:
         hints: Mapping[str, Any] | None = None,
         timeout: Timeout = None,
     ) -> Work[int]:
-        """Replace an element of a rank's window if it has the expected value, atomically.
+        """Replace an element of a rank's part of the window if it has the expected value, atomically.
 
-        :param dst: the rank whose window it is.
-        :param offset: which element; the window's dtype is int32 or int64.
-        :param expected: the value it must have.
-        :param value: the value it gets then.
+        :param dst: the rank whose part it is; may be this rank.
+        :param offset: the element; the window's dtype is int32 or int64.
+        :param expected: the value that the element must have.
+        :param value: the value that the element gets then.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
-        :returns: the work; its result is the element's value before: ``expected`` if it was replaced.
+        :returns: the work; its result is the element's value before, which is ``expected`` if it was replaced.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises UnsupportedOperation: the window's dtype has no atomics.
         """
         return self._comm._issue(ops.CompareSwap(self._info, dst, offset, expected, value), hints, timeout)
 
     def signal(self, dst: int, *, hints: Mapping[str, Any] | None = None, timeout: Timeout = None) -> Work[None]:
-        """Tell a rank that all puts to it so far have arrived; it notices by :meth:`wait_signal`.
+        """Tell a rank that all puts of this rank to it so far have arrived; it waits for that by :meth:`wait_signal`.
 
         :param dst: the rank to tell; may be this rank.
         :param hints: advice to the transport.
@@ -172,11 +172,12 @@ class Window:
         return self._comm._issue(ops.Signal(self._info, dst), hints, timeout)
 
     def wait_signal(self, src: int, *, hints: Mapping[str, Any] | None = None, timeout: Timeout = None) -> Work[None]:
-        """Wait for one signal of a rank, and consume it; signals that nobody waits for are counted.
+        """Wait for one signal of a rank, and consume it. Signals are counted until they are waited for.
 
         :param src: the rank that signals; may be this rank.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds; None: the communicator's. It fails alone then.
+        :param timeout: the op's deadline in seconds; None: the communicator's. A wait that no signal has ended by then
+            fails alone, and the communicator stays usable.
         :returns: the work; its result is None.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
@@ -185,9 +186,9 @@ class Window:
     def flush(
         self, dst: int | None = None, *, hints: Mapping[str, Any] | None = None, timeout: Timeout = None
     ) -> Work[None]:
-        """Wait until what this rank has put so far is there to be seen.
+        """Wait until all puts that this rank has issued so far are visible.
 
-        :param dst: in this rank's window; None: in every rank's.
+        :param dst: the rank in whose part they must be visible; None: in every rank's.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
         :returns: the work; its result is None.
@@ -198,18 +199,18 @@ class Window:
     def map_remote_tensor(
         self, rank: int, *, hints: Mapping[str, Any] | None = None, timeout: Timeout = None
     ) -> Work[Tensor]:
-        """A rank's window as a tensor of this process: the memory itself, not a copy.
+        """Map a rank's part of the window as a tensor of this process: the memory itself, not a copy.
 
-        :param rank: the rank whose window it is.
+        :param rank: the rank whose part it is; may be this rank.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds; None: the communicator's.
-        :returns: the work; its result is a tensor of the rank's shape, valid until the window is closed.
+        :returns: the work; its result is a tensor of that rank's shape, valid until the window is closed.
         :raises UnsupportedOperation: the ranks share no memory.
         """
         return self._comm._issue(ops.MapRemoteTensor(self._info, rank), hints, timeout)
 
     async def aclose(self, *, timeout: Timeout = None) -> None:
-        """Close the window after everybody's operations on it. Collective. Idempotent.
+        """Close the window after all ranks' operations on it. Collective. Idempotent.
 
         :param timeout: the deadline in seconds; None: the communicator's.
         :raises CommError: the communicator is lost or closed.

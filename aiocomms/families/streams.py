@@ -1,9 +1,10 @@
-"""anyio object streams of tensors between two ranks.
+"""The method ``open_stream`` and ``TensorStream``, an anyio object stream of tensors between two ranks.
 
-Each end announces where it wants its messages (a tag) and how many it will hold (its capacity, the other end's first
-credits). A message is a header of fixed size, which says dtype and shape, and the tensor behind it. The receiving end
-fetches messages as they come, so that the next is there when the program asks for it; a credit goes back for each
-message that the program has taken. No task runs for a stream: the completion of one message's receive posts the next.
+Each end announces the tag under which it receives, and its capacity: the number of messages that it holds, which is the
+other end's first number of credits. A message is a header of fixed size, which says dtype and shape, followed by the
+tensor. The receiving end receives messages ahead of the program, so that the next one is there when the program wants
+it. It returns a credit for each message that the program has taken. No task runs for a stream: the completion of one
+message's receive posts the next receive.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from aiocomms.progress.work import Work
 
 MAX_CAPACITY = 2**20
 MAX_NAME = 100
-"""How long a stream's name may be, in bytes of UTF-8."""
+"""The length that a stream's name may have, in bytes of UTF-8."""
 
 _FOREVER = checks.TIMEOUT_MAX
 _OPEN = struct.Struct(
@@ -37,11 +38,11 @@ _OPEN = struct.Struct(
 _MAGIC = b"aioS"
 _DATA, _EOF = 0, 1
 _HEADER_BYTES = 8 + codec.TENSOR_BYTES
-_CLOSED = -1  # in place of a number of credits
+_CLOSED = -1  # sent in place of a number of credits by an end that is closed
 
 
 class Streams(Issuer):
-    """Streams of tensors."""
+    """The method that opens streams of tensors."""
 
     _streams = 0
 
@@ -49,10 +50,13 @@ class Streams(Issuer):
         """Open a stream to another rank, which opens one to this rank with the same name.
 
         :param peer: the other rank.
-        :param capacity: how many messages this end holds that its program has not taken yet.
-        :param name: tells streams between the same two ranks apart; those of one name are paired in the order opened.
+        :param capacity: the number of messages that this end holds before its program takes them: 1 to 2**20.
+        :param name: distinguishes streams between the same two ranks. Streams of one name are paired in the order
+            opened. At most 100 bytes of UTF-8.
         :returns: a duplex :class:`anyio.abc.ObjectStream` of tensors of any shape and dtype.
         :raises ArgumentError: an argument is wrong; nothing was sent.
+        :raises ProtocolError: the other rank opened something else.
+        :raises CommError: the communicator is lost.
         """
         try:
             checks.other("peer", peer, self._core)
@@ -83,7 +87,7 @@ def _check(capacity: int, name: str) -> None:
 class TensorStream(ObjectStream[Tensor]):
     """A duplex stream of tensors to one other rank; made by :meth:`Communicator.open_stream`.
 
-    What one end sends, the other receives in the same order. Both directions are independent.
+    One end receives what the other end sends, in the same order. The two directions are independent.
     """
 
     def __init__(self, comm: Any, peer: int, capacity: int, name: str, number: int) -> None:
@@ -91,17 +95,17 @@ class TensorStream(ObjectStream[Tensor]):
         self.peer = peer
         """The other rank."""
         self.name = name
-        """What the stream was opened as."""
+        """The name with which the stream was opened."""
         self._capacity = capacity
-        self._in_tag = (number << 2) & 0x7FFFFFFC  # headers, +1 payloads, +2 credits for what this end sends
+        self._in_tag = (number << 2) & 0x7FFFFFFC  # of headers; +1: of payloads; +2: of credits for this end's sends
         self._out_tag = 0
         self._credits = 0
-        self._owed = 0  # credits that this end will return
+        self._owed = 0  # credits that this end has yet to return
         self._returning = False
         self._messages: deque[Tensor] = deque()
         self._changed = Promise(Driver.current())
-        self._failure: CommError | None = None  # why nothing more will come
-        self._mute: CommError | None = None  # why nothing more can be sent; what is there already is still received
+        self._failure: CommError | None = None  # why nothing more can be received
+        self._send_failure: CommError | None = None  # why nothing more can be sent; messages may still be received
         self._is_open = self._closed = self._eof_sent = self._eof_received = self._peer_closed = False
         self._fetching: Work[Any] | None = None
         self._header = torch.empty(_HEADER_BYTES, dtype=torch.uint8, device=comm.device)
@@ -112,11 +116,11 @@ class TensorStream(ObjectStream[Tensor]):
     # -------------------------------------------------------------------------------------------- for the program
 
     async def send(self, item: Tensor) -> None:
-        """Send a tensor; returns when it is on the other side and may be changed.
+        """Send a tensor. Waits for a credit, and returns when the send is done and the tensor may be changed.
 
-        :param item: any shape of at most 14 dimensions, any dtype, contiguous, on the communicator's device.
-        :raises ArgumentError: the tensor is not fit for it; nothing was sent.
-        :raises anyio.ClosedResourceError: this end was closed, or :meth:`send_eof` called.
+        :param item: a contiguous tensor on the communicator's device, of any dtype and at most 14 dimensions.
+        :raises ArgumentError: the tensor cannot be sent; nothing was sent.
+        :raises anyio.ClosedResourceError: this end was closed, or :meth:`send_eof` was called.
         :raises anyio.BrokenResourceError: the other end was closed.
         :raises CommError: the communicator is lost.
         """
@@ -129,7 +133,7 @@ class TensorStream(ObjectStream[Tensor]):
         if self._peer_closed:
             raise anyio.BrokenResourceError
         self._credits -= 1
-        self._tell(header, self._out_tag)
+        self._send_control(header, self._out_tag)
         if item.numel():
             await self._post(ops.Send(item, self.peer, self._out_tag + 1, ops.STREAM_DATA))
 
@@ -137,7 +141,7 @@ class TensorStream(ObjectStream[Tensor]):
         """Receive the next tensor.
 
         :returns: a new tensor, on the communicator's device.
-        :raises anyio.EndOfStream: the other end has sent its last.
+        :raises anyio.EndOfStream: the other end has sent its last tensor, and all of them have been received.
         :raises anyio.ClosedResourceError: this end was closed.
         :raises CommError: the communicator is lost.
         """
@@ -155,7 +159,7 @@ class TensorStream(ObjectStream[Tensor]):
         return message
 
     async def send_eof(self) -> None:
-        """Tell the other end that nothing more will come; receiving goes on. Twice is once.
+        """Tell the other end that this end sends nothing more. This end can still receive. Idempotent.
 
         :raises anyio.ClosedResourceError: this end was closed.
         """
@@ -164,7 +168,7 @@ class TensorStream(ObjectStream[Tensor]):
         self._finish()
 
     async def aclose(self) -> None:
-        """Close both directions; what has not been received is dropped. Twice is once."""
+        """Close both directions, and drop what the program has not received. Idempotent."""
         if not self._closed:
             self._finish()
             self._closed = True
@@ -177,10 +181,10 @@ class TensorStream(ObjectStream[Tensor]):
     async def _opened(self) -> None:
         """Wait until the other end has been opened.
 
-        :raises CommError: the communicator is lost, or the other end speaks another version.
+        :raises CommError: the communicator is lost, or the other end speaks another version of the protocol.
         """
         while not self._is_open:
-            failure = self._failure or self._mute
+            failure = self._failure or self._send_failure
             if failure is not None:
                 raise failure.about()
             await self._wait()
@@ -189,7 +193,7 @@ class TensorStream(ObjectStream[Tensor]):
         name = self.name.encode()
         tag = int.from_bytes(hashlib.blake2b(name, digest_size=4).digest(), "little", signed=True)
         hello = _OPEN.pack(_MAGIC, self._in_tag, self._capacity, len(name), name)
-        self._tell(codec.to_tensor(hello, self._comm.device), tag, ops.STREAM)
+        self._send_control(codec.to_tensor(hello, self._comm.device), tag, ops.STREAM)
         self._post(ops.Recv(self._hello, self.peer, tag, ops.STREAM)).add_done_callback(self._on_hello)
 
     def _on_hello(self, work: Work[Any]) -> None:
@@ -202,7 +206,7 @@ class TensorStream(ObjectStream[Tensor]):
         self._out_tag, self._credits, self._is_open = tag, capacity, True
         self._fetch()
         self._await_credits()
-        if self._closed:  # while waiting for the other end
+        if self._closed:  # this end was closed before the other one was opened
             self._eof_sent = False
             self._finish()
             self._return_credits()
@@ -230,9 +234,9 @@ class TensorStream(ObjectStream[Tensor]):
             self._deliver(message)
 
     def _announced(self, header: bytes) -> Tensor | None:
-        """What a header says will come: a tensor like this one, or None for the end.
+        """Make the tensor that a header announces, of its dtype and shape; None if it announces the end.
 
-        :raises ProtocolError: it makes no sense.
+        :raises ProtocolError: the header makes no sense.
         """
         dtype, shape, nbytes = codec.parse_tensor(header[8:])
         if header[0] not in (_DATA, _EOF):
@@ -259,17 +263,17 @@ class TensorStream(ObjectStream[Tensor]):
     # --------------------------------------------------------------------------------------------------- credits
 
     def _return_credits(self) -> None:
-        """Return what is owed, in one message at a time; a closed end returns that it is closed."""
+        """Return the credits that are owed, in one message at a time. A closed end says that it is closed instead."""
         if self._returning or not self._is_open or not self._usable() or not (self._owed or self._closed):
             return
         owed, self._owed = self._owed, 0
         credit = torch.tensor([_CLOSED if self._closed else owed], device=self._comm.device)
         self._returning = True
         work = self._post(ops.Send(credit, self.peer, self._out_tag + 2, ops.STREAM_DATA))
-        work.add_done_callback(self._unsaid if self._closed else self._on_returned)
+        work.add_done_callback(self._send_failed if self._closed else self._on_returned)
 
     def _on_returned(self, work: Work[Any]) -> None:
-        if not self._unsaid(work):
+        if not self._send_failed(work):
             self._returning = False
             self._return_credits()
 
@@ -277,7 +281,7 @@ class TensorStream(ObjectStream[Tensor]):
         self._expect(self._credit, self._in_tag + 2, self._on_credits)
 
     def _on_credits(self, work: Work[Any]) -> None:
-        if self._unsaid(work):
+        if self._send_failed(work):
             return
         count = int(self._credit.item())
         if count == _CLOSED:
@@ -292,19 +296,19 @@ class TensorStream(ObjectStream[Tensor]):
     # ---------------------------------------------------------------------------------------------------- common
 
     def _usable(self) -> bool:
-        """Whether anything can still be said to the other end."""
-        return self._failure is self._mute is None and not self._comm.closed and not self._comm.aborted
+        """Return whether anything can still be sent to the other end."""
+        return self._failure is self._send_failure is None and not self._comm.closed and not self._comm.aborted
 
     def _post(self, op: ops.Op) -> Work[Any]:
         work: Work[Any] = self._comm._issue(op, None, _FOREVER)
         return work
 
-    def _tell(self, message: Tensor, tag: int, channel: int = ops.STREAM_DATA) -> None:
-        """Send what nobody waits for; if it fails, nothing more is sent."""
-        self._post(ops.Send(message, self.peer, tag, channel)).add_done_callback(self._unsaid)
+    def _send_control(self, message: Tensor, tag: int, channel: int = ops.STREAM_DATA) -> None:
+        """Send a message whose end nobody awaits. If the send fails, nothing more is sent."""
+        self._post(ops.Send(message, self.peer, tag, channel)).add_done_callback(self._send_failed)
 
     def _expect(self, message: Tensor, tag: int, then: Callable[[Work[Any]], object]) -> None:
-        """Receive; if that fails, or the communicator is lost already, so is the stream."""
+        """Post a receive. If it fails, or the communicator is lost already, the stream fails too."""
         if self._failure is None:
             try:
                 self._post(ops.Recv(message, self.peer, tag, ops.STREAM_DATA)).add_done_callback(then)
@@ -319,20 +323,23 @@ class TensorStream(ObjectStream[Tensor]):
         if not self._eof_sent:
             self._eof_sent = True
             if self._is_open and self._usable():
-                self._tell(self._make_header(_EOF, torch.empty(0)), self._out_tag)
+                self._send_control(self._make_header(_EOF, torch.empty(0)), self._out_tag)
 
     def _check_sending(self) -> None:
         if self._closed or self._eof_sent:
             raise anyio.ClosedResourceError
-        failure = self._failure or self._mute
+        failure = self._failure or self._send_failure
         if failure is not None:
             raise failure.about()
 
-    def _unsaid(self, work: Work[Any]) -> bool:
-        """Whether the other end takes nothing any more: it may have sent its last and closed its communicator."""
+    def _send_failed(self, work: Work[Any]) -> bool:
+        """Note whether a send failed, after which nothing more is sent.
+
+        What has been received stays valid: the other end may have sent its last tensor and closed its communicator.
+        """
         error = work.exception()
         if error is not None:
-            self._mute = self._mute or error
+            self._send_failure = self._send_failure or error
             self._notify()
         return error is not None
 

@@ -39,7 +39,7 @@ TIMEOUT_MAX = 366 * 86400.0
 """The longest timeout, in seconds: a year. A larger value is taken for a mistake in the unit."""
 
 Timeout = float | timedelta | None
-"""Seconds, as a number or a ``timedelta``; None: the default."""
+"""A time span, as a number of seconds or a ``timedelta``; None stands for the default."""
 
 _IS_COMPLEX = {dtype: dtype.is_complex for dtype in DTYPES}
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
