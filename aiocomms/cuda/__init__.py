@@ -1,4 +1,4 @@
-"""CUDA on the event loop: streams and events that are awaited, and the runtime calls that torch lacks."""
+"""CUDA on the event loop: the public names for streams and events that are awaited."""
 
 from aiocomms.cuda.streams import SPIN as SPIN
 from aiocomms.cuda.streams import Completions as Completions

@@ -1,4 +1,4 @@
-"""What torch does not wrap of CUDA's runtime, or wraps in a way that does not do, called in the library it uses."""
+"""The calls of CUDA's runtime that torch does not wrap, or wraps in a way that does not serve here."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from typing import Any, Final
 
 import torch
 
-_NON_BLOCKING: Final = 1  # cudaStreamNonBlocking: the default stream and it do not wait for each other
+_NON_BLOCKING: Final = 1  # cudaStreamNonBlocking: the stream and the default stream do not wait for each other
 
-_idle: dict[tuple[int | None, int], list[int]] = {}  # streams that nobody has any more, by device and priority
+_idle: dict[tuple[int | None, int], list[int]] = {}  # streams that have no owner any more, by device and priority
 
 
 @functools.cache
 def library() -> Any:
-    """The runtime."""
+    """Load the library of the CUDA runtime, the one that torch itself uses."""
     version = torch.version.cuda
     return ctypes.CDLL(None if version is None else f"libcudart.so.{version.split('.')[0]}")
 
 
 def check(status: int, what: str) -> None:
-    """Raise what torch would.
+    """Raise the error that torch would raise if a call has failed.
 
-    :param status: what a call has returned.
-    :raises RuntimeError: it has failed.
+    :param status: the value that the call has returned, a ``cudaError_t``.
+    :param what: what the call did, for the message.
+    :raises RuntimeError: the call has failed.
     """
     if status:
         text = library().cudaGetErrorString
@@ -34,9 +35,9 @@ def check(status: int, what: str) -> None:
 
 
 def own_stream(device: torch.device, priority: int) -> Any:
-    """A ``torch.cuda.Stream`` that nobody else has, until it is garbage.
+    """Return a ``torch.cuda.Stream`` that has no other owner until it is garbage.
 
-    ``torch.cuda.Stream()`` gives one of 32 in turn, so that two users of one would wait for each other.
+    ``torch.cuda.Stream()`` gives out 32 streams in turn, so that two owners of the same one would wait for each other.
     """
     idle = _idle.setdefault((device.index, priority), [])
     try:
@@ -57,11 +58,12 @@ def _new_stream(device: torch.device, priority: int) -> int:
 
 
 class Event(torch.cuda.Event):
-    """One that a daemon thread can wait for."""
+    """A CUDA event for which a daemon thread can wait."""
 
     def synchronize(self) -> None:
-        """Sleep until it has fired.
+        """Sleep until the event has fired.
 
-        torch's takes the GIL back in a C++ destructor, which ends the process when the interpreter is about to end.
+        torch's own method takes the GIL again in a C++ destructor. That kills the process if the interpreter is being
+        finalized.
         """
         check(library().cudaEventSynchronize(ctypes.c_void_p(self.cuda_event)), "waiting for an event")

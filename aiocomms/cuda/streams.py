@@ -1,7 +1,8 @@
-"""CUDA streams and events on the event loop: what torch has of them, and the queue of events that are waited for.
+"""CUDA streams and events on the event loop: the interface to torch's CUDA, and the queues of events that are awaited.
 
-Knows CUDA and no transport. A transport that works on GPU memory orders its ops with events, and is told on the loop's
-thread when one has fired: asked for a few turns of the loop, then by a thread that sleeps on it without the GIL.
+This module knows CUDA and no transport. A transport that works on GPU memory orders its ops with events, and is told on
+the loop's thread when an event has fired. The loop queries the event for a few turns; after that a thread sleeps on it
+without the GIL.
 """
 
 from __future__ import annotations
@@ -24,67 +25,67 @@ from aiocomms.progress.driver import Driver, Promise
 from aiocomms.transport import Capabilities, Transport
 
 SPIN: Final = 30
-"""Turns of the loop for which events are asked before a thread sleeps on them: some 100 µs."""
+"""The number of turns of the loop in which events are queried before a thread sleeps on them: some 100 µs."""
 _THREAD_LOCAL: Final = 1  # cudaStreamCaptureModeThreadLocal
 
 
 class Event(Protocol):
-    """A ``torch.cuda.Event``."""
+    """The methods of a ``torch.cuda.Event`` that are used here."""
 
     def record(self, stream: Any) -> None:
-        """Fire when the stream has done what it has been given so far."""
+        """Make the event fire when the stream has done all work that has been enqueued on it so far."""
 
     def query(self) -> bool:
-        """Whether it has fired. Holds the GIL."""
+        """Return whether the event has fired. Holds the GIL."""
 
     def synchronize(self) -> None:
-        """Sleep until it has fired. Drops the GIL, and costs no CPU."""
+        """Sleep until the event has fired. Releases the GIL, and costs no CPU."""
 
 
 class Stream(Protocol):
-    """A ``torch.cuda.Stream``."""
+    """The methods of a ``torch.cuda.Stream`` that are used here."""
 
     @property
     def cuda_stream(self) -> int:
         """The ``cudaStream_t``."""
 
     def wait_event(self, event: Any) -> None:
-        """Do what is given from now on when the event has fired."""
+        """Make all work that is enqueued from now on wait for the event."""
 
 
 class Cuda(Protocol):
-    """The device as seen from here: the driver, thin enough to be replaced where there is no GPU."""
+    """The calls to the CUDA device, which tests replace where there is no GPU."""
 
     def activate(self) -> None:
-        """Make the device this thread's current one."""
+        """Make the device the current one of this thread."""
 
     def stream(self, priority: int) -> Stream:
-        """A stream of one's own; a lower ``priority`` is served first, 0 is usual."""
+        """Return a stream that has no other owner. A lower ``priority`` is served first; 0 is the default."""
 
     def current_stream(self) -> Stream:
-        """This thread's current stream."""
+        """Return this thread's current stream."""
 
     def event(self) -> Event:
-        """A new event, without timing, on which a thread sleeps rather than spins."""
+        """Return a new event without timing, on which a thread sleeps rather than spins."""
 
     def capturing(self, stream: Stream | None = None) -> bool:
-        """Whether a stream is being captured into a graph; None: this thread's current one."""
+        """Return whether a stream is being captured into a graph; None: this thread's current stream."""
 
     def enqueue(self, stream: Stream, call: Callable[[], object]) -> None:
-        """Run torch operations on a stream."""
+        """Run ``call``, which enqueues torch operations, with a stream as the current one."""
 
     def empty_like(self, stream: Stream, tensor: torch.Tensor) -> torch.Tensor:
-        """Memory of a stream's own, in the shape of a tensor.
+        """Allocate a tensor of the shape and dtype of ``tensor`` in a stream's memory pool.
 
-        :raises torch.OutOfMemoryError: there is none.
+        :raises torch.OutOfMemoryError: no memory is left.
         """
 
     def harmless(self) -> contextlib.AbstractContextManager[None]:
-        """Let this thread's calls not break another thread's capture (thread-local capture mode)."""
+        """Keep this thread's calls from invalidating another thread's capture (thread-local capture mode)."""
 
 
 class TorchCuda:
-    """The real :class:`Cuda`, which torch wraps."""
+    """The implementation of :class:`Cuda` with torch and the CUDA runtime."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -137,23 +138,24 @@ class TorchCuda:
 
 
 class Completions:
-    """Events that are waited for, each stream's in order; served by one transport's ``progress`` on one loop.
+    """The queues of events that are awaited, one per stream in the order recorded.
 
-    With nothing waited for, nothing runs. While the current stream is being captured nothing is asked.
+    One transport's ``progress`` serves them, on one loop. Nothing runs while no event is awaited. No event is queried
+    while the current stream is being captured.
     """
 
     def __init__(
         self, cuda: Cuda, wake: Callable[[], None], spin: int = SPIN, transport: Transport | None = None
     ) -> None:
-        """Begin, on the loop's thread.
+        """Create the queues, which are empty, on the loop's thread.
 
-        :param wake: makes the loop call :meth:`poll`; from any thread.
-        :param spin: how many polls in vain it takes until a thread sleeps on what is left.
+        :param wake: makes the loop call :meth:`poll`; it is called on any thread.
+        :param spin: the number of polls without result after which threads sleep on the events that are left.
         :param transport: whose ``progress`` calls :meth:`poll`. The loop does so after each op that a communicator
             posts; with this it does so whenever something is added, also by another communicator's progress.
         """
         self.parked = False
-        """Whether threads sleep on what is left."""
+        """Whether threads sleep on the events that are left."""
         self._cuda = cuda
         self._wake = wake
         self._spin = spin
@@ -170,21 +172,21 @@ class Completions:
         return sum(map(len, self._queues.values()))
 
     def mark(self, stream: Stream) -> Event:
-        """Record an event; to be given back with :meth:`release`, or dropped if it may not have fired."""
+        """Record an event on a stream. Give it back with :meth:`release`, or drop it if it may not have fired."""
         event = self._pool.pop() if self._pool else self._cuda.event()
         event.record(stream)
         return event
 
     def release(self, event: Event) -> None:
-        """Take back an event that has fired, to be used again."""
+        """Take back an event that has fired; it is used again."""
         self._pool.append(event)
 
     def add(self, stream: Stream, then: Callable[[], object]) -> Event:
-        """Have ``then`` called, on the loop's thread, when a stream has done what it has been given so far.
+        """Have ``then`` called on the loop's thread when a stream has done all work that was enqueued so far.
 
-        What ``then`` refers to, such as the op and with it the tensors, is kept until then.
+        ``then`` is kept until it is called, and with it what it refers to, such as the op and its tensors.
 
-        :returns: the event, for other streams to wait for; not to be kept when it has fired.
+        :returns: the event, for other streams to wait for. It must not be kept once it has fired.
         """
         event = self.mark(stream)
         key = stream.cuda_stream
@@ -199,11 +201,12 @@ class Completions:
         return event
 
     def poll(self) -> bool:
-        """Call what has become due.
+        """Call the functions whose events have fired.
 
-        While the current stream is being captured nothing is; then ``progress`` should say True, to be asked again.
+        Nothing is called while the current stream is being captured. ``progress`` should then return True, so that it
+        is called again.
 
-        :returns: whether anything has.
+        :returns: whether anything was called.
         """
         if not self._queues or self._cuda.capturing():
             return False
@@ -219,7 +222,7 @@ class Completions:
         return False
 
     def _collect(self) -> list[Callable[[], object]]:
-        """What is due; asks the head of each queue, and those behind it only when that has fired."""
+        """Return the functions whose events have fired. Only the first event of each queue that has not is queried."""
         fired = []
         with self._cuda.harmless():
             for key, queue in list(self._queues.items()):
@@ -227,7 +230,7 @@ class Completions:
                 while queue and queue[0][0].query():
                     event, then = queue.popleft()
                     fired.append(then)
-                    if sleeper is None or sleeper.target is not event:  # else a thread may still look at it
+                    if sleeper is None or sleeper.target is not event:  # a thread may still use the event it sleeps on
                         self._pool.append(event)
                 if not queue:
                     del self._queues[key]
@@ -241,15 +244,15 @@ class Completions:
             self._sleepers[key].watch(queue[0][0])
 
     def wait(self) -> None:
-        """Block until everything has fired, and forget it: at the end, off the loop."""
+        """Block until all events have fired, and drop them. It is called at the end, and not on the loop's thread."""
         for queue in self._queues.values():
             for event, _ in queue:
-                with contextlib.suppress(RuntimeError):  # nothing is left to be waited for on a device that is broken
+                with contextlib.suppress(RuntimeError):  # a device that is broken does no more work to wait for
                     event.synchronize()
         self._queues.clear()
 
     def close(self) -> None:
-        """Let the threads end. One that sleeps on an event ends when that has fired."""
+        """Tell the threads to end. A thread that sleeps on an event ends when the event has fired."""
         for sleeper in self._sleepers.values():
             sleeper.close()
 
@@ -259,7 +262,7 @@ class _Sleeper:
 
     def __init__(self, cuda: Cuda, wake: Callable[[], None]) -> None:
         self.target: Event | None = None
-        """What it sleeps on, or is about to."""
+        """The event on which the thread sleeps, or is about to sleep."""
         self._cuda = cuda
         self._wake = wake
         self._changed = threading.Condition()
@@ -267,14 +270,14 @@ class _Sleeper:
         threading.Thread(target=self._run, name="aiocomms sleeps on events", daemon=True).start()
 
     def watch(self, event: Event) -> None:
-        """Wake the loop when an event has fired; when it sleeps on another one of this stream, that one will do it."""
+        """Wake the loop when the event has fired, or when the one of this stream has on which the thread sleeps."""
         with self._changed:
             if self.target is None:
                 self.target = event
                 self._changed.notify()
 
     def close(self) -> None:
-        """End, when what it sleeps on has fired."""
+        """Tell the thread to end. If it sleeps on an event, it ends when the event has fired."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -283,7 +286,7 @@ class _Sleeper:
         self._cuda.activate()
         with self._cuda.harmless():
             while (event := self._next()) is not None:
-                with contextlib.suppress(RuntimeError):  # the poll meets the same error, and reports it
+                with contextlib.suppress(RuntimeError):  # the next poll gets the same error, and reports it
                     event.synchronize()
                 with self._changed:
                     self.target = None
@@ -297,7 +300,7 @@ class _Sleeper:
 
 
 def no_gpu(device: torch.device) -> str | None:
-    """Why torch cannot use a GPU, or None."""
+    """Return the reason why torch cannot use the GPU ``device``, or None if it can."""
     if torch.version.cuda is None:
         return "this torch was built without CUDA: install a CUDA build of torch, which plain `torch` on PyPI is"
     if not torch.cuda.is_available():
@@ -309,14 +312,14 @@ def no_gpu(device: torch.device) -> str | None:
 
 
 class recorded:  # noqa: N801 - it reads as what it is: ``await recorded(stream)``
-    """Await the point that a CUDA stream has come to: after ``graph.replay()``, that the replay is done.
+    """Await all work that was enqueued on a CUDA stream so far; after ``graph.replay()``, the end of the replay.
 
-    Records an event at the call. ``await`` returns when it has fired, and costs no CPU meanwhile; a cancelled one
-    changes nothing.
+    The call records an event. ``await`` returns when the event has fired, and costs no CPU meanwhile. A cancelled
+    ``await`` changes nothing.
 
     :param stream: a ``torch.cuda.Stream``; None: the current one.
-    :param cuda: the device, where it is not torch's current one.
-    :raises CapturedWorkError: the stream is being captured: its events fire in no replay.
+    :param cuda: the device; None: torch's current one.
+    :raises CapturedWorkError: the stream is being captured, and its events fire in no replay.
     """
 
     def __init__(self, stream: Stream | None = None, *, cuda: Cuda | None = None) -> None:
@@ -328,7 +331,7 @@ class recorded:  # noqa: N801 - it reads as what it is: ``await recorded(stream)
         self._event.record(self._stream)
 
     def done(self) -> bool:
-        """Whether the stream has passed the point."""
+        """Return whether the stream has done that work."""
         return self._event.query()
 
     def __await__(self) -> Generator[Any, Any, None]:
@@ -337,7 +340,7 @@ class recorded:  # noqa: N801 - it reads as what it is: ``await recorded(stream)
 
 
 class _Watch:
-    """Waits for one event by a place of its own among what the loop's driver serves."""
+    """Waits for one event as a client of the loop's driver of its own, beside the transports."""
 
     capabilities = Capabilities(ops=frozenset[type[ops.Op]](), spin=SPIN)
 
@@ -368,7 +371,7 @@ class _Watch:
     def progress(self) -> bool:
         self._waker.clear()
         if self._cuda.capturing():
-            return True  # so that it is asked again
+            return True  # so that it is called again
         with self._cuda.harmless():
             fired = self._event.query()
         if fired:

@@ -1,1 +1,1 @@
-"""What a transport lacks, done with what it has: schedules of sends and receives, windows over messages, routes."""
+"""Lowering of ops that a transport lacks: schedules of sends and receives, windows over messages, and the routing."""

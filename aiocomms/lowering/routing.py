@@ -1,4 +1,4 @@
-"""How an op of each type is done on one communicator: by a transport, lowered to sends and receives, or not at all."""
+"""The routing of each op type on a communicator: to a transport, to a schedule of messages, or to an error."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from aiocomms.progress.guard import guarded
 from aiocomms.transport import Completion, Transport
 
 Route = Callable[[ops.Op, Completion], float | None]
-"""See :meth:`aiocomms.transport.Transport.post`."""
+"""A function that starts an op, with the contract of :meth:`aiocomms.transport.Transport.post`."""
 
 
 class Router(dict[type[ops.Op], Route]):
-    """Routes by op type, each decided when the first op of its type is called."""
+    """The routes of one communicator by op type. A route is decided when the first op of its type is called."""
 
     def __init__(self, comm: Poster, transports: Mapping[ops.Family, Transport]) -> None:
         self._comm = comm
         self._transports = transports
         self._runs: weakref.WeakKeyDictionary[Completion, weakref.ref[Run]] = weakref.WeakKeyDictionary()
-        """The schedules of lowered ops that may be withdrawn; its messages keep a schedule, and it keeps its work."""
+        """The schedules of lowered ops that may be withdrawn. A schedule's messages keep it alive, and it its work."""
 
     def __missing__(self, cls: type[ops.Op]) -> Route:
         route = self[cls] = self._decide(cls)
         return route
 
     def withdraw(self, work: Completion) -> bool:
-        """Take an unmatched receive or wait back; False if it is under way."""
+        """Withdraw an unmatched receive or wait; False if it is under way."""
         lowered = self._runs.get(work)
         if lowered is None:
             return guarded(False, self._transports[work.op.family].try_cancel, work)
@@ -46,16 +46,16 @@ class Router(dict[type[ops.Op], Route]):
         transport = self._transports.get(cls.family)
         p2p = self._transports.get("p2p")
         can_lower = cls in SCHEDULES and p2p is not None and ops.Send in p2p.capabilities.ops
-        otherwise = self._lower if can_lower else self._refuse
+        fallback = self._lower if can_lower else self._refuse
         if transport is None or cls not in transport.capabilities.ops:
-            return otherwise
+            return fallback
         if transport.capabilities.reductions is None or "op" not in cls.__struct_fields__:
             return transport.post
         capabilities, post = transport.capabilities, transport.post
 
         def reduce(op: Any, work: Completion) -> float | None:
             dtype = op.writes()[0][1].dtype
-            return (post if capabilities.reduces(op.op, dtype) else otherwise)(op, work)
+            return (post if capabilities.reduces(op.op, dtype) else fallback)(op, work)
 
         return reduce
 

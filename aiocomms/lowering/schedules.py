@@ -1,9 +1,9 @@
-"""An op that a transport lacks, expressed in sends and receives.
+"""The schedules that express collectives, batches and objects as sends and receives, and what runs the schedules.
 
-A *schedule* is a generator: it yields the sends and receives of one step, is resumed when all of them are complete,
-and ends with the op done. No task runs it; the completion of a step's last message does, so an op whose messages are
-all there is finished inside ``post``. Schedules of different ops on one communicator may overlap: each has its own
-tag.
+A *schedule* is a generator. It yields the sends and receives of one step, and is resumed when all of them are complete.
+When it returns, the op is done. No task runs a schedule: the completion of a step's last message resumes it, so that an
+op whose messages have all arrived is finished inside ``post``. Schedules of different collectives on one communicator
+may overlap, as each has a tag of its own.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ Steps = Generator[list[ops.Op], None, Any]
 OpT = TypeVar("OpT", bound=ops.Op)
 
 RING_BYTES = 64 * 1024
-"""From this many bytes on, an all_reduce is bound by bandwidth and goes around the ring."""
+"""The size in bytes from which on an all_reduce is bound by bandwidth and uses the ring."""
 
 
 class Poster(Protocol):
-    """What a schedule needs of its communicator."""
+    """The part of a communicator that schedules use."""
 
     rank: int
     size: int
     name: str
     device: torch.device
     calls: int
-    """Collectives called so far: the same on all ranks, so it tells their messages apart."""
+    """The number of collectives called so far. It is the same on all ranks, and so serves as the tag of messages."""
 
     def post(self, op: ops.Op, work: Completion) -> None:
         """Hand an op to the transport that carries it."""
 
     def withdraw(self, work: Completion) -> bool:
-        """Take an unmatched receive back."""
+        """Withdraw an unmatched receive; False if something has matched it."""
 
     def lose(self, error: CommError) -> None:
         """End the communicator: what this rank has sent, and what it still owes the others, is not to be told apart."""
 
 
 class Context:
-    """One schedule's view of its communicator: the messages of this op and of no other."""
+    """A communicator as one schedule sees it: its sends and receives have the tag of this op alone."""
 
     __slots__ = ("device", "rank", "size", "tag")
 
@@ -58,22 +58,22 @@ class Context:
         self.tag = comm.calls & 0x7FFFFFFF
 
     def send(self, tensor: Tensor, dst: int) -> ops.Op:
-        """A message to rank ``dst``."""
+        """Make the record of a message to rank ``dst``."""
         return ops.Send(tensor, dst, self.tag, ops.COLLECTIVE)
 
     def recv(self, tensor: Tensor, src: int) -> ops.Op:
-        """A message from rank ``src``."""
+        """Make the record of the receive of a message from rank ``src``."""
         return ops.Recv(tensor, src, self.tag, ops.COLLECTIVE)
 
 
 Schedule = Callable[[Context, Any], Steps]
 
 SCHEDULES: dict[type[ops.Op], Schedule] = {}
-"""How each op is done with sends and receives."""
+"""The schedule of each op type that can be expressed as sends and receives."""
 
 
 def schedule(*types: type[ops.Op]) -> Callable[[Callable[[Context, OpT], Steps]], Callable[[Context, OpT], Steps]]:
-    """Register a generator function as the schedule of some op types."""
+    """Register a generator function as the schedule of op types."""
 
     def register(fn: Callable[[Context, OpT], Steps]) -> Callable[[Context, OpT], Steps]:
         for cls in types:
@@ -93,11 +93,11 @@ class Run:
         self._steps = steps
         self._left = 0
         self._posted = False  # whether a message has been
-        self._only: _Part | None = None  # the first step's message, if it has but one and nothing has followed
+        self._only: _Part | None = None  # the first step's only message, until it is complete
         self.work = work
 
     def advance(self) -> None:
-        """Post the next step, and the ones after it for as long as they complete at once.
+        """Post the next step, and the steps after it as long as each completes at once.
 
         What is raised before the first message is posted goes to the caller, and nothing was sent. What is raised later
         ends the communicator: the other ranks are in the middle of an op that this rank cannot finish.
@@ -114,7 +114,7 @@ class Run:
             except Exception as error:
                 self._break_off(error)
                 return
-            self._left = len(step) + 1  # one more, so that parts which complete inside post do not advance
+            self._left = len(step) + 1  # one more, so that parts which complete inside post do not call advance
             parts = [_Part(self, op) for op in step]
             self._only = parts[0] if len(parts) == 1 and not self._posted else None
             if not self._post(parts):
@@ -145,14 +145,14 @@ class Run:
         self._comm.lose(failure)
 
     def part_done(self) -> None:
-        """One message of the current step is complete."""
+        """Note that one message of the current step is complete, and advance after the last one."""
         self._only = None
         self._left -= 1
         if not self._left:
             self.advance()
 
     def part_failed(self, error: CommError) -> None:
-        """One message of the current step has failed, and with it the op."""
+        """End the op with the failure of one message of the current step."""
         self._steps.close()
         if not self.work.done():
             if isinstance(error, MessageTruncatedError) and self.work.op.family == "collectives":
@@ -162,7 +162,7 @@ class Run:
             self.work.fail(error)
 
     def withdraw(self) -> bool:
-        """Take the op back, if all it has done is to wait for one first message."""
+        """Withdraw the op if all it has done is to post one receive that is still unmatched; else return False."""
         if self._only is None or not self._only.op.withdrawable or not self._comm.withdraw(self._only):
             return False
         self._steps.close()
@@ -170,12 +170,12 @@ class Run:
 
 
 class BatchRun(Run):
-    """Runs a batch, which fails only when the wire has let go of all its tensors."""
+    """Runs a batch. It fails only when the transport uses none of its tensors any more."""
 
     __slots__ = ("_all_posted", "_fault", "_parts")
 
     def advance(self) -> None:
-        """Post all parts."""
+        """Post all parts of the batch."""
         self._fault: CommError | None = None
         self._all_posted = False
         self._parts = [_Part(self, op) for op in next(self._steps)]
@@ -188,16 +188,16 @@ class BatchRun(Run):
         self.part_done()
 
     def part_done(self) -> None:
-        """One message is complete."""
+        """Note that one message is complete, and end the batch after the last one."""
         self._left -= 1
         if not self._left:
             self._parts = []
             conclude(self.work, OP_RESULT if self._fault is None else self._fault)
 
     def part_failed(self, error: CommError) -> None:
-        """One message has failed. A receive that nothing has matched must not take one that comes later."""
+        """Note that one message has failed, and withdraw the unmatched receives: they must not take later messages."""
         if isinstance(error, MismatchError):
-            conclude(self.work, error)  # the communicator is lost, and the rest may never end
+            conclude(self.work, error)  # the communicator is lost, and the other messages may never end
         elif self._fault is None:
             self._fault = error
             if self._all_posted:
@@ -211,7 +211,7 @@ class BatchRun(Run):
 
 
 class _Part:
-    """One message of a schedule, completed by the transport."""
+    """One message of a schedule: the completion that the transport is given for it."""
 
     __slots__ = ("__weakref__", "_done", "_run", "op")
 
@@ -243,7 +243,7 @@ class _Part:
 
 @schedule(ops.Batch)
 def batch(g: Context, op: ops.Batch) -> Steps:
-    """All parts at once, on the user's own tags."""
+    """Post all parts in one step, with the user's own tags."""
     yield list(op.parts)
 
 
@@ -259,12 +259,12 @@ def barrier(g: Context, op: ops.Op) -> Steps:
 
 @schedule(ops.Broadcast)
 def broadcast(g: Context, op: ops.Broadcast) -> Steps:
-    """Binomial tree."""
+    """Broadcast down a binomial tree."""
     yield from broadcast_tree(g, op.tensor, op.root)
 
 
 def broadcast_tree(g: Context, tensor: Tensor, root: int) -> Steps:
-    """Binomial tree: in each round every rank that has the data sends it to one that has not."""
+    """Broadcast down a binomial tree: in each round every rank that has the data sends it to one that has not."""
     me = (g.rank - root) % g.size
     mask = 1
     while mask < g.size and not me & mask:
@@ -283,7 +283,7 @@ def broadcast_tree(g: Context, tensor: Tensor, root: int) -> Steps:
 
 @schedule(ops.Reduce)
 def reduce(g: Context, op: ops.Reduce) -> Steps:
-    """Binomial tree towards the root."""
+    """Reduce along a binomial tree towards the root."""
     accumulator = reductions.lift(op.op, op.tensor)
     me = (g.rank - op.root) % g.size
     mask = 1
@@ -292,16 +292,16 @@ def reduce(g: Context, op: ops.Reduce) -> Steps:
             yield [g.send(accumulator, (me - mask + op.root) % g.size)]
             return
         if me + mask < g.size:
-            theirs = torch.empty_like(accumulator)
-            yield [g.recv(theirs, (me + mask + op.root) % g.size)]
-            reductions.combine(op.op, accumulator, theirs)
+            received = torch.empty_like(accumulator)
+            yield [g.recv(received, (me + mask + op.root) % g.size)]
+            reductions.combine(op.op, accumulator, received)
         mask *= 2
     reductions.lower(op.op, accumulator, g.size, op.tensor)
 
 
 @schedule(ops.AllReduce)
 def all_reduce(g: Context, op: ops.AllReduce) -> Steps:
-    """Recursive doubling for small tensors, the ring for large ones; every rank gets the same bits."""
+    """Use recursive doubling for small tensors and the ring for large ones; every rank gets the same bits."""
     accumulator = reductions.lift(op.op, op.tensor).view(-1)
     if accumulator.nbytes < RING_BYTES or accumulator.numel() < g.size:
         yield from _doubling(g, op.op, accumulator)
@@ -314,7 +314,7 @@ def all_reduce(g: Context, op: ops.AllReduce) -> Steps:
 
 def _doubling(g: Context, op: reductions.ReduceOp, accumulator: Tensor) -> Steps:
     """Recursive doubling; ranks above the largest power of two fold into a partner first (Thakur et al. 2005, 4.5)."""
-    theirs = torch.empty_like(accumulator)
+    received = torch.empty_like(accumulator)
     power = 1 << (g.size.bit_length() - 1)
     extra = g.size - power
     if g.rank >= power:
@@ -322,30 +322,30 @@ def _doubling(g: Context, op: reductions.ReduceOp, accumulator: Tensor) -> Steps
         yield [g.recv(accumulator, g.rank - power)]
         return
     if g.rank < extra:
-        yield [g.recv(theirs, g.rank + power)]
-        reductions.combine(op, accumulator, theirs)
+        yield [g.recv(received, g.rank + power)]
+        reductions.combine(op, accumulator, received)
     mask = 1
     while mask < power:
-        yield [g.send(accumulator, g.rank ^ mask), g.recv(theirs, g.rank ^ mask)]
-        reductions.combine(op, accumulator, theirs)
+        yield [g.send(accumulator, g.rank ^ mask), g.recv(received, g.rank ^ mask)]
+        reductions.combine(op, accumulator, received)
         mask *= 2
     if g.rank < extra:
         yield [g.send(accumulator, g.rank + power)]
 
 
 def _ring_reduce(g: Context, op: reductions.ReduceOp, segments: list[Tensor]) -> Steps:
-    """Ring reduce-scatter (Patarasuk and Yuan 2009): afterwards ``segments[rank]`` is reduced, the others are not."""
-    theirs = torch.empty_like(max(segments, key=Tensor.numel))
+    """Ring reduce-scatter (Patarasuk and Yuan 2009). Afterwards only ``segments[rank]`` is completely reduced."""
+    received = torch.empty_like(max(segments, key=Tensor.numel))
     for step in range(1, g.size):
         out = segments[(g.rank - step) % g.size]
         mine = segments[(g.rank - step - 1) % g.size]
-        into = theirs[: mine.numel()]
+        into = received[: mine.numel()]
         yield [g.send(out, (g.rank + 1) % g.size), g.recv(into, (g.rank - 1) % g.size)]
         reductions.combine(op, mine, into)
 
 
 def ring_gather(g: Context, segments: list[Tensor]) -> Steps:
-    """Ring all-gather: ``segments[rank]`` is given, the others arrive."""
+    """Ring all-gather: each rank gives ``segments[rank]``, and receives the other segments."""
     for step in range(g.size - 1):
         out = segments[(g.rank - step) % g.size]
         into = segments[(g.rank - step - 1) % g.size]
@@ -354,7 +354,7 @@ def ring_gather(g: Context, segments: list[Tensor]) -> Steps:
 
 @schedule(ops.ReduceScatter, ops.ReduceScatterV, ops.ReduceScatterSingle)
 def reduce_scatter(g: Context, op: ops.ReduceScatter) -> Steps:
-    """Ring reduce-scatter."""
+    """Reduce and scatter around the ring."""
     segments = [reductions.lift(op.op, t).view(-1) for t in op.ins(g.size)]
     yield from _ring_reduce(g, op.op, segments)
     reductions.lower(op.op, segments[g.rank], g.size, op.output)
@@ -362,7 +362,7 @@ def reduce_scatter(g: Context, op: ops.ReduceScatter) -> Steps:
 
 @schedule(ops.AllGather, ops.AllGatherV, ops.AllGatherSingle)
 def all_gather(g: Context, op: ops.AllGather) -> Steps:
-    """Ring all-gather."""
+    """Gather around the ring."""
     outs = [t.view(-1) for t in op.outs(g.size)]
     outs[g.rank].copy_(op.input.detach().view(-1))
     yield from ring_gather(g, outs)
@@ -370,7 +370,7 @@ def all_gather(g: Context, op: ops.AllGather) -> Steps:
 
 @schedule(ops.AllToAll, ops.AllToAllSingle, ops.AllToAllVSingle)
 def all_to_all(g: Context, op: ops.AllToAll) -> Steps:
-    """Pairwise exchange: in step k each rank sends to the one k ahead and receives from the one k behind."""
+    """Exchange pairwise: in step k each rank sends to the rank k ahead and receives from the rank k behind."""
     ins, outs = op.ins(g.size), op.outs(g.size)
     outs[g.rank].copy_(ins[g.rank].detach().view(outs[g.rank].shape))
     for k in range(1, g.size):
@@ -380,7 +380,7 @@ def all_to_all(g: Context, op: ops.AllToAll) -> Steps:
 
 @schedule(ops.Gather, ops.GatherSingle)
 def gather(g: Context, op: ops.Gather) -> Steps:
-    """Every rank sends straight to the root: each byte crosses the wire once."""
+    """Every rank sends its tensor straight to the root, so that each byte crosses the wire once."""
     if g.rank != op.root:
         yield [g.send(op.input, op.root)]
         return
@@ -391,7 +391,7 @@ def gather(g: Context, op: ops.Gather) -> Steps:
 
 @schedule(ops.Scatter)
 def scatter(g: Context, op: ops.Scatter) -> Steps:
-    """The root sends straight to every rank."""
+    """The root sends each rank its tensor directly."""
     if g.rank != op.root:
         yield [g.recv(op.output, op.root)]
         return

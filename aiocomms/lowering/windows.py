@@ -1,9 +1,8 @@
-"""One-sided operations over sends and receives, for communicators none of whose transports has RMA.
+"""One-sided operations (RMA) over sends and receives, for communicators none of whose transports has RMA.
 
 Each rank serves its part of a window to each other rank: it receives that rank's requests one after the other and
-does them, so they take effect in the order of the calls. The memory's owner need not take part in the program's
-sense, but its event loop must come round: a put to a rank whose loop is busy waits, where a transport with RMA would
-not.
+carries them out, so that they take effect in the order of the calls. The program of the memory's owner need not take
+part, but its event loop must run: a put to a rank whose loop is busy waits, where a transport with RMA would not.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from aiocomms.lowering.schedules import Poster, Run, Steps
 from aiocomms.ops import codec
 from aiocomms.transport import OP_RESULT, Capabilities, Completion, Rendezvous, Transport
 
-_REQUEST = struct.Struct("<B7xqqq")  # what, offset, count or first operand, second operand
+_REQUEST = struct.Struct("<B7xqqq")  # kind of operation, offset, count or first operand, second operand
 _PUT, _GET, _ADD, _SWAP, _SIGNAL, _FLUSH, _CLOSE = range(7)
 
 
@@ -33,41 +32,41 @@ class _Window:
         self.tag = tag
         self.flat = tensor.view(-1)
         self.signals: Counter[int] = Counter()
-        """Signals that nobody has waited for yet, by source."""
+        """The number of signals that nobody has waited for yet, by source."""
         self.waiting: defaultdict[int, deque[Completion]] = defaultdict(deque)
-        """Waits that no signal has ended yet, by source."""
+        """The waits that no signal has ended yet, by source."""
         self.serving = 0
-        """How many ranks may still ask for something."""
+        """The number of services that have not ended: one per rank that may still send requests."""
         self.closing: Completion | None = None
 
     def signal(self, src: int) -> None:
-        """Rank ``src`` signals."""
+        """Note a signal of rank ``src``: it ends the oldest wait for that rank, or is counted."""
         if self.waiting[src]:
             self.waiting[src].popleft().complete()
         else:
             self.signals[src] += 1
 
     def served(self) -> None:
-        """One rank will ask for nothing more."""
+        """Note that one service has ended: its rank sends no more requests."""
         self.serving -= 1
         self.check_closed()
 
     def check_closed(self) -> None:
-        """Complete the close once nobody can ask for anything more."""
+        """Complete the close once no service is left."""
         if self.closing is not None and not self.serving:
             self.closing.complete()
 
     def span(self, offset: int, count: int) -> Tensor:
-        """Some of the elements.
+        """Return ``count`` elements of this rank's part, from ``offset`` on.
 
-        :raises ProtocolError: they do not lie within.
+        :raises ProtocolError: this part has fewer elements.
         """
         if not (offset >= 0 and count >= 0 and offset + count <= self.flat.numel()):
             raise ProtocolError(f"a request for {count} elements from {offset} on of a window of {self.flat.numel()}")
         return self.flat[offset : offset + count]
 
     def atomic(self, what: int, offset: int, first: int, second: int) -> int:
-        """Do an atomic operation and return what was there before; nothing else runs meanwhile."""
+        """Carry out an atomic operation, during which nothing else runs, and return the element's value before it."""
         element = self.span(offset, 1)
         before = int(element.item())
         if what == _ADD:
@@ -78,7 +77,7 @@ class _Window:
 
 
 class TwoSided(Transport):
-    """RMA over the communicator's own sends and receives."""
+    """A transport of one-sided operations that uses the communicator's own sends and receives."""
 
     capabilities = Capabilities(ops=ops.RMA)
 
@@ -116,7 +115,7 @@ class TwoSided(Transport):
                 self._run(self._ask(op), work)
 
     def progress(self) -> bool:
-        """See :meth:`Transport.progress`: the messages move by themselves."""
+        """See :meth:`Transport.progress`: the transport of the messages does the work."""
         return False
 
     def fileno(self) -> int | None:
@@ -124,7 +123,7 @@ class TwoSided(Transport):
         return None
 
     def try_cancel(self, work: Completion) -> bool:
-        """See :meth:`Transport.try_cancel`: of what is posted here only waits for signals can be withdrawn."""
+        """See :meth:`Transport.try_cancel`: of the ops posted here only waits for signals can be withdrawn."""
         op: Any = work.op
         waiting = op.window.handle.waiting[op.src]
         if work not in waiting:
@@ -138,7 +137,7 @@ class TwoSided(Transport):
     async def aclose(self) -> None:
         """See :meth:`Transport.aclose`: there is nothing to release."""
 
-    # ------------------------------------------------------------------------------------------- this rank asks
+    # ------------------------------------------------------------------------------------ this rank's own requests
 
     def _ask(self, op: Any) -> Steps:
         """Send a request, with the data behind it, and wait for the reply where there is one."""
@@ -165,7 +164,7 @@ class TwoSided(Transport):
         return None
 
     def _act(self, window: _Window, op: Any) -> int | None:
-        """Do an operation on this rank's own part."""
+        """Carry out an operation on this rank's own part."""
         what, offset, first, second = _REQUEST.unpack(self._packed(op))
         if isinstance(op, ops.Put):
             window.span(offset, first).copy_(op.tensor.detach().view(-1))
@@ -197,7 +196,7 @@ class TwoSided(Transport):
     def _request(self, op: Any) -> Tensor:
         return codec.to_tensor(self._packed(op), self._comm.device)
 
-    # --------------------------------------------------------------------------------------- this rank is asked
+    # ----------------------------------------------------------------------------------- the other ranks' requests
 
     def _open(self, tensor: Tensor, work: Completion) -> None:
         self._windows += 1  # opening is collective, so all ranks count alike
@@ -216,11 +215,11 @@ class TwoSided(Transport):
             yield list(farewell)
 
         window.closing = work
-        window.serving += 1  # until the farewells are on their way
+        window.serving += 1  # until the farewells have been sent
         self._run(close(), _Service(work.op, window))
 
     def _serve(self, window: _Window, peer: int) -> Steps:
-        """Do what one rank asks for, until it closes the window."""
+        """Carry out one rank's requests until it closes the window."""
         request = torch.empty(_REQUEST.size, dtype=torch.uint8, device=self._comm.device)
         while True:
             yield [ops.Recv(request, peer, window.tag, ops.RMA_REQUEST)]
@@ -248,7 +247,7 @@ class TwoSided(Transport):
 
 
 class _Service:
-    """Completes what no program waits for."""
+    """The completion of a service, which no program waits for."""
 
     __slots__ = ("__weakref__", "_done", "_window", "op")
 
@@ -269,6 +268,6 @@ class _Service:
         self._window.served()
 
     def fail(self, error: CommError) -> None:
-        """See :class:`Completion`: the peer is gone, or broke the protocol, and is served no longer."""
+        """See :class:`Completion`: the peer is gone, or broke the protocol, and is not served any more."""
         self._done = True
         self._window.served()
