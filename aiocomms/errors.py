@@ -1,8 +1,8 @@
-"""Every exception of aiocomms.
+"""Every exception of aiocomms, and what each means for the communicator.
 
-All derive from :class:`CommError` and carry, where they are known, the communicator's name, the operation's name and
-sequence number, this rank and the peer. What becomes of the communicator is part of each description: *usable* (nothing
-was sent, go on), or *poisoned* (every later call fails at once with the first reason).
+All derive from :class:`CommError`. They carry the communicator's name, the operation's name and sequence number, this
+rank and the peer, as far as these are known. Each description says whether the communicator stays *usable* (nothing was
+sent, and the program can go on), or is *poisoned* (every later call fails at once with the first reason).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 class CommError(Exception):
     """Raised when communication fails; the base of every error of aiocomms.
 
-    :param message: what happened and what to do about it.
+    :param message: what happened, and what to do about it.
     :param comm: the communicator's name.
     :param op: the operation's name, such as ``"all_reduce"``.
     :param seq: the operation's sequence number on its communicator.
@@ -71,11 +71,11 @@ class CommError(Exception):
     def about(
         self, *, comm: str | None = None, op: str | None = None, seq: int | None = None, rank: int | None = None
     ) -> Self:
-        """A fresh copy for one operation, so that no two awaiters share a traceback.
+        """Make a copy of this error for one operation, so that no two awaiters share a traceback.
 
-        What this error already knows wins over what is given.
+        An attribute that this error has already is kept; the argument replaces only an attribute that is None.
 
-        :returns: an error of the same class, caused by this one's cause.
+        :returns: an error of the same class and with the same cause.
         """
         copy = type(self)(
             self.message,
@@ -104,7 +104,7 @@ class UnsupportedOperation(CommError):  # noqa: N818 - the name io.UnsupportedOp
 class MessageTruncatedError(CommError):
     """Raised when a message is not of the receive buffer's size. The communicator stays usable.
 
-    The message is consumed; a larger one loses its tail, a shorter one leaves the rest of the buffer as it was.
+    The message is consumed. A larger message loses its tail; a shorter one does not change the rest of the buffer.
     """
 
 
@@ -119,7 +119,7 @@ class CapturedWorkError(CommError):
 class WorkCancelledError(CommError):
     """Raised when the result of a withdrawn operation is asked for: it did not happen. The communicator stays usable.
 
-    Deliberately no :class:`asyncio.CancelledError`, which a task group or a timeout would take for its own.
+    It is deliberately not an :class:`asyncio.CancelledError`, which a task group or a timeout would take for its own.
     """
 
 
@@ -128,13 +128,13 @@ class CommClosedError(CommError):
 
 
 class CommAbortedError(CommError):
-    """Raised when the communicator was aborted, here or elsewhere; carries the first reason. It is poisoned."""
+    """Raised when the communicator was aborted on any rank; carries the first reason. The communicator is poisoned."""
 
 
 class CommTimeoutError(CommError, TimeoutError):
-    """Raised when an operation's deadline passed; says who was missing where the transport knows.
+    """Raised when an operation's deadline passed; names the ranks that were missing, if the transport knows them.
 
-    The communicator is poisoned on every rank, except when the operation was a ``recv`` that nothing had matched yet.
+    The communicator is poisoned on every rank, unless the operation was a receive or wait that nothing had matched yet.
     """
 
 
@@ -147,7 +147,7 @@ class MismatchError(CommError):
 
 
 class StoreLostError(CommError):
-    """Raised when the rendezvous store is gone. Established communicators go on."""
+    """Raised when the rendezvous store is gone. Established communicators stay usable."""
 
 
 class ProtocolError(CommError):
@@ -159,9 +159,9 @@ class AuthError(ProtocolError):
 
 
 def wrong_thread(what: str) -> RuntimeError:
-    """What a call raises on another thread than its communicator's.
+    """Make the error of a call on another thread than its communicator's.
 
-    :param what: the call, and on what it was made.
+    :param what: the call, and the object on which it was made.
     """
     advice = "hand it to its loop, with call_soon_threadsafe or asyncio.run_coroutine_threadsafe"
     return RuntimeError(f"{what} was called on another thread than the communicator's; {advice}")

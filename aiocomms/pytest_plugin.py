@@ -1,4 +1,4 @@
-"""pytest: the fixture ``world`` and the marker ``ranks``.
+"""The pytest plug-in: the fixture ``world`` and the marker ``ranks``.
 
 Every pytest run in an environment with aiocomms imports this module, so it imports nothing but pytest.
 """
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
     from aiocomms.communicator import Communicator
 
 DEFAULT_RANKS = 2
-"""How many ranks the world of a test has that has no marker ``ranks``."""
+"""The number of ranks for a test without the marker ``ranks``."""
 
 _Scope = Literal["function", "class", "module", "package", "session"]
 _failed = pytest.StashKey[bool]()
 
 
 def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) -> None:
-    """Know the options of the conformance suite where that is what is run.
+    """Register the options of the conformance suite if that suite is run.
 
-    By its package's name (``--pyargs``) pytest finds the suite's conftest only after it has read the command line.
+    Given the suite's package (``--pyargs``), pytest finds the suite's conftest only after it has parsed the options.
     """
     if any("aiocomms.testing.conformance" in arg for arg in args):
         early_config.pluginmanager.import_plugin("aiocomms.testing.conformance.options")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Describe the marker, and let pytest-asyncio drive the fixture if it is there."""
+    """Describe the marker, and let pytest-asyncio run the fixture if it is installed."""
     config.addinivalue_line("markers", f"ranks(n): how many ranks the fixture 'world' has; {DEFAULT_RANKS} by default")
     if config.pluginmanager.has_plugin("asyncio") or config.pluginmanager.has_plugin("pytest_asyncio"):
         config.pluginmanager.register(_asyncio_worlds(), "aiocomms-asyncio")
@@ -41,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Note that a test failed: its ranks may be left with operations that will never end."""
+    """Note that a test failed, as its ranks may have operations pending that will never end."""
     if call.when == "call" and call.excinfo is not None:
         item.stash[_failed] = True
     return (yield)
@@ -49,18 +49,18 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> list[Communicator]:
-    """A world whose ranks all live in the test's own event loop: its communicators, in rank order.
+    """The communicators of a world, in rank order. All its ranks live in the test's own event loop.
 
-    For ``async def`` tests under pytest-asyncio, or under anyio's plug-in with any backend.
-    ``@pytest.mark.ranks(4)`` says how many ranks there are. At the end the world is closed, or aborted if the test
+    It serves ``async def`` tests under pytest-asyncio, or under anyio's plug-in with any backend.
+    ``@pytest.mark.ranks(4)`` sets the number of ranks. After the test the world is closed; it is aborted if the test
     failed.
     """
-    _count(request)  # not only inside the loop, whose traceback would bury what is wrong with the marker
+    _count(request)  # before the loop is entered, whose traceback would bury the error about the marker
     return cast("list[Communicator]", request.getfixturevalue(_driven(request)))
 
 
 def _driven(request: pytest.FixtureRequest) -> str:
-    """The name of the fixture that opens the world in the loop which runs the test."""
+    """Return the name of the fixture that opens the world in the loop which runs the test."""
     function: Any = getattr(request, "function", None)
     if hasattr(function, "hypothesis"):
         function = function.hypothesis.inner_test
@@ -96,9 +96,9 @@ async def _aiocomms_anyio_world(request: pytest.FixtureRequest) -> AsyncIterator
 
 
 def _asyncio_worlds() -> ModuleType:
-    """A plug-in with one fixture for each scope that a test's loop may have, as fixture and test must share the loop.
+    """Make a plug-in with one fixture for each scope of a test's loop, as fixture and test must share the loop.
 
-    pytest-asyncio has imported itself by now.
+    pytest-asyncio is imported here, as pytest has imported it by now.
     """
     import pytest_asyncio
 

@@ -1,8 +1,9 @@
-"""Ranks find out which of them are there, on a store that may be older than they are.
+"""How ranks find each other on a store that may hold an earlier run's keys.
 
-A store keeps the keys of a crashed run: a launcher's that starts the ranks anew, or a file that is used again. So each
-rank counts its arrivals in the store, which gives every arrival a number of its own; says which arrivals of the others
-it sees; and goes on when all of them see the same. What a process left behind that is gone is taken for nobody.
+A store may keep the keys of a crashed run: the store of a launcher that restarts the ranks, or a file that is used
+again. Each rank therefore counts its arrivals in the store, which gives every arrival a number of its own. It writes
+down which arrivals of the other ranks it sees, and goes on when all ranks see the same. The keys of a process that is
+gone are not taken for a rank.
 """
 
 from __future__ import annotations
@@ -18,29 +19,29 @@ from aiocomms.lowlevel.stores import store_errors
 
 FIRST_PAUSE: Final = 0.0005
 LONGEST_PAUSE: Final = 0.05
-"""Seconds between two looks: soon at first, and later without loading the store."""
+"""Seconds between two looks at the store: short at first, and longer later so as not to load the store."""
 
 
 class Arrival:
-    """One rank's, under a communicator's name. Used by one thread, which it blocks."""
+    """One arrival of a rank under a communicator's name. It is used by one thread, which it blocks."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
-        """Begin.
+        """Create an arrival, of which the other ranks know nothing before :meth:`meet`.
 
-        :param store: of this name alone.
+        :param store: a store with the keys of this name alone.
         """
         self._store = store
         self._rank = rank
         self._size = size
         self.present: set[int] = {rank}
-        """Ranks that see this one."""
+        """The ranks that see this rank's arrival."""
         self._agreed: set[int] = {rank}
 
     @store_errors()
     def meet(self, given_up: threading.Event) -> str:
-        """Wait until all ranks see the same arrivals, or nobody waits any more.
+        """Wait until all ranks see the same arrivals, or until ``given_up`` is set.
 
-        :returns: what tells these arrivals from all others on this store; the same on all ranks.
+        :returns: a text that is the same on all ranks, and differs from that of all other arrivals on this store.
         :raises ArgumentError: another process has come as this rank.
         :raises StoreLostError: the store is gone.
         """
@@ -53,7 +54,7 @@ class Arrival:
                 self._agreed = {self._rank}
                 self._store.set(f"sees/{self._rank}/{mine}", _text(view))
             for rank in set(range(self._size)) - self._agreed:
-                self._hear(rank, view)
+                self._read_view(rank, view)
             if len(self._agreed) == self._size:
                 break
             if count(self._store, f"came/{self._rank}") != mine:
@@ -66,19 +67,19 @@ class Arrival:
         return hashlib.sha256(_text(view).encode()).hexdigest()[:16]
 
     def _look(self, view: list[int]) -> bool:
-        """See who has come by now; whether that is news. Who has agreed already is not asked again."""
+        """Read the other ranks' arrivals, except of those that have agreed; return whether any number has changed."""
         before = list(view)
         for rank in set(range(self._size)) - self._agreed:
             view[rank] = count(self._store, f"came/{rank}")
         return view != before
 
-    def _hear(self, rank: int, view: list[int]) -> None:
-        """Hear what a rank sees that has come."""
-        said = told(self._store, f"sees/{rank}/{view[rank]}") if view[rank] else None
-        if said is not None:
-            if said.split()[self._rank : self._rank + 1] == [b"%d" % view[self._rank]]:
+    def _read_view(self, rank: int, view: list[int]) -> None:
+        """Read which arrivals a rank sees, and note whether it sees this rank's, and whether it agrees on all."""
+        other_view = read(self._store, f"sees/{rank}/{view[rank]}") if view[rank] else None
+        if other_view is not None:
+            if other_view.split()[self._rank : self._rank + 1] == [b"%d" % view[self._rank]]:
                 self.present.add(rank)
-            if said == _text(view).encode():
+            if other_view == _text(view).encode():
                 self._agreed.add(rank)
 
 
@@ -86,18 +87,18 @@ def _text(view: list[int]) -> str:
     return " ".join(map(str, view))
 
 
-def told(store: Store, key: str) -> bytes | None:
-    """What a key holds, if it is there."""
+def read(store: Store, key: str) -> bytes | None:
+    """Return the value of a key, or None if the key is not there."""
     return store.get(key) if store.check([key]) else None
 
 
 def count(store: Store, key: str) -> int:
-    """How far a counter is; 0: nobody has begun it.
+    """Return the value of a counter; 0 if nobody has begun it.
 
-    :raises ProtocolError: it is no number.
+    :raises ProtocolError: the value is no number.
     """
-    said = told(store, key) or b"0"
+    number = read(store, key) or b"0"
     try:
-        return int(said)
+        return int(number)
     except ValueError:
         raise ProtocolError(f"the store's counter {key!r} is no number") from None

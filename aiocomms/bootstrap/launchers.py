@@ -1,7 +1,7 @@
-"""What a launcher's environment says of this process: its rank, the number of ranks and where they meet.
+"""The environment variables of launchers, in which a process finds its rank, the number of ranks and the store.
 
-Pure and light: it imports neither torch nor an event loop and opens no socket. Supported are torchrun and whatever
-else sets the variables of torch's ``env://``, Open MPI, MPICH and its relatives (Intel MPI, PALS), and Slurm's srun.
+This module imports neither torch nor an event loop, and opens no socket. It supports torchrun and all else that sets
+the variables of torch's ``env://``, Open MPI, MPICH and its relatives (Intel MPI, PALS), and Slurm's srun.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Launch", "expand_hostlist", "read_environment"]
 
-# Below 32768, where Linux begins to hand out source ports (net.ipv4.ip_local_port_range): any outgoing connection of
-# the host may hold a port from there, and a rank that knocks before rank 0 listens may even be connected to itself.
+# The ports are below 32768, from where on Linux assigns source ports (net.ipv4.ip_local_port_range). Any outgoing
+# connection of the host may hold such a port. A rank that connects to one before rank 0 listens on it may even be
+# connected to itself.
 _PORTS: Final = range(20000, 32000)
 
-# Steps from here on are Slurm's own: a batch script, the shell of an interactive allocation (slurm.h).
+# Step numbers from here on are Slurm's own: a batch script, the shell of an interactive allocation (slurm.h).
 _SLURM_FIRST_SPECIAL_STEP: Final = 0xFFFFFFF0
 
 _LOOPBACK: Final = "127.0.0.1"
@@ -31,14 +32,14 @@ _LOOPBACK: Final = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How this process was started.
+    """What a launcher has told this process.
 
     :param launcher: ``"torchrun"``, ``"Open MPI"``, ``"MPICH"`` or ``"Slurm"``.
-    :param rank: this process, ``0 <= rank < size``.
+    :param rank: the rank of this process, ``0 <= rank < size``.
     :param size: the number of processes.
-    :param host: the name or address on which rank 0 is met; None only if ``size`` is 1.
-    :param port: the TCP port there, 1 to 65535; None only if ``size`` is 1.
-    :param agent_store: the launcher itself serves the store there, so that rank 0 must not.
+    :param host: the name or address of the store's host, where rank 0 runs; None only if ``size`` is 1.
+    :param port: the TCP port of the store, 1 to 65535; None only if ``size`` is 1.
+    :param agent_store: whether the launcher itself serves the store there, so that rank 0 must not.
     """
 
     launcher: str
@@ -50,13 +51,13 @@ class Launch:
 
 
 def read_environment(environ: Mapping[str, str]) -> Launch | None:
-    """Find out which launcher started this process, and as which of how many ranks.
+    """Find out which launcher started this process, with which rank, and how many ranks there are.
 
-    The first that applies is taken: torchrun, Open MPI, MPICH, Slurm. ``MASTER_ADDR`` and ``MASTER_PORT`` win over
-    what the launcher implies. An empty variable counts as missing.
+    The first launcher that applies is taken: torchrun, Open MPI, MPICH, Slurm. ``MASTER_ADDR`` and ``MASTER_PORT`` take
+    precedence over what the launcher implies. An empty variable counts as missing.
 
-    :param environ: the environment, as ``os.environ``.
-    :returns: the launch, or None if no launcher started this process: it is a world of one.
+    :param environ: the environment, such as ``os.environ``.
+    :returns: the launch, or None if no launcher started this process, which is then a world of one.
     :raises ArgumentError: the environment is incomplete or contradicts itself; the message lists all that is wrong.
     """
     env = {name: value.strip() for name, value in environ.items() if value.strip()}
@@ -69,15 +70,15 @@ def read_environment(environ: Mapping[str, str]) -> Launch | None:
         return _read_mpich(env)
     if slurm:
         return _read_slurm(env)
-    # Job scripts export WORLD_SIZE for srun's tasks too, so that alone it says something only where nobody else does.
+    # Job scripts export WORLD_SIZE for srun's tasks too, so it counts alone only if no other launcher applies.
     return _read_torchrun(env) if "WORLD_SIZE" in env else None
 
 
 def expand_hostlist(text: str) -> Iterator[str]:
-    """Spell out a list of hosts in Slurm's notation, as ``scontrol show hostnames`` does.
+    """Expand a list of hosts in Slurm's notation, as ``scontrol show hostnames`` does.
 
-    :param text: such as ``"node[01-03,07],gpu3"``; a name may hold several brackets.
-    :returns: the names in order, made one by one: ``node01``, ``node02``, ``node03``, ``node07``, ``gpu3``.
+    :param text: a list such as ``"node[01-03,07],gpu3"``; a name may hold several brackets.
+    :returns: an iterator over the names in order: ``node01``, ``node02``, ``node03``, ``node07``, ``gpu3``.
     :raises ValueError: the text is not such a list.
     """
     for name in re.split(r",(?![^\[]*\])", text):
@@ -110,7 +111,7 @@ def _expand_numbers(inside: str) -> Iterator[str]:
 
 
 class _Reader:
-    """Reads one launcher's variables and gathers complaints, so that the user sees all of them at once."""
+    """Reads one launcher's variables, and collects complaints so that one error can list all of them."""
 
     def __init__(self, launcher: str, env: Mapping[str, str]) -> None:
         self.launcher = launcher
@@ -118,7 +119,7 @@ class _Reader:
         self.complaints: list[str] = []
 
     def integer(self, name: str, low: int, high: int | None = None) -> int | None:
-        """The variable's value; None, with a complaint, if it is missing or out of bounds."""
+        """Return the variable's value. If it is missing or out of bounds, note a complaint and return None."""
         text = self.env.get(name)
         if text is None:
             self.complaints.append(f"{name} is missing")
@@ -148,7 +149,7 @@ class _Reader:
         return Launch(self.launcher, rank, size, host, port, agent_store)
 
     def port(self, job: str | None, size: int | None) -> int | None:
-        """``MASTER_PORT``, or else a port that every rank derives alike from the job's id."""
+        """Return ``MASTER_PORT``, or else a port derived from the job's id, which is the same on every rank."""
         if "MASTER_PORT" in self.env:
             return self.integer("MASTER_PORT", 1, 65535)
         if job is not None:
@@ -161,7 +162,7 @@ class _Reader:
 def _read_torchrun(env: Mapping[str, str]) -> Launch:
     reader = _Reader("torchrun", env)
     rank, size = reader.rank_and_size("RANK", "WORLD_SIZE")
-    # Agents count TORCHELASTIC_RESTART_COUNT each for itself, so that it must not become part of a key.
+    # Each agent counts TORCHELASTIC_RESTART_COUNT by itself, so that it must not become part of a key.
     agent_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return reader.launch(rank, size, env.get("MASTER_ADDR"), None, agent_store=agent_store)
 
@@ -179,14 +180,14 @@ def _read_mpich(env: Mapping[str, str]) -> Launch:
     rank, size = reader.rank_and_size("PMI_RANK", "PMI_SIZE")
     local = "MPI_LOCALNRANKS" if "MPI_LOCALNRANKS" in env else "PMI_LOCAL_SIZE"
     host = _one_host(reader, size, local)
-    # MPICH's own mpiexec puts no id of the job into the environment, but a Slurm step that it runs in will do.
+    # MPICH's own mpiexec puts no id of the job into the environment; if it runs in a Slurm step, the step's id serves.
     ids = ("PALS_APID", "I_MPI_HYDRA_UUID", "PMI_JOBID")
     job = next((env[name] for name in ids if name in env), None) or _slurm_step(env)
     return reader.launch(rank, size, host, job)
 
 
 def _one_host(reader: _Reader, size: int | None, local_name: str) -> str | None:
-    """``MASTER_ADDR``, or the loopback address if all ranks are on this host."""
+    """Return ``MASTER_ADDR``, or else the loopback address if all ranks are on this host."""
     host = reader.env.get("MASTER_ADDR")
     if host is not None or size is None or local_name not in reader.env:
         return host
@@ -209,23 +210,23 @@ def _first_slurm_host(reader: _Reader) -> str | None:
         except ValueError as error:
             reader.complaints.append(f"{name} is {reader.env[name]!r}, wanted hosts as node[01-04],gpu3 ({error})")
             return None
-        # On one host nobody from outside need reach the store.
+        # If all ranks are on one host, no other host needs to reach the store.
         return hosts[0] if len(hosts) > 1 else _LOOPBACK
     return None
 
 
 def _is_slurm_task(env: Mapping[str, str]) -> bool:
-    """Whether srun started this process, as one of a step's tasks.
+    """Return whether srun started this process as one task of a step.
 
-    ``SLURM_JOB_ID`` stands in the shells of sbatch and salloc too, and a batch shell even has ``SLURM_PROCID=0`` and
-    the ``SLURM_NTASKS`` that was asked for: it would wait for ranks that nobody starts. But it is no step, and the
-    shell of an interactive allocation is a special one.
+    The shells of sbatch and salloc have ``SLURM_JOB_ID`` too. A batch shell even has ``SLURM_PROCID=0`` and the
+    requested ``SLURM_NTASKS``: as a task it would wait for ranks that nobody starts. But a batch shell is no step, and
+    the shell of an interactive allocation is a special step.
     """
     return "SLURM_PROCID" in env and _slurm_step(env) is not None
 
 
 def _slurm_step(env: Mapping[str, str]) -> str | None:
-    """``"job.step"`` of the ordinary step that this process belongs to."""
+    """Return ``"job.step"`` of the ordinary step to which this process belongs, or None."""
     step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID") or ""
     if not re.fullmatch(r"[0-9]{1,18}", step) or int(step) >= _SLURM_FIRST_SPECIAL_STEP:
         return None
@@ -233,15 +234,15 @@ def _slurm_step(env: Mapping[str, str]) -> str | None:
 
 
 def _slurm_size_name(env: Mapping[str, str]) -> str:
-    # `srun --preserve-env` leaves SLURM_NTASKS as the allocation set it; the step's own count is always the step's.
+    # `srun --preserve-env` keeps the allocation's SLURM_NTASKS; SLURM_STEP_NUM_TASKS is always that of the step.
     return "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
 
 
 def _is_pmi_of_slurm(env: Mapping[str, str]) -> bool:
-    """Whether srun and PMI agree on this process.
+    """Return whether srun and PMI agree on this process's rank and the number of ranks.
 
-    If so, srun started the ranks and speaks PMI to them (``--mpi=pmi2``). If they do not, srun started mpiexec's
-    proxies, and ``SLURM_PROCID`` counts those.
+    If they agree, srun started the ranks and speaks PMI to them (``--mpi=pmi2``). If they do not, srun started
+    mpiexec's proxies, and ``SLURM_PROCID`` is the number of a proxy.
     """
     slurm = (env.get("SLURM_PROCID"), env.get(_slurm_size_name(env)))
     return slurm == (env.get("PMI_RANK"), env.get("PMI_SIZE"))

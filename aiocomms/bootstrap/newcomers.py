@@ -9,7 +9,7 @@ from typing import TypeVar
 import msgspec
 from torch.distributed import PrefixStore, Store
 
-from aiocomms.bootstrap.generations import FIRST_PAUSE, LONGEST_PAUSE, count, told
+from aiocomms.bootstrap.generations import FIRST_PAUSE, LONGEST_PAUSE, count, read
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.errors import CommAbortedError, CommTimeoutError, MismatchError, ProtocolError
 from aiocomms.lowlevel.auth import Seal, read_token
@@ -27,7 +27,7 @@ class Invitation(msgspec.Struct, array_like=True):
 
 
 class Claims:
-    """Who would take the place of a rank in the next epoch. Each call blocks for as long as the store does.
+    """The claims of newcomers: processes that ask for a rank in the next epoch. Blocks as long as the store does.
 
     Newcomers know the communicator's first name and nothing else of it, so its ranks meet them at the root of all.
     """
@@ -39,7 +39,7 @@ class Claims:
 
     @store_errors()
     def newest(self, rank: int) -> int:
-        """The number of the last claim to a rank that nobody has answered; 0: there is none.
+        """Return the number of the last claim to a rank if nobody has answered it, and 0 otherwise.
 
         :raises StoreLostError: the store is gone.
         """
@@ -48,7 +48,7 @@ class Claims:
 
     @store_errors()
     def answer(self, rank: int, number: int, invitation: Invitation) -> None:
-        """Tell who claims a rank what was decided. Idempotent.
+        """Answer a claim with an invitation. Idempotent.
 
         :raises StoreLostError: the store is gone.
         """
@@ -57,15 +57,16 @@ class Claims:
 
     @store_errors()
     def claim(self, rank: int, given_up: threading.Event) -> Invitation | None:
-        """Claim a rank, and wait for the answer; None: nobody waits for it any more.
+        """Claim a rank, and wait for the answer, or until ``given_up`` is set.
 
+        :returns: the invitation; None if ``given_up`` was set first.
         :raises StoreLostError: the store is gone.
         :raises CommAbortedError: another process has claimed the same rank since.
         :raises AuthError: who answers does not belong to the job.
         """
         number, pause = self._store.add(f"join/{rank}", 1), FIRST_PAUSE
         while not given_up.wait(pause):
-            record = told(self._store, f"join/{rank}/{number}")
+            record = read(self._store, f"join/{rank}/{number}")
             if record is not None:
                 return decoded(self._seal.verify("join", rank, record), Invitation)
             if count(self._store, f"join/{rank}") != number:

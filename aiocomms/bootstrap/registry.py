@@ -1,4 +1,4 @@
-"""Finds transports by entry point, chooses among them, and says why one is not available."""
+"""The installed transports: found by entry point, chosen for a communicator, opened, and explained if unavailable."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from aiocomms.progress.guard import broken
 from aiocomms.transport import Transport
 
 GROUP = "aiocomms.transports"
-"""The entry-point group: one entry per transport, ``name = "module:Class"``."""
+"""The entry-point group, with one entry per transport: ``name = "module:Class"``."""
 
 FAMILIES: dict[ops.Family, frozenset[type[ops.Op]]] = {
     "p2p": ops.P2P,
@@ -30,7 +30,7 @@ FAMILIES: dict[ops.Family, frozenset[type[ops.Op]]] = {
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Which transport carries which family of ops."""
+    """The transports of a communicator: the name and the class of each by family of ops, and the user's hints."""
 
     names: dict[ops.Family, str]
     classes: dict[ops.Family, type[Transport]]
@@ -38,13 +38,13 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def entries() -> dict[str, EntryPoint]:
-    """Every installed transport's entry point, by name."""
+    """Return every installed transport's entry point, by name."""
     return _entries(tuple(sys.path))
 
 
 @functools.cache
 def _entries(path: tuple[str, ...]) -> dict[str, EntryPoint]:
-    """Reads the metadata of every installed distribution: many milliseconds on the loop, so once for each path."""
+    """Read the metadata of every installed distribution, once for each path: it takes many milliseconds on the loop."""
     return {entry.name: entry for entry in entry_points(group=GROUP)}
 
 
@@ -57,28 +57,33 @@ def _load(entry: EntryPoint) -> type[Transport]:
 
 
 def find(name: str, device: torch.device) -> type[Transport] | str:
-    """A transport's class, or the reason why it is not available for tensors on ``device``."""
+    """Return a transport's class, or the reason why it is not available for tensors on ``device``."""
     try:
         cls = _load(entries()[name])
         if device.type not in cls.capabilities.devices:
             return f"it carries tensors on {', '.join(sorted(cls.capabilities.devices))}, not on {device.type}"
         return cls.probe(device) or (no_gpu(device) if device.type == "cuda" else None) or cls
-    except Exception as error:  # a broken plug-in must not take the others with it
+    except Exception as error:  # a broken plug-in must not keep the others from use
         return f"{type(error).__name__}: {error}"
 
 
 def available(device: torch.device) -> dict[str, str | None]:
-    """Every installed transport, with None, or the reason why it is not available for tensors on ``device``."""
+    """Return every installed transport with the reason why it is not available for ``device``; None if it is."""
     found = {name: find(name, device) for name in sorted(entries())}
-    return {name: it if isinstance(it, str) else None for name, it in found.items()}
+    return {name: result if isinstance(result, str) else None for name, result in found.items()}
 
 
 def choose(transport: str | Mapping[str, str], device: torch.device, size: int, options: Mapping[str, Any]) -> Plan:
     """Choose the transports of a communicator.
 
-    :param transport: a name, for all families that it carries; ``"auto"``; or a name for each of some families.
-    :raises ArgumentError: a name or family is unknown; lists the known ones.
-    :raises UnsupportedOperation: a transport is not available; lists why, for each.
+    :param transport: the name of a transport, for all families that it carries; ``"auto"``; or a mapping of some
+        families to names.
+    :param device: the device of the communicator's tensors.
+    :param size: the number of ranks.
+    :param options: the user's hints.
+    :raises ArgumentTypeError: ``transport`` is none of these.
+    :raises ArgumentError: a name or family is unknown; the message lists the known ones.
+    :raises UnsupportedOperation: a transport is not available; the message lists the reason for each.
     """
     if isinstance(transport, str):
         picks = _auto(device, size) if transport == "auto" else _all_of(transport, device)
@@ -92,7 +97,7 @@ def choose(transport: str | Mapping[str, str], device: torch.device, size: int, 
 def choose_adopter(foreign: object, device: torch.device, options: Mapping[str, Any]) -> Plan:
     """Choose the transport that can run over another library's communicator.
 
-    :raises ArgumentTypeError: none can.
+    :raises ArgumentTypeError: no transport can adopt it.
     """
     for name in sorted(entries()):
         cls = find(name, device)
@@ -105,9 +110,9 @@ def choose_adopter(foreign: object, device: torch.device, options: Mapping[str, 
 
 
 def in_process() -> str:
-    """The name of the transport that is best at running all ranks as tasks of one process.
+    """Return the name of the preferred transport among those that can run all ranks as tasks of one process.
 
-    :raises UnsupportedOperation: none can.
+    :raises UnsupportedOperation: no transport can.
     """
     device = torch.device("cpu")
     found = ((name, find(name, device)) for name in entries())
@@ -124,9 +129,9 @@ def in_process() -> str:
 async def open_transports(
     plan: Plan, open_one: Callable[[type[Transport], ops.Family], Awaitable[Transport]]
 ) -> dict[ops.Family, Transport]:
-    """Open each transport of a plan once.
+    """Open each transport of a plan once, and close those already open if one fails.
 
-    :param open_one: opens a transport, given its class and a family that it is to carry.
+    :param open_one: a function that opens a transport, given its class and the first family that it carries.
     :returns: the transports by family.
     """
     opened: dict[type[Transport], Transport] = {}
@@ -142,7 +147,7 @@ async def open_transports(
 
 
 async def close_transports(transports: Iterable[Transport]) -> None:
-    """Close all of them, whatever becomes of one: asyncio's own cancellation is stopped by no shield."""
+    """Close all transports, also if the close of one raises or is cancelled, which no shield prevents in asyncio."""
     async with AsyncExitStack() as closing:
         for transport in transports:
             closing.push_async_callback(_close, transport)
@@ -180,7 +185,7 @@ def _all_of(name: str, device: torch.device) -> dict[ops.Family, tuple[str, type
 
 
 def _carries(cls: type[Transport], family: ops.Family) -> bool:
-    """Whether a transport carries a family, by itself or lowered to the sends and receives that it has."""
+    """Return whether a transport carries a family of ops, natively or lowered to its sends and receives."""
     own = cls.capabilities.ops
     return bool(own & FAMILIES[family]) or (family == "collectives" and ops.Send in own)
 

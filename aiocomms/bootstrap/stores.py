@@ -1,7 +1,7 @@
-"""Connects a rank to its job's key-value store, a ``TCPStore`` on rank 0 or on the launcher's agent.
+"""The connection of a rank to its job's key-value store, a ``TCPStore`` on rank 0 or on the launcher's agent.
 
-Everything here blocks and is meant for a thread that may be abandoned: torch waits without a limit for a server that
-accepts a connection and then says nothing.
+Everything here blocks. It is meant for a thread that may be abandoned, because torch waits without limit for a server
+that accepts a connection and then sends nothing.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _log = logging.getLogger(__name__)
 
 _FIRST_PAUSE: Final = 0.02
 _LONGEST_PAUSE: Final = 0.5
-# One silent address of a host must not use up the time in which another would have answered.
+# Seconds for one connection attempt: one silent address of a host must not use up the time for the other addresses.
 _ATTEMPT: Final = 5.0
 
-# What this process serves, so that its second communicator finds the first one's server instead of a port in use.
+# The stores that this process serves, so that its second communicator uses the server of the first one.
 _served: WeakKeyDictionary[TCPStore, _Address] = WeakKeyDictionary()
 _serving = threading.Lock()
 
@@ -47,7 +47,7 @@ class _Address(NamedTuple):
 
 
 class _Target(NamedTuple):
-    """Where the store is, who wants it and by when."""
+    """The address of the store, the rank that connects to it, and its deadline."""
 
     host: str
     port: int
@@ -70,20 +70,20 @@ class _Target(NamedTuple):
 
 
 def connect_store(host: str, port: int, rank: int, size: int, *, agent_store: bool, timeout: float) -> Store:
-    """Host the job's store if this is rank 0, else connect to it, waiting until it is there.
+    """Serve the job's store if this is rank 0; else wait until the store is served, and connect to it.
 
-    Rank 0 listens on ``host``'s address only, never on every interface. A second call of rank 0 in the same process
-    shares the server, which lives as long as one of the stores does.
+    Rank 0 listens on the address of ``host`` only, never on every interface. A second call of rank 0 in the same
+    process shares the server, which lives as long as one of the stores.
 
     :param host: a name or an IPv4 or IPv6 address of rank 0's machine.
     :param port: the TCP port there, 1 to 65535.
     :param rank: this rank, ``0 <= rank < size``.
     :param size: the number of ranks.
-    :param agent_store: the launcher serves the store: rank 0 connects as the others do.
-    :param timeout: seconds to get connected in, and then the store's default timeout.
+    :param agent_store: whether the launcher serves the store, so that rank 0 connects as the others do.
+    :param timeout: the deadline for the connection, in seconds; afterwards the store's default timeout.
     :returns: a connection of the caller's own.
     :raises ArgumentError: ``host`` or ``port`` cannot be what was meant: unresolvable, a wildcard, not this machine's,
-        in use; or other hosts would reach it, and the job has no token.
+        in use; or other hosts could reach the store, and the job has no token.
     :raises StoreLostError: nobody answered there in time.
     """
     target = _Target(host, port, rank, size, timeout, time.monotonic() + timeout)
@@ -94,12 +94,13 @@ def connect_store(host: str, port: int, rank: int, size: int, *, agent_store: bo
 
 def _serve(target: _Target) -> TCPStore:
     addresses = _resolve_patiently(target)
-    # A machine's own name may stand for loopback too (/etc/hosts), where the other machines do not find it.
+    # A machine's own name may resolve to loopback too (/etc/hosts), where other machines cannot reach the store.
     addresses.sort(key=lambda address: _is_loopback(address.literal))
     if not _serving.acquire(timeout=target.remaining()):
         raise target.lost(f"is still being opened by another thread after {target.timeout:g} s")
     try:
-        # Held until the new store shares its server: without one torch would open its own, on every interface.
+        # The reference is held until the new store shares that server. Without a server, torch would open one on every
+        # interface.
         sharing = _served_here(target, addresses)
         if sharing is not None:
             address = _served[sharing]
@@ -115,11 +116,14 @@ def _serve(target: _Target) -> TCPStore:
 
 
 def _served_here(target: _Target, addresses: list[_Address]) -> TCPStore | None:
-    """A store of this process whose server serves this address already."""
+    """Return a store of this process whose server serves this address already, or None.
+
+    :raises ArgumentError: this process serves the same port on another address.
+    """
     for store, address in list(_served.items()):
         if address in addresses:
             return store
-        # torch knows a process's servers by their ports alone and would take the one for the other.
+        # torch identifies a process's servers by their ports alone, and would take one server for the other.
         if address.sockaddr[1] == target.port:
             raise target.refused(
                 f"cannot be opened: this process serves that port on {address.literal} already: set MASTER_PORT to a "
@@ -144,10 +148,10 @@ def _join(target: _Target) -> TCPStore:
 
 
 def _open(target: _Target, literal: str, **role: Any) -> TCPStore:
-    """A TCPStore at an address that is known to be there: torch's own search prints a stack trace per attempt."""
+    """Open a TCPStore at an address that is known to answer, as torch prints a stack trace for each failed attempt."""
     patience = timedelta(seconds=max(0.1, target.remaining()))
     with store_errors(f"{target} could not be opened", rank=target.rank):
-        # multi_tenant: shares the server of this process on this port, with us and with torch's own env:// rendezvous.
+        # multi_tenant: all stores of this process on this port share one server, even torch's own env:// rendezvous.
         return TCPStore(
             literal,
             target.port,
@@ -161,14 +165,15 @@ def _open(target: _Target, literal: str, **role: Any) -> TCPStore:
 
 
 def _knock(addresses: list[_Address], target: _Target) -> str | OSError:
-    """The first address where somebody listens, or why there is none."""
+    """Return the first address on which a server listens, or the last error if none does."""
     failure = OSError(errno.ECONNREFUSED, "connection refused")
     for address in addresses:
         try:
             with socket.socket(address.family, socket.SOCK_STREAM) as probe:
                 probe.settimeout(min(max(0.01, target.remaining()), _ATTEMPT))
                 probe.connect(address.sockaddr)
-                # Where nobody listens yet, the kernel may pick that very port as our own and connect us to ourselves.
+                # While no server listens, the kernel may choose that very port as the source port and connect the
+                # socket to itself.
                 if probe.getsockname() != probe.getpeername():
                     return address.literal
         except OSError as error:
@@ -177,7 +182,10 @@ def _knock(addresses: list[_Address], target: _Target) -> str | OSError:
 
 
 def _listen(target: _Target, addresses: list[_Address]) -> tuple[_Address, socket.socket]:
-    """Listen on the first address that is this machine's."""
+    """Listen on the first address that belongs to this machine.
+
+    :raises ArgumentError: none does, the port cannot be used, or other hosts could reach it and the job has no token.
+    """
     failures: list[OSError] = []
     for address in addresses:
         try:
@@ -209,7 +217,10 @@ def _cannot_listen(target: _Target, failures: list[OSError]) -> ArgumentError:
 
 
 def _resolve_patiently(target: _Target) -> list[_Address]:
-    """The host's addresses. A name may become known only when its machine is up."""
+    """Resolve the host's addresses, and try again until the deadline: a name may be known only once its machine is up.
+
+    :raises ArgumentError: the name does not resolve in time.
+    """
     warned = False
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Says who is missing in an op and what that rank does instead, from what the ranks say they are doing."""
+"""The text that explains a hang: which ranks are missing in an op, and what they are doing instead."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from aiocomms.diagnosis.recorder import Brief, Item
 
 
 def judge(late: Item, briefs: Mapping[int, Brief], silent: Iterable[int] = ()) -> str:
-    """What the ranks do about one op: "ranks 0, 1, 2 are in it (collective 41), rank 3 has finished ...".
+    """Say where each rank is with one op: "ranks 0, 1, 2 are in it (collective 41), rank 3 has finished ...".
 
-    :param late: the op that is late, as a rank that is in it knows it.
-    :param briefs: what ranks are doing, by rank.
-    :param silent: ranks that were asked and did not say it in time.
+    :param late: the op that is late, as recorded by a rank that is in it.
+    :param briefs: what each rank is doing, by rank.
+    :param silent: the ranks that were asked and did not answer in time.
     """
     inside, done, rest = [], [], []
     for rank, brief in sorted(briefs.items()):
@@ -34,7 +34,7 @@ def judge(late: Item, briefs: Mapping[int, Brief], silent: Iterable[int] = ()) -
 
 
 def instead_of(late: Item, brief: Brief) -> str | None:
-    """What a rank does instead of an op: None if it is in the op, empty if it has done its part."""
+    """Say what a rank is doing instead of an op: None if it is in the op, empty if it is done with the op."""
     if late.collective is not None:
         here = next((item for item in brief.pending if item.collective == late.collective), None)
         if here is not None:
@@ -45,7 +45,7 @@ def instead_of(late: Item, brief: Brief) -> str | None:
 
 
 def doing(brief: Brief) -> str:
-    """What a rank is doing: "has finished collective 40 (broadcast #57) and is in recv(src=1, tag=7)"."""
+    """Say what a rank is doing: "has finished collective 40 (broadcast #57) and is in recv(src=1, tag=7)"."""
     last = f" ({brief.last})" if brief.last else ""
     before = f"has finished collective {brief.ended}{last}" if brief.ended else "has finished no collective"
     if not brief.pending:

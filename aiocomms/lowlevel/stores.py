@@ -13,8 +13,8 @@ from torch.distributed import TCPStore
 
 from aiocomms.errors import StoreLostError
 
-# The libuv server caps what a stranger may send and never waits for half a request; it serves a listening socket that
-# it did not make since torch 2.8 (PR 150215).
+# The libuv server limits the size of a stranger's request, and never waits for the rest of one. Since torch 2.8
+# (PR 150215) it can serve a listening socket that it did not make.
 USE_LIBUV: Final = torch.__version__ >= "2.8"
 
 
@@ -35,10 +35,12 @@ def store_errors(what: str = "the rendezvous store is gone", *, rank: int | None
 
 
 def serve_store(host: str, size: int, timeout: float) -> tuple[TCPStore, int]:
-    """Serve a new store at an address of this machine, and at no other; blocks.
+    """Serve a new store at one address of this machine, on a free port. Blocks.
 
     :param host: the address.
-    :returns: the store, which serves as long as it lives, and its port.
+    :param size: the number of ranks.
+    :param timeout: the store's default timeout, in seconds.
+    :returns: the store, which is served as long as it lives, and its port.
     :raises StoreLostError: torch cannot serve it.
     :raises OSError: it is no address of this machine.
     """
