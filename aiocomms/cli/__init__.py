@@ -13,8 +13,8 @@ from aiocomms.errors import CommError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command.
 
-    :param arguments: without the program's name; None: those of the process.
-    :returns: the exit status: 1 where something is wrong with the input, or with the ranks.
+    :param arguments: the arguments without the program's name; None: those of the process.
+    :returns: the exit status: 1 if something is wrong with the input, or with the ranks.
     """
     options = _parser().parse_args(arguments)
     try:
@@ -40,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-# Each command loads what it needs when it is run.
+# Each command imports its module only when it is run.
 
 
 def _info(options: argparse.Namespace) -> int:

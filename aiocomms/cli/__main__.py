@@ -1,4 +1,4 @@
-"""``python -m aiocomms.cli``."""
+"""The entry point of ``python -m aiocomms.cli``."""
 
 from __future__ import annotations
 

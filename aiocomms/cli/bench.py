@@ -1,4 +1,4 @@
-"""``aiocomms bench``: how fast each transport is between two processes of this machine."""
+"""The command ``aiocomms bench``: how fast each transport is between two processes of this machine."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ from aiocomms.communicator import Communicator
 SIZES = (8, 64 << 10, 1 << 20)
 _WARM_UP, _LEAST, _LONGEST = 20, 20, 60.0
 _OPEN = 20.0
-"""Seconds in which the two processes meet."""
+"""The deadline of the two processes' communicator, in seconds."""
 
 Row = tuple[str, int, float, float]
-"""What, bytes, and the median and the 99th percentile in µs."""
+"""What was measured, the size in bytes, and the median and the 99th percentile in µs."""
 
 
 def run(transports: Sequence[str], seconds: float) -> int:
-    """Measure and print.
+    """Measure the transports, and print a table.
 
-    :param seconds: how long each row is measured.
+    :param transports: the names of transports; empty: all that are available.
+    :param seconds: the time for which each row is measured.
     :returns: 1 if a transport that was named could not be measured.
     :raises ValueError: ``seconds`` makes no sense.
     """
@@ -54,7 +55,7 @@ def run(transports: Sequence[str], seconds: float) -> int:
 
 
 def _measure(transport: str, seconds: float) -> list[Row] | str:
-    """The rows of one transport, or why there are none."""
+    """Return the rows of one transport, or the reason why it cannot be measured."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="aiocomms") as folder:
         mine, theirs = context.Pipe(duplex=False)
@@ -78,7 +79,7 @@ def _measure(transport: str, seconds: float) -> list[Row] | str:
 
 
 def _rank(rank: int, transport: str, store: str, seconds: float, pipe: Connection) -> None:
-    """One of the two processes; both run as many turns, which rank 0 says."""
+    """Run one of the two processes. Rank 0 decides how often both repeat each operation."""
     torch.set_num_threads(1)
     try:
         rows: list[Row] | str = asyncio.run(_measure_all(rank, transport, FileStore(store, 2), seconds))

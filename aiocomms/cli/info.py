@@ -1,4 +1,4 @@
-"""``aiocomms info``: what is installed and what it finds on this machine."""
+"""The command ``aiocomms info``: versions, transports, devices, interfaces and environment variables."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SECRETS = ("TOKEN", "SECRET", "KEY", "PASS")
 
 
 def run() -> int:
-    """Print it."""
+    """Print the sections."""
     for title, rows in (
         ("versions", _versions()),
         ("transports", _transports()),

@@ -1,6 +1,6 @@
-"""``aiocomms trace``: merges the ranks' flight recorders, says who waits for whom, and draws a trace.
+"""The command ``aiocomms trace``: merges the ranks' flight recorders, explains who waits for whom, and draws a trace.
 
-The files are another process's words: each line is decoded into a closed type, and what is wrong with a file is said.
+The files come from other processes: each line is decoded into a closed type, and an error names what is wrong.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from aiocomms.diagnosis.postmortem import printable, tidied, tidy
 from aiocomms.diagnosis.recorder import FORMAT, LONGEST, MOST, Header, Item
 
 _APART = 60.0
-"""Seconds between the ranks' files, above which they may be of different runs."""
+"""The difference in seconds between the ranks' files above which they may come from different runs."""
 
 _header = msgspec.json.Decoder(Header)
 _item = msgspec.json.Decoder(Item)
 
 
 class Record(NamedTuple):
-    """One file: one rank of one communicator."""
+    """The content of one file: the flight recorder of one rank of one communicator."""
 
     path: Path
     header: Header
@@ -33,8 +33,10 @@ class Record(NamedTuple):
 
 
 def run(paths: Sequence[Path], output: Path | None) -> int:
-    """Print what the files say.
+    """Print an explanation of the files.
 
+    :param paths: files, or folders of them.
+    :param output: the file for the trace; None: no trace.
     :returns: 1 if some rank waits for another.
     :raises ValueError: a path is no flight recorder.
     """
@@ -44,9 +46,9 @@ def run(paths: Sequence[Path], output: Path | None) -> int:
         print(f"communicator '{name}', {size} ranks")
         for line in _notes(ranks, size):
             print(f"  note: {line}")
-        verdict = list(judged(ranks))
-        stuck = stuck or bool(verdict)
-        for line in verdict or ["nobody waits for another rank"]:
+        report = list(judged(ranks))
+        stuck = stuck or bool(report)
+        for line in report or ["nobody waits for another rank"]:
             print(f"  {line}")
     if output is not None:
         events: list[dict[str, Any]] = []
@@ -84,7 +86,7 @@ def _read(path: Path) -> Record:
                 items.append(tidied(_item.decode(text)))
         if header is None or len(items) > 2 * MOST:
             raise ValueError("it is empty" if header is None else "it holds too many operations")
-    except ValueError as error:  # msgspec's errors are, those of UTF-8 too
+    except ValueError as error:  # errors of msgspec and of UTF-8 are ValueErrors too
         line = 1 if header is None else len(items) + 2
         raise ValueError(f"{path} is no flight recorder: line {line}: {printable(str(error))}") from None
     return Record(path, header, items)
@@ -104,7 +106,7 @@ Ranks = dict[int, Record]
 
 
 def _groups(records: Sequence[Record]) -> dict[tuple[str, int], Ranks]:
-    """The last file of each rank of each communicator."""
+    """Return the last file of each rank, by the communicator's name and size."""
     groups: dict[tuple[str, int], Ranks] = {}
     for record in sorted(records, key=lambda record: record.header.wall):
         groups.setdefault((record.header.comm, record.header.size), {})[record.header.rank] = record
@@ -127,42 +129,42 @@ def _notes(ranks: Ranks, size: int) -> Iterator[str]:
 
 
 def judged(ranks: Ranks) -> Iterator[str]:
-    """Who is behind in which collective, who waits for whose message, and whether they wait in a circle."""
+    """Say which ranks are behind in a collective, which wait for which others' messages, and whether in a circle."""
     briefs = {rank: record.header.brief for rank, record in ranks.items()}
     pending = {rank: [item for item in record.items if item.state == "pending"] for rank, record in ranks.items()}
     numbered: dict[int, Item] = {}
     waits: dict[int, list[int]] = {rank: [] for rank in ranks}
-    said = []
+    waiting_lines = []
     for rank, items in sorted(pending.items()):
         for item in items:
             if item.collective is not None:
                 numbered.setdefault(item.collective, item)
             for peer in (item.args[name] for name in ("src", "dst") if name in item.args):
-                if peer not in waits[rank]:  # its oldest op is the one to look at
+                if peer not in waits[rank]:  # only the oldest op with that peer is shown
                     waits[rank].append(peer)
-                    said.append(f"rank {rank} waits for rank {peer}: {item}{_since(ranks[rank], item)}")
+                    waiting_lines.append(f"rank {rank} waits for rank {peer}: {item}{_since(ranks[rank], item)}")
     if numbered:
-        first = numbered[min(numbered)]  # those behind it wait for it
+        first = numbered[min(numbered)]  # the later collectives wait for this one
         yield f"{first.name}: {judge(first, briefs)}"
         behind = [rank for rank, brief in briefs.items() if instead_of(first, brief)]
         for rank, brief in briefs.items():
             if instead_of(first, brief) is None:
                 waits[rank] += behind
-    yield from said
+    yield from waiting_lines
     circle = _circle(waits)
     if circle:
         yield f"they wait in a circle: {' -> '.join(f'rank {rank}' for rank in circle)}"
 
 
 def _since(record: Record, item: Item) -> str:
-    """For how long, and where in the program."""
+    """Say for how long an op has been pending, and where in the program it was called."""
     since = "" if item.posted is None else f", for {record.header.monotonic - item.posted:.1f} s"
     task = f", in task {item.task!r}" if item.task else ""
     return f"{since}{task}{f' at {item.where}' if item.where else ''}"
 
 
 def _circle(waits: Mapping[int, Sequence[int]]) -> list[int]:
-    """Ranks each of which waits for the next one, the first one again at the end; empty if there are none."""
+    """Return a circle of ranks, each of which waits for the next, with the first again at the end; empty: none."""
     finished: set[int] = set()
     for start in waits:
         path, left = [start], [iter(waits[start])]
@@ -185,10 +187,13 @@ def _circle(waits: Mapping[int, Sequence[int]]) -> list[int]:
 
 
 def _events(ranks: Ranks, first: int) -> Iterator[dict[str, Any]]:
-    """Events of Chrome's Trace Event Format: a process per rank, numbered from ``first``, and a thread per overlap."""
+    """Make the events of Chrome's Trace Event Format.
+
+    A rank is drawn as a process, numbered from ``first``. Ops that overlap in time are drawn as threads of it.
+    """
     clocks: dict[str, float] = {}
     for number, (rank, (_, header, items)) in enumerate(sorted(ranks.items()), first):
-        # Ranks of one host share a monotonic clock; their wall clock may have been set in between.
+        # The ranks of one host share a monotonic clock. The wall clock may have been set between their files.
         ahead = clocks.setdefault(header.host or str(rank), header.wall - header.monotonic)
         pid = number
         yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"{header.comm}: rank {rank}"}}
@@ -209,6 +214,6 @@ def _events(ranks: Ranks, first: int) -> Iterator[dict[str, Any]]:
 
 
 def _span(header: Header, item: Item) -> tuple[float, float]:
-    """When an op began and ended; one that ended within its call is a point in time."""
+    """Return when an op began and ended. An op that ended within its call is a point in time."""
     end = header.monotonic if item.finished is None else item.finished
     return min(end, end if item.posted is None else item.posted), end

@@ -1,8 +1,8 @@
-"""The deadlines of pending ops, watched off the loop.
+"""The watchdog, a thread that acts on the deadlines of pending ops, also while the event loop is busy.
 
-A deadline must pass in time when the loop is busy too, so one thread per process sleeps until the earliest one. Most
-ops complete long before, so nothing is done per op but an insertion into a queue: the thread learns of an earlier
-deadline than the one it sleeps for, and of nothing else.
+One thread per process sleeps until the earliest deadline. Most ops complete long before theirs, so that the only cost
+of an op is an insertion into a queue. The thread is told only of a deadline that is earlier than the one for which it
+sleeps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 T = TypeVar("T")
 
 _GRACE = 0.001
-"""Seconds after a deadline at which it is looked at, so that one that is due is never looked at too early."""
+"""Seconds by which the thread wakes after a deadline, so that it never wakes before the deadline has passed."""
 
 
 _LATER = 1.0
@@ -36,39 +36,39 @@ def copied(source: Iterable[T]) -> list[T]:
 
 
 class Watched(Protocol):
-    """Whose deadlines are watched."""
+    """An object whose deadlines are watched."""
 
     def expire(self, now: float) -> float:
-        """Act on the deadlines that have passed; called on the watchdog's thread.
+        """Act on the deadlines that have passed. It is called on the watchdog's thread.
 
-        :param now: ``time.monotonic()``.
-        :returns: the earliest deadline that is left, or infinity.
+        :param now: the time, by ``time.monotonic()``.
+        :returns: the earliest deadline that is left, or infinity if there is none.
         """
 
 
 class Watchdog:
-    """Sleeps until the earliest deadline of all that register."""
+    """Sleeps until the earliest deadline of all registered objects, and tells them to act."""
 
     def __init__(self) -> None:
         self.reset()
         os.register_at_fork(after_in_child=self.reset)
 
     def reset(self) -> None:
-        """Begin anew; in a forked child, where the thread is gone and the lock may be held by nobody."""
+        """Start afresh. In a forked child the thread is gone, and the lock may be held by a thread that is gone too."""
         self.wakes_at = float("inf")
-        """When the thread will look next; an op with an earlier deadline calls :meth:`wake_by`."""
+        """The time at which the thread wakes next. An op with an earlier deadline calls :meth:`wake_by`."""
         # Reentrant: a finalizer that runs under the lock may post or close.
         self._changed = threading.Condition(threading.RLock())
         self._watched: weakref.WeakSet[Watched] = weakref.WeakSet()
         self._thread: threading.Thread | None = None
 
     def register(self, who: Watched) -> None:
-        """Start to watch."""
+        """Watch an object's deadlines."""
         with self._changed:
             self._watched.add(who)
 
     def unregister(self, who: Watched) -> None:
-        """Cease to watch; with nobody left to watch the thread ends. Twice is once."""
+        """Watch an object's deadlines no more. The thread ends when no object is left. Idempotent."""
         with self._changed:
             self._watched.discard(who)
             thread = None if self._watched else self._thread
@@ -79,19 +79,19 @@ class Watchdog:
             thread.join()
 
     def wake_by(self, deadline: float) -> None:
-        """See to it that the thread looks when ``deadline`` passes.
+        """Make sure that the thread wakes when ``deadline`` has passed.
 
         :raises RuntimeError: no thread can be started.
         """
         with self._changed:
-            # Nobody is there: the last one unregistered while the thread asked it for its deadlines.
+            # No object may be left: the last one may have been unregistered while the thread called its expire.
             if deadline < self.wakes_at and self._watched:
                 if self._thread is None or not self._thread.is_alive():
-                    self._begin()
+                    self._start_thread()
                 self.wakes_at = deadline
                 self._changed.notify_all()
 
-    def _begin(self) -> None:
+    def _start_thread(self) -> None:
         self._thread = threading.Thread(target=self._run, name="aiocomms deadlines", daemon=True)
         try:
             self._thread.start()
@@ -109,17 +109,20 @@ class Watchdog:
                     if self._thread is not me:
                         return
                     self.wakes_at = float("inf")
-                self._look()
+                self._expire_all()
         finally:
             with self._changed:
                 if self._thread is me:  # it ends by an exception: the next deadline starts another thread
                     self._thread, self.wakes_at = None, float("inf")
 
-    def _look(self) -> None:
-        """Act on what has passed. On return nothing of it is kept: the thread may sleep long before it looks again."""
+    def _expire_all(self) -> None:
+        """Tell all objects to act on their deadlines.
+
+        This is a function of its own so that it keeps no reference to them: the thread may sleep for long afterwards.
+        """
         with self._changed:
             watched = copied(self._watched)
-        # Outside the lock: a communicator that expires may well be closed by that.
+        # The lock is not held here: a communicator may be closed, and so unregistered, because of its deadline.
         for who in watched:
             try:
                 earliest = who.expire(time.monotonic())
@@ -130,4 +133,4 @@ class Watchdog:
 
 
 watchdog = Watchdog()
-"""The process's watchdog; it has a thread only while ops with deadlines are pending or have recently been."""
+"""The watchdog of the process. It has a thread only while ops with deadlines are pending, or were until recently."""

@@ -1,7 +1,8 @@
-"""Notices a rank that is silent: stopped, cut off, on a host that is gone; its connection may stay open for minutes.
+"""The heartbeat, which notices a silent rank: one that is stopped, cut off, or on a host that is gone.
 
-Who waits for others asks them, every now and then and on the watchdog's thread, for a sign of life; what answers is the
-transport's own thread. With nothing pending nobody asks, and nobody wakes up.
+The connection to such a rank may stay open for minutes. While ops are pending, the watchdog's thread periodically asks
+the other ranks for a sign of life. The transport's own thread answers. While nothing is pending, no rank is asked, and
+no thread wakes up.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ _LONGEST_PERIOD: Final = 0.4
 
 
 def silence(options: Mapping[str, Any]) -> float:
-    """Seconds after which a silent rank is taken for dead: hint ``"heartbeat"``, or ``AIOCOMMS_HEARTBEAT``; 0: never.
+    """Return the seconds after which a silent rank is taken for dead; 0: never.
 
-    :raises ArgumentError: it is no such number.
+    They come from the hint ``"heartbeat"``, or else from ``AIOCOMMS_HEARTBEAT``.
+
+    :raises ArgumentError: the value is no number of seconds, nor 0.
     """
     what = 'hint "heartbeat"'
     value: Any = options.get("heartbeat")
@@ -40,30 +43,34 @@ def silence(options: Mapping[str, Any]) -> float:
 
 
 class Heartbeat:
-    """Of one communicator."""
+    """The heartbeat of one communicator: it asks for signs of life, and measures the silence of each rank."""
 
     def __init__(
         self, transports: Sequence[Transport], options: Mapping[str, Any], fail: Callable[[CommError], object]
     ) -> None:
-        """Begin.
+        """Choose the transports that can ask for signs of life.
 
-        :param fail: told of the first rank that is silent for too long.
+        :param transports: the communicator's transports.
+        :param options: the user's hints.
+        :param fail: the function to call with a :class:`PeerDiedError` for the first rank that is silent for too long.
         """
         self._most = silence(options)
-        self._transports = [it for it in transports if self._most and guarded(None, it.last_heard) is not None]
+        self._transports = [
+            transport for transport in transports if self._most and guarded(None, transport.last_heard) is not None
+        ]
         self._fail = fail
         self._looked = float("-inf")
         self._silent: list[dict[int, float]] = [{} for _ in self._transports]
         self.period = min(self._most / 4, _LONGEST_PERIOD) if self._transports else float("inf")
-        """Seconds between two looks while works are pending."""
+        """Seconds between two calls of :meth:`look` while works are pending."""
 
     def look(self, now: float) -> None:
-        """See who has given no sign since the last look, and ask again.
+        """Note which ranks have given no sign of life since the last call, and ask all ranks again.
 
-        Only time that this rank has watched counts as silence: it may itself have been stopped, or starved of the
-        processor, with the answers unread.
+        Only time during which this rank was watching counts as silence: this rank may itself have been stopped, or
+        starved of the processor, so that it has not read the answers yet.
 
-        :param now: ``time.monotonic()``.
+        :param now: the time, by ``time.monotonic()``.
         """
         before, self._looked = self._looked, now
         fresh = now - before > 3 * self.period

@@ -1,7 +1,7 @@
-"""What differs between asyncio (with or without uvloop) and trio, and nothing else.
+"""The event loops: all that differs between asyncio (with or without uvloop) and trio, and nothing else.
 
-anyio would serve both, but an ``await`` through it costs several times the 2 µs that an op may take; so suspending
-and waking a task is done with each loop's own primitives, here, and everything slower is done with anyio elsewhere.
+anyio would serve both, but an ``await`` through it costs several times the 2 µs that an op may take. So tasks are
+suspended and woken here, with each loop's own primitives. Everything slower uses anyio, elsewhere.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ logger = logging.getLogger("aiocomms")
 
 
 class Parkable(Protocol):
-    """Something a task can wait for: it notes waiters and hands each to :meth:`Loop.unpark` once."""
+    """Something that a task can wait for. It keeps its waiters, and passes each to :meth:`Loop.unpark` once."""
 
     def attach(self, waiter: object) -> None:
-        """Note a waiter."""
+        """Add a waiter."""
 
     def detach(self, waiter: object) -> None:
-        """Forget a waiter whose task was cancelled."""
+        """Remove a waiter whose task was cancelled."""
 
 
 class Loop(ABC):
     """One running event loop."""
 
     token: object
-    """Identifies the loop."""
+    """The object that identifies the loop."""
 
     @abstractmethod
     def park(self, what: Parkable) -> Generator[Any, Any, None]:
@@ -42,7 +42,7 @@ class Loop(ABC):
 
     @abstractmethod
     def unpark(self, waiter: Any) -> None:
-        """Let a suspended task go on."""
+        """Resume a suspended task."""
 
     @abstractmethod
     def call_soon(self, fn: Callable[..., object], *args: object) -> None:
@@ -50,27 +50,27 @@ class Loop(ABC):
 
     @abstractmethod
     def call_threadsafe(self, fn: Callable[..., object], *args: object) -> None:
-        """Call ``fn`` on the loop, from any thread. Nothing happens if the loop is gone."""
+        """Call ``fn`` on the loop's thread. May be called on any thread. Nothing happens if the loop is gone."""
 
     @abstractmethod
     def watch(self, fd: int, fn: Callable[[], object]) -> None:
-        """Call ``fn`` whenever ``fd`` is readable."""
+        """Call ``fn`` whenever the descriptor ``fd`` is readable."""
 
     @abstractmethod
     def unwatch(self, fd: int) -> None:
-        """Undo :meth:`watch`."""
+        """Do not watch the descriptor any more."""
 
     @abstractmethod
     def tasks_of(self, waiters: Collection[object]) -> dict[object, tuple[str, object]]:
-        """The names and coroutines of the tasks behind suspended waiters; from any thread."""
+        """Return the name and the coroutine of each suspended waiter's task. May be called on any thread."""
 
     @abstractmethod
     def report(self, message: str, error: BaseException) -> None:
-        """Tell the program of an error that has nowhere else to go."""
+        """Report an error that cannot be raised to any caller."""
 
 
 class AsyncioLoop(Loop):
-    """asyncio's loops, uvloop's among them."""
+    """A loop of asyncio, also of uvloop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         from asyncio import all_tasks, get_running_loop
@@ -96,7 +96,7 @@ class AsyncioLoop(Loop):
 
     def unpark(self, waiter: asyncio.Future[None]) -> None:
         """See :meth:`Loop.unpark`."""
-        if not waiter.done():  # it is, when its task was cancelled in this same turn
+        if not waiter.done():  # it is done if its task was cancelled in this same turn
             waiter.set_result(None)
 
     def call_soon(self, fn: Callable[..., object], *args: object) -> None:
@@ -121,7 +121,7 @@ class AsyncioLoop(Loop):
             self._loop.remove_reader(fd)
 
     def tasks_of(self, waiters: Collection[object]) -> dict[object, tuple[str, object]]:
-        """See :meth:`Loop.tasks_of`; asyncio's tasks know what they wait for, and not the other way round."""
+        """See :meth:`Loop.tasks_of`. A task of asyncio knows the future that it waits for, but no future its task."""
         if not waiters:
             return {}
         found = {getattr(task, "_fut_waiter", None): task for task in self._all_tasks(self._loop)}
@@ -188,7 +188,7 @@ class TrioLoop(Loop):
             try:
                 scope.cancel()
             except RuntimeError:
-                pass  # the run is over, and its tasks with it
+                pass  # the trio run is over, and its tasks have ended
 
     def tasks_of(self, waiters: Collection[Any]) -> dict[object, tuple[str, object]]:
         """See :meth:`Loop.tasks_of`."""
@@ -200,22 +200,22 @@ class TrioLoop(Loop):
 
     async def _reader(self, fd: int, fn: Callable[[], object], scope: trio.CancelScope) -> None:
         with scope:
-            while not scope.cancel_called:  # before the first turn too: the descriptor may be closed by now
+            while not scope.cancel_called:  # checked before the first turn too: the descriptor may be closed by now
                 await self._trio.lowlevel.wait_readable(fd)
-                if not scope.cancel_called:  # else unwatched in the very turn in which it became readable
+                if not scope.cancel_called:  # it is if unwatch was called in the turn in which fd became readable
                     self._guarded(fn)
 
     def _guarded(self, fn: Callable[..., object], *args: object) -> None:
         try:
             fn(*args)
-        except Exception as error:  # trio would end the whole run
+        except Exception as error:  # raised, it would end the whole trio run
             self.report(f"{fn!r} raised", error)
 
 
 def running_loop() -> Loop:
-    """The loop that runs the caller.
+    """Return the loop that runs the caller.
 
-    :raises RuntimeError: none does.
+    :raises RuntimeError: no loop does.
     """
     trio = sys.modules.get("trio")
     if trio is not None and trio.lowlevel.in_trio_run():
