@@ -1,4 +1,4 @@
-"""For tests of programs that use aiocomms: worlds of several ranks in one process, without sockets and without GPUs."""
+"""Support for tests of programs that use aiocomms: worlds of several ranks in one process, without sockets or GPUs."""
 
 from __future__ import annotations
 

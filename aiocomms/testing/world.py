@@ -1,4 +1,4 @@
-"""Worlds of several ranks in one process."""
+"""The function ``local_world``, which opens a world of several ranks in one process."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from aiocomms.opening import new_comm
 async def local_world(
     size: int, transport: str | Mapping[str, str] | None = None, *, name: str = "world", timeout: float = 30.0
 ) -> AsyncIterator[list[Communicator]]:
-    """A world whose ranks all live in this process and event loop.
+    """Open a world whose ranks all live in this process and event loop.
 
-    ``async with local_world(4) as comms:`` gives one communicator per rank; run the ranks' code concurrently, with an
-    :func:`asyncio.gather` or a task group. At the end all are closed, or aborted if the body raises.
+    ``async with local_world(4) as comms:`` gives one communicator per rank. Run the ranks' code concurrently, with
+    :func:`asyncio.gather` or a task group. At the end all communicators are closed, or aborted if the body raises.
 
-    :param size: how many ranks.
-    :param transport: a transport that can run several ranks in one process; None: the simplest such.
+    :param size: the number of ranks.
+    :param transport: a transport that can run several ranks in one process; None: the simplest such transport.
     :param name: the communicators' name.
-    :param timeout: the deadline in seconds of every op, so that a test that hangs fails.
+    :param timeout: the deadline of every op in seconds, so that a test that hangs fails.
+    :raises ArgumentError: ``size`` is not a number of ranks.
+    :raises UnsupportedOperation: no such transport is available.
     """
     if type(size) is not int:
         raise ArgumentTypeError(f"size is {size!r} ({type(size).__name__}), wanted the number of ranks as an int")
@@ -50,7 +52,7 @@ async def local_world(
 async def _open(
     comms: list[Communicator | None], transport: str | Mapping[str, str], name: str, timeout: float
 ) -> None:
-    """Open every rank's communicator; where one fails, the others need not wait for it."""
+    """Open every rank's communicator. If one fails, the others are cancelled instead of waiting for it."""
     store = HashStore()
     failures: list[Exception] = []
 

@@ -148,7 +148,7 @@ def test_a_thread_that_died_is_started_again(run: Callable[..., Any]) -> None:
     async def main() -> None:
         async with local_world(2) as (one, _):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(type(watchdog), "_look", end)  # no callee can end it any more
+                patch.setattr(type(watchdog), "_expire_all", end)  # no callee can end it any more
                 watchdog.wake_by(0.0)
                 for thread in threading.enumerate():
                     if thread.name == "aiocomms deadlines":

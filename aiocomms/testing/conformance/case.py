@@ -1,4 +1,4 @@
-"""What a check is given beside its communicator, and what becomes of it."""
+"""What a check is given beside its communicator: ``Case``; and the records of where it runs and of its outcome."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from aiocomms.testing.conformance import data
 from aiocomms.transport import Capabilities, Transport
 
 ALL_SIZES = (1, 2, 3, 4, 7)
-"""One rank, two, an odd number, a power of two, and a prime that is none."""
+"""The numbers of ranks for most checks: one, two, an odd number, a power of two, and another prime."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def ranks(*sizes: int) -> Callable[[F], F]:
-    """Say on how many ranks a check runs: once on each of these numbers."""
+    """Mark a check with the numbers of ranks on which it runs: once for each number."""
 
     def mark(check: F) -> F:
         check.ranks = sizes  # type: ignore[attr-defined]
@@ -37,7 +37,7 @@ def ranks(*sizes: int) -> Callable[[F], F]:
 
 
 class Place(NamedTuple):
-    """Where checks run."""
+    """Where checks run: the transport, the device, the event loop, the number of ranks and the deadline."""
 
     transport: str | dict[str, str]
     device: str
@@ -45,9 +45,9 @@ class Place(NamedTuple):
     """``"asyncio"``, ``"uvloop"`` or ``"trio"``."""
     size: int
     processes: bool
-    """Whether each rank is a process; otherwise all are tasks of one loop."""
+    """Whether each rank is a process; otherwise all ranks are tasks of one loop."""
     deadline: float
-    """Seconds that a check may take."""
+    """The time that a check may take, in seconds."""
 
     def __str__(self) -> str:
         name = self.transport if isinstance(self.transport, str) else "+".join(self.transport.values())
@@ -55,7 +55,7 @@ class Place(NamedTuple):
 
 
 class Span(NamedTuple):
-    """When this rank called and left an operation that nobody may leave before everybody has called it."""
+    """The times at which this rank called and left an operation that no rank may leave before all have called it."""
 
     what: str
     called: float
@@ -63,7 +63,7 @@ class Span(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of a check on one rank."""
+    """The outcome of a check on one rank."""
 
     status: str
     """``"passed"``, ``"skipped"``, ``"failed"``, or ``"stopped"`` because another rank failed or time was up."""
@@ -71,28 +71,28 @@ class Outcome(NamedTuple):
     usable: bool = True
     """Whether the communicator may serve the next check."""
     agreed: tuple[tuple[str, object], ...] = ()
-    """What all ranks must have said alike."""
+    """The names and values on which all ranks must agree."""
     spans: tuple[Span, ...] = ()
 
 
 class Board:
-    """What the ranks of one check tell each other, beside the transport that is tested."""
+    """The notes that the ranks of one check send each other by a channel beside the transport that is tested."""
 
     def __init__(self, publish: Callable[[int, str], None] = lambda rank, note: None) -> None:
         self._events: dict[tuple[int, str], anyio.Event] = {}
         self._publish = publish
 
     def tell(self, rank: int, note: str) -> None:
-        """Say something to every rank."""
+        """Send a note of ``rank`` to every rank."""
         self.hear(rank, note)
         self._publish(rank, note)
 
     def hear(self, rank: int, note: str) -> None:
-        """A rank has said something."""
+        """Note that a note of ``rank`` has arrived."""
         self._event(rank, note).set()
 
     async def told(self, rank: int, note: str) -> None:
-        """Wait for a rank's word."""
+        """Wait for a note of ``rank``."""
         await self._event(rank, note).wait()
 
     def _event(self, rank: int, note: str) -> anyio.Event:
@@ -102,8 +102,8 @@ class Board:
 class Case:
     """One rank's part of one check.
 
-    A check is a coroutine function that every rank runs: ``async def test_x(comm: Communicator, case: Case)``. It
-    fails by raising, and may say by :meth:`agree` and :meth:`synchronised` what is compared between the ranks.
+    A check is a coroutine function that every rank runs: ``async def test_x(comm: Communicator, case: Case)``. It fails
+    by raising. By :meth:`agree` and :meth:`synchronised` it hands over what is compared between the ranks.
     """
 
     def __init__(self, comm: Communicator, place: Place, board: Board, store: Store, name: str, seed: int) -> None:
@@ -112,13 +112,13 @@ class Case:
         self.rank = comm.rank
         self.size = comm.size
         self.name = name
-        """Tells checks apart, and the same check with other arguments."""
+        """The name of the check with its arguments."""
         self.seed = seed
-        """The same on all ranks."""
+        """The seed of the random data, which is the same on all ranks."""
         self.agreed: list[tuple[str, object]] = []
         self.spans: list[Span] = []
         self.reports: list[str] = []
-        """What was reported to the loop: errors with nowhere else to go. A check that causes one clears the list."""
+        """The errors that were reported to the loop. A check that causes one on purpose clears the list."""
         self.opened: list[Communicator] = []
         self._board = board
         self._store = store
@@ -126,108 +126,108 @@ class Case:
     # ------------------------------------------------------------------------------------------------- tensors
 
     def bits(self, dtype: torch.dtype, shape: tuple[int, ...], *key: object) -> Tensor:
-        """Random bits; the same for the same arguments on every rank. Not to be changed."""
+        """Return a tensor of random bits, the same for the same arguments on every rank. It must not be changed."""
         return data.bits(self.seed, dtype, shape, self.name, *key)
 
     def numbers(self, dtype: torch.dtype, shape: tuple[int, ...], *key: object) -> Tensor:
-        """Random numbers; the same for the same arguments on every rank. Not to be changed."""
+        """Return a tensor of random numbers, the same for the same arguments on every rank. It must not be changed."""
         return data.numbers(self.seed, dtype, shape, self.name, *key)
 
     def full(self, content: Tensor) -> data.Slot:
-        """A tensor on the communicator's device that holds ``content``."""
+        """Make a tensor on the communicator's device that holds ``content``."""
         return data.Slot(content, content.dtype, content.shape, self.comm.device)
 
     def empty(self, dtype: torch.dtype, shape: tuple[int, ...]) -> data.Slot:
-        """A tensor on the communicator's device that is to be written."""
+        """Make a tensor on the communicator's device for an operation to write."""
         return data.Slot(None, dtype, shape, self.comm.device)
 
     # ---------------------------------------------------------------------------------------- order and agreement
 
     def tell(self, note: str) -> None:
-        """Say something to every rank, beside the transport that is tested."""
+        """Send a note to every rank by a channel beside the transport that is tested."""
         self._board.tell(self.rank, note)
 
     def tell_blocking(self, note: str) -> None:
-        """Say something to who waits for it by :meth:`wait_blocking`."""
+        """Post a note for ranks that wait for it in :meth:`wait_blocking`."""
         self._store.set(f"{self.name}/{note}", "")
 
     def wait_blocking(self, note: str) -> None:
-        """Wait for a word of :meth:`tell_blocking` without letting the loop run."""
+        """Wait for a note of :meth:`tell_blocking` without letting the loop run."""
         self._store.wait([f"{self.name}/{note}"])
 
     async def told(self, note: str, *by: int) -> None:
-        """Wait for the word of some ranks; of all others where none are named."""
+        """Wait for a note of some ranks; of all other ranks if none are named."""
         for rank in by or [r for r in range(self.size) if r != self.rank]:
             await self._board.told(rank, note)
 
     async def meet(self, note: str) -> None:
-        """Wait until every rank has come here."""
+        """Wait until every rank has called this with the same note."""
         self.tell(note)
         await self.told(note)
 
     def agree(self, what: str, value: object) -> None:
-        """Say something that all ranks must say alike, in this order; of a tensor, its content."""
+        """Hand over a value, or the content of a tensor, on which all ranks must agree, in the order of the calls."""
         self.agreed.append((what, data.checksum(value) if isinstance(value, Tensor) else value))
 
     def synchronised(self, what: str, called: float) -> None:
-        """Say that an operation is done here which nobody may leave before everybody has called it.
+        """Note that an operation is done on this rank that no rank may leave before all ranks have called it.
 
-        :param called: ``time.monotonic()`` before the call; one clock for all ranks of a machine.
+        :param called: ``time.monotonic()`` before the call; all ranks of a machine share that clock.
         """
         self.spans.append(Span(what, called, time.monotonic()))
 
-    # ------------------------------------------------------------------------------------------ what there is
+    # ------------------------------------------------------------------------------- capabilities of the transport
 
     def need(self, family: str) -> None:
-        """Skip the check where no transport carries a family of operations."""
+        """Skip the check if no transport carries a family of operations."""
         if family not in self.comm.transports:
             raise unittest.SkipTest(f"{self.place.transport} does not carry {family!r}")
 
     def need_any_order(self) -> None:
-        """Skip the check where a message that waits holds up those behind it."""
+        """Skip the check if a message that waits delays the messages after it."""
         self.need("p2p")
         if self.capabilities("p2p").fifo:
             raise unittest.SkipTest(f"{self.place.transport} completes operations in the order posted only")
 
     def atomics(self) -> bool:
-        """Whether windows here have atomics, which those in a GPU's memory need not have."""
+        """Return whether windows have atomics on this device; those in a GPU's memory may have none."""
         return "rma" not in self.comm.transports or ops.FetchAdd in self.capabilities("rma").ops
 
     def need_atomics(self) -> None:
-        """Skip the check where windows have no atomics."""
+        """Skip the check if windows have no atomics."""
         if not self.atomics():
             raise unittest.SkipTest(f"{self.place.transport} has no atomics on windows of this device")
 
     def need_processes(self) -> None:
-        """Skip the check where the ranks share one loop."""
+        """Skip the check if the ranks share one loop."""
         if not self.place.processes:
             raise unittest.SkipTest("the ranks share one loop")
 
     def carrier(self, family: str) -> type[Transport]:
-        """The transport that carries a family of operations."""
+        """Return the class of the transport that carries a family of operations."""
         found = find(self.comm.transports[family], self.comm.device)
         assert not isinstance(found, str), found
         return found
 
     def capabilities(self, family: str) -> Capabilities:
-        """What the transport that carries a family of operations can do, on this device."""
+        """Return the capabilities, on this device, of the transport that carries a family of operations."""
         return self.comm._core.by_family[cast("ops.Family", family)].capabilities
 
     def rounds_each_step(self, dtype: torch.dtype) -> bool:
-        """Whether sums of a dtype are rounded after each rank's contribution."""
-        carried = "collectives" in self.comm.transports  # else they are made of messages
+        """Return whether sums of a dtype are rounded after each rank's contribution."""
+        carried = "collectives" in self.comm.transports  # otherwise the core makes them of messages
         return carried and dtype in self.capabilities("collectives").rounds_each_step
 
     def reduced(self, op: ReduceOp, tensors: Sequence[Tensor]) -> data.Expected:
-        """What a reduction of one tensor per rank must give."""
+        """Compute what a reduction of one tensor per rank must give."""
         return data.reduced(op, tensors, self.rounds_each_step(tensors[0].dtype))
 
     def native(self, op: type[ops.Op]) -> bool:
-        """Whether the transport does an operation itself, and the core does not express it in others."""
+        """Return whether the transport carries an operation natively, so that the core does not lower it to others."""
         return op.family in self.comm.transports and op in self.capabilities(op.family).ops
 
     async def open(self, name: str, timeout: float | None = None) -> Communicator:
-        """Open another communicator over the same ranks. Collective."""
+        """Open another communicator over the same ranks. Collective. The check must close it."""
         comm = await new_comm(
             self.place.transport, self.place.device, store=self._store, rank=self.rank, size=self.size, name=name,
             timeout=timeout or self.place.deadline,
@@ -237,13 +237,13 @@ class Case:
 
 
 def refusable(dtype: torch.dtype, error: UnsupportedOperation) -> None:
-    """A transport may refuse dtypes, before anything is sent; but not the plainest."""
+    """Accept that a transport refuses a dtype before anything is sent, but not the dtypes that all must carry."""
     if dtype in (torch.float32, torch.uint8):
         raise error
 
 
 @functools.cache
 def reductions() -> tuple[ReduceOp, ...]:
-    """Every reduction operator."""
+    """Return every reduction operator."""
     plain = ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "AVG")
     return (*(getattr(ReduceOp, name) for name in plain), ReduceOp.PREMUL_SUM(0.75))

@@ -1,4 +1,4 @@
-"""Runs every coroutine function of the suite's modules on every rank of a world."""
+"""The pytest hooks that run every coroutine function of the suite's modules on every rank of a world."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from aiocomms.testing.conformance.world import World, verdict
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """Know the options also where the suite is named by its path; by its package's name the plug-in loads them."""
+    """Register the options if the suite is named by its path; if it is named by its package, the plug-in does that."""
     pluginmanager.import_plugin(options.__name__)
 
 
@@ -30,7 +30,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def case(request: pytest.FixtureRequest) -> Iterator[World]:
-    """On each rank: its :class:`Case`. Here: the world; pytest runs the checks of one world one after the other."""
+    """The world in this process; each rank replaces it by its :class:`Case`. pytest groups the checks by world."""
     place: Place = request.param
     world: World = Processes(place) if place.processes else Tasks(place)
     yield world
@@ -39,12 +39,12 @@ def case(request: pytest.FixtureRequest) -> Iterator[World]:
 
 @pytest.fixture
 def comm() -> None:
-    """On each rank: its communicator."""
+    """Nothing in this process; each rank replaces it by its communicator."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
-    """Run a check on every rank, instead of calling it here."""
+    """Run a check on every rank instead of calling it in this process."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     __tracebackhide__ = True

@@ -1,4 +1,4 @@
-"""Random tensors that every rank can draw for all ranks, tensors with guarded surroundings, and what torch says."""
+"""The data of checks: random tensors that every rank can draw for all ranks, guarded tensors, and reductions."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ ALL_DTYPES = tuple(sorted(DTYPES, key=str))
 HALVES = (torch.float16, torch.bfloat16)
 
 SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (2, 0, 3), (7,), (8, 8), (257,), (1031,))
-"""Nothing, one, primes, powers of two and what no number of ranks divides; with 0 to 3 dimensions."""
+"""Shapes of 0 to 3 dimensions. Their sizes are 0, 1, primes, powers of two, and sizes no number of ranks divides."""
 
 LARGE = (40_009,)
-"""More than any transport sends in one piece, and prime."""
+"""A prime number of elements, more than any transport sends in one piece."""
 
 _POISON = 0xA5
 _GUARD = 3
-"""Elements on each side of a tensor; odd, so that it is aligned to its element size and to nothing more."""
+"""Guard elements on each side of a tensor: an odd number, so that it is aligned to no more than its element size."""
 
 
 def bits(seed: int, dtype: torch.dtype, shape: tuple[int, ...], *key: object) -> Tensor:
-    """Random bit patterns, NaNs among them: for operations that only move data. Not to be changed.
+    """Return random bit patterns, NaNs among them, for operations that only move data. They must not be changed.
 
-    :param key: what the content depends on, beside the seed; the same on every rank.
+    :param key: the values on which the content depends beside the seed; the same on every rank.
     """
     pool = _bools(seed) if dtype == torch.bool else _bits(seed)
     nbytes = math.prod(shape) * dtype.itemsize
@@ -44,9 +44,9 @@ def bits(seed: int, dtype: torch.dtype, shape: tuple[int, ...], *key: object) ->
 
 
 def numbers(seed: int, dtype: torch.dtype, shape: tuple[int, ...], *key: object) -> Tensor:
-    """Random numbers to calculate with: integers over their whole range, others between 1/2 and 2 of either sign.
+    """Return random numbers: integers over their whole range, others between 1/2 and 2 in magnitude, of either sign.
 
-    :param key: what the content depends on, beside the seed; the same on every rank.
+    :param key: the values on which the content depends beside the seed; the same on every rank.
     """
     if not (dtype.is_floating_point or dtype.is_complex):
         return bits(seed, dtype, shape, *key)
@@ -55,7 +55,7 @@ def numbers(seed: int, dtype: torch.dtype, shape: tuple[int, ...], *key: object)
     return pool[begin : begin + count].view(shape)
 
 
-# Each content is a piece of a pool: drawing it anew would take most of the suite's time.
+# Each content is a piece of a pool, as drawing new numbers each time would take most of the suite's time.
 
 
 @functools.cache
@@ -90,9 +90,9 @@ def _poison(nbytes: int, device: torch.device) -> Tensor:
 
 
 class Slot:
-    """A tensor inside a larger allocation whose other bytes nobody may write.
+    """A tensor inside a larger allocation, whose other bytes nobody may write.
 
-    Holds ``content``, or where there is none a pattern that no result equals.
+    The tensor holds ``content``, or if that is None a pattern that no result equals.
     """
 
     def __init__(self, content: Tensor | None, dtype: torch.dtype, shape: Sequence[int], device: torch.device) -> None:
@@ -119,42 +119,42 @@ class Slot:
 
 
 def same_bits(got: Tensor, want: Tensor) -> None:
-    """Check that two tensors agree in dtype, shape and every bit, on whatever devices they are."""
+    """Check that two tensors, on any devices, agree in dtype, shape and every bit."""
     got, want = got.detach().cpu(), want.detach().cpu()
     if got.dtype != want.dtype or got.shape != want.shape or not torch.equal(_raw(got), _raw(want)):
         raise AssertionError(f"{describe(got)}: {_difference(got, want)}")
 
 
 def near(got: Tensor, want: Tensor, allowance: Tensor | None) -> None:
-    """Check a tensor bit by bit or, where an allowance per element is given, within that."""
+    """Check a tensor bit by bit, or within an allowance per element if one is given."""
     if allowance is None:
         same_bits(got, want)
         return
     got, want = got.detach().cpu(), want.detach().cpu()
     error = (got.to(_wide(got.dtype)) - want).abs()
-    if got.shape != want.shape or not bool((error <= allowance).all()):  # so that a NaN is wrong
+    if got.shape != want.shape or not bool((error <= allowance).all()):  # written so that a NaN is wrong
         raise AssertionError(f"{_difference(got, want)}; error {_brief(error)}, allowed {_brief(allowance)}")
 
 
 def checksum(tensor: Tensor) -> int:
-    """A number that tells contents apart."""
+    """Return a checksum of a tensor's content."""
     raw: Any = _raw(tensor.cpu()).numpy()
     return zlib.crc32(raw)
 
 
 class Expected(NamedTuple):
-    """A result, and by how much each element may differ from it; None: not at all."""
+    """A result, and the allowance by which each element may differ from it; None: not at all."""
 
     value: Tensor
     allowance: Tensor | None
 
 
 def reduced(op: ReduceOp, tensors: Sequence[Tensor], rounds_each_step: bool = False) -> Expected:
-    """What torch makes of one tensor per rank.
+    """Reduce one tensor per rank with torch.
 
     Sums and products may be taken in any order, but float16 and bfloat16 are accumulated in float32.
 
-    :param rounds_each_step: whether they may be rounded after each rank's contribution instead.
+    :param rounds_each_step: whether these may be rounded after each rank's contribution instead.
     """
     stack = torch.stack(list(tensors))
     dtype, n = stack.dtype, len(tensors)
@@ -205,8 +205,8 @@ def _brief(tensor: Tensor) -> str:
 def _difference(got: Tensor, want: Tensor) -> str:
     if got.shape != want.shape:
         return f"got the shape {list(got.shape)}, wanted {list(want.shape)}"
-    mine, theirs = got.flatten(), want.flatten().to(got.dtype)
+    given, wanted = got.flatten(), want.flatten().to(got.dtype)
     size = got.itemsize
-    wrong = (_raw(mine) != _raw(theirs)).view(-1, size).any(1).nonzero()
+    wrong = (_raw(given) != _raw(wanted)).view(-1, size).any(1).nonzero()
     first = int(wrong[0]) if len(wrong) else 0
-    return f"got {_brief(mine[first:])}, wanted {_brief(theirs[first:])}, from element {first} on"
+    return f"got {_brief(given[first:])}, wanted {_brief(wanted[first:])}, from element {first} on"

@@ -1,4 +1,4 @@
-"""The options of the suite. Imported when the suite is run, and by no other pytest run."""
+"""The command-line options of the suite. Only a pytest run of the suite imports this module."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    """Say which data is used."""
+    """Show the seed of the random data."""
     return f"aiocomms conformance: --seed={config.stash[SEED]}"
 
 
 def places(config: pytest.Config, numbers: Iterable[int]) -> list[Place]:
-    """Where a check is run that runs on so many ranks."""
+    """Return the places in which a check runs that runs on the given numbers of ranks."""
     from aiocomms.testing.conformance.case import Place
 
     wanted = _sizes(config)
@@ -86,21 +86,21 @@ def _sizes(config: pytest.Config) -> set[int] | None:
 
 
 def _device(config: pytest.Config) -> torch.device:
-    """The device of all tensors, checked here once: a check that fails for the lack of it would tell less."""
+    """Return the device of all tensors. It is tried here, as a failure in a check would explain less."""
     import torch
 
     given: str = config.getoption("--device")
     try:
         device = torch.device(given)
         torch.zeros(1, device=device).cpu()
-    except Exception as error:  # torch's own are of many types: RuntimeError, AssertionError, NotImplementedError
+    except Exception as error:  # torch raises many types: RuntimeError, AssertionError, NotImplementedError
         why = str(error).splitlines()[0]
         raise pytest.UsageError(f"--device {given}: no tensor can be made and read there: {why}") from None
     return device
 
 
 def _transports(config: pytest.Config) -> list[tuple[str | dict[str, str], bool]]:
-    """The transports asked for, or all that are available, and whether their ranks are processes."""
+    """Return the chosen transports, or all that are available, and whether the ranks of each are processes."""
     from aiocomms.bootstrap.registry import available, find
 
     device = _device(config)

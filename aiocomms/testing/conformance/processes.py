@@ -1,4 +1,4 @@
-"""Worlds of real processes, which stay for as long as their checks pass."""
+"""Worlds whose ranks are processes, which serve one check after another as long as the checks pass."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from aiocomms.testing.conformance.rank import Request
 from aiocomms.testing.conformance.world import GRACE, STOP, World
 
 _DUMP = 0.3
-"""Seconds that a process has to write down what its threads are doing."""
+"""Seconds in which a process must have written the stacks of its threads to its file."""
 
 _CLOSE = 60.0
-"""Seconds in which ranks that have nothing under way close and end."""
+"""Seconds in which ranks that have nothing pending must close and end."""
 
 
 def _context() -> Any:
-    """Forks from a server that has imported everything, so that a rank starts in milliseconds."""
+    """Make a context that forks from a server which has imported everything, so that a rank starts in milliseconds."""
     context = multiprocessing.get_context("forkserver")
     modules = [f"{conformance.__name__}.{module.name}" for module in pkgutil.iter_modules(conformance.__path__)]
     context.set_forkserver_preload(["trio", "uvloop", *(m for m in modules if ".test_" in m), worker.__name__])
@@ -34,7 +34,7 @@ def _context() -> Any:
 
 
 class Processes(World):
-    """Runs checks in one process for each rank."""
+    """A world that runs each rank in a process of its own."""
 
     def __init__(self, place: Place) -> None:
         super().__init__(place)
@@ -74,46 +74,46 @@ class Processes(World):
 
 
 class _Member:
-    """One rank's process."""
+    """The process of one rank."""
 
     def __init__(self, place: Place, rank: int, folder: Path) -> None:
         context = _context()
         self.pipe: Connection
-        self.pipe, theirs = context.Pipe()
+        self.pipe, far_end = context.Pipe()
         self._dump = folder / f"dump{rank}"
         self._process = context.Process(
-            target=worker.work, args=(place, rank, theirs, str(self._dump)), name=f"rank {rank}", daemon=True
+            target=worker.work, args=(place, rank, far_end, str(self._dump)), name=f"rank {rank}", daemon=True
         )
         self._process.start()
-        theirs.close()
+        far_end.close()
 
     def send(self, *message: object) -> None:
-        """Tell it something; if it is gone, that is noticed where its answer is waited for."""
+        """Send a message to the process. If the process is gone, that is noticed when its answer is awaited."""
         try:
             self.pipe.send(message)
         except OSError:
             pass
 
     def died(self) -> str:
-        """How it ended, and what it wrote down."""
+        """Describe how the process ended, with what it wrote to its file."""
         self._process.join(STOP)
         return f"its process ended with {self._process.exitcode}\n{self._dump.read_text()}"
 
     def stuck(self) -> str:
-        """What its threads are doing."""
+        """Describe what the threads of the process are doing."""
         os.kill(self._process.pid, signal.SIGUSR1)
         time.sleep(_DUMP)
         return f"it does not answer:\n{self._dump.read_text()}"
 
     def end(self, deadline: float) -> int:
-        """Wait for its end; its exit code, and -9 if it was too late."""
+        """Wait for the end of the process, and return its exit code; -9 if it had to be killed at the deadline."""
         self._process.join(max(deadline - time.monotonic(), 0))
         self._process.kill()
         self._process.join()
         return self._process.exitcode or 0
 
     def kill(self) -> None:
-        """End it."""
+        """Kill the process."""
         self._process.kill()
         self._process.join()
         self._process.close()
@@ -121,7 +121,7 @@ class _Member:
 
 
 class _Conversation:
-    """Listens to the ranks while they run one check, and passes on what they tell each other."""
+    """Reads the ranks' pipes while they run one check, and passes on the notes that they send each other."""
 
     def __init__(self, members: list[_Member], deadline: float) -> None:
         self._members = members
@@ -130,7 +130,7 @@ class _Conversation:
         self._stopped = False
 
     def outcomes(self) -> list[Outcome]:
-        """What became of the check, by rank."""
+        """Wait for the outcomes of the check, and return them by rank."""
         ranks = {member.pipe: rank for rank, member in enumerate(self._members)}
         while len(self._outcomes) < len(ranks):
             left = self._ends - time.monotonic()

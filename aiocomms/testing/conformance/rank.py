@@ -1,4 +1,4 @@
-"""One rank's side: opens a communicator, runs checks on it, and says what became of them."""
+"""One rank of a world: it opens a communicator, runs checks on it, and returns their outcomes."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ from aiocomms.communicator import Communicator
 from aiocomms.testing.conformance.case import Board, Case, Outcome, Place
 
 LOOKS = 1000
-"""How often it is looked, every millisecond, whether what a check has started is done after its end."""
+"""How often a rank looks, every millisecond, whether all that a check has started is done after its end."""
 
 Check = Callable[..., Awaitable[None]]
 
 
 class Request(NamedTuple):
-    """A check to be run."""
+    """The request to run a check."""
 
     check: Check
     arguments: dict[str, Any]
-    """What it takes beside ``comm`` and ``case``."""
+    """The arguments of the check beside ``comm`` and ``case``."""
     name: str
-    """Tells checks apart, and the same check with other arguments."""
+    """The name of the check with its arguments."""
     seed: int
 
 
 class Reports(logging.Handler):
-    """Collects what is reported to the loop: errors with nowhere else to go."""
+    """Collects the errors that are reported to the loop because no caller could handle them."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
         self.texts: list[str] = []
 
     def install(self) -> None:
-        """Listen to the running loop, and to the log that serves trio."""
+        """Collect from the running asyncio loop, and from the log that is used under trio."""
         logging.getLogger("aiocomms").addHandler(self)
         loop = _asyncio_loop()
         if loop is not None:
             loop.set_exception_handler(self._hear)
 
     def remove(self) -> None:
-        """Do not listen any more."""
+        """Do not collect from the log any more."""
         logging.getLogger("aiocomms").removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Take a record of the log."""
+        """Collect a record of the log."""
         error = record.exc_info[1] if record.exc_info else None
         self._add(record.getMessage(), error)
 
@@ -60,7 +60,7 @@ class Reports(logging.Handler):
         self._add(context["message"], context.get("exception"))
 
     def take(self) -> str:
-        """What has been reported so far."""
+        """Return what has been reported so far, and forget it."""
         text = "".join(f"reported to the loop: {text}" for text in self.texts)
         self.texts.clear()
         return text
@@ -82,20 +82,20 @@ class Rank:
         self._waiting = ""
         self._case: Case | None = None
         self.comm: Communicator | None = None
-        """Stays open from check to check."""
+        """The communicator, which stays open from check to check."""
 
     def prepare(self, store: Store, board: Board) -> None:
-        """Make ready for another check."""
+        """Prepare for another check."""
         self._store, self._board = store, board
         self._scope = anyio.CancelScope()
         self._waiting = ""
 
     async def run(self, request: Request) -> Outcome:
-        """Run a check, and see that it leaves nothing behind."""
+        """Run a check, and verify that it leaves nothing behind."""
         try:
             with self._scope:
                 return await self._run(request)
-        except BaseException as error:  # a check that fails is no reason to end
+        except BaseException as error:  # the failure of a check must not end the rank
             return Outcome("failed", self._waiting + _trace(error), usable=False)
         return Outcome("stopped", self._waiting, usable=False)
 
@@ -115,13 +115,13 @@ class Rank:
         return Outcome("passed", "", self._usable(), tuple(case.agreed), tuple(case.spans))
 
     def stop(self) -> None:
-        """End a check that will not end by itself."""
+        """End a check that does not end by itself."""
         works = [work for comm in self._comms() for work in pending(comm)]
         self._waiting = "".join(f"{work}\n" for work in works)
         self._scope.cancel()
 
     async def close(self) -> None:
-        """Close what is open, whatever state it is in."""
+        """Close all communicators, whatever state they are in."""
         comms = self._comms()
         self.comm = self._case = None
         for comm in comms:
@@ -151,13 +151,13 @@ class Rank:
 
 
 def pending(comm: Communicator) -> list[str]:
-    """What is under way on a communicator."""
+    """Return the representations of the works that are pending on a communicator."""
     return [repr(work) for work in comm._core.in_flight]
 
 
 async def _settled(case: Case) -> None:
-    """See that a check leaves nothing under way."""
-    for _ in range(LOOKS):  # what is under way has no common event
+    """Verify that a check leaves no work pending and no communicator open."""
+    for _ in range(LOOKS):  # this polls because pending works have no common event
         if not (left := [work for comm in (case.comm, *case.opened) for work in pending(comm)]):
             break
         await anyio.sleep(0.001)
@@ -167,14 +167,14 @@ async def _settled(case: Case) -> None:
 
 
 def other_tasks() -> set[str]:
-    """The asyncio tasks of this loop beside the current one."""
+    """Return the asyncio tasks of this loop except the current one."""
     if _asyncio_loop() is None:
         return set()
     return {repr(task) for task in asyncio.all_tasks() - {asyncio.current_task()}}
 
 
 def with_leftovers(outcomes: list[Outcome], tasks: set[str], reported: str) -> list[Outcome]:
-    """Let a check fail that has left tasks behind, or of which errors were reported that it did not expect."""
+    """Make a check fail that has left tasks behind, or that has caused errors which were reported to the loop."""
     text = (f"the check has left tasks behind: {tasks}\n" if tasks else "") + reported
     if not text:
         return outcomes

@@ -1,4 +1,4 @@
-"""Worlds in one process: all ranks are tasks of one loop, a new one for each check."""
+"""Worlds whose ranks are tasks of one event loop in this process, with a new loop for each check."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from aiocomms.testing.conformance.world import BACKENDS, GRACE, STOP, World
 _LOOKS = 12
 """How often it is looked, after a millisecond, two, four and so on, what a check has left."""
 _POOLS = ("AnyIO worker thread", "Trio thread")
-"""Threads that the loops keep for a while, in case they are needed again."""
+"""The names of threads that the loops keep for a while to use them again."""
 
 
 class Tasks(World):
-    """Runs each check in a thread with a loop of its own, so that one which blocks its loop can be given up."""
+    """A world that runs each check in a thread with a loop of its own; a check that blocks its loop is abandoned."""
 
     def __init__(self, place: Place) -> None:
         super().__init__(place)
-        # The first loop of a process opens descriptors that stay: libuv's for signals.
+        # The first loop of a process opens descriptors that stay open, such as libuv's for signals.
         backend, options = BACKENDS[place.loop]
         anyio.run(anyio.lowlevel.checkpoint, backend=backend, backend_options=options)
 
     def close(self) -> None:
-        """See :meth:`World.close`: nothing outlives a check."""
+        """See :meth:`World.close`: there is nothing to release, as nothing outlives a check."""
 
     def run(self, request: Request) -> list[Outcome]:
         """See :meth:`World.run`."""
@@ -65,34 +65,34 @@ class _Run:
         self._running = place.size
 
     def target(self) -> None:
-        """What the thread does."""
-        torch.set_num_threads(1)  # of this thread; the tensors are small
+        """Run the check; the main function of the thread."""
+        torch.set_num_threads(1)  # for this thread; the tensors are small
         backend, options = BACKENDS[self._place.loop]
         try:
             anyio.run(self._main, backend=backend, backend_options=options)
-        except BaseException as error:  # it is shown as the check's failure
+        except BaseException as error:  # the error is shown as the check's failure
             self.error = "".join(traceback.format_exception(error))
 
     async def _main(self) -> None:
         reports, store, board = Reports(), HashStore(), Board()
         reports.install()
         self._changed = anyio.Event()
-        ranks = [Rank(self._place, rank, store, board, reports) for rank in range(self._place.size)]
+        ranks = [Rank(self._place, index, store, board, reports) for index in range(self._place.size)]
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._watch, ranks)
-                for rank, it in enumerate(ranks):
-                    tasks.start_soon(self._run_rank, rank, it)
+                for index, rank in enumerate(ranks):
+                    tasks.start_soon(self._run_rank, index, rank)
             with anyio.move_on_after(self._place.deadline):
                 async with anyio.create_task_group() as tasks:
-                    for it in ranks:
-                        tasks.start_soon(it.close)
+                    for rank in ranks:
+                        tasks.start_soon(rank.close)
             self.outcomes = with_leftovers(self.outcomes, other_tasks(), reports.take())
         finally:
             reports.remove()
 
-    async def _run_rank(self, rank: int, it: Rank) -> None:
-        self.outcomes[rank] = await it.run(self._request)
+    async def _run_rank(self, index: int, rank: Rank) -> None:
+        self.outcomes[index] = await rank.run(self._request)
         self._running -= 1
         self._changed.set()
         self._changed = anyio.Event()
@@ -112,22 +112,22 @@ class _Run:
 
 
 class _Resources:
-    """Threads and descriptors of this process, to be compared with later."""
+    """The threads and descriptors of this process, to be compared with those at a later time."""
 
     def __init__(self) -> None:
         self._threads = set(threading.enumerate())
         self._descriptors = _descriptors()
 
     def left(self) -> str:
-        """What is there now and was not before; threads that end, and files being written, are given time to."""
+        """Describe the threads and descriptors that are new, after a second in which they may go away."""
         for look in range(_LOOKS):
             started = set(threading.enumerate()) - self._threads
             threads = [thread.name for thread in started if not thread.name.startswith(_POOLS)]
             opened = _descriptors() - self._descriptors
             if not threads and not opened:
                 return ""
-            gc.collect()  # a failed check's tensors, and their memory's descriptors, are held by its traceback
-            # What is to end needs the interpreter too, which a collection does not give away.
+            gc.collect()  # the traceback of a failed check keeps its tensors, and the descriptors of their memory
+            # Threads that are to end need the GIL, which a collection does not release.
             time.sleep(2**look / 1000)
         return f"threads {threads}, descriptors {opened}"
 
@@ -138,5 +138,5 @@ def _descriptors() -> set[tuple[str, str]]:
         try:
             found.add((path.name, str(path.readlink())))
         except OSError:
-            continue  # the one that lists them
+            continue  # the descriptor that lists the folder is gone
     return found

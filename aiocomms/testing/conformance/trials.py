@@ -1,4 +1,4 @@
-"""Every collective, with random data to send and what must come of it."""
+"""The trials: every collective, with random data to send and the result that is expected."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class Setting(NamedTuple):
 
     dtype: torch.dtype
     shape: Shape
-    """Of what one rank gives to one other."""
+    """The shape of what one rank gives to one other rank."""
     root: int
     op: ReduceOp
     key: object
-    """Tells the data of one trial from that of others."""
+    """The key of the trial's data, which differs from trial to trial."""
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}, root {self.root}, {self.op}, {self.key}"
 
 
 class Trial:
-    """An operation under way, and what must come of it."""
+    """An operation that has been started, and the result that is expected."""
 
     def __init__(self, work: Work[Any], result: object) -> None:
         self.work = work
@@ -41,21 +41,21 @@ class Trial:
         self._untouched: list[data.Slot] = []
 
     def writes(self, slot: data.Slot, want: Tensor, allowance: Tensor | None = None) -> Trial:
-        """A tensor that must become ``want``."""
+        """Expect a tensor to become ``want``."""
         self._written.append((slot, want, allowance))
         return self
 
     def keeps(self, *slots: data.Slot) -> Trial:
-        """Tensors that must stay as they are."""
+        """Expect tensors not to change."""
         self._untouched.extend(slots)
         return self
 
     async def check(self) -> None:
-        """Wait for the operation and check everything."""
+        """Wait for the operation, and check its result and all tensors."""
         self.verify(await self.work)
 
     def verify(self, result: object) -> None:
-        """Check everything about an operation that is done."""
+        """Check the result and all tensors of an operation that is done."""
         wanted = self._result
         if isinstance(wanted, list) and isinstance(result, list):
             assert len(result) == len(wanted) and all(a is b for a, b in zip(result, wanted, strict=True))
@@ -89,13 +89,13 @@ def reducing(start: Start) -> Start:
 
 
 def ragged(shape: Shape, *which: int) -> Shape:
-    """A shape of its own for each rank or pair of ranks: some more along the first dimension."""
+    """Vary a shape by rank or pair of ranks: a few elements more along the first dimension."""
     more = sum(which) % 4
     return (shape[0] + more, *shape[1:]) if shape else (more,)
 
 
 def rows(shape: Shape) -> Shape:
-    """A shape with at least one dimension."""
+    """Return the shape with at least one dimension."""
     return shape or (1,)
 
 
@@ -257,4 +257,4 @@ def _into(trial: Trial, slots: Sequence[data.Slot], wants: Sequence[Tensor]) -> 
 
 
 EVERY: dict[str, Start] = {**MOVING, **REDUCING}
-"""Every collective that has data."""
+"""All collectives that have data."""

@@ -1,4 +1,4 @@
-"""What runs in the process of one rank."""
+"""The main function of a rank's process: it receives requests, runs the checks and returns their outcomes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from aiocomms.testing.conformance.world import BACKENDS
 
 
 def work(place: Place, rank: int, pipe: Connection, dump: str) -> None:
-    """The process.
+    """Run the process of one rank.
 
-    :param pipe: where requests come from and outcomes go to.
-    :param dump: the file that says, on SIGUSR1 and after a crash, what the threads were doing.
+    :param pipe: the pipe through which requests come and outcomes go.
+    :param dump: the file into which the stacks of all threads are written on SIGUSR1 and after a crash.
     """
     torch.set_num_threads(1)  # several ranks share the processors
     backend, options = BACKENDS[place.loop]
@@ -46,7 +46,7 @@ class _Worker:
         self._messages: deque[tuple[Any, ...]] = deque()
 
     async def main(self) -> None:
-        """Serve requests until there are no more."""
+        """Serve requests until the one to close."""
         self._loop = running_loop()
         self._came = anyio.Event()
         self._reports = Reports()
@@ -65,7 +65,7 @@ class _Worker:
             await self._came.wait()
 
     def _listen(self) -> None:
-        """The thread that reads the pipe, also while the loop is busy."""
+        """Read the pipe. This runs in a thread of its own, so that the pipe is read while the loop is busy, too."""
         try:
             while True:
                 self._loop.call_threadsafe(self._take, self._pipe.recv())

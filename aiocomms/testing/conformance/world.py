@@ -1,4 +1,4 @@
-"""What runs a check on every rank, and judges what comes of it."""
+"""The interface of a world, which runs a check on every rank, and the verdict over the ranks' outcomes."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from aiocomms.testing.conformance.case import Outcome, Place, Span
 from aiocomms.testing.conformance.rank import Request
 
 GRACE = 0.3
-"""Seconds that the other ranks have to fail by themselves when one has failed."""
+"""Seconds in which the other ranks may fail by themselves after one rank has failed."""
 
 STOP = 3.0
-"""Seconds that a check has to end after it was stopped."""
+"""Seconds in which a check must end after it was stopped."""
 
 BACKENDS = {
     "asyncio": ("asyncio", {"use_uvloop": False}),
     "uvloop": ("asyncio", {"use_uvloop": True}),
     "trio": ("trio", {}),
 }
-"""How anyio calls the loops."""
+"""anyio's backend and backend options for each loop."""
 
 
 class World(ABC):
@@ -31,9 +31,9 @@ class World(ABC):
 
     @abstractmethod
     def run(self, request: Request) -> list[Outcome]:
-        """Run a check on every rank.
+        """Run a check on every rank. Returns soon after the deadline at the latest, whatever the check does.
 
-        :returns: what became of it, by rank, within the deadline and a little more, whatever happens.
+        :returns: the outcomes, by rank.
         """
 
     @abstractmethod
@@ -42,7 +42,7 @@ class World(ABC):
 
 
 def verdict(outcomes: Sequence[Outcome]) -> Outcome:
-    """What became of a check as a whole: ``"passed"``, ``"skipped"`` or ``"failed"``."""
+    """Judge a check as a whole by its outcomes on all ranks: ``"passed"``, ``"skipped"`` or ``"failed"``."""
     states = {outcome.status for outcome in outcomes}
     if states <= {"passed"}:
         wrong = _disagreement(outcomes) or _early(outcomes)
@@ -55,9 +55,9 @@ def verdict(outcomes: Sequence[Outcome]) -> Outcome:
 def _disagreement(outcomes: Sequence[Outcome]) -> str:
     first = outcomes[0].agreed
     for rank, outcome in enumerate(outcomes):
-        for mine, theirs in zip(first, outcome.agreed, strict=False):
-            if mine != theirs:
-                return f"the ranks disagree: {mine} on rank 0, {theirs} on rank {rank}"
+        for expected, value in zip(first, outcome.agreed, strict=False):
+            if expected != value:
+                return f"the ranks disagree: {expected} on rank 0, {value} on rank {rank}"
         if len(outcome.agreed) != len(first):
             return f"rank 0 had {len(first)} things to agree on, rank {rank} {len(outcome.agreed)}"
     return ""
@@ -68,9 +68,9 @@ def _early(outcomes: Sequence[Outcome]) -> str:
     for rank, outcome in enumerate(outcomes):
         for span in outcome.spans:
             spans[span.what].append((rank, span))
-    for what, all_of_it in spans.items():
-        last, came = max(all_of_it, key=lambda item: item[1].called)
-        first, gone = min(all_of_it, key=lambda item: item[1].left)
+    for what, ranks_spans in spans.items():
+        last, came = max(ranks_spans, key=lambda item: item[1].called)
+        first, gone = min(ranks_spans, key=lambda item: item[1].left)
         if gone.left < came.called:
             return f"{what}: rank {first} was done {came.called - gone.left:.6f} s before rank {last} called it"
     return ""
