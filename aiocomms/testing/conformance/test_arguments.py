@@ -1,4 +1,4 @@
-"""Every bad argument: refused at the call, by its name, with nothing sent; the next operation works."""
+"""Wrong arguments: the call raises an error that names the argument, sends nothing, and the next operation works."""
 
 from __future__ import annotations
 
@@ -72,18 +72,18 @@ GOOD: dict[str, Callable[[Communicator], Arguments]] = {
     "gather_object": lambda c: {"obj": 1, "root": 0},
     "scatter_object": lambda c: {"objs": [1] * c.size, "root": c.rank},
 }
-"""Arguments with which each operation is right; rooted ones with this rank as the root where that has more to check."""
+"""Correct arguments of each operation. This rank is the root where the root has more arguments to check."""
 
 WRITTEN = {
     "tensor": {"broadcast", "all_reduce", "reduce", "recv"},
     "output": set(GOOD),
     "outputs": set(GOOD),
 }
-"""Which tensors are written, by parameter and operation."""
+"""The operations that write a parameter's tensors, by parameter."""
 
 
 class Subclass(torch.Tensor):
-    """May not own the memory it shows."""
+    """A subclass of tensors, which may not own the memory that it shows."""
 
 
 def _resized(comm: Communicator) -> Tensor:
@@ -93,7 +93,7 @@ def _resized(comm: Communicator) -> Tensor:
 
 
 def _quietly(make: Callable[[], Tensor]) -> Tensor:
-    """Some kinds of tensors warn that they are about to go."""
+    """Make a tensor of a kind that warns of its deprecation, without the warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return make()
@@ -133,7 +133,7 @@ WRONG: dict[str, list[object]] = {
     "outputs": [3, "list", {}, torch.ones(2, 2)],
     "inputs": [3, "list", {}, torch.ones(2, 2)],
 }
-"""Values that are wrong wherever a parameter of that name occurs."""
+"""Values that are wrong for every parameter of that name."""
 
 
 def carried(comm: Communicator, name: str) -> bool:
@@ -143,7 +143,7 @@ def carried(comm: Communicator, name: str) -> bool:
 def refuse(
     comm: Communicator, name: str, wrong: Arguments, parameter: str, error: type[Exception] = ArgumentError
 ) -> None:
-    """Call an operation with one wrong argument: it must say so, and start nothing."""
+    """Call an operation with one wrong argument: it must raise an error that names it, and start nothing."""
     before = pending(comm)
     arguments = {**GOOD[name](comm), **wrong}
     try:
@@ -159,7 +159,7 @@ def refuse(
 
 
 async def still_works(comm: Communicator, name: str) -> None:
-    """All ranks together, on the communicator that one of them has just used wrongly."""
+    """Use the communicator on all ranks, after one of them has used it wrongly."""
     total = torch.full((3,), comm.rank + 1.0, device=comm.device)
     await comm.all_reduce(total)
     assert (total == comm.size * (comm.size + 1) / 2).all(), f"after wrong calls of {name}: {total}"
@@ -172,7 +172,7 @@ async def still_works(comm: Communicator, name: str) -> None:
 
 
 def wrong_calls(comm: Communicator, name: str) -> Iterator[tuple[Arguments, str, type[Exception]]]:
-    """Every wrong argument of an operation: the argument, the name that the error must give, and its class."""
+    """Generate the wrong arguments of an operation, with the name that the error must give and the error's class."""
     for parameter, value in {**GOOD[name](comm), "timeout": None}.items():
         for wrong in WRONG.get(parameter, []):
             yield {parameter: wrong}, parameter, ArgumentError
@@ -187,7 +187,7 @@ def wrong_calls(comm: Communicator, name: str) -> Iterator[tuple[Arguments, str,
 
 
 def wrong_lists(comm: Communicator, parameter: str, written: bool) -> Iterator[tuple[Arguments, str, type[Exception]]]:
-    """What can be wrong with a list of tensors, one per rank."""
+    """Generate the wrong values of a parameter that takes a list of tensors, one per rank."""
     good, last = tensors(comm), comm.size - 1
     item = f"{parameter}[{last}]"
     for wrong in ([], good[1:], [*good, tensor(comm)]):
@@ -203,7 +203,7 @@ def wrong_lists(comm: Communicator, parameter: str, written: bool) -> Iterator[t
 @ranks(2, 3)
 @pytest.mark.parametrize("name", GOOD)
 async def test_wrong_arguments(comm: Communicator, case: Case, name: str) -> None:
-    """On one rank only: if anything were sent, the others would notice."""
+    """One rank only makes the wrong calls: if they sent anything, the other ranks would notice."""
     if carried(comm, name) and comm.rank == comm.size - 1:
         for wrong, parameter, error in wrong_calls(comm, name):
             refuse(comm, name, wrong, parameter, error)
@@ -211,7 +211,7 @@ async def test_wrong_arguments(comm: Communicator, case: Case, name: str) -> Non
 
 
 def misfits(comm: Communicator) -> list[tuple[str, Arguments, str]]:
-    """Arguments that are right by themselves, and do not fit each other."""
+    """Arguments each of which is right by itself, but which do not fit each other."""
     c, n = comm, comm.size
     flat = tensor(c, COUNT * n)
     shared, scalar = tensors(c), torch.ones((), device=c.device)
@@ -277,7 +277,7 @@ async def test_arguments_that_do_not_fit_each_other(comm: Communicator, case: Ca
 
 @ranks(2)
 async def test_reductions_that_mean_nothing(comm: Communicator, case: Case) -> None:
-    """They are refused by every form, before anything is sent."""
+    """Every reducing operation refuses them before anything is sent."""
     undefined = [
         (ReduceOp.SUM, torch.bool), (ReduceOp.PRODUCT, torch.bool), (ReduceOp.AVG, torch.int32),
         (ReduceOp.AVG, torch.bool), (ReduceOp.PREMUL_SUM(2.0), torch.int64), (ReduceOp.BAND, torch.float32),
@@ -300,7 +300,7 @@ def _as(value: object, dtype: torch.dtype) -> object:
 
 @ranks(1, 2)
 async def test_inputs_that_are_right(comm: Communicator, case: Case) -> None:
-    """What an operation only reads may require grad, or be a parameter."""
+    """A tensor that an operation only reads may require grad, or be a parameter."""
     for mine in (tensor(comm).requires_grad_(), torch.nn.Parameter(tensor(comm)), torch.inference_mode()(tensor)(comm)):
         outputs = tensors(comm)
         await comm.all_gather(outputs, mine)

@@ -1,6 +1,6 @@
-"""Cancelling an await, withdrawing a receive, and the one rule: it has happened, or it has not; never both or neither.
+"""Cancellation of an await and withdrawal of a receive. The rule: an operation either has happened, or it has not.
 
-The order of the ranks is never left to the scheduler: whoever must be second waits for the other's word.
+The order of the ranks is never left to the scheduler: a rank that must be second waits for a note of the first.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ SHAPE = (6,)
 
 
 async def wait_for(awaitable: Awaitable[object], scope: anyio.CancelScope, outcome: list[object]) -> None:
-    """Await within a scope, and note what came of it."""
+    """Await within a scope, and note the result."""
     with scope:
         outcome.append(await awaitable)
 
 
 async def cancel_await(work: Work[object]) -> None:
-    """Have one task begin to await a work, and cancel it."""
+    """Start a task that awaits a work, and cancel the task."""
     scope, outcome = anyio.CancelScope(), list[object]()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(wait_for, work, scope, outcome)
@@ -41,19 +41,19 @@ async def cancel_await(work: Work[object]) -> None:
 
 
 def incoming(comm: Communicator, case: Case, tag: int = 0) -> tuple[Slot, Work[torch.Tensor]]:
-    """A receive on rank 1 that rank 0 has not sent to yet."""
+    """Post a receive on rank 1 for which rank 0 has not sent a message yet."""
     slot = case.empty(torch.int32, SHAPE)
     return slot, comm.recv(slot.tensor, 0, tag)
 
 
 async def send_when_told(comm: Communicator, case: Case, note: str = "cancelled", tag: int = 0) -> None:
-    """Rank 0's part: send when rank 1 says so."""
+    """Do rank 0's part: send when rank 1 has sent a note."""
     await case.told(note, 1)
     await comm.send(case.bits(torch.int32, SHAPE).to(comm.device), 1, tag)
 
 
 async def expect_in_next(comm: Communicator, case: Case, withdrawn: Slot, tag: int = 0) -> None:
-    """Rank 1's part: the message goes to the next receive, and the withdrawn one is left alone."""
+    """Do rank 1's part: the next receive gets the message, and the buffer of the withdrawn one is not written."""
     case.tell("cancelled")
     slot, work = incoming(comm, case, tag)
     await work
@@ -125,7 +125,7 @@ async def test_asyncio_timeout_withdraws_a_receive(comm: Communicator, case: Cas
 @pytest.mark.fault(43)
 @ranks(2)
 async def test_one_of_two_awaits_is_cancelled(comm: Communicator, case: Case) -> None:
-    """The other one notices nothing."""
+    """The other awaiter is not affected."""
     case.need("p2p")
     if comm.rank == 0:
         await send_when_told(comm, case)
@@ -146,7 +146,7 @@ async def test_one_of_two_awaits_is_cancelled(comm: Communicator, case: Case) ->
 
 @ranks(2)
 async def test_the_middle_one_of_three_receives_is_withdrawn(comm: Communicator, case: Case) -> None:
-    """The messages go to the other two, in their order."""
+    """The other two receives get the messages, in order."""
     case.need("p2p")
     contents = [case.bits(torch.int32, SHAPE, i) for i in range(3)]
     if comm.rank == 0:
@@ -182,7 +182,7 @@ async def test_a_receive_that_is_done_cannot_be_withdrawn(comm: Communicator, ca
 @ranks(2)
 @pytest.mark.parametrize("count", [3, 40_009])
 async def test_cancel_races_with_the_message(comm: Communicator, case: Case, count: int) -> None:
-    """True: the next receive gets it. False: this one has it. Never both, never neither."""
+    """If cancel returns True, the next receive gets the message; if it returns False, this one has it."""
     case.need("p2p")
     draw = random.Random(f"{case.seed}")
     for turn in range(30):
@@ -210,7 +210,7 @@ async def test_cancel_races_with_the_message(comm: Communicator, case: Case, cou
 @pytest.mark.fault(42)
 @ranks(2)
 async def test_cancelled_when_it_has_just_happened(comm: Communicator, case: Case) -> None:
-    """The awaiter is cancelled between the op's end and its own waking: the message is not lost."""
+    """The awaiter is cancelled after the end of the op and before it resumes: the message is not lost."""
     case.need("p2p")
     contents = [case.bits(torch.int32, SHAPE, i) for i in range(2)]
     if comm.rank == 0:
@@ -238,7 +238,7 @@ async def test_cancelled_when_it_has_just_happened(comm: Communicator, case: Cas
 @ranks(2)
 @pytest.mark.parametrize("count", [3, 40_009])
 async def test_a_send_is_not_withdrawn(comm: Communicator, case: Case, count: int) -> None:
-    """Its await is cancelled and its tensor dropped; the message arrives whole all the same."""
+    """The await of a send is cancelled and its tensor dropped; the whole message arrives all the same."""
     case.need("p2p")
     contents = [case.bits(torch.int32, (count,), i) for i in range(3)]
     if comm.rank == 1:
@@ -252,7 +252,7 @@ async def test_a_send_is_not_withdrawn(comm: Communicator, case: Case, count: in
         with anyio.move_on_after(0):
             await comm.send(content.clone().to(comm.device), 1)
     gc.collect()
-    [torch.full((count,), -1, dtype=torch.int32) for _ in range(4)]  # where it may have been
+    [torch.full((count,), -1, dtype=torch.int32) for _ in range(4)]  # may reuse the dropped tensor's memory
     work = comm.send(contents[2].to(comm.device), 1)
     case.tell("cancelled")
     assert await work.cancel() is False
@@ -262,7 +262,7 @@ async def test_a_send_is_not_withdrawn(comm: Communicator, case: Case, count: in
 @pytest.mark.fault(40)
 @ranks(2, 3, 7)
 async def test_a_collective_is_not_withdrawn(comm: Communicator, case: Case) -> None:
-    """One rank's await is cancelled before the others have come: they complete, it completes, and the next is right."""
+    """One rank's await is cancelled before the others call: the collective completes everywhere, as does the next."""
     for victim in range(comm.size):
         content = case.numbers(torch.int64, SHAPE, victim, comm.rank)
         want = sum(case.numbers(torch.int64, SHAPE, victim, r) for r in range(comm.size))
@@ -298,7 +298,7 @@ async def test_cancel_of_a_collective_waits_for_its_end(comm: Communicator, case
 @pytest.mark.fault(44)
 @ranks(2)
 async def test_a_sibling_that_fails_cancels_a_receive(comm: Communicator, case: Case) -> None:
-    """A task group ends at once with the sibling's error, and the communicator stays usable."""
+    """The task group ends at once with the error of the sibling task, and the communicator stays usable."""
     case.need("p2p")
     if comm.rank == 0:
         await send_when_told(comm, case)
@@ -359,14 +359,14 @@ async def test_cancelled_again_and_again(comm: Communicator, case: Case) -> None
 @pytest.mark.fault(41)
 @ranks(2, 3)
 async def test_cancelled_at_random_on_all_ranks(comm: Communicator, case: Case) -> None:
-    """At any point of a collective and of an exchange; nothing is lost, and the next collective is right."""
+    """Awaits are cancelled at any point of a collective and an exchange: nothing is lost, and the next one is right."""
     case.need_any_order()
     draw = random.Random(f"{case.seed} {comm.rank}")
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for turn in range(40):
         content, count = case.numbers(torch.int64, SHAPE, turn, comm.rank), (3, 40_009)[turn % 8 == 0]
         total = case.full(content)
-        mine, theirs = (case.bits(torch.int32, (count,), turn, r) for r in (comm.rank, left))
+        mine, incoming_bits = (case.bits(torch.int32, (count,), turn, r) for r in (comm.rank, left))
         got = case.empty(torch.int32, (count,))
         works = [comm.all_reduce(total.tensor), comm.send(mine.to(comm.device, copy=True), right)]
         receiving = comm.recv(got.tensor, left)
@@ -381,12 +381,12 @@ async def test_cancelled_at_random_on_all_ranks(comm: Communicator, case: Case) 
             receiving = comm.recv(got.tensor, left)
         for work in (*works, receiving):
             await work
-        got.expect(theirs)
+        got.expect(incoming_bits)
         total.expect(sum((case.numbers(torch.int64, SHAPE, turn, r) for r in range(comm.size)), torch.tensor(0)))
 
 
 async def cancel_later(scope: anyio.CancelScope, turns: int) -> None:
-    """Some turns of the loop from now."""
+    """Wait for some turns of the loop."""
     for _ in range(turns):
         await anyio.lowlevel.checkpoint()
     scope.cancel()

@@ -1,4 +1,4 @@
-"""Closing and aborting: what is under way ends, peers are told, later calls say why, and nothing is left behind."""
+"""Close and abort: pending operations end, the peers are told, later calls raise the reason, and nothing is leaked."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ones(comm: Communicator) -> torch.Tensor:
 
 
 def pend(comm: Communicator, peer: int, count: int = 3) -> list[Work[torch.Tensor]]:
-    """Some receives that nobody will match, and a collective that not all will join."""
+    """Start receives that no message will match, or else collectives that not all ranks will call."""
     if "p2p" in comm.transports:
         return [comm.recv(ones(comm), peer, tag) for tag in range(count)]
     return [comm.all_reduce(ones(comm)) for _ in range(count)]
@@ -71,7 +71,7 @@ async def test_several_tasks_close_it(comm: Communicator, case: Case) -> None:
 @pytest.mark.fault(55)
 @ranks(2, 3)
 async def test_close_lets_what_is_under_way_end(comm: Communicator, case: Case) -> None:
-    """Rank 0 closes when the others have not come yet; its collective ends all the same, on all ranks."""
+    """Rank 0 closes before the others call the collective, which ends all the same on all ranks."""
     other = await case.open("other")
     slot = case.full(case.bits(torch.int32, SHAPE, comm.rank))
     outs = [case.empty(torch.int32, SHAPE) for _ in range(comm.size)]
@@ -135,7 +135,7 @@ async def test_close_withdraws_receives(comm: Communicator, case: Case) -> None:
 @ranks(2, 3, 7)
 @pytest.mark.parametrize("what", ["recv", "collective"])
 async def test_who_needs_a_rank_that_closed_is_told(comm: Communicator, case: Case, what: str) -> None:
-    """Before or after the close: the others do not wait for ever."""
+    """A rank that calls before or after another's close does not wait for ever."""
     if what == "recv":
         case.need("p2p")
     other = await case.open("other")
@@ -187,7 +187,7 @@ async def test_a_cancelled_close_releases_everything(comm: Communicator, case: C
 @pytest.mark.fault(45)
 @ranks(2)
 async def test_a_close_in_a_cancelled_scope_releases_everything(comm: Communicator, case: Case) -> None:
-    """No await in it comes off any more, nor do those of the close; and there is nothing to wait for."""
+    """Every await in the scope is cancelled, also those of the close; it releases everything without waiting."""
 
     async def cycle(number: int) -> None:
         other = await case.open(f"cycle {number}")
@@ -212,7 +212,7 @@ async def test_a_close_in_a_cancelled_scope_releases_everything(comm: Communicat
 
 @ranks(2, 3, 7)
 async def test_abort_ends_everything_everywhere(comm: Communicator, case: Case) -> None:
-    """Pending works of every rank fail with the first reason, hooks are called once, later calls fail at once."""
+    """Pending works of all ranks fail with the first reason, hooks are called once, and later calls fail at once."""
     heard: list[CommError] = []
     comm.register_abort_hook(heard.append)
     comm.register_abort_hook(heard.append).remove()
@@ -250,7 +250,7 @@ async def test_abort_from_another_thread(comm: Communicator, case: Case) -> None
 
 @ranks(2)
 async def test_abort_with_nothing_pending(comm: Communicator, case: Case) -> None:
-    """A peer that waits for nothing hears of it, too."""
+    """A peer that waits for nothing is told of the abort, too."""
     heard, told = list[CommError](), anyio.Event()
     comm.register_abort_hook(heard.append)
     comm.register_abort_hook(lambda error: told.set())
@@ -266,7 +266,7 @@ async def test_abort_with_nothing_pending(comm: Communicator, case: Case) -> Non
 @pytest.mark.fault(55)
 @ranks(2)
 async def test_an_error_in_the_context_aborts(comm: Communicator, case: Case) -> None:
-    """The peers may be waiting for what this rank will never do."""
+    """The peers may be waiting for operations that this rank will never call."""
     other = await case.open("other")
     if comm.rank == 0:
         await case.told("waiting", 1)
@@ -317,7 +317,7 @@ async def test_another_communicator_notices_nothing(comm: Communicator, case: Ca
 
 @ranks(2)
 async def test_hooks(comm: Communicator, case: Case) -> None:
-    """A hook that raises before an op stops it: nothing was sent."""
+    """A hook that raises before an op stops the op: nothing was sent."""
     seen: list[tuple[str, int]] = []
     watching = comm.register_pre_hook(lambda op, seq: seen.append((op.name, seq)))
     work = comm.all_reduce(ones(comm))
@@ -344,7 +344,7 @@ async def test_hooks(comm: Communicator, case: Case) -> None:
 @pytest.mark.fault(60)
 @ranks(1, 2)
 async def test_opened_and_closed_again_and_again(comm: Communicator, case: Case) -> None:
-    """Threads and descriptors are back where they began."""
+    """The numbers of threads and descriptors are no higher than before."""
 
     async def cycle(number: int) -> None:
         other = await case.open(f"cycle {number}")
@@ -362,17 +362,17 @@ async def test_opened_and_closed_again_and_again(comm: Communicator, case: Case)
 
 
 async def expect_no_more_than(before: tuple[int, int]) -> None:
-    """Threads and descriptors are back where they were, or fewer."""
+    """Wait until there are no more threads and descriptors than before."""
     for _ in range(LOOKS):
         now = resources()
-        if all(it <= then for it, then in zip(now, before, strict=True)):
+        if all(count <= then for count, then in zip(now, before, strict=True)):
             return
-        await anyio.sleep(0.01)  # they take a moment to end, and say nothing
+        await anyio.sleep(0.01)  # threads take a moment to end, and no event tells of it
     raise AssertionError(f"threads, descriptors: {before}, now {now}")
 
 
 def resources() -> tuple[int, int]:
-    """How many threads and descriptors this process has."""
-    watchdog.wake_by(time.monotonic())  # its thread begins with the first op that waits, whenever that is
+    """Count the threads and descriptors of this process."""
+    watchdog.wake_by(time.monotonic())  # starts its thread, which otherwise starts with the first op that waits
     gc.collect()
     return threading.active_count(), sum(1 for _ in Path("/proc/self/fd").iterdir())

@@ -1,4 +1,4 @@
-"""Every collective against plain torch: every dtype, odd sizes, in place, many at once, and who waits for whom."""
+"""Every collective, compared with plain torch: every dtype, odd sizes, in place, many at once, and synchronisation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from aiocomms.testing.conformance.trials import EVERY, MOVING, REDUCING, Setting
 
 
 def start(name: str, comm: Communicator, case: Case, setting: Setting) -> Trial | None:
-    """Start a trial; None if the transport refuses the dtype, which it may."""
+    """Start a trial; None if the transport refuses the dtype and may do so."""
     try:
         return EVERY[name](comm, case, setting)
     except UnsupportedOperation as error:
@@ -32,7 +32,7 @@ def start(name: str, comm: Communicator, case: Case, setting: Setting) -> Trial 
 
 
 async def check(name: str, setting: Setting, trial: Trial) -> None:
-    """Wait for a trial and check it."""
+    """Wait for a trial, and check it."""
     try:
         await trial.check()
     except Exception as error:
@@ -41,7 +41,7 @@ async def check(name: str, setting: Setting, trial: Trial) -> None:
 
 
 async def check_all(name: str, comm: Communicator, case: Case, settings: Iterable[Setting]) -> None:
-    """Start some trials at once, then check them in the same order."""
+    """Start all trials at once, then check them in the same order."""
     started = [(setting, start(name, comm, case, setting)) for setting in settings]
     for setting, trial in started:
         if trial is not None:
@@ -49,7 +49,7 @@ async def check_all(name: str, comm: Communicator, case: Case, settings: Iterabl
 
 
 def share(settings: list[Setting], dtype: torch.dtype, size: int) -> list[Setting]:
-    """With many ranks not every setting of every dtype, for the time it takes; the dtypes take turns."""
+    """Choose some of the settings if there are many ranks, to save time: different ones for each dtype."""
     step = max(1, size // 2)
     return settings[data.ALL_DTYPES.index(dtype) % step :: step]
 
@@ -65,7 +65,7 @@ async def test_data_arrives_unchanged(comm: Communicator, case: Case, name: str)
 @ranks(*ALL_SIZES)
 @pytest.mark.parametrize("name", REDUCING)
 async def test_every_operator_on_every_dtype(comm: Communicator, case: Case, name: str) -> None:
-    """The shapes take turns, so that each dtype meets each shape, too."""
+    """The shapes rotate over the operators and dtypes, so that each dtype is tried with each shape."""
     for i, dtype in enumerate(data.ALL_DTYPES):
         defined = [op for op in reductions() if op.supports(dtype)]
         shapes = itertools.cycle(data.SHAPES[i % len(data.SHAPES) :] + data.SHAPES[: i % len(data.SHAPES)])
@@ -79,8 +79,8 @@ async def test_an_operator_by_its_name(comm: Communicator, case: Case, op: str) 
     """Each reducing collective takes the name of an operator in place of the operator."""
     contents = [[case.numbers(torch.float64, (5,), r, dst) for dst in range(comm.size)] for r in range(comm.size)]
     mine, root = contents[comm.rank], comm.size - 1
-    first = data.reduced(ReduceOp.parse(op), [theirs[0] for theirs in contents])
-    share = data.reduced(ReduceOp.parse(op), [theirs[comm.rank] for theirs in contents])
+    first = data.reduced(ReduceOp.parse(op), [given[0] for given in contents])
+    share = data.reduced(ReduceOp.parse(op), [given[comm.rank] for given in contents])
     everywhere, rooted = case.full(mine[0]), case.full(mine[0])
     data.near(await comm.all_reduce(everywhere.tensor, op), *first)
     data.near(await comm.reduce(rooted.tensor, root, op), *(first if comm.rank == root else (mine[0], None)))
@@ -120,7 +120,7 @@ async def test_all_reduce_gives_every_rank_the_same_bits(comm: Communicator, cas
 
 @ranks(2, 3, 7)
 async def test_half_precision_is_accumulated_in_single(comm: Communicator, case: Case) -> None:
-    """Adding little to much gets nowhere in half precision."""
+    """In half precision a small number added to a large one would be lost in rounding."""
     for dtype, much in ((torch.float16, 2048.0), (torch.bfloat16, 256.0)):
         if case.rounds_each_step(dtype):
             continue
@@ -134,7 +134,7 @@ async def test_half_precision_is_accumulated_in_single(comm: Communicator, case:
 
 @ranks(*ALL_SIZES)
 async def test_in_place(comm: Communicator, case: Case) -> None:
-    """An input may be this rank's part of the output, and the other way round."""
+    """An input may be this rank's part of the output, or the output a part of the input."""
     everyone, root = range(comm.size), comm.size - 1
     contents = [case.bits(torch.int32, (13,), r) for r in everyone]
     outs = [case.full(contents[r]) if r == comm.rank else case.empty(torch.int32, (13,)) for r in everyone]
@@ -159,7 +159,7 @@ async def test_in_place(comm: Communicator, case: Case) -> None:
 @ranks(*ALL_SIZES)
 async def test_reduce_scatter_in_place(comm: Communicator, case: Case) -> None:
     contents = [[case.numbers(torch.int64, (13,), r, dst) for dst in range(comm.size)] for r in range(comm.size)]
-    want = data.reduced(ReduceOp.SUM, [theirs[comm.rank] for theirs in contents]).value
+    want = data.reduced(ReduceOp.SUM, [given[comm.rank] for given in contents]).value
     for scatter in (comm.reduce_scatter, comm.reduce_scatter_v):
         ins = [case.full(content) for content in contents[comm.rank]]
         await scatter(ins[comm.rank].tensor, [slot.tensor for slot in ins])
@@ -177,7 +177,7 @@ async def test_reduce_scatter_in_place(comm: Communicator, case: Case) -> None:
 @ranks(2, 3, 7)
 @pytest.mark.parametrize("name", EVERY)
 async def test_many_at_once(comm: Communicator, case: Case, name: str) -> None:
-    """The order of the calls is the same on all ranks; that of the awaits is not."""
+    """The order of the calls is the same on all ranks; the order of the awaits is not."""
     settings = [Setting(torch.int32, (n,), n % comm.size, ReduceOp.BXOR, n) for n in range(10)]
     started = [(setting, EVERY[name](comm, case, setting)) for setting in settings]
     random.Random(f"{case.seed} {case.name} {comm.rank}").shuffle(started)
@@ -226,7 +226,7 @@ def _nothing(comm: Communicator) -> torch.Tensor:
 @ranks(2, 3, 4, 7)
 @pytest.mark.parametrize("name", SYNCHRONISING)
 async def test_nobody_leaves_before_everybody_has_come(comm: Communicator, case: Case, name: str) -> None:
-    """Each rank in turn is late: it comes when the others are there already. Empty tensors synchronise too."""
+    """Each rank in turn calls last, after all others have called. Empty tensors synchronise the ranks, too."""
     for late in range(comm.size):
         if comm.rank == late:
             await case.told(f"called {late}")
@@ -239,7 +239,7 @@ async def test_nobody_leaves_before_everybody_has_come(comm: Communicator, case:
 
 @ranks(2, 3, 7)
 async def test_a_root_waits_for_data_only(comm: Communicator, case: Case) -> None:
-    """What a collective returns does not depend on ranks that are late; they find their data when they come."""
+    """The root's broadcast does not depend on ranks that call late; these get the data when they call."""
     contents = [case.bits(torch.int16, (6,), root) for root in range(comm.size)]
     for root, content in enumerate(contents):
         slot = case.full(content) if comm.rank == root else case.empty(torch.int16, (6,))

@@ -1,4 +1,4 @@
-"""The forms that return a new tensor and leave their arguments alone."""
+"""The functional forms, which return a new tensor and do not change their arguments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAMES = {
 
 
 def awkward(content: Tensor, comm: Communicator) -> Tensor:
-    """The same values in a tensor that requires grad and, where it has enough dimensions, is not contiguous."""
+    """Copy a tensor into one that requires grad and, if it has enough dimensions, is not contiguous."""
     if content.dim() > 1:
         content = content.transpose(0, 1).contiguous().transpose(0, 1)
     return content.to(comm.device).requires_grad_(content.is_floating_point())
@@ -49,7 +49,7 @@ async def test_moving(comm: Communicator, case: Case) -> None:
             scattered = await functional.scatter(mine if comm.rank == root else None, root)
             data.same_bits(scattered, given[root].tensor_split(n)[comm.rank])
             exchanged = await functional.all_to_all(mine)
-            data.same_bits(exchanged, torch.cat([theirs.tensor_split(n)[comm.rank] for theirs in given]))
+            data.same_bits(exchanged, torch.cat([tensor.tensor_split(n)[comm.rank] for tensor in given]))
             data.same_bits(mine, before.cpu())
     await functional.barrier()
 
@@ -65,7 +65,7 @@ async def test_reducing(comm: Communicator, case: Case, op: str) -> None:
     everywhere = await functional.all_reduce(mine, op)
     data.near(everywhere, *want)
     data.near(await functional.reduce(mine, root, op), *(want if comm.rank == root else (before.cpu(), None)))
-    share = data.reduced(NAMES[op], [theirs[comm.rank : comm.rank + 1] for theirs in given])
+    share = data.reduced(NAMES[op], [tensor[comm.rank : comm.rank + 1] for tensor in given])
     data.near(await functional.reduce_scatter(mine, op), *share)
     assert not everywhere.requires_grad
     data.same_bits(mine, before.cpu())
@@ -91,7 +91,7 @@ async def test_groups_by_name(comm: Communicator, case: Case) -> None:
     with pytest.raises(ArgumentError, match="no such group"):
         functional.barrier("no such group")
     await other.aclose()
-    await case.meet("closed")  # where ranks share a process, each may find the other's
+    await case.meet("closed")  # if the ranks share a process, a rank may find the other rank's communicator
     with pytest.raises(ArgumentError, match="another name"):
         functional.barrier("another name")
 

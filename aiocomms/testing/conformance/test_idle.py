@@ -1,4 +1,4 @@
-"""What waits costs nothing: no timer, no polling, no wake-up."""
+"""The cost of waiting: an idle communicator and pending operations cause no timer, no polling and no wake-up."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from aiocomms.communicator import Communicator
 from aiocomms.testing.conformance.case import Case, ranks
 
 WINDOW = 0.05
-"""Seconds."""
+"""The time in seconds during which wake-ups are counted."""
 
 ALLOWED = 2
-"""Wake-ups of the loop's thread in a window: by the timer that ends it, and one for whoever else is on the machine."""
+"""The wake-ups of the loop's thread allowed in a window: one by the timer that ends it, one by other processes."""
 
 
 async def wakeups() -> int:
-    """How often the loop's thread went to sleep while its only task slept; the least of several times."""
+    """Count how often the loop's thread went to sleep while its only task slept; the least of several counts."""
     counts = []
     for _ in range(6):
         before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
@@ -31,7 +31,7 @@ async def wakeups() -> int:
 
 
 async def expect_silence(case: Case, note: str) -> None:
-    """All ranks at once, for they may share a thread."""
+    """Verify that the loop does not wake up. All ranks do this together, as they may share a thread."""
     await case.meet(f"before {note}")
     if case.rank == 0 or case.place.processes:
         used = time.thread_time()

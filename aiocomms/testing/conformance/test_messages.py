@@ -18,17 +18,17 @@ from aiocomms.testing.conformance.case import Case, ranks, refusable
 HUGE = (1_250_003,)
 
 TAGS = (0, 1, -1, 255, 256, 65_535, 65_536, 65_537, -65_536, 2**31 - 1, -(2**31), 2**30, -(2**30))
-"""Some that are the same in fewer than 32 bits, or without their sign."""
+"""Tags, some of which would be equal if they were cut to fewer than 32 bits, or lost their sign."""
 
 
 def neighbours(comm: Communicator) -> tuple[int, int]:
-    """The ranks on both sides, in a ring."""
+    """Return the next and the previous rank in a ring."""
     return (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
 
 
 @ranks(2, 3, 4, 7)
 async def test_data_arrives_unchanged(comm: Communicator, case: Case) -> None:
-    """Around a ring, all sizes at once."""
+    """Messages of all sizes go around a ring at once."""
     case.need_any_order()
     right, left = neighbours(comm)
     for dtype in data.ALL_DTYPES:
@@ -97,7 +97,7 @@ async def test_one_tag_keeps_the_order(comm: Communicator, case: Case, early: st
 @ranks(2)
 @pytest.mark.parametrize("early", ["send", "recv"])
 async def test_tags_choose_the_message(comm: Communicator, case: Case, early: str) -> None:
-    """Receives find their messages by tag, in whatever order either is posted."""
+    """Receives match messages by tag, in whatever order sends and receives are posted."""
     case.need_any_order()
     tags = list(TAGS)
     random.Random(f"{case.seed} {comm.rank}").shuffle(tags)
@@ -117,7 +117,7 @@ async def test_tags_choose_the_message(comm: Communicator, case: Case, early: st
 
 @ranks(3, 4, 7)
 async def test_sources_do_not_mix(comm: Communicator, case: Case) -> None:
-    """One tag, many senders: each receive takes the message of the rank it names."""
+    """Many senders use one tag: each receive takes the message of the rank that it names."""
     case.need_any_order()
     if comm.rank:
         await comm.send(case.full(case.bits(torch.int32, (4,), comm.rank)).tensor, 0, 3)
@@ -133,7 +133,7 @@ async def test_sources_do_not_mix(comm: Communicator, case: Case) -> None:
 @ranks(2)
 @pytest.mark.parametrize("count", [1, 100, 2049, 40_009])
 async def test_a_sent_tensor_may_be_changed(comm: Communicator, case: Case, count: int) -> None:
-    """Once its send is done; also if that is before the receive is posted."""
+    """A tensor may be changed once its send is done, also if that is before the receive is posted."""
     case.need("p2p")
     content = case.bits(torch.int32, (count,))
     if comm.rank == 0:
@@ -156,7 +156,7 @@ async def test_a_sent_tensor_may_be_changed(comm: Communicator, case: Case, coun
 @pytest.mark.parametrize("early", ["send", "recv"])
 @pytest.mark.parametrize("sizes", [(8, 3), (3, 8), (5, 0), (0, 5), (40_009, 9), (9, 40_009)], ids=str)
 async def test_a_message_of_another_size(comm: Communicator, case: Case, early: str, sizes: tuple[int, int]) -> None:
-    """The receive fails, with as much of the message as fits; the sender does not, and the next message is right."""
+    """The receive fails, and its buffer holds what fits; the send does not fail, and the next message is right."""
     case.need("p2p")
     sent, room = sizes
     content, after = case.bits(torch.int32, (sent,)), case.bits(torch.int32, (6,))
@@ -199,7 +199,7 @@ async def test_hundreds_in_flight(comm: Communicator, case: Case) -> None:
 
 @ranks(2, 3)
 async def test_tasks_with_tags_of_their_own(comm: Communicator, case: Case) -> None:
-    """Each task plays ping-pong with its counterpart on the next rank."""
+    """Each task exchanges messages with its counterpart on the next rank."""
     case.need_any_order()
     right, left = neighbours(comm)
 
@@ -218,7 +218,7 @@ async def test_tasks_with_tags_of_their_own(comm: Communicator, case: Case) -> N
 
 @ranks(2, 3)
 async def test_messages_among_collectives(comm: Communicator, case: Case) -> None:
-    """Neither is taken for the other, nor for an object, whatever the tag."""
+    """Messages of tensors, of collectives and of objects are never taken for each other, whatever the tag."""
     case.need_any_order()
     right, left = neighbours(comm)
     slots = {tag: case.empty(torch.uint8, (256,)) for tag in range(4)}
@@ -239,7 +239,7 @@ async def test_messages_among_collectives(comm: Communicator, case: Case) -> Non
 
 @ranks(2, 3, 7)
 async def test_batch(comm: Communicator, case: Case) -> None:
-    """Every rank exchanges with every other one; the result is the tensors in the order added."""
+    """Every rank exchanges tensors with every other; the result is the list of tensors in the order added."""
     case.need("p2p")
     others = [r for r in range(comm.size) if r != comm.rank]
     slots = {r: case.empty(torch.float32, (r + 2,)) for r in others}

@@ -1,4 +1,4 @@
-"""Ranks that disagree on what they are doing: told so, on every rank, and never given wrong data."""
+"""Ranks that disagree on what they are doing: every rank gets an error, and none gets wrong data."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ async def test_the_last_rank_does_something_else(comm: Communicator, case: Case,
 @pytest.mark.fault(27)
 @ranks(2, 3)
 async def test_swapped_order(comm: Communicator, case: Case) -> None:
-    """Two collectives, called in one order here and in the other one there."""
+    """Two collectives are called in different orders on the two ranks."""
     need_comparison(case)
     calls: list[Call] = [lambda c: c.all_reduce(some(c, 4)), lambda c: c.all_reduce(some(c, 5))]
-    works = [call(comm, it) for it in (calls if comm.rank == 0 else calls[::-1])]
+    works = [call(comm, start) for start in (calls if comm.rank == 0 else calls[::-1])]
     if works[0] is not None:
         with pytest.raises(MismatchError):
             await works[0]
@@ -100,7 +100,7 @@ async def test_swapped_order(comm: Communicator, case: Case) -> None:
 
 
 def need_comparison(case: Case) -> None:
-    """Skip the check where nobody compares what the ranks do."""
+    """Skip the check if neither transport nor core compares what the ranks do."""
     if not case.native(ops.AllReduce):
         raise unittest.SkipTest("collectives made of messages do not compare what the ranks do")
     if not case.capabilities("collectives").detects_mismatch:
@@ -108,7 +108,7 @@ def need_comparison(case: Case) -> None:
 
 
 def call(comm: Communicator, start: Call) -> Work[object] | None:
-    """Call a collective; None if the others' disagreement is known here already."""
+    """Call a collective; None if the ranks' disagreement is known on this rank already."""
     try:
         return start(comm)
     except CommAbortedError:
@@ -120,7 +120,7 @@ def call(comm: Communicator, start: Call) -> Work[object] | None:
 @pytest.mark.parametrize("early", ["send", "recv"])
 @pytest.mark.parametrize("count", [4, 40_009])
 async def test_a_message_of_another_dtype(comm: Communicator, case: Case, early: str, count: int) -> None:
-    """Though it is as long: float32 is not int32."""
+    """A message of another dtype is an error even if it has the same size in bytes, as float32 and int32 have."""
     case.need("p2p")
     if (comm.rank == 0) != (early == "send"):
         await case.told("posted", 1 - comm.rank)

@@ -25,14 +25,14 @@ VALUES: list[Any] = [
 
 
 def same(got: Any, want: Any) -> None:
-    """Check two objects for being alike, types included."""
+    """Check that two objects are equal, also in their types."""
     assert type(got) is type(want), f"got {got!r}, wanted {want!r}"
     if isinstance(want, torch.Tensor):
         data.same_bits(got, want)
     elif isinstance(want, (list, tuple)):
         assert len(got) == len(want)
-        for mine, theirs in zip(got, want, strict=True):
-            same(mine, theirs)
+        for item, wanted in zip(got, want, strict=True):
+            same(item, wanted)
     elif isinstance(want, dict):
         same(list(got), list(want))
         same(list(got.values()), list(want.values()))
@@ -58,7 +58,7 @@ async def test_objects_arrive_as_they_were(comm: Communicator, case: Case) -> No
 
 @ranks(2)
 async def test_tags_and_order(comm: Communicator, case: Case) -> None:
-    """Short ones and long ones do not overtake each other, and tags choose."""
+    """Short and long objects do not overtake each other, and are matched by tag."""
     case.need_any_order()
     values = [(tag, f"{tag} {i}" * (1 + 400 * (i % 2))) for i in range(10) for tag in (0, 7, -7)]
     if comm.rank == 0:
@@ -87,7 +87,7 @@ async def test_an_object_may_be_changed_once_it_is_sent(comm: Communicator, case
 
 @ranks(*ALL_SIZES)
 async def test_collectives(comm: Communicator, case: Case) -> None:
-    """Of every root, with short objects, long ones, and some of each."""
+    """Collectives with every root: with short objects, with long ones, and with both."""
     case.need("p2p")
     everyone = list(range(comm.size))
     for factor in (0, 1, 1000):
@@ -113,7 +113,7 @@ async def test_collectives_at_once(comm: Communicator, case: Case) -> None:
 
 @ranks(2, 3)
 async def test_pickles(comm: Communicator, case: Case) -> None:
-    """Anything that pickles, where every rank concerned says so."""
+    """Any object that pickles can be sent if every rank concerned asks for pickle."""
     case.need("p2p")
     value = {dt.timedelta(1): {1, 2}, "deep": [range(3)]}
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size

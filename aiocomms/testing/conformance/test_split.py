@@ -18,7 +18,7 @@ SHAPE = (6,)
 
 
 async def split(comm: Communicator, case: Case, ranks: list[int], name: str | None = None) -> Communicator:
-    """Split, and have the child looked after."""
+    """Split, and have the case verify that the child is closed."""
     child = await comm.split(ranks, name)
     assert child is not None
     case.opened.append(child)
@@ -26,7 +26,7 @@ async def split(comm: Communicator, case: Case, ranks: list[int], name: str | No
 
 
 async def check_sum(comm: Communicator, members: list[int]) -> None:
-    """A child's own collective reaches its members and nobody else."""
+    """Verify that a child's collective reaches its members and no other rank."""
     tensor = torch.tensor([2 ** members[comm.rank]], device=comm.device)
     await comm.all_reduce(tensor)
     assert tensor.item() == sum(2**r for r in members), f"{members}: {tensor}"
@@ -56,7 +56,7 @@ async def test_reversed(comm: Communicator, case: Case) -> None:
 
 @ranks(2, 3, 4, 7)
 async def test_pairs(comm: Communicator, case: Case) -> None:
-    """Several children form at once, each on its own; one rank may be left over."""
+    """Several children form at once, independently of each other; one rank may be in none."""
     first = comm.rank - comm.rank % 2
     members = [r for r in (first, first + 1) if r < comm.size]
     child = await split(comm, case, members)
@@ -86,7 +86,7 @@ async def test_some_stay_out(comm: Communicator, case: Case) -> None:
 
 @ranks(3, 4)
 async def test_every_collective_of_a_child(comm: Communicator, case: Case) -> None:
-    """The first becomes the last."""
+    """The first rank becomes the last."""
     child = await split(comm, case, [*range(1, comm.size), 0])
     for name in EVERY:
         settings = [Setting(torch.int32, (5,), root, ReduceOp.MAX, name) for root in range(child.size)]
@@ -96,7 +96,7 @@ async def test_every_collective_of_a_child(comm: Communicator, case: Case) -> No
 
 @ranks(2, 3)
 async def test_parent_and_children_do_not_mix(comm: Communicator, case: Case) -> None:
-    """The same tags and the same collectives on three communicators at once."""
+    """Three communicators use the same tags and the same collectives at once."""
     case.need_any_order()
     everyone = list(range(comm.size))
     comms = [comm, await split(comm, case, everyone), await split(comm, case, everyone)]

@@ -14,13 +14,13 @@ from aiocomms.testing.conformance.case import Case, ranks
 
 
 async def opened(comm: Communicator, case: Case, capacity: int = 8, name: str = "") -> TensorStream:
-    """A stream to the other one of two ranks."""
+    """Open a stream to the other of two ranks."""
     case.need_any_order()
     return await comm.open_stream(1 - comm.rank, capacity, name)
 
 
 async def finish(stream: TensorStream, case: Case) -> None:
-    """Close both ends, when both ranks are through."""
+    """Close both ends when both ranks have finished."""
     await case.meet(f"through with {stream.name}")
     await stream.aclose()
 
@@ -53,7 +53,7 @@ async def test_any_shape_and_dtype_both_ways(comm: Communicator, case: Case) -> 
 @ranks(2)
 @pytest.mark.parametrize("capacity", [1, 2, 8])
 async def test_a_sender_waits_for_room(comm: Communicator, case: Case, capacity: int) -> None:
-    """It sends as many as the other end holds, and another one for each that is taken there."""
+    """A sender sends as many tensors as the other end holds, and one more for each that is taken there."""
     stream = await opened(comm, case, capacity)
     sent: list[int] = []
 
@@ -68,7 +68,7 @@ async def test_a_sender_waits_for_room(comm: Communicator, case: Case, capacity:
             tasks.start_soon(send)
         else:
             await case.told(f"sent {capacity - 1}", 0)
-        await talk(comm)  # time for one too many
+        await talk(comm)  # gives the sender time to send one too many
         assert len(sent) == (0 if comm.rank else capacity), f"with a capacity of {capacity} it sent {len(sent)}"
         await case.meet("looked")
         if comm.rank == 1:
@@ -78,7 +78,7 @@ async def test_a_sender_waits_for_room(comm: Communicator, case: Case, capacity:
 
 
 async def talk(comm: Communicator) -> None:
-    """Some messages to and fro."""
+    """Exchange some messages."""
     for _ in range(5):
         sending = comm.send_object("ping", 1 - comm.rank)
         await comm.recv_object(1 - comm.rank)
@@ -87,7 +87,7 @@ async def talk(comm: Communicator) -> None:
 
 @ranks(2)
 async def test_the_end(comm: Communicator, case: Case) -> None:
-    """One direction ends, the other goes on; what was sent before the end still comes."""
+    """One direction ends and the other stays open; tensors sent before the end still arrive."""
     stream = await opened(comm, case)
     if comm.rank == 0:
         for i in range(5):
@@ -109,7 +109,7 @@ async def test_the_end(comm: Communicator, case: Case) -> None:
 
 @ranks(2)
 async def test_a_closed_end(comm: Communicator, case: Case) -> None:
-    """Here every call says that it is closed; there sending breaks and receiving ends, in a while."""
+    """On the end that was closed every call raises; on the other, sends break and receives end after a while."""
     stream = await opened(comm, case, 2)
     if comm.rank == 0:
         await stream.send(number(comm, 1))
@@ -175,7 +175,7 @@ async def test_a_cancelled_send_is_sent_whole_or_not_at_all(comm: Communicator, 
     stream = await opened(comm, case, 1)
     if comm.rank == 0:
         await stream.send(number(comm, 0))
-        with anyio.move_on_after(0.01) as scope:  # there is no room
+        with anyio.move_on_after(0.01) as scope:  # the other end has no room
             await stream.send(torch.full((1000,), 1, device=comm.device))
         assert scope.cancelled_caught
         case.tell("cancelled")
@@ -189,7 +189,7 @@ async def test_a_cancelled_send_is_sent_whole_or_not_at_all(comm: Communicator, 
 
 @ranks(2)
 async def test_streams_do_not_mix(comm: Communicator, case: Case) -> None:
-    """Names tell them apart; those of one name are paired in the order opened."""
+    """Streams are matched by name; streams of one name are paired in the order opened."""
     streams = [await opened(comm, case, 4, name) for name in ("a", "b", "a", "")]
     for turn in range(3):
         for i in reversed(range(4)):

@@ -1,4 +1,4 @@
-"""The deadlines of operations, which are not the patience of those who await them."""
+"""The deadlines of operations, which differ from the timeouts of tasks that await them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from aiocomms.transport import Transport
 SHAPE = (6,)
 
 SHORT = 0.1
-"""Seconds."""
+"""A deadline, in seconds."""
 
 
 def ones(comm: Communicator) -> torch.Tensor:
@@ -30,7 +30,7 @@ def ones(comm: Communicator) -> torch.Tensor:
 
 
 async def expect_timeout(otherwise: float, start: Callable[[], Work[Any]]) -> CommTimeoutError:
-    """Start an operation whose deadline is SHORT, and see that it fails by that.
+    """Start an operation whose deadline is SHORT, and verify that it fails by that.
 
     :param otherwise: the deadline, far away, that the communicator has for an operation that names none.
     """
@@ -48,7 +48,7 @@ async def expect_timeout(otherwise: float, start: Callable[[], Work[Any]]) -> Co
 async def test_a_receive_that_nothing_matched_fails_alone(
     comm: Communicator, case: Case, timeout: float | timedelta
 ) -> None:
-    """Its message goes to the next receive, and the communicator stays usable."""
+    """The next receive gets the message, and the communicator stays usable."""
     case.need("p2p")
     if comm.rank == 0:
         await case.told("late", 1)
@@ -102,7 +102,7 @@ async def test_a_late_collective_ends_the_communicator_everywhere(comm: Communic
 @ranks(2)
 @pytest.mark.parametrize("first", ["the deadline", "an abort", "either"])
 async def test_the_first_reason_stays(comm: Communicator, case: Case, first: str) -> None:
-    """Of a deadline and an abort, whichever comes first or at the same time: works and later calls agree on it."""
+    """Whether a deadline or an abort comes first, or both at once: works and later calls agree on the reason."""
     if comm.rank == 1:
         await case.told("lost", 0)
         return
@@ -116,7 +116,7 @@ async def test_the_first_reason_stays(comm: Communicator, case: Case, first: str
     for work in works:
         await work.wait()
         reasons.add("enough" if "enough" in str(work.exception()) else "the deadline")
-    await anyio.sleep(2 * SHORT)  # until the other one has come, too
+    await anyio.sleep(2 * SHORT)  # until the other of the two has happened, too
     comm.abort("enough")
     if first == "either":
         timer.join()
@@ -130,7 +130,7 @@ async def test_the_first_reason_stays(comm: Communicator, case: Case, first: str
 @pytest.mark.fault(16)
 @ranks(2, 3)
 async def test_who_is_missing(comm: Communicator, case: Case) -> None:
-    """All but the last rank call it; what fails says which one did not, where the transport can tell."""
+    """All ranks but the last call it; the error names the rank that did not, if the transport knows it."""
     if not case.native(ops.Barrier) or case.carrier("collectives").waiting_for is Transport.waiting_for:
         raise unittest.SkipTest(f"{case.place.transport} cannot tell which ranks an operation waits for")
     last = comm.size - 1
@@ -158,7 +158,7 @@ async def test_the_communicators_own_timeout(comm: Communicator, case: Case) -> 
 
 @ranks(2)
 async def test_patience_is_not_a_deadline(comm: Communicator, case: Case) -> None:
-    """Who gives up awaiting a collective leaves the collective as it is."""
+    """A task that stops awaiting a collective does not affect the collective."""
     slot = case.full(case.numbers(torch.int32, SHAPE, comm.rank))
     if comm.rank == 0:
         work = comm.all_reduce(slot.tensor)
@@ -176,7 +176,7 @@ async def test_patience_is_not_a_deadline(comm: Communicator, case: Case) -> Non
 
 @ranks(2)
 async def test_a_deadline_does_not_wait_for_a_busy_loop(comm: Communicator, case: Case) -> None:
-    """The late rank's own loop is busy until its peer has heard of it, or for as long as a store waits."""
+    """The peers are told while the loop of the late rank is busy: until a peer has heard, or a store's wait ends."""
     case.need_processes()
     if comm.rank == 0:
         work = comm.all_reduce(ones(comm), timeout=SHORT)

@@ -1,4 +1,4 @@
-"""Windows: memory that other ranks write, read and count in without its owner's help, and signals."""
+"""Windows: memory that other ranks write, read and update atomically without its owner's help; and signals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from aiocomms.testing.conformance.case import ALL_SIZES, Case, ranks
 from aiocomms.testing.conformance.data import Slot
 
 PART = 11
-"""Elements of a window that belong to one other rank."""
+"""The number of elements of a window that one other rank writes."""
 
 
 async def window(comm: Communicator, case: Case, dtype: torch.dtype, count: int) -> tuple[Slot, Window]:
@@ -41,7 +41,7 @@ async def window(comm: Communicator, case: Case, dtype: torch.dtype, count: int)
 
 @ranks(*ALL_SIZES)
 async def test_put_everywhere(comm: Communicator, case: Case) -> None:
-    """Every rank writes its part of every rank's window, of every dtype."""
+    """Every rank writes its part of every rank's window, for every dtype."""
     for dtype in data.ALL_DTYPES:
         slot, win = await window(comm, case, dtype, PART * comm.size)
         contents = [case.bits(dtype, (PART,), r) for r in range(comm.size)]
@@ -88,7 +88,7 @@ async def test_a_signal_says_that_the_data_is_there(comm: Communicator, case: Ca
 
 @ranks(1, 2, 3)
 async def test_signals_are_counted(comm: Communicator, case: Case) -> None:
-    """Before or after the waits; each wait takes one signal of the rank it names."""
+    """Signals come before or after the waits; each wait takes one signal of the rank that it names."""
     _, win = await window(comm, case, torch.int32, 1)
     everyone = range(comm.size)
     for dst in everyone:
@@ -112,7 +112,7 @@ async def test_signals_are_counted(comm: Communicator, case: Case) -> None:
 @ranks(1, 2, 3, 7)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 async def test_everybody_counts(comm: Communicator, case: Case, dtype: torch.dtype) -> None:
-    """No addition is lost, and each sees what was there before it."""
+    """No addition is lost, and each returns the value before it."""
     case.need_atomics()
     slot, win = await window(comm, case, dtype, 3)
     works = [win.fetch_add(comm.size - 1, 1, 1) for _ in range(20)]
@@ -161,7 +161,7 @@ async def test_one_swaps_and_the_others_do_not(comm: Communicator, case: Case) -
 
 @ranks(2, 3)
 async def test_calls_take_effect_in_their_order(comm: Communicator, case: Case) -> None:
-    """Of one rank on one other's window, without waiting in between."""
+    """The calls of one rank on one other's window do, without awaiting in between."""
     _, win = await window(comm, case, torch.int64, comm.size)
     peer = (comm.rank + 1) % comm.size
     got = [torch.empty(1, dtype=torch.int64, device=comm.device) for _ in range(10)]
@@ -184,7 +184,7 @@ async def test_calls_take_effect_in_their_order(comm: Communicator, case: Case) 
 
 @ranks(2, 3)
 async def test_the_edges_of_a_window(comm: Communicator, case: Case) -> None:
-    """Parts differ in size; the last element is writable, nothing beyond it is, and nothing at all is legal."""
+    """Parts differ in size; the last element can be written, nothing beyond it can, and an empty put is legal."""
     sizes = [5 * r for r in range(comm.size)]
     slot, win = await window(comm, case, torch.int16, sizes[comm.rank])
     assert win.sizes == sizes
@@ -221,7 +221,7 @@ async def test_windows_do_not_mix(comm: Communicator, case: Case) -> None:
 
 @ranks(2)
 async def test_a_wait_is_withdrawn(comm: Communicator, case: Case) -> None:
-    """By cancel, by its awaiter's end, or alone by its deadline; the signal goes to the next wait."""
+    """A cancel, the cancellation of its awaiter, or its deadline withdraws it; the next wait gets the signal."""
     _, win = await window(comm, case, torch.int32, 1)
     if comm.rank == 0:
         await case.told("withdrawn", 1)
@@ -243,7 +243,7 @@ async def test_a_wait_is_withdrawn(comm: Communicator, case: Case) -> None:
 
 @ranks(2)
 async def test_an_access_whose_await_is_cancelled_happens(comm: Communicator, case: Case) -> None:
-    """A put, a get, an addition are not withdrawn, and are done once."""
+    """A put, a get and an addition are not withdrawn, and happen once."""
     slot, win = await window(comm, case, torch.int64, 3)
     if comm.rank == 0:
         content, got = case.bits(torch.int64, (2,)), case.empty(torch.int64, (2,))
@@ -292,7 +292,7 @@ async def test_close_comes_after_everybodys_operations(comm: Communicator, case:
 @pytest.mark.fault(70)
 @ranks(2)
 async def test_an_error_leaves_a_window_without_waiting_for_the_peers(comm: Communicator, case: Case) -> None:
-    """Rank 1 stays in its body until rank 0's error has come out; the window is open to it, and then closes."""
+    """Rank 1 stays in its body until rank 0's error is raised. It can still use the window, which then closes."""
     slot, win = await window(comm, case, torch.int32, PART)
     if comm.rank == 0:
         with pytest.raises(ZeroDivisionError):
@@ -384,7 +384,7 @@ async def test_a_window_has_one_dtype(comm: Communicator, case: Case) -> None:
         raise unittest.SkipTest("no windows")
     with pytest.raises(MismatchError, match="dtype"):
         await comm.new_window(torch.zeros(4, dtype=torch.int32 if comm.rank else torch.float32, device=comm.device))
-    _, win = await window(comm, case, torch.int32, 1)  # the communicator goes on
+    _, win = await window(comm, case, torch.int32, 1)  # the communicator stays usable
     await win.aclose()
 
 

@@ -1,4 +1,4 @@
-"""The handle of an operation: awaited by many, asked, called back, waited for without a loop."""
+"""``Work``, the handle of an operation: awaited by many tasks, queried, with callbacks, and blocking waits."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def ones(comm: Communicator) -> torch.Tensor:
 
 
 def late(comm: Communicator, case: Case) -> tuple[Slot, Work[torch.Tensor]]:
-    """A broadcast from rank 0, which rank 0 calls only when rank 1 says ``"go"``: pending on rank 1 until then."""
+    """Start a broadcast on rank 1 that stays pending until rank 1 sends the note ``"go"``, on which rank 0 calls it."""
     assert comm.rank == 1
     slot = case.empty(torch.int32, SHAPE)
     return slot, comm.broadcast(slot.tensor, 0)
 
 
 async def serve(comm: Communicator, case: Case) -> None:
-    """Rank 0's part of :func:`late`."""
+    """Do rank 0's part of :func:`late`."""
     await case.told("go", 1)
     await comm.broadcast(case.full(case.bits(torch.int32, SHAPE)).tensor, 0)
 
@@ -81,7 +81,7 @@ async def test_many_awaiters(comm: Communicator, case: Case) -> None:
 
 @ranks(2)
 async def test_callbacks(comm: Communicator, case: Case) -> None:
-    """Each is called once, on the loop's thread, after the end of the op, whether added before or after."""
+    """Each callback is called once, on the loop's thread, after the end of the op, whether added before or after it."""
     if comm.rank == 0:
         await serve(comm, case)
         return
@@ -104,7 +104,7 @@ async def test_callbacks(comm: Communicator, case: Case) -> None:
     await work
     work.add_done_callback(note("third"))
     work.add_done_callback(note("fourth"))
-    assert not any(name in ("third", "fourth") for name, _, _ in called)  # soon, not now
+    assert not any(name in ("third", "fourth") for name, _, _ in called)  # they are called on a later turn
     await everything.wait()
     await anyio.wait_all_tasks_blocked()
     assert [name for name, _, _ in called] == ["first", "second", "third", "fourth"]
@@ -114,7 +114,7 @@ async def test_callbacks(comm: Communicator, case: Case) -> None:
 @pytest.mark.fault(63)
 @ranks(2)
 async def test_a_callback_that_raises(comm: Communicator, case: Case) -> None:
-    """It is reported, and harms neither the other callbacks nor the awaiters."""
+    """The error is reported, and affects neither the other callbacks nor the awaiters."""
     if comm.rank == 0:
         await serve(comm, case)
         return
@@ -206,7 +206,7 @@ async def test_each_awaiter_of_a_failure_gets_an_error_of_its_own_traceback(comm
 @pytest.mark.fault(51)
 @ranks(2)
 async def test_awaited_after_the_close(comm: Communicator, case: Case) -> None:
-    """What is done stays done."""
+    """A work that is done does not change."""
     other = await case.open("other")
     slot = case.full(case.bits(torch.int32, SHAPE)) if comm.rank == 0 else case.empty(torch.int32, SHAPE)
     work = other.broadcast(slot.tensor, 0)
@@ -233,7 +233,7 @@ async def test_waiting_on_another_thread(comm: Communicator, case: Case) -> None
 
 @ranks(2)
 async def test_waiting_on_the_loops_thread(comm: Communicator, case: Case) -> None:
-    """Synchronous code drives the transport itself."""
+    """Synchronous code makes the transport's progress itself."""
     case.need_processes()
     if comm.rank == 0:
         await serve(comm, case)
@@ -277,7 +277,7 @@ async def test_operations_belong_to_the_loops_thread(comm: Communicator, case: C
 
 @ranks(2, 3)
 async def test_every_operation_ends_once(comm: Communicator, case: Case) -> None:
-    """As its hooks see it."""
+    """The hooks are called once before and once after each operation."""
     case.need_any_order()
     before: list[int] = []
     after: list[int] = []
