@@ -58,16 +58,18 @@ def _measure(transport: str, seconds: float) -> list[Row] | str:
     """Return the rows of one transport, or the reason why it cannot be measured."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="aiocomms") as folder:
-        mine, theirs = context.Pipe(duplex=False)
+        receiver, sender = context.Pipe(duplex=False)
         processes = [
-            context.Process(target=_rank, args=(rank, transport, str(Path(folder) / "store"), seconds, theirs))
+            context.Process(target=_rank, args=(rank, transport, str(Path(folder) / "store"), seconds, sender))
             for rank in range(2)
         ]
         for process in processes:
             process.start()
-        theirs.close()
+        sender.close()
         try:
-            rows: list[Row] | str = mine.recv() if mine.poll(3 * _OPEN + 12 * seconds) else "it did not come to an end"
+            rows: list[Row] | str = (
+                receiver.recv() if receiver.poll(3 * _OPEN + 12 * seconds) else "it did not come to an end"
+            )
         except EOFError:
             rows = f"its processes ended with {[process.exitcode for process in processes]}"
         finally:
