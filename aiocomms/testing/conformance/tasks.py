@@ -119,7 +119,7 @@ class _Resources:
         self._descriptors = _descriptors()
 
     def left(self) -> str:
-        """Describe the threads and descriptors that are new, after a second in which they may go away."""
+        """Describe the threads and descriptors that are new, after 4 seconds in which they may go away."""
         for look in range(_LOOKS):
             started = set(threading.enumerate()) - self._threads
             threads = [thread.name for thread in started if not thread.name.startswith(_POOLS)]
