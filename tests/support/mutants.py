@@ -11,14 +11,14 @@ import threading
 from collections import deque
 from typing import Any
 
-import aiocomms_local.matching as hubs
-import aiocomms_local.semantics as meanings
+import aiocomms_local.matching as matching
+import aiocomms_local.semantics as semantics
 import aiocomms_local.transport as transports
 import aiocomms_local.window as windows
 import msgspec
 import torch
 from aiocomms_local import LocalTransport
-from aiocomms_local.matching import Hub
+from aiocomms_local.matching import Matcher
 from aiocomms_local.window import Window
 
 from aiocomms import ops
@@ -62,7 +62,7 @@ def wrap(owner: Any, name: str, replacement: Any) -> None:
 def on_messages(change: Any) -> None:
     """Change the record of every message before it is matched, and that by which it is withdrawn."""
     for name in ("send", "recv", "withdraw"):
-        wrap(Hub, name, lambda original, hub, rank, op, work: original(hub, rank, change(op), work))
+        wrap(Matcher, name, lambda original, matcher, rank, op, work: original(matcher, rank, change(op), work))
 
 
 def control() -> None:
@@ -96,21 +96,21 @@ class _Stack(deque):
 
 @caught_by("test_messages")
 def last_message_first() -> None:
-    def make(original: Any, hub: Hub, size: int) -> None:
-        original(hub, size)
-        hub._sends.default_factory = _Stack
+    def make(original: Any, matcher: Matcher, size: int) -> None:
+        original(matcher, size)
+        matcher._sends.default_factory = _Stack
 
-    wrap(Hub, "__init__", make)
+    wrap(Matcher, "__init__", make)
 
 
 @caught_by("test_messages")
 def lost_message() -> None:
     count = iter(range(10**9))
 
-    def send(original: Any, hub: Hub, rank: int, op: Any, work: Any) -> Any:
-        return [(rank, work, OP_RESULT)] if next(count) % 100 == 99 else original(hub, rank, op, work)
+    def send(original: Any, matcher: Matcher, rank: int, op: Any, work: Any) -> Any:
+        return [(rank, work, OP_RESULT)] if next(count) % 100 == 99 else original(matcher, rank, op, work)
 
-    wrap(Hub, "send", send)
+    wrap(Matcher, "send", send)
 
 
 # -------------------------------------------------------------------------------------------------------- data
@@ -124,11 +124,11 @@ def uncopied_data() -> None:
         def done(self) -> bool:
             return True
 
-    def send(original: Any, hub: Hub, rank: int, op: Any, work: Any) -> Any:
-        done = original(hub, rank, op, Ignored())
+    def send(original: Any, matcher: Matcher, rank: int, op: Any, work: Any) -> Any:
+        done = original(matcher, rank, op, Ignored())
         return [(rank, work, OP_RESULT), *done]
 
-    wrap(Hub, "send", send)
+    wrap(Matcher, "send", send)
 
 
 @caught_by("test_messages")
@@ -142,7 +142,7 @@ def completion_before_data() -> None:
         asyncio.get_running_loop().call_soon(recv.tensor.copy_, given)
         return OP_RESULT
 
-    wrap(hubs, "_transfer", transfer)
+    wrap(matching, "_transfer", transfer)
 
 
 @caught_by("test_messages")
@@ -151,7 +151,7 @@ def short_message_is_fine() -> None:
         original(send, recv, src)
         return OP_RESULT
 
-    wrap(hubs, "_transfer", transfer)
+    wrap(matching, "_transfer", transfer)
 
 
 @caught_by("test_messages")
@@ -163,7 +163,7 @@ def end_of_large_messages_is_lost() -> None:
         recv.tensor.view(-1)[:n].copy_(send.tensor.view(-1)[:n])
         return OP_RESULT
 
-    wrap(hubs, "_transfer", transfer)
+    wrap(matching, "_transfer", transfer)
 
 
 @caught_by("test_messages")
@@ -184,13 +184,13 @@ def wrong_rank_order() -> None:
     def gather(original: Any, records: Any) -> None:
         original([*records[1:], records[0]] if records[0].name == "all_gather_single" else records)
 
-    wrap_meaning("all_gather", gather)
+    wrap_semantics("all_gather", gather)
 
 
 @caught_by("test_collectives")
 def wrong_reduction() -> None:
-    meanings.reductions = type(meanings)("reductions")
-    meanings.reductions.reduce = lambda op, tensors, out: reductions.reduce(
+    semantics.reductions = type(semantics)("reductions")
+    semantics.reductions.reduce = lambda op, tensors, out: reductions.reduce(
         reductions.ReduceOp.SUM if op.kind == "avg" else op, tensors, out
     )
 
@@ -213,7 +213,7 @@ def root_is_rank_0() -> None:
     def broadcast(original: Any, records: Any) -> None:
         original([msgspec.structs.replace(record, root=0) for record in records])
 
-    wrap_meaning("broadcast", broadcast)
+    wrap_semantics("broadcast", broadcast)
 
 
 @caught_by("test_collectives")
@@ -223,7 +223,7 @@ def reduce_changes_the_others() -> None:
         for record in records:
             record.tensor.copy_(records[records[0].root].tensor)
 
-    wrap_meaning("reduce", reduce)
+    wrap_semantics("reduce", reduce)
 
 
 @caught_by("test_collectives")
@@ -234,34 +234,34 @@ def one_byte_too_many() -> None:
         end = out.storage_offset() * out.itemsize + out.nbytes
         memory[end : end + 1] = 0
 
-    wrap(meanings, "_copy", copy)
+    wrap(semantics, "_copy", copy)
 
 
 @caught_by("test_collectives")
 def barrier_waits_for_nobody() -> None:
-    def join(original: Any, hub: Hub, rank: int, index: int, op: Any, work: Any) -> Any:
-        return [(rank, work, OP_RESULT)] if isinstance(op, ops.Barrier) else original(hub, rank, index, op, work)
+    def join(original: Any, matcher: Matcher, rank: int, index: int, op: Any, work: Any) -> Any:
+        return [(rank, work, OP_RESULT)] if isinstance(op, ops.Barrier) else original(matcher, rank, index, op, work)
 
-    wrap(Hub, "join", join)
+    wrap(Matcher, "join", join)
 
 
 @caught_by("test_collectives")
 def empty_tensors_do_not_synchronise() -> None:
-    def join(original: Any, hub: Hub, rank: int, index: int, op: Any, work: Any) -> Any:
+    def join(original: Any, matcher: Matcher, rank: int, index: int, op: Any, work: Any) -> Any:
         if isinstance(op, ops.AllReduce) and not op.tensor.numel():
             return [(rank, work, OP_RESULT)]
-        return original(hub, rank, index, op, work)
+        return original(matcher, rank, index, op, work)
 
-    wrap(Hub, "join", join)
+    wrap(Matcher, "join", join)
 
 
 @caught_by("test_mismatch")
 def nothing_is_compared() -> None:
-    def join(original: Any, hub: Hub, rank: int, index: int, op: Any, work: Any) -> Any:
+    def join(original: Any, matcher: Matcher, rank: int, index: int, op: Any, work: Any) -> Any:
         type(op).signature = lambda op: ("any", type(op).kind)
-        return original(hub, rank, index, op, work)
+        return original(matcher, rank, index, op, work)
 
-    wrap(Hub, "join", join)
+    wrap(Matcher, "join", join)
 
 
 @caught_by("test_mismatch")
@@ -272,7 +272,7 @@ def dtype_is_not_compared() -> None:
             return OP_RESULT
         return original(send, recv, src)
 
-    wrap(hubs, "_transfer", transfer)
+    wrap(matching, "_transfer", transfer)
 
 
 # --------------------------------------------------------------------------------------- cancelling and closing
@@ -291,21 +291,21 @@ def cancel_that_never_withdraws() -> None:
 
 @caught_by("test_cancellation")
 def cancel_withdraws_the_wrong_one() -> None:
-    def withdraw(original: Any, hub: Hub, rank: int, op: Any, work: Any) -> bool:
-        recvs = hub._recvs.get((op.src, rank, op.channel, op.tag)) if isinstance(op, ops.Recv) else None
+    def withdraw(original: Any, matcher: Matcher, rank: int, op: Any, work: Any) -> bool:
+        recvs = matcher._recvs.get((op.src, rank, op.channel, op.tag)) if isinstance(op, ops.Recv) else None
         if not recvs or (op, work) not in recvs:
-            return original(hub, rank, op, work)
+            return original(matcher, rank, op, work)
         recvs.popleft()
         if not recvs:
-            del hub._recvs[op.src, rank, op.channel, op.tag]
+            del matcher._recvs[op.src, rank, op.channel, op.tag]
         return True
 
-    wrap(Hub, "withdraw", withdraw)
+    wrap(Matcher, "withdraw", withdraw)
 
 
 @caught_by("test_closing")
 def swallowed_close() -> None:
-    wrap(Hub, "leave", lambda original, hub, rank: [])
+    wrap(Matcher, "leave", lambda original, matcher, rank: [])
 
 
 @caught_by("test_closing")
@@ -325,7 +325,7 @@ def descriptor_stays_open() -> None:
 
 @caught_by("test_timeouts")
 def nobody_is_missing() -> None:
-    wrap(LocalTransport, "missing", lambda original, transport, work: [])
+    wrap(LocalTransport, "waiting_for", lambda original, transport, work: [])
 
 
 # ---------------------------------------------------------------------------------------------------- and beyond
@@ -361,23 +361,23 @@ def counts_come_afterwards() -> None:
 
 @caught_by("test_idle")
 def wakes_up_all_the_time() -> None:
-    def make(original: Any, transport: LocalTransport, hub: Hub, rank: int) -> None:
-        original(transport, hub, rank)
+    def make(original: Any, transport: LocalTransport, matcher: Matcher, rank: int) -> None:
+        original(transport, matcher, rank)
         ended = threading.Event()
         wake = transport._waker.wake
         threading.Thread(target=lambda: [wake() for _ in iter(lambda: ended.wait(0.002), True)], daemon=True).start()
-        transport._hub.__dict__.setdefault("ends", []).append(ended)
+        transport._matcher.__dict__.setdefault("ends", []).append(ended)
 
-    def leave(original: Any, hub: Hub, rank: int) -> Any:
-        for ended in hub.__dict__["ends"]:
+    def leave(original: Any, matcher: Matcher, rank: int) -> Any:
+        for ended in matcher.__dict__["ends"]:
             ended.set()
-        return original(hub, rank)
+        return original(matcher, rank)
 
     wrap(LocalTransport, "__init__", make)
-    wrap(Hub, "leave", leave)
+    wrap(Matcher, "leave", leave)
 
 
-def wrap_meaning(kind: str, replacement: Any) -> None:
+def wrap_semantics(kind: str, replacement: Any) -> None:
     """Replace what a kind of collective means."""
-    original = meanings._MEANING[kind]
-    meanings._MEANING[kind] = lambda records: replacement(original, records)
+    original = semantics._SEMANTICS[kind]
+    semantics._SEMANTICS[kind] = lambda records: replacement(original, records)

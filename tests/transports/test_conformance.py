@@ -30,7 +30,7 @@ class Messenger(LocalTransport):
 class Deaf(LocalTransport):
     '''Blocks the loop on the last of several ranks.'''
     def post(self, op, work):
-        if self._rank and self._rank == self._hub.size - 1:
+        if self._rank and self._rank == self._matcher.size - 1:
             time.sleep(1000)
         super().post(op, work)
 
@@ -139,7 +139,9 @@ def test_processes_that_hang_or_die(stranger: Path) -> None:
 
 def test_a_check_that_is_stopped_says_where_it_was(stranger: Path) -> None:
     """One rank has passed; the other one waits for ever, and its part of the report says for what."""
-    (stranger / "broken.py").write_text("import aiocomms_local.matching as hubs\nhubs.Hub.leave = lambda *_: []\n")
+    (stranger / "broken.py").write_text(
+        "import aiocomms_local.matching as matching\nmatching.Matcher.leave = lambda *_: []\n"
+    )
     options = ["--transport=local", "--ranks=2", "--loops=uvloop", "--deadline=1", "-pbroken", "-x"]
     done = run(stranger, *options, "-k", "needs_a_rank_that_closed", modules="test_closing")
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout

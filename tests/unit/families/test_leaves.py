@@ -18,8 +18,8 @@ class Plain(LocalTransport):
 
     capabilities = Capabilities(ops=frozenset({ops.Send, ops.Recv}), in_process=True)
 
-    def __init__(self, hub, rank):
-        super().__init__(hub, rank)
+    def __init__(self, matcher, rank):
+        super().__init__(matcher, rank)
         self._solo = False
 
 

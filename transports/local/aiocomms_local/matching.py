@@ -23,7 +23,7 @@ Key = tuple[int, int, int, int]
 """Source, destination, channel and tag: what a send and a receive must share to match."""
 
 
-class Hub:
+class Matcher:
     """The state shared by the ranks, which may live in several threads. Every method is called under :attr:`lock`."""
 
     def __init__(self, size: int) -> None:
@@ -36,7 +36,7 @@ class Hub:
         """Ranks that have closed."""
         self._sends: defaultdict[Key, deque[tuple[ops.Send, Completion]]] = defaultdict(deque)
         self._recvs: defaultdict[Key, deque[tuple[ops.Recv, Completion]]] = defaultdict(deque)
-        self._meetings: dict[int, dict[int, tuple[Any, Completion]]] = {}
+        self._collectives: dict[int, dict[int, tuple[Any, Completion]]] = {}
         self._windows: list[Window] = []
 
     # ------------------------------------------------------------------------------------------ point to point
@@ -50,10 +50,10 @@ class Hub:
                 return [(rank, work, closed_by(op.dst))]
             self._sends[key].append((op, work))
             return []
-        recv, its_work = recvs.popleft()
+        recv, other_work = recvs.popleft()
         if not recvs:
             del self._recvs[key]
-        return [(rank, work, OP_RESULT), (op.dst, its_work, _transfer(op, recv, rank))]
+        return [(rank, work, OP_RESULT), (op.dst, other_work, _transfer(op, recv, rank))]
 
     def recv(self, rank: int, op: ops.Recv, work: Completion) -> Done:
         """A rank receives: it takes the oldest matching message, or waits for one."""
@@ -64,10 +64,10 @@ class Hub:
                 return [(rank, work, closed_by(op.src))]
             self._recvs[key].append((op, work))
             return []
-        send, its_work = sends.popleft()
+        send, other_work = sends.popleft()
         if not sends:
             del self._sends[key]
-        return [(op.src, its_work, OP_RESULT), (rank, work, _transfer(send, op, op.src))]
+        return [(op.src, other_work, OP_RESULT), (rank, work, _transfer(send, op, op.src))]
 
     def withdraw(self, rank: int, op: Any, work: Completion) -> bool:
         """Forget a receive or a wait that nothing has matched; False if something has."""
@@ -88,20 +88,20 @@ class Hub:
 
     def join(self, rank: int, index: int, op: Any, work: Completion) -> Done:
         """A rank calls its ``index``-th collective; the last one to come does it for all."""
-        meeting = self._meetings.setdefault(index, {})
-        for other, (theirs, _) in meeting.items():
-            if theirs.signature() != op.signature():
-                meeting[rank] = (op, work)
-                return self._disagree(meeting, disagreement(index, other, _show(theirs), rank, _show(op)))
+        calls = self._collectives.setdefault(index, {})
+        for other, (record, _) in calls.items():
+            if record.signature() != op.signature():
+                calls[rank] = (op, work)
+                return self._mismatch(calls, disagreement(index, other, _show(record), rank, _show(op)))
             break  # those already here agree with each other
-        meeting[rank] = (op, work)
-        for absent in self.left - meeting.keys():
+        calls[rank] = (op, work)
+        for absent in self.left - calls.keys():
             self.failure = closed_by(absent)
-            return [(r, w, self.failure) for r, (_, w) in meeting.items()]
-        if len(meeting) < self.size:
+            return [(r, w, self.failure) for r, (_, w) in calls.items()]
+        if len(calls) < self.size:
             return []
-        del self._meetings[index]
-        records = [meeting[r][0] for r in range(self.size)]
+        del self._collectives[index]
+        records = [calls[r][0] for r in range(self.size)]
         value: Any = OP_RESULT
         if isinstance(op, ops.WindowOpen):
             value = Window([record.tensor for record in records])
@@ -112,19 +112,19 @@ class Hub:
             try:
                 perform(records)
             except MismatchError as error:
-                return self._disagree(meeting, error)
-        return [(r, w, value) for r, (_, w) in meeting.items()]
+                return self._mismatch(calls, error)
+        return [(r, w, value) for r, (_, w) in calls.items()]
 
-    def missing(self, op: Any, work: Completion) -> list[int]:
+    def waiting_for(self, op: Any, work: Completion) -> list[int]:
         """The ranks that a pending op waits for."""
-        for meeting in self._meetings.values():
-            if any(w is work for _, w in meeting.values()):
-                return [r for r in range(self.size) if r not in meeting]
+        for calls in self._collectives.values():
+            if any(w is work for _, w in calls.values()):
+                return [r for r in range(self.size) if r not in calls]
         return [peer for peer in (_peer(op),) if peer is not None]
 
-    def _disagree(self, meeting: dict[int, tuple[Any, Completion]], error: MismatchError) -> Done:
+    def _mismatch(self, calls: dict[int, tuple[Any, Completion]], error: MismatchError) -> Done:
         self.failure = error
-        return [(r, w, error) for r, (_, w) in meeting.items()]
+        return [(r, w, error) for r, (_, w) in calls.items()]
 
     # -------------------------------------------------------------------------------------------- losing ranks
 
@@ -145,10 +145,10 @@ class Hub:
                 if src == rank:
                     done += [(dst, work, error) for work in waiting]
                     waiting.clear()
-        for meeting in self._meetings.values():
-            if rank not in meeting:
+        for calls in self._collectives.values():
+            if rank not in calls:
                 self.failure = self.failure or error
-                done += [(r, work, error) for r, (_, work) in meeting.items()]
+                done += [(r, work, error) for r, (_, work) in calls.items()]
         return done
 
 

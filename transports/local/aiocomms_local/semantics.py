@@ -20,7 +20,7 @@ def perform(records: Records) -> None:
     :param records: one record per rank, of one kind.
     :raises MismatchError: the ranks' tensors do not fit each other; nothing was written.
     """
-    _MEANING[records[0].kind](records)
+    _SEMANTICS[records[0].kind](records)
 
 
 def _copy(out: Tensor, source: Tensor) -> None:
@@ -56,13 +56,13 @@ def _reduce(records: Records) -> None:
 
 def _all_gather(records: Records) -> None:
     for record in records:
-        for out, theirs in zip(record.outs(len(records)), records, strict=True):
-            _copy(out, theirs.input)
+        for out, source in zip(record.outs(len(records)), records, strict=True):
+            _copy(out, source.input)
 
 
 def _gather(records: Records) -> None:
-    for out, theirs in zip(records[records[0].root].outs(len(records)), records, strict=True):
-        _copy(out, theirs.input)
+    for out, source in zip(records[records[0].root].outs(len(records)), records, strict=True):
+        _copy(out, source.input)
 
 
 def _scatter(records: Records) -> None:
@@ -93,7 +93,7 @@ def _all_to_all(records: Records) -> None:
         _copy(outputs[dst][src], inputs[src][dst])
 
 
-_MEANING: dict[str, Callable[[Records], None]] = {
+_SEMANTICS: dict[str, Callable[[Records], None]] = {
     "barrier": _barrier,
     "broadcast": _broadcast,
     "all_reduce": _all_reduce,

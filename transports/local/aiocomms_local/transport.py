@@ -1,4 +1,4 @@
-"""The plug-in itself: one rank's end of a hub."""
+"""The plug-in itself: one rank's end of a matcher."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from aiocomms import ops
 from aiocomms.errors import ArgumentError, CommError
 from aiocomms.lowlevel import Waker
 from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport, conclude
-from aiocomms_local.matching import Done, Hub
+from aiocomms_local.matching import Done, Matcher
 from aiocomms_local.semantics import perform
 
-_forming: dict[str, Hub] = {}
+_forming: dict[str, Matcher] = {}
 """Hubs that not all of their ranks have found yet, by a token that rank 0 hands out."""
 _forming_lock = threading.Lock()
 
@@ -37,17 +37,17 @@ class LocalTransport(Transport):
         ops=(ops.P2P - {ops.Batch}) | ops.COLLECTIVES | ops.RMA, devices=frozenset({"cpu", "cuda"}), in_process=True
     )
 
-    def __init__(self, hub: Hub, rank: int) -> None:
-        self._hub = hub
+    def __init__(self, matcher: Matcher, rank: int) -> None:
+        self._matcher = matcher
         self._rank = rank
         self._thread = threading.get_ident()
         self._calls = 0
         self._inbox: deque[tuple[Completion, Any]] = deque()  # what another thread's rank has done for this one
         self._waker = Waker()
-        self._solo = hub.size == 1
+        self._solo = matcher.size == 1
         self._handlers: dict[type[ops.Op], Callable[[Any, Completion], Done]] = {
-            ops.Send: lambda op, work: hub.send(rank, op, work),
-            ops.Recv: lambda op, work: hub.recv(rank, op, work),
+            ops.Send: lambda op, work: matcher.send(rank, op, work),
+            ops.Recv: lambda op, work: matcher.recv(rank, op, work),
             **dict.fromkeys(_COLLECTIVE, self._join),
             **dict.fromkeys(ops.RMA - _COLLECTIVE, lambda op, work: op.window.handle.act(op, rank, work)),
         }
@@ -66,9 +66,9 @@ class LocalTransport(Transport):
     async def open(cls, rendezvous: Rendezvous, options: Mapping[str, Any]) -> Self:
         """See :meth:`Transport.open`."""
         token = f"{os.getpid()} {secrets.token_hex(16)}"
-        hub = Hub(rendezvous.size)
+        matcher = Matcher(rendezvous.size)
         with _forming_lock:
-            _forming[token] = hub
+            _forming[token] = matcher
         try:
             tokens = [value.decode() for value in await rendezvous.exchange("local", token.encode())]
             processes = [int(value.split()[0]) for value in tokens]
@@ -76,12 +76,12 @@ class LocalTransport(Transport):
                 raise ArgumentError(
                     f"transport 'local' joins ranks of one process, and these are in the processes {processes}"
                 )
-            hub = _forming[tokens[0]]
-            self = cls(hub, rendezvous.rank)
-            with hub.lock:
-                hub.ranks[rendezvous.rank] = self
+            matcher = _forming[tokens[0]]
+            self = cls(matcher, rendezvous.rank)
+            with matcher.lock:
+                matcher.ranks[rendezvous.rank] = self
             try:
-                # Nobody looks for rank 0's hub once all have found it.
+                # Nobody looks for rank 0's matcher once all have found it.
                 await rendezvous.exchange("local-found", b"")
             except BaseException:
                 self._waker.close()
@@ -97,13 +97,13 @@ class LocalTransport(Transport):
             perform((op,))
             work.complete()
             return
-        hub = self._hub
-        with hub.lock:
-            if hub.failure is not None:
-                done: Done = [(self._rank, work, hub.failure)]
+        matcher = self._matcher
+        with matcher.lock:
+            if matcher.failure is not None:
+                done: Done = [(self._rank, work, matcher.failure)]
             else:
                 done = self._handlers[type(op)](op, work)
-            failure = hub.failure
+            failure = matcher.failure
         self._deliver(done)
         if failure is not None:
             self._spread(failure)
@@ -123,28 +123,28 @@ class LocalTransport(Transport):
 
     def try_cancel(self, work: Completion) -> bool:
         """See :meth:`Transport.try_cancel`."""
-        with self._hub.lock:
-            return self._hub.withdraw(self._rank, work.op, work)
+        with self._matcher.lock:
+            return self._matcher.withdraw(self._rank, work.op, work)
 
     def waiting_for(self, work: Completion) -> Sequence[int]:
         """See :meth:`Transport.waiting_for`."""
-        with self._hub.lock:
-            return self._hub.missing(work.op, work)
+        with self._matcher.lock:
+            return self._matcher.waiting_for(work.op, work)
 
     def abort(self, error: CommError) -> None:
         """See :meth:`Transport.abort`."""
-        with self._hub.lock:
-            if self._hub.failure is not None:
+        with self._matcher.lock:
+            if self._matcher.failure is not None:
                 return
-            self._hub.failure = error
+            self._matcher.failure = error
         self._spread(error)
 
     async def aclose(self) -> None:
         """See :meth:`Transport.aclose`."""
-        hub = self._hub
-        with hub.lock:
-            done = hub.leave(self._rank)
-            failure = hub.failure
+        matcher = self._matcher
+        with matcher.lock:
+            done = matcher.leave(self._rank)
+            failure = matcher.failure
         self._deliver(done)
         if failure is not None:
             self._spread(failure)
@@ -153,12 +153,12 @@ class LocalTransport(Transport):
 
     def _join(self, op: ops.Op, work: Completion) -> Done:
         self._calls += 1
-        return self._hub.join(self._rank, self._calls, op, work)
+        return self._matcher.join(self._rank, self._calls, op, work)
 
     def _deliver(self, done: Done) -> None:
         """Complete works of this rank and others, each on its own rank's thread."""
         for rank, work, value in done:
-            transport = self._hub.ranks[rank]
+            transport = self._matcher.ranks[rank]
             if transport is None or transport._thread == threading.get_ident():
                 conclude(work, value)
             else:
@@ -167,8 +167,8 @@ class LocalTransport(Transport):
 
     def _spread(self, failure: CommError) -> None:
         """Tell every other rank that the communicator is lost."""
-        for transport in list(self._hub.ranks):
+        for transport in list(self._matcher.ranks):
             if transport is not None and transport is not self:
                 transport.on_failure(failure)
-        if self._hub.ranks[self._rank] is self:
+        if self._matcher.ranks[self._rank] is self:
             self.on_failure(failure)
