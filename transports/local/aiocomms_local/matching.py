@@ -1,4 +1,4 @@
-"""Where the ranks meet: matches sends with receives, and the calls of one collective with each other."""
+"""Matching: sends with receives, and the ranks' calls of one collective with each other."""
 
 from __future__ import annotations
 
@@ -17,32 +17,33 @@ if TYPE_CHECKING:
     from aiocomms_local.transport import LocalTransport
 
 Done = list[tuple[int, Completion, Any]]
-"""Ranks, their works that are complete now, and the value or the :class:`CommError` of each."""
+"""The works that are complete now: the rank of each, the work, and its value or its :class:`CommError`."""
 
 Key = tuple[int, int, int, int]
-"""Source, destination, channel and tag: what a send and a receive must share to match."""
+"""Source, destination, channel and tag. A send and a receive match if these are equal."""
 
 
 class Matcher:
-    """The state shared by the ranks, which may live in several threads. Every method is called under :attr:`lock`."""
+    """The state that the ranks share. They may live in several threads: every method is called under :attr:`lock`."""
 
     def __init__(self, size: int) -> None:
-        # Reentrant for a signal handler that aborts: all an abort does under the lock is to note the failure.
+        # The lock is reentrant because a signal handler may abort: under the lock, an abort only stores the failure.
         self.lock = threading.RLock()
         self.size = size
         self.ranks: list[LocalTransport | None] = [None] * size
         self.failure: CommError | None = None
         self.left: set[int] = set()
-        """Ranks that have closed."""
+        """The ranks that have closed."""
         self._sends: defaultdict[Key, deque[tuple[ops.Send, Completion]]] = defaultdict(deque)
         self._recvs: defaultdict[Key, deque[tuple[ops.Recv, Completion]]] = defaultdict(deque)
         self._collectives: dict[int, dict[int, tuple[Any, Completion]]] = {}
+        """The collectives that some ranks have not called yet: by number, then by rank."""
         self._windows: list[Window] = []
 
     # ------------------------------------------------------------------------------------------ point to point
 
     def send(self, rank: int, op: ops.Send, work: Completion) -> Done:
-        """A rank sends: the oldest matching receive takes the message, or it waits for one."""
+        """Match a rank's send with the oldest matching receive, or keep the send until there is one."""
         key = (rank, op.dst, op.channel, op.tag)
         recvs = self._recvs.get(key)
         if not recvs:
@@ -56,7 +57,7 @@ class Matcher:
         return [(rank, work, OP_RESULT), (op.dst, other_work, _transfer(op, recv, rank))]
 
     def recv(self, rank: int, op: ops.Recv, work: Completion) -> Done:
-        """A rank receives: it takes the oldest matching message, or waits for one."""
+        """Match a rank's receive with the oldest matching send, or keep the receive until there is one."""
         key = (op.src, rank, op.channel, op.tag)
         sends = self._sends.get(key)
         if not sends:
@@ -70,7 +71,7 @@ class Matcher:
         return [(op.src, other_work, OP_RESULT), (rank, work, _transfer(send, op, op.src))]
 
     def withdraw(self, rank: int, op: Any, work: Completion) -> bool:
-        """Forget a receive or a wait that nothing has matched; False if something has."""
+        """Forget a receive or a wait. Returns False if a send or a signal has already matched it."""
         if isinstance(op, ops.WaitSignal):
             window: Window = op.window.handle
             return window.withdraw(op, rank, work)
@@ -87,13 +88,13 @@ class Matcher:
     # --------------------------------------------------------------------------------------------- collectives
 
     def join(self, rank: int, index: int, op: Any, work: Completion) -> Done:
-        """A rank calls its ``index``-th collective; the last one to come does it for all."""
+        """Take a rank's call of its ``index``-th collective. The last rank that calls performs it for all."""
         calls = self._collectives.setdefault(index, {})
         for other, (record, _) in calls.items():
             if record.signature() != op.signature():
                 calls[rank] = (op, work)
                 return self._mismatch(calls, disagreement(index, other, _show(record), rank, _show(op)))
-            break  # those already here agree with each other
+            break  # one comparison is enough: the earlier calls agree with each other
         calls[rank] = (op, work)
         for absent in self.left - calls.keys():
             self.failure = closed_by(absent)
@@ -116,20 +117,24 @@ class Matcher:
         return [(r, w, value) for r, (_, w) in calls.items()]
 
     def waiting_for(self, op: Any, work: Completion) -> list[int]:
-        """The ranks that a pending op waits for."""
+        """Return the ranks that a pending op waits for."""
         for calls in self._collectives.values():
             if any(w is work for _, w in calls.values()):
                 return [r for r in range(self.size) if r not in calls]
         return [peer for peer in (_peer(op),) if peer is not None]
 
     def _mismatch(self, calls: dict[int, tuple[Any, Completion]], error: MismatchError) -> Done:
+        """Lose the communicator because the ranks disagree on a collective."""
         self.failure = error
         return [(r, w, error) for r, (_, w) in calls.items()]
 
     # -------------------------------------------------------------------------------------------- losing ranks
 
     def leave(self, rank: int) -> Done:
-        """A rank closes: what still needs it fails, and only that; a collective takes the communicator with it."""
+        """Close a rank, and fail the works that still need it, and no others.
+
+        If one of them is a collective, the whole communicator is lost.
+        """
         self.left.add(rank)
         self.ranks[rank] = None
         error = self.failure or closed_by(rank)
@@ -153,9 +158,9 @@ class Matcher:
 
 
 def _transfer(send: ops.Send, recv: ops.Recv, src: int) -> Any:
-    """Move one message. Returns what the receive is completed with: its result, or an error."""
+    """Copy one message. Returns the outcome of the receive: its result, or an error."""
     given, wanted = send.tensor, recv.tensor
-    if given.requires_grad:  # no graph reaches from one rank to another
+    if given.requires_grad:  # an autograd graph does not reach from one rank to another
         given = given.detach()
     error = misfit(src, given.dtype, given.nbytes, wanted, given.shape)
     if error is None:

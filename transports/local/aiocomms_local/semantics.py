@@ -1,4 +1,4 @@
-"""What each collective means: given every rank's record, in rank order, what happens to their tensors."""
+"""What each collective means: what it does to the tensors in the ranks' records, given in rank order."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Records = Sequence[Any]
 
 
 def perform(records: Records) -> None:
-    """Do a collective that all ranks have called.
+    """Perform a collective that all ranks have called.
 
-    :param records: one record per rank, of one kind.
-    :raises MismatchError: the ranks' tensors do not fit each other; nothing was written.
+    :param records: one record per rank; all are of one kind.
+    :raises MismatchError: the ranks' tensors do not fit each other. Nothing was written.
     """
     _SEMANTICS[records[0].kind](records)
 
 
 def _copy(out: Tensor, source: Tensor) -> None:
-    if source.requires_grad:  # no graph reaches from one rank to another
+    if source.requires_grad:  # an autograd graph does not reach from one rank to another
         source = source.detach()
     if out.data_ptr() != source.data_ptr():
         out.view(-1).copy_(source.view(-1))
@@ -43,7 +43,7 @@ def _broadcast(records: Records) -> None:
 def _all_reduce(records: Records) -> None:
     first = records[0]
     if len(records) == 1 and first.op.kind != "premul_sum":
-        return  # one value is its own reduction
+        return  # the reduction of a single tensor is that tensor
     reductions.reduce(first.op, [r.tensor for r in records], first.tensor)
     for record in records[1:]:
         _copy(record.tensor, first.tensor)
@@ -72,7 +72,7 @@ def _scatter(records: Records) -> None:
 
 def _reduce_scatter(records: Records) -> None:
     inputs = [record.ins(len(records)) for record in records]
-    # All results before the first write: a rank's output may be one of its inputs.
+    # All results are computed before the first is written: a rank's output may be one of its inputs.
     results = [torch.empty_like(record.output) for record in records]
     for rank, result in enumerate(results):
         reductions.reduce(records[0].op, [chunks[rank].view(result.shape) for chunks in inputs], result)

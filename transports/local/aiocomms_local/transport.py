@@ -1,4 +1,4 @@
-"""The plug-in itself: one rank's end of a matcher."""
+"""The plug-in itself: one rank of a communicator, which shares a :class:`Matcher` with the others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from aiocomms_local.matching import Done, Matcher
 from aiocomms_local.semantics import perform
 
 _forming: dict[str, Matcher] = {}
-"""Hubs that not all of their ranks have found yet, by a token that rank 0 hands out."""
+"""Matchers of communicators that are opening, by token. Every rank looks up the token that rank 0 hands out."""
 _forming_lock = threading.Lock()
 
 _COLLECTIVE: frozenset[type[ops.Op]] = ops.COLLECTIVES | {ops.WindowOpen, ops.WindowClose}
@@ -28,9 +28,9 @@ _COLLECTIVE: frozenset[type[ops.Op]] = ops.COLLECTIVES | {ops.WindowOpen, ops.Wi
 class LocalTransport(Transport):
     """Ranks that are tasks of one process, in one event loop or in several threads' loops.
 
-    What happens, happens inside ``post``: of the two ends of a message, or of all calls of a collective, the last one
-    to come moves the data and completes the others' works. Sends wait for their receive, whatever their size, so a
-    program that relies on buffering hangs here first.
+    All work is done inside ``post``: whichever rank posts last, of the two ends of a message or of all calls of a
+    collective, moves the data and completes the other ranks' works. A send of any size waits for its receive, so a
+    program that relies on buffering hangs on this transport first.
     """
 
     capabilities = Capabilities(
@@ -42,7 +42,7 @@ class LocalTransport(Transport):
         self._rank = rank
         self._thread = threading.get_ident()
         self._calls = 0
-        self._inbox: deque[tuple[Completion, Any]] = deque()  # what another thread's rank has done for this one
+        self._inbox: deque[tuple[Completion, Any]] = deque()  # works that a rank in another thread has completed
         self._waker = Waker()
         self._solo = matcher.size == 1
         self._handlers: dict[type[ops.Op], Callable[[Any, Completion], Done]] = {
@@ -54,12 +54,12 @@ class LocalTransport(Transport):
 
     @classmethod
     def probe(cls, device: torch.device) -> str | None:
-        """See :meth:`Transport.probe`: it can always run."""
+        """See :meth:`Transport.probe`. This transport can always run."""
         return None
 
     @classmethod
     def preference(cls, device: torch.device, size: int, family: ops.Family) -> int:
-        """See :meth:`Transport.preference`: the obvious choice for a world of one."""
+        """See :meth:`Transport.preference`. It is the obvious choice for a communicator of one rank."""
         return 100 if size == 1 else 0
 
     @classmethod
@@ -81,7 +81,7 @@ class LocalTransport(Transport):
             with matcher.lock:
                 matcher.ranks[rendezvous.rank] = self
             try:
-                # Nobody looks for rank 0's matcher once all have found it.
+                # Every rank has found rank 0's matcher when this returns, so that its token can be forgotten.
                 await rendezvous.exchange("local-found", b"")
             except BaseException:
                 self._waker.close()
@@ -109,7 +109,7 @@ class LocalTransport(Transport):
             self._spread(failure)
 
     def progress(self) -> bool:
-        """See :meth:`Transport.progress`: complete what other threads' ranks have done."""
+        """See :meth:`Transport.progress`. It completes the works that ranks in other threads have handed over."""
         self._waker.clear()
         inbox = self._inbox
         any_done = bool(inbox)
@@ -156,7 +156,7 @@ class LocalTransport(Transport):
         return self._matcher.join(self._rank, self._calls, op, work)
 
     def _deliver(self, done: Done) -> None:
-        """Complete works of this rank and others, each on its own rank's thread."""
+        """Complete works of this rank and of others, each on the thread of its own rank."""
         for rank, work, value in done:
             transport = self._matcher.ranks[rank]
             if transport is None or transport._thread == threading.get_ident():

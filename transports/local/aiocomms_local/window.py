@@ -1,4 +1,4 @@
-"""What the one-sided operations mean: each acts on the target's tensor itself."""
+"""What the one-sided operations mean: each reads or writes the target's tensor directly."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from aiocomms.transport import OP_RESULT, Completion
 
 
 class Window:
-    """Every rank's part of one window, and the signals between them."""
+    """Every rank's part of one window, and the signals between the ranks."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
         self.signals: Counter[tuple[int, int]] = Counter()
-        """Signals that nobody has waited for yet, by source and destination."""
+        """The number of signals that no wait has consumed yet, by source and destination."""
         self.waiting: defaultdict[tuple[int, int], deque[Completion]] = defaultdict(deque)
-        """Waits that no signal has ended yet, by source and destination."""
+        """The waits that no signal has ended yet, by source and destination."""
 
     def act(self, op: Any, rank: int, work: Completion) -> list[tuple[int, Completion, Any]]:
-        """Do what rank ``rank`` asks for.
+        """Perform an operation of rank ``rank``.
 
-        :returns: the ranks and works that are complete now, and their values.
+        :returns: the works that are complete now: the rank of each, the work, and its value.
         """
         match op:
             case ops.Put():
@@ -48,10 +48,10 @@ class Window:
                 return [(rank, work, OP_RESULT), *self._signal(rank, op.dst)]
             case ops.WaitSignal():
                 return self._wait(op.src, rank, work)
-        return [(rank, work, OP_RESULT)]  # a put or get is done above, and a flush has nothing left to wait for
+        return [(rank, work, OP_RESULT)]  # a put or a get is complete by now, and so a flush has nothing to wait for
 
     def withdraw(self, op: ops.WaitSignal, rank: int, work: Completion) -> bool:
-        """Forget a wait that no signal has ended; False if one has."""
+        """Forget a wait. Returns False if a signal has already ended it."""
         waiting = self.waiting[op.src, rank]
         if work not in waiting:
             return False
