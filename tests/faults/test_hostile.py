@@ -332,8 +332,9 @@ async def bombed(place: Rank) -> None:
             await comm.barrier()
             resident = psutil.Process().memory_info().rss
             if place.rank == 1:
-                (link,) = transport_of(comm)._links.values()  # which sends what it is given, unlike the transport
-                link.send(torch.frombuffer(bytearray(bomb), dtype=torch.uint8))
+                # The connection sends what it is given, unlike the transport.
+                (connection,) = transport_of(comm)._connections.values()
+                connection.send(torch.frombuffer(bytearray(bomb), dtype=torch.uint8))
             with pytest.raises((ProtocolError, CommAbortedError)) as caught:
                 await comm.recv(empty(3), 1 - place.rank, timeout=10)
             await comm.aclose()

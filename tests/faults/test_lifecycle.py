@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 import torch
-from aiocomms_c10d import control as c10d_link
+from aiocomms_c10d import control as c10d_control
 from aiocomms_ucx import bringup as ucx_bringup
 from oracle import FULL, LOOKS, hear, named, oracle, settled
 from oracle import holdings as holds
@@ -449,7 +449,7 @@ def test_no_threads(ranks: Run) -> None:
     ranks(2, run_out_of_threads)
 
 
-LAST_STEPS = {"c10d": (c10d_link.Link, "start"), "ucx": (ucx_bringup, "_cookies")}
+LAST_STEPS = {"c10d": (c10d_control.ControlConnection, "start"), "ucx": (ucx_bringup, "_cookies")}
 """What each calls last before its own first thread is there."""
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from aiocomms_c10d import bringup, wire
 from aiocomms_c10d.collectives import PLANS
-from aiocomms_c10d.matching import Mailbox
+from aiocomms_c10d.matching import Matcher
 from aiocomms_c10d.transport import C10dTransport
 from processes import LARGE, PATIENCE, Rank, Run, held, listening, numbers
 
@@ -184,20 +184,21 @@ WHOLE = 8 * 2**20
 def stop_when(place: Rank, what: str) -> None:
     """This process stops as soon as it has asked for the data of an op, and tells when gloo has it all."""
     if what == "message":
-        ask, hear = Mailbox._ask, Mailbox.hear  # between a request and its data, a moment that nothing else shows
+        # between a request and its data, a moment that nothing else shows
+        request_data, handle = Matcher._request_data, Matcher.handle
 
         def stop_then(*args: Any) -> Any:
-            outcome = ask(*args)
+            outcome = request_data(*args)
             place.tell("asked")
             os.kill(os.getpid(), signal.SIGSTOP)
             return outcome
 
-        def hear_then(mailbox: Mailbox, frame: wire.Frame) -> None:
-            hear(mailbox, frame)
+        def handle_then(matcher: Matcher, frame: wire.Frame) -> None:
+            handle(matcher, frame)
             if frame.header.kind in (wire.DATA, wire.VOID):
                 place.tell("read")
 
-        patch.multiple(Mailbox, _ask=stop_then, hear=hear_then).start()
+        patch.multiple(Matcher, _request_data=stop_then, handle=handle_then).start()
         return
     plan = PLANS[what]
     start, end = plan.start, plan.end
@@ -234,14 +235,14 @@ async def give_up_amid(place: Rank, what: str) -> None:
                 assert (got[:WHOLE] == 1).all(), "rank 1 has taken for data what rank 0 wrote later"
             return
         await asyncio.to_thread(place.told, "ready")
-        say_why = C10dTransport._say_why  # so that the connection's end is heard before the reason
+        send_abort = C10dTransport._send_abort  # so that the connection's end is heard before the reason
 
-        def say_why_late(transport: C10dTransport, error: CommError) -> None:
+        def send_abort_late(transport: C10dTransport, error: CommError) -> None:
             with contextlib.suppress(AssertionError):  # nobody reads it all where a connection has broken
                 place.told("read")
-            say_why(transport, error)
+            send_abort(transport, error)
 
-        patch.object(C10dTransport, "_say_why", say_why_late).start()
+        patch.object(C10dTransport, "_send_abort", send_abort_late).start()
         work = calls[what](tensor)
         await asyncio.to_thread(place.told, "asked")
         pid = int((place.folder / "pid").read_text())

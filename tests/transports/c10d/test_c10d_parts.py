@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from aiocomms_c10d import bringup, transport, wire
-from aiocomms_c10d.control import Link
+from aiocomms_c10d.control import ControlConnection
 from aiocomms_c10d.transport import C10dTransport
 from aiocomms_c10d.wire import Header
 from torch import Tensor
@@ -118,9 +118,9 @@ def test_a_group_whose_communicator_could_not_begin_is_free_again(monkeypatch: p
     async def meet(*_: object) -> tuple[Mock, bool]:
         return Mock(), True
 
-    monkeypatch.setattr(C10dTransport, "_meet", meet)  # gloo would need a second rank
+    monkeypatch.setattr(C10dTransport, "_bring_up", meet)  # gloo would need a second rank
     monkeypatch.setattr(C10dTransport, "adopts", lambda _: True)
-    monkeypatch.setattr(Link, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+    monkeypatch.setattr(ControlConnection, "start", Mock(side_effect=RuntimeError("can't start new thread")))
     with pytest.raises(CommError, match="no thread can be started"):
         asyncio.run(C10dTransport.open(Mock(rank=0, size=2), {"adopt": object()}))
-    assert not transport._taken
+    assert not transport._adopted_groups

@@ -29,7 +29,7 @@ from aiocomms.errors import CommError, MismatchError, ProtocolError
 from aiocomms.lowlevel import disagreement
 from aiocomms.transport import Completion, conclude
 from aiocomms_c10d.collectives import PLANS, Plan
-from aiocomms_c10d.control import Link
+from aiocomms_c10d.control import ControlConnection
 from aiocomms_c10d.group import Group
 from aiocomms_c10d.inbox import Inbox
 from aiocomms_c10d.wire import CALL, INLINE, LANDED, TEXT, Frame, Header, pack
@@ -40,11 +40,11 @@ _SPREAD: Final = 4 * INLINE
 """Most bytes that a rank sends in all for what the group would do with fewer."""
 _AHEAD: Final = 2**20
 """How many collectives a rank may have called that another has not."""
-_BLAME: Final = 1.0
+_BLAME_PEER: Final = 1.0
 """Seconds within which a lost peer's link says so."""
 
 
-class _Word(NamedTuple):
+class _Announcement(NamedTuple):
     """What one rank says of one collective."""
 
     text: bytes
@@ -55,24 +55,24 @@ class _Word(NamedTuple):
 class _Call:
     """A collective that this rank has called."""
 
-    __slots__ = ("agreed", "number", "plan", "text", "words", "work")
+    __slots__ = ("agreed", "announcements", "number", "plan", "text", "work")
 
     def __init__(self, number: int, plan: Plan, work: Completion, text: bytes) -> None:
         self.number = number
         self.plan = plan
         self.work = work
         self.text = text
-        self.words: dict[int, _Word] = {plan.rank: _Word(text, plan.sizes, _EMPTY)}
+        self.announcements: dict[int, _Announcement] = {plan.rank: _Announcement(text, plan.sizes, _EMPTY)}
         self.agreed: bool = False
 
 
-class Meeting:
+class Agreement:
     """The collectives of one rank."""
 
     def __init__(
         self,
         group: Group,
-        links: Mapping[int, Link],
+        connections: Mapping[int, ControlConnection],
         inbox: Inbox,
         fail: Callable[[CommError], None],
         lost: threading.Event,
@@ -83,21 +83,21 @@ class Meeting:
         :param lost: set when somebody has said so, before any work fails for it.
         """
         self._group = group
-        self._links = links
+        self._connections = connections
         self._inbox = inbox
         self._fail = fail
         self._lost = lost
         self._lock = threading.Lock()
         self._count = 0
         self._calls: dict[int, _Call] = {}  # not agreed on yet
-        self._early: dict[int, dict[int, _Word]] = {}  # words on what this rank has not called yet
+        self._early: dict[int, dict[int, _Announcement]] = {}  # words on what this rank has not called yet
         self._large: deque[_Call] = deque()  # what is or may turn out large, in the order of the calls
         self._running: set[_Call] = set()  # gloo has their tensors
         self._landing: dict[int, _Call] = {}  # gloo is done with them here, but not everywhere
         self._landed: defaultdict[int, set[int]] = defaultdict(set)  # where it is, by the number of the call
         self._jobs: SimpleQueue[_Call | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._verdict: MismatchError | None = None
+        self._mismatch_error: MismatchError | None = None
         self.disputed = -1
         """The first collective on which the ranks disagree."""
 
@@ -108,62 +108,62 @@ class Meeting:
         plan = PLANS[op.kind](op, self._group.rank, self._group.size)
         call = _Call(self._count, plan, work, _describe(op))
         self._count += 1
-        self._tell(call)
+        self._announce(call)
         with self._lock:
             early = self._early.pop(call.number, {})
             self._calls[call.number] = call
             if plan.sizes or not self._is_small(plan, plan.nbytes):
                 self._large.append(call)
-            call.words.update(early)
-            outcome = self._look(call, early)
+            call.announcements.update(early)
+            outcome = self._evaluate(call, early)
         if outcome is _SMALL:
             self._finish(call)
         elif outcome is not None:
             conclude(work, outcome)
 
-    def _tell(self, call: _Call) -> None:
+    def _announce(self, call: _Call) -> None:
         """Say what this rank calls, to every rank, with its part of the data if that is little."""
         plan = call.plan
         small = self._is_small(plan, plan.nbytes)
         frame: Tensor | None = None
         before: tuple[int, int] | None = None
-        for peer, link in self._links.items():
+        for peer, connection in self._connections.items():
             part = plan.part(peer) if small else None
             place = (0, 0) if part is None else (part.data_ptr(), part.numel())
             if frame is None or place != before:
                 frame = pack(Header(CALL, ident=call.number, nbytes=place[1]), call.text, plan.sizes, part)
                 before = place
-            link.send(frame)
+            connection.send(frame)
 
     def _finish(self, call: _Call) -> None:
         """Do a small op with what came along with the words on it."""
         if not call.work.done():
-            words = call.words
-            call.plan.finish([words[rank].payload for rank in range(self._group.size)])
+            announcements = call.announcements
+            call.plan.finish([announcements[rank].payload for rank in range(self._group.size)])
             conclude(call.work)
 
     # -------------------------------------------------------------------------------------- on the readers' threads
 
-    def hear(self, peer: int, frame: Frame) -> None:
+    def handle_call(self, peer: int, frame: Frame) -> None:
         """Take a peer's word on a collective."""
         number = frame.header.ident
         if not 0 <= number < self._count + _AHEAD:
             raise ProtocolError(f"rank {peer} calls collective {number}, and this rank is at {self._count}", peer=peer)
-        word = _Word(frame.text, frame.sizes, frame.payload.clone())
+        announcement = _Announcement(frame.text, frame.sizes, frame.payload.clone())
         with self._lock:
             call = self._calls.get(number)
             if call is None:
                 if number >= self._count - 1:
-                    self._early.setdefault(number, {})[peer] = word
+                    self._early.setdefault(number, {})[peer] = announcement
                 return
-            call.words[peer] = word
-            outcome = self._look(call, (peer,))
+            call.announcements[peer] = announcement
+            outcome = self._evaluate(call, (peer,))
         if outcome is _SMALL:
             self._inbox.put(self._finish, call)
         elif outcome is not None:
             self._inbox.put(conclude, call.work, outcome)
 
-    def land(self, rank: int, number: int) -> None:
+    def handle_landed(self, rank: int, number: int) -> None:
         """A rank is done with a large collective: gloo reads none of its tensors any more."""
         if not 0 <= number < self._count:
             raise ProtocolError(f"rank {rank} ends collective {number}, and this rank is at {self._count}", peer=rank)
@@ -178,9 +178,9 @@ class Meeting:
     def dispute(self, number: int, error: MismatchError) -> None:
         """Another rank has found that ranks disagree on a collective."""
         with self._lock:
-            if self._verdict is not None:
+            if self._mismatch_error is not None:
                 return
-            self.disputed, self._verdict = number, error
+            self.disputed, self._mismatch_error = number, error
             call = self._calls.pop(number, None)
         if call is not None:
             self._inbox.put(conclude, call.work, error)
@@ -188,54 +188,54 @@ class Meeting:
     def waits_for(self, peer: int) -> bool:
         """Whether a call needs a word that a peer has not said."""
         with self._lock:
-            return any(peer not in call.words for call in self._calls.values())
+            return any(peer not in call.announcements for call in self._calls.values())
 
-    def missing(self, work: Completion) -> Sequence[int]:
+    def waiting_for(self, work: Completion) -> Sequence[int]:
         """The ranks that have not called a pending op."""
         with self._lock:
             call = next((call for call in self._calls.values() if call.work is work), None)
-            return [] if call is None else [rank for rank in range(self._group.size) if rank not in call.words]
+            return [] if call is None else [rank for rank in range(self._group.size) if rank not in call.announcements]
 
     # ------------------------------------------------------------------------------------------- under the lock
 
-    def _look(self, call: _Call, peers: Iterable[int]) -> object | None:
+    def _evaluate(self, call: _Call, peers: Iterable[int]) -> object | None:
         """What new words make of a call: an error, :data:`_SMALL` if it can be finished, None if neither."""
-        if self._verdict is not None:  # the first dispute ends the communicator, and all other calls with it
+        if self._mismatch_error is not None:  # the first dispute ends the communicator, and all other calls with it
             if call.number != self.disputed:
                 return None
             del self._calls[call.number]
-            return self._verdict
+            return self._mismatch_error
         for peer in peers:
-            theirs, mine = call.words[peer].text.decode(errors="replace"), call.text.decode()
-            if theirs != mine:
-                return self._disagree(call, disagreement(call.number, peer, theirs, call.plan.rank, mine))
-        if len(call.words) < self._group.size:
+            their_text, my_text = call.announcements[peer].text.decode(errors="replace"), call.text.decode()
+            if their_text != my_text:
+                return self._disagree(call, disagreement(call.number, peer, their_text, call.plan.rank, my_text))
+        if len(call.announcements) < self._group.size:
             return None
-        words = [call.words[rank] for rank in range(self._group.size)]
+        announcements = [call.announcements[rank] for rank in range(self._group.size)]
         nbytes = call.plan.nbytes
         if call.plan.sizes:
-            wrong = _mismatch([word.sizes for word in words], len(call.plan.sizes))
+            wrong = _mismatch([announcement.sizes for announcement in announcements], len(call.plan.sizes))
             if wrong is not None:
                 return self._disagree(call, MismatchError(f"in collective {call.number} {wrong}"))
-            nbytes = max(max(word.sizes[: len(words)]) for word in words)
+            nbytes = max(max(announcement.sizes[: len(announcements)]) for announcement in announcements)
         del self._calls[call.number]
         small = self._is_small(call.plan, nbytes)
         call.agreed = True
         if small and call in self._large:
             self._large.remove(call)
-        self._release()
+        self._start_agreed()
         return _SMALL if small else None
 
     def _disagree(self, call: _Call, error: MismatchError) -> MismatchError:
         del self._calls[call.number]
-        self.disputed, self._verdict = call.number, error
+        self.disputed, self._mismatch_error = call.number, error
         return error
 
     def _is_small(self, plan: Plan, nbytes: int) -> bool:
         others = self._group.size - 1
         return others == 0 or nbytes <= (min(INLINE, _SPREAD // others) if plan.spread else INLINE)
 
-    def _release(self) -> None:
+    def _start_agreed(self) -> None:
         """Pass on the large calls that all ranks start next."""
         while self._large and self._large[0].agreed:
             if self._thread is None:
@@ -261,7 +261,7 @@ class Meeting:
         try:
             works = call.plan.start(self._group)
         except Exception as error:
-            self._broke(error)
+            self._report_gloo_failure(error)
         else:
             self._follow(call, works)
 
@@ -274,7 +274,7 @@ class Meeting:
                 if next(ended) == len(works):
                     self._end(call)
             except Exception as error:  # nobody hears what a callback raises
-                self._broke(error)
+                self._report_gloo_failure(error)
 
         for work in works:
             work.get_future().add_done_callback(land)
@@ -285,15 +285,15 @@ class Meeting:
         if self._lost.is_set():
             return
         frame = pack(Header(LANDED, ident=call.number))
-        for link in self._links.values():
-            link.send(frame)
+        for connection in self._connections.values():
+            connection.send(frame)
         call.plan.end()
         self._landing[call.number] = call
-        self.land(self._group.rank, call.number)
+        self.handle_landed(self._group.rank, call.number)
 
-    def _broke(self, error: Exception) -> None:
+    def _report_gloo_failure(self, error: Exception) -> None:
         """An op failed in gloo. If a peer is gone its link says so at once, and better."""
-        if not self._lost.wait(_BLAME):
+        if not self._lost.wait(_BLAME_PEER):
             failure = CommError(f"gloo failed: {str(error).splitlines()[0]}")
             failure.__cause__ = error
             self._fail(failure)

@@ -70,13 +70,13 @@ def prove(group: Any, rank: int, size: int, key: bytes) -> None:
     :raises RuntimeError: a connection broke, or nothing came in time.
     """
     peers = [peer for peer in range(size) if peer != rank]
-    given = [_proof(key, rank, peer) for peer in peers]
-    taken = [torch.empty(_MAC, dtype=torch.uint8) for _ in peers]
-    works = [group.recv([tensor], peer, _TAG) for tensor, peer in zip(taken, peers, strict=True)]
-    works += [group.send([tensor], peer, _TAG) for tensor, peer in zip(given, peers, strict=True)]
+    sent = [_proof(key, rank, peer) for peer in peers]
+    received = [torch.empty(_MAC, dtype=torch.uint8) for _ in peers]
+    works = [group.recv([tensor], peer, _TAG) for tensor, peer in zip(received, peers, strict=True)]
+    works += [group.send([tensor], peer, _TAG) for tensor, peer in zip(sent, peers, strict=True)]
     for work in works:
         work.wait()
-    for tensor, peer in zip(taken, peers, strict=True):
+    for tensor, peer in zip(received, peers, strict=True):
         if not same(bytes(tensor.tolist()), bytes(_proof(key, peer, rank).tolist())):
             raise AuthError(f"who is connected in the place of rank {peer} does not prove to be that rank", peer=peer)
 
@@ -91,21 +91,21 @@ def stop_listening(written: bytes) -> None:
     """
     drop_all = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF: return 0
     program = struct.pack("HP", 1, ctypes.addressof(drop_all))
-    for link in list(Path("/proc/self/fd").iterdir()):
+    for entry in list(Path("/proc/self/fd").iterdir()):
         with contextlib.suppress(OSError):  # of what has been closed meanwhile
-            if str(link.readlink()).startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(link.name))) as it:
-                    internet = it.family in (socket.AF_INET, socket.AF_INET6)
-                    listens = internet and it.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                    if listens and _address(it) in written:
-                        it.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+            if str(entry.readlink()).startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(entry.name))) as candidate:
+                    internet = candidate.family in (socket.AF_INET, socket.AF_INET6)
+                    listens = internet and candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                    if listens and _address(candidate) in written:
+                        candidate.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 
 
-def _address(it: socket.socket) -> bytes:
+def _address(listener: socket.socket) -> bytes:
     """As struct sockaddr_in or sockaddr_in6, without its scope."""
-    host, port, *flow = it.getsockname()
-    head = struct.pack("=H", it.family) + struct.pack("!H", port) + (struct.pack("!I", flow[0]) if flow else b"")
-    return head + socket.inet_pton(it.family, host.partition("%")[0])
+    host, port, *flow = listener.getsockname()
+    head = struct.pack("=H", listener.family) + struct.pack("!H", port) + (struct.pack("!I", flow[0]) if flow else b"")
+    return head + socket.inet_pton(listener.family, host.partition("%")[0])
 
 
 def _proof(key: bytes, src: int, dst: int) -> torch.Tensor:

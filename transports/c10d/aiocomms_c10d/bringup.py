@@ -71,7 +71,7 @@ async def open_gloo(rendezvous: Rendezvous, adopt: bool) -> tuple[Any, bool]:
     store = rendezvous.store
     assert store is not None
     rank, size = rendezvous.rank, rendezvous.size
-    timeout = min(_SHARE * max(0.0, began + _least(hellos) - time.monotonic()), _CONNECT)
+    timeout = min(_SHARE * max(0.0, began + _fewest_seconds(hellos) - time.monotonic()), _CONNECT)
 
     def connect() -> Any:
         with closed_on_exec():
@@ -80,7 +80,7 @@ async def open_gloo(rendezvous: Rendezvous, adopt: bool) -> tuple[Any, bool]:
     late = CommTimeoutError(f"gloo could not connect to every rank within {timeout:g} s")
     with anyio.move_on_after(timeout):
         try:
-            return await rendezvous.run("connecting gloo", connect), all(it.split()[1] == b"1" for it in hellos)
+            return await rendezvous.run("connecting gloo", connect), all(value.split()[1] == b"1" for value in hellos)
         except CommTimeoutError as error:
             late = error
     await rendezvous.exchange("c10d waits", b"")  # gloo does not say for whom: this names who is not there any more
@@ -101,7 +101,7 @@ def listen_on(hellos: Sequence[bytes], store: Store | None) -> str:
     return reachable_address((names[0], *others), store)
 
 
-def _least(hellos: Sequence[bytes]) -> float:
+def _fewest_seconds(hellos: Sequence[bytes]) -> float:
     """The seconds of the rank that has the fewest left: all give up connecting at once, and it can still ask."""
     return min(int(_parse(peer, value)[2]) for peer, value in enumerate(hellos)) / 1000
 
@@ -126,7 +126,7 @@ def _connect(store: Store, rank: int, size: int, address: str, timeout: float, k
     options._devices = [ProcessGroupGloo.create_device(hostname=address)]
     try:
         # A connection of its own: while gloo waits in the store for one rank, it holds up whoever shares it.
-        signed = SignedStore(PrefixStore("c10d/gloo", _separate(store)), key)
+        signed = SignedStore(PrefixStore("c10d/gloo", _with_own_connection(store)), key)
         group = ProcessGroupGloo(signed, rank, size, options)
         prove(group, rank, size, key)
         if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") == "0":  # else it connects when it is first used
@@ -142,7 +142,7 @@ def _connect(store: Store, rank: int, size: int, address: str, timeout: float, k
     return group
 
 
-def _separate(store: Store) -> Store:
+def _with_own_connection(store: Store) -> Store:
     clone: Callable[[], Store] | None = getattr(store, "clone", None)  # torch 2.6 has none
     return store if clone is None else clone()
 
@@ -180,12 +180,12 @@ def store_over(group: Any, timeout: float) -> Store:
             address = f"{host} {port}".encode()
         except Exception as error:  # the others must not be left waiting in the group, which is their owner's
             failure = error
-    said = _all_gather(group, size, address)[0].decode()
+    place = _all_gather(group, size, address)[0].decode()
     if failure is not None:
         raise failure
     if server is not None:
         return server
-    host, _, port_text = said.partition(" ")
+    host, _, port_text = place.partition(" ")
     if not port_text:
         raise StoreLostError("rank 0 could not serve a store, and says why in its own error", peer=0)
     return reach_store(host, int(port_text), size, timeout)

@@ -290,9 +290,9 @@ def _reduce_scatter(group: Group, op: ReduceOp, tensor: Tensor) -> tuple[Tensor,
     length = -(-n // group.size)
     whole = torch.zeros(length * group.size, dtype=tensor.dtype)
     whole[:n].copy_(tensor.detach().view(-1))
-    theirs = torch.empty_like(whole)
+    pieces = torch.empty_like(whole)
     even = [length * tensor.element_size()] * group.size
-    group.exchange(flat(theirs), flat(whole), even, even).wait(FOREVER)
+    group.exchange(flat(pieces), flat(whole), even, even).wait(FOREVER)
     piece = whole[group.rank * length : (group.rank + 1) * length]
-    reductions.reduce(op, theirs.view(group.size, -1).unbind(), piece)
+    reductions.reduce(op, pieces.view(group.size, -1).unbind(), piece)
     return whole, piece

@@ -27,7 +27,7 @@ _UNACKED: Final = 16
 """Frames that the peer keeps in memory until it hears that they have come."""
 
 
-class Link:
+class ControlConnection:
     """Sends to and receives from one peer. Frames arrive in the order in which they were sent.
 
     gloo tells the end of a receive only to a thread that waits for it, so one thread waits for the next frame. Nobody
@@ -36,19 +36,25 @@ class Link:
     """
 
     def __init__(
-        self, group: Any, peer: int, size: int, heard: Callable[[Frame], None], lost: Callable[[CommError | None], None]
+        self,
+        group: Any,
+        peer: int,
+        size: int,
+        on_frame: Callable[[Frame], None],
+        on_lost: Callable[[CommError | None], None],
     ) -> None:
         """Take up a connection.
 
-        :param heard: called on the reader's thread with each frame.
-        :param lost: called there once, when there will be no more: with what the peer did wrong, or None if it is gone.
+        :param on_frame: called on the reader's thread with each frame.
+        :param on_lost: called there once, when there will be no more: with what the peer did wrong, or None if it is
+            gone.
         """
         self.peer = peer
-        self.parted = threading.Event()
+        self.flushed = threading.Event()
         """The peer has got everything that was sent to it, or will never."""
         self._group = group
-        self._heard = heard
-        self._lost = lost
+        self._on_frame = on_frame
+        self._on_lost = on_lost
         self._capacity = wire.capacity(size)
         self._slots: deque[tuple[Any, bytearray, Tensor]] = deque()
         self._unacked = 0
@@ -84,7 +90,7 @@ class Link:
         """
         return self._group.recv([tensor], self.peer, _DATA)
 
-    def last_words(self, frame: Tensor) -> Any:
+    def send_last(self, frame: Tensor) -> Any:
         """Send a frame before the link is poisoned.
 
         :returns: what to ``wait`` for, or None if the peer is lost.
@@ -113,19 +119,19 @@ class Link:
             for _ in range(_RING):
                 buffer = bytearray(self._capacity)
                 self._post(buffer, torch.frombuffer(buffer, dtype=torch.uint8))
-            while self._arrived():
+            while self._wait_for_frame():
                 _, buffer, tensor = self._slots.popleft()
-                self._hear(wire.unpack(buffer, tensor))
+                self._handle(wire.unpack(buffer, tensor))
                 self._post(buffer, tensor)
-        except CommError as wrong:
-            error = wrong
-        except Exception as wrong:
-            error = CommError(f"the transport broke: {type(wrong).__name__}: {wrong}")
-            error.__cause__ = wrong
-        self.parted.set()
-        self._lost(error)
+        except CommError as failure:
+            error = failure
+        except Exception as failure:
+            error = CommError(f"the transport broke: {type(failure).__name__}: {failure}")
+            error.__cause__ = failure
+        self.flushed.set()
+        self._on_lost(error)
 
-    def _arrived(self) -> bool:
+    def _wait_for_frame(self) -> bool:
         """Wait for the next frame; False: there will be none."""
         try:
             return bool(self._slots) and self._slots[0][0].wait(FOREVER)
@@ -137,13 +143,13 @@ class Link:
         with contextlib.suppress(RuntimeError):
             self._slots.append((self._group.recv([tensor], self.peer, _FRAMES), buffer, tensor))
 
-    def _hear(self, frame: Frame) -> None:
+    def _handle(self, frame: Frame) -> None:
         if frame.header.kind == ACK:
             with self._sending:
                 for _ in range(min(frame.header.ident, len(self._sent))):
                     self._sent.popleft()
         else:
-            self._heard(frame)
+            self._on_frame(frame)
         self._unacked += 1
         if self._unacked == _UNACKED:
             self._unacked = 0

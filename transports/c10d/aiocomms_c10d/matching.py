@@ -20,7 +20,7 @@ from aiocomms import ops
 from aiocomms.errors import CommError, MessageTruncatedError, ProtocolError
 from aiocomms.lowlevel import misfit
 from aiocomms.transport import OP_RESULT, Completion, conclude
-from aiocomms_c10d.control import FOREVER, Link
+from aiocomms_c10d.control import FOREVER, ControlConnection
 from aiocomms_c10d.inbox import Inbox
 from aiocomms_c10d.wire import CODES, CREDIT, CTS, DATA, DONE, EAGER, INLINE, RTS, VOID, Frame, Header, flat, pack, void
 
@@ -32,35 +32,35 @@ _CREDIT: Final = 1024 * 1024
 _OVERHEAD: Final = 256
 """What keeping a message costs besides its bytes."""
 
-_LATER = object()
+_PENDING = object()
 """Not complete yet."""
 
 
-class Mailbox:
+class Matcher:
     """The messages from and to one peer. Works are completed on the loop's thread."""
 
-    def __init__(self, link: Link, inbox: Inbox) -> None:
-        self._link = link
+    def __init__(self, connection: ControlConnection, inbox: Inbox) -> None:
+        self._connection = connection
         self._inbox = inbox
         self._lock = threading.Lock()
         self._posted: defaultdict[Key, deque[tuple[ops.Recv, Completion]]] = defaultdict(deque)
-        self._kept: defaultdict[Key, deque[tuple[Header, Tensor | None]]] = defaultdict(deque)
+        self._unexpected: defaultdict[Key, deque[tuple[Header, Tensor | None]]] = defaultdict(deque)
         self._announced: dict[int, tuple[Tensor, Completion]] = {}
-        self._going: dict[int, tuple[Tensor, Completion, Tensor, Any]] = {}
-        self._coming: deque[tuple[int, Any, ops.Recv, Completion, Any]] = deque()
-        self._number = 0
+        self._sending: dict[int, tuple[Tensor, Completion, Tensor, Any]] = {}
+        self._receiving: deque[tuple[int, Any, ops.Recv, Completion, Any]] = deque()
+        self._last_ident = 0
         self._credit = _CREDIT  # what the peer will still keep for us
-        self._owed = 0  # what we have kept for the peer, and handed over since we last told it
-        self._given_up = False
-        self._gone: CommError | None = None  # why nothing more will come, once the peer has closed
-        self._hear = {
+        self._credit_owed = 0  # what we have kept for the peer, and handed over since we last told it
+        self._abandoned = False
+        self._close_error: CommError | None = None  # why nothing more will come, once the peer has closed
+        self._handlers = {
             EAGER: self._match,
             RTS: self._match,
             CTS: self._send_data,
-            DATA: self._finish_data,
+            DATA: self._finish_recv,
             VOID: lambda _: None,  # the peer has lost the communicator, and will say why, or nothing more
-            DONE: self._done,
-            CREDIT: self._get_credit,
+            DONE: self._finish_send,
+            CREDIT: self._add_credit,
         }
 
     # ---------------------------------------------------------------------------------------- on the loop's thread
@@ -72,19 +72,19 @@ class Mailbox:
         header = Header(EAGER, op.channel, CODES[op.tensor.dtype], op.tag, nbytes=nbytes)
         cost = nbytes + _OVERHEAD
         with self._lock:
-            gone = self._gone
+            close_error = self._close_error
             eager = nbytes <= INLINE and cost <= self._credit
-            if gone is not None:
+            if close_error is not None:
                 pass  # the work fails below: nothing is completed under the lock, for that may post the next op
             elif eager:
                 self._credit -= cost
-                self._link.send(pack(header, payload=payload))
+                self._connection.send(pack(header, payload=payload))
             else:
-                self._number += 1
-                self._announced[self._number] = (payload, work)
-                self._link.send(pack(header._replace(kind=RTS, ident=self._number)))
-        if gone is not None:
-            work.fail(gone)
+                self._last_ident += 1
+                self._announced[self._last_ident] = (payload, work)
+                self._connection.send(pack(header._replace(kind=RTS, ident=self._last_ident)))
+        if close_error is not None:
+            work.fail(close_error)
         elif eager:
             work.complete()
 
@@ -92,17 +92,17 @@ class Mailbox:
         """Take the oldest matching message, or wait for one."""
         key = (op.channel, op.tag)
         with self._lock:
-            kept = self._kept.get(key)
-            outcome: Any = self._gone
-            if kept:
-                header, payload = kept.popleft()
-                if not kept:
-                    del self._kept[key]
-                outcome = self._take(header, payload, op, work)
+            unexpected = self._unexpected.get(key)
+            outcome: Any = self._close_error
+            if unexpected:
+                header, payload = unexpected.popleft()
+                if not unexpected:
+                    del self._unexpected[key]
+                outcome = self._deliver(header, payload, op, work)
             elif outcome is None:
                 self._posted[key].append((op, work))
-                outcome = _LATER
-        if outcome is not _LATER:
+                outcome = _PENDING
+        if outcome is not _PENDING:
             conclude(work, outcome)
 
     def try_cancel(self, work: Completion) -> bool:
@@ -123,12 +123,12 @@ class Mailbox:
 
     # --------------------------------------------------------------------------------------- on the reader's thread
 
-    def hear(self, frame: Frame) -> None:
+    def handle(self, frame: Frame) -> None:
         """Act on a frame of the peer.
 
         :raises ProtocolError: it makes no sense.
         """
-        self._hear[frame.header.kind](frame)
+        self._handlers[frame.header.kind](frame)
 
     def close(self, error: CommError) -> None:
         """The peer has said goodbye: what waits for it fails, and so will what is posted later.
@@ -136,22 +136,22 @@ class Mailbox:
         What it sent before and nobody asked for can still be received; what it only announced will not come.
         """
         with self._lock:
-            self._gone = error
+            self._close_error = error
             orphans = [work for posted in self._posted.values() for _, work in posted]
             orphans += [work for _, work in self._announced.values()]
             self._posted.clear()
             self._announced.clear()
-            for key, kept in list(self._kept.items()):
-                self._kept[key] = deque(message for message in kept if message[1] is not None)
-                if not self._kept[key]:
-                    del self._kept[key]
+            for key, unexpected in list(self._unexpected.items()):
+                self._unexpected[key] = deque(message for message in unexpected if message[1] is not None)
+                if not self._unexpected[key]:
+                    del self._unexpected[key]
         for work in orphans:
             self._inbox.put(conclude, work, error)
 
-    def cut_off(self) -> bool:
+    def has_transfer_under_way(self) -> bool:
         """Whether a large message was under way from the peer or to it."""
         with self._lock:
-            return bool(self._coming or self._going)
+            return bool(self._receiving or self._sending)
 
     def _match(self, frame: Frame) -> None:
         header = frame.header
@@ -159,101 +159,105 @@ class Mailbox:
         with self._lock:
             posted = self._posted.get(key)
             if not posted:
-                self._kept[key].append((header, frame.payload.clone() if header.kind == EAGER else None))
+                self._unexpected[key].append((header, frame.payload.clone() if header.kind == EAGER else None))
                 return
             op, work = posted.popleft()
             if not posted:
                 del self._posted[key]
-            outcome = self._take(header, frame.payload, op, work)
-        if outcome is not _LATER:
+            outcome = self._deliver(header, frame.payload, op, work)
+        if outcome is not _PENDING:
             self._inbox.put(conclude, work, outcome)
 
-    def _take(self, header: Header, payload: Tensor | None, op: ops.Recv, work: Completion) -> Any:
+    def _deliver(self, header: Header, payload: Tensor | None, op: ops.Recv, work: Completion) -> Any:
         """Deliver a message or, if it was only announced, ask for it."""
         buffer = flat(op.tensor)
-        outcome = _fits(header, op, self._link.peer)
+        outcome = _outcome_of(header, op, self._connection.peer)
         short = outcome is OP_RESULT or isinstance(outcome, MessageTruncatedError)
         n = min(header.nbytes, buffer.numel()) if short else 0
         if header.kind == RTS:
-            return self._ask(header.ident, buffer[:n], op, work, outcome)
+            return self._request_data(header.ident, buffer[:n], op, work, outcome)
         assert payload is not None
         buffer[:n].copy_(payload[:n])
-        self._owed += header.nbytes + _OVERHEAD
-        if self._owed >= _CREDIT // 4:
-            self._link.send(pack(Header(CREDIT, ident=self._owed)))
-            self._owed = 0
+        self._credit_owed += header.nbytes + _OVERHEAD
+        if self._credit_owed >= _CREDIT // 4:
+            self._connection.send(pack(Header(CREDIT, ident=self._credit_owed)))
+            self._credit_owed = 0
         return outcome
 
-    def _ask(self, ident: int, buffer: Tensor, op: ops.Recv, work: Completion, outcome: Any) -> Any:
+    def _request_data(self, ident: int, buffer: Tensor, op: ops.Recv, work: Completion, outcome: Any) -> Any:
         if buffer.numel():
             try:
-                coming = self._link.receive_data(buffer)
+                received = self._connection.receive_data(buffer)
             except RuntimeError:
-                return _LATER  # the peer is lost, and the reader is about to say so
-            self._coming.append((ident, coming, op, work, outcome))
-        self._link.send(pack(Header(CTS, ident=ident, nbytes=buffer.numel())))
-        return _LATER if buffer.numel() else outcome
+                return _PENDING  # the peer is lost, and the reader is about to say so
+            self._receiving.append((ident, received, op, work, outcome))
+        self._connection.send(pack(Header(CTS, ident=ident, nbytes=buffer.numel())))
+        return _PENDING if buffer.numel() else outcome
 
     def _send_data(self, frame: Frame) -> None:
         header = frame.header
         with self._lock:
             payload, work = self._announced.pop(header.ident, (None, None))
         if payload is None or work is None or header.nbytes > payload.numel():
-            raise ProtocolError(f"rank {self._link.peer} asks for what was not announced", peer=self._link.peer)
+            raise ProtocolError(
+                f"rank {self._connection.peer} asks for what was not announced", peer=self._connection.peer
+            )
         if not header.nbytes:
             self._inbox.put(conclude, work)
             return
         behind = pack(Header(DATA, ident=header.ident))
         with self._lock:
-            self._going[header.ident] = (payload, work, behind, None)
-        # Either give_up() has seen what goes behind the data, or we see here that it was called.
-        if not self._given_up:
-            going = self._link.send_data(payload[: header.nbytes], behind)
+            self._sending[header.ident] = (payload, work, behind, None)
+        # Either abandon() has seen what goes behind the data, or we see here that it was called.
+        if not self._abandoned:
+            sent = self._connection.send_data(payload[: header.nbytes], behind)
             with self._lock:
-                self._going[header.ident] = (payload, work, behind, going)
+                self._sending[header.ident] = (payload, work, behind, sent)
 
-    def _finish_data(self, frame: Frame) -> None:
+    def _finish_recv(self, frame: Frame) -> None:
         with self._lock:
-            if not self._coming or self._coming[0][0] != frame.header.ident:
-                raise ProtocolError(f"rank {self._link.peer} sends what was not asked for", peer=self._link.peer)
-            _, coming, _, work, outcome = self._coming[0]
+            if not self._receiving or self._receiving[0][0] != frame.header.ident:
+                raise ProtocolError(
+                    f"rank {self._connection.peer} sends what was not asked for", peer=self._connection.peer
+                )
+            _, received, _, work, outcome = self._receiving[0]
         try:
-            coming.wait(FOREVER)
+            received.wait(FOREVER)
         except RuntimeError:
-            return  # kept in _coming, for the tensor; the reader sees that the peer is lost
+            return  # kept in _receiving, for the tensor; the reader sees that the peer is lost
         with self._lock:
-            self._coming.popleft()
+            self._receiving.popleft()
         # First, so that it reaches the peer even if the loop closes as soon as the work is complete.
-        self._link.send(pack(Header(DONE, ident=frame.header.ident)))
+        self._connection.send(pack(Header(DONE, ident=frame.header.ident)))
         self._inbox.put(conclude, work, outcome)
 
-    def _done(self, frame: Frame) -> None:
+    def _finish_send(self, frame: Frame) -> None:
         with self._lock:
-            _, work, *_ = self._going.pop(frame.header.ident, (None, None))
+            _, work, *_ = self._sending.pop(frame.header.ident, (None, None))
         if work is None:
-            raise ProtocolError(f"rank {self._link.peer} confirms what was not sent", peer=self._link.peer)
+            raise ProtocolError(f"rank {self._connection.peer} confirms what was not sent", peer=self._connection.peer)
         self._inbox.put(conclude, work)
 
-    def _get_credit(self, frame: Frame) -> None:
+    def _add_credit(self, frame: Frame) -> None:
         with self._lock:
             self._credit = min(_CREDIT, self._credit + frame.header.ident)
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         """From now on the program may write into what is being sent. Any thread, or a signal handler: takes no lock."""
-        self._given_up = True
-        for _, _, frame, _ in list(self._going.values()):
+        self._abandoned = True
+        for _, _, frame, _ in list(self._sending.values()):
             void(frame)
 
     def clear(self) -> None:
         """Let go of all tensors; the group is poisoned and its threads have ended."""
-        self._coming.clear()
+        self._receiving.clear()
         self._announced.clear()
-        self._going.clear()
+        self._sending.clear()
         self._posted.clear()
-        self._kept.clear()
+        self._unexpected.clear()
 
 
-def _fits(header: Header, op: ops.Recv, peer: int) -> CommError | object:
+def _outcome_of(header: Header, op: ops.Recv, peer: int) -> CommError | object:
     """What a receive is completed with when it has taken a message."""
     wanted = op.tensor
     if wanted.untyped_storage().nbytes() < wanted.nbytes:

@@ -21,14 +21,14 @@ from aiocomms.errors import CommError, MismatchError
 from aiocomms.lowlevel import closed_by, gone, run_in_thread
 from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport
 from aiocomms_c10d import bringup, wire
-from aiocomms_c10d.agreement import Meeting
-from aiocomms_c10d.control import Link
+from aiocomms_c10d.agreement import Agreement
+from aiocomms_c10d.control import ControlConnection
 from aiocomms_c10d.group import Group
 from aiocomms_c10d.inbox import Inbox
-from aiocomms_c10d.matching import Mailbox
+from aiocomms_c10d.matching import Matcher
 from aiocomms_c10d.wire import Frame, Header
 
-_LAST_WORDS: Final = 0.1
+_ABORT_PATIENCE: Final = 0.1
 """Seconds in which the peers are told the reason of an abort."""
 _GOODBYE: Final = 2.0
 """Seconds in which each peer confirms that it has got everything; it does so without its loop."""
@@ -54,28 +54,32 @@ class C10dTransport(Transport):
         self._adopted = None if group is gloo else group
         self._inbox = Inbox()
         self._lost = threading.Event()
-        self._reason: CommError | None = None  # of the first abort
-        self._stopping = threading.Lock()
+        self._abort_error: CommError | None = None  # of the first abort
+        self._stop_lock = threading.Lock()
         self._stopped = False  # no peer is missed any more
         self._closed: frozenset[int] = frozenset()  # peers that have
         peers = [] if gloo is None else [peer for peer in range(size) if peer != rank]
-        self._links = {peer: self._link(peer, size) for peer in peers}
-        self._mail = {peer: Mailbox(link, self._inbox) for peer, link in self._links.items()}
-        self._meeting = Meeting(Group(group, rank, size), self._links, self._inbox, self._fail, self._lost)
+        self._connections = {peer: self._connection(peer, size) for peer in peers}
+        self._matchers = {peer: Matcher(connection, self._inbox) for peer, connection in self._connections.items()}
+        self._agreement = Agreement(Group(group, rank, size), self._connections, self._inbox, self._fail, self._lost)
         try:
-            for link in self._links.values():
-                link.start()
+            for connection in self._connections.values():
+                connection.start()
         except RuntimeError as error:
             self._stop()
-            for link in self._links.values():
-                link.join()
+            for connection in self._connections.values():
+                connection.join()
             self._inbox.close()
             raise CommError(f"no thread can be started: {error}") from error
-        _open.add(self)
+        _open_transports.add(self)
 
-    def _link(self, peer: int, size: int) -> Link:
-        return Link(
-            self._gloo, peer, size, lambda frame: self._hear(peer, frame), lambda error: self._lose(peer, error)
+    def _connection(self, peer: int, size: int) -> ControlConnection:
+        return ControlConnection(
+            self._gloo,
+            peer,
+            size,
+            lambda frame: self._handle_frame(peer, frame),
+            lambda error: self._lose_peer(peer, error),
         )
 
     @classmethod
@@ -101,16 +105,16 @@ class C10dTransport(Transport):
             return cls(rank, size, None, None)
         group = options.get("adopt")
         # A second communicator over one group would mix up its collectives with the first one's.
-        adopt = cls.adopts(group) and not any(other is group for other in _taken)
+        adopt = cls.adopts(group) and not any(other is group for other in _adopted_groups)
         if adopt:
-            _taken.append(group)
+            _adopted_groups.append(group)
         transport: Self | None = None
         try:
-            gloo, adopted = await cls._meet(rendezvous, group, adopt)
+            gloo, adopted = await cls._bring_up(rendezvous, group, adopt)
             transport = cls(rank, size, gloo, group if adopted else gloo)
         finally:
             if adopt and (transport is None or transport._adopted is None):
-                _taken.remove(group)
+                _adopted_groups.remove(group)
         return transport
 
     async def split(self, rendezvous: Rendezvous, ranks: Sequence[int], options: Mapping[str, Any]) -> Self:
@@ -118,7 +122,7 @@ class C10dTransport(Transport):
         return await self.open(rendezvous, {**options, "adopt": None})
 
     @classmethod
-    async def _meet(cls, rendezvous: Rendezvous, group: Any, adopt: bool) -> tuple[Any, bool]:
+    async def _bring_up(cls, rendezvous: Rendezvous, group: Any, adopt: bool) -> tuple[Any, bool]:
         if rendezvous.store is None and cls.adopts(group):
             timeout = rendezvous.timeout
             rendezvous.store = await rendezvous.run(
@@ -132,13 +136,13 @@ class C10dTransport(Transport):
         """See :meth:`Transport.post`."""
         op = _aliased(op)
         if isinstance(op, ops.Send):
-            self._mail[op.dst].send(op, work)
+            self._matchers[op.dst].send(op, work)
         elif isinstance(op, ops.Recv):
-            self._mail[op.src].recv(op, work)
+            self._matchers[op.src].recv(op, work)
         else:
-            self._meeting.post(op, work)
+            self._agreement.post(op, work)
         for peer in self._closed:
-            self._miss(peer)
+            self._fail_if_needed(peer)
 
     def progress(self) -> bool:
         """See :meth:`Transport.progress`."""
@@ -150,57 +154,57 @@ class C10dTransport(Transport):
 
     def try_cancel(self, work: Completion) -> bool:
         """See :meth:`Transport.try_cancel`."""
-        return isinstance(work.op, ops.Recv) and self._mail[work.op.src].try_cancel(work)
+        return isinstance(work.op, ops.Recv) and self._matchers[work.op.src].try_cancel(work)
 
     def waiting_for(self, work: Completion) -> Sequence[int]:
         """See :meth:`Transport.waiting_for`."""
         op = work.op
         if isinstance(op, ops.Recv):
             return [op.src]
-        return [op.dst] if isinstance(op, ops.Send) else self._meeting.missing(work)
+        return [op.dst] if isinstance(op, ops.Send) else self._agreement.waiting_for(work)
 
     # ---------------------------------------------------------------------------------------- on a reader's thread
 
-    def _hear(self, peer: int, frame: Frame) -> None:
+    def _handle_frame(self, peer: int, frame: Frame) -> None:
         kind = frame.header.kind
         if kind == wire.CALL:
-            self._meeting.hear(peer, frame)
+            self._agreement.handle_call(peer, frame)
         elif kind == wire.LANDED:
-            self._meeting.land(peer, frame.header.ident)
+            self._agreement.handle_landed(peer, frame.header.ident)
         elif kind == wire.ABORT:
-            self._hear_abort(frame)
+            self._handle_abort(frame)
         elif kind == wire.BYE:
             self._closed |= {peer}
-            self._links[peer].send(wire.pack(Header(wire.BYE_ACK)))
-            self._mail[peer].close(closed_by(peer))
-            self._miss(peer)
+            self._connections[peer].send(wire.pack(Header(wire.BYE_ACK)))
+            self._matchers[peer].close(closed_by(peer))
+            self._fail_if_needed(peer)
         elif kind == wire.BYE_ACK:
-            self._links[peer].parted.set()
+            self._connections[peer].flushed.set()
         else:
-            self._mail[peer].hear(frame)
+            self._matchers[peer].handle(frame)
 
-    def _hear_abort(self, frame: Frame) -> None:
+    def _handle_abort(self, frame: Frame) -> None:
         error = wire.unpack_error(frame)
         if isinstance(error, MismatchError):
-            self._meeting.dispute(frame.header.ident, error)
+            self._agreement.dispute(frame.header.ident, error)
         self._fail(error)
 
-    def _lose(self, peer: int, error: CommError | None) -> None:
+    def _lose_peer(self, peer: int, error: CommError | None) -> None:
         """A peer will say nothing more."""
         if self._stopped:
             return
         if error is not None:
             self._fail(error)
         elif peer in self._closed:
-            if self._mail[peer].cut_off():
+            if self._matchers[peer].has_transfer_under_way():
                 self._fail(closed_by(peer))
-            self._miss(peer)
+            self._fail_if_needed(peer)
         else:
             self._fail(gone(peer))
 
-    def _miss(self, peer: int) -> None:
+    def _fail_if_needed(self, peer: int) -> None:
         """A peer has closed. That is the end of all when a collective needs it; a message fails alone."""
-        if self._meeting.waits_for(peer):
+        if self._agreement.waits_for(peer):
             self._fail(closed_by(peer))
 
     def _fail(self, error: CommError) -> None:
@@ -213,10 +217,10 @@ class C10dTransport(Transport):
     def abort(self, error: CommError) -> None:
         """See :meth:`Transport.abort`."""
         self._lost.set()
-        for mail in self._mail.values():
-            mail.give_up()
-        if self._reason is None:
-            self._reason = error
+        for matcher in self._matchers.values():
+            matcher.abandon()
+        if self._abort_error is None:
+            self._abort_error = error
             try:
                 threading.Thread(target=self._stop, name="aiocomms c10d aborts", daemon=True).start()
             except RuntimeError:  # there are no more threads
@@ -231,42 +235,42 @@ class C10dTransport(Transport):
             self._inbox.close()
 
     def _close(self) -> None:
-        if self._reason is None:
-            self._part()
+        if self._abort_error is None:
+            self._say_goodbye()
         self._stop()
-        for link in self._links.values():
-            link.join()
-        self._meeting.join(None if self._adopted is None else 0.0)
-        for mail in self._mail.values():
-            mail.clear()
+        for connection in self._connections.values():
+            connection.join()
+        self._agreement.join(None if self._adopted is None else 0.0)
+        for matcher in self._matchers.values():
+            matcher.clear()
         self._gloo = None
-        _open.discard(self)
+        _open_transports.discard(self)
         if self._adopted is not None:
-            _taken.remove(self._adopted)
+            _adopted_groups.remove(self._adopted)
 
-    def _part(self) -> None:
+    def _say_goodbye(self) -> None:
         """Say goodbye, and stay until everybody has got all that was sent."""
-        for link in self._links.values():
-            link.send(wire.pack(Header(wire.BYE)))
+        for connection in self._connections.values():
+            connection.send(wire.pack(Header(wire.BYE)))
         ends = time.monotonic() + _GOODBYE
-        for link in self._links.values():
-            link.parted.wait(max(0.0, ends - time.monotonic()))
+        for connection in self._connections.values():
+            connection.flushed.wait(max(0.0, ends - time.monotonic()))
 
     def _stop(self) -> None:
         """Tell the peers why, if there is a reason, and break all connections. Twice is once."""
-        with self._stopping:
+        with self._stop_lock:
             if self._stopped:
                 return
             self._stopped = True
-            if self._reason is not None:
-                self._say_why(self._reason)
+            if self._abort_error is not None:
+                self._send_abort(self._abort_error)
             if self._gloo is not None:
                 bringup.poison(self._gloo)
 
-    def _say_why(self, error: CommError) -> None:
-        frame = wire.pack_error(error, self._rank, self._meeting.disputed)
-        ends = time.monotonic() + _LAST_WORDS
-        for work in [link.last_words(frame) for link in self._links.values()]:
+    def _send_abort(self, error: CommError) -> None:
+        frame = wire.pack_error(error, self._rank, self._agreement.disputed)
+        ends = time.monotonic() + _ABORT_PATIENCE
+        for work in [connection.send_last(frame) for connection in self._connections.values()]:
             with contextlib.suppress(RuntimeError):
                 if work is not None:
                     work.wait(timedelta(seconds=max(0.001, ends - time.monotonic())))
@@ -274,28 +278,28 @@ class C10dTransport(Transport):
 
 def _aliased(op: ops.Op) -> ops.Op:
     """The op with tensors of our own, of the same memory: its program may give its own other memory meanwhile."""
-    ours: dict[str, Any] = {}
+    aliases: dict[str, Any] = {}
     for name in op.__struct_fields__:
         value = getattr(op, name)
         if isinstance(value, torch.Tensor):
-            ours[name] = value.detach()
+            aliases[name] = value.detach()
         elif isinstance(value, Sequence) and value and isinstance(value[0], torch.Tensor):
-            ours[name] = [tensor.detach() for tensor in value]
-    return msgspec.structs.replace(op, **ours)
+            aliases[name] = [tensor.detach() for tensor in value]
+    return msgspec.structs.replace(op, **aliases)
 
 
-_open: weakref.WeakSet[C10dTransport] = weakref.WeakSet()
-_taken: list[Any] = []
+_open_transports: weakref.WeakSet[C10dTransport] = weakref.WeakSet()
+_adopted_groups: list[Any] = []
 """Groups that a communicator runs over."""
 
 
 def _stop_all() -> None:
     """Without this a reader might wake up in an interpreter that is half gone, and take the process with it."""
-    for transport in list(_open):
+    for transport in list(_open_transports):
         transport._stop()
-        for link in transport._links.values():
-            link.join()
+        for connection in transport._connections.values():
+            connection.join()
 
 
 atexit.register(_stop_all)
-os.register_at_fork(after_in_child=_open.clear)  # the connections are the parent's
+os.register_at_fork(after_in_child=_open_transports.clear)  # the connections are the parent's
