@@ -44,7 +44,7 @@ def serve_store(host: str, size: int, timeout: float) -> tuple[TCPStore, int]:
     :raises StoreLostError: torch cannot serve it.
     :raises OSError: it is no address of this machine.
     """
-    # Left to itself the server listens on every interface.
+    # Without a socket of ours the server would listen on every interface.
     listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     port = int(listener.getsockname()[1])
     with store_errors(f"no store can be served at {host}"):

@@ -1,14 +1,17 @@
-"""Collectives: the ranks agree on each before any of its bytes reaches gloo.
+"""Agreement: the ranks compare their calls of each collective before gloo gets any of its bytes.
 
-A mismatch would abort the process, hang or compute nonsense there. So every rank tells every other what it calls, and
-what is small rides along. What is large then runs on the group, for which one rule holds: *all ranks start the same ops
-in the same order*. A rank starts an op when all ranks' words on it have come and all its earlier large calls are
-started, so it starts them in the order of its calls; and whether a call is large follows from what the ranks agreed on.
-Words travel beside the group and wait for nothing. So the first op that is not finished is one that every rank has
-started or is free to start: nothing can deadlock or cross.
+In gloo a mismatch would abort the process, hang or compute nonsense. So every rank announces to every other rank what
+it calls, and the data of a small collective travels inside the announcement.
 
-A rank that loses the communicator lets its program have the tensors at once, while gloo may still be sending them. So a
-large call is done when gloo has done with it on every rank, and no rank says so that has lost the communicator by then.
+A large collective then runs on the group, where one rule holds: *all ranks start the same ops in the same order*. A
+rank starts an op when it has the announcements of all ranks and has started all its earlier large calls, so it starts
+large ops in the order of its calls. Whether a call is large follows from what the ranks agreed on, and is the same on
+all ranks. Announcements travel beside the group and wait for nothing. So the first op that is not finished is one that
+every rank has started or is free to start: ops can neither deadlock nor be paired with others.
+
+When a rank loses the communicator, its program may use the tensors again at once, while gloo may still be sending them.
+So a large call is complete only when gloo is done with it on every rank, and a rank that has lost the communicator by
+then does not tell the others that gloo is done.
 """
 
 from __future__ import annotations
@@ -37,15 +40,15 @@ from aiocomms_c10d.wire import CALL, INLINE, LANDED, TEXT, Frame, Header, pack
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 _SMALL = object()
 _SPREAD: Final = 4 * INLINE
-"""Most bytes that a rank sends in all for what the group would do with fewer."""
+"""Most bytes that a rank sends to all peers together for a small op, where the group would move fewer bytes."""
 _AHEAD: Final = 2**20
-"""How many collectives a rank may have called that another has not."""
+"""How many collectives a rank may be ahead of another rank."""
 _BLAME_PEER: Final = 1.0
-"""Seconds within which a lost peer's link says so."""
+"""Seconds within which the connection to a lost peer reports the loss."""
 
 
 class _Announcement(NamedTuple):
-    """What one rank says of one collective."""
+    """What one rank announces about one collective."""
 
     text: bytes
     sizes: tuple[int, ...]
@@ -67,7 +70,7 @@ class _Call:
 
 
 class Agreement:
-    """The collectives of one rank."""
+    """The collectives of one rank: announced, compared, and started when all ranks agree."""
 
     def __init__(
         self,
@@ -77,10 +80,10 @@ class Agreement:
         fail: Callable[[CommError], None],
         lost: threading.Event,
     ) -> None:
-        """Begin.
+        """Start with no calls.
 
-        :param fail: says on any thread that the communicator is lost.
-        :param lost: set when somebody has said so, before any work fails for it.
+        :param fail: reports, on any thread, that the communicator is lost.
+        :param lost: set as soon as the loss is reported, before any work fails for it.
         """
         self._group = group
         self._connections = connections
@@ -89,17 +92,17 @@ class Agreement:
         self._lost = lost
         self._lock = threading.Lock()
         self._count = 0
-        self._calls: dict[int, _Call] = {}  # not agreed on yet
-        self._early: dict[int, dict[int, _Announcement]] = {}  # words on what this rank has not called yet
-        self._large: deque[_Call] = deque()  # what is or may turn out large, in the order of the calls
+        self._calls: dict[int, _Call] = {}  # the ranks have not agreed on them yet
+        self._early: dict[int, dict[int, _Announcement]] = {}  # announcements of calls that this rank has not made yet
+        self._large: deque[_Call] = deque()  # calls that are large or may turn out so, in order
         self._running: set[_Call] = set()  # gloo has their tensors
-        self._landing: dict[int, _Call] = {}  # gloo is done with them here, but not everywhere
-        self._landed: defaultdict[int, set[int]] = defaultdict(set)  # where it is, by the number of the call
+        self._landing: dict[int, _Call] = {}  # gloo is done with them on this rank, but not on all
+        self._landed: defaultdict[int, set[int]] = defaultdict(set)  # where gloo is done, by number of call
         self._jobs: SimpleQueue[_Call | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._mismatch_error: MismatchError | None = None
         self.disputed = -1
-        """The first collective on which the ranks disagree."""
+        """The number of the first collective on which the ranks disagree; -1 if there is none."""
 
     # ---------------------------------------------------------------------------------------- on the loop's thread
 
@@ -122,7 +125,7 @@ class Agreement:
             conclude(work, outcome)
 
     def _announce(self, call: _Call) -> None:
-        """Say what this rank calls, to every rank, with its part of the data if that is little."""
+        """Announce to every rank what this rank calls, with its part of the data if that is small."""
         plan = call.plan
         small = self._is_small(plan, plan.nbytes)
         frame: Tensor | None = None
@@ -136,7 +139,7 @@ class Agreement:
             connection.send(frame)
 
     def _finish(self, call: _Call) -> None:
-        """Do a small op with what came along with the words on it."""
+        """Perform a small op with the data that came in the announcements."""
         if not call.work.done():
             announcements = call.announcements
             call.plan.finish([announcements[rank].payload for rank in range(self._group.size)])
@@ -145,7 +148,7 @@ class Agreement:
     # -------------------------------------------------------------------------------------- on the readers' threads
 
     def handle_call(self, peer: int, frame: Frame) -> None:
-        """Take a peer's word on a collective."""
+        """Store a peer's announcement of a collective."""
         number = frame.header.ident
         if not 0 <= number < self._count + _AHEAD:
             raise ProtocolError(f"rank {peer} calls collective {number}, and this rank is at {self._count}", peer=peer)
@@ -164,7 +167,7 @@ class Agreement:
             self._inbox.put(conclude, call.work, outcome)
 
     def handle_landed(self, rank: int, number: int) -> None:
-        """A rank is done with a large collective: gloo reads none of its tensors any more."""
+        """Note that a rank is done with a large collective: gloo does not read its tensors any more."""
         if not 0 <= number < self._count:
             raise ProtocolError(f"rank {rank} ends collective {number}, and this rank is at {self._count}", peer=rank)
         with self._lock:
@@ -176,7 +179,7 @@ class Agreement:
         self._inbox.put(conclude, call.work)
 
     def dispute(self, number: int, error: MismatchError) -> None:
-        """Another rank has found that ranks disagree on a collective."""
+        """Fail a collective because another rank has found that the ranks disagree on it."""
         with self._lock:
             if self._mismatch_error is not None:
                 return
@@ -186,12 +189,12 @@ class Agreement:
             self._inbox.put(conclude, call.work, error)
 
     def waits_for(self, peer: int) -> bool:
-        """Whether a call needs a word that a peer has not said."""
+        """Return whether a call waits for the announcement of a peer."""
         with self._lock:
             return any(peer not in call.announcements for call in self._calls.values())
 
     def waiting_for(self, work: Completion) -> Sequence[int]:
-        """The ranks that have not called a pending op."""
+        """Return the ranks that have not called a pending op."""
         with self._lock:
             call = next((call for call in self._calls.values() if call.work is work), None)
             return [] if call is None else [rank for rank in range(self._group.size) if rank not in call.announcements]
@@ -199,8 +202,11 @@ class Agreement:
     # ------------------------------------------------------------------------------------------- under the lock
 
     def _evaluate(self, call: _Call, peers: Iterable[int]) -> object | None:
-        """What new words make of a call: an error, :data:`_SMALL` if it can be finished, None if neither."""
-        if self._mismatch_error is not None:  # the first dispute ends the communicator, and all other calls with it
+        """Look at a call again after new announcements.
+
+        :returns: an error; :data:`_SMALL` if the call is small and can be finished now; None if neither.
+        """
+        if self._mismatch_error is not None:  # the first dispute ends all other calls too, with the communicator
             if call.number != self.disputed:
                 return None
             del self._calls[call.number]
@@ -236,7 +242,7 @@ class Agreement:
         return others == 0 or nbytes <= (min(INLINE, _SPREAD // others) if plan.spread else INLINE)
 
     def _start_agreed(self) -> None:
-        """Pass on the large calls that all ranks start next."""
+        """Pass the large calls that all ranks start next to the thread that starts them."""
         while self._large and self._large[0].agreed:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="aiocomms c10d collectives", daemon=True)
@@ -255,7 +261,7 @@ class Agreement:
     def _run(self) -> None:
         while (call := self._jobs.get()) is not None:
             self._start(call)
-            del call  # while this waits for the next one, nothing keeps its tensors
+            del call  # so that its tensors are not kept while this thread waits for the next call
 
     def _start(self, call: _Call) -> None:
         try:
@@ -273,14 +279,14 @@ class Agreement:
                 future.value()
                 if next(ended) == len(works):
                     self._end(call)
-            except Exception as error:  # nobody hears what a callback raises
+            except Exception as error:  # an exception that a callback raises goes unnoticed
                 self._report_gloo_failure(error)
 
         for work in works:
             work.get_future().add_done_callback(land)
 
     def _end(self, call: _Call) -> None:
-        """Tell the others that gloo is done with a call here, and wait until it is everywhere."""
+        """Tell the other ranks that gloo is done with a call on this rank; it is complete when that holds on all."""
         self._running.discard(call)
         if self._lost.is_set():
             return
@@ -292,16 +298,16 @@ class Agreement:
         self.handle_landed(self._group.rank, call.number)
 
     def _report_gloo_failure(self, error: Exception) -> None:
-        """An op failed in gloo. If a peer is gone its link says so at once, and better."""
+        """Report that an op failed in gloo. A lost peer's connection reports the loss at once, and better."""
         if not self._lost.wait(_BLAME_PEER):
             failure = CommError(f"gloo failed: {str(error).splitlines()[0]}")
             failure.__cause__ = error
             self._fail(failure)
 
     def join(self, timeout: float | None) -> None:
-        """End the thread, after the group was poisoned, and let go of all tensors.
+        """End the thread, and release all tensors. The group must have been poisoned before.
 
-        :param timeout: seconds to wait for it; None: as long as it takes.
+        :param timeout: seconds to wait for the thread; None: as long as it takes.
         """
         self._jobs.put(None)
         if self._thread is not None:
@@ -323,7 +329,7 @@ def _describe(op: ops.Op) -> bytes:
 
 
 def _mismatch(sizes: Sequence[tuple[int, ...]], count: int) -> str | None:
-    """Where what ranks give is not what the others want, given both of each, in bytes."""
+    """Describe where a rank sends another number of bytes than the receiver wants, given both for each rank."""
     size = len(sizes)
     for rank in range(size):
         if len(sizes[rank]) != count:

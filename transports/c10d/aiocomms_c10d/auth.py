@@ -1,6 +1,7 @@
-"""gloo knows no strangers: what it reads in the store is signed here, and each of its connections is proved.
+"""Authentication for gloo: its records in the store are signed, and each of its connections proves the job's key.
 
-And it goes on listening when every rank is there, and keeps a descriptor for whoever connects: so it is made deaf.
+gloo itself authenticates nobody. It also keeps listening when every rank is connected, and keeps a descriptor for
+whoever connects; so its listening socket is told to drop all new connections.
 """
 
 from __future__ import annotations
@@ -22,30 +23,30 @@ from aiocomms.lowlevel import MAX_RECORD, mac, same
 
 _MAC: Final = 32
 _TAG: Final = 2
-"""Of gloo: apart from those of the frames."""
+"""The gloo tag of the proofs, other than the tags of the frames."""
 _SO_ATTACH_FILTER: Final = 26
 
 
 class SignedStore(Store):
-    """A store in which whoever has not the key can write nothing that is believed; as much of one as gloo uses."""
+    """A store that signs what it writes and checks what it reads. It has the methods that gloo uses."""
 
     def __init__(self, store: Store, key: bytes) -> None:
         super().__init__()
         self._store = store
         self._key = key
         self.written = b""
-        """All that was."""
+        """All values that were written, one behind the other."""
 
     def set(self, key: str, value: Any) -> None:
-        """Write a value; bytes, or text."""
+        """Write a value, given as bytes or text."""
         raw = value.encode() if isinstance(value, str) else bytes(value)
         self.written += raw
-        self._store.set(key, mac(self._key, key, raw) + raw)  # type: ignore[arg-type]  # bytes are fine
+        self._store.set(key, mac(self._key, key, raw) + raw)  # type: ignore[arg-type]  # torch takes bytes too
 
     def get(self, key: str) -> bytes:
         """Read a value.
 
-        :raises AuthError: somebody else wrote it.
+        :raises AuthError: the writer did not have the key.
         """
         record = self._store.get(key)
         value = record[_MAC:]
@@ -54,20 +55,20 @@ class SignedStore(Store):
         return value
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all are there."""
+        """Return whether all keys are there."""
         return self._store.check(keys)
 
     def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=60)) -> None:
-        """Wait until all are there."""
+        """Wait until all keys are there."""
         self._store.wait(keys, timeout)
 
 
 def prove(group: Any, rank: int, size: int, key: bytes) -> None:
-    """Prove to every rank that this one knows the key, and have them prove it; blocks.
+    """Prove to every rank that this rank knows the key, and check that each of them knows it. Blocks.
 
-    :param group: gloo, just connected: a connection is its owner's who was first there.
-    :raises AuthError: a rank does not.
-    :raises RuntimeError: a connection broke, or nothing came in time.
+    :param group: a gloo group that has just connected. gloo takes the first that connects in a rank's place for it.
+    :raises AuthError: a peer does not know the key.
+    :raises RuntimeError: a connection broke, or a proof did not come in time.
     """
     peers = [peer for peer in range(size) if peer != rank]
     sent = [_proof(key, rank, peer) for peer in peers]
@@ -82,17 +83,17 @@ def prove(group: Any, rank: int, size: int, key: bytes) -> None:
 
 
 def stop_listening(written: bytes) -> None:
-    """Let nobody connect any more to where gloo listens.
+    """Drop all new connections to the socket on which gloo listens.
 
-    Its socket cannot be closed without its knowledge; but it can be told to drop what comes. Connections that exist
-    are not concerned.
+    gloo's socket cannot be closed behind gloo's back, but a socket filter can make it drop whatever arrives. Existing
+    connections are not affected.
 
-    :param written: what gloo has told the others; its address, as the kernel has it, is in there.
+    :param written: what gloo has written to the store. It contains gloo's address in the kernel's format.
     """
     drop_all = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF: return 0
     program = struct.pack("HP", 1, ctypes.addressof(drop_all))
     for entry in list(Path("/proc/self/fd").iterdir()):
-        with contextlib.suppress(OSError):  # of what has been closed meanwhile
+        with contextlib.suppress(OSError):  # the descriptor may have been closed meanwhile
             if str(entry.readlink()).startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(entry.name))) as candidate:
                     internet = candidate.family in (socket.AF_INET, socket.AF_INET6)
@@ -102,7 +103,7 @@ def stop_listening(written: bytes) -> None:
 
 
 def _address(listener: socket.socket) -> bytes:
-    """As struct sockaddr_in or sockaddr_in6, without its scope."""
+    """Return a socket's address as a struct sockaddr_in, or as a sockaddr_in6 without its scope."""
     host, port, *flow = listener.getsockname()
     head = struct.pack("=H", listener.family) + struct.pack("!H", port) + (struct.pack("!I", flow[0]) if flow else b"")
     return head + socket.inet_pton(listener.family, host.partition("%")[0])

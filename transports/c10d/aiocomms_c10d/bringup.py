@@ -1,4 +1,4 @@
-"""Brings up a gloo process group whose ranks listen on one address each and on no other."""
+"""Bring-up: opens a gloo process group in which each rank listens on one address only."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ from aiocomms_c10d.auth import SignedStore, prove, stop_listening
 from aiocomms_c10d.control import FOREVER
 
 _THREADS: Final = 2
-"""gloo's threads for collectives; each runs one at a time, in the order in which they were started."""
+"""gloo's threads for collectives. Each runs one collective at a time, in the order in which they were started."""
 _CONNECT: Final = 120.0
-"""Seconds that connecting may take once every rank is known to be there."""
+"""Seconds that connecting may take once every rank is known to have arrived."""
 _SHARE: Final = 0.5
-"""Of the time that is left to the rank that began first; the rest is for finding out who is missing."""
+"""Share of the remaining time of the rank that began first. The rest is for finding out which rank is missing."""
 _HELLO: Final = 512
+"""Bytes of a record that is gathered by a process group."""
 
 
 def hello(adopt: bool, left: float) -> bytes:
-    """What the ranks tell each other first.
+    """Return what this rank tells the others first.
 
-    :param left: seconds that this rank has still for connecting.
-    :returns: the version of their frames and the order of a number's bytes, whether they would adopt a group, the
-        milliseconds that are left, something that makes the key of this group a new one, the host they are on, and its
-        name.
+    :param left: seconds that this rank still has for connecting.
+    :returns: the version of its frames and its byte order, whether it would adopt a group, the milliseconds that are
+        left, a nonce that makes the key of this group a new one, the identity of its host, and the host's name.
     """
     left_ms = max(0, int(left * 1000))
     once = secrets.token_hex(16)
@@ -59,11 +59,11 @@ async def open_gloo(rendezvous: Rendezvous, adopt: bool) -> tuple[Any, bool]:
     """Connect to all other ranks.
 
     :param adopt: whether this rank would run its collectives over another group.
-    :returns: the group, and whether all ranks would.
-    :raises ArgumentError: this host's address cannot be told.
+    :returns: the gloo group, and whether all ranks would run their collectives over another group.
+    :raises ArgumentError: the address of this host cannot be determined.
     :raises CommTimeoutError: a rank did not come, or could not be reached.
     :raises ProtocolError: a rank speaks another version.
-    :raises AuthError: a rank has not this job's token.
+    :raises AuthError: a rank does not have this job's token.
     """
     began = time.monotonic()
     hellos = await rendezvous.exchange("c10d", hello(adopt, rendezvous.left()))
@@ -83,16 +83,17 @@ async def open_gloo(rendezvous: Rendezvous, adopt: bool) -> tuple[Any, bool]:
             return await rendezvous.run("connecting gloo", connect), all(value.split()[1] == b"1" for value in hellos)
         except CommTimeoutError as error:
             late = error
-    await rendezvous.exchange("c10d waits", b"")  # gloo does not say for whom: this names who is not there any more
+    await rendezvous.exchange("c10d waits", b"")  # gloo does not name missing ranks; this does
     raise late
 
 
 def listen_on(hellos: Sequence[bytes], store: Store | None) -> str:
-    """Where this rank listens: loopback if all ranks share a host, else an address that the others can reach.
+    """Return the address on which this rank listens.
+
+    That is loopback if all ranks share a host, else an address that the other hosts can reach.
 
     :param hellos: every rank's :func:`hello`.
-    :param store: where the ranks met, whose host they all can reach.
-    :returns: an address.
+    :param store: the store at which the ranks met; all of them can reach its host.
     """
     *_, hosts, names = zip(*(_parse(peer, value) for peer, value in enumerate(hellos)), strict=True)
     if len(set(hosts)) == 1:
@@ -102,7 +103,10 @@ def listen_on(hellos: Sequence[bytes], store: Store | None) -> str:
 
 
 def _fewest_seconds(hellos: Sequence[bytes]) -> float:
-    """The seconds of the rank that has the fewest left: all give up connecting at once, and it can still ask."""
+    """Return the seconds left to the rank that has the fewest.
+
+    So all ranks give up connecting at the same time, and that rank can still ask which rank is missing.
+    """
     return min(int(_parse(peer, value)[2]) for peer, value in enumerate(hellos)) / 1000
 
 
@@ -125,11 +129,11 @@ def _connect(store: Store, rank: int, size: int, address: str, timeout: float, k
     options._threads = _THREADS
     options._devices = [ProcessGroupGloo.create_device(hostname=address)]
     try:
-        # A connection of its own: while gloo waits in the store for one rank, it holds up whoever shares it.
+        # gloo gets a connection of its own: while it waits there for a rank, it blocks whoever shares it.
         signed = SignedStore(PrefixStore("c10d/gloo", _with_own_connection(store)), key)
         group = ProcessGroupGloo(signed, rank, size, options)
         prove(group, rank, size, key)
-        if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") == "0":  # else it connects when it is first used
+        if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") == "0":  # else gloo connects when the group is first used
             stop_listening(signed.written)
     except DistNetworkError:
         with store_errors():
@@ -143,7 +147,7 @@ def _connect(store: Store, rank: int, size: int, address: str, timeout: float, k
 
 
 def _with_own_connection(store: Store) -> Store:
-    clone: Callable[[], Store] | None = getattr(store, "clone", None)  # torch 2.6 has none
+    clone: Callable[[], Store] | None = getattr(store, "clone", None)  # torch 2.6 has no clone()
     return store if clone is None else clone()
 
 
@@ -152,22 +156,22 @@ def _first_line(error: BaseException) -> str:
 
 
 def poison(group: Any) -> None:
-    """Break every connection of a gloo group: all that is pending on it fails, here and on the peers.
+    """Break every connection of a gloo group, so that all pending operations fail, on this rank and on its peers.
 
-    Its ``abort`` does nothing; what does is a wait that expires.
+    gloo's ``abort`` does nothing. A wait that expires makes gloo close its connections.
     """
     with contextlib.suppress(RuntimeError):
         group.recv_anysource([torch.empty(1, dtype=torch.uint8)], 2**31 - 1).wait(timedelta(milliseconds=1))
 
 
 def store_over(group: Any, timeout: float) -> Store:
-    """Make a store of the ranks of a process group, by its collectives; blocks.
+    """Make a store that the ranks of a process group share, by collectives of that group. Blocks.
 
-    Rank 0 serves it, on one address.
+    Rank 0 serves the store, on one address.
 
-    :raises ArgumentError: the group does not carry tensors on the CPU; or other hosts would reach the store, and the
+    :raises ArgumentError: the group does not carry tensors on the CPU; or other hosts could reach the store, and the
         job has no token.
-    :raises StoreLostError: rank 0 could not serve it.
+    :raises StoreLostError: rank 0 could not serve the store.
     """
     rank, size = group.rank(), group.size()
     hellos = _all_gather(group, size, hello(adopt=True, left=timeout))
@@ -178,7 +182,7 @@ def store_over(group: Any, timeout: float) -> Store:
             host = listen_on(hellos, None)
             server, port = serve_store(host, size, timeout)
             address = f"{host} {port}".encode()
-        except Exception as error:  # the others must not be left waiting in the group, which is their owner's
+        except Exception as error:  # the other ranks must not be left waiting in the group: it is the user's
             failure = error
     place = _all_gather(group, size, address)[0].decode()
     if failure is not None:

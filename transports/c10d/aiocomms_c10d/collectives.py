@@ -1,4 +1,4 @@
-"""How each collective is done: small ones within the frames by which the ranks agree on it, others by the group."""
+"""How each collective is carried out: small ones by the data in the announcements, large ones by the group."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from aiocomms_c10d.group import Group
 from aiocomms_c10d.wire import flat
 
 Parts = Sequence[Tensor]
-"""What each rank gave this one, as bytes; this rank's own place is empty."""
+"""What each rank sent to this rank, as bytes. The entry of this rank itself is empty."""
 
 
 class Plan:
-    """One call of a collective on one rank: :meth:`part` and :meth:`finish`, or :meth:`start` and :meth:`end`.
+    """One call of a collective on one rank.
 
-    ``part`` and ``finish`` are called on the loop's thread; ``start`` on a thread in which it may block and ``end`` on
-    another.
+    A small call uses :meth:`part` and :meth:`finish`, both on the loop's thread. A large call uses :meth:`start`, on a
+    thread in which it may block, and :meth:`end`, on another thread.
     """
 
     nbytes: int = 0
-    """The most that one rank gives another, in bytes, as far as this rank can tell."""
+    """The most bytes that one rank sends to another, as far as this rank can tell."""
     sizes: tuple[int, ...] = ()
-    """Bytes that this rank gives each rank and bytes that it wants from each, where ranks may disagree on that."""
+    """The bytes that this rank sends to each rank, then those that it wants from each, if ranks may disagree."""
     spread: ClassVar[bool] = False
-    """Whether the frames move more bytes than the group would, so that only little is small."""
+    """Whether the announcements move more bytes than the group would, so that the limit for small calls is lower."""
 
     def __init__(self, op: Any, rank: int, size: int) -> None:
         self.op = op
@@ -39,26 +39,26 @@ class Plan:
         self.size = size
 
     def part(self, dst: int) -> Tensor | None:
-        """What this rank gives rank ``dst``, as bytes."""
+        """Return what this rank sends to rank ``dst``, as bytes."""
         return None
 
     def finish(self, parts: Parts) -> None:
-        """Do the op, with what the ranks gave."""
+        """Perform the op with what the ranks have sent."""
 
     def start(self, group: Group) -> list[Any]:
-        """Begin the op on the group; returns the ``torch.distributed.Work`` of each part of it that is under way."""
+        """Start the op on the group. Returns the ``torch.distributed.Work`` of each part of it."""
         raise NotImplementedError
 
     def end(self) -> None:
-        """What is left to do when these are done."""
+        """Do what is left when all parts that :meth:`start` returned are done."""
 
 
 class _Barrier(Plan):
-    """Nobody leaves before everybody has come."""
+    """No rank goes on before all ranks have called."""
 
 
 class _Broadcast(Plan):
-    """The root's bytes for all."""
+    """Send the root's bytes to all ranks."""
 
     spread = True
 
@@ -78,7 +78,11 @@ class _Broadcast(Plan):
 
 
 class _AllReduce(Plan):
-    """Everybody reduces everybody's tensor, in rank order; the group in place, or in two steps what gloo gets wrong."""
+    """Reduce all ranks' tensors on all ranks.
+
+    A small call is reduced by each rank, in rank order. A large call is reduced in place by gloo. Where gloo would get
+    it wrong, the ranks do it in two steps, a reduce_scatter and an all_gather.
+    """
 
     spread = True
 
@@ -106,7 +110,7 @@ class _AllReduce(Plan):
 
 
 class _Reduce(_AllReduce):
-    """As an all_reduce, but only the root gets the result."""
+    """Work as an all_reduce, but only the root gets the result."""
 
     spread = False
 
@@ -120,7 +124,7 @@ class _Reduce(_AllReduce):
     def start(self, group: Group) -> list[Any]:
         op = self.op
         if group.reduces(op.op, op.tensor.dtype):
-            self._whole = op.tensor.detach().view(-1).clone()  # gloo scribbles on it
+            self._whole = op.tensor.detach().view(-1).clone()  # gloo overwrites the tensor on all ranks
             return [group.reduce(self._whole, op.root, op.op)]
         self._whole, piece = _reduce_scatter(group, op.op, op.tensor)
         return [group.gather(flat(self._whole).chunk(self.size), flat(piece), op.root)]
@@ -131,7 +135,7 @@ class _Reduce(_AllReduce):
 
 
 class _AllGather(Plan):
-    """Everybody's bytes for everybody."""
+    """Send every rank's bytes to all ranks."""
 
     def __init__(self, op: Any, rank: int, size: int) -> None:
         super().__init__(op, rank, size)
@@ -155,7 +159,7 @@ class _AllGather(Plan):
 
 
 class _Gather(Plan):
-    """Everybody's bytes for the root."""
+    """Send every rank's bytes to the root."""
 
     def __init__(self, op: Any, rank: int, size: int) -> None:
         super().__init__(op, rank, size)
@@ -174,7 +178,7 @@ class _Gather(Plan):
 
 
 class _Scatter(Plan):
-    """Bytes of the root's for each."""
+    """Send a chunk of the root's bytes to each rank."""
 
     def __init__(self, op: ops.Scatter, rank: int, size: int) -> None:
         super().__init__(op, rank, size)
@@ -193,7 +197,7 @@ class _Scatter(Plan):
 
 
 class _AllToAll(Plan):
-    """Bytes of each for each."""
+    """Send a chunk of each rank's bytes to each rank."""
 
     def __init__(self, op: Any, rank: int, size: int) -> None:
         super().__init__(op, rank, size)
@@ -224,7 +228,7 @@ class _AllToAll(Plan):
 
 
 class _ReduceScatter(Plan):
-    """Everybody gives each rank its chunk, and each rank reduces what it gets in rank order."""
+    """Send each rank its chunk from all ranks; each rank reduces what it gets, in rank order."""
 
     def __init__(self, op: Any, rank: int, size: int) -> None:
         super().__init__(op, rank, size)
@@ -261,7 +265,7 @@ PLANS: dict[str, type[Plan]] = {
     "reduce_scatter": _ReduceScatter,
     "scatter": _Scatter,
 }
-"""By kind of op."""
+"""The plan for each kind of op."""
 
 
 def _fill(outs: Sequence[Tensor], parts: Parts, rank: int, own: Tensor) -> None:
@@ -272,7 +276,7 @@ def _fill(outs: Sequence[Tensor], parts: Parts, rank: int, own: Tensor) -> None:
 
 
 def _reduce(plan: Plan, parts: Parts, own: Tensor | None, out: Tensor) -> None:
-    """Reduce everybody's bytes, and this rank's own tensor where it is given, into ``out``."""
+    """Reduce all ranks' bytes into ``out``. This rank's own tensor takes the place of its bytes if it is given."""
     given = [
         own if own is not None and src == plan.rank else part.view(out.dtype).view(out.shape)
         for src, part in enumerate(parts)
@@ -282,9 +286,9 @@ def _reduce(plan: Plan, parts: Parts, own: Tensor | None, out: Tensor) -> None:
 
 
 def _reduce_scatter(group: Group, op: ReduceOp, tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Reduce, each rank its piece; blocks.
+    """Reduce one piece of the tensor on each rank. Blocks.
 
-    :returns: memory for the whole, padded to equal pieces, and in it this rank's piece of the result.
+    :returns: memory for the whole result, padded to equal pieces; and this rank's piece of the result, a view of it.
     """
     n = tensor.numel()
     length = -(-n // group.size)

@@ -1,4 +1,4 @@
-"""One peer: the frames that go to it and come from it."""
+"""The control connection to one peer, which carries frames and the data of large messages."""
 
 from __future__ import annotations
 
@@ -17,22 +17,24 @@ from aiocomms_c10d import wire
 from aiocomms_c10d.wire import ACK, Frame, Header
 
 FOREVER: Final = timedelta(days=100)
-"""gloo closes every connection of a rank when one wait expires, so none may; what blocks is freed by ``poison``."""
+"""The timeout of every wait. gloo closes all connections of a rank when one wait expires, so none may expire.
+
+A wait that blocks is ended by ``poison``."""
 
 _FRAMES, _DATA = 0, 1
-"""gloo tags."""
+"""The gloo tags of frames and of large messages' data."""
 _RING: Final = 4
-"""Receives posted ahead: gloo sends nothing before its peer has posted the receive for it."""
+"""How many receives are posted ahead: gloo sends nothing before the peer has posted a receive for it."""
 _UNACKED: Final = 16
-"""Frames that the peer keeps in memory until it hears that they have come."""
+"""After how many frames they are acknowledged. Until then the peer keeps them in memory."""
 
 
 class ControlConnection:
     """Sends to and receives from one peer. Frames arrive in the order in which they were sent.
 
-    gloo tells the end of a receive only to a thread that waits for it, so one thread waits for the next frame. Nobody
-    waits for the end of a send: gloo loses one that it takes up when the peer turns out to be gone, and never ends the
-    wait for it. What is sent is kept until the peer confirms it, or the link is joined.
+    gloo reports the end of a receive only to a thread that waits for it, so one thread waits for the next frame. No
+    thread waits for the end of a send: if the peer turns out to be gone when gloo takes a send up, gloo loses that send
+    and the wait for it never ends. What is sent is kept until the peer confirms it, or until :meth:`join`.
     """
 
     def __init__(
@@ -46,12 +48,12 @@ class ControlConnection:
         """Take up a connection.
 
         :param on_frame: called on the reader's thread with each frame.
-        :param on_lost: called there once, when there will be no more: with what the peer did wrong, or None if it is
-            gone.
+        :param on_lost: called once on the reader's thread, when no frame will come any more: with the peer's fault, or
+            with None if the peer is gone.
         """
         self.peer = peer
         self.flushed = threading.Event()
-        """The peer has got everything that was sent to it, or will never."""
+        """Set when the peer has received everything that was sent to it, or never will."""
         self._group = group
         self._on_frame = on_frame
         self._on_lost = on_lost
@@ -59,46 +61,46 @@ class ControlConnection:
         self._slots: deque[tuple[Any, bytearray, Tensor]] = deque()
         self._unacked = 0
         self._sent: deque[tuple[Any, Tensor]] = deque()
-        self._sending = threading.Lock()  # keeps _sent in the order in which gloo sends
+        self._sending = threading.Lock()  # so that _sent has the order in which gloo sends
         self._thread = threading.Thread(target=self._read, name=f"aiocomms c10d reads from {peer}", daemon=True)
 
     def start(self) -> None:
-        """Begin to listen."""
+        """Start the reader's thread."""
         self._thread.start()
 
     def send(self, frame: Tensor) -> None:
-        """Send a frame. Any thread; never blocks; fails in silence, for the reader notices too."""
+        """Send a frame, from any thread, without blocking. It does not report failures: the reader notices them too."""
         with self._sending:
             work = self._send(frame, _FRAMES)
             if work is not None:
                 self._sent.append((work, frame))
 
     def send_data(self, tensor: Tensor, frame: Tensor) -> Any:
-        """Send a large message's bytes, for which :meth:`receive_data` waits, and then a frame that says so.
+        """Send a large message's bytes, which the peer receives by :meth:`receive_data`, and then a frame behind them.
 
-        :returns: what to keep, with the tensor, until the peer confirms it.
+        :returns: an object to keep, with the tensor, until the peer confirms the message.
         """
         work = self._send(tensor, _DATA)
         self.send(frame)
         return work
 
     def receive_data(self, tensor: Tensor) -> Any:
-        """Start to receive a large message's bytes; those of several come in the order of these calls.
+        """Start to receive a large message's bytes. Several messages arrive in the order of these calls.
 
-        :returns: what to ``wait`` for.
+        :returns: the receive, to ``wait`` for.
         :raises RuntimeError: the peer is lost.
         """
         return self._group.recv([tensor], self.peer, _DATA)
 
     def send_last(self, frame: Tensor) -> Any:
-        """Send a frame before the link is poisoned.
+        """Send a frame before the group is poisoned.
 
-        :returns: what to ``wait`` for, or None if the peer is lost.
+        :returns: the send, to ``wait`` for; None if the peer is lost.
         """
         return self._send(frame, _FRAMES)
 
     def join(self) -> None:
-        """Wait for the thread to end; the group is poisoned. Then nothing holds the group any more."""
+        """Wait for the reader's thread to end, and release the group. The group must have been poisoned before."""
         if self._thread.ident is not None:
             self._thread.join()
         with self._sending:
@@ -132,14 +134,14 @@ class ControlConnection:
         self._on_lost(error)
 
     def _wait_for_frame(self) -> bool:
-        """Wait for the next frame; False: there will be none."""
+        """Wait for the next frame. Returns False if none will come."""
         try:
             return bool(self._slots) and self._slots[0][0].wait(FOREVER)
         except RuntimeError:
             return False
 
     def _post(self, buffer: bytearray, tensor: Tensor) -> None:
-        # A lost peer is noticed by the wait for the receives that were posted before.
+        # If the peer is lost, the wait for an earlier receive notices it.
         with contextlib.suppress(RuntimeError):
             self._slots.append((self._group.recv([tensor], self.peer, _FRAMES), buffer, tensor))
 

@@ -1,4 +1,4 @@
-"""A torch.distributed process group, as far as collectives go: started by calls, ended by futures."""
+"""The collectives of a torch.distributed process group. A call starts one, and its future tells when it is done."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _OPS: Final[dict[str, Any]] = {
     "bxor": dist.ReduceOp.BXOR,
     "avg": dist.ReduceOp.AVG,
 }
-# What gloo gets right. It loses NaN in MIN and MAX, adds float16 in float16 and bool to nothing sensible, and refuses
-# int16 and most of complex.
+# The reductions that gloo computes correctly. It loses NaN in MIN and MAX, adds float16 in float16 and bool to nothing
+# sensible, and refuses int16 and most operators for complex numbers.
 _INTEGER: Final = frozenset({"sum", "product", "min", "max", "band", "bor", "bxor"})
 _RIGHT: Final = {
     torch.uint8: _INTEGER,
@@ -37,7 +37,7 @@ _RIGHT: Final = {
 
 
 class Group:
-    """Starts collectives; each call returns a ``torch.distributed.Work``. Data is moved as bytes, of any dtype."""
+    """Starts collectives. Each call returns a ``torch.distributed.Work``. Data that is only moved travels as bytes."""
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
         self._group = group
@@ -45,11 +45,11 @@ class Group:
         self.size = size
 
     def release(self) -> None:
-        """Let go of the process group, whose sockets live as long as anything refers to it."""
+        """Release the process group. Its sockets live as long as anything refers to it."""
         self._group = None
 
     def reduces(self, op: ReduceOp, dtype: torch.dtype) -> bool:
-        """Whether it reduces ``dtype`` with ``op`` as torch does."""
+        """Return whether the group reduces ``dtype`` with ``op`` as torch does."""
         return op.kind in _RIGHT.get(dtype, ())
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp) -> Any:
@@ -66,7 +66,7 @@ class Group:
         return self._group.reduce([tensor], options)
 
     def broadcast(self, tensor: Tensor, root: int) -> Any:
-        """Copy the root's bytes to all."""
+        """Copy the root's bytes to all ranks."""
         options = dist.BroadcastOptions()
         options.rootRank = root
         return self._group.broadcast([tensor], options)
@@ -76,7 +76,7 @@ class Group:
         return self._group._allgather_base(output, tensor)
 
     def all_gather_list(self, outputs: Sequence[Tensor], tensor: Tensor) -> Any:
-        """Gather equal numbers of bytes into a tensor per rank."""
+        """Gather equal numbers of bytes into one tensor per rank."""
         return self._group.allgather([list(outputs)], [tensor])
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> Any:
@@ -92,5 +92,5 @@ class Group:
         return self._group.scatter([output], [list(inputs)] if self.rank == root else [], options)
 
     def exchange(self, output: Tensor, tensor: Tensor, gets: Sequence[int], gives: Sequence[int]) -> Any:
-        """Give every rank ``gives[rank]`` bytes and get ``gets[rank]``."""
+        """Send ``gives[rank]`` bytes to every rank, and receive ``gets[rank]`` bytes from it."""
         return self._group.alltoall_base(output, tensor, list(gets), list(gives))

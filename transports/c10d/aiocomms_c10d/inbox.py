@@ -1,4 +1,4 @@
-"""What other threads have done for the loop's thread to hear of."""
+"""The inbox: calls that other threads hand to the loop's thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from aiocomms.lowlevel import Waker
 
 
 class Inbox:
-    """Calls to be made on the loop's thread, in order."""
+    """Calls to be made on the loop's thread, in the order in which they were put."""
 
     def __init__(self) -> None:
         self._waker = Waker()
@@ -19,12 +19,12 @@ class Inbox:
         self.close = self._waker.close
 
     def put(self, call: Callable[..., object], *args: Any) -> None:
-        """Have ``call(*args)`` called on the loop's thread. Any thread."""
+        """Have ``call(*args)`` called on the loop's thread. Any thread may call this."""
         self._calls.append((call, args))
         self._waker.wake()
 
     def drain(self) -> bool:
-        """Make the calls; returns whether there was any."""
+        """Make the calls. Returns whether there were any."""
         self._waker.clear()
         calls = self._calls
         any_done = bool(calls)

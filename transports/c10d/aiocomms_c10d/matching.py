@@ -1,11 +1,12 @@
-"""Point to point with one peer: matches its messages with this rank's receives.
+"""Matching: the messages of one peer with this rank's receives.
 
-A small message travels with its header and is kept by the receiver until it is asked for; a large one is announced,
-and sent straight into the tensor that a receive has named. Matching is done on whichever thread comes second, so it
-does not wait for a busy loop.
+A small message travels with its header (eager), and the receiver keeps it until a receive takes it. A large one is
+announced (rendezvous), and sent straight into the tensor of the receive that matches it. A match is made on whichever
+thread brings its second half, so matching does not wait for a busy loop.
 
-A sender that gives up lets its program have the tensor at once, while gloo may still be sending it. Behind the bytes
-goes a frame that says whether they stand, and a receive that does not hear so waits for the end of the communicator.
+When a sender abandons the communicator, its program may use the tensor again at once, while gloo may still be sending
+it. So a frame behind the bytes says whether they are valid. A receive to which no frame says so does not complete by
+itself, but ends with the communicator.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ Key = tuple[int, int]
 """Channel and tag."""
 
 _CREDIT: Final = 1024 * 1024
-"""Bytes of small messages that a peer keeps for receives that have not come yet; beyond them all are announced."""
+"""Bytes of unexpected small messages that a peer keeps. Beyond that, all messages are announced."""
 _OVERHEAD: Final = 256
-"""What keeping a message costs besides its bytes."""
+"""Bytes that keeping a message costs besides its payload."""
 
 _PENDING = object()
-"""Not complete yet."""
+"""The outcome of an op that is not complete yet."""
 
 
 class Matcher:
-    """The messages from and to one peer. Works are completed on the loop's thread."""
+    """Matches the messages from and to one peer. Works are completed on the loop's thread."""
 
     def __init__(self, connection: ControlConnection, inbox: Inbox) -> None:
         self._connection = connection
@@ -49,16 +50,16 @@ class Matcher:
         self._sending: dict[int, tuple[Tensor, Completion, Tensor, Any]] = {}
         self._receiving: deque[tuple[int, Any, ops.Recv, Completion, Any]] = deque()
         self._last_ident = 0
-        self._credit = _CREDIT  # what the peer will still keep for us
-        self._credit_owed = 0  # what we have kept for the peer, and handed over since we last told it
+        self._credit = _CREDIT  # bytes that the peer will still keep for this rank
+        self._credit_owed = 0  # bytes of the peer's that were delivered since the last CREDIT frame
         self._abandoned = False
-        self._close_error: CommError | None = None  # why nothing more will come, once the peer has closed
+        self._close_error: CommError | None = None  # the error of all later ops, once the peer has closed
         self._handlers = {
             EAGER: self._match,
             RTS: self._match,
             CTS: self._send_data,
             DATA: self._finish_recv,
-            VOID: lambda _: None,  # the peer has lost the communicator, and will say why, or nothing more
+            VOID: lambda _: None,  # the peer has lost the communicator: it tells why, or nothing more
             DONE: self._finish_send,
             CREDIT: self._add_credit,
         }
@@ -75,7 +76,7 @@ class Matcher:
             close_error = self._close_error
             eager = nbytes <= INLINE and cost <= self._credit
             if close_error is not None:
-                pass  # the work fails below: nothing is completed under the lock, for that may post the next op
+                pass  # the work fails below: completing a work may post the next op, so it is not done under the lock
             elif eager:
                 self._credit -= cost
                 self._connection.send(pack(header, payload=payload))
@@ -89,7 +90,7 @@ class Matcher:
             work.complete()
 
     def recv(self, op: ops.Recv, work: Completion) -> None:
-        """Take the oldest matching message, or wait for one."""
+        """Take the oldest matching message, or keep the receive until one comes."""
         key = (op.channel, op.tag)
         with self._lock:
             unexpected = self._unexpected.get(key)
@@ -106,7 +107,7 @@ class Matcher:
             conclude(work, outcome)
 
     def try_cancel(self, work: Completion) -> bool:
-        """Forget a receive that nothing has matched; False if something has."""
+        """Forget a receive. Returns False if a message has already matched it."""
         op = work.op
         if not isinstance(op, ops.Recv):
             return False
@@ -126,14 +127,14 @@ class Matcher:
     def handle(self, frame: Frame) -> None:
         """Act on a frame of the peer.
 
-        :raises ProtocolError: it makes no sense.
+        :raises ProtocolError: the frame makes no sense.
         """
         self._handlers[frame.header.kind](frame)
 
     def close(self, error: CommError) -> None:
-        """The peer has said goodbye: what waits for it fails, and so will what is posted later.
+        """Fail all ops that wait for the peer, and all that are posted later, because the peer has closed.
 
-        What it sent before and nobody asked for can still be received; what it only announced will not come.
+        Eager messages that the peer sent before can still be received. Messages that it only announced will not come.
         """
         with self._lock:
             self._close_error = error
@@ -149,7 +150,7 @@ class Matcher:
             self._inbox.put(conclude, work, error)
 
     def has_transfer_under_way(self) -> bool:
-        """Whether a large message was under way from the peer or to it."""
+        """Return whether a large message is under way from the peer or to it."""
         with self._lock:
             return bool(self._receiving or self._sending)
 
@@ -169,7 +170,7 @@ class Matcher:
             self._inbox.put(conclude, work, outcome)
 
     def _deliver(self, header: Header, payload: Tensor | None, op: ops.Recv, work: Completion) -> Any:
-        """Deliver a message or, if it was only announced, ask for it."""
+        """Deliver a message or, if it was only announced, request its data."""
         buffer = flat(op.tensor)
         outcome = _outcome_of(header, op, self._connection.peer)
         short = outcome is OP_RESULT or isinstance(outcome, MessageTruncatedError)
@@ -189,7 +190,7 @@ class Matcher:
             try:
                 received = self._connection.receive_data(buffer)
             except RuntimeError:
-                return _PENDING  # the peer is lost, and the reader is about to say so
+                return _PENDING  # the peer is lost, and the reader is about to report it
             self._receiving.append((ident, received, op, work, outcome))
         self._connection.send(pack(Header(CTS, ident=ident, nbytes=buffer.numel())))
         return _PENDING if buffer.numel() else outcome
@@ -208,7 +209,7 @@ class Matcher:
         behind = pack(Header(DATA, ident=header.ident))
         with self._lock:
             self._sending[header.ident] = (payload, work, behind, None)
-        # Either abandon() has seen what goes behind the data, or we see here that it was called.
+        # Either abandon() has seen the frame behind the data, or this line sees that abandon() was called.
         if not self._abandoned:
             sent = self._connection.send_data(payload[: header.nbytes], behind)
             with self._lock:
@@ -224,10 +225,10 @@ class Matcher:
         try:
             received.wait(FOREVER)
         except RuntimeError:
-            return  # kept in _receiving, for the tensor; the reader sees that the peer is lost
+            return  # it stays in _receiving, which keeps the tensor; the reader notices that the peer is lost
         with self._lock:
             self._receiving.popleft()
-        # First, so that it reaches the peer even if the loop closes as soon as the work is complete.
+        # DONE is sent first, so that it reaches the peer even if the loop closes as soon as the work is complete.
         self._connection.send(pack(Header(DONE, ident=frame.header.ident)))
         self._inbox.put(conclude, work, outcome)
 
@@ -243,13 +244,16 @@ class Matcher:
             self._credit = min(_CREDIT, self._credit + frame.header.ident)
 
     def abandon(self) -> None:
-        """From now on the program may write into what is being sent. Any thread, or a signal handler: takes no lock."""
+        """Invalidate all messages that are being sent: the program may write into their tensors from now on.
+
+        Any thread or a signal handler may call this, so it takes no lock.
+        """
         self._abandoned = True
         for _, _, frame, _ in list(self._sending.values()):
             void(frame)
 
     def clear(self) -> None:
-        """Let go of all tensors; the group is poisoned and its threads have ended."""
+        """Release all tensors. The group is poisoned and its threads have ended."""
         self._receiving.clear()
         self._announced.clear()
         self._sending.clear()
@@ -258,7 +262,7 @@ class Matcher:
 
 
 def _outcome_of(header: Header, op: ops.Recv, peer: int) -> CommError | object:
-    """What a receive is completed with when it has taken a message."""
+    """Return the outcome of a receive that has taken a message."""
     wanted = op.tensor
     if wanted.untyped_storage().nbytes() < wanted.nbytes:
         return CommError("the tensor's storage was resized while the op had it, and has no room for the message")

@@ -1,4 +1,4 @@
-"""The plug-in itself: one rank's links, its collectives and its end."""
+"""The plug-in itself: one rank's control connections, its messages and collectives, and how it ends."""
 
 from __future__ import annotations
 
@@ -29,35 +29,35 @@ from aiocomms_c10d.matching import Matcher
 from aiocomms_c10d.wire import Frame, Header
 
 _ABORT_PATIENCE: Final = 0.1
-"""Seconds in which the peers are told the reason of an abort."""
+"""Seconds that telling all peers the reason of an abort may take."""
 _GOODBYE: Final = 2.0
-"""Seconds in which each peer confirms that it has got everything; it does so without its loop."""
+"""Seconds in which all peers must confirm that they have received everything. They do so without their loops."""
 
 
 class C10dTransport(Transport):
-    """Runs over a gloo process group, of its own or a user's.
+    """Runs over a gloo process group, its own or a user's.
 
-    Point-to-point messages and the agreement on collectives are frames between threads, two of them per peer; large
-    collectives are gloo's own. Nothing of this waits for a rank's loop, but for the completion of that rank's works.
+    Point-to-point messages and the agreement on collectives are frames between threads, two of them per peer. Large
+    collectives are gloo's own. Only the completion of a rank's works waits for that rank's loop; nothing else does.
     """
 
     capabilities = Capabilities(ops=(ops.P2P - {ops.Batch}) | ops.COLLECTIVES)
 
     def __init__(self, rank: int, size: int, gloo: Any, group: Any) -> None:
-        """Begin.
+        """Start the reader's threads.
 
-        :param gloo: our own group, for frames; None in a world of one.
-        :param group: the group that collectives run on; the same one, or the user's.
+        :param gloo: this communicator's own group, for frames; None if there is only one rank.
+        :param group: the group that collectives run on: the same one, or the user's.
         """
         self._rank = rank
         self._gloo = gloo
         self._adopted = None if group is gloo else group
         self._inbox = Inbox()
         self._lost = threading.Event()
-        self._abort_error: CommError | None = None  # of the first abort
+        self._abort_error: CommError | None = None  # the error of the first abort
         self._stop_lock = threading.Lock()
-        self._stopped = False  # no peer is missed any more
-        self._closed: frozenset[int] = frozenset()  # peers that have
+        self._stopped = False  # from now on the loss of a peer is not reported
+        self._closed: frozenset[int] = frozenset()  # the peers that have closed
         peers = [] if gloo is None else [peer for peer in range(size) if peer != rank]
         self._connections = {peer: self._connection(peer, size) for peer in peers}
         self._matchers = {peer: Matcher(connection, self._inbox) for peer, connection in self._connections.items()}
@@ -84,12 +84,12 @@ class C10dTransport(Transport):
 
     @classmethod
     def probe(cls, device: torch.device) -> str | None:
-        """See :meth:`Transport.probe`: where torch has no gloo, this module is not imported."""
+        """See :meth:`Transport.probe`. Where torch has no gloo, this module cannot be imported."""
         return None
 
     @classmethod
     def preference(cls, device: torch.device, size: int, family: ops.Family) -> int:
-        """See :meth:`Transport.preference`: what there is where nothing faster is."""
+        """See :meth:`Transport.preference`. It is the choice where there is no faster transport."""
         return 10 if device.type == "cpu" else 0
 
     @classmethod
@@ -99,12 +99,12 @@ class C10dTransport(Transport):
 
     @classmethod
     async def open(cls, rendezvous: Rendezvous, options: Mapping[str, Any]) -> Self:
-        """See :meth:`Transport.open`. Hint ``"adopt"``: a process group for the collectives; it stays its owner's."""
+        """See :meth:`Transport.open`. Hint ``"adopt"``: a process group for the collectives, which the user keeps."""
         rank, size = rendezvous.rank, rendezvous.size
         if size == 1:
             return cls(rank, size, None, None)
         group = options.get("adopt")
-        # A second communicator over one group would mix up its collectives with the first one's.
+        # A second communicator over one group would mix up its collectives with those of the first.
         adopt = cls.adopts(group) and not any(other is group for other in _adopted_groups)
         if adopt:
             _adopted_groups.append(group)
@@ -118,7 +118,7 @@ class C10dTransport(Transport):
         return transport
 
     async def split(self, rendezvous: Rendezvous, ranks: Sequence[int], options: Mapping[str, Any]) -> Self:
-        """See :meth:`Transport.split`. A group that was adopted has other ranks than these."""
+        """See :meth:`Transport.split`. It does not pass on an adopted group, which has other ranks than these."""
         return await self.open(rendezvous, {**options, "adopt": None})
 
     @classmethod
@@ -190,7 +190,7 @@ class C10dTransport(Transport):
         self._fail(error)
 
     def _lose_peer(self, peer: int, error: CommError | None) -> None:
-        """A peer will say nothing more."""
+        """Handle that no frame will come from a peer any more."""
         if self._stopped:
             return
         if error is not None:
@@ -203,12 +203,12 @@ class C10dTransport(Transport):
             self._fail(gone(peer))
 
     def _fail_if_needed(self, peer: int) -> None:
-        """A peer has closed. That is the end of all when a collective needs it; a message fails alone."""
+        """Lose the communicator if a collective needs a peer that has closed. A message that needs it fails alone."""
         if self._agreement.waits_for(peer):
             self._fail(closed_by(peer))
 
     def _fail(self, error: CommError) -> None:
-        """The communicator is lost; behind what was complete before."""
+        """Report that the communicator is lost, on the loop, after the works that were complete before."""
         self._lost.set()
         self._inbox.put(lambda: self.on_failure(error))
 
@@ -223,14 +223,14 @@ class C10dTransport(Transport):
             self._abort_error = error
             try:
                 threading.Thread(target=self._stop, name="aiocomms c10d aborts", daemon=True).start()
-            except RuntimeError:  # there are no more threads
+            except RuntimeError:  # no thread can be started
                 self._stop()
 
     async def aclose(self) -> None:
         """See :meth:`Transport.aclose`."""
         try:
             await run_in_thread(self._close, anyhow=True)
-        finally:  # what a cancelled close leaves behind ends without it
+        finally:  # if the close is cancelled, the thread that it leaves behind needs no inbox
             self._inbox.drain()
             self._inbox.close()
 
@@ -249,7 +249,7 @@ class C10dTransport(Transport):
             _adopted_groups.remove(self._adopted)
 
     def _say_goodbye(self) -> None:
-        """Say goodbye, and stay until everybody has got all that was sent."""
+        """Say goodbye to all peers, and wait until they have received everything that was sent."""
         for connection in self._connections.values():
             connection.send(wire.pack(Header(wire.BYE)))
         ends = time.monotonic() + _GOODBYE
@@ -257,7 +257,7 @@ class C10dTransport(Transport):
             connection.flushed.wait(max(0.0, ends - time.monotonic()))
 
     def _stop(self) -> None:
-        """Tell the peers why, if there is a reason, and break all connections. Twice is once."""
+        """Break all connections; tell the peers the reason before, if there is one. Idempotent."""
         with self._stop_lock:
             if self._stopped:
                 return
@@ -277,7 +277,7 @@ class C10dTransport(Transport):
 
 
 def _aliased(op: ops.Op) -> ops.Op:
-    """The op with tensors of our own, of the same memory: its program may give its own other memory meanwhile."""
+    """Return the op with aliases of its tensors: meanwhile the program may give its own tensors other memory."""
     aliases: dict[str, Any] = {}
     for name in op.__struct_fields__:
         value = getattr(op, name)
@@ -290,11 +290,11 @@ def _aliased(op: ops.Op) -> ops.Op:
 
 _open_transports: weakref.WeakSet[C10dTransport] = weakref.WeakSet()
 _adopted_groups: list[Any] = []
-"""Groups that a communicator runs over."""
+"""The users' groups that a communicator runs over."""
 
 
 def _stop_all() -> None:
-    """Without this a reader might wake up in an interpreter that is half gone, and take the process with it."""
+    """Stop all transports at exit: a reader that wakes up in an interpreter half torn down may crash the process."""
     for transport in list(_open_transports):
         transport._stop()
         for connection in transport._connections.values():
@@ -302,4 +302,4 @@ def _stop_all() -> None:
 
 
 atexit.register(_stop_all)
-os.register_at_fork(after_in_child=_open_transports.clear)  # the connections are the parent's
+os.register_at_fork(after_in_child=_open_transports.clear)  # the connections belong to the parent

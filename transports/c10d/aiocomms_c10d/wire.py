@@ -1,6 +1,6 @@
-"""What the ranks say to each other: frames, each a fixed header and a body that it describes.
+"""The wire format: frames, each with a fixed header and a body that the header describes.
 
-Every frame is received into a buffer of one fixed size, and a header that does not fit it is refused before use.
+Every frame is received into a buffer of one fixed size. A header that does not fit this buffer is refused before use.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from aiocomms.lowlevel import Reason
 VERSION: Final = 4
 
 EAGER, RTS, CTS, DATA, VOID, DONE, CREDIT, CALL, LANDED, ABORT, BYE, BYE_ACK, ACK = range(13)
-"""Kinds: a message with its payload; a large one announced, asked for, sent, given up while it was being sent, and
-received; room for eager messages given back; one rank's part in the agreement on a collective, and that gloo is done
-with its tensors there; the end of the communicator, for a reason or for none; and that so many frames have come."""
+"""The kinds of frames.
+
+EAGER carries a message with its payload. A large message is announced (RTS), requested (CTS), sent (DATA), invalidated
+while it is being sent (VOID), and received (DONE). CREDIT gives back room for eager messages. CALL is one rank's
+announcement of a collective, and LANDED says that gloo is done with that rank's tensors. ABORT ends the communicator
+for a reason, BYE without one, and BYE_ACK confirms a BYE. ACK says how many frames have arrived."""
 
 INLINE: Final = 64 * 1024
-"""Most bytes of payload that a frame carries; larger tensors travel on their own."""
+"""Most bytes of payload that a frame carries. Larger tensors travel outside of frames."""
 
 TEXT: Final = 3072
 """Most bytes of text in a frame."""
@@ -31,7 +34,7 @@ TEXT: Final = 3072
 _HEADER = struct.Struct("<4sBBBBiHHqq")
 _MAGIC: Final = b"aioC"
 _KIND: Final = 5
-"""Where it stands."""
+"""The offset of the kind in the header."""
 _DTYPES: Final = (
     torch.bool,
     torch.uint8,
@@ -53,12 +56,12 @@ _REASONS: Final = ("CommAbortedError", "PeerDiedError", "MismatchError", "CommTi
 
 
 class Header(NamedTuple):
-    """A frame's header; what a kind has no use for is 0.
+    """A frame's header. A field that a kind does not use is 0.
 
     :param ident: the number of a large message or of a collective, or an amount.
     :param nbytes: the size of the message, or of the payload in this frame.
-    :param text: bytes of text in this frame.
-    :param sizes: 64-bit integers in this frame, after the text.
+    :param text: the number of bytes of text in this frame.
+    :param sizes: the number of 64-bit integers in this frame, after the text.
     """
 
     kind: int
@@ -77,7 +80,7 @@ class Header(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """A frame as it was received; the payload is a view of a buffer that the next frame will overwrite."""
+    """A frame as it was received. Its payload is a view of a buffer that a later frame overwrites."""
 
     header: Header
     text: bytes
@@ -86,7 +89,7 @@ class Frame(NamedTuple):
 
 
 def capacity(size: int) -> int:
-    """Bytes of the largest frame in a communicator of ``size`` ranks."""
+    """Return the bytes of the largest frame in a communicator of ``size`` ranks."""
     return _HEADER.size + TEXT + 16 * size + INLINE
 
 
@@ -94,7 +97,7 @@ def pack(header: Header, text: bytes = b"", sizes: Sequence[int] = (), payload: 
     """Make a frame.
 
     :param payload: flat and of dtype uint8.
-    :returns: its bytes, in memory of their own.
+    :returns: the frame's bytes, in memory of their own.
     """
     start = _HEADER.size + len(text) + 8 * len(sizes)
     buffer = bytearray(start + (0 if payload is None else payload.numel()))
@@ -113,16 +116,16 @@ def pack(header: Header, text: bytes = b"", sizes: Sequence[int] = (), payload: 
 
 
 def void(frame: Tensor) -> None:
-    """Make a frame of kind DATA say VOID, unless gloo has sent it: gloo reads it only then."""
+    """Turn a DATA frame into a VOID frame. It has an effect until gloo sends the frame: gloo reads it only then."""
     frame[_KIND] = VOID
 
 
 def unpack(buffer: bytearray, tensor: Tensor) -> Frame:
     """Read a frame.
 
-    :param buffer: where it was received.
+    :param buffer: the memory into which it was received.
     :param tensor: the same memory.
-    :raises ProtocolError: it makes no sense.
+    :raises ProtocolError: the frame makes no sense.
     """
     magic, version, *fields = _HEADER.unpack_from(buffer)
     header = Header(*fields)
@@ -144,14 +147,14 @@ def unpack(buffer: bytearray, tensor: Tensor) -> Frame:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's memory as bytes."""
+    """Return a contiguous tensor's memory as bytes."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 
 def pack_error(error: CommError, rank: int, call: int) -> Tensor:
-    """Make the frame that tells a peer why this rank gives up.
+    """Make the frame that tells a peer why this rank aborts.
 
-    :param call: the collective that ranks disagree on, or -1.
+    :param call: the number of the collective that ranks disagree on, or -1.
     """
     reason = Reason.of(error, rank)
     header = Header(ABORT, dtype=_REASONS.index(reason.error), tag=reason.peer, ident=call)
@@ -159,7 +162,7 @@ def pack_error(error: CommError, rank: int, call: int) -> Tensor:
 
 
 def unpack_error(frame: Frame) -> CommError:
-    """The reason in a peer's last frame."""
+    """Return the reason of an abort, from a peer's ABORT frame."""
     code = frame.header.dtype
     kind = _REASONS[code] if code < len(_REASONS) else _REASONS[0]
     return Reason(kind, frame.text.decode(errors="replace"), frame.header.tag).to_error()
