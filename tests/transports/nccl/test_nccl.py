@@ -81,7 +81,7 @@ def transport(comm: Any) -> FakeNcclTransport:
 
 def fake_comm(comm: Any) -> Any:
     """The fake NCCL communicator of the collectives, which a test makes fail; nobody but its transport sees it."""
-    return transport(comm)._bench.comm
+    return transport(comm)._comm_stream.comm
 
 
 def sleepers() -> list[threading.Thread]:
@@ -239,7 +239,7 @@ async def test_memory_that_an_op_takes_is_kept_until_done(cuda: FakeCuda, monkey
     monkeypatch.setattr(cuda, "empty_like", noted)
     async with world(2) as comms:
         work = comms[0].all_reduce(torch.ones(3), ReduceOp.PREMUL_SUM(2.0))
-        stream = transport(comms[0])._bench.stream  # the transport's own, which no caller of an op sees
+        stream = transport(comms[0])._comm_stream.stream  # the transport's own, which no caller of an op sees
         while len(stream.queue) > 2:  # noqa: ASYNC110 - until it waits in NCCL, with the end event behind it
             await asyncio.sleep(0)
         gc.collect()
@@ -681,7 +681,7 @@ async def test_communicators_end_at_once(cuda: FakeCuda, monkeypatch: pytest.Mon
         await _with_lanes(comms)
         for comm in comms:
             monkeypatch.setattr(fake_comm(comm), end, lambda: gone.wait(20))
-        lanes = [bench.comm for comm in comms for bench in transport(comm)._messages.benches()]
+        lanes = [comm_stream.comm for comm in comms for comm_stream in transport(comm)._matcher.comm_streams()]
         assert len(lanes) == 4
         for comm in comms if end == "abort" else ():
             comm.abort("for the test")
@@ -736,8 +736,8 @@ async def test_nccl_that_does_not_come_back(cuda: FakeCuda, monkeypatch: pytest.
 async def test_a_rank_that_dies(cuda: FakeCuda) -> None:
     async with world(2) as comms:
         work = comms[0].all_reduce(torch.ones(3))
-        for peer in list(transport(comms[1]).mesh.peers):
-            transport(comms[1]).mesh._drop(peer)  # a connection that breaks, without an end of its process
+        for peer in list(transport(comms[1]).control.peers):
+            transport(comms[1]).control._disconnect(peer)  # a connection that breaks, without an end of its process
         with pytest.raises(PeerDiedError, match="rank 1 is gone"):
             await work
 

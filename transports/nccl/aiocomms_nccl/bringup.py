@@ -62,7 +62,7 @@ def hello(gpu: str, library: Nccl) -> Hello:
     )  # fmt: skip
 
 
-async def meet(rendezvous: Rendezvous, mine: Hello) -> list[Hello]:
+async def exchange_hellos(rendezvous: Rendezvous, mine: Hello) -> list[Hello]:
     """Get every rank's hello.
 
     :raises ArgumentError: the ranks cannot work together; says what to change.
@@ -82,16 +82,17 @@ def check(hellos: Sequence[Hello]) -> None:
     :raises ArgumentError: they cannot; says what to change.
     """
     first = hellos[0]
-    for rank, it in enumerate(hellos):
-        if (it.version, it.byte_order) != (first.version, first.byte_order):
+    for rank, record in enumerate(hellos):
+        if (record.version, record.byte_order) != (first.version, first.byte_order):
             raise ProtocolError(f"rank {rank} and rank 0 run versions of aiocomms that do not understand each other")
-        if it.nccl // 100 != first.nccl // 100:
+        if record.nccl // 100 != first.nccl // 100:
             raise ArgumentError(
-                f"rank {rank} has NCCL {readable(it.nccl)}, rank 0 has {readable(first.nccl)}; install one on all ranks"
+                f"rank {rank} has NCCL {readable(record.nccl)}, rank 0 has {readable(first.nccl)}; "
+                "install one on all ranks"
             )
     seen: dict[str, int] = {}
-    for rank, it in enumerate(hellos):
-        other = seen.setdefault(it.gpu, rank)
+    for rank, record in enumerate(hellos):
+        other = seen.setdefault(record.gpu, rank)
         if other != rank:
             _check_shared_gpu(hellos, other, rank)
 
@@ -135,7 +136,7 @@ async def connect(rendezvous: Rendezvous, hellos: Sequence[Hello], library: Nccl
 
 def _listener(rendezvous: Rendezvous, hellos: Sequence[Hello]) -> socket.socket:
     mine = hellos[rendezvous.rank]
-    others = [it.name for it in hellos if it.host != mine.host]
+    others = [record.name for record in hellos if record.host != mine.host]
     address = reachable_address(others, rendezvous.store) if others else LOOPBACK
     return socket.create_server((address, 0), backlog=rendezvous.size)
 
@@ -174,9 +175,9 @@ def _accept(listener: socket.socket, token: bytes) -> tuple[int, socket.socket]:
     connection, _ = listener.accept()
     connection.settimeout(_PATIENCE)
     with contextlib.suppress(OSError):
-        said = connection.recv(_HELLO.size, socket.MSG_WAITALL)
-        if len(said) == _HELLO.size:
-            rank, theirs = _HELLO.unpack(said)
-            if secrets.compare_digest(theirs, token):
+        greeting = connection.recv(_HELLO.size, socket.MSG_WAITALL)
+        if len(greeting) == _HELLO.size:
+            rank, token_given = _HELLO.unpack(greeting)
+            if secrets.compare_digest(token_given, token):
                 return int(rank), connection
     return -1, connection

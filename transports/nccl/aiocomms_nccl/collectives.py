@@ -17,7 +17,7 @@ from aiocomms_nccl.dtypes import Reduction, reduction
 from aiocomms_nccl.nccl import Nccl, NcclComm
 
 
-class Bench:
+class CommStream:
     """What collectives work with: one rank's communicator and stream."""
 
     def __init__(
@@ -41,9 +41,9 @@ class Bench:
         self._high = high
         self._kept: list[Tensor] = []
 
-    def like(self, comm: NcclComm, rank: int, size: int) -> Bench:
+    def like(self, comm: NcclComm, rank: int, size: int) -> CommStream:
         """Another communicator of this rank's, with a stream of its own."""
-        return Bench(self.cuda, self.nccl, comm, rank, size, self._scratch, self._high)
+        return CommStream(self.cuda, self.nccl, comm, rank, size, self._scratch, self._high)
 
     def taken(self) -> list[Tensor]:
         """The memory that the last op has taken for itself: to be kept until it is done."""
@@ -116,139 +116,141 @@ class Bench:
             self.cuda.enqueue(self.stream, lambda: out.view(torch.uint8).bitwise_and_(1))
 
 
-def open_bench(cuda: Cuda, library: Nccl, form: Callable[[], NcclComm], rendezvous: Rendezvous, high: bool) -> Bench:
+def open_comm_stream(
+    cuda: Cuda, library: Nccl, form: Callable[[], NcclComm], rendezvous: Rendezvous, high: bool
+) -> CommStream:
     """Form NCCL's communicator and connect everything; blocks."""
     scratch = torch.zeros(2, dtype=torch.uint8, device=rendezvous.device)
-    bench = Bench(cuda, library, form(), rendezvous.rank, rendezvous.size, scratch, high)
-    bench.warm()
-    return bench
+    comm_stream = CommStream(cuda, library, form(), rendezvous.rank, rendezvous.size, scratch, high)
+    comm_stream.warm()
+    return comm_stream
 
 
-Start = Callable[[Bench, Any], None]
+Start = Callable[[CommStream, Any], None]
 """Enqueues a collective. Raises before anything is enqueued, or what NCCL raises."""
 
 
-def barrier(b: Bench, op: ops.Op) -> None:
+def barrier(cs: CommStream, op: ops.Op) -> None:
     """An all_reduce of one byte."""
-    b.meet()
+    cs.meet()
 
 
-def broadcast(b: Bench, op: ops.Broadcast) -> None:
+def broadcast(cs: CommStream, op: ops.Broadcast) -> None:
     """Native, as bytes."""
     pointer = op.tensor.data_ptr()
     if op.tensor.nbytes:
-        b.comm.broadcast(pointer, pointer, op.tensor.nbytes, nccl.UINT8, op.root, b.handle)
+        cs.comm.broadcast(pointer, pointer, op.tensor.nbytes, nccl.UINT8, op.root, cs.handle)
 
 
-def all_reduce(b: Bench, op: ops.AllReduce) -> None:
+def all_reduce(cs: CommStream, op: ops.AllReduce) -> None:
     """Native."""
     tensor = op.tensor
     if not tensor.numel():
-        return b.meet()
+        return cs.meet()
     how = reduction(op.op, tensor.dtype)
-    (given,) = b.scaled(how, op.op.factor, [tensor])
+    (given,) = cs.scaled(how, op.op.factor, [tensor])
     count = tensor.numel() * how.parts
-    b.comm.allReduce(given.data_ptr(), tensor.data_ptr(), count, how.dtype, how.op, b.handle)
-    return b.finish(how, tensor)
+    cs.comm.allReduce(given.data_ptr(), tensor.data_ptr(), count, how.dtype, how.op, cs.handle)
+    return cs.finish(how, tensor)
 
 
-def reduce(b: Bench, op: ops.Reduce) -> None:
+def reduce(cs: CommStream, op: ops.Reduce) -> None:
     """Native; only the root names where the result goes."""
     tensor = op.tensor
     if not tensor.numel():
         return
     how = reduction(op.op, tensor.dtype)
-    (given,) = b.scaled(how, op.op.factor, [tensor])
-    out = tensor.data_ptr() if b.rank == op.root else 0
-    b.comm.reduce(given.data_ptr(), out, tensor.numel() * how.parts, how.dtype, how.op, op.root, b.handle)
-    if b.rank == op.root:
-        b.finish(how, tensor)
+    (given,) = cs.scaled(how, op.op.factor, [tensor])
+    out = tensor.data_ptr() if cs.rank == op.root else 0
+    cs.comm.reduce(given.data_ptr(), out, tensor.numel() * how.parts, how.dtype, how.op, op.root, cs.handle)
+    if cs.rank == op.root:
+        cs.finish(how, tensor)
 
 
-def all_gather_single(b: Bench, op: ops.AllGatherSingle) -> None:
+def all_gather_single(cs: CommStream, op: ops.AllGatherSingle) -> None:
     """Native, as bytes."""
     if not op.input.numel():
-        return b.meet()
-    b.comm.allGather(op.input.data_ptr(), op.output.data_ptr(), op.input.nbytes, nccl.UINT8, b.handle)
+        return cs.meet()
+    cs.comm.allGather(op.input.data_ptr(), op.output.data_ptr(), op.input.nbytes, nccl.UINT8, cs.handle)
     return None
 
 
-def all_gather(b: Bench, op: ops.AllGather) -> None:
+def all_gather(cs: CommStream, op: ops.AllGather) -> None:
     """A group of broadcasts, one from each rank."""
     if not any(out.numel() for out in op.outputs):
-        return b.meet()
-    with b.group():
+        return cs.meet()
+    with cs.group():
         for root, out in enumerate(op.outputs):
-            given = op.input if root == b.rank else out
+            given = op.input if root == cs.rank else out
             if out.numel():
-                b.comm.broadcast(given.data_ptr(), out.data_ptr(), out.nbytes, nccl.UINT8, root, b.handle)
+                cs.comm.broadcast(given.data_ptr(), out.data_ptr(), out.nbytes, nccl.UINT8, root, cs.handle)
     return None
 
 
-def reduce_scatter_single(b: Bench, op: ops.ReduceScatterSingle) -> None:
+def reduce_scatter_single(cs: CommStream, op: ops.ReduceScatterSingle) -> None:
     """Native."""
     out = op.output
     if not out.numel():
-        return b.meet()
+        return cs.meet()
     how = reduction(op.op, out.dtype)
-    (given,) = b.scaled(how, op.op.factor, [op.input])
-    b.comm.reduceScatter(given.data_ptr(), out.data_ptr(), out.numel() * how.parts, how.dtype, how.op, b.handle)
-    return b.finish(how, out)
+    (given,) = cs.scaled(how, op.op.factor, [op.input])
+    cs.comm.reduceScatter(given.data_ptr(), out.data_ptr(), out.numel() * how.parts, how.dtype, how.op, cs.handle)
+    return cs.finish(how, out)
 
 
-def reduce_scatter(b: Bench, op: ops.ReduceScatter) -> None:
+def reduce_scatter(cs: CommStream, op: ops.ReduceScatter) -> None:
     """A group of reductions, one to each rank."""
     if not any(part.numel() for part in op.inputs):
-        return b.meet()
+        return cs.meet()
     how = reduction(op.op, op.output.dtype)
-    given = b.scaled(how, op.op.factor, op.inputs)
-    with b.group():
+    given = cs.scaled(how, op.op.factor, op.inputs)
+    with cs.group():
         for root, part in enumerate(given):
             if part.numel():
-                out = op.output.data_ptr() if root == b.rank else 0
-                b.comm.reduce(part.data_ptr(), out, part.numel() * how.parts, how.dtype, how.op, root, b.handle)
-    return b.finish(how, op.output)
+                out = op.output.data_ptr() if root == cs.rank else 0
+                cs.comm.reduce(part.data_ptr(), out, part.numel() * how.parts, how.dtype, how.op, root, cs.handle)
+    return cs.finish(how, op.output)
 
 
-def all_to_all(b: Bench, op: ops.AllToAll) -> None:
+def all_to_all(cs: CommStream, op: ops.AllToAll) -> None:
     """A group of sends and receives, one of each with each other rank; this rank's own part is copied."""
-    ins, outs = op.ins(b.size), op.outs(b.size)
-    b.copy(outs[b.rank], ins[b.rank])
-    with b.group():
-        for peer in range(b.size):
-            if peer != b.rank:
-                b.send(ins[peer], peer)
-                b.recv(outs[peer], peer)
+    ins, outs = op.ins(cs.size), op.outs(cs.size)
+    cs.copy(outs[cs.rank], ins[cs.rank])
+    with cs.group():
+        for peer in range(cs.size):
+            if peer != cs.rank:
+                cs.send(ins[peer], peer)
+                cs.recv(outs[peer], peer)
 
 
-def gather(b: Bench, op: ops.Gather) -> None:
+def gather(cs: CommStream, op: ops.Gather) -> None:
     """A group of receives on the root, a send elsewhere."""
     if not op.input.numel():
         return
-    if b.rank != op.root:
-        b.send(op.input, op.root)
+    if cs.rank != op.root:
+        cs.send(op.input, op.root)
         return
-    outs = op.outs(b.size)
-    b.copy(outs[b.rank], op.input)
-    with b.group():
-        for peer in range(b.size):
-            if peer != b.rank:
-                b.recv(outs[peer], peer)
+    outs = op.outs(cs.size)
+    cs.copy(outs[cs.rank], op.input)
+    with cs.group():
+        for peer in range(cs.size):
+            if peer != cs.rank:
+                cs.recv(outs[peer], peer)
 
 
-def scatter(b: Bench, op: ops.Scatter) -> None:
+def scatter(cs: CommStream, op: ops.Scatter) -> None:
     """A group of sends on the root, a receive elsewhere."""
     if not op.output.numel():
         return
-    if b.rank != op.root:
-        b.recv(op.output, op.root)
+    if cs.rank != op.root:
+        cs.recv(op.output, op.root)
         return
-    ins = op.ins(b.size)
-    b.copy(op.output, ins[b.rank])
-    with b.group():
-        for peer in range(b.size):
-            if peer != b.rank:
-                b.send(ins[peer], peer)
+    ins = op.ins(cs.size)
+    cs.copy(op.output, ins[cs.rank])
+    with cs.group():
+        for peer in range(cs.size):
+            if peer != cs.rank:
+                cs.send(ins[peer], peer)
 
 
 START: Final[dict[type[ops.Op], Start]] = {

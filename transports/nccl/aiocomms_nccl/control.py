@@ -16,7 +16,7 @@ from aiocomms_nccl.wire import Frame, pack, unpack
 _PIECE: Final = 64 * 1024
 
 
-class Mesh:
+class Control:
     """All connections, and what wakes the loop when one has something to say, or when :meth:`wake` is called."""
 
     def __init__(self, sockets: Mapping[int, socket.socket]) -> None:
@@ -30,7 +30,7 @@ class Mesh:
         self._lock = threading.RLock()  # a signal handler may abort what it interrupts
         self._pushing = False
         self._unsent = {peer: bytearray() for peer in sockets}
-        self._heard = {peer: bytearray() for peer in sockets}
+        self._received = {peer: bytearray() for peer in sockets}
         self._peers = {connection.fileno(): peer for peer, connection in sockets.items()}
         self._epoll = select.epoll()
         self._epoll.register(self._waker.fileno(), select.EPOLLIN)
@@ -54,20 +54,20 @@ class Mesh:
     def poll(self) -> list[tuple[int, Frame | ProtocolError | None]]:
         """Frames, and the ranks that they are from; None: the rank has said its last; an error: it makes no sense."""
         self._waker.clear()
-        said: list[tuple[int, Frame | ProtocolError | None]] = []
-        for fd, what in self._epoll.poll(0):
+        frames: list[tuple[int, Frame | ProtocolError | None]] = []
+        for fd, events in self._epoll.poll(0):
             peer = self._peers.get(fd)
             if peer is None:
                 continue  # the waker
-            if what & select.EPOLLOUT:
+            if events & select.EPOLLOUT:
                 with self._lock:
                     self._push(peer)
-            if what & ~select.EPOLLOUT:
-                self._read(peer, said)
-        return said
+            if events & ~select.EPOLLOUT:
+                self._read(peer, frames)
+        return frames
 
-    def _read(self, peer: int, said: list[tuple[int, Frame | ProtocolError | None]]) -> None:
-        buffer, ended = self._heard[peer], False
+    def _read(self, peer: int, frames: list[tuple[int, Frame | ProtocolError | None]]) -> None:
+        buffer, ended = self._received[peer], False
         try:
             data = self._sockets[peer].recv(_PIECE)
             buffer += data
@@ -77,14 +77,14 @@ class Mesh:
         except OSError:
             ended = True
         try:
-            said += [(peer, frame) for frame in unpack(buffer)]
+            frames += [(peer, frame) for frame in unpack(buffer)]
         except ProtocolError as error:
-            said.append((peer, error))
+            frames.append((peer, error))
             ended = True
         if ended:
-            said.append((peer, None))
+            frames.append((peer, None))
             with self._lock:
-                self._drop(peer)
+                self._disconnect(peer)
 
     def _push(self, peer: int) -> None:
         if self._pushing:
@@ -102,7 +102,7 @@ class Mesh:
             self._pushing = False
         self._epoll.modify(connection, select.EPOLLIN | (select.EPOLLOUT if unsent else 0))
 
-    def _drop(self, peer: int) -> None:
+    def _disconnect(self, peer: int) -> None:
         connection = self._sockets.pop(peer)
         del self._peers[connection.fileno()]
         with contextlib.suppress(OSError):
@@ -120,6 +120,6 @@ class Mesh:
                 connection.settimeout(patience)
                 with contextlib.suppress(OSError):
                     connection.sendall(self._unsent[peer])
-                self._drop(peer)
+                self._disconnect(peer)
             self._epoll.close()
             self._waker.close()

@@ -20,8 +20,8 @@ from aiocomms.errors import CommError, MismatchError, ProtocolError, Unsupported
 from aiocomms.lowlevel import misfit
 from aiocomms.transport import OP_RESULT, Completion, conclude
 from aiocomms_nccl import nccl
-from aiocomms_nccl.collectives import Bench
-from aiocomms_nccl.control import Mesh
+from aiocomms_nccl.collectives import CommStream
+from aiocomms_nccl.control import Control
 from aiocomms_nccl.nccl import Nccl, NcclComm
 from aiocomms_nccl.wire import DTYPE_CODES, DTYPE_LIST, Announce, Lane, Take
 
@@ -37,17 +37,17 @@ class Owner(Protocol):
 
     cuda: Cuda
     library: Nccl
-    mesh: Mesh
+    control: Control
     completions: Completions
     aborted: bool
 
     def spawn(self, call: Callable[[], Any], then: Callable[[Any], object]) -> None:
         """Run a blocking call in a thread, and ``then`` on the loop's; an error loses the communicator."""
 
-    def bench(self, comm: NcclComm, rank: int, size: int) -> Bench:
+    def comm_stream(self, comm: NcclComm, rank: int, size: int) -> CommStream:
         """A communicator with a stream."""
 
-    def calling(self, what: str, call: Callable[[], object]) -> bool:
+    def call_nccl(self, what: str, call: Callable[[], object]) -> bool:
         """Call NCCL; False: it has failed, and the communicator is lost."""
 
     def closed_by(self, peer: int) -> CommError | None:
@@ -68,29 +68,29 @@ class Posted:
 class _Lane:
     """One direction between this rank and another."""
 
-    __slots__ = ("bench", "peer", "sends", "waiting")
+    __slots__ = ("comm_stream", "peer", "sends", "waiting")
 
     def __init__(self, peer: int, sends: bool) -> None:
         self.peer = peer
         self.sends = sends
-        self.bench: Bench | None = None
+        self.comm_stream: CommStream | None = None
         self.waiting: deque[tuple[Posted, int, Any]] = deque()
 
 
-class Messages:
+class Matcher:
     """The messages of one rank. Everything on the loop's thread."""
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
         self._number = 0
         self._posted: defaultdict[Key, deque[Posted]] = defaultdict(deque)
-        self._arrived: defaultdict[Key, deque[Announce]] = defaultdict(deque)
+        self._unexpected: defaultdict[Key, deque[Announce]] = defaultdict(deque)
         self._announced: dict[tuple[int, int], Posted] = {}
         self._lanes: dict[tuple[int, bool], _Lane] = {}
 
-    def benches(self) -> list[Bench]:
+    def comm_streams(self) -> list[CommStream]:
         """The lanes that are formed. Any thread."""
-        return [lane.bench for lane in list(self._lanes.values()) if lane.bench is not None]
+        return [lane.comm_stream for lane in list(self._lanes.values()) if lane.comm_stream is not None]
 
     def post(self, op: ops.Send | ops.Recv, work: Completion) -> None:
         """Start a send or a receive.
@@ -113,18 +113,18 @@ class Messages:
             self._number += 1
             self._announced[peer, self._number] = posted
             code = DTYPE_CODES[op.tensor.dtype]
-            owner.mesh.send(peer, Announce(self._number, op.channel, op.tag, code, op.tensor.nbytes))
+            owner.control.send(peer, Announce(self._number, op.channel, op.tag, code, op.tensor.nbytes))
         else:
             self._recv((peer, op.channel, op.tag), posted)
 
     def _recv(self, key: Key, posted: Posted) -> None:
-        arrived = self._arrived.get(key)
-        if not arrived:
+        unexpected = self._unexpected.get(key)
+        if not unexpected:
             self._posted[key].append(posted)
             return
-        message = arrived.popleft()
-        if not arrived:
-            del self._arrived[key]
+        message = unexpected.popleft()
+        if not unexpected:
+            del self._unexpected[key]
         self._take(key[0], message, posted)
 
     def withdraw(self, work: Completion) -> bool:
@@ -142,7 +142,7 @@ class Messages:
                 return True
         return False
 
-    def leave(self, peer: int, error: CommError) -> None:
+    def close_peer(self, peer: int, error: CommError) -> None:
         """A rank has closed: what waits for it fails."""
         orphans = [posted for key in [k for k in self._posted if k[0] == peer] for posted in self._posted.pop(key)]
         orphans += [self._announced.pop(key) for key in [k for k in self._announced if k[0] == peer]]
@@ -152,30 +152,30 @@ class Messages:
 
     # ------------------------------------------------------------------------------------- what the others say
 
-    def hear_announce(self, peer: int, said: Announce) -> None:
+    def handle_announce(self, peer: int, message: Announce) -> None:
         """A rank has a message for this one."""
-        if not 0 <= said.dtype < len(DTYPE_LIST):
-            raise ProtocolError(f"rank {peer} announces a message of dtype number {said.dtype}", peer=peer)
-        key = (peer, said.channel, said.tag)
+        if not 0 <= message.dtype < len(DTYPE_LIST):
+            raise ProtocolError(f"rank {peer} announces a message of dtype number {message.dtype}", peer=peer)
+        key = (peer, message.channel, message.tag)
         queue = self._posted.get(key)
         if not queue:
-            self._arrived[key].append(said)
+            self._unexpected[key].append(message)
             return
         posted = queue.popleft()
         if not queue:
             del self._posted[key]
-        self._take(peer, said, posted)
+        self._take(peer, message, posted)
 
-    def hear_take(self, peer: int, said: Take) -> None:
+    def handle_take(self, peer: int, frame: Take) -> None:
         """A rank takes a message."""
-        posted = self._announced.pop((peer, said.number), None)
-        if posted is None or not 0 <= said.nbytes <= posted.op.tensor.nbytes:
+        posted = self._announced.pop((peer, frame.number), None)
+        if posted is None or not 0 <= frame.nbytes <= posted.op.tensor.nbytes:
             raise ProtocolError(f"rank {peer} takes a message that was not announced", peer=peer)
-        self._transfer(peer, posted, said.nbytes, OP_RESULT)
+        self._transfer(peer, posted, frame.nbytes, OP_RESULT)
 
-    def hear_lane(self, peer: int, said: Lane) -> None:
+    def handle_lane(self, peer: int, frame: Lane) -> None:
         """A rank has taken the first message from this one."""
-        self._form(self._lane(peer, sends=True), lambda: said.unique_id)
+        self._form(self._lane(peer, sends=True), lambda: frame.unique_id)
 
     # ------------------------------------------------------------------------------------------------ transfers
 
@@ -183,7 +183,7 @@ class Messages:
         tensor = posted.op.tensor
         outcome = misfit(peer, DTYPE_LIST[message.dtype], message.nbytes, tensor) or OP_RESULT
         nbytes = 0 if isinstance(outcome, MismatchError) else min(message.nbytes, tensor.nbytes)
-        self._owner.mesh.send(peer, Take(message.number, nbytes))
+        self._owner.control.send(peer, Take(message.number, nbytes))
         self._transfer(peer, posted, nbytes, outcome)
 
     def _transfer(self, peer: int, posted: Posted, nbytes: int, outcome: Any) -> None:
@@ -194,7 +194,7 @@ class Messages:
         new = (peer, sends) not in self._lanes
         lane = self._lane(peer, sends)
         if new and not sends:
-            self._form(lane, lambda: self._ask(peer))
+            self._form(lane, lambda: self._request_lane(peer))
         lane.waiting.append((posted, nbytes, outcome))
         self._flush(lane)
 
@@ -204,38 +204,38 @@ class Messages:
             lane = self._lanes[peer, sends] = _Lane(peer, sends)
         return lane
 
-    def _ask(self, peer: int) -> bytes:
+    def _request_lane(self, peer: int) -> bytes:
         """In a thread: have the sender come to a new communicator."""
         unique_id = self._owner.library.unique_id()
-        self._owner.mesh.send(peer, Lane(unique_id))
+        self._owner.control.send(peer, Lane(unique_id))
         return unique_id
 
     def _form(self, lane: _Lane, unique_id: Callable[[], bytes]) -> None:
         owner, rank = self._owner, _SENDER if lane.sends else 1 - _SENDER
 
-        def form() -> Bench:
-            bench = owner.bench(owner.library.communicator(2, unique_id(), rank), rank, 2)
-            bench.warm(lane.sends)
-            return bench
+        def form() -> CommStream:
+            comm_stream = owner.comm_stream(owner.library.communicator(2, unique_id(), rank), rank, 2)
+            comm_stream.warm(lane.sends)
+            return comm_stream
 
-        def formed(bench: Bench) -> None:
-            lane.bench = bench
+        def formed(comm_stream: CommStream) -> None:
+            lane.comm_stream = comm_stream
             self._flush(lane)
 
         owner.spawn(form, formed)
 
     def _flush(self, lane: _Lane) -> None:
         """Enqueue what waits, in the order in which the receiver has taken it: the same at both ends."""
-        bench = lane.bench
-        while bench is not None and lane.waiting:
+        comm_stream = lane.comm_stream
+        while comm_stream is not None and lane.waiting:
             posted, nbytes, outcome = lane.waiting.popleft()
-            bench.stream.wait_event(posted.after)
-            call = bench.comm.send if lane.sends else bench.comm.recv
+            comm_stream.stream.wait_event(posted.after)
+            call = comm_stream.comm.send if lane.sends else comm_stream.comm.recv
             peer = 1 - _SENDER if lane.sends else _SENDER
-            enqueue = functools.partial(call, posted.op.tensor.data_ptr(), nbytes, nccl.UINT8, peer, bench.handle)
-            if not self._owner.calling(posted.op.name, enqueue):
+            enqueue = functools.partial(call, posted.op.tensor.data_ptr(), nbytes, nccl.UINT8, peer, comm_stream.handle)
+            if not self._owner.call_nccl(posted.op.name, enqueue):
                 return
-            self._owner.completions.add(bench.stream, functools.partial(self._finish, posted, outcome))
+            self._owner.completions.add(comm_stream.stream, functools.partial(self._finish, posted, outcome))
 
     def _finish(self, posted: Posted, outcome: Any) -> None:
         self._owner.completions.release(posted.after)

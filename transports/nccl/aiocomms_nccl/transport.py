@@ -19,12 +19,13 @@ from aiocomms.errors import CapturedWorkError, CommAbortedError, CommError, Unsu
 from aiocomms.lowlevel import run_in_thread
 from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport
 from aiocomms_nccl import bringup
-from aiocomms_nccl.collectives import START, Bench, Start, open_bench
-from aiocomms_nccl.control import Mesh
+from aiocomms_nccl.agreement import Agreement
+from aiocomms_nccl.bringup import Hello
+from aiocomms_nccl.collectives import START, CommStream, Start, open_comm_stream
+from aiocomms_nccl.control import Control
 from aiocomms_nccl.dtypes import HALVES, REDUCTIONS
-from aiocomms_nccl.matching import Messages
+from aiocomms_nccl.matching import Matcher
 from aiocomms_nccl.nccl import CudaBrokenError, CupyNccl, Nccl, NcclComm, end_all, explain, guarded, no_cupy, status_of
-from aiocomms_nccl.ranks import Ranks
 
 HIGH_PRIORITY: Final = "high_priority_stream"
 """The hint with which a communicator's streams are served before others."""
@@ -50,16 +51,16 @@ class NcclTransport(Transport):
         spin=SPIN,
     )
 
-    def __init__(self, cuda: Cuda, library: Nccl, mesh: Mesh, hellos: Sequence[bringup.Hello], bench: Bench) -> None:
+    def __init__(self, cuda: Cuda, library: Nccl, control: Control, hellos: Sequence[Hello], cs: CommStream) -> None:
         self.cuda = cuda
         self.library = library
-        self.mesh = mesh
-        self.completions = Completions(cuda, mesh.wake, self.capabilities.spin)
-        self._bench = bench
+        self.control = control
+        self.completions = Completions(cuda, control.wake, self.capabilities.spin)
+        self._comm_stream = cs
         self._hellos = list(hellos)
-        self._ranks = Ranks(mesh, bench.rank, self.capabilities.detects_mismatch, self._fail)
-        self._messages = self._ranks.messages = Messages(self)
-        self.closed_by = self._ranks.closed_by
+        self._agreement = Agreement(control, cs.rank, self.capabilities.detects_mismatch, self._fail)
+        self._matcher = self._agreement.matcher = Matcher(self)
+        self.closed_by = self._agreement.closed_by
         self._ends: WeakKeyDictionary[Completion, Event] = WeakKeyDictionary()
         self._captured: list[object] = []  # what is used by a capture, until that has ended
         self._held: deque[tuple[Start, ops.Op, Completion, Event]] | None = None  # while it is being split
@@ -99,7 +100,7 @@ class NcclTransport(Transport):
     async def open(cls, rendezvous: Rendezvous, options: Mapping[str, Any]) -> Self:
         """See :meth:`Transport.open`. Hint ``"high_priority_stream"``: run on streams of high priority."""
         cuda, library = cls.layers(rendezvous.device)
-        hellos = await bringup.meet(rendezvous, bringup.hello(cls.gpu(rendezvous.device), library))
+        hellos = await bringup.exchange_hellos(rendezvous, bringup.hello(cls.gpu(rendezvous.device), library))
         sockets, unique_id = await bringup.connect(rendezvous, hellos, library)
         rank, size = rendezvous.rank, rendezvous.size
         form = functools.partial(library.communicator, size, unique_id, rank)
@@ -108,22 +109,22 @@ class NcclTransport(Transport):
     async def split(self, rendezvous: Rendezvous, ranks: Sequence[int], options: Mapping[str, Any]) -> Self:
         """See :meth:`Transport.split`: by ``ncclCommSplit``."""
         hellos = [self._hellos[rank] for rank in ranks]
-        split = self._hold(ranks[0], rendezvous.rank)
+        split = self._hold_collectives(ranks[0], rendezvous.rank)
         try:
             sockets, _ = await bringup.connect(rendezvous, hellos, None)
             high = bool(options.get(HIGH_PRIORITY))
             return await self._finish(self.cuda, self.library, rendezvous, hellos, sockets, split, high)
         finally:
-            self._let_go()
+            self._post_held()
 
     async def split_nobody(self, rendezvous: Rendezvous) -> None:
         """See :meth:`Transport.split_nobody`: ``ncclCommSplit`` needs every rank."""
-        split = self._hold(_NONE, 0)
+        split = self._hold_collectives(_NONE, 0)
         try:
             call = functools.partial(guarded, self.cuda, self.library, "split", split)
             await rendezvous.run("splitting NCCL's communicator", call)
         finally:
-            self._let_go()
+            self._post_held()
 
     @classmethod
     async def _finish(
@@ -131,35 +132,35 @@ class NcclTransport(Transport):
         cuda: Cuda,
         library: Nccl,
         rendezvous: Rendezvous,
-        hellos: Sequence[bringup.Hello],
+        hellos: Sequence[Hello],
         sockets: Mapping[int, Any],
         form: Callable[[], NcclComm],
         high: bool,
     ) -> Self:
         """Form NCCL's communicator, in a thread that may be left behind."""
-        mesh = Mesh(sockets)
+        control = Control(sockets)
         what = "forming NCCL's communicator"
-        call = functools.partial(open_bench, cuda, library, form, rendezvous, high)
+        call = functools.partial(open_comm_stream, cuda, library, form, rendezvous, high)
         try:
-            bench = await rendezvous.run(what, functools.partial(guarded, cuda, library, what, call))
-            return cls(cuda, library, mesh, hellos, bench)
+            comm_stream = await rendezvous.run(what, functools.partial(guarded, cuda, library, what, call))
+            return cls(cuda, library, control, hellos, comm_stream)
         except BaseException:
-            mesh.close(_PATIENCE)
+            control.close(_PATIENCE)
             raise
 
-    def _hold(self, color: int, key: int) -> Callable[[], Any]:
+    def _hold_collectives(self, color: int, key: int) -> Callable[[], Any]:
         """Hold back collectives while this communicator is split; the split itself, for another thread."""
         self._held = deque()
         quiet = self.cuda.event()
-        quiet.record(self._bench.stream)
+        quiet.record(self._comm_stream.stream)
 
         def split() -> Any:
             quiet.synchronize()  # NCCL wants nothing outstanding
-            return self._bench.comm.commSplit(color, key)
+            return self._comm_stream.comm.commSplit(color, key)
 
         return split
 
-    def _let_go(self) -> None:
+    def _post_held(self) -> None:
         held, self._held = self._held or deque(), None
         for start, op, work, after in held:
             try:
@@ -177,19 +178,19 @@ class NcclTransport(Transport):
             return  # NCCL is not called any more; the communicator ends the work
         try:
             if isinstance(op, (ops.Send, ops.Recv)):
-                self._messages.post(op, work)
+                self._matcher.post(op, work)
             elif (start := START.get(type(op))) is not None:
                 self._collective(start, op, work, captured)
         except RuntimeError as error:
             if captured or "CUDA" not in str(error):
                 raise  # a capture that is broken ends without us
-            self._broken(error)
+            self._fail_cuda(error)
 
     def _collective(self, start: Start, op: ops.Op, work: Completion, captured: bool) -> None:
         if captured and self._held is not None:
             raise UnsupportedOperation("the communicator is being split; capture afterwards")
         if not captured and self._captured:
-            if self.cuda.capturing(self._bench.stream):
+            if self.cuda.capturing(self._comm_stream.stream):
                 raise UnsupportedOperation(
                     "the communicator's stream is being captured, from another stream than the current one: "
                     "end the capture first, or call the op on a stream of the capture"
@@ -211,42 +212,42 @@ class NcclTransport(Transport):
         return event
 
     def _enqueue(self, start: Start, op: ops.Op, work: Completion, after: Event, captured: bool) -> None:
-        bench = self._bench
-        bench.stream.wait_event(after)
+        comm_stream = self._comm_stream
+        comm_stream.stream.wait_event(after)
         try:
-            if not self.calling(op.name, functools.partial(start, bench, op)):
+            if not self.call_nccl(op.name, functools.partial(start, comm_stream, op)):
                 return
         except torch.OutOfMemoryError as error:
             raise CommError(
                 f"there is no GPU memory for what {op.name} needs beside its tensors; nothing was sent on this rank. "
                 f"Free some, and call it again: {str(error).partition(chr(10))[0]}"
             ) from error
-        kept = bench.taken()
+        kept = comm_stream.taken()
         if captured:
             end = self.cuda.event()
-            end.record(bench.stream)
+            end.record(comm_stream.stream)
             self._captured.append((op, after, end, kept))
             self._ends[work] = end
-            self._ranks.call(op, None)
+            self._agreement.call(op, None)
             work.fail(CapturedWorkError(_CAPTURED))
         else:
-            index = self._ranks.call(op, work)
-            finish = functools.partial(self._moved, work, index, after, kept)
-            self._ends[work] = self.completions.add(bench.stream, finish)
+            index = self._agreement.call(op, work)
+            finish = functools.partial(self._finish_collective, work, index, after, kept)
+            self._ends[work] = self.completions.add(comm_stream.stream, finish)
 
-    def _moved(self, work: Completion, index: int, after: Event, kept: object) -> None:
+    def _finish_collective(self, work: Completion, index: int, after: Event, kept: object) -> None:
         """A collective's end event has fired."""
         self.completions.release(after)
         self._ends.pop(work, None)
         if not self.aborted:  # else it may have fired because NCCL has given up
-            self._ranks.moved(index)
+            self._agreement.data_moved(index)
 
     def wait_stream(self, work: Completion, stream: Any) -> None:
         """See :meth:`Transport.wait_stream`."""
         event = self._ends.get(work)
         if event is not None:
             (stream or self.cuda.current_stream()).wait_event(event)
-        elif not work.done() and not self._ranks.knows(work):
+        elif not work.done() and not self._agreement.is_pending(work):
             raise UnsupportedOperation(
                 "wait_stream() orders a CUDA stream, and this op begins only when ranks have agreed on it on the host: "
                 "await the work instead"
@@ -258,13 +259,13 @@ class NcclTransport(Transport):
         """See :meth:`Transport.progress`. While the current stream is being captured everything waits."""
         if self._capturing():
             return bool(self.completions)  # so that it is asked again: nothing tells when a capture ends
-        said = self.mesh.poll()
-        did = self._look() or bool(said)  # in between: what was done before a rank gave up is done
-        self._ranks.hear(said)
+        frames = self.control.poll()
+        did = self._poll_events() or bool(frames)  # in between: what was done before a rank gave up is done
+        self._agreement.handle(frames)
         with self._ending:  # a communicator that is taken now is aborted with the others
             while self._inbox and not self.aborted:  # what comes later is looked at in the end
                 did = True
-                self._take(*self._inbox.popleft())
+                self._conclude_call(*self._inbox.popleft())
         return did
 
     def _capturing(self) -> bool:
@@ -272,41 +273,41 @@ class NcclTransport(Transport):
         try:
             return self.cuda.capturing()
         except RuntimeError as error:
-            self._broken(error)
+            self._fail_cuda(error)
             return False
 
-    def _look(self) -> bool:
+    def _poll_events(self) -> bool:
         """Look at the events, and while some have not fired at how NCCL is."""
         if not self.completions or isinstance(self._failure, CudaBrokenError):
             return False
         try:
             did = self.completions.poll()
         except RuntimeError as error:
-            self._broken(error)
+            self._fail_cuda(error)
             return True
         if self.completions and not self.aborted:
-            for bench in self._benches():
-                self.calling("what is under way", bench.comm.check_async_error)
-            if self.completions.parked and self._ranks.pending:
-                self._ranks.tell()
+            for comm_stream in self._comm_streams():
+                self.call_nccl("what is under way", comm_stream.comm.check_async_error)
+            if self.completions.parked and self._agreement.pending:
+                self._agreement.tell_calls()
         return did
 
     def fileno(self) -> int | None:
         """See :meth:`Transport.fileno`."""
-        return self.mesh.fileno()
+        return self.control.fileno()
 
     def try_cancel(self, work: Completion) -> bool:
         """See :meth:`Transport.try_cancel`."""
-        return self._messages.withdraw(work)
+        return self._matcher.withdraw(work)
 
     def waiting_for(self, work: Completion) -> Sequence[int]:
         """See :meth:`Transport.waiting_for`."""
         op = work.op
         if isinstance(op, (ops.Recv, ops.Send)):
             return [op.src if isinstance(op, ops.Recv) else op.dst]
-        return self._ranks.missing(work)
+        return self._agreement.waiting_for(work)
 
-    def _broken(self, error: RuntimeError) -> None:
+    def _fail_cuda(self, error: RuntimeError) -> None:
         """What a kernel did wrong before shows in every later call, as torch's error."""
         self._fail(CudaBrokenError(f"CUDA has failed, and this process must end: {str(error).partition(chr(10))[0]}"))
 
@@ -314,7 +315,7 @@ class NcclTransport(Transport):
         self._failure = self._failure or error
         self.on_failure(self._failure)
 
-    def calling(self, what: str, call: Callable[[], object]) -> bool:
+    def call_nccl(self, what: str, call: Callable[[], object]) -> bool:
         """Call NCCL; False: it has failed, or has been given up, and the communicator is lost."""
         with self._ending:  # while NCCL is called, it is not aborted
             if self.aborted:
@@ -332,9 +333,9 @@ class NcclTransport(Transport):
 
     # ----------------------------------------------------------------------------------------------------- threads
 
-    def bench(self, comm: NcclComm, rank: int, size: int) -> Bench:
+    def comm_stream(self, comm: NcclComm, rank: int, size: int) -> CommStream:
         """A communicator with a stream, like this one's."""
-        return self._bench.like(comm, rank, size)
+        return self._comm_stream.like(comm, rank, size)
 
     def spawn(self, call: Callable[[], Any], then: Callable[[Any], object]) -> None:
         """Run a blocking call in a thread, and ``then`` on the loop's; an error loses the communicator."""
@@ -347,13 +348,13 @@ class NcclTransport(Transport):
             except BaseException as error:  # it is looked at on the loop's thread
                 failure = error
             self._inbox.append((then, outcome, failure))
-            self.mesh.wake()
+            self.control.wake()
 
         thread = threading.Thread(target=run, name="aiocomms nccl forms a lane", daemon=True)
         self._threads.append(thread)
         thread.start()
 
-    def _take(self, then: Callable[[Any], object], outcome: Any, failure: BaseException | None) -> None:
+    def _conclude_call(self, then: Callable[[Any], object], outcome: Any, failure: BaseException | None) -> None:
         if failure is None:
             then(outcome)
         else:
@@ -367,11 +368,11 @@ class NcclTransport(Transport):
         with self._ending:
             if not self.aborted:
                 self.aborted = True
-                self._ranks.say_why(error)
-                self._threads += end_all(self.cuda, [bench.comm.abort for bench in self._benches()])
+                self._agreement.send_abort(error)
+                self._threads += end_all(self.cuda, [comm_stream.comm.abort for comm_stream in self._comm_streams()])
 
-    def _benches(self) -> list[Bench]:
-        return [self._bench, *self._messages.benches()]
+    def _comm_streams(self) -> list[CommStream]:
+        return [self._comm_stream, *self._matcher.comm_streams()]
 
     async def aclose(self) -> None:
         """See :meth:`Transport.aclose`."""
@@ -384,15 +385,15 @@ class NcclTransport(Transport):
         """Off the loop. What does not end in time is left behind with the tensors that it may still use."""
         with self._ending:
             if not self.aborted:
-                self._ranks.say_bye()
-                self._threads += end_all(self.cuda, [bench.comm.destroy for bench in self._benches()])
-        self.mesh.close(_PATIENCE)
+                self._agreement.send_bye()
+                self._threads += end_all(self.cuda, [comm_stream.comm.destroy for comm_stream in self._comm_streams()])
+        self.control.close(_PATIENCE)
         ends = time.monotonic() + _PATIENCE
         for thread in self._threads:
             thread.join(max(0.0, ends - time.monotonic()))
         if self.aborted and not isinstance(self._failure, CudaBrokenError):
             for _, outcome, _ in list(self._inbox):
-                if isinstance(outcome, Bench):  # formed too late
+                if isinstance(outcome, CommStream):  # formed too late
                     outcome.comm.abort()
             self.cuda.activate()
             with self.cuda.harmless():

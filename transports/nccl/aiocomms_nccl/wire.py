@@ -42,7 +42,7 @@ class Lane(msgspec.Struct, tag=2, array_like=True):
     unique_id: bytes
 
 
-class Told(msgspec.Struct, array_like=True):
+class Described(msgspec.Struct, array_like=True):
     """One collective as its caller describes it; where sizes differ from rank to rank, the bytes to and from there."""
 
     text: str
@@ -53,7 +53,7 @@ class Calls(msgspec.Struct, tag=3, array_like=True):
     """The sender waits in, or has called, collectives: what the last ones of ``count`` are."""
 
     count: int
-    last: list[Told]
+    last: list[Described]
 
 
 class Bye(msgspec.Struct, tag=4, array_like=True):
