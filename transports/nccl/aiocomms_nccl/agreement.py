@@ -1,4 +1,9 @@
-"""What the other ranks say and do: whether they call the same, close, give up, or die."""
+"""Agreement: whether the other ranks call the same collectives, and whether they close, abort or die.
+
+NCCL waits for ever for a rank that calls another collective. A collective that is quick costs nothing here: its
+description is kept as it is, for a while. A collective that has to wait is described to the other ranks, which compare
+the description with their own.
+"""
 
 from __future__ import annotations
 
@@ -17,42 +22,42 @@ from aiocomms_nccl.matching import Matcher
 
 _NONE: Final = -1
 _KEPT: Final = 32
-"""Calls that are remembered."""
+"""How many of its last calls a rank remembers."""
 _TEXT: Final = 1000
-"""Characters of a description."""
+"""Most characters of a description."""
 
 
 class Agreement:
-    """The other ranks, as this one knows them, and the collectives that are under way with them."""
+    """What this rank knows of the other ranks, and the collectives that are under way with them."""
 
     def __init__(
         self, control: Control, rank: int, detects_mismatch: bool, fail: Callable[[CommError], object]
     ) -> None:
-        """Begin.
+        """Start with no calls.
 
-        :param detects_mismatch: whether no collective is complete before all ranks have told that they call it.
+        :param detects_mismatch: whether a collective is complete only when all ranks have told that they call it.
         :param fail: called when the communicator is lost.
         """
         self.matcher: Matcher
-        """Set by the transport, before anything is heard."""
+        """The matcher, to which messages' frames are passed. The transport sets it before the first frame comes."""
         self.pending: dict[int, Completion] = {}
-        """The collectives that are not done, by their numbers."""
+        """The collectives that are not done, by number."""
         self._control = control
         self._rank = rank
         self._detects_mismatch = detects_mismatch
         self._fail = fail
         self._log = _CallLog(rank, control.peers)
-        self._data_moved: dict[int, Completion] = {}  # done as far as NCCL knows
-        self._left: dict[int, int] = {}  # ranks that have closed, and how many collectives they had called
-        self._disputed = _NONE  # the collective in which ranks disagree
+        self._data_moved: dict[int, Completion] = {}  # collectives that are done as far as NCCL knows
+        self._left: dict[int, int] = {}  # the ranks that have closed, and how many collectives each had called
+        self._disputed = _NONE  # the number of the collective in which ranks disagree
 
     # ----------------------------------------------------------------------------------------- this rank's own part
 
     def call(self, op: ops.Op, work: Completion | None) -> int:
-        """This rank has called a collective, which NCCL has enqueued.
+        """Note that this rank has called a collective, and that NCCL has enqueued it.
 
-        :param work: completed by :meth:`data_moved`; None: it was captured.
-        :returns: its number.
+        :param work: the work that :meth:`data_moved` completes; None if the collective was captured.
+        :returns: the number of the collective.
         """
         index, wrong = self._log.call(op)
         if work is not None:
@@ -66,7 +71,7 @@ class Agreement:
         return index
 
     def data_moved(self, index: int) -> None:
-        """A collective's data has moved, as far as NCCL knows."""
+        """Complete a collective whose data NCCL has moved, or keep it until all ranks have told that they call it."""
         if self._detects_mismatch and self._log.waiting_for(index):
             self._data_moved[index] = self.pending[index]
         else:
@@ -78,37 +83,37 @@ class Agreement:
             work.complete()
 
     def is_pending(self, work: Completion) -> bool:
-        """Whether a work is a collective that is not done."""
+        """Return whether a work is a collective that is not done."""
         return any(other is work for other in self.pending.values())
 
     def waiting_for(self, work: Completion) -> Sequence[int]:
-        """The ranks that a pending collective waits for. Any thread."""
+        """Return the ranks that a pending collective waits for. Any thread may call this."""
         found = [index for index, other in list(self.pending.items()) if other is work]
         return self._log.waiting_for(found[0]) if found else ()
 
     def tell_calls(self) -> None:
-        """This rank waits: tell the others in what."""
+        """Tell the other ranks which collectives this rank has called, because one of them has to wait."""
         for peer in self._control.peers:
             self._tell_calls_to(peer)
 
     def send_bye(self) -> None:
-        """This rank has closed."""
+        """Tell the other ranks that this rank has closed."""
         for peer in self._control.peers:
             self._control.send(peer, wire.Bye(self._log.calls))
 
     def send_abort(self, error: CommError) -> None:
-        """This rank has given up. Any thread."""
+        """Tell the other ranks that this rank has aborted. Any thread may call this."""
         for peer in self._control.peers:
             self._control.send(peer, wire.Abort(Reason.of(error, self._rank), self._disputed))
 
     def closed_by(self, peer: int) -> CommError | None:
-        """What fails that needs a rank which has closed; None: it has not."""
+        """Return the error of ops that need a rank, if the rank has closed; None if it has not."""
         return closed_by(peer) if peer in self._left else None
 
-    # ------------------------------------------------------------------------------------------- what the others say
+    # ------------------------------------------------------------------------------------------- frames of the others
 
     def handle(self, frames: Sequence[tuple[int, wire.Frame | ProtocolError | None]]) -> None:
-        """Act on what :meth:`Control.poll` has brought."""
+        """Act on the frames and errors that :meth:`Control.poll` has returned."""
         for peer, frame in frames:
             try:
                 self._handle(peer, frame)
@@ -156,14 +161,14 @@ class Agreement:
             self._fail_if_needed(index)
 
     def _fail_if_needed(self, index: int) -> None:
-        """Whether a pending collective can still come to its end."""
+        """Fail a pending collective if it needs a rank that has closed before calling it."""
         for peer, calls in self._left.items():
             if index >= calls:
                 self._dispute(index, closed_by(peer))
                 return
 
     def _dispute(self, index: int, error: CommError) -> None:
-        """All is lost, and one collective is at fault."""
+        """Lose the communicator because of one collective."""
         self._disputed = index
         work = self.pending.get(index)
         if work is not None and not work.done():
@@ -176,8 +181,9 @@ class _OwnCall(msgspec.Struct):
 
     signature: tuple[object, ...]
     gives: list[int]
-    """Bytes for each rank, where these need not be the same for all; else nothing."""
+    """Bytes that this rank sends to each rank, if these may differ from rank to rank; else empty."""
     takes: list[int]
+    """Bytes that this rank receives from each rank, likewise."""
 
     def text(self) -> str:
         name, *rest = self.signature
@@ -191,22 +197,22 @@ def _own_call(op: Any, size: int) -> _OwnCall:
 
 
 class _CallLog:
-    """What this rank has called, and what it has heard of the others."""
+    """The collectives that this rank has called, and what the other ranks have told of theirs."""
 
     def __init__(self, rank: int, peers: Sequence[int]) -> None:
         self.calls = 0
-        """Collectives that this rank has called."""
+        """How many collectives this rank has called."""
         self._rank = rank
         self._size = len(peers) + 1
-        self._heard = dict.fromkeys(peers, 0)  # as far as this rank knows, how many each other rank has called
-        self._told = dict.fromkeys(peers, 0)
+        self._heard = dict.fromkeys(peers, 0)  # how many collectives each rank has called, as far as this rank knows
+        self._told = dict.fromkeys(peers, 0)  # how many of its own calls this rank has told each rank
         self._mine: dict[int, _OwnCall] = {}
-        self._others: dict[int, dict[int, wire.Described]] = {}  # of what this rank has not called yet
+        self._others: dict[int, dict[int, wire.Described]] = {}  # of collectives that this rank has not called yet
 
     def call(self, op: ops.Op) -> tuple[int, MismatchError | None]:
-        """This rank calls a collective.
+        """Note that this rank calls a collective.
 
-        :returns: its number, and what is wrong with it as far as is known.
+        :returns: its number; and the error, if a rank is known to call something else.
         """
         index = self.calls
         self.calls = index + 1
@@ -218,7 +224,7 @@ class _CallLog:
         return index, error
 
     def news_for(self, peer: int) -> wire.Calls | None:
-        """What a rank has not been told yet."""
+        """Return the calls that a rank has not been told yet; None if there are none."""
         told = self._told.get(peer, self.calls)
         if told == self.calls:
             return None
@@ -230,9 +236,9 @@ class _CallLog:
         return wire.Calls(self.calls, last)
 
     def hear(self, peer: int, news: wire.Calls) -> tuple[int, MismatchError] | None:
-        """A rank tells what it has called.
+        """Compare what a rank has called with what this rank has called.
 
-        :returns: the collective in which it does something else, if there is one.
+        :returns: the number and the error of the first collective in which they differ; None if there is none.
         """
         self._heard[peer] = max(self._heard.get(peer, 0), news.count)
         for index, described in enumerate(news.last, news.count - len(news.last)):
@@ -243,7 +249,7 @@ class _CallLog:
         return None
 
     def waiting_for(self, index: int) -> list[int]:
-        """The ranks that have not called a collective, as far as this rank knows. Any thread."""
+        """Return the ranks that have not called a collective, as far as this rank knows. Any thread may call this."""
         return [peer for peer, count in list(self._heard.items()) if count <= index]
 
     def _compare(self, index: int, peer: int, described: wire.Described) -> MismatchError | None:

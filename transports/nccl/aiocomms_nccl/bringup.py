@@ -1,4 +1,4 @@
-"""Ranks meet: who they are, their control connections, and the NCCL communicator that all form together."""
+"""Bring-up: the ranks tell each other who they are, open control connections, and share NCCL's unique id."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from aiocomms.transport import Rendezvous
 from aiocomms_nccl import wire
 from aiocomms_nccl.nccl import SEVERAL_RANKS_PER_GPU, Nccl, readable
 
-_HELLO: Final = struct.Struct("<I32s")  # who connects, and the token of whom it connects to
+_HELLO: Final = struct.Struct("<I32s")  # the rank that connects, and the token of the rank to which it connects
 _SHARE: Final = 0.9
-"""Of the time that is left; the rest is for saying who did not connect."""
+"""Share of the remaining time for connecting. The rest is for reporting which ranks did not connect."""
 _PATIENCE: Final = 2.0
-"""Seconds in which whoever connects must say who it is."""
+"""Seconds in which a new connection must present its rank and token."""
 
 
 class Hello(msgspec.Struct, array_like=True):
@@ -35,17 +35,17 @@ class Hello(msgspec.Struct, array_like=True):
     host: str
     name: str
     gpu: str
-    """What tells its GPU from every other one."""
+    """The identifier of the rank's GPU, different from that of every other GPU."""
     nccl: int
     several: bool
-    """Whether it lets NCCL put several ranks on one GPU."""
+    """Whether the rank lets NCCL put several ranks on one GPU."""
     host_override: str
-    """NCCL_HOSTID."""
+    """The value of NCCL_HOSTID."""
     token: bytes
 
 
 class Place(msgspec.Struct, array_like=True):
-    """Where a rank takes connections; and from rank 0, what NCCL's ranks must share."""
+    """The address at which a rank accepts connections; and from rank 0, NCCL's unique id."""
 
     address: str
     port: int
@@ -53,7 +53,7 @@ class Place(msgspec.Struct, array_like=True):
 
 
 def hello(gpu: str, library: Nccl) -> Hello:
-    """This rank's."""
+    """Return this rank's hello."""
     several = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") == "1"
     override = os.environ.get("NCCL_HOSTID", "")
     return Hello(
@@ -63,9 +63,9 @@ def hello(gpu: str, library: Nccl) -> Hello:
 
 
 async def exchange_hellos(rendezvous: Rendezvous, mine: Hello) -> list[Hello]:
-    """Get every rank's hello.
+    """Exchange hellos with all ranks.
 
-    :raises ArgumentError: the ranks cannot work together; says what to change.
+    :raises ArgumentError: the ranks cannot work together. The message says what to change.
     """
     raw = await rendezvous.exchange("nccl", msgspec.msgpack.encode(mine))
     try:
@@ -77,9 +77,9 @@ async def exchange_hellos(rendezvous: Rendezvous, mine: Hello) -> list[Hello]:
 
 
 def check(hellos: Sequence[Hello]) -> None:
-    """Check that ranks can work together.
+    """Check that the ranks can work together.
 
-    :raises ArgumentError: they cannot; says what to change.
+    :raises ArgumentError: they cannot. The message says what to change.
     """
     first = hellos[0]
     for rank, record in enumerate(hellos):
@@ -117,8 +117,8 @@ def _check_shared_gpu(hellos: Sequence[Hello], a: int, b: int) -> None:
 async def connect(rendezvous: Rendezvous, hellos: Sequence[Hello], library: Nccl | None) -> tuple[Any, bytes]:
     """Connect to all other ranks.
 
-    :param library: makes what NCCL's ranks must share; None: nothing is needed.
-    :returns: the connections by rank, and what NCCL's ranks must share.
+    :param library: makes NCCL's unique id; None if no unique id is needed.
+    :returns: the connections by rank, and NCCL's unique id.
     :raises CommTimeoutError: a rank did not connect.
     """
     rank = rendezvous.rank
@@ -144,7 +144,7 @@ def _listener(rendezvous: Rendezvous, hellos: Sequence[Hello]) -> socket.socket:
 def _connect_all(
     rendezvous: Rendezvous, listener: socket.socket, hellos: Sequence[Hello], places: Sequence[Place]
 ) -> dict[int, socket.socket]:
-    """Connect to every rank below this one, and let those above connect; blocks."""
+    """Connect to all lower ranks, and accept connections from all higher ranks. Blocks."""
     rank, size = rendezvous.rank, rendezvous.size
     ends = time.monotonic() + _SHARE * rendezvous.left()
     sockets: dict[int, socket.socket] = {}
@@ -171,7 +171,7 @@ def _connect_all(
 
 
 def _accept(listener: socket.socket, token: bytes) -> tuple[int, socket.socket]:
-    """The next connection, and the rank of who knows the token; -1: nobody's."""
+    """Return the next connection and its rank, or -1 in its place if the connection did not present the token."""
     connection, _ = listener.accept()
     connection.settimeout(_PATIENCE)
     with contextlib.suppress(OSError):

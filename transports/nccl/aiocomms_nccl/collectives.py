@@ -1,4 +1,4 @@
-"""Every collective as calls of NCCL, enqueued on one stream."""
+"""How each collective is carried out: as calls of NCCL, enqueued on one stream."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from aiocomms_nccl.nccl import Nccl, NcclComm
 
 
 class CommStream:
-    """What collectives work with: one rank's communicator and stream."""
+    """One rank's NCCL communicator and the stream on which all its calls are enqueued."""
 
     def __init__(
         self, cuda: Cuda, library: Nccl, comm: NcclComm, rank: int, size: int, scratch: Tensor, high: bool
     ) -> None:
-        """Take what there is.
+        """Make a stream for a communicator.
 
-        :param scratch: 2 bytes of this rank's device memory, which nobody reads.
-        :param high: whether the stream is one of high priority.
+        :param scratch: 2 bytes of this rank's device memory, whose contents do not matter.
+        :param high: whether the stream has high priority.
         """
         self.cuda = cuda
         self.nccl = library
@@ -42,23 +42,23 @@ class CommStream:
         self._kept: list[Tensor] = []
 
     def like(self, comm: NcclComm, rank: int, size: int) -> CommStream:
-        """Another communicator of this rank's, with a stream of its own."""
+        """Return the same for another communicator of this rank, with a stream of its own."""
         return CommStream(self.cuda, self.nccl, comm, rank, size, self._scratch, self._high)
 
     def taken(self) -> list[Tensor]:
-        """The memory that the last op has taken for itself: to be kept until it is done."""
+        """Return the temporary memory that the last op has allocated. The caller keeps it until the op is done."""
         kept, self._kept = self._kept, []
         return kept
 
     # ------------------------------------------------------------------------------------------------- parts
 
     def meet(self) -> None:
-        """Let the stream go on when every rank's has come here: NCCL ignores collectives of nothing."""
+        """Make the stream wait for all ranks' streams. NCCL ignores empty collectives, so this one moves a byte."""
         self.comm.allReduce(self._given, self._got, 1, nccl.UINT8, nccl.SUM, self.handle)
 
     @contextmanager
     def group(self) -> Iterator[None]:
-        """What is called within is one group."""
+        """Make the calls within the block one NCCL group."""
         self.nccl.group_start()
         try:
             yield
@@ -66,9 +66,9 @@ class CommStream:
             self.nccl.group_end()
 
     def warm(self, sends: bool | None = None) -> None:
-        """Connect everything; blocks, off the loop. NCCL would do it within the first calls, and block there.
+        """Open all of NCCL's connections. Blocks, off the loop. NCCL would else do it in its first calls and block.
 
-        :param sends: on one end of a lane, whether it is the sender's; None: everybody sends to everybody.
+        :param sends: on one end of a lane, whether it is the sender's end; None: every rank sends to every rank.
         """
         if sends is None:
             self.meet()
@@ -83,24 +83,24 @@ class CommStream:
         event.synchronize()
 
     def copy(self, out: Tensor, source: Tensor) -> None:
-        """Copy on the stream."""
+        """Enqueue a copy on the stream."""
         if out.numel() and out.data_ptr() != source.data_ptr():
             self.cuda.enqueue(self.stream, lambda: out.view(-1).copy_(source.detach().view(-1), non_blocking=True))
 
     def send(self, tensor: Tensor, peer: int) -> None:
-        """Within a group: send to a rank; one byte of nothing, so that empty tensors synchronise too."""
+        """Send to a rank, within a group. An empty tensor is sent as one byte, so that it synchronises too."""
         pointer, nbytes = (tensor.data_ptr(), tensor.nbytes) if tensor.numel() else (self._given, 1)
         self.comm.send(pointer, nbytes, nccl.UINT8, peer, self.handle)
 
     def recv(self, tensor: Tensor, peer: int) -> None:
-        """Within a group: receive from a rank."""
+        """Receive from a rank, within a group."""
         pointer, nbytes = (tensor.data_ptr(), tensor.nbytes) if tensor.numel() else (self._got, 1)
         self.comm.recv(pointer, nbytes, nccl.UINT8, peer, self.handle)
 
     def scaled(self, how: Reduction, factor: float, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The tensors that NCCL reads: as they are, or multiplied into memory of the stream's own.
+        """Return the tensors that NCCL reads: the ones given, or their products in temporary memory of the stream.
 
-        :raises torch.OutOfMemoryError: there is no memory; nothing was enqueued.
+        :raises torch.OutOfMemoryError: there is no memory. Nothing was enqueued.
         """
         if not how.scaled:
             return tensors
@@ -111,7 +111,7 @@ class CommStream:
         return temporary
 
     def finish(self, how: Reduction, out: Tensor) -> None:
-        """Make of NCCL's result the operator's."""
+        """Turn NCCL's result into the operator's result."""
         if how.odd and out.numel():
             self.cuda.enqueue(self.stream, lambda: out.view(torch.uint8).bitwise_and_(1))
 
@@ -119,7 +119,7 @@ class CommStream:
 def open_comm_stream(
     cuda: Cuda, library: Nccl, form: Callable[[], NcclComm], rendezvous: Rendezvous, high: bool
 ) -> CommStream:
-    """Form NCCL's communicator and connect everything; blocks."""
+    """Form NCCL's communicator and open its connections. Blocks."""
     scratch = torch.zeros(2, dtype=torch.uint8, device=rendezvous.device)
     comm_stream = CommStream(cuda, library, form(), rendezvous.rank, rendezvous.size, scratch, high)
     comm_stream.warm()
@@ -127,11 +127,11 @@ def open_comm_stream(
 
 
 Start = Callable[[CommStream, Any], None]
-"""Enqueues a collective. Raises before anything is enqueued, or what NCCL raises."""
+"""A function that enqueues a collective. It raises before it has enqueued anything, or what NCCL raises."""
 
 
 def barrier(cs: CommStream, op: ops.Op) -> None:
-    """An all_reduce of one byte."""
+    """Enqueue an all_reduce of one byte."""
     cs.meet()
 
 
@@ -155,7 +155,7 @@ def all_reduce(cs: CommStream, op: ops.AllReduce) -> None:
 
 
 def reduce(cs: CommStream, op: ops.Reduce) -> None:
-    """Native; only the root names where the result goes."""
+    """Native. Only the root passes memory for the result."""
     tensor = op.tensor
     if not tensor.numel():
         return
@@ -176,7 +176,7 @@ def all_gather_single(cs: CommStream, op: ops.AllGatherSingle) -> None:
 
 
 def all_gather(cs: CommStream, op: ops.AllGather) -> None:
-    """A group of broadcasts, one from each rank."""
+    """Enqueue a group of broadcasts, one from each rank."""
     if not any(out.numel() for out in op.outputs):
         return cs.meet()
     with cs.group():
@@ -199,7 +199,7 @@ def reduce_scatter_single(cs: CommStream, op: ops.ReduceScatterSingle) -> None:
 
 
 def reduce_scatter(cs: CommStream, op: ops.ReduceScatter) -> None:
-    """A group of reductions, one to each rank."""
+    """Enqueue a group of reductions, one to each rank."""
     if not any(part.numel() for part in op.inputs):
         return cs.meet()
     how = reduction(op.op, op.output.dtype)
@@ -213,7 +213,7 @@ def reduce_scatter(cs: CommStream, op: ops.ReduceScatter) -> None:
 
 
 def all_to_all(cs: CommStream, op: ops.AllToAll) -> None:
-    """A group of sends and receives, one of each with each other rank; this rank's own part is copied."""
+    """Enqueue a group of sends and receives, one of each per peer. This rank's own part is copied."""
     ins, outs = op.ins(cs.size), op.outs(cs.size)
     cs.copy(outs[cs.rank], ins[cs.rank])
     with cs.group():
@@ -224,7 +224,7 @@ def all_to_all(cs: CommStream, op: ops.AllToAll) -> None:
 
 
 def gather(cs: CommStream, op: ops.Gather) -> None:
-    """A group of receives on the root, a send elsewhere."""
+    """Enqueue a group of receives on the root, and a send on the other ranks."""
     if not op.input.numel():
         return
     if cs.rank != op.root:
@@ -239,7 +239,7 @@ def gather(cs: CommStream, op: ops.Gather) -> None:
 
 
 def scatter(cs: CommStream, op: ops.Scatter) -> None:
-    """A group of sends on the root, a receive elsewhere."""
+    """Enqueue a group of sends on the root, and a receive on the other ranks."""
     if not op.output.numel():
         return
     if cs.rank != op.root:
@@ -271,4 +271,4 @@ START: Final[dict[type[ops.Op], Start]] = {
     ops.GatherSingle: gather,
     ops.Scatter: scatter,
 }
-"""How each collective is started."""
+"""The function that starts each collective."""

@@ -1,4 +1,4 @@
-"""One connection to each other rank, which carries frames and whose end is the rank's end."""
+"""The control connections, one to each other rank. They carry frames, and a connection ends when its rank does."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from aiocomms.lowlevel import Waker
 from aiocomms_nccl.wire import Frame, pack, unpack
 
 _PIECE: Final = 64 * 1024
+"""Most bytes that are read from a connection at a time."""
 
 
 class Control:
-    """All connections, and what wakes the loop when one has something to say, or when :meth:`wake` is called."""
+    """All control connections, and a descriptor that wakes the loop when one is readable or after :meth:`wake`."""
 
     def __init__(self, sockets: Mapping[int, socket.socket]) -> None:
-        """Begin.
+        """Take over connections.
 
-        :param sockets: a connection for each other rank.
+        :param sockets: a connection to each other rank.
         """
         self._sockets = dict(sockets)
         self._waker = Waker()
         self.wake = self._waker.wake
-        self._lock = threading.RLock()  # a signal handler may abort what it interrupts
+        self._lock = threading.RLock()  # reentrant: a signal handler may interrupt a send, and abort
         self._pushing = False
         self._unsent = {peer: bytearray() for peer in sockets}
         self._received = {peer: bytearray() for peer in sockets}
@@ -41,18 +42,21 @@ class Control:
 
     @property
     def peers(self) -> list[int]:
-        """The ranks that are still there."""
+        """The ranks whose connections are open."""
         return list(self._sockets)
 
     def send(self, peer: int, frame: Frame) -> None:
-        """Send a frame. Any thread; never blocks; fails in silence, for :meth:`poll` notices too."""
+        """Send a frame, from any thread, without blocking. It reports no failure: :meth:`poll` notices them too."""
         with self._lock:
             if peer in self._sockets:
                 self._unsent[peer] += pack(frame)
                 self._push(peer)
 
     def poll(self) -> list[tuple[int, Frame | ProtocolError | None]]:
-        """Frames, and the ranks that they are from; None: the rank has said its last; an error: it makes no sense."""
+        """Return ranks and the frames that came from them.
+
+        In place of a frame, an error says that the rank's bytes make no sense, and None that its connection has ended.
+        """
         self._waker.clear()
         frames: list[tuple[int, Frame | ProtocolError | None]] = []
         for fd, events in self._epoll.poll(0):
@@ -88,7 +92,7 @@ class Control:
 
     def _push(self, peer: int) -> None:
         if self._pushing:
-            return  # by whom a signal handler has interrupted; it goes on
+            return  # this call is in a signal handler that interrupted a push, and that push goes on afterwards
         connection, unsent = self._sockets[peer], self._unsent[peer]
         self._pushing = True
         try:
@@ -110,9 +114,9 @@ class Control:
         connection.close()
 
     def close(self, patience: float) -> None:
-        """Hand over what is unsent, and close all; off the loop.
+        """Send what is unsent, and close all connections. Blocks, off the loop.
 
-        :param patience: seconds that it may take for each rank.
+        :param patience: seconds that sending may take for each rank.
         """
         with self._lock:
             for peer in list(self._sockets):

@@ -1,8 +1,8 @@
-"""Which of NCCL's dtypes and operators stand for torch's.
+"""The reductions that NCCL can do, and which of its dtypes and operators stand for torch's.
 
-Data that is only moved travels as bytes. A reduction is native where NCCL has the dtype, or another one with the same
-arithmetic: a complex number is two real ones where sums are taken, a bool is a byte of 0 or 1, whose minimum is "and",
-whose maximum is "or", and whose sum is odd where "xor" is true. What is not here is made of messages by the core.
+Data that is only moved travels as bytes. A reduction is native where NCCL has the dtype, or another dtype with the same
+arithmetic. For sums, a complex number is two real numbers. A bool is a byte of 0 or 1: its minimum is "and", its
+maximum is "or", and its sum is odd where "xor" is true. The core expresses every other reduction in messages.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _BOOL: Final = {"min": nccl.MIN, "max": nccl.MAX, "band": nccl.MIN, "bor": nccl.
 _ADDING: Final = frozenset({"sum", "avg", "premul_sum"})
 
 HALVES: Final = frozenset({torch.float16, torch.bfloat16})
-"""What NCCL rounds after each rank's contribution."""
+"""The dtypes whose intermediate results NCCL rounds after each rank's contribution."""
 
 REDUCTIONS: Final = {
     **{dtype: frozenset(_OPS) for dtype in _NATIVE},
@@ -52,7 +52,7 @@ class Reduction(NamedTuple):
 
     dtype: int
     parts: int
-    """NCCL's elements in one of torch's."""
+    """The number of NCCL's elements in one of torch's."""
     op: int
     scaled: bool
     """Whether each rank's contribution is multiplied by the operator's factor first."""
@@ -61,7 +61,7 @@ class Reduction(NamedTuple):
 
 
 def reduction(op: ReduceOp, dtype: torch.dtype) -> Reduction:
-    """How a reduction in :data:`REDUCTIONS` is done."""
+    """Return how NCCL does a reduction that is in :data:`REDUCTIONS`."""
     if dtype == torch.bool:
         return Reduction(nccl.UINT8, 1, _BOOL[op.kind], False, op.kind == "bxor")
     parts = 2 if dtype in _PARTS else 1

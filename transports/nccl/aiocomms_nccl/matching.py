@@ -1,10 +1,11 @@
-"""Point to point: matched on the host, carried by NCCL.
+"""Matching: sends with receives, on the host. NCCL then carries the data.
 
 NCCL has no tags: its sends and receives match in the order of the calls, wait for ever where sizes differ, and cannot
-be taken back. So a sender announces a message on the control connection, the receiver matches it, takes it, and only
-then do both call NCCL. Each direction between two ranks is a communicator and a stream of its own (a lane), formed when
-its first message is taken: on one that both directions or other pairs shared, two ranks that receive first would wait
-for each other.
+be withdrawn. So a sender announces a message on the control connection, the receiver matches it and tells the sender
+that it takes the message, and only then do both call NCCL.
+
+Each direction between two ranks has a communicator and a stream of its own (a lane), formed when its first message is
+taken. If both directions or several pairs shared one, two ranks that receive first would wait for each other.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ Key = tuple[int, int, int]
 """Source, channel and tag."""
 
 _SENDER: Final = 0
-"""The sender's rank in a lane's communicator; the receiver's is 1."""
+"""The sender's rank in a lane's communicator. The receiver's is 1."""
 
 
 class Owner(Protocol):
-    """What messages need of their transport."""
+    """What the matcher needs of its transport."""
 
     cuda: Cuda
     library: Nccl
@@ -42,20 +43,20 @@ class Owner(Protocol):
     aborted: bool
 
     def spawn(self, call: Callable[[], Any], then: Callable[[Any], object]) -> None:
-        """Run a blocking call in a thread, and ``then`` on the loop's; an error loses the communicator."""
+        """Run a blocking call in a thread, and then ``then`` on the loop's thread. An error loses the communicator."""
 
     def comm_stream(self, comm: NcclComm, rank: int, size: int) -> CommStream:
-        """A communicator with a stream."""
+        """Return a communicator with a stream."""
 
     def call_nccl(self, what: str, call: Callable[[], object]) -> bool:
-        """Call NCCL; False: it has failed, and the communicator is lost."""
+        """Call NCCL. Returns False if the call failed and the communicator is lost."""
 
     def closed_by(self, peer: int) -> CommError | None:
-        """What fails that needs a rank which has closed; None: it has not."""
+        """Return the error of ops that need a rank, if the rank has closed; None if it has not."""
 
 
 class Posted:
-    """A send or receive, and the event of the caller's stream that it waits for."""
+    """A send or a receive, and the event of the caller's stream for which it waits."""
 
     __slots__ = ("after", "op", "work")
 
@@ -66,7 +67,7 @@ class Posted:
 
 
 class _Lane:
-    """One direction between this rank and another."""
+    """One direction between this rank and another: a communicator of the two with a stream."""
 
     __slots__ = ("comm_stream", "peer", "sends", "waiting")
 
@@ -78,7 +79,7 @@ class _Lane:
 
 
 class Matcher:
-    """The messages of one rank. Everything on the loop's thread."""
+    """Matches the messages of one rank. Every method is called on the loop's thread unless it says otherwise."""
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
@@ -89,7 +90,7 @@ class Matcher:
         self._lanes: dict[tuple[int, bool], _Lane] = {}
 
     def comm_streams(self) -> list[CommStream]:
-        """The lanes that are formed. Any thread."""
+        """Return the communicators of all lanes that are formed. Any thread may call this."""
         return [lane.comm_stream for lane in list(self._lanes.values()) if lane.comm_stream is not None]
 
     def post(self, op: ops.Send | ops.Recv, work: Completion) -> None:
@@ -128,7 +129,7 @@ class Matcher:
         self._take(key[0], message, posted)
 
     def withdraw(self, work: Completion) -> bool:
-        """Forget a receive that nothing has matched; False if something has."""
+        """Forget a receive. Returns False if a message has already matched it."""
         op = work.op
         if not isinstance(op, ops.Recv):
             return False
@@ -143,17 +144,17 @@ class Matcher:
         return False
 
     def close_peer(self, peer: int, error: CommError) -> None:
-        """A rank has closed: what waits for it fails."""
+        """Fail all messages that wait for a rank, because the rank has closed."""
         orphans = [posted for key in [k for k in self._posted if k[0] == peer] for posted in self._posted.pop(key)]
         orphans += [self._announced.pop(key) for key in [k for k in self._announced if k[0] == peer]]
         for posted in orphans:
             if not posted.work.done():
                 posted.work.fail(error)
 
-    # ------------------------------------------------------------------------------------- what the others say
+    # ------------------------------------------------------------------------------------- frames of the others
 
     def handle_announce(self, peer: int, message: Announce) -> None:
-        """A rank has a message for this one."""
+        """Match a message that a rank has announced."""
         if not 0 <= message.dtype < len(DTYPE_LIST):
             raise ProtocolError(f"rank {peer} announces a message of dtype number {message.dtype}", peer=peer)
         key = (peer, message.channel, message.tag)
@@ -167,14 +168,14 @@ class Matcher:
         self._take(peer, message, posted)
 
     def handle_take(self, peer: int, frame: Take) -> None:
-        """A rank takes a message."""
+        """Send a message that a rank takes."""
         posted = self._announced.pop((peer, frame.number), None)
         if posted is None or not 0 <= frame.nbytes <= posted.op.tensor.nbytes:
             raise ProtocolError(f"rank {peer} takes a message that was not announced", peer=peer)
         self._transfer(peer, posted, frame.nbytes, OP_RESULT)
 
     def handle_lane(self, peer: int, frame: Lane) -> None:
-        """A rank has taken the first message from this one."""
+        """Form the lane to a rank that has taken its first message from this rank."""
         self._form(self._lane(peer, sends=True), lambda: frame.unique_id)
 
     # ------------------------------------------------------------------------------------------------ transfers
@@ -205,7 +206,7 @@ class Matcher:
         return lane
 
     def _request_lane(self, peer: int) -> bytes:
-        """In a thread: have the sender come to a new communicator."""
+        """Ask the sender to form a new communicator. Runs in a thread."""
         unique_id = self._owner.library.unique_id()
         self._owner.control.send(peer, Lane(unique_id))
         return unique_id
@@ -225,7 +226,7 @@ class Matcher:
         owner.spawn(form, formed)
 
     def _flush(self, lane: _Lane) -> None:
-        """Enqueue what waits, in the order in which the receiver has taken it: the same at both ends."""
+        """Enqueue waiting messages in the order in which the receiver has taken them. Both ends have that order."""
         comm_stream = lane.comm_stream
         while comm_stream is not None and lane.waiting:
             posted, nbytes, outcome = lane.waiting.popleft()
@@ -239,5 +240,5 @@ class Matcher:
 
     def _finish(self, posted: Posted, outcome: Any) -> None:
         self._owner.completions.release(posted.after)
-        if not self._owner.aborted:  # else it may have fired because NCCL has given up
+        if not self._owner.aborted:  # after an abort, the event may have fired because NCCL has stopped
             conclude(posted.work, outcome)

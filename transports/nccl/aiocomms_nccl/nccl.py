@@ -1,4 +1,4 @@
-"""NCCL as CuPy has it: the calls, thin enough to be replaced where there is no GPU, and what their errors mean."""
+"""NCCL through CuPy: its calls, and what their errors mean. A thin layer, which can be replaced without a GPU."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from aiocomms.errors import CommError
 T = TypeVar("T")
 
 OLDEST: Final = 21801
-"""NCCL 2.18.1: the first with ``ncclCommSplit``."""
+"""NCCL 2.18.1, the first version with ``ncclCommSplit``."""
 SEVERAL_RANKS_PER_GPU: Final = 23000
-"""NCCL 2.30: the first with ``NCCL_MULTI_RANK_GPU_ENABLE``."""
+"""NCCL 2.30, the first version with ``NCCL_MULTI_RANK_GPU_ENABLE``."""
 
 INT8, UINT8, INT32, UINT32, INT64, UINT64, FLOAT16, FLOAT32, FLOAT64, BFLOAT16 = range(10)
-"""``ncclDataType_t``."""
+"""The values of ``ncclDataType_t``."""
 SUM, PROD, MAX, MIN, AVG = range(5)
-"""``ncclRedOp_t``."""
+"""The values of ``ncclRedOp_t``."""
 
 _STATUS: Final = {
     1: ("ncclUnhandledCudaError", "a CUDA call within NCCL failed; NCCL_DEBUG=INFO says which"),
@@ -35,13 +35,13 @@ _STATUS: Final = {
 
 
 class CudaBrokenError(CommError):
-    """The device is of no use any more."""
+    """The device cannot be used any more by this process."""
 
 
 class NcclComm(Protocol):
-    """One rank's ``ncclComm_t``: a ``cupy.cuda.nccl.NcclCommunicator``, with its names.
+    """One rank's ``ncclComm_t``: a ``cupy.cuda.nccl.NcclCommunicator``, with CuPy's names.
 
-    Pointers, counts of elements, and streams are integers. A call only enqueues. None may follow :meth:`abort`.
+    Pointers, counts of elements, and streams are integers. A call only enqueues. No call may follow :meth:`abort`.
     """
 
     def allReduce(self, send: int, recv: int, count: int, dtype: int, op: int, stream: int) -> None: ...
@@ -61,19 +61,19 @@ class Nccl(Protocol):
     """The library."""
 
     errors: tuple[type[Exception], ...]
-    """What its calls raise, and those of its communicators; :func:`explain` knows them."""
+    """The exceptions that its calls and those of its communicators raise. :func:`explain` translates them."""
 
     def version(self) -> int:
-        """Such as 23203."""
+        """Return the version as one number, such as 23203."""
 
     def unique_id(self) -> bytes:
-        """What the ranks of one communicator must share: 128 bytes."""
+        """Make a unique id, which all ranks of one communicator must share: 128 bytes."""
 
     def communicator(self, size: int, unique_id: bytes, rank: int) -> NcclComm:
-        """Form a communicator on this thread's device; blocks until all ranks have come."""
+        """Form a communicator on this thread's device. Blocks until all ranks have come."""
 
     def group_start(self) -> None:
-        """This thread's calls are one group from now on."""
+        """Start a group: this thread's next calls belong to it."""
 
     def group_end(self) -> None:
         """Enqueue the group."""
@@ -86,7 +86,7 @@ class CupyNccl:
         from cupy.cuda import nccl
 
         self._nccl: Any = nccl
-        # CuPy has no texts for status 7 and 8, and stumbles when it looks for them.
+        # CuPy has no texts for status 7 and 8, and raises a KeyError when it looks for them.
         self.errors: tuple[type[Exception], ...] = (nccl.NcclError, KeyError)
         self.group_start = nccl.groupStart
         self.group_end = nccl.groupEnd
@@ -106,7 +106,7 @@ class CupyNccl:
 
 
 def no_cupy() -> str | None:
-    """Why CuPy cannot be used, as the end of "... is not available: ", or None."""
+    """Return why CuPy cannot be used, as the end of "... is not available: ", or None if it can."""
     if importlib.util.find_spec("cupy") is None:
         return "CuPy is not installed: pip install 'aiocomms[nccl]' for CUDA 13, 'aiocomms[nccl-cu12]' for CUDA 12"
     from cupy.cuda import nccl
@@ -124,17 +124,17 @@ def no_cupy() -> str | None:
 
 
 def readable(version: int) -> str:
-    """A version as people write it."""
+    """Return a version as people write it."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
 def status_of(error: Exception) -> int:
-    """The ``ncclResult_t`` of what a call raised."""
+    """Return the ``ncclResult_t`` of an exception that a call raised."""
     return int(error.args[0]) if isinstance(error, KeyError) else int(getattr(error, "status", 0))
 
 
 def guarded(cuda: Cuda, library: Nccl, what: str, call: Callable[[], T]) -> T:
-    """Run a call that blocks, on a thread of its own.
+    """Run a blocking call. The caller gives it a thread of its own.
 
     :raises CommError: NCCL has failed.
     """
@@ -147,7 +147,7 @@ def guarded(cuda: Cuda, library: Nccl, what: str, call: Callable[[], T]) -> T:
 
 
 def end_all(cuda: Cuda, calls: Sequence[Callable[[], object]]) -> list[threading.Thread]:
-    """Abort or destroy communicators, each in a thread: one may wait for another's kernel, other ranks, or a graph."""
+    """Abort or destroy communicators, each in a thread: it may wait for another's kernel, other ranks, or a graph."""
 
     def end(call: Callable[[], object]) -> None:
         cuda.activate()
@@ -164,10 +164,10 @@ def end_all(cuda: Cuda, calls: Sequence[Callable[[], object]]) -> list[threading
 
 
 def explain(what: str, error: Exception) -> CommError:
-    """What a call that raised means.
+    """Translate an exception that a call raised.
 
     :param what: what was tried, such as ``"all_reduce"``.
-    :param error: one of :attr:`Nccl.errors`.
+    :param error: an instance of one of :attr:`Nccl.errors`.
     """
     status = status_of(error)
     name, text = _STATUS.get(status, (f"status {status}", str(error)))

@@ -1,4 +1,4 @@
-"""The plug-in itself: ops down to NCCL, events and the other ranks' words back up."""
+"""The plug-in itself: it passes ops down to NCCL, and events and the other ranks' frames back up."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from aiocomms_nccl.matching import Matcher
 from aiocomms_nccl.nccl import CudaBrokenError, CupyNccl, Nccl, NcclComm, end_all, explain, guarded, no_cupy, status_of
 
 HIGH_PRIORITY: Final = "high_priority_stream"
-"""The hint with which a communicator's streams are served before others."""
+"""The hint that gives a communicator's streams high priority."""
 _IN_PROGRESS: Final = 7
 _PATIENCE: Final = 1.0
-"""Seconds that closing waits for NCCL, and for each rank to take what it is told."""
+"""Seconds that closing waits for NCCL, and for each rank to receive its last frames."""
 _NONE: Final = -1
 _CAPTURED: Final = (
     "it is part of a CUDA graph now: work.wait_stream() joins it to the capture; behind graph.replay(), "
@@ -40,7 +40,7 @@ _CAPTURED: Final = (
 
 
 class NcclTransport(Transport):
-    """Collectives by NCCL on a stream of their own; messages matched on the host and carried by NCCL."""
+    """Runs collectives by NCCL on a stream of their own. Messages are matched on the host and carried by NCCL."""
 
     capabilities = Capabilities(
         ops=(ops.P2P - {ops.Batch}) | ops.COLLECTIVES,
@@ -62,8 +62,8 @@ class NcclTransport(Transport):
         self._matcher = self._agreement.matcher = Matcher(self)
         self.closed_by = self._agreement.closed_by
         self._ends: WeakKeyDictionary[Completion, Event] = WeakKeyDictionary()
-        self._captured: list[object] = []  # what is used by a capture, until that has ended
-        self._held: deque[tuple[Start, ops.Op, Completion, Event]] | None = None  # while it is being split
+        self._captured: list[object] = []  # objects that a capture uses, until the capture has ended
+        self._held: deque[tuple[Start, ops.Op, Completion, Event]] | None = None  # collectives, during a split
         self._inbox: deque[tuple[Callable[[Any], object], Any, BaseException | None]] = deque()
         self._threads: list[threading.Thread] = []
         self._failure: CommError | None = None
@@ -74,14 +74,14 @@ class NcclTransport(Transport):
 
     @classmethod
     def layers(cls, device: torch.device) -> tuple[Cuda, Nccl]:
-        """What drives the device, and NCCL."""
-        # Otherwise the first call of each algorithm would connect, and keep the loop until the other ranks have come.
+        """Return the layers through which CUDA and NCCL are called."""
+        # Otherwise the first call of each algorithm would connect, and block the loop until the other ranks have come.
         os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
         return TorchCuda(device), CupyNccl()
 
     @classmethod
     def gpu(cls, device: torch.device) -> str:
-        """What tells a GPU from every other one."""
+        """Return the identifier of a GPU, different from that of every other GPU."""
         return str(torch.cuda.get_device_properties(device).uuid)
 
     @classmethod
@@ -91,7 +91,7 @@ class NcclTransport(Transport):
 
     @classmethod
     def preference(cls, device: torch.device, size: int, family: ops.Family) -> int:
-        """See :meth:`Transport.preference`: NCCL for collectives; for messages whoever else carries them."""
+        """See :meth:`Transport.preference`. NCCL is preferred for collectives, another transport for messages."""
         if device.type not in cls.capabilities.devices:
             return 0
         return 100 if family == "collectives" else 10
@@ -107,7 +107,7 @@ class NcclTransport(Transport):
         return await cls._finish(cuda, library, rendezvous, hellos, sockets, form, bool(options.get(HIGH_PRIORITY)))
 
     async def split(self, rendezvous: Rendezvous, ranks: Sequence[int], options: Mapping[str, Any]) -> Self:
-        """See :meth:`Transport.split`: by ``ncclCommSplit``."""
+        """See :meth:`Transport.split`. It calls ``ncclCommSplit``."""
         hellos = [self._hellos[rank] for rank in ranks]
         split = self._hold_collectives(ranks[0], rendezvous.rank)
         try:
@@ -118,7 +118,7 @@ class NcclTransport(Transport):
             self._post_held()
 
     async def split_nobody(self, rendezvous: Rendezvous) -> None:
-        """See :meth:`Transport.split_nobody`: ``ncclCommSplit`` needs every rank."""
+        """See :meth:`Transport.split_nobody`. Every rank must call ``ncclCommSplit``."""
         split = self._hold_collectives(_NONE, 0)
         try:
             call = functools.partial(guarded, self.cuda, self.library, "split", split)
@@ -137,7 +137,7 @@ class NcclTransport(Transport):
         form: Callable[[], NcclComm],
         high: bool,
     ) -> Self:
-        """Form NCCL's communicator, in a thread that may be left behind."""
+        """Form NCCL's communicator, in a thread that is left behind if the call does not return."""
         control = Control(sockets)
         what = "forming NCCL's communicator"
         call = functools.partial(open_comm_stream, cuda, library, form, rendezvous, high)
@@ -149,13 +149,13 @@ class NcclTransport(Transport):
             raise
 
     def _hold_collectives(self, color: int, key: int) -> Callable[[], Any]:
-        """Hold back collectives while this communicator is split; the split itself, for another thread."""
+        """Hold back collectives while this communicator is split. Returns the split, to be called on another thread."""
         self._held = deque()
         quiet = self.cuda.event()
         quiet.record(self._comm_stream.stream)
 
         def split() -> Any:
-            quiet.synchronize()  # NCCL wants nothing outstanding
+            quiet.synchronize()  # ncclCommSplit requires that no operation is outstanding
             return self._comm_stream.comm.commSplit(color, key)
 
         return split
@@ -175,7 +175,7 @@ class NcclTransport(Transport):
         captured = self._capturing()
         if self._failure is not None or self.aborted:
             self.on_failure(self._failure or CommAbortedError("the communicator is lost"))
-            return  # NCCL is not called any more; the communicator ends the work
+            return  # NCCL must not be called any more. The communicator ends the work
         try:
             if isinstance(op, (ops.Send, ops.Recv)):
                 self._matcher.post(op, work)
@@ -183,7 +183,7 @@ class NcclTransport(Transport):
                 self._collective(start, op, work, captured)
         except RuntimeError as error:
             if captured or "CUDA" not in str(error):
-                raise  # a capture that is broken ends without us
+                raise  # a broken capture fails by itself; the communicator is not lost
             self._fail_cuda(error)
 
     def _collective(self, start: Start, op: ops.Op, work: Completion, captured: bool) -> None:
@@ -195,7 +195,7 @@ class NcclTransport(Transport):
                     "the communicator's stream is being captured, from another stream than the current one: "
                     "end the capture first, or call the op on a stream of the capture"
                 )
-            self._captured.clear()  # the graph keeps its own memory; what is not of it, whoever made the graph
+            self._captured.clear()  # the graph keeps its own memory; its maker keeps the rest
         after = self._mark(captured)
         if self._held is not None:
             self._held.append((start, op, work, after))
@@ -203,11 +203,11 @@ class NcclTransport(Transport):
             self._enqueue(start, op, work, after, captured)
 
     def _mark(self, captured: bool) -> Event:
-        """The point that the caller's stream has come to."""
+        """Return an event at the present end of the caller's stream."""
         stream = self.cuda.current_stream()
         if not captured:
             return self.completions.mark(stream)
-        event = self.cuda.event()  # not of the pool: it belongs to the graph
+        event = self.cuda.event()  # the event belongs to the graph, so it is not of the pool
         event.record(stream)
         return event
 
@@ -236,10 +236,10 @@ class NcclTransport(Transport):
             self._ends[work] = self.completions.add(comm_stream.stream, finish)
 
     def _finish_collective(self, work: Completion, index: int, after: Event, kept: object) -> None:
-        """A collective's end event has fired."""
+        """Finish a collective whose end event has fired."""
         self.completions.release(after)
         self._ends.pop(work, None)
-        if not self.aborted:  # else it may have fired because NCCL has given up
+        if not self.aborted:  # after an abort, the event may have fired because NCCL has stopped
             self._agreement.data_moved(index)
 
     def wait_stream(self, work: Completion, stream: Any) -> None:
@@ -256,20 +256,20 @@ class NcclTransport(Transport):
     # -------------------------------------------------------------------------------------------------- coming up
 
     def progress(self) -> bool:
-        """See :meth:`Transport.progress`. While the current stream is being captured everything waits."""
+        """See :meth:`Transport.progress`. While the current stream is being captured, everything waits."""
         if self._capturing():
-            return bool(self.completions)  # so that it is asked again: nothing tells when a capture ends
+            return bool(self.completions)  # True makes the loop ask again: nothing tells when a capture ends
         frames = self.control.poll()
-        did = self._poll_events() or bool(frames)  # in between: what was done before a rank gave up is done
+        did = self._poll_events() or bool(frames)  # first: what was done before a rank aborted is done
         self._agreement.handle(frames)
-        with self._ending:  # a communicator that is taken now is aborted with the others
-            while self._inbox and not self.aborted:  # what comes later is looked at in the end
+        with self._ending:  # a communicator that gets its lane now is aborted with the others
+            while self._inbox and not self.aborted:  # _end() handles what comes after an abort
                 did = True
                 self._conclude_call(*self._inbox.popleft())
         return did
 
     def _capturing(self) -> bool:
-        """Whether the current stream is being captured."""
+        """Return whether the current stream is being captured."""
         try:
             return self.cuda.capturing()
         except RuntimeError as error:
@@ -277,7 +277,7 @@ class NcclTransport(Transport):
             return False
 
     def _poll_events(self) -> bool:
-        """Look at the events, and while some have not fired at how NCCL is."""
+        """Poll the events, and while some have not fired, NCCL's asynchronous errors."""
         if not self.completions or isinstance(self._failure, CudaBrokenError):
             return False
         try:
@@ -308,7 +308,7 @@ class NcclTransport(Transport):
         return self._agreement.waiting_for(work)
 
     def _fail_cuda(self, error: RuntimeError) -> None:
-        """What a kernel did wrong before shows in every later call, as torch's error."""
+        """Lose the communicator: after a kernel has failed, every later CUDA call fails with torch's error."""
         self._fail(CudaBrokenError(f"CUDA has failed, and this process must end: {str(error).partition(chr(10))[0]}"))
 
     def _fail(self, error: CommError) -> None:
@@ -316,15 +316,15 @@ class NcclTransport(Transport):
         self.on_failure(self._failure)
 
     def call_nccl(self, what: str, call: Callable[[], object]) -> bool:
-        """Call NCCL; False: it has failed, or has been given up, and the communicator is lost."""
-        with self._ending:  # while NCCL is called, it is not aborted
+        """Call NCCL. Returns False if the call failed or NCCL was aborted, and so the communicator is lost."""
+        with self._ending:  # NCCL must not be aborted while it is called
             if self.aborted:
                 return False
             try:
                 call()
             except self.library.errors as error:
                 if status_of(error) == _IN_PROGRESS:
-                    return True  # enqueued, by a communicator that does not block
+                    return True  # a non-blocking communicator has enqueued the call
                 failure = explain(what, error)
             else:
                 return True
@@ -334,18 +334,18 @@ class NcclTransport(Transport):
     # ----------------------------------------------------------------------------------------------------- threads
 
     def comm_stream(self, comm: NcclComm, rank: int, size: int) -> CommStream:
-        """A communicator with a stream, like this one's."""
+        """Return a communicator with a stream like this transport's own."""
         return self._comm_stream.like(comm, rank, size)
 
     def spawn(self, call: Callable[[], Any], then: Callable[[Any], object]) -> None:
-        """Run a blocking call in a thread, and ``then`` on the loop's; an error loses the communicator."""
+        """Run a blocking call in a thread, and then ``then`` on the loop's thread. An error loses the communicator."""
 
         def run() -> None:
             outcome: Any = None
             failure: BaseException | None = None
             try:
                 outcome = guarded(self.cuda, self.library, "forming a communicator of two ranks", call)
-            except BaseException as error:  # it is looked at on the loop's thread
+            except BaseException as error:  # the loop's thread handles it
                 failure = error
             self._inbox.append((then, outcome, failure))
             self.control.wake()
@@ -364,7 +364,7 @@ class NcclTransport(Transport):
     # ------------------------------------------------------------------------------------------------- the end
 
     def abort(self, error: CommError) -> None:
-        """See :meth:`Transport.abort`: NCCL gives up in threads, for it waits until its kernels have ended."""
+        """See :meth:`Transport.abort`. NCCL is aborted in threads, because that waits until its kernels have ended."""
         with self._ending:
             if not self.aborted:
                 self.aborted = True
@@ -377,12 +377,11 @@ class NcclTransport(Transport):
     async def aclose(self) -> None:
         """See :meth:`Transport.aclose`."""
         await run_in_thread(self._end)
-        while self._inbox:
-            self._inbox.popleft()
+        self._inbox.clear()
         self._captured.clear()
 
     def _end(self) -> None:
-        """Off the loop. What does not end in time is left behind with the tensors that it may still use."""
+        """Close everything, off the loop. What does not end in time is left behind, with tensors that it may use."""
         with self._ending:
             if not self.aborted:
                 self._agreement.send_bye()
@@ -393,7 +392,7 @@ class NcclTransport(Transport):
             thread.join(max(0.0, ends - time.monotonic()))
         if self.aborted and not isinstance(self._failure, CudaBrokenError):
             for _, outcome, _ in list(self._inbox):
-                if isinstance(outcome, CommStream):  # formed too late
+                if isinstance(outcome, CommStream):  # it was formed after the abort
                     outcome.comm.abort()
             self.cuda.activate()
             with self.cuda.harmless():

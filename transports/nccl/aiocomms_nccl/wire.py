@@ -1,4 +1,4 @@
-"""What ranks tell each other over their control connections: on the host, beside NCCL, which matches nothing."""
+"""The wire format: the frames on the control connections. They exist because NCCL itself matches nothing."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from aiocomms.ops.checks import DTYPES
 
 VERSION: Final = 2
 LONGEST: Final = 64 * 1024
-"""Bytes of a frame."""
+"""Most bytes of a frame."""
 
 DTYPE_LIST: Final = tuple(sorted(DTYPES, key=str))
-"""dtypes by the number that stands for them in a frame."""
+"""The dtypes, in the order of the numbers that stand for them in a frame."""
 DTYPE_CODES: Final = {dtype: code for code, dtype in enumerate(DTYPE_LIST)}
 
 
 class Announce(msgspec.Struct, tag=0, array_like=True):
-    """The sender has a message; ``number`` counts its messages to this rank."""
+    """The sender has a message. ``number`` identifies it among the sender's messages."""
 
     number: int
     channel: int
@@ -30,7 +30,7 @@ class Announce(msgspec.Struct, tag=0, array_like=True):
 
 
 class Take(msgspec.Struct, tag=1, array_like=True):
-    """The receiver takes a message, of which it has room for ``nbytes``; in the order of its NCCL calls."""
+    """The receiver takes ``nbytes`` of a message. It sends these frames in the order of its NCCL calls."""
 
     number: int
     nbytes: int
@@ -43,27 +43,27 @@ class Lane(msgspec.Struct, tag=2, array_like=True):
 
 
 class Described(msgspec.Struct, array_like=True):
-    """One collective as its caller describes it; where sizes differ from rank to rank, the bytes to and from there."""
+    """One collective as its caller describes it. ``sizes``: the bytes to and from the receiver, if they may differ."""
 
     text: str
     sizes: list[int]
 
 
 class Calls(msgspec.Struct, tag=3, array_like=True):
-    """The sender waits in, or has called, collectives: what the last ones of ``count`` are."""
+    """The sender has called ``count`` collectives, and may wait in one. ``last`` describes the last ones."""
 
     count: int
     last: list[Described]
 
 
 class Bye(msgspec.Struct, tag=4, array_like=True):
-    """The sender has closed, after so many collectives, and says nothing more."""
+    """The sender has closed after ``calls`` collectives, and sends nothing more."""
 
     calls: int
 
 
 class Abort(msgspec.Struct, tag=5, array_like=True):
-    """The sender has given up; ``index``: the collective in which ranks disagree, or -1."""
+    """The sender has aborted. ``index`` is the number of the collective in which ranks disagree, or -1."""
 
     reason: Reason
     index: int
@@ -76,15 +76,15 @@ _decoder = msgspec.msgpack.Decoder(Frame)
 
 
 def pack(frame: Frame) -> bytes:
-    """Encode a frame, behind its size."""
+    """Encode a frame, with its size in front."""
     data = _encoder.encode(frame)
     return len(data).to_bytes(4, "little") + data
 
 
 def unpack(buffer: bytearray) -> list[Frame]:
-    """Take the whole frames off what has arrived.
+    """Remove the complete frames from the start of a buffer, and decode them.
 
-    :raises ProtocolError: it makes no sense.
+    :raises ProtocolError: a frame makes no sense.
     """
     frames: list[Frame] = []
     at = 0
