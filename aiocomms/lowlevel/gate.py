@@ -50,7 +50,7 @@ class RefusedError(Exception):
     """Raised within a dialogue: the other side is no rank of this communicator, or none that is expected."""
 
 
-class Half:
+class HalfOpen:
     """A connection that is not proved yet."""
 
     __slots__ = ("connection", "dialogue", "ends", "got", "peer", "wanted")
@@ -81,9 +81,9 @@ class Half:
                 raise RefusedError
             self.got += data
             if len(self.got) == self.wanted:
-                said, self.got = self.got, b""
+                message, self.got = self.got, b""
                 try:
-                    self.wanted = self.dialogue.send(said)
+                    self.wanted = self.dialogue.send(message)
                 except StopIteration as end:
                     return int(end.value)
         return None
@@ -92,21 +92,21 @@ class Half:
 class Gate:
     """The connections of one rank. Used by one thread, which it blocks."""
 
-    def __init__(self, rank: int, key: bytes, connect: Mapping[int, Callable[[], socket.socket]], size: int) -> None:
+    def __init__(self, rank: int, key: bytes, connectors: Mapping[int, Callable[[], socket.socket]], size: int) -> None:
         """Begin.
 
         :param key: what only these ranks know, such as a secret of the rendezvous.
-        :param connect: for every rank below this one, what connects to it.
+        :param connectors: for every rank below this one, what connects to it.
         """
         self._rank = rank
         self._size = size
         self._key = key
-        self._connect = connect
-        self._uncalled = set(connect)
+        self._connectors = connectors
+        self._unconnected = set(connectors)
         self._missing = set(range(size)) - {rank}
         self._most = size + MOST_HALF_OPEN
-        self._half: dict[socket.socket, Half] = {}  # in the order in which they came
-        self._done: dict[int, socket.socket] = {}
+        self._half_open: dict[socket.socket, HalfOpen] = {}  # in the order in which they came
+        self._proved: dict[int, socket.socket] = {}
         self._selector = selectors.DefaultSelector()
         self.dropped = 0
         """Connections of strangers."""
@@ -128,43 +128,45 @@ class Gate:
                 now = time.monotonic()
                 if now >= ends:
                     raise CommTimeoutError(f"these ranks did not connect within {seconds:g} s: {sorted(self._missing)}")
-                if self._uncalled and now >= retry:
-                    self._call(ends)
+                if self._unconnected and now >= retry:
+                    self._connect_missing(ends)
                     retry = now + _PAUSE
-                self._wait(min(ends, retry if self._uncalled else ends, *(h.ends for h in self._half.values())) - now)
+                self._wait(
+                    min(ends, retry if self._unconnected else ends, *(h.ends for h in self._half_open.values())) - now
+                )
         except BaseException:
-            for connection in self._done.values():
+            for connection in self._proved.values():
                 connection.close()
             raise
         finally:
-            for half in self._half.values():
+            for half in self._half_open.values():
                 half.connection.close()
             self._selector.close()
-        return self._done
+        return self._proved
 
     # ------------------------------------------------------------------------------------------------- connections
 
-    def _call(self, ends: float) -> None:
+    def _connect_missing(self, ends: float) -> None:
         """Connect to whom this rank is not connected yet."""
-        for peer in list(self._uncalled):
+        for peer in list(self._unconnected):
             with contextlib.suppress(OSError):  # its queue is full, of strangers perhaps
-                connection = self._connect[peer]()
+                connection = self._connectors[peer]()
                 try:
-                    self._add(connection, self._knock(connection, peer), ends, peer)
+                    self._add(connection, self._connector_dialogue(connection, peer), ends, peer)
                 except OSError:
                     connection.close()
                     raise
-                self._uncalled.discard(peer)
+                self._unconnected.discard(peer)
 
     def _wait(self, seconds: float) -> None:
         for key, _ in self._selector.select(max(0.0, seconds)):
-            half = self._half.get(key.fileobj)  # type: ignore[call-overload]
+            half = self._half_open.get(key.fileobj)  # type: ignore[call-overload]
             if half is not None:
                 self._read(half)
             elif key.data is None:
                 self._accept(key.fileobj)  # type: ignore[arg-type]
         now = time.monotonic()
-        for half in [half for half in self._half.values() if now >= half.ends]:
+        for half in [half for half in self._half_open.values() if now >= half.ends]:
             self._drop(half)
 
     def _accept(self, listener: socket.socket) -> None:
@@ -178,15 +180,15 @@ class Gate:
                 connection.close()
                 self.dropped += 1
                 continue
-            if len(self._half) >= self._most:
-                self._drop(next(iter(self._half.values())))
-            self._add(connection, self._answer(connection), time.monotonic() + PATIENCE)
+            if len(self._half_open) >= self._most:
+                self._drop(next(iter(self._half_open.values())))
+            self._add(connection, self._acceptor_dialogue(connection), time.monotonic() + PATIENCE)
 
     def _add(self, connection: socket.socket, dialogue: Dialogue, ends: float, peer: int | None = None) -> None:
-        half = self._half[connection] = Half(connection, dialogue, ends, peer)
+        half = self._half_open[connection] = HalfOpen(connection, dialogue, ends, peer)
         self._selector.register(connection, selectors.EVENT_READ, half)
 
-    def _read(self, half: Half) -> None:
+    def _read(self, half: HalfOpen) -> None:
         try:
             peer = half.read()
         except (RefusedError, OSError):
@@ -196,46 +198,46 @@ class Gate:
             self._remove(half)
             half.connection.setblocking(True)
             self._missing.discard(peer)
-            if peer in self._done:  # it has given up on the first one
-                self._done[peer].close()
-            self._done[peer] = half.connection
+            if peer in self._proved:  # it has given up on the first one
+                self._proved[peer].close()
+            self._proved[peer] = half.connection
 
-    def _remove(self, half: Half) -> None:
-        del self._half[half.connection]
+    def _remove(self, half: HalfOpen) -> None:
+        del self._half_open[half.connection]
         self._selector.unregister(half.connection)
 
-    def _drop(self, half: Half) -> None:
+    def _drop(self, half: HalfOpen) -> None:
         self._remove(half)
         half.dialogue.close()
         half.connection.close()
         if half.peer is None:
             self.dropped += 1
         else:
-            self._uncalled.add(half.peer)  # it had too much to do
+            self._unconnected.add(half.peer)  # it had too much to do
 
     # -------------------------------------------------------------------------------------------------- what is said
 
-    def _knock(self, connection: socket.socket, peer: int) -> Dialogue:
+    def _connector_dialogue(self, connection: socket.socket, peer: int) -> Dialogue:
         """The connector's side."""
-        mine = secrets.token_bytes(_NONCE)
-        connection.sendall(_HELLO.pack(_MAGIC, self._rank, mine))
-        said = yield _NONCE + _MAC
-        pair = (self._rank, peer, mine, said[:_NONCE])
-        if not same(said[_NONCE:], mac(self._key, "acceptor", *pair)):
+        nonce = secrets.token_bytes(_NONCE)
+        connection.sendall(_HELLO.pack(_MAGIC, self._rank, nonce))
+        message = yield _NONCE + _MAC
+        pair = (self._rank, peer, nonce, message[:_NONCE])
+        if not same(message[_NONCE:], mac(self._key, "acceptor", *pair)):
             raise AuthError(f"who answers in the place of rank {peer} does not prove to be that rank", peer=peer)
         connection.sendall(mac(self._key, "connector", *pair))
         if (yield len(_ACCEPTED)) != _ACCEPTED:
             raise RefusedError
         return peer
 
-    def _answer(self, connection: socket.socket) -> Dialogue:
+    def _acceptor_dialogue(self, connection: socket.socket) -> Dialogue:
         """The acceptor's side."""
-        magic, peer, theirs = _HELLO.unpack((yield _HELLO.size))
+        magic, peer, peer_nonce = _HELLO.unpack((yield _HELLO.size))
         if magic != _MAGIC or not self._rank < peer < self._size:
             raise RefusedError
-        mine = secrets.token_bytes(_NONCE)
-        pair = (peer, self._rank, theirs, mine)
-        connection.sendall(mine + mac(self._key, "acceptor", *pair))
+        nonce = secrets.token_bytes(_NONCE)
+        pair = (peer, self._rank, peer_nonce, nonce)
+        connection.sendall(nonce + mac(self._key, "acceptor", *pair))
         if not same((yield _MAC), mac(self._key, "connector", *pair)):
             raise RefusedError
         connection.sendall(_ACCEPTED)

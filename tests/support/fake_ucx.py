@@ -29,9 +29,9 @@ class FakeWindows(CudaWindows):
         fd, size = storage._share_fd_cpu_()
         return os.getpid(), fd, size
 
-    def _import(self, rank: int, gpu: str, said: tuple[Any, ...]) -> UntypedStorage | None:
+    def _import(self, rank: int, gpu: str, exported: tuple[Any, ...]) -> UntypedStorage | None:
         assert gpu == "the fake one"
-        pid, fd, size = said
+        pid, fd, size = exported
         mine = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
             return torch.frombuffer(mmap.mmap(mine, size), dtype=torch.uint8).untyped_storage()

@@ -33,9 +33,9 @@ def transport() -> str:
     return "ucx"
 
 
-def family_of(comm: Communicator) -> Any:
+def shared_engine_of(comm: Communicator) -> Any:
     """What the transport keeps for a communicator and those split from it."""
-    return transport_of(comm).family
+    return transport_of(comm).shared
 
 
 # --------------------------------------------------------------------------------------------------------- progress
@@ -211,7 +211,7 @@ async def mix_families(place: Rank) -> None:
     twin, reverse = await comm.split(range(size), "twin"), await comm.split([2, 1, 0], "reverse")
     alone = await comm.split([rank])
     comms = [comm, twin, reverse]
-    assert len({id(family_of(it)) for it in (*comms, alone)}) == 1
+    assert len({id(shared_engine_of(it)) for it in (*comms, alone)}) == 1
     received, sent = [], []
     for count in (3, LARGE):
         for i, it in enumerate(comms):
@@ -230,7 +230,7 @@ async def mix_families(place: Rank) -> None:
 
 async def close_in_some_order(comms: list[Communicator]) -> None:
     """The parent first; the engine goes with the last one."""
-    family = family_of(comms[0])
+    shared = shared_engine_of(comms[0])
     parent, twin, reverse, alone = comms
     await parent.aclose()
     await alone.aclose()
@@ -239,11 +239,11 @@ async def close_in_some_order(comms: list[Communicator]) -> None:
     child = await twin.split(range(twin.size))
     await twin.aclose()
     assert (await child.all_reduce(torch.ones(3)) == child.size).all()
-    assert not any(family_of(it) is not family for it in (child, reverse))
+    assert not any(shared_engine_of(it) is not shared for it in (child, reverse))
     await (reverse if child.rank else child).aclose()  # in another order on another rank
-    assert family.transports
+    assert shared.transports
     await (child if child.rank else reverse).aclose()
-    assert not family.transports
+    assert not shared.transports
 
 
 def test_a_family_shares_an_engine(ranks: Run) -> None:
@@ -371,7 +371,7 @@ def test_a_communicator_that_never_opened_says_no_farewell() -> None:
             here: Any = transport_of(mine)
             there: Any = transport_of(theirs)
             work = theirs.all_reduce(torch.ones(3))
-            orphan = UcxTransport(here.family, here.peers, here.hosts, here.pids)
+            orphan = UcxTransport(here.shared, here.peers, here.hosts, here.pids)
             await orphan.aclose()
             # A message behind the farewell, which no rank writes that works as it should.
             here._tell(1, wire.Dispute(here._numbers[1], 99, "what comes behind the farewell"))

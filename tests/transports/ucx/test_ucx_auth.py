@@ -191,7 +191,7 @@ def test_ten_thousand_strangers(listener: socket.socket) -> None:
     class Watched(Gate):
         def _accept(self, listener: socket.socket) -> None:
             super()._accept(listener)
-            most[0] = max(most[0], len(self._half))
+            most[0] = max(most[0], len(self._half_open))
 
     watched = Watched(0, KEY, {}, 3)
     inside, ends, _ = in_threads(lambda: watched.run([listener], HANGS), rank, strangers)

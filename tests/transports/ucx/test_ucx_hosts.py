@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from aiocomms_ucx.shared_engine import _open as families
+from aiocomms_ucx.shared_engine import _open_engines
 from aiocomms_ucx.transport import UcxTransport
 from hosts import Enter, address, hosts, kernel_address
 from processes import KILLED, LARGE, Rank, Run, death, empty, exchange, listening, numbers
@@ -357,7 +357,7 @@ async def reach_one_that_has_stopped(place: Rank) -> None:
         await place.all_told("lost", 0)
     else:
         await place.all_told("waits", 1)
-        (family,) = families
+        (shared,) = _open_engines
         with stopped(int((place.folder / "pid").read_text())):
             first = window.put(torch.ones(2**20, dtype=torch.int32), 1)
             ops = {
@@ -375,11 +375,11 @@ async def reach_one_that_has_stopped(place: Rank) -> None:
                     assert await work is None, what
             with contextlib.suppress(CommTimeoutError):
                 await first  # unless the connection took all of it
-            await until(lambda: len(family.pending) <= 1)  # UCX has been given the first only
+            await until(lambda: len(shared.pending) <= 1)  # UCX has been given the first only
         place.tell("lost 0")
     await other.barrier()
     if place.rank == 0:
-        await until(lambda: not family.pending)
+        await until(lambda: not shared.pending)
     again = await other.new_window(empty(LARGE))
     await again.put(numbers(LARGE, place.rank), 1 - place.rank)
     await again.signal(1 - place.rank)
@@ -400,7 +400,7 @@ async def close_what_ucx_has_in_hand(place: Rank) -> None:
         await place.all_told("closed", 0)
     else:
         await place.all_told("waits", 1)
-        (family,) = families
+        (shared,) = _open_engines
         with stopped(int((place.folder / "pid").read_text())):
             works = [child.all_reduce(torch.ones(2**20)), child.send(torch.ones(2**20), 1), child.barrier()]
             child.abort("on second thoughts")
@@ -408,9 +408,9 @@ async def close_what_ucx_has_in_hand(place: Rank) -> None:
                 with pytest.raises(CommAbortedError):
                     await work
             await child.aclose()
-            assert family.pending, "the wire has nothing of it"
+            assert shared.pending, "the wire has nothing of it"
         place.tell("closed 0")
-        await until(lambda: not family.pending)  # nor does anything hold the tensors
+        await until(lambda: not shared.pending)  # nor does anything hold the tensors
     await comm.barrier()
     await child.aclose()
     await comm.aclose()

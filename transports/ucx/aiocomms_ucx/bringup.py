@@ -18,7 +18,7 @@ from aiocomms.lowlevel import Gate, closed_on_exec, host_id, mac, reachable_addr
 from aiocomms.transport import Rendezvous
 from aiocomms_ucx import wire
 from aiocomms_ucx._engine import NO_DEVICE, Engine, UcxError
-from aiocomms_ucx.shared_engine import Family
+from aiocomms_ucx.shared_engine import SharedEngine
 
 _NONCE: Final = 32
 _BACKLOG: Final = 1024
@@ -55,9 +55,9 @@ class Place(msgspec.Struct, array_like=True):
     """Where ranks of other hosts connect."""
 
 
-async def open_family(
+async def open_shared_engine(
     rendezvous: Rendezvous, cuda: Cuda | None = None, memory: int = NO_DEVICE
-) -> tuple[Family, list[str], list[int]]:
+) -> tuple[SharedEngine, list[str], list[int]]:
     """Meet the other ranks. Collective.
 
     :param cuda: the GPU whose memory it is for; None: it is for the memory of CPUs.
@@ -81,7 +81,7 @@ async def open_family(
         places = await _places(
             rendezvous, Place(engine.address(), listeners[-1].getsockname()[:2] if outside else None)
         )
-        gate = Gate(rank, key, _ways(rank, hellos, places), size)
+        gate = Gate(rank, key, _connectors(rank, hellos, places), size)
         connections = await rendezvous.run(
             "connecting to the other ranks", lambda: gate.run(listeners, _SHARE * rendezvous.left())
         )
@@ -89,9 +89,9 @@ async def open_family(
     pids = [hello.pid for hello in hellos]
     here = [hello for hello in hellos if hello.host == mine.host]
     crowded = len(here) > len({core for hello in here for core in hello.cores})
-    near = [it.pid if it in here else 0 for it in hellos]
+    near = [hello.pid if hello in here else 0 for hello in hellos]
     _start(engine, [place.address for place in places], sockets, near, crowded, _cookies(key, rank, size))
-    return Family(engine, rank, cuda), hosts, pids
+    return SharedEngine(engine, rank, cuda), hosts, pids
 
 
 def _start(engine: Engine, *arguments: Any) -> None:
@@ -168,12 +168,12 @@ async def _places(rendezvous: Rendezvous, mine: Place) -> list[Place]:
 
 def _hello(rank: int, raw: bytes) -> Hello:
     hello = wire.record(rank, raw, Hello)
-    for what, theirs, ours in (
+    for what, given, wanted in (
         ("version", hello.version, wire.VERSION),
         ("byte order", hello.byte_order, sys.byteorder),
     ):
-        if theirs != ours:
-            raise ProtocolError(f"rank {rank} has {what} {theirs} of the ucx transport, this rank {ours}")
+        if given != wanted:
+            raise ProtocolError(f"rank {rank} has {what} {given} of the ucx transport, this rank {wanted}")
     return hello
 
 
@@ -184,14 +184,14 @@ def _listen_here(path: str) -> socket.socket:
     return listener
 
 
-def _ways(rank: int, hellos: Sequence[Hello], places: Sequence[Place]) -> dict[int, Callable[[], socket.socket]]:
+def _connectors(rank: int, hellos: Sequence[Hello], places: Sequence[Place]) -> dict[int, Callable[[], socket.socket]]:
     """For each rank below this one, what connects to it."""
 
-    def way(peer: int) -> Callable[[], socket.socket]:
+    def connector(peer: int) -> Callable[[], socket.socket]:
         near = hellos[peer].host == hellos[rank].host
         return lambda: _connect(peer, hellos[peer].path if near else places[peer].endpoint)
 
-    return {peer: way(peer) for peer in range(rank)}
+    return {peer: connector(peer) for peer in range(rank)}
 
 
 def _connect(peer: int, where: str | tuple[str, int] | None) -> socket.socket:

@@ -17,8 +17,8 @@ from aiocomms.errors import CommError, ProtocolError, UnsupportedOperation
 from aiocomms.lowlevel import Waker
 from aiocomms.transport import Completion, Rendezvous
 from aiocomms_ucx._engine import CUDA, TURNS
-from aiocomms_ucx.bringup import open_family
-from aiocomms_ucx.shared_engine import Family
+from aiocomms_ucx.bringup import open_shared_engine
+from aiocomms_ucx.shared_engine import SharedEngine
 from aiocomms_ucx.status import TRUNCATED
 from aiocomms_ucx.transport import UcxTransport
 from aiocomms_ucx.windows import Handle, Part, Windows
@@ -48,10 +48,10 @@ class CudaWindows(Windows):
         """See :meth:`Windows._reach`."""
         if rank == self._transport.rank:
             return handle.tensor
-        said = part.ipc[self._transport.rank] if len(part.ipc) == self._transport.size else None
-        if said is None or self._transport.far(rank):
+        exported = part.ipc[self._transport.rank] if len(part.ipc) == self._transport.size else None
+        if exported is None or self._transport.far(rank):
             return None
-        storage = self._import(rank, part.gpu, said)
+        storage = self._import(rank, part.gpu, exported)
         if storage is None:
             return None
         dtype, count = handle.tensor.dtype, torch.Size(part.shape).numel()
@@ -72,12 +72,12 @@ class CudaWindows(Windows):
         except RuntimeError:
             return None
 
-    def _import(self, rank: int, gpu: str, said: tuple[Any, ...]) -> UntypedStorage | None:
+    def _import(self, rank: int, gpu: str, exported: tuple[Any, ...]) -> UntypedStorage | None:
         """Map another process's memory; None: this process does not see its GPU, or CUDA refuses."""
         try:
             for index in range(torch.cuda.device_count()):
                 if str(torch.cuda.get_device_properties(index).uuid) == gpu:
-                    return UntypedStorage._new_shared_cuda(index, *said)
+                    return UntypedStorage._new_shared_cuda(index, *exported)
         except RuntimeError:
             pass
         return None
@@ -113,10 +113,10 @@ class CudaUcxTransport(UcxTransport):
     fast_check = None
     windows = CudaWindows
 
-    def __init__(self, family: Family, peers: Sequence[int], hosts: Sequence[str], pids: Sequence[int]) -> None:
-        super().__init__(family, peers, hosts, pids)
-        assert family.cuda is not None
-        self.cuda: Cuda = family.cuda
+    def __init__(self, shared: SharedEngine, peers: Sequence[int], hosts: Sequence[str], pids: Sequence[int]) -> None:
+        super().__init__(shared, peers, hosts, pids)
+        assert shared.cuda is not None
+        self.cuda: Cuda = shared.cuda
         self._waker = Waker()
         self.completions = Completions(self.cuda, self._waker.wake, TURNS, self)
         self._queue: deque[_Waiting] = deque()
@@ -133,8 +133,8 @@ class CudaUcxTransport(UcxTransport):
     async def open(cls, rendezvous: Rendezvous, options: Mapping[str, Any]) -> Self:
         """See :meth:`Transport.open`."""
         cuda, memory = cls.layer(rendezvous.device)
-        family, hosts, pids = await open_family(rendezvous, cuda, memory)
-        return await cls._join(family, rendezvous, range(rendezvous.size), hosts, pids)
+        shared, hosts, pids = await open_shared_engine(rendezvous, cuda, memory)
+        return await cls._join(shared, rendezvous, range(rendezvous.size), hosts, pids)
 
     # ------------------------------------------------------------------------------------------- ops, down and back
 

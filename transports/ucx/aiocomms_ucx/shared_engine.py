@@ -26,7 +26,7 @@ Entry = tuple["UcxTransport", Completion, int]
 """Who is told of an op's outcome: its transport and its work; and, of a collective, its number."""
 
 
-class Family:
+class SharedEngine:
     """One rank's engine. Every method is called on the loop's thread."""
 
     def __init__(self, engine: Engine, rank: int, cuda: Cuda | None = None) -> None:
@@ -42,7 +42,7 @@ class Family:
         self.pending: dict[int, Entry] = {}
         """By ticket, which is the work's ``id``. What is in here keeps its tensors: the wire may still hold them."""
         self.broken = False
-        _open.add(self)
+        _open_engines.add(self)
 
     def progress(self) -> bool | None:
         """Move things on, and pass on what has happened. None: nothing has, and the engine's thread is at it."""
@@ -54,8 +54,8 @@ class Family:
         for ticket, status, a, b in outcomes:
             transport, work, index = pop(ticket)
             transport.finish(work, index, status, a, b)
-        for kind, peer, group, detail, frame in notices:
-            self._notice(kind, peer, group, detail, frame)
+        for kind, peer, group, detail, raw in notices:
+            self._handle_notice(kind, peer, group, detail, raw)
         return True
 
     def uses(self, storage: UntypedStorage) -> bool:
@@ -66,29 +66,29 @@ class Family:
             for _, tensor in work.op.reads() + work.op.writes()
         )
 
-    def _notice(self, kind: int, peer: int, group: int, detail: int, frame: bytes) -> None:
+    def _handle_notice(self, kind: int, peer: int, group: int, detail: int, raw: bytes) -> None:
         if kind == NoticeKind.LOST:
             self.broken = True
             for transport in list(self.transports.values()):
                 transport.lost(peer)
         elif kind == NoticeKind.FRAME:
-            self._frame(peer, frame)
+            self._handle_frame(peer, raw)
         elif kind == NoticeKind.MISLED:
             self._misled(peer, "sends messages that make no sense")
         elif group in self.transports:
             transport = self.transports[group]
             (transport.left if kind == NoticeKind.LEFT else transport.disagrees)(peer, detail)
 
-    def _frame(self, peer: int, frame: bytes) -> None:
+    def _handle_frame(self, peer: int, raw: bytes) -> None:
         try:
-            said = wire.unpack(frame)
+            frame = wire.unpack(raw)
         except ProtocolError as error:
             self._misled(peer, error.message)
             return
-        transport = self.transports.get(said.group)
+        transport = self.transports.get(frame.group)
         rank = None if transport is None else transport.rank_of(peer)
         if transport is not None and rank is not None:
-            transport.hear(rank, said)
+            transport.hear(rank, frame)
 
     def _misled(self, peer: int, what: str) -> None:
         """A member speaks another language: nothing that it says can be relied on."""
@@ -102,7 +102,7 @@ class Family:
         if not self.transports:
             await run_in_thread(self._close, anyhow=True)
             self.pending.clear()
-            _open.discard(self)
+            _open_engines.discard(self)
 
     def _close(self) -> None:
         """Blocks, off the loop."""
@@ -111,14 +111,14 @@ class Family:
         self.engine.close(not self.broken, _GOODBYE)
 
 
-_open: weakref.WeakSet[Family] = weakref.WeakSet()
+_open_engines: weakref.WeakSet[SharedEngine] = weakref.WeakSet()
 
 
 def _stop_all() -> None:
     """UCX does not expect to be used while the process ends around it."""
-    for family in list(_open):
-        family.engine.close(False, 0.0)
+    for shared in list(_open_engines):
+        shared.engine.close(False, 0.0)
 
 
 atexit.register(_stop_all)
-os.register_at_fork(after_in_child=_open.clear)  # the engines, and their threads, are the parent's
+os.register_at_fork(after_in_child=_open_engines.clear)  # the engines, and their threads, are the parent's

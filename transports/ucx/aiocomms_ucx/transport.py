@@ -19,9 +19,9 @@ from aiocomms.lowlevel import Reason, closed_by, disagreement, gone
 from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport
 from aiocomms_ucx import wire
 from aiocomms_ucx._engine import TURNS, create_segment, is_plain
-from aiocomms_ucx.bringup import open_family
+from aiocomms_ucx.bringup import open_shared_engine
 from aiocomms_ucx.collectives import START, describe
-from aiocomms_ucx.shared_engine import Family
+from aiocomms_ucx.shared_engine import SharedEngine
 from aiocomms_ucx.side_channel import UcxSideChannel
 from aiocomms_ucx.status import BROKEN, DONE, DROPPED, UNEQUAL, error_of, has_ended, peer_of
 from aiocomms_ucx.windows import Windows, open_segment
@@ -58,19 +58,19 @@ class UcxTransport(Transport):
     fast_check: Callable[[object, bool], bool] | None = staticmethod(is_plain)
     windows: type[Windows] = Windows
 
-    def __init__(self, family: Family, peers: Sequence[int], hosts: Sequence[str], pids: Sequence[int]) -> None:
+    def __init__(self, shared: SharedEngine, peers: Sequence[int], hosts: Sequence[str], pids: Sequence[int]) -> None:
         """Begin.
 
         :param peers: each rank's number in the family.
         :param hosts: each rank's host.
         :param pids: each rank's process.
         """
-        self.family = family
-        self.engine = family.engine
+        self.shared = shared
+        self.engine = shared.engine
         self.peers = list(peers)
         self.hosts = list(hosts)
         self.pids = list(pids)
-        self.rank = self.peers.index(family.rank)
+        self.rank = self.peers.index(shared.rank)
         self.size = len(self.peers)
         self.group = self.engine.add_group(self.rank, self.peers)
         self._fd = os.dup(self.engine.fileno())
@@ -88,7 +88,7 @@ class UcxTransport(Transport):
         """What ranks have left here for :meth:`side_channel`."""
         self.gone: set[int] = set()
         """Ranks that have closed, or whose connection has broken."""
-        family.transports[self.group] = self
+        shared.transports[self.group] = self
 
     @classmethod
     def probe(cls, device: torch.device) -> str | None:
@@ -111,20 +111,25 @@ class UcxTransport(Transport):
             from aiocomms_ucx.cuda_transport import CudaUcxTransport  # only for those who need it
 
             return cast("Self", await CudaUcxTransport.open(rendezvous, options))
-        family, hosts, pids = await open_family(rendezvous)
-        return await cls._join(family, rendezvous, range(rendezvous.size), hosts, pids)
+        shared, hosts, pids = await open_shared_engine(rendezvous)
+        return await cls._join(shared, rendezvous, range(rendezvous.size), hosts, pids)
 
     async def split(self, rendezvous: Rendezvous, ranks: Sequence[int], options: Mapping[str, Any]) -> Self:
         """See :meth:`Transport.split`: the same engine serves both."""
         peers = [self.peers[rank] for rank in ranks]
         hosts = [self.hosts[rank] for rank in ranks]
-        return await self._join(self.family, rendezvous, peers, hosts, [self.pids[rank] for rank in ranks])
+        return await self._join(self.shared, rendezvous, peers, hosts, [self.pids[rank] for rank in ranks])
 
     @classmethod
     async def _join(
-        cls, family: Family, rendezvous: Rendezvous, peers: Sequence[int], hosts: Sequence[str], pids: Sequence[int]
+        cls,
+        shared: SharedEngine,
+        rendezvous: Rendezvous,
+        peers: Sequence[int],
+        hosts: Sequence[str],
+        pids: Sequence[int],
     ) -> Self:
-        self = cls(family, peers, hosts, pids)
+        self = cls(shared, peers, hosts, pids)
         try:
             await self._meet(rendezvous)
         except BaseException:
@@ -182,9 +187,9 @@ class UcxTransport(Transport):
         """An op was handed to the engine, under its work's ``id``. Done, and there is nothing else that is; or not."""
         if done:
             return work.complete()
-        self.family.pending[id(work)] = (self, work, PLAIN)
+        self.shared.pending[id(work)] = (self, work, PLAIN)
         if self.engine.ready:
-            self.family.progress()
+            self.shared.progress()
         return None
 
     def follow_collective(self, work: Completion, done: bool) -> None:
@@ -194,9 +199,9 @@ class UcxTransport(Transport):
         if done:
             return self.finish(work, index, DONE, 0, 0)
         self._collectives[index] = work
-        self.family.pending[id(work)] = (self, work, index)
+        self.shared.pending[id(work)] = (self, work, index)
         if self.engine.ready:
-            self.family.progress()
+            self.shared.progress()
         if self._left or self._disputes:
             self._reconsider(index)
         return None
@@ -232,7 +237,7 @@ class UcxTransport(Transport):
 
     def progress(self) -> bool | None:
         """See :meth:`Transport.progress`."""
-        return self.family.progress()
+        return self.shared.progress()
 
     def fileno(self) -> int | None:
         """See :meth:`Transport.fileno`."""
@@ -246,7 +251,7 @@ class UcxTransport(Transport):
         else:
             withdrawn = isinstance(op, ops.WaitSignal) and self._windows.withdraw(op, ticket)
         if withdrawn:
-            del self.family.pending[ticket]
+            del self.shared.pending[ticket]
         return withdrawn
 
     def waiting_for(self, work: Completion) -> Sequence[int]:
@@ -263,7 +268,7 @@ class UcxTransport(Transport):
             if self._closed:
                 return ()
             signs = self.engine.signs()
-        return [math.inf if peer == self.family.rank else signs[peer] / 1e9 for peer in self.peers]
+        return [math.inf if peer == self.shared.rank else signs[peer] / 1e9 for peer in self.peers]
 
     def side_channel(self) -> UcxSideChannel:
         """See :meth:`Transport.side_channel`: the control connections of those that live."""
@@ -367,7 +372,7 @@ class UcxTransport(Transport):
                 return
             self._aborted = True
             if isinstance(error, PeerDiedError):  # it may be silent, with its connection open
-                self.family.broken = True
+                self.shared.broken = True
             reason = Reason.of(error, self.rank)
             for rank in range(self.size):
                 self._tell(rank, wire.Abort(self._numbers[rank], reason, self._disputed))
@@ -381,7 +386,7 @@ class UcxTransport(Transport):
             self._closed = True
         os.close(self._fd)
         self._windows.close()
-        await self.family.leave(self.group)
+        await self.shared.leave(self.group)
 
 
 def no_cuda_in_ucx() -> str | None:

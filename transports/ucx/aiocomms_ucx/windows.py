@@ -176,7 +176,7 @@ class Windows:
         alone = not any(not transport.far(rank) for rank in range(transport.size) if rank != transport.rank)
         if alone or tensor.nbytes == 0:
             return -1
-        if not storage.is_shared() and (not storage.resizable() or transport.family.uses(storage)):
+        if not storage.is_shared() and (not storage.resizable() or transport.shared.uses(storage)):
             return -1
         try:
             return int(storage._share_fd_cpu_()[0])
