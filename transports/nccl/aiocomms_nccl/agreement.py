@@ -110,7 +110,7 @@ class Agreement:
         """Return the error of ops that need a rank, if the rank has closed; None if it has not."""
         return closed_by(peer) if peer in self._left else None
 
-    # ------------------------------------------------------------------------------------------- frames of the others
+    # -------------------------------------------------------------------------------------------- frames of the others
 
     def handle(self, frames: Sequence[tuple[int, wire.Frame | ProtocolError | None]]) -> None:
         """Act on the frames and errors that :meth:`Control.poll` has returned."""

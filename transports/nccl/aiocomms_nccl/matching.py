@@ -151,7 +151,7 @@ class Matcher:
             if not posted.work.done():
                 posted.work.fail(error)
 
-    # ------------------------------------------------------------------------------------- frames of the others
+    # -------------------------------------------------------------------------------------------- frames of the others
 
     def handle_announce(self, peer: int, message: Announce) -> None:
         """Match a message that a rank has announced."""
