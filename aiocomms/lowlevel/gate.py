@@ -1,16 +1,17 @@
-"""Connects a rank with every other rank of its communicator, and lets nobody else in.
+"""Connects a rank with every other rank of its communicator, and drops everybody else's connections.
 
-A connection is made by the rank with the higher number, and proved by both sides before anything else is said:
+The rank with the higher number connects. Both sides authenticate before they send anything else:
 
     connector: magic, its rank, a nonce
-    acceptor:  a nonce, and a MAC of it
+    acceptor:  a nonce, and a MAC
     connector: a MAC
     acceptor:  that it is accepted
 
-The MACs are over both ranks and both nonces, each side's with a word of its own, by a key that only these ranks
-know: nothing that was said before, elsewhere or by the other side proves anything. Whoever is not done in time is
-dropped, and of more connections than there may be the oldest: those of ranks are young, for a rank proves itself at
-once.
+A MAC covers both ranks and both nonces, and a word that differs for the two sides. Its key is known only to the ranks
+of the communicator. So no message that was recorded before, elsewhere or from the other side proves anything.
+
+A connection that has not proved itself in time is dropped. If there are more connections than allowed, the oldest one
+is dropped: a rank's connection is young, because a rank proves itself at once.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from aiocomms.errors import AuthError, CommTimeoutError
 from aiocomms.lowlevel.auth import mac, same
 
 PATIENCE: Final = 5.0
-"""Seconds in which somebody who connects proves who it is."""
+"""Seconds in which whoever connects must prove that it is a rank."""
 MOST_HALF_OPEN: Final = 128
-"""Connections that may be at it at a time, besides one for each rank."""
+"""Connections that may be unproved at a time, besides one for each rank."""
 
 _MAGIC: Final = b"aioG1\0"
 _NONCE: Final = 16
@@ -43,22 +44,22 @@ _PAUSE: Final = 0.01
 _CREDENTIALS: Final = struct.Struct("iII")  # struct ucred
 
 Dialogue = Generator[int, bytes, int]
-"""Yields how many bytes it wants next, and returns the peer's rank."""
+"""A generator that yields how many bytes it wants next, and returns the peer's rank."""
 
 
 class RefusedError(Exception):
-    """Raised within a dialogue: the other side is no rank of this communicator, or none that is expected."""
+    """Raised within a dialogue: the other side is not a rank of this communicator, or not one that is expected."""
 
 
 class HalfOpen:
-    """A connection that is not proved yet."""
+    """A connection that is not proved yet, and its dialogue."""
 
     __slots__ = ("connection", "dialogue", "ends", "got", "peer", "wanted")
 
     def __init__(self, connection: socket.socket, dialogue: Dialogue, ends: float, peer: int | None) -> None:
-        """Begin.
+        """Start the dialogue.
 
-        :param peer: whom this rank has called; None: somebody has called it.
+        :param peer: the rank to which this rank has connected; None if the other side has connected.
         """
         connection.setblocking(False)
         self.connection = connection
@@ -69,11 +70,11 @@ class HalfOpen:
         self.wanted = next(dialogue)
 
     def read(self) -> int | None:
-        """Go on with what has come.
+        """Read what has arrived, and continue the dialogue with it.
 
-        :returns: the peer's rank, when that is proved.
-        :raises RefusedError: it is nobody of ours.
-        :raises OSError: it is gone.
+        :returns: the peer's rank, once it is proved; None before.
+        :raises RefusedError: the peer is not a rank that shares this engine.
+        :raises OSError: the connection is gone.
         """
         with contextlib.suppress(BlockingIOError, InterruptedError):
             data = self.connection.recv(self.wanted - len(self.got))
@@ -90,13 +91,13 @@ class HalfOpen:
 
 
 class Gate:
-    """The connections of one rank. Used by one thread, which it blocks."""
+    """Opens and authenticates the connections of one rank. One thread uses it, and is blocked meanwhile."""
 
     def __init__(self, rank: int, key: bytes, connectors: Mapping[int, Callable[[], socket.socket]], size: int) -> None:
-        """Begin.
+        """Start without connections.
 
-        :param key: what only these ranks know, such as a secret of the rendezvous.
-        :param connectors: for every rank below this one, what connects to it.
+        :param key: a key that only the ranks of this communicator know, such as a secret of the rendezvous.
+        :param connectors: for every lower rank, a function that connects to it.
         """
         self._rank = rank
         self._size = size
@@ -105,18 +106,18 @@ class Gate:
         self._unconnected = set(connectors)
         self._missing = set(range(size)) - {rank}
         self._most = size + MOST_HALF_OPEN
-        self._half_open: dict[socket.socket, HalfOpen] = {}  # in the order in which they came
+        self._half_open: dict[socket.socket, HalfOpen] = {}  # in the order in which they were opened
         self._proved: dict[int, socket.socket] = {}
         self._selector = selectors.DefaultSelector()
         self.dropped = 0
-        """Connections of strangers."""
+        """How many connections of strangers were dropped."""
 
     def run(self, listeners: Sequence[socket.socket], seconds: float) -> dict[int, socket.socket]:
-        """Connect to the ranks below this one, and let those above connect.
+        """Connect to all lower ranks, and accept connections from all higher ranks.
 
-        :returns: a connection for each rank.
-        :raises CommTimeoutError: it took longer; says who is missing.
-        :raises AuthError: who answers in a rank's place does not prove to be that rank.
+        :returns: a connection to each rank.
+        :raises CommTimeoutError: it took longer. The message names the ranks that are missing.
+        :raises AuthError: whoever answers in a rank's place does not prove to be that rank.
         """
         ends = time.monotonic() + seconds
         retry = 0.0
@@ -147,9 +148,9 @@ class Gate:
     # ------------------------------------------------------------------------------------------------- connections
 
     def _connect_missing(self, ends: float) -> None:
-        """Connect to whom this rank is not connected yet."""
+        """Connect to the lower ranks to which this rank has not connected yet."""
         for peer in list(self._unconnected):
-            with contextlib.suppress(OSError):  # its queue is full, of strangers perhaps
+            with contextlib.suppress(OSError):  # the peer's queue of connections is full, perhaps of strangers'
                 connection = self._connectors[peer]()
                 try:
                     self._add(connection, self._connector_dialogue(connection, peer), ends, peer)
@@ -170,11 +171,11 @@ class Gate:
             self._drop(half)
 
     def _accept(self, listener: socket.socket) -> None:
-        """Take some of those who wait: not all at once, for those who are in should get on."""
+        """Accept some of the waiting connections. Not all at once, so that the accepted ones make progress."""
         for _ in range(16):
             try:
                 connection, _ = listener.accept()
-            except OSError:  # nobody waits, or it is gone already, or there is no descriptor left
+            except OSError:  # no connection waits, or it is gone already, or there is no descriptor left
                 return
             if connection.family == socket.AF_UNIX and not same_user(connection):
                 connection.close()
@@ -198,7 +199,7 @@ class Gate:
             self._remove(half)
             half.connection.setblocking(True)
             self._missing.discard(peer)
-            if peer in self._proved:  # it has given up on the first one
+            if peer in self._proved:  # the peer has abandoned its first connection
                 self._proved[peer].close()
             self._proved[peer] = half.connection
 
@@ -213,12 +214,12 @@ class Gate:
         if half.peer is None:
             self.dropped += 1
         else:
-            self._unconnected.add(half.peer)  # it had too much to do
+            self._unconnected.add(half.peer)  # connect again: the peer had too many connections
 
-    # -------------------------------------------------------------------------------------------------- what is said
+    # ------------------------------------------------------------------------------------------------------- dialogues
 
     def _connector_dialogue(self, connection: socket.socket, peer: int) -> Dialogue:
-        """The connector's side."""
+        """Authenticate as the side that connects."""
         nonce = secrets.token_bytes(_NONCE)
         connection.sendall(_HELLO.pack(_MAGIC, self._rank, nonce))
         message = yield _NONCE + _MAC
@@ -231,7 +232,7 @@ class Gate:
         return peer
 
     def _acceptor_dialogue(self, connection: socket.socket) -> Dialogue:
-        """The acceptor's side."""
+        """Authenticate as the side that accepts."""
         magic, peer, peer_nonce = _HELLO.unpack((yield _HELLO.size))
         if magic != _MAGIC or not self._rank < peer < self._size:
             raise RefusedError
@@ -245,6 +246,6 @@ class Gate:
 
 
 def same_user(connection: socket.socket) -> bool:
-    """Whether the other end of a unix socket belongs to this user."""
+    """Return whether the other end of a unix socket belongs to this user."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(raw)[1] == os.geteuid())

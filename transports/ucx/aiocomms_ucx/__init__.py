@@ -1,4 +1,4 @@
-"""The ``ucx`` transport: a native engine over UCX, and shared memory between the ranks of one host."""
+"""Transport ``ucx``: a native engine over UCX, and shared memory between the ranks of one host."""
 
 try:
     import libucx
@@ -7,7 +7,7 @@ except ImportError:
         "UCX itself is missing: pip install libucx-cu13 (or libucx-cu12; both work without CUDA)"
     ) from None
 
-libucx.load_library()  # the engine links to what this loads
+libucx.load_library()  # the engine links to the libraries that this loads
 
 from aiocomms_ucx.transport import UcxTransport  # noqa: E402 - the engine cannot be loaded before UCX
 

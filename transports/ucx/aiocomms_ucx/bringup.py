@@ -1,4 +1,4 @@
-"""Ranks become a family: who shares a host, a control connection for each pair, and an engine."""
+"""Bring-up: finds out which ranks share a host, connects each pair of ranks, and opens the engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from aiocomms_ucx.shared_engine import SharedEngine
 _NONCE: Final = 32
 _BACKLOG: Final = 1024
 _SHARE: Final = 0.9
-"""Of the time that is left; the rest is for saying who did not connect."""
+"""Share of the remaining time for connecting. The rest is for reporting which ranks did not connect."""
 _CONNECT: Final = 5.0
 """Seconds for one attempt to connect to another host."""
 
@@ -38,33 +38,33 @@ class Hello(msgspec.Struct, array_like=True):
     pid: int
     cores: list[int]
     path: str
-    """Of the abstract socket at which ranks of this host connect."""
+    """The path of the abstract unix socket to which ranks of this host connect."""
     nonce: bytes
-    """Makes the family's key a new one."""
+    """A nonce, with which the engine's key is a new one each time."""
 
-    def __repr__(self) -> str:  # without a token the nonces are the key
+    def __repr__(self) -> str:  # if the job has no token, whoever knows the nonces knows the key
         return f"<Hello of process {self.pid} on {self.name}>"
 
 
 class Place(msgspec.Struct, array_like=True):
-    """What each rank tells the others when it knows who is where."""
+    """What each rank tells the others when it knows which rank is on which host."""
 
     address: bytes
-    """The UCX worker's."""
+    """The address of its UCX worker."""
     endpoint: tuple[str, int] | None
-    """Where ranks of other hosts connect."""
+    """The address to which ranks of other hosts connect; None if there are none."""
 
 
 async def open_shared_engine(
     rendezvous: Rendezvous, cuda: Cuda | None = None, memory: int = NO_DEVICE
 ) -> tuple[SharedEngine, list[str], list[int]]:
-    """Meet the other ranks. Collective.
+    """Connect to the other ranks, and open an engine. Collective.
 
-    :param cuda: the GPU whose memory it is for; None: it is for the memory of CPUs.
+    :param cuda: the GPU whose memory the engine carries; None if it carries the memory of CPUs.
     :param memory: UCX's type of that GPU's memory.
-    :returns: the family, and each rank's host and process.
+    :returns: the engine, and each rank's host and process.
     :raises CommTimeoutError: a rank did not come, or did not connect.
-    :raises AuthError: a rank has not this job's token.
+    :raises AuthError: a rank does not have this job's token.
     """
     rank, size = rendezvous.rank, rendezvous.size
     mine = _introduction()
@@ -129,11 +129,12 @@ def _engine(rank: int, size: int, outside: str | None, cuda: Cuda | None, memory
 
 
 def _options(outside: str | None, *, gpu: bool) -> list[tuple[str, str]]:
-    """UCX's settings. The user's environment variables win.
+    """Return UCX's settings. The user's environment variables have precedence.
 
-    Without a GPU's memory to carry UCX need not look for GPUs, which takes time and memory of each.
-    sysv's segments can be read by the group. On one host there is no use for a network, and nothing then listens. On
-    several UCX listens at the address of each interface, or of the one alone that ``AIOCOMMS_IFACE`` names.
+    If no GPU memory is carried, UCX does not look for GPUs: that takes time, and memory of each GPU.
+    The sysv transport is left out because the user's group can read its segments.
+    On one host the network is left out, so that nothing listens. On several hosts UCX listens at the address of each
+    interface, or only at that of the interface that ``AIOCOMMS_IFACE`` names.
     """
     without = "sysv" if gpu else "sysv,cuda"
     if outside is None:
@@ -144,16 +145,16 @@ def _options(outside: str | None, *, gpu: bool) -> list[tuple[str, str]]:
 
 
 async def _hellos(rendezvous: Rendezvous, mine: Hello) -> tuple[list[Hello], bytes]:
-    """What the ranks say first; and a key, new each time, that nobody knows who has not the job's token.
+    """Return all ranks' hellos; and a key, new each time, that nobody knows without the job's token.
 
-    Without a token whoever reads the store can compute it.
+    If the job has no token, whoever reads the store can compute the key.
     """
     raw_hellos = await rendezvous.exchange("ucx", msgspec.msgpack.encode(mine))
     return [_hello(peer, raw) for peer, raw in enumerate(raw_hellos)], mac(rendezvous.secret("ucx"), *raw_hellos)
 
 
 def _cookies(key: bytes, rank: int, size: int) -> list[tuple[int, int]]:
-    """For each peer, what stands in every message to it, and in every message from it."""
+    """Return for each peer the cookie in every message to it, and the one in every message from it."""
 
     def cookie(src: int, dst: int) -> int:
         return int.from_bytes(mac(key, "messages", src, dst)[:8], "big")
@@ -185,7 +186,7 @@ def _listen_here(path: str) -> socket.socket:
 
 
 def _connectors(rank: int, hellos: Sequence[Hello], places: Sequence[Place]) -> dict[int, Callable[[], socket.socket]]:
-    """For each rank below this one, what connects to it."""
+    """Return for each lower rank a function that connects to it."""
 
     def connector(peer: int) -> Callable[[], socket.socket]:
         near = hellos[peer].host == hellos[rank].host

@@ -1,4 +1,4 @@
-"""How each collective is handed to the engine."""
+"""How each collective is carried out: the call of the engine for each kind."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ _OPERATORS: Final = {operator.name.lower(): int(operator) for operator in Operat
 
 _ALL: Final[frozenset[type[ops.Op]]] = ops.COLLECTIVES | {ops.WindowOpen, ops.WindowClose}
 FORMS: Final = {cls: number for number, cls in enumerate(sorted(_ALL, key=lambda cls: cls.name))}
-"""Which operation it is, for its fingerprint: the same numbers on all ranks."""
+"""The number of each type of operation, for its fingerprint. The numbers are the same on all ranks."""
 
 Start = Callable[[Engine, int, int, int, Any, int], float]
-"""Called with the engine, a ticket, the communicator's number, its size, the op and the op's form.
+"""A function that starts a collective.
 
-Returns when it was done, by :func:`time.monotonic`; 0: it is not."""
+Its arguments are the engine, a ticket, the communicator's number, its size, the op and the op's form. It returns the
+time at which the collective was done, by :func:`time.monotonic`; 0 if it is not done."""
 
 
 def _barrier(engine: Engine, ticket: int, group: int, size: int, op: ops.Barrier, form: int) -> float:
@@ -75,11 +76,11 @@ _START: Final[dict[str, Start]] = {
 }
 
 START: Final[dict[type[ops.Op], tuple[Start, int]]] = {cls: (_START[cls.kind], FORMS[cls]) for cls in ops.COLLECTIVES}
-"""How an op of each type is started, and its form."""
+"""For each type of op, the function that starts it, and its form."""
 
 
 def describe(op: Any) -> str:
-    """What a rank is doing, for ranks that do something else."""
+    """Describe what a rank calls, for ranks that call something else."""
     name, *rest = op.signature()
     if isinstance(op, ops.AllToAllSingle):
         rest.append(tuple(op.input.shape))

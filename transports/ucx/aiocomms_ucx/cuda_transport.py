@@ -1,4 +1,4 @@
-"""UCX on GPU memory: each op is handed to the engine when the GPU has done what it is behind of."""
+"""The transport for GPU memory: each op is handed to the engine when the GPU has done all work queued before it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from aiocomms_ucx.windows import Handle, Part, Windows
 
 
 class CudaWindows(Windows):
-    """Windows in GPU memory: UCX reads and writes them, and CUDA maps them into other processes of the host."""
+    """Windows in GPU memory. UCX reads and writes them, and CUDA maps them into other processes of the host."""
 
     record = 16 * 1024
     unshared = (
@@ -34,7 +34,7 @@ class CudaWindows(Windows):
     )
 
     def _describe(self, number: int, tensor: Tensor) -> Part:
-        """See :meth:`Windows._describe`. CUDA counts the processes that map the memory: each gets words of its own."""
+        """See :meth:`Windows._describe`. CUDA counts the processes that map memory, so each gets its own handle."""
         transport = self._transport
         rkey = transport.engine.map_window(transport.group, number, tensor, True)
         offset = int(tensor.storage_offset()) * tensor.element_size()
@@ -62,18 +62,18 @@ class CudaWindows(Windows):
         return flat.view(part.shape)
 
     def _gpu(self, tensor: Tensor) -> str:
-        """What tells a tensor's GPU from every other one."""
+        """Return the identifier of a tensor's GPU, different from that of every other GPU."""
         return str(torch.cuda.get_device_properties(tensor.device).uuid)
 
     def _export(self, storage: UntypedStorage) -> tuple[Any, ...] | None:
-        """What one other process needs to map this memory; None: CUDA does not share it."""
+        """Return what one other process needs to map this memory; None if CUDA does not share it."""
         try:
             return tuple(storage._share_cuda_())[1:]  # type: ignore[no-untyped-call]
         except RuntimeError:
             return None
 
     def _import(self, rank: int, gpu: str, exported: tuple[Any, ...]) -> UntypedStorage | None:
-        """Map another process's memory; None: this process does not see its GPU, or CUDA refuses."""
+        """Map another process's memory. Returns None if this process does not see its GPU, or CUDA refuses."""
         try:
             for index in range(torch.cuda.device_count()):
                 if str(torch.cuda.get_device_properties(index).uuid) == gpu:
@@ -84,7 +84,7 @@ class CudaWindows(Windows):
 
 
 class _Waiting:
-    """An op that the engine has not got yet."""
+    """An op that has not been handed to the engine yet."""
 
     __slots__ = ("fired", "op", "work")
 
@@ -94,15 +94,16 @@ class _Waiting:
         self.fired = False
 
     def fire(self) -> None:
-        """The GPU has come to it."""
+        """Note that the GPU has done all work that was queued before the op."""
         self.fired = True
 
 
 class CudaUcxTransport(UcxTransport):
-    """Messages, windows and barriers for tensors on a GPU. Collectives are made of messages; atomics there are none.
+    """Messages, windows and barriers for tensors on a GPU.
 
-    An op is posted when what its caller's current stream had been given before has been done, and all ops before it
-    have been posted: messages match in the order of the calls, whatever streams these were made on.
+    Other collectives are expressed in messages, and there are no atomics. An op is handed to the engine when the GPU
+    has done all work that was on its caller's current stream, and all earlier ops have been handed over. So messages
+    match in the order of the calls, on whichever streams these were made.
     """
 
     capabilities = msgspec.structs.replace(
@@ -126,7 +127,7 @@ class CudaUcxTransport(UcxTransport):
 
     @classmethod
     def layer(cls, device: torch.device) -> tuple[Cuda, int]:
-        """What drives the device, and UCX's type of its memory."""
+        """Return the layer through which CUDA is called, and UCX's type of its memory."""
         return TorchCuda(device), CUDA
 
     @classmethod
@@ -152,20 +153,20 @@ class CudaUcxTransport(UcxTransport):
         self.completions.add(self.cuda.current_stream(), waiting.fire)
 
     def progress(self) -> bool | None:
-        """See :meth:`Transport.progress`. While the current stream is being captured everything waits."""
+        """See :meth:`Transport.progress`. While the current stream is being captured, everything waits."""
         self._waker.clear()
         if self.cuda.capturing():
-            return bool(self.completions)  # so that it is asked again: nothing tells when a capture ends
+            return bool(self.completions)  # True makes the loop ask again: nothing tells when a capture ends
         with self.cuda.harmless():
             did = self.completions.poll()
             did = self._post_due() or did
             happened = super().progress()
-        if did or self.completions:  # never None: the events are asked for on the loop
+        if did or self.completions:  # never None: the events are polled on the loop
             return did or bool(happened)
         return happened
 
     def _post_due(self) -> bool:
-        """Hand the engine what is due, up to the first op that is not."""
+        """Hand the engine all ops that are due, up to the first one that is not."""
         queue, did = self._queue, False
         while queue and queue[0].fired:
             did = True
@@ -176,12 +177,12 @@ class CudaUcxTransport(UcxTransport):
                 super().post(waiting.op, waiting.work)
             except CommError as error:
                 waiting.work.fail(error)
-            except RuntimeError as error:  # UCX's, or torch's
+            except RuntimeError as error:  # raised by UCX or by torch
                 waiting.work.fail(CommError(f"UCX could not begin it: {error}"))
         return did
 
     def finish(self, work: Completion, index: int, status: int, a: int, b: int) -> None:
-        """See :meth:`UcxTransport.finish`: of a message that is too long, the engine has the beginning."""
+        """See :meth:`UcxTransport.finish`. If a message is too long, the engine has kept its beginning."""
         if status == TRUNCATED:
             head, op = self.engine.head(id(work)), work.op
             if head and isinstance(op, ops.Recv):
@@ -199,12 +200,12 @@ class CudaUcxTransport(UcxTransport):
         for waiting in self._queue:
             if waiting.work is work:
                 self._queue.remove(waiting)
-                self._waker.wake()  # those behind it may be due
+                self._waker.wake()  # the ops behind it may be due
                 return True
         return super().try_cancel(work)
 
     async def aclose(self) -> None:
-        """See :meth:`Transport.aclose`. What the engine has not got nobody has touched: it need not be waited for."""
+        """See :meth:`Transport.aclose`. It drops ops that the engine has not got: nothing uses their tensors."""
         self._queue.clear()
         self.completions.close()
         self._epoll.close()

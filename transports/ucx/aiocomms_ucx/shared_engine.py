@@ -1,4 +1,4 @@
-"""What a communicator and all that are split from it share: one engine, and who waits for what."""
+"""The engine that a communicator shares with all communicators split from it, and the works that wait for it."""
 
 from __future__ import annotations
 
@@ -20,32 +20,38 @@ if TYPE_CHECKING:
     from aiocomms_ucx.transport import UcxTransport
 
 _GOODBYE: Final = 2.0
-"""Seconds in which the peers' engines confirm that they have got everything; they do so without their loops."""
+"""Seconds in which the peers' engines must confirm that they have received everything, without their loops."""
 
 Entry = tuple["UcxTransport", Completion, int]
-"""Who is told of an op's outcome: its transport and its work; and, of a collective, its number."""
+"""An op's transport, which is told the outcome, and its work; and the number of a collective."""
 
 
 class SharedEngine:
-    """One rank's engine. Every method is called on the loop's thread."""
+    """One rank's engine, and the communicators that share it. Every method is called on the loop's thread."""
 
     def __init__(self, engine: Engine, rank: int, cuda: Cuda | None = None) -> None:
-        """Begin.
+        """Start without communicators.
 
-        :param cuda: the GPU whose memory it is for; None: it is for the memory of CPUs.
+        :param cuda: the GPU whose memory the engine carries; None if it carries the memory of CPUs.
         """
         self.engine = engine
         self.cuda = cuda
         self.rank = rank
         self.transports: dict[int, UcxTransport] = {}
-        """By the engine's number of their communicator."""
+        """The transports, by the engine's number of their communicator."""
         self.pending: dict[int, Entry] = {}
-        """By ticket, which is the work's ``id``. What is in here keeps its tensors: the wire may still hold them."""
+        """The ops that are not done, by ticket: the work's ``id``.
+
+        An entry keeps its op's tensors alive, because the wire may still use them.
+        """
         self.broken = False
         _open_engines.add(self)
 
     def progress(self) -> bool | None:
-        """Move things on, and pass on what has happened. None: nothing has, and the engine's thread is at it."""
+        """Make progress, and pass on outcomes and notices.
+
+        :returns: whether there were any; None if there were none and the engine's own thread makes progress.
+        """
         happened = self.engine.progress()
         if happened is None:
             return None if self.engine.bulk else False
@@ -59,7 +65,7 @@ class SharedEngine:
         return True
 
     def uses(self, storage: UntypedStorage) -> bool:
-        """Whether an op that is not done reads or writes this memory."""
+        """Return whether an op that is not done reads or writes this memory."""
         return any(
             tensor.untyped_storage().data_ptr() == storage.data_ptr()
             for _, work, _ in self.pending.values()
@@ -91,12 +97,12 @@ class SharedEngine:
             transport.hear(rank, frame)
 
     def _misled(self, peer: int, what: str) -> None:
-        """A member speaks another language: nothing that it says can be relied on."""
+        """Fail all communicators with a rank whose frames or messages make no sense."""
         for transport in list(self.transports.values()):
             transport.misled(peer, what)
 
     async def leave(self, group: int) -> None:
-        """A communicator closes; the last one takes the engine with it."""
+        """Close a communicator. The last one closes the engine."""
         del self.transports[group]
         self.engine.close_group(group)
         if not self.transports:
@@ -105,7 +111,7 @@ class SharedEngine:
             _open_engines.discard(self)
 
     def _close(self) -> None:
-        """Blocks, off the loop."""
+        """Close the engine. Blocks, off the loop."""
         if self.cuda is not None:
             self.cuda.activate()
         self.engine.close(not self.broken, _GOODBYE)
@@ -115,10 +121,10 @@ _open_engines: weakref.WeakSet[SharedEngine] = weakref.WeakSet()
 
 
 def _stop_all() -> None:
-    """UCX does not expect to be used while the process ends around it."""
+    """Close all engines at exit: UCX must not be used while the process ends."""
     for shared in list(_open_engines):
         shared.engine.close(False, 0.0)
 
 
 atexit.register(_stop_all)
-os.register_at_fork(after_in_child=_open_engines.clear)  # the engines, and their threads, are the parent's
+os.register_at_fork(after_in_child=_open_engines.clear)  # the engines and their threads belong to the parent

@@ -1,4 +1,4 @@
-"""What the ranks of a lost communicator still say to each other: notes, over their control connections."""
+"""The side channel: ranks of a lost communicator send each other notes over their control connections."""
 
 from __future__ import annotations
 

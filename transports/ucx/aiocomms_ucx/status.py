@@ -1,4 +1,4 @@
-"""How ops end, as the engine says it, and the errors that are made of that."""
+"""How an op has ended: the engine's statuses, and the error for each."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ BROKEN: Final = int(Status.BROKEN)
 DROPPED: Final = int(Status.DROPPED)
 _DTYPES: Final = tuple(getattr(torch, name) for name in dtype_names())
 _GONE: Final = frozenset({3, 6, 24, 25, 80})
-"""UCX's errors for a connection that is no more (ucs/type/status.h, without the sign)."""
+"""UCX's errors for a broken connection (ucs/type/status.h, without the sign)."""
 
 
 def error_of(op: Any, status: int, a: int, b: int, rank: int, size: int) -> CommError:
-    """What a status other than DONE and DROPPED means, with its details, on a rank."""
+    """Return the error for a status other than DONE and DROPPED, with its details ``a`` and ``b``, on a rank."""
     if status == CLOSED:
         return closed_by(a)
     if status == UNEQUAL:
@@ -41,16 +41,16 @@ def error_of(op: Any, status: int, a: int, b: int, rank: int, size: int) -> Comm
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process of this host is gone, or about to be: its memory is, before its descriptors are."""
+    """Return whether a process of this host has ended or is ending: its memory is released before its descriptors."""
     try:
         Path(f"/proc/{pid}/exe").readlink()
     except FileNotFoundError:
         return True
     except OSError:
-        pass  # another user's, say
+        pass  # such as for another user's process
     return False
 
 
 def peer_of(op: Any) -> int | None:
-    """The one rank that an op is about, if it is about one."""
+    """Return the one rank with which an op communicates; None if there is no single one."""
     return next((getattr(op, name) for name in ("src", "dst") if hasattr(op, name)), None)

@@ -1,4 +1,4 @@
-"""The plug-in itself: one communicator's end of its family's engine."""
+"""The plug-in itself: one communicator on the engine that it shares with others."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ from aiocomms_ucx.status import BROKEN, DONE, DROPPED, UNEQUAL, error_of, has_en
 from aiocomms_ucx.windows import Windows, open_segment
 
 PLAIN: Final = -1
-"""In place of a collective's number: an op that is none."""
+"""The number of an op that is not a collective."""
 _NONE: Final = -1
 _MOST_RANKS: Final = 65535
-"""What the header of a message can name."""
+"""How many ranks the header of a message can distinguish."""
 _STEPS: Final = frozenset({ops.WindowOpen, ops.WindowClose, ops.FetchAdd, ops.CompareSwap})
-"""Ops that are not simply complete when the engine is done with what it was given last."""
+"""Ops that need another step, or have a value, when the engine is done with the step that it was given."""
 
 
 class _Member(msgspec.Struct, array_like=True):
     """What each rank tells the others when a communicator opens."""
 
     number: int
-    """Its engine's number of the communicator."""
+    """The number that its engine gives the communicator."""
     segment: int
-    """Its descriptor of the shared memory, on the first rank of each host."""
+    """Its descriptor of the shared memory, on the first rank of each host; else -1."""
     reads: bool
     """Whether it may read the memory of all ranks on its host."""
 
 
 class UcxTransport(Transport):
-    """Messages and one-sided operations over UCX; collectives in shared memory within a host, over UCX beyond."""
+    """Messages and one-sided operations over UCX; collectives in shared memory on a host, over UCX between hosts."""
 
     capabilities = Capabilities(
         ops=(ops.P2P - {ops.Batch}) | ops.COLLECTIVES | ops.RMA,
@@ -59,9 +59,9 @@ class UcxTransport(Transport):
     windows: type[Windows] = Windows
 
     def __init__(self, shared: SharedEngine, peers: Sequence[int], hosts: Sequence[str], pids: Sequence[int]) -> None:
-        """Begin.
+        """Add a communicator to an engine.
 
-        :param peers: each rank's number in the family.
+        :param peers: each rank's number in the engine.
         :param hosts: each rank's host.
         :param pids: each rank's process.
         """
@@ -76,28 +76,28 @@ class UcxTransport(Transport):
         self._fd = os.dup(self.engine.fileno())
         self._numbers = [0] * self.size
         self._windows = self.windows(self)
-        self._calls = 0  # collectives posted
-        self._collectives: dict[int, Completion] = {}  # those that are not done
-        self._left: dict[int, int] = {}  # ranks that have closed, and the collectives that they had done
-        self._disputes: dict[int, list[tuple[int, str]]] = {}  # what others say they do, by collective
-        self._disputed = _NONE  # the collective in which ranks disagree
+        self._calls = 0  # how many collectives were posted
+        self._collectives: dict[int, Completion] = {}  # the collectives that are not done, by number
+        self._left: dict[int, int] = {}  # the ranks that have closed, and how many collectives each had done
+        self._disputes: dict[int, list[tuple[int, str]]] = {}  # ranks and the calls that they describe, by collective
+        self._disputed = _NONE  # the number of the collective in which ranks disagree
         self._failure: CommError | None = None
-        self._ending = threading.RLock()  # the engine must not go while another thread uses it
+        self._ending = threading.RLock()  # the engine must not be closed while another thread uses it
         self._aborted = self._closed = False
         self.notes: dict[int, bytes] = {}
-        """What ranks have left here for :meth:`side_channel`."""
+        """The notes that ranks have sent to this rank, for :meth:`side_channel`."""
         self.gone: set[int] = set()
-        """Ranks that have closed, or whose connection has broken."""
+        """The ranks that have closed, or whose connection has broken."""
         shared.transports[self.group] = self
 
     @classmethod
     def probe(cls, device: torch.device) -> str | None:
-        """See :meth:`Transport.probe`: where UCX cannot be loaded, this module is not imported."""
+        """See :meth:`Transport.probe`. Where UCX cannot be loaded, this module cannot be imported."""
         return None if device.type == "cpu" else no_cuda_in_ucx()
 
     @classmethod
     def preference(cls, device: torch.device, size: int, family: ops.Family) -> int:
-        """See :meth:`Transport.preference`: the fastest on CPUs; on GPUs collectives are made of its messages."""
+        """See :meth:`Transport.preference`. It is the fastest on CPUs; on GPUs, collectives are made of messages."""
         return 0 if device.type == "cuda" and family == "collectives" else 50
 
     # --------------------------------------------------------------------------------------------------- opening
@@ -108,14 +108,14 @@ class UcxTransport(Transport):
         if rendezvous.size > _MOST_RANKS:
             raise ArgumentError(f"size is {rendezvous.size}, and transport 'ucx' carries at most {_MOST_RANKS} ranks")
         if rendezvous.device.type == "cuda":
-            from aiocomms_ucx.cuda_transport import CudaUcxTransport  # only for those who need it
+            from aiocomms_ucx.cuda_transport import CudaUcxTransport  # imported only where it is needed
 
             return cast("Self", await CudaUcxTransport.open(rendezvous, options))
         shared, hosts, pids = await open_shared_engine(rendezvous)
         return await cls._join(shared, rendezvous, range(rendezvous.size), hosts, pids)
 
     async def split(self, rendezvous: Rendezvous, ranks: Sequence[int], options: Mapping[str, Any]) -> Self:
-        """See :meth:`Transport.split`: the same engine serves both."""
+        """See :meth:`Transport.split`. Both communicators share the engine."""
         peers = [self.peers[rank] for rank in ranks]
         hosts = [self.hosts[rank] for rank in ranks]
         return await self._join(self.shared, rendezvous, peers, hosts, [self.pids[rank] for rank in ranks])
@@ -155,7 +155,7 @@ class UcxTransport(Transport):
             finally:
                 if fd != _NONE:
                     os.close(fd)
-            await rendezvous.exchange("ucx opened", b"")  # nobody looks for the descriptor any more
+            await rendezvous.exchange("ucx opened", b"")  # after this, no rank opens the descriptor any more
         finally:
             if segment != _NONE:
                 os.close(segment)
@@ -184,7 +184,7 @@ class UcxTransport(Transport):
         return None
 
     def follow(self, work: Completion, done: bool) -> None:
-        """An op was handed to the engine, under its work's ``id``. Done, and there is nothing else that is; or not."""
+        """Complete an op that was handed to the engine if it is done; else keep it until it is done."""
         if done:
             return work.complete()
         self.shared.pending[id(work)] = (self, work, PLAIN)
@@ -193,7 +193,7 @@ class UcxTransport(Transport):
         return None
 
     def follow_collective(self, work: Completion, done: bool) -> None:
-        """A collective was."""
+        """Number a collective that was handed to the engine. Complete it if it is done; else keep it until it is."""
         index = self._calls
         self._calls = index + 1
         if done:
@@ -207,16 +207,16 @@ class UcxTransport(Transport):
         return None
 
     def finish(self, work: Completion, index: int, status: int, a: int, b: int) -> None:
-        """An op has ended, or the engine has let go of one that was given up."""
+        """Complete an op that has ended. Its work may be done already: the engine also reports abandoned ops."""
         collective = index != PLAIN
         if collective:
             self._collectives.pop(index, None)
         if work.done() or status == DROPPED:
-            return  # the communicator ends it, if it has not yet
+            return  # if the work is not done yet, the communicator ends it
         if status == UNEQUAL:
             self._disputed = index
         if status == BROKEN and self.ends_soon(peer_of(work.op)):
-            return  # with the communicator
+            return  # the work ends with the communicator
         if status != DONE:
             work.fail(error_of(work.op, status, a, b, self.rank, self.size))
         elif type(work.op) in _STEPS:
@@ -225,11 +225,11 @@ class UcxTransport(Transport):
             work.complete()
 
     def ends_soon(self, peer: int | None) -> bool:
-        """Whether a call failed because a rank of this host is gone, or has lost the communicator: then all is lost."""
+        """Return whether the communicator is about to end, because a rank of this host has died or has lost it."""
         if peer is None or self.far(peer):
             return False
         if self.engine.has_let_go(self.group, peer):
-            return True  # and has told everybody why
+            return True  # that rank has told every rank the reason
         if has_ended(self.pids[peer]):
             self.lost(self.peers[peer])
             return True
@@ -263,7 +263,7 @@ class UcxTransport(Transport):
             return () if self._closed else self.engine.missing(self.group)
 
     def last_heard(self) -> Sequence[float]:
-        """See :meth:`Transport.last_heard`: the engines' threads ask and answer, over the control connections."""
+        """See :meth:`Transport.last_heard`. The engines' threads ask and answer, over the control connections."""
         with self._ending:
             if self._closed:
                 return ()
@@ -271,27 +271,27 @@ class UcxTransport(Transport):
         return [math.inf if peer == self.shared.rank else signs[peer] / 1e9 for peer in self.peers]
 
     def side_channel(self) -> UcxSideChannel:
-        """See :meth:`Transport.side_channel`: the control connections of those that live."""
+        """See :meth:`Transport.side_channel`. It uses the control connections to ranks that are alive."""
         return UcxSideChannel(self)
 
     def leave_note(self, rank: int, text: bytes) -> None:
-        """Say something to a rank although the communicator is lost."""
+        """Send a note to a rank although the communicator is lost."""
         with self._ending:
             if not self._closed:
                 self._tell(rank, wire.Note(self._numbers[rank], text))
 
-    # ------------------------------------------------------------------------------------- what the others say and do
+    # ---------------------------------------------------------------------------------------------- frames and notices
 
     def far(self, rank: int) -> bool:
-        """Whether a rank is on another host."""
+        """Return whether a rank is on another host."""
         return self.hosts[rank] != self.hosts[self.rank]
 
     def rank_of(self, peer: int) -> int | None:
-        """The rank of a member of the family, if it is one here."""
+        """Return the rank of a peer of the engine in this communicator; None if it is not a member."""
         return self.peers.index(peer) if peer in self.peers else None
 
     def lost(self, peer: int) -> None:
-        """A member of the family is gone without a word."""
+        """Handle that the connection to a peer of the engine has broken without a goodbye."""
         rank = self.rank_of(peer)
         if rank is not None:
             self.gone.add(rank)
@@ -299,20 +299,20 @@ class UcxTransport(Transport):
             self._fail(gone(rank))
 
     def misled(self, peer: int, what: str) -> None:
-        """A member of the family has said what makes no sense."""
+        """Lose the communicator because a peer of the engine has sent something that makes no sense."""
         rank = self.rank_of(peer)
         if rank is not None:
             self._fail(ProtocolError(f"rank {rank}: {what}", peer=rank))
 
     def left(self, rank: int, collectives: int) -> None:
-        """A rank has closed this communicator, after so many collectives."""
+        """Handle that a rank has closed this communicator, after that many collectives."""
         self._left[rank] = collectives
         self.gone.add(rank)
         for index in list(self._collectives):
             self._reconsider(index)
 
     def disagrees(self, rank: int, index: int) -> None:
-        """The engine has found that a rank does something else: tell everybody what this one does."""
+        """Tell all ranks what this rank calls, because the engine has found that a rank calls something else."""
         work = self._collectives.get(index)
         if work is not None:
             text = describe(work.op)
@@ -321,7 +321,7 @@ class UcxTransport(Transport):
             self._reconsider(index)
 
     def hear(self, rank: int, said: wire.Frame) -> None:
-        """A rank has said something."""
+        """Handle a frame from a rank."""
         if isinstance(said, wire.Dispute):
             self._disputes.setdefault(said.index, []).append((rank, said.text))
             self._reconsider(said.index)
@@ -329,14 +329,14 @@ class UcxTransport(Transport):
             self.notes[rank] = said.text
         else:
             error = said.reason.to_error()
-            self._disputed = said.index  # so that what this rank passes on says it too
+            self._disputed = said.index  # so that the abort that this rank passes on names it too
             work = self._collectives.get(said.index)
             if work is not None and not work.done():
                 work.fail(error)
             self._fail(error)
 
     def _reconsider(self, index: int) -> None:
-        """Whether a pending collective can still come to its end."""
+        """Fail a pending collective, and the communicator, if it cannot complete any more."""
         work = self._collectives.get(index)
         error = None if work is None or work.done() else self._verdict(work.op, index)
         if work is not None and error is not None:
@@ -355,7 +355,7 @@ class UcxTransport(Transport):
         return None
 
     def _fail(self, error: CommError) -> None:
-        """The communicator is lost."""
+        """Report that the communicator is lost. The first error stays the reason."""
         self._failure = self._failure or error
         self.on_failure(self._failure)
 
@@ -371,7 +371,7 @@ class UcxTransport(Transport):
             if self._aborted or self._closed:
                 return
             self._aborted = True
-            if isinstance(error, PeerDiedError):  # it may be silent, with its connection open
+            if isinstance(error, PeerDiedError):  # the peer may be silent although its connection is open
                 self.shared.broken = True
             reason = Reason.of(error, self.rank)
             for rank in range(self.size):
@@ -390,10 +390,10 @@ class UcxTransport(Transport):
 
 
 def no_cuda_in_ucx() -> str | None:
-    """Why this UCX has nothing for CUDA, or None."""
+    """Return why this UCX does not support CUDA, or None if it may."""
     found = importlib.util.find_spec("libucx")
     folders = found.submodule_search_locations if found is not None and found.submodule_search_locations else []
     own = [Path(folder, "lib") for folder in folders if Path(folder, "lib", "libucp.so").exists()]
     if not own or any((lib / "ucx" / "libuct_cuda.so").exists() for lib in own):
-        return None  # the system's UCX: opening shows what it can do
+        return None  # if it is the system's UCX, opening shows what it supports
     return "this libucx has no modules for CUDA: install the wheel libucx-cu12 or libucx-cu13"

@@ -1,4 +1,4 @@
-"""Windows: whose memory is whose, and how this process gets at it."""
+"""Windows: each rank's memory in a window, and how this process reaches it."""
 
 from __future__ import annotations
 
@@ -25,47 +25,48 @@ if TYPE_CHECKING:
     from aiocomms_ucx.transport import UcxTransport
 
 _PREFIX: Final = 4
+"""Bytes of the length in front of a record."""
 
 
 class Part(msgspec.Struct, array_like=True):
-    """One rank's part, for the others."""
+    """One rank's part of a window, as it is described to the others."""
 
     shared: int
     """The descriptor of its shared memory, or -1."""
     offset: int
-    """Where the part begins in it."""
+    """Where the part begins in the shared memory."""
     shape: tuple[int, ...]
     address: int
     rkey: bytes
     ipc: list[tuple[Any, ...] | None] = []
-    """What each rank needs to map it, where it is a GPU's memory."""
+    """What each rank needs to map the part, if it is GPU memory."""
     gpu: str = ""
-    """That GPU's identifier."""
+    """The identifier of that GPU."""
 
-    def __repr__(self) -> str:  # who has address and key reads and writes the memory
+    def __repr__(self) -> str:  # whoever has address and key can read and write the memory
         return f"<part of shape {self.shape}>"
 
 
 class Handle:
-    """A window, as this transport knows it."""
+    """One window, with the transport's own state of it."""
 
     def __init__(self, number: int, tensor: Tensor) -> None:
         self.number = number
         self.tensor = tensor
         self.itemsize = tensor.element_size()
         self.mapped: dict[int, Tensor] = {}
-        """By rank, the parts that share memory with this process."""
+        """The parts whose memory this process shares, by rank."""
         self.exchange: tuple[Tensor, Tensor] | None = None
-        """This rank's record and everybody's, while the window opens."""
+        """This rank's record and all ranks' records, while the window opens."""
 
 
 class Windows:
     """The windows of one communicator."""
 
     record: int = 2048
-    """Bytes in which a rank describes its part; UCX's keys are a few hundred at most."""
+    """Bytes of the record in which a rank describes its part. UCX's keys take a few hundred bytes at most."""
     unshared = "is no memory of torch's own that could be shared (from_numpy, frombuffer and the like)"
-    """Why a part on this host may not be mapped."""
+    """The reason why a part on this host may not be mapped."""
 
     def __init__(self, transport: UcxTransport) -> None:
         self._transport = transport
@@ -105,7 +106,7 @@ class Windows:
         return transport.follow(work, done)
 
     def finish(self, work: Completion, collective: bool, value: int) -> None:
-        """A step of an operation that has several, or that has an answer, is done."""
+        """Continue or complete an operation that has several steps or a value, after a step is done."""
         op: Any = work.op
         if isinstance(op, ops.WindowOpen):
             self._opened_everywhere(work)
@@ -119,12 +120,12 @@ class Windows:
             self._meet_to_close(op.window.handle, work)
 
     def withdraw(self, op: ops.WaitSignal, ticket: int) -> bool:
-        """Take back a wait that no signal has ended."""
+        """Withdraw a wait. Returns False if a signal has already ended it."""
         transport = self._transport
         return transport.engine.cancel_wait(transport.group, op.window.handle.number, op.src, ticket)
 
     def close(self) -> None:
-        """Forget all windows: the communicator is closing."""
+        """Forget all windows, because the communicator is closing."""
         for handle in list(self._handles.values()):
             self._forget(handle)
 
@@ -159,7 +160,7 @@ class Windows:
         transport.follow_collective(work, done=ended > 0)
 
     def _describe(self, number: int, tensor: Tensor) -> Part:
-        """What the others need to know of this rank's part."""
+        """Return what the other ranks need to know of this rank's part."""
         transport = self._transport
         shared = self._share(tensor)
         remote = any(map(transport.far, range(transport.size))) or (shared < 0 and transport.size > 1)
@@ -168,9 +169,10 @@ class Windows:
         return Part(shared, offset, tuple(tensor.shape), tensor.data_ptr(), rkey)
 
     def _share(self, tensor: Tensor) -> int:
-        """Move a tensor's storage to memory that can be shared, in place: all its views follow.
+        """Move a tensor's storage to memory that can be shared, in place, so that all its views follow.
 
-        :returns: the descriptor, which is the storage's; -1 if there is nobody to share with or it cannot be moved.
+        :returns: the descriptor, which belongs to the storage; -1 if there is no rank to share with, or the storage
+            cannot be moved.
         """
         transport, storage = self._transport, tensor.untyped_storage()
         alone = not any(not transport.far(rank) for rank in range(transport.size) if rank != transport.rank)
@@ -180,7 +182,7 @@ class Windows:
             return -1
         try:
             return int(storage._share_fd_cpu_()[0])
-        except RuntimeError:  # shared by name, or no room
+        except RuntimeError:  # the storage is shared by name, or there is no room
             return -1
 
     def _opened_everywhere(self, work: Completion) -> None:
@@ -209,7 +211,7 @@ class Windows:
         work.complete(handle)
 
     def _reach(self, handle: Handle, rank: int, part: Part) -> Tensor | None:
-        """A rank's part as a tensor of this process, if they share memory."""
+        """Return a rank's part as a tensor of this process; None if they do not share memory."""
         transport, dtype = self._transport, handle.tensor.dtype
         if rank == transport.rank:
             return handle.tensor
@@ -243,10 +245,11 @@ class Windows:
 
 
 def open_segment(rank: int, pid: int, number: int) -> int:
-    """The memory in which the ranks of a host do their collectives, by its descriptor in another rank's process.
+    """Open the memory in which the ranks of a host do their collectives, by its descriptor in another rank's process.
 
     :raises PeerDiedError: that process has ended.
-    :raises ProtocolError: it is something else: a file, or another user's, or could be cut off under this rank's hands.
+    :raises ProtocolError: the descriptor is something else: a file, or memory of another user, or memory that could be
+        truncated while this rank uses it.
     """
     try:
         fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
@@ -256,7 +259,7 @@ def open_segment(rank: int, pid: int, number: int) -> int:
         raise CommError(f"the shared memory of rank {rank} cannot be reached: {error}", peer=rank) from None
     try:
         sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK and os.fstat(fd).st_uid == os.geteuid()
-    except OSError:  # which is said of all that is no memory
+    except OSError:  # the kernel says so of everything that is not such memory
         sealed = False
     if not sealed:
         os.close(fd)

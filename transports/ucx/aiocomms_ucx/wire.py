@@ -1,4 +1,4 @@
-"""What the Python sides of two ranks tell each other: in the store, and over their control connection."""
+"""The wire format: what the Python sides of two ranks tell each other, in the store and over control connections."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from aiocomms.errors import ProtocolError
 from aiocomms.lowlevel import Reason
 
 VERSION: Final = 5
-_PREFIX: Final = b"\x01"  # what the engine takes for none of its own frames
+_PREFIX: Final = b"\x01"  # the engine has no frames of its own with this prefix
 _LONGEST: Final = 2000
-"""Bytes of a note."""
+"""Most bytes of a note."""
 
 
 class Dispute(msgspec.Struct, tag=True, array_like=True):
-    """In the collective of this number, counted from 0, the sender does what is described."""
+    """The sender describes its call of collective ``index``, counted from 0."""
 
     group: int
     index: int
@@ -24,7 +24,7 @@ class Dispute(msgspec.Struct, tag=True, array_like=True):
 
 
 class Abort(msgspec.Struct, tag=True, array_like=True):
-    """The sender has given up; ``index``: the collective in which ranks disagree, or -1."""
+    """The sender has aborted. ``index`` is the number of the collective in which ranks disagree, or -1."""
 
     group: int
     reason: Reason
@@ -32,7 +32,7 @@ class Abort(msgspec.Struct, tag=True, array_like=True):
 
 
 class Note(msgspec.Struct, tag=True, array_like=True):
-    """What the sender wants to have said although the communicator is lost."""
+    """A note from the sender, sent although the communicator is lost."""
 
     group: int
     text: bytes
@@ -50,9 +50,9 @@ _Record = TypeVar("_Record")
 
 
 def record(rank: int, raw: bytes, kind: type[_Record]) -> _Record:
-    """Decode what a rank has said of itself.
+    """Decode a record in which a rank describes itself.
 
-    :raises ProtocolError: it says something else.
+    :raises ProtocolError: it is not such a record.
     """
     try:
         return msgspec.msgpack.decode(raw, type=kind)
@@ -68,7 +68,7 @@ def pack(frame: Frame) -> bytes:
 def unpack(frame: bytes) -> Frame:
     """Decode a frame.
 
-    :raises ProtocolError: it is none.
+    :raises ProtocolError: the bytes are not a frame.
     """
     try:
         if frame[:1] != _PREFIX:
