@@ -1,7 +1,7 @@
-"""A GPU made of queues and a thread: streams, events, captures and graphs, which refuse what CUDA refuses.
+"""A fake GPU of queues and a thread: streams, events, captures and graphs, which refuse what CUDA refuses.
 
-Tensors on the CPU stand for device memory. A stream is a queue of tasks; the engine's thread does the first of each
-queue until none can go on, so that a task which waits holds up its stream and no other.
+Tensors on the CPU stand for device memory. A stream is a queue of tasks. The GPU's thread runs the first task of each
+queue until none can continue, so that a task which waits blocks its own stream and no other.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 Task = Callable[[], bool]
-"""Done when it says so; asked again until then."""
+"""A function that is called again until it returns True; then the task is done."""
 
 GLOBAL, THREAD_LOCAL = "global", "thread_local"
 
 
 class CudaError(RuntimeError):
-    """As torch raises it."""
+    """The error of a CUDA call, as torch raises it."""
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(f"CUDA error: {text} ({code})")
@@ -30,7 +30,7 @@ class CudaError(RuntimeError):
 
 
 class Batch:
-    """What has fired together: whoever sees the one event can see the others."""
+    """Event records that fire together: whoever can see one of them can see the others."""
 
     seen = False
 
@@ -46,7 +46,7 @@ class Mark:
 
     @property
     def fired(self) -> bool:
-        """Whether the host can see it."""
+        """Whether the event has fired and the host can see it."""
         return self.batch is not None and self.batch.seen
 
 
@@ -68,7 +68,7 @@ class Capture:
 
 
 class Graph:
-    """What a capture has become."""
+    """A graph: the nodes of a capture that has ended."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
@@ -99,7 +99,7 @@ class FakeStream:
             self.gpu.kick()
 
     def add(self, node: Callable[[], Task]) -> None:
-        """Give it something to do: now, or in every replay of a graph."""
+        """Add a node: to be run now, or during a capture, in every replay of the graph."""
         if self.capture is None:
             self.push(node())
         else:
@@ -191,11 +191,11 @@ class Gpu:
         self.captures: list[Capture] = []
         self.events = 0
         self.sleeping = 0
-        """Threads that sleep on an event."""
+        """How many threads sleep on an event."""
         self.broken = False
-        """As after an assertion in some kernel."""
+        """Whether every call fails, as after an assertion in a kernel."""
         self.memory: int | None = None
-        """Allocations that are left; None: as many as you like."""
+        """How many allocations succeed before memory is exhausted; None if all do."""
         self._local = threading.local()
         self._dirty = False
         self.batch = Batch()
@@ -212,12 +212,12 @@ class Gpu:
         self._local.mode = value
 
     def check(self) -> None:
-        """After an assertion in some kernel every call fails."""
+        """Raise the error of every call after an assertion in a kernel, if the GPU is broken."""
         if self.broken:
             raise CudaError(719, "unspecified launch failure")
 
     def kick(self) -> None:
-        """Something can go on."""
+        """Wake the GPU's thread, because a task may be able to continue."""
         with self.changed:
             self._dirty = True
             self.changed.notify_all()
@@ -246,7 +246,7 @@ class Gpu:
 
 
 class Gate:
-    """A kernel that runs until it is told to end."""
+    """A kernel that runs until :meth:`open` is called."""
 
     def __init__(self, stream: FakeStream) -> None:
         self.gpu = stream.gpu
@@ -314,7 +314,7 @@ class FakeCuda:
 
     @contextlib.contextmanager
     def on(self, stream: FakeStream) -> Iterator[FakeStream]:
-        """As ``with torch.cuda.stream(stream):``."""
+        """Make a stream the current one, as ``with torch.cuda.stream(stream):`` does."""
         before = self.current_stream()
         self._local.current = stream
         try:
@@ -324,7 +324,7 @@ class FakeCuda:
 
     @contextlib.contextmanager
     def graph(self, mode: str = GLOBAL) -> Iterator[Graph]:
-        """As ``with torch.cuda.graph(...):``, on a stream of its own."""
+        """Capture a graph on a stream of its own, as ``with torch.cuda.graph(...):`` does."""
         graph, stream = Graph(self.gpu), FakeStream(self.gpu)
         capture = stream.capture = Capture(stream, mode)
         self.gpu.captures.append(capture)

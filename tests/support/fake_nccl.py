@@ -1,6 +1,6 @@
-"""NCCL for the fake GPU: moves the bytes it is told to, waits for ever where ranks differ, refuses what NCCL refuses.
+"""A fake NCCL for the fake GPU. It moves data, waits for ever where ranks' calls differ, and refuses what NCCL refuses.
 
-Its transport, ``nccl_fake``, is the real one above these two layers; all ranks may be tasks of one process.
+The transport ``nccl_fake`` is the real one above these two layers. All ranks may be tasks of one process.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ P2P = ("send", "recv")
 
 
 class FakeNcclError(RuntimeError):
-    """As ``cupy.cuda.nccl.NcclError``."""
+    """The error of a call, as ``cupy.cuda.nccl.NcclError``."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"NCCL_ERROR number {status}")
@@ -55,12 +55,12 @@ class FakeNcclError(RuntimeError):
 
 
 def failed(status: int) -> Exception:
-    """What CuPy raises: it has no words for 7 and 8."""
+    """Return the exception that CuPy raises. For 7 and 8 CuPy has no text, and raises a KeyError."""
     return KeyError(status) if status in (7, 8) else FakeNcclError(status)
 
 
 class What(NamedTuple):
-    """What is called, apart from where the data is."""
+    """The arguments of a call, without the addresses of its data."""
 
     kind: str
     count: int
@@ -70,7 +70,7 @@ class What(NamedTuple):
 
 
 class Call:
-    """One call of one rank, under way."""
+    """One call of one rank that is under way."""
 
     def __init__(self, comm: FakeComm, what: What, send: int, recv: int) -> None:
         self.comm, self.what, self.send, self.recv = comm, what, send, recv
@@ -92,13 +92,13 @@ class Shared:
         self.async_error = 0
 
     def arrive(self, call: Call, number: int) -> None:
-        """The stream has come to a call."""
+        """Run a call to which a rank's stream has come, together with the calls that match it."""
         rank, what = call.comm.rank, call.what
         if what.kind in P2P:
             pair = (rank, what.root) if what.kind == "send" else (what.root, rank)
             (self.sends if what.kind == "send" else self.recvs)[pair].append(call)
             sends, recvs = self.sends[pair], self.recvs[pair]
-            while sends and recvs and sends[0].what[1:3] == recvs[0].what[1:3]:  # else both wait for ever
+            while sends and recvs and sends[0].what[1:3] == recvs[0].what[1:3]:  # if they differ, both wait for ever
                 given, taken = sends.popleft(), recvs.popleft()
                 memory(taken.recv, what).copy_(memory(given.send, what))
                 given.done = taken.done = True
@@ -114,14 +114,14 @@ class Shared:
 
 
 def memory(pointer: int, what: What, times: int = 1) -> Tensor:
-    """The memory that a call names."""
+    """Return the memory that a call names, as a tensor."""
     dtype = DTYPES[what.dtype]
     size = what.count * times * dtype.itemsize
     return torch.frombuffer((ctypes.c_char * size).from_address(pointer), dtype=dtype)
 
 
 def perform(what: What, calls: Sequence[Call]) -> None:
-    """A collective that all ranks have come to."""
+    """Perform a collective to which all ranks have come."""
     n = len(calls)
     if what.kind == "broadcast":
         given = memory(calls[what.root].send, what).clone()
@@ -142,7 +142,7 @@ def perform(what: What, calls: Sequence[Call]) -> None:
 
 
 def reduced(what: What, tensors: Sequence[Tensor]) -> Tensor:
-    """Rounded after each rank, as NCCL does it."""
+    """Reduce tensors, and round after each rank's contribution as NCCL does."""
     result = functools.reduce(REDUCE[what.op], tensors).clone()
     if what.op == names.AVG:
         result = (result / len(tensors)).to(result.dtype)
@@ -189,11 +189,11 @@ class FakeComm:
         if what.dtype not in DTYPES or what.count < 0 or bad_op or bad_root:
             raise FakeNcclError(4)
         self.calls.append(what)
-        if what.count:  # NCCL ignores the others, and synchronises nothing
+        if what.count:  # NCCL ignores an empty call, which synchronises nothing
             self.library.give(self, Call(self, what, send, recv), self.library.cuda.gpu.streams[stream])
 
     def issue(self, calls: Sequence[Call]) -> Task:
-        """Calls of one group, in the order in which NCCL was called."""
+        """Return the task that runs the calls of one group, in the order in which NCCL was called."""
         numbered = [(call, -1 if call.what.kind in P2P else next(self._numbers)) for call in calls]
         arrived = False
         self.outstanding += 1
@@ -293,7 +293,7 @@ class FakeNccl:
                 stream.add(functools.partial(self._node, comm, calls))
 
     def give(self, comm: FakeComm, call: Call, stream: FakeStream) -> None:
-        """A call, within a group or alone."""
+        """Enqueue a call: with its group if there is one, else alone."""
         if getattr(self._local, "depth", 0):
             given = self._local.given = getattr(self._local, "given", {})
             given.setdefault((comm, stream), []).append(call)
@@ -302,12 +302,12 @@ class FakeNccl:
 
     @staticmethod
     def _node(comm: FakeComm, calls: Sequence[Call]) -> Task:
-        """A graph calls again in each replay."""
+        """Return a task with new calls: a graph makes its calls again in each replay."""
         return comm.issue([Call(comm, call.what, call.send, call.recv) for call in calls])
 
 
 class FakeNcclTransport(NcclTransport):
-    """The transport above the fake GPU."""
+    """The real transport above the fake layers."""
 
     capabilities = Capabilities(
         ops=NcclTransport.capabilities.ops,
@@ -338,6 +338,6 @@ class FakeNcclTransport(NcclTransport):
 
 
 class FakeNcclDebugTransport(FakeNcclTransport):
-    """The same in debug mode."""
+    """The same transport in debug mode."""
 
     capabilities = msgspec.structs.replace(FakeNcclTransport.capabilities, detects_mismatch=True)

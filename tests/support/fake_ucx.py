@@ -1,6 +1,6 @@
-"""UCX on a GPU that is none: the transport for CUDA above the fake GPU, whose memory UCX takes for a host's.
+"""UCX on the fake GPU: the real transport for CUDA, with tensors that UCX treats as host memory.
 
-The engine does as with a GPU's memory: it touches none itself. All ranks may be tasks of one process.
+The engine treats them as GPU memory, which it never touches itself. All ranks may be tasks of one process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from aiocomms.cuda import Cuda
 
 
 class FakeWindows(CudaWindows):
-    """Maps memory between processes as torch's CPU tensors can."""
+    """Windows that are mapped between processes by the means of torch's CPU tensors."""
 
     def _gpu(self, tensor: Tensor) -> str:
         return "the fake one"
@@ -40,7 +40,7 @@ class FakeWindows(CudaWindows):
 
 
 class FakeUcxTransport(CudaUcxTransport):
-    """The transport above the fake GPU."""
+    """The real transport above the fake GPU."""
 
     capabilities = msgspec.structs.replace(CudaUcxTransport.capabilities, devices=frozenset({"cpu"}), in_process=True)
     windows = FakeWindows
