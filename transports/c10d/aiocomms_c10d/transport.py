@@ -212,7 +212,7 @@ class C10dTransport(Transport):
         self._lost.set()
         self._inbox.put(lambda: self.on_failure(error))
 
-    # ------------------------------------------------------------------------------------------------- the end
+    # ----------------------------------------------------------------------------------------- abort and close
 
     def abort(self, error: CommError) -> None:
         """See :meth:`Transport.abort`."""

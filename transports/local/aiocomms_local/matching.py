@@ -128,7 +128,7 @@ class Matcher:
         self.failure = error
         return [(r, w, error) for r, (_, w) in calls.items()]
 
-    # -------------------------------------------------------------------------------------------- losing ranks
+    # ---------------------------------------------------------------------------------------- ranks that close
 
     def leave(self, rank: int) -> Done:
         """Close a rank, and fail the works that still need it, and no others.

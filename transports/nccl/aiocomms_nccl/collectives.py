@@ -50,7 +50,7 @@ class CommStream:
         kept, self._kept = self._kept, []
         return kept
 
-    # ------------------------------------------------------------------------------------------------- parts
+    # ---------------------------------------------------------------------------------- parts of collectives
 
     def meet(self) -> None:
         """Make the stream wait for all ranks' streams. NCCL ignores empty collectives, so this one moves a byte."""

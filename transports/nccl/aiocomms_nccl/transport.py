@@ -168,7 +168,7 @@ class NcclTransport(Transport):
             except CommError as error:
                 work.fail(error)
 
-    # -------------------------------------------------------------------------------------------------- going down
+    # ----------------------------------------------------------------------------------------------------- posting
 
     def post(self, op: ops.Op, work: Completion) -> None:
         """See :meth:`Transport.post`."""
@@ -253,7 +253,7 @@ class NcclTransport(Transport):
                 "await the work instead"
             )
 
-    # -------------------------------------------------------------------------------------------------- coming up
+    # --------------------------------------------------------------------------------------------------- progress
 
     def progress(self) -> bool:
         """See :meth:`Transport.progress`. While the current stream is being captured, everything waits."""
@@ -361,7 +361,7 @@ class NcclTransport(Transport):
             error = failure if isinstance(failure, CommError) else CommError(f"NCCL could not be used: {failure!r}")
             self._fail(error)
 
-    # ------------------------------------------------------------------------------------------------- the end
+    # ----------------------------------------------------------------------------------------- abort and close
 
     def abort(self, error: CommError) -> None:
         """See :meth:`Transport.abort`. NCCL is aborted in threads, because that waits until its kernels have ended."""

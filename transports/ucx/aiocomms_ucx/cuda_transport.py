@@ -137,7 +137,7 @@ class CudaUcxTransport(UcxTransport):
         shared, hosts, pids = await open_shared_engine(rendezvous, cuda, memory)
         return await cls._join(shared, rendezvous, range(rendezvous.size), hosts, pids)
 
-    # ------------------------------------------------------------------------------------------- ops, down and back
+    # --------------------------------------------------------------------------------------- ops and their outcomes
 
     def post(self, op: ops.Op, work: Completion) -> None:
         """See :meth:`Transport.post`."""

@@ -160,7 +160,7 @@ class UcxTransport(Transport):
             if segment != _NONE:
                 os.close(segment)
 
-    # ------------------------------------------------------------------------------------------- ops, down and back
+    # --------------------------------------------------------------------------------------- ops and their outcomes
 
     def post(self, op: ops.Op, work: Completion) -> float | None:
         """See :meth:`Transport.post`."""
@@ -363,7 +363,7 @@ class UcxTransport(Transport):
         if rank != self.rank:
             self.engine.send_frame(self.peers[rank], wire.pack(frame))
 
-    # ------------------------------------------------------------------------------------------------- the end
+    # ----------------------------------------------------------------------------------------- abort and close
 
     def abort(self, error: CommError) -> None:
         """See :meth:`Transport.abort`."""

@@ -72,7 +72,7 @@ class Windows:
         self._transport = transport
         self._opened = 0
         self._handles: dict[int, Handle] = {}
-        self._opening: dict[int, Handle] = {}  # by ticket
+        self._opening: dict[int, Handle] = {}  # the windows that are opening, by ticket
 
     def post(self, op: Any, work: Completion) -> None:
         """Start a one-sided operation."""

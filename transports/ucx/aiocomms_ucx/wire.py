@@ -73,7 +73,7 @@ def unpack(frame: bytes) -> Frame:
     try:
         if frame[:1] != _PREFIX:
             raise msgspec.DecodeError("unknown kind")
-        said: Frame = _decoder.decode(frame[1:])
-        return said
+        decoded: Frame = _decoder.decode(frame[1:])
+        return decoded
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"a control frame makes no sense: {error}") from None
