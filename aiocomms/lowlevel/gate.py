@@ -73,7 +73,7 @@ class HalfOpen:
         """Read what has arrived, and continue the dialogue with it.
 
         :returns: the peer's rank, once it is proved; None before.
-        :raises RefusedError: the peer is not a rank that shares this engine.
+        :raises RefusedError: the peer is not a rank of this communicator.
         :raises OSError: the connection is gone.
         """
         with contextlib.suppress(BlockingIOError, InterruptedError):
