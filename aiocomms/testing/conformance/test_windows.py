@@ -277,19 +277,14 @@ async def test_close_comes_after_everybodys_operations(comm: Communicator, case:
     await win.aclose()
     if comm.rank == 1:
         slot.expect(torch.arange(PART, dtype=torch.int32))
-    calls: list[Callable[[], object]] = [
-        lambda: win.put(slot.tensor, 0),
-        win.flush,
-        lambda: win.signal(0),
-        lambda: win.fetch_add(0, 0, 1),
-    ]
+    calls: list[Callable[[], object]]
+    calls = [lambda: win.put(slot.tensor, 0), win.flush, lambda: win.signal(0), lambda: win.fetch_add(0, 0, 1)]
     for call in calls:
         with pytest.raises(CommClosedError, match="window"):
             call()
     await comm.barrier()
 
 
-@pytest.mark.fault(70)
 @ranks(2)
 async def test_an_error_leaves_a_window_without_waiting_for_the_peers(comm: Communicator, case: Case) -> None:
     """Rank 1 stays in its body until rank 0's error is raised. It can still use the window, which then closes."""
@@ -321,6 +316,7 @@ async def test_an_error_comes_out_of_a_window_of_a_lost_communicator(comm: Commu
     assert win.closed
 
 
+@pytest.mark.fault(70)
 @ranks(2)
 async def test_wrong_arguments(comm: Communicator, case: Case) -> None:
     slot, win = await window(comm, case, torch.int32, 4)

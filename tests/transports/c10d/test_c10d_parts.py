@@ -68,7 +68,7 @@ def test_any_other_reason_is_an_abort() -> None:
     told = wire.unpack_error(unpack(wire.pack_error(CommError("ö" * 5000), 1, -1)))
     assert type(told) is CommAbortedError
     assert told.peer == 1
-    assert told.message.startswith("rank 1 gave up: öö")
+    assert told.message == "ö" * (wire.TEXT // 2)  # the core says whose abort it is, and a frame takes so much
 
 
 def said(host: str = "here/1", version: int = wire.VERSION) -> bytes:
