@@ -80,9 +80,8 @@ class Reason(msgspec.Struct, array_like=True, frozen=True):
     def of(cls, error: CommError, rank: int) -> Reason:
         """What ``rank`` tells the others when it gives up with an error."""
         name = type(error).__name__
-        if name not in _TRAVELS:
-            return cls("CommAbortedError", f"rank {rank} gave up: {error}"[:_LONGEST], rank)
-        return cls(name, error.message[:_LONGEST], rank if error.peer is None else error.peer)
+        peer = rank if error.peer is None else error.peer
+        return cls(name if name in _TRAVELS else "CommAbortedError", error.message[:_LONGEST], peer)
 
     def encode(self) -> bytes:
         """As bytes, some 8 KiB at most."""
