@@ -314,7 +314,7 @@ if place.rank == 1:
 @pytest.mark.fault(56)
 @pytest.mark.parametrize("how", ENDS if FULL else ["an exception"])
 def test_an_interpreters_end(tmp_path: Path, transport: str, notice: Notice, how: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "AIOCOMMS_HEARTBEAT": "0"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests" / "support"), "AIOCOMMS_HEARTBEAT": "0"}
     warnings = ["-W", "error::RuntimeWarning", "-W", "always::ResourceWarning"]
     command = [sys.executable, *warnings, "-c", END, transport]
     both = [

@@ -49,7 +49,8 @@ async def stop_past_a_deadline(place: Rank) -> Any:
         error, took = await late(comm)
         if place.rank == 2:
             return await be_told(place, comm)
-        named(error, comm, [2] if isinstance(error, CommTimeoutError) else [])
+        own = isinstance(error, CommTimeoutError) and error.peer is None  # else it is the other rank's, who is named
+        named(error, comm, [2] if own else [])
         new = await comm.reconfigure([0, 1])
         await exchange(new, 1000)
         place.tell(f"gone on {place.rank}")
