@@ -202,7 +202,7 @@ class Core:
                 return
             flying = self.in_flight.look()
             if Action.EXPLAIN in actions:
-                self._postmortem = PostMortem(self, self._rendezvous, failure.error, failure.absent)
+                self._postmortem = PostMortem(self, self._rendezvous, failure.error, failure.absent, failure.since)
         at_once = Action.END_WORKS in actions and not anywhere
         if at_once:
             self._end_works()

@@ -48,17 +48,18 @@ class Lost(Protocol):
 class PostMortem:
     """Finds out for one lost communicator why a deadline has passed; its works are kept waiting for that."""
 
-    def __init__(self, comm: Lost, board: Board, error: CommError, absent: Sequence[int]) -> None:
+    def __init__(self, comm: Lost, board: Board, error: CommError, absent: Sequence[int], since: float) -> None:
         """Begin to count the time.
 
         :param error: why it is lost.
         :param absent: the ranks that the late op waits for.
+        :param since: when it was lost, by :func:`time.monotonic`.
         """
         self._comm = comm
         self._board = board
         self._error = error
         self._absent = absent
-        self._began = time.monotonic()
+        self._began = since
         self._closed = threading.Event()
         self.sitting = True
         """Whether the works are kept waiting for it."""
