@@ -80,6 +80,8 @@ class Core:
         self._lock = RLock()  # guards every step; a signal handler may abort what it interrupts
         self._rendezvous = rendezvous
         self._postmortem: PostMortem | None = None
+        self._ended = False
+        """Whether the works that were pending when it was lost have ended."""
         self._closing: Promise | None = None
         self.post_hooks, self.abort_hooks = Hooks(), Hooks()
         self.in_flight = InFlight(self, Heartbeat(self.transports, options, self.lose))
@@ -130,8 +132,8 @@ class Core:
         self.in_flight.add(work, seconds)
         for transport in self._spinning:
             self.driver.poll_soon(transport)
-        if self.life.failure is not None:  # since it was called: those that were pending then have ended
-            self.driver.call_threadsafe(self._end_works)
+        if self._ended:  # it was called before that
+            self.driver.call_soon(self._end_works)
         return work
 
     def settled(self, work: StartedWork[Any]) -> None:
@@ -162,24 +164,17 @@ class Core:
         """Make a CUDA stream wait for a work."""
         self.by_family[work.op.family].wait_stream(work, stream)
 
-    def error_of(self, work: StartedWork[Any], error: CommError) -> CommError | None:
-        """The error of a work whose transport says that it failed with ``error``; None: it is not known yet."""
-        if work.queue is not None and self._postmortem is not None and self._postmortem.sitting:
-            return None
-        failure = self.life.failure
-        return error if failure is None else failure.error_of(work)
-
-    def _abandon(self, work: StartedWork[Any], error: CommError) -> None:
-        work.abandon(error)
-        if work.queue is not None:
-            self.settled(work)
-
     # ----------------------------------------------------------------------------------------------- losing
+
+    @property
+    def lost(self) -> bool:
+        """Whether something has ended it."""
+        return self.life.failure is not None
 
     def abort(self, reason: str) -> None:
         """Give up on every rank; any thread or signal handler."""
         error = CommAbortedError(f"aborted by rank {self.rank}: {reason}", peer=self.rank)
-        self._lose(Failure(error, time.monotonic()), anywhere=True)
+        self._lose(Failure(error, time.monotonic()), here=False)
 
     def lose(self, error: CommError, absent: Sequence[int] = ()) -> None:
         """The communicator has failed; any thread.
@@ -187,39 +182,36 @@ class Core:
         :param absent: the ranks that the op at fault still waits for.
         """
         failure = failure_of(error, time.monotonic(), self.rank, tuple(absent))
-        self._lose(failure, anywhere=get_ident() != self.thread)
+        self._lose(failure, here=get_ident() == self.thread)
 
-    def _lose(self, failure: Failure, *, anywhere: bool) -> None:
-        """Take the step and run its actions.
+    def _lose(self, failure: Failure, *, here: bool) -> None:
+        """Take the step, and run what it asks for.
 
-        On the loop's thread the works end first: their tasks go on when this call has returned, and all the rest is
-        done by then. Anywhere else the works end on the loop's next turn, and the peers are told before.
+        :param here: this is the loop's thread, and nothing was interrupted.
         """
         with self._lock:
-            self.life, actions = lifecycle.lose(self.life, failure)
+            self.life, actions = lifecycle.lose(self.life, failure, here=here)
             self.refusing = True
-            if not actions:
-                return
-            flying = self.in_flight.look()
-            if Action.EXPLAIN in actions:
-                self._postmortem = PostMortem(self, self._rendezvous, failure.error, failure.absent, failure.since)
-        at_once = Action.END_WORKS in actions and not anywhere
-        if at_once:
-            self._end_works()
-        # Before the peers hear of it, who write down what they are doing then; and before the tasks that wait go on.
-        record = dumps.Record(self.recorder, flying, str(failure.error))
-        for transport in self.transports:
-            guarded(None, transport.abort, failure.for_peers(self.rank))
-        if self._postmortem is not None:
-            self._postmortem.hold(record, self._explained)
-            return
-        if not at_once:
-            self.driver.call_threadsafe(self._end_works)
-        record.write_later()
+            flying = self.in_flight.look() if actions else []
+        for action in actions:
+            match action:
+                case Action.END_WORKS:
+                    self._end_works()
+                case Action.END_WORKS_SOON:
+                    self.driver.call_threadsafe(self._end_works)
+                case Action.TELL_PEERS:
+                    for transport in self.transports:
+                        guarded(None, transport.abort, failure.for_peers(self.rank))
+                case Action.RECORD:
+                    dumps.Record(self.recorder, flying, str(failure.error)).write_later()
+                case Action.EXPLAIN:
+                    record = dumps.Record(self.recorder, flying, str(failure.error))
+                    self._postmortem = PostMortem(self, self._rendezvous, failure)
+                    self._postmortem.hold(record, self._explained)
 
     def _explained(self, report: str, path: Path | None) -> None:
         with self._lock:
-            self.life, _ = lifecycle.explain(self.life, report, path)
+            self.life = lifecycle.explain(self.life, report, path)
         self.driver.call_threadsafe(self._end_works)
 
     def _end_works(self) -> None:
@@ -227,12 +219,9 @@ class Core:
         failure = self.life.failure
         if failure is None:  # it is another process's by now
             return
-        works = [flying.work for flying in self.in_flight.look()]
-        for work in works:
+        self._ended = True
+        for work in self.in_flight:
             work.abandon(failure.error_of(work))
-        for work in works:
-            if work.queue is not None:
-                self.settled(work)
         hooks, self.abort_hooks = self.abort_hooks, Hooks()  # once
         if hooks:
             hooks.call(self.driver, failure.error)
@@ -249,7 +238,7 @@ class Core:
         """A receive or wait is late: it fails alone, or with everything else if something has matched it."""
         if not work.done():
             if self.withdraw(work):
-                self._abandon(work, CommTimeoutError("nothing matched it before its deadline; it was withdrawn"))
+                work.abandon(CommTimeoutError("nothing matched it before its deadline; it was withdrawn"))
             else:
                 self._expire_all(work)
 
@@ -290,7 +279,7 @@ class Core:
         assert self.life.closed is not None
         for work in self.in_flight:
             if work.op.withdrawable and self.withdraw(work):
-                self._abandon(work, CommClosedError("the communicator was closed, and the op withdrawn"))
+                work.abandon(CommClosedError("the communicator was closed, and the op withdrawn"))
         with anyio.move_on_after(CLOSE_GRACE):
             await self.in_flight.drained()
 
@@ -305,7 +294,7 @@ class Core:
             for transport in self.transports:
                 guarded(None, transport.abort, error)
             for work in self.in_flight:
-                self._abandon(work, CommClosedError("it was closed on this rank"))
+                work.abandon(CommClosedError("it was closed on this rank"))
         self.in_flight.unwatch()
         with anyio.move_on_after(CLOSE_GRACE, shield=True):
             for transport in self.transports:

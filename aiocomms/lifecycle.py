@@ -110,8 +110,9 @@ class Life(msgspec.Struct, frozen=True):
 class Action(enum.Enum):
     """What a transition asks for."""
 
-    TELL_PEERS = "the transports give up and tell the peers"
     END_WORKS = "every pending work ends with the error that the failure gives it"
+    END_WORKS_SOON = "they end on the loop's next turn"
+    TELL_PEERS = "the transports give up and tell the peers"
     RECORD = "what every op was doing is written down"
     EXPLAIN = "who was missing is found out, and then the pending works end"
     WITHDRAW = "receives that nothing has matched are withdrawn"
@@ -120,18 +121,26 @@ class Action(enum.Enum):
 Step = tuple[Life, tuple[Action, ...]]
 
 
-def lose(life: Life, failure: Failure) -> Step:
-    """It has failed. Later failures change nothing."""
+def lose(life: Life, failure: Failure, *, here: bool) -> Step:
+    """It has failed. Later failures change nothing.
+
+    :param here: works may end at once, as their tasks go on when all actions have run. Elsewhere they go on at any
+        time, and may close what the other actions need.
+    """
     if life.state in (State.LOST, State.CLOSED):
         return life, ()
-    actions = (Action.EXPLAIN,) if failure.timed_out else (Action.END_WORKS, Action.RECORD)
-    return Life(State.LOST, failure, life.closed), (Action.TELL_PEERS, *actions)
+    lost = Life(State.LOST, failure, life.closed)
+    if failure.timed_out:
+        return lost, (Action.TELL_PEERS, Action.EXPLAIN)
+    if here:
+        return lost, (Action.END_WORKS, Action.TELL_PEERS, Action.RECORD)
+    return lost, (Action.TELL_PEERS, Action.RECORD, Action.END_WORKS_SOON)
 
 
-def explain(life: Life, report: str, path: Path | None) -> Step:
+def explain(life: Life, report: str, path: Path | None) -> Life:
     """It is known why a deadline has passed."""
     assert life.failure is not None
-    return Life(life.state, life.failure.explained(report, path), life.closed), (Action.END_WORKS,)
+    return Life(life.state, life.failure.explained(report, path), life.closed)
 
 
 def close(life: Life) -> Step:

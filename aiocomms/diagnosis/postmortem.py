@@ -21,7 +21,8 @@ from aiocomms.diagnosis import dumps
 from aiocomms.diagnosis.dumps import Record
 from aiocomms.diagnosis.hang_report import judge
 from aiocomms.diagnosis.recorder import LONGEST, SHOWN, Brief, Item, Snapshot
-from aiocomms.errors import CommError, StoreLostError
+from aiocomms.errors import StoreLostError
+from aiocomms.lifecycle import Failure
 
 PATIENCE, LONGER = 0.2, 0.3
 """Seconds after a rank has lost the communicator: until when the late one hears the others' words, and until when works
@@ -48,21 +49,15 @@ class Lost(Protocol):
 class PostMortem:
     """Finds out for one lost communicator why a deadline has passed; its works are kept waiting for that."""
 
-    def __init__(self, comm: Lost, board: Board, error: CommError, absent: Sequence[int], since: float) -> None:
-        """Begin to count the time.
+    def __init__(self, comm: Lost, board: Board, failure: Failure) -> None:
+        """Begin to count the time, from when it was lost.
 
-        :param error: why it is lost.
-        :param absent: the ranks that the late op waits for.
-        :param since: when it was lost, by :func:`time.monotonic`.
+        :param failure: why it is lost.
         """
         self._comm = comm
         self._board = board
-        self._error = error
-        self._absent = absent
-        self._began = since
+        self._failure = failure
         self._closed = threading.Event()
-        self.sitting = True
-        """Whether the works are kept waiting for it."""
 
     def hold(self, record: Record, end: Callable[[str, Path | None], object]) -> None:
         """Find it out; any thread or signal handler.
@@ -70,7 +65,6 @@ class PostMortem:
         :param end: called once, on any thread, with what was learnt and the file of the flight recorder.
         """
         if not dumps.in_background(lambda: self._sit(record, end)):
-            self.sitting = False
             end("", None)
 
     def close(self) -> None:
@@ -87,7 +81,6 @@ class PostMortem:
                 snapshot.header.verdict = report
                 path = dumps.try_write(snapshot)
         finally:
-            self.sitting = False
             end(report, path)
 
     def _verdict_in_time(self, snapshot: Snapshot) -> str:
@@ -102,14 +95,14 @@ class PostMortem:
 
     def _left(self, seconds: float) -> float:
         """Of so many seconds since the communicator was lost."""
-        return self._began + seconds - time.monotonic()
+        return self._failure.since + seconds - time.monotonic()
 
     def _verdict(self, snapshot: Snapshot) -> str:
         """Say what this rank is doing, and hear the others or the late rank."""
         comm, brief = self._comm, snapshot.header.brief
         try:
             self._board.tell(_DOING, msgspec.json.encode(brief))
-            late = self._error.peer
+            late = self._failure.error.peer
             if late is None:  # the op that is late is this rank's
                 verdict = self._ask(snapshot)
                 self._board.tell(_VERDICT, verdict.encode())
@@ -124,11 +117,11 @@ class PostMortem:
 
     def _ask(self, snapshot: Snapshot) -> str:
         comm = self._comm
-        op = next((item for item in snapshot.pending if item.seq == self._error.seq), None)
+        op = next((item for item in snapshot.pending if item.seq == self._failure.error.seq), None)
         if op is None:
             return ""
-        others = [] if op.collective is None else [r for r in range(comm.size) if r not in self._absent]
-        asked = [rank for rank in (*self._absent, *others) if rank != comm.rank][:ASKED]
+        others = [] if op.collective is None else [r for r in range(comm.size) if r not in self._failure.absent]
+        asked = [rank for rank in (*self._failure.absent, *others) if rank != comm.rank][:ASKED]
         said = self._hear(_DOING, asked, PATIENCE)
         briefs = {rank: brief for rank in asked if (brief := read_brief(said.get(rank), rank)) is not None}
         mine = {} if op.collective is None else {comm.rank: snapshot.header.brief}

@@ -41,8 +41,9 @@ class Owner(Protocol):
         :raises UnsupportedOperation: the work runs on no stream.
         """
 
-    def error_of(self, work: StartedWork[Any], error: CommError) -> CommError | None:
-        """The error of a work whose transport says that it failed with ``error``; None: it is not known yet."""
+    @property
+    def lost(self) -> bool:
+        """Whether something has ended it: then it ends its works itself, and what a transport says of them is late."""
 
 
 class Work(msgspec.Struct, Generic[T_co], eq=False, weakref=True):
@@ -250,15 +251,14 @@ class StartedWork(Work[T_co]):
         """See :meth:`aiocomms.transport.Completion.fail`."""
         if self._state:
             return self._refuse_second()
-        derived = self._owner.error_of(self, error)
-        if derived is None:
-            return None  # the communicator is lost, and abandons the work when it knows more of why
-        self.fault = derived.about(seq=self.seq)
+        if self._owner.lost:
+            return None
+        self.fault = error.about(seq=self.seq)
         asked = self._waiters is not None or self._callbacks is not None
-        self._end(derived, _DONE)
+        self._end(error, _DONE)
         if self.queue is not None:
             self._owner.settled(self)
-        if not asked and self._error is not None and not isinstance(derived, CapturedWorkError):
+        if not asked and self._error is not None and not isinstance(error, CapturedWorkError):
             self._unseen = _UnseenError(self._owner.driver, self._error)
         return None
 
@@ -266,8 +266,8 @@ class StartedWork(Work[T_co]):
         """End a pending work although its transport has not; what the transport says of it later is ignored."""
         if not self._state:
             self._end(error, _ABANDONED)
-            if self.queue is not None:
-                self._owner.settled(self)
+        if self.queue is not None:  # also where an interrupt has cut its end short
+            self._owner.settled(self)
 
     def hold(self) -> None:
         """Keep the memory of an op that is pending, also if its program gives a tensor another storage."""

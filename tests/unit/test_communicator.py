@@ -476,6 +476,27 @@ def test_abort_ends_everything_everywhere(run):
 
 
 @pytest.mark.fault(48, transport="local")
+def test_what_a_transport_says_of_a_work_after_the_abort_is_late(run):
+    """All works end together, with the reason of the abort, and the hook is called before any task goes on."""
+
+    async def main():
+        async with local_world(2) as (_, two):
+            heard = []
+            two.register_abort_hook(heard.append)
+            works = [two.recv(torch.empty(1), 0, tag) for tag in range(3)]
+            two.abort("the reason")
+            works[1].fail(CommAbortedError("rank 0 has gone meanwhile", peer=0))
+            assert not works[1].done()
+            for work in reversed(works):
+                error = await outcome(work)
+                assert isinstance(error, CommAbortedError)
+                assert "the reason" in str(error)
+                assert len(heard) == 1
+
+    run(main)
+
+
+@pytest.mark.fault(48, transport="local")
 def test_abort_from_another_thread(run):
     async def main():
         async with local_world(2) as (one, two):
