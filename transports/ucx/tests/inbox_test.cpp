@@ -1,0 +1,182 @@
+// The inbox: matching, the order of arrival, and what is fetched, vouched for, handed on and dropped.
+#include "engine/inbox.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "parts.hpp"
+
+namespace aiocomms {
+namespace {
+
+void inbox_restores_the_order() {
+  Desk desk;
+  const int first = 1, second = 2, third = 3;
+  int taken[3] = {};
+  for (int& it : taken) desk.receive(&it, 4, 0);
+  desk.inbox.arrive(1, desk.header(2, 0, 4), &third, nullptr);
+  desk.inbox.arrive(1, desk.header(1, 0, 4), &second, nullptr);
+  CHECK(desk.outcomes().empty());
+  CHECK(desk.inbox.received(1) == 0);
+  desk.inbox.arrive(1, desk.header(0, 0, 4), &first, nullptr);
+  CHECK(desk.outcomes().size() == 3);
+  CHECK(desk.inbox.received(1) == 3);
+  CHECK(taken[0] == 1 && taken[1] == 2 && taken[2] == 3);
+  // The same number twice is nonsense, and so is one from the past.
+  desk.inbox.arrive(1, desk.header(5, 0, 4), &first, nullptr);
+  desk.inbox.arrive(1, desk.header(5, 0, 4), &first, &desk);
+  CHECK(desk.ucx.refused == std::vector<int>{1} && desk.ucx.released == std::vector<void*>{&desk});
+  desk.inbox.arrive(1, desk.header(0, 0, 4), &first, nullptr);
+  CHECK(desk.ucx.refused.size() == 2);
+  desk.inbox.forget_early(1);
+}
+
+void inbox_matches() {
+  Desk desk;
+  const int data = 42;
+  int taken = 0, narrow[1] = {}, other = 0;
+  const Operation* waits = desk.receive(&taken, 4, 8);
+  const Ticket ticket = waits->ticket;
+  desk.inbox.arrive(1, desk.header(0, 9, 4), &data, nullptr);
+  CHECK(desk.outcomes().empty());
+  desk.receive(&other, 4, 9);
+  CHECK(other == 42 && desk.outcomes().size() == 1);
+  Request* withdrawn = desk.inbox.withdraw(desk.group, Key(1, 0, 8), ticket);
+  CHECK(withdrawn == waits);
+  desk.reports.withdraw();
+  delete withdrawn;
+  CHECK(desk.inbox.withdraw(desk.group, Key(1, 0, 8), ticket) == nullptr);
+  // Too long, and of another dtype.
+  const int pair[2] = {1, 2};
+  desk.receive(narrow, 4, 1);
+  desk.inbox.arrive(1, desk.header(1, 1, 8), pair, nullptr);
+  desk.receive(&taken, 4, 2, 5);
+  desk.inbox.arrive(1, desk.header(2, 2, 4), &data, nullptr);
+  const auto outcomes = desk.outcomes();
+  CHECK(outcomes.size() == 2 && outcomes[0].status == Status::kTruncated && outcomes[0].details[0] == 8);
+  CHECK(narrow[0] == 1);
+  CHECK(outcomes[1].status == Status::kDtype && outcomes[1].details[1] == 4 && taken == 0);
+  CHECK(desk.reports.pending() == 0);
+}
+
+void inbox_fetches() {
+  Desk desk;
+  int data[2] = {5, 6}, taken[2] = {}, one = 0;
+  desk.receive(taken, 8, 1);
+  desk.inbox.arrive(1, desk.header(0, 1, 8), nullptr, data);
+  CHECK(desk.outcomes().empty() && desk.ucx.under_way.size() == 1);
+  desk.ucx.finish();
+  CHECK(desk.outcomes().size() == 1 && taken[1] == 6);
+  desk.receive(&one, 4, 2);
+  desk.inbox.arrive(1, desk.header(1, 2, 8), nullptr, data);
+  CHECK(desk.ucx.calls.back() == "fetch_beginning");
+  desk.ucx.finish();
+  CHECK(one == 5 && desk.outcomes()[0].status == Status::kTruncated);
+  desk.receive(&one, 4, 3);
+  desk.inbox.arrive(1, desk.header(2, 3, 4), nullptr, data);
+  desk.ucx.finish(UCS_ERR_CONNECTION_RESET);
+  CHECK(desk.outcomes()[0].status == Status::kBroken);
+}
+
+void inbox_waits_for_vouches() {
+  Desk desk;  // the other rank is on another host: it has no process here
+  const int data = 7;
+  int taken = 0;
+  auto vouched = [&](std::uint32_t order) {
+    Header header = desk.header(order, 0, 4);
+    header.dtype |= kVouched;
+    return header;
+  };
+  auto vouch = [&](std::uint32_t order, std::uint32_t of) {
+    Header header = desk.header(order, of, 0);
+    header.channel = kVouch;
+    return header;
+  };
+  desk.receive(&taken, 4, 0);
+  desk.inbox.arrive(1, vouched(0), &data, nullptr);
+  CHECK(desk.outcomes().empty());
+  desk.inbox.arrive(1, vouch(1, 0), nullptr, nullptr);
+  CHECK(desk.outcomes()[0].status == Status::kDone);
+  // The vouch may come before the receive.
+  desk.inbox.arrive(1, vouched(2), &data, nullptr);
+  desk.inbox.arrive(1, vouch(3, 2), nullptr, nullptr);
+  desk.receive(&taken, 4, 0);
+  CHECK(desk.outcomes()[0].status == Status::kDone);
+  // The sender closes without it.
+  desk.receive(&taken, 4, 0);
+  desk.inbox.arrive(1, vouched(4), &data, nullptr);
+  desk.receive(&taken, 4, 1);
+  desk.group.left[1] = 1;
+  desk.inbox.end_receives(desk.group, 1);
+  const auto outcomes = desk.outcomes();
+  CHECK(outcomes.size() == 2 && outcomes[0].status == Status::kClosed && outcomes[1].status == Status::kClosed);
+  desk.receive(&taken, 4, 1);
+  CHECK(desk.outcomes()[0].status == Status::kClosed);
+  CHECK(desk.group.vouches.empty() && desk.group.users == 0);
+}
+
+void inbox_hands_on() {
+  Desk desk(Peer{getpid(), getpid()});
+  Header header = desk.header(0, 3, 0);
+  header.channel = kSignal;
+  desk.inbox.arrive(1, header, nullptr, nullptr);
+  CHECK(desk.handled.size() == 1 && desk.handled[0].tag == 3);
+  // A schedule's receive ends by its event, outside the inbox.
+  Events events;
+  Event event;
+  int taken = 0;
+  const int data = 9;
+  auto receive = new ScheduleReceive(desk.group, events, event);
+  receive->data = &taken;
+  receive->bytes = 4;
+  desk.inbox.post(receive, Key(1, kSchedule, 0));
+  header = desk.header(1, 0, 4);
+  header.channel = kSchedule;
+  header.dtype = 0;
+  desk.inbox.arrive(1, header, &data, nullptr);
+  CHECK(taken == 9 && events.size() == 1 && !event.done());
+  // An offer is somebody else's, and nonsense is nobody's.
+  const Offer offer{reinterpret_cast<std::uint64_t>(&data), 1};
+  Operation* op = desk.receive(&taken, 4, 0);
+  header = desk.header(2, 0, 4);
+  header.dtype |= kOffered;
+  desk.inbox.arrive(1, header, &offer, nullptr);
+  CHECK(desk.pulled == std::vector<Request*>{op});
+  op->end(Status::kDone);
+  header = desk.header(3, 0, 4);
+  header.source = 0;  // not what peer 1 is
+  desk.inbox.arrive(1, header, &data, nullptr);
+  CHECK(desk.ucx.refused == std::vector<int>{1});
+  header = desk.header(4, 0, 4);
+  header.dtype |= kVouched;  // within a host nobody vouches
+  desk.inbox.arrive(1, header, &data, nullptr);
+  CHECK(desk.ucx.refused.size() == 2);
+}
+
+void inbox_drops() {
+  Desk desk;
+  int taken = 0;
+  desk.receive(&taken, 4, 1);
+  desk.inbox.arrive(1, desk.header(0, 2, 4), nullptr, &taken);
+  desk.lose();
+  CHECK(desk.outcomes()[0].status == Status::kDropped);
+  CHECK(desk.ucx.released == std::vector<void*>{&taken});
+  desk.inbox.arrive(1, desk.header(1, 2, 4), nullptr, &desk);
+  CHECK(desk.ucx.released.size() == 2 && desk.ucx.refused.empty());
+  CHECK(desk.group.users == 0);
+}
+
+}  // namespace
+
+void test_inbox() {
+  inbox_restores_the_order();
+  inbox_matches();
+  inbox_fetches();
+  inbox_waits_for_vouches();
+  inbox_hands_on();
+  inbox_drops();
+}
+
+}  // namespace aiocomms

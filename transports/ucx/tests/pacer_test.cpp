@@ -1,0 +1,185 @@
+// The pacer on a clock that stands where the test puts it.
+#include "engine/pacer.hpp"
+
+#include <thread>
+#include <vector>
+
+#include "engine/priority_lock.hpp"
+#include "parts.hpp"
+
+namespace aiocomms {
+namespace {
+
+using Next = Pacer::Next;
+using Rest = Pacer::Rest;
+constexpr std::uint64_t kStart = 1'000'000'000;
+
+// A post that spins in vain from `began` on; returns for how long.
+std::uint64_t spin_in_vain(Pacer& pacer, std::uint64_t began) {
+  Pacer::Spin spin = pacer.begin_post(began);
+  std::uint64_t now = began;
+  while (pacer.after_look(spin, false, now) != Next::kStop) now += 100;
+  pacer.end_post(spin, false);
+  return now - began;
+}
+
+void pacer_spins() {
+  Pacer pacer;
+  pacer.configure(true, false);
+  CHECK(spin_in_vain(pacer, kStart) == Pacer::kSpin);
+  CHECK(spin_in_vain(pacer, kStart) == Pacer::kSpin / 2);
+  CHECK(pacer.spin_budget() == Pacer::kSpin / 4);
+  // An outcome soon after its post has returned: it would have been worth it.
+  pacer.note_outcome(kStart + Pacer::kSpin - 1);
+  CHECK(pacer.spin_budget() == Pacer::kSpin / 2 + 1000);
+  pacer.note_outcome(kStart + Pacer::kSpin);
+  CHECK(pacer.spin_budget() == Pacer::kSpin / 2 + 1000);  // not any more so late
+  for (int i = 0; i < 100; ++i) pacer.note_outcome(kStart);
+  CHECK(pacer.spin_budget() == Pacer::kSpin);
+  for (int i = 0; i < 100; ++i) spin_in_vain(pacer, kStart);
+  CHECK(pacer.spin_budget() == 0);
+  pacer.end_post(pacer.begin_post(kStart), true);
+  CHECK(pacer.spin_budget() == Pacer::kSpin);
+  CHECK(!pacer.bulk());
+}
+
+void pacer_waits_as_long_as_it_has_worked() {
+  Pacer pacer;
+  pacer.configure(true, false);
+  Pacer::Spin spin = pacer.begin_post(kStart);
+  CHECK(pacer.after_look(spin, true, kStart + 100'000) == Next::kLook);
+  CHECK(pacer.after_look(spin, false, kStart + 110'000) == Next::kRelax);
+  CHECK(pacer.after_look(spin, false, kStart + 219'999) == Next::kRelax);
+  CHECK(pacer.after_look(spin, false, kStart + 220'000) == Next::kStop);
+  // Never beyond the slice.
+  spin = pacer.begin_post(kStart);
+  CHECK(pacer.after_look(spin, true, kStart + Pacer::kSlice - 2) == Next::kLook);
+  CHECK(pacer.after_look(spin, false, kStart + Pacer::kSlice - 1) == Next::kRelax);
+  CHECK(pacer.after_look(spin, false, kStart + Pacer::kSlice) == Next::kStop);
+}
+
+void pacer_in_a_crowd() {
+  Pacer pacer;
+  pacer.configure(true, true);
+  Pacer::Spin spin = pacer.begin_post(kStart);
+  CHECK(pacer.after_look(spin, false, kStart) == Next::kYield);
+  CHECK(pacer.slice_ends() == kStart + Pacer::kCrowdedSlice);
+  for (int i = 0; i < 100; ++i) spin_in_vain(pacer, kStart);
+  CHECK(pacer.spin_budget() == Pacer::kCrowdedSpin / 4);
+  CHECK(pacer.end_visit(false, false) == Pacer::Visit::kYields);
+  CHECK(pacer.end_visit(false, true) == Pacer::Visit::kDone);
+  Pacer shared;  // with another rank in this process
+  shared.configure(false, false);
+  CHECK(spin_in_vain(shared, kStart) == 0);
+}
+
+void pacer_hands_over() {
+  Pacer pacer;
+  pacer.configure(true, false);
+  Pacer::Spin spin = pacer.begin_post(kStart);
+  CHECK(pacer.after_look(spin, true, kStart + Pacer::kSlice) == Next::kStop);
+  pacer.end_post(spin, false);  // something still moves: it is bulk
+  CHECK(pacer.bulk() && pacer.thread_is_late(true));
+  CHECK(pacer.spin_budget() == Pacer::kSpin);
+  CHECK(!pacer.loop_is_about(kStart));  // the thread is at it whatever the loop does
+  pacer.begin_turn(kStart);
+  CHECK(pacer.end_turn(true, false, kStart, kStart).kind == Rest::kNone);
+  CHECK(pacer.bulk());
+  CHECK(pacer.end_turn(true, true, kStart, kStart).kind == Rest::kNone);
+  CHECK(!pacer.bulk());  // the next post is the loop's again
+  pacer.hand_over();
+  CHECK(pacer.bulk());
+}
+
+void pacer_parks_the_loop() {
+  Pacer pacer;
+  pacer.configure(true, false);
+  pacer.loop_comes(kStart);
+  for (int turn = 1; turn < Pacer::kTurns; ++turn) CHECK(pacer.end_visit(false, false) == Pacer::Visit::kDone);
+  CHECK(pacer.end_visit(true, false) == Pacer::Visit::kDone);  // which starts the count again
+  for (int turn = 1; turn < Pacer::kTurns; ++turn) CHECK(pacer.end_visit(false, true) == Pacer::Visit::kDone);
+  CHECK(pacer.loop_is_about(kStart));
+  CHECK(pacer.end_visit(false, false) == Pacer::Visit::kParks);
+  CHECK(!pacer.loop_is_about(kStart));
+}
+
+void pacer_ticks_lingers_dozes_and_sleeps() {
+  Pacer pacer;
+  pacer.configure(true, false);
+  pacer.loop_comes(kStart);
+  CHECK(pacer.loop_is_about(kStart + Pacer::kLoopAway - 1));
+  CHECK(!pacer.loop_is_about(kStart + Pacer::kLoopAway));
+  for (int ms : {2, 4, 8, 8}) CHECK(pacer.tick(false).ms == ms);
+  CHECK(pacer.thread_is_late(true));  // it looks too seldom
+  CHECK(pacer.tick(true).ms == Pacer::kShortestTickMs);
+  CHECK(!pacer.thread_is_late(false));
+  // It lingers after something has moved, but not where all that can happen would wake it.
+  pacer.begin_turn(kStart);
+  CHECK(pacer.end_turn(true, false, kStart, kStart + 10).kind == Rest::kNone);
+  CHECK(pacer.end_turn(false, false, kStart + 9 + Pacer::kLinger, kStart).kind == Rest::kNone);
+  CHECK(pacer.end_turn(false, true, kStart + 11, kStart).kind == Rest::kSleep);
+  CHECK(pacer.end_turn(false, false, kStart + 10 + Pacer::kLinger, kStart).kind == Rest::kSleep);
+  for (int ms : {2, 4, 8, 8}) {
+    const Rest rest = pacer.fall_asleep(true);
+    CHECK(rest.kind == Rest::kDoze && rest.ms == ms);
+  }
+  const Rest sleep = pacer.fall_asleep(false);
+  CHECK(sleep.kind == Rest::kSleep && sleep.ms == -1);
+  CHECK(pacer.sleeps_well(true) && !pacer.sleeps_well(false));
+  CHECK(pacer.thread_is_late(false) && !pacer.thread_is_late(true));
+  pacer.wake_thread();
+  CHECK(!pacer.sleeps_well(true) && !pacer.thread_is_late(false));
+  CHECK(pacer.fall_asleep(true).ms == 2);
+  CHECK(pacer.has_to_listen(Pacer::kListen) && !pacer.has_to_listen(Pacer::kListen - 1));
+  pacer.has_listened(kStart);
+  CHECK(!pacer.has_to_listen(kStart + Pacer::kListen - 1));
+}
+
+// The loop's thread and the engine's at once, as the engine calls them. Built with ThreadSanitizer this shows races.
+void pacer_on_two_threads() {
+  PriorityLock lock;
+  Pacer pacer;
+  pacer.configure(true, false);
+  int shared = 0;
+  constexpr int kRounds = 2000;
+  std::thread thread([&] {
+    for (int round = 0; round < kRounds; ++round) {
+      {
+        PriorityLock::Background held(lock);
+        ++shared;
+        if (pacer.loop_is_about(kStart)) {
+          pacer.tick(false);
+        } else {
+          pacer.begin_turn(kStart);
+          pacer.end_turn(round % 2, true, kStart, kStart);
+        }
+      }
+      lock.give_way();
+    }
+  });
+  for (int round = 0; round < kRounds; ++round) {
+    if (pacer.bulk()) pacer.loop_parks();
+    pacer.loop_comes(kStart);
+    std::lock_guard held(lock);
+    ++shared;
+    spin_in_vain(pacer, kStart);
+    if (round % 8 == 0) pacer.hand_over();
+  }
+  thread.join();
+  CHECK(shared == 2 * kRounds);
+  CHECK(!lock.is_wanted());
+}
+
+}  // namespace
+
+void test_pacer() {
+  pacer_spins();
+  pacer_waits_as_long_as_it_has_worked();
+  pacer_in_a_crowd();
+  pacer_hands_over();
+  pacer_parks_the_loop();
+  pacer_ticks_lingers_dozes_and_sleeps();
+  pacer_on_two_threads();
+}
+
+}  // namespace aiocomms
