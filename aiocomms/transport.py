@@ -181,7 +181,7 @@ class Transport(ABC):
     def preference(cls, device: torch.device, size: int, family: ops.Family) -> int:
         """How much ``"auto"`` should prefer it for a family of ops of ``size`` ranks on ``device``; 0: never.
 
-        Must not raise: no communicator with ``"auto"`` can be formed then.
+        Raising: it counts as 0, and the log says so.
         """
         return 0
 
@@ -189,7 +189,7 @@ class Transport(ABC):
     def adopts(cls, foreign: object) -> bool:
         """Whether it can run over ``foreign``, another library's communicator, given as hint ``"adopt"``.
 
-        Must not raise: no other transport is asked then.
+        Raising: it cannot, and the log says so.
         """
         return False
 
@@ -262,8 +262,8 @@ class Transport(ABC):
     def fileno(self) -> int | None:
         """A descriptor that is readable when :meth:`progress` has something to do; None if nothing comes by itself.
 
-        Asked once, when the communicator is formed; it stays open until :meth:`aclose`. Must not raise: the
-        communicator is not formed then.
+        Asked once, when the communicator is formed; it stays open until :meth:`aclose`. Raising: the
+        transport is broken, and the communicator is lost as soon as it is formed.
         """
 
     @abstractmethod
@@ -319,6 +319,6 @@ class Transport(ABC):
     def side_channel(self) -> SideChannel | None:
         """What is left to the ranks after :meth:`abort`, until :meth:`aclose`; None: nothing but the store.
 
-        Must not raise: what is raised is the caller's of ``Communicator.reconfigure``, and no communicator is formed.
+        Raising: there is none, and the log says so.
         """
         return None

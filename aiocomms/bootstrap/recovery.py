@@ -40,6 +40,7 @@ from aiocomms.lowlevel.stores import reach_store, serve_store
 from aiocomms.lowlevel.threads import run_in_thread
 from aiocomms.ops import checks
 from aiocomms.ops.checks import Timeout
+from aiocomms.progress.guard import guarded
 from aiocomms.transport import SideChannel, Transport
 
 _T = TypeVar("_T")
@@ -132,7 +133,7 @@ class Recovery:
         self._seconds = seconds
         self._ends = time.monotonic() + seconds
         self._reason = _check(lost, self._ranks, size)
-        side_channels = (transport.side_channel() for transport in lost.transports)
+        side_channels = (guarded(None, transport.side_channel) for transport in lost.transports)
         self._line: SideChannel | None = next((line for line in side_channels if line is not None), None)
         self._moved = False  # to a new store
 

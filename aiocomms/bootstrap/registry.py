@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import anyio
 import msgspec
@@ -18,6 +19,9 @@ from aiocomms.cuda import no_gpu
 from aiocomms.errors import ArgumentError, ArgumentTypeError, UnsupportedOperation
 from aiocomms.progress.guard import broken
 from aiocomms.transport import Transport
+
+_log = logging.getLogger("aiocomms")
+T = TypeVar("T")
 
 GROUP = "aiocomms.transports"
 """The entry-point group, with one entry per transport: ``name = "module:Class"``."""
@@ -67,6 +71,15 @@ def find(name: str, device: torch.device) -> type[Transport] | str:
         return f"{type(error).__name__}: {error}"
 
 
+def _ask(otherwise: T, method: Callable[..., T], *args: Any) -> T:
+    """Ask a transport's class; one that raises is passed over: it must not keep the others from use."""
+    try:
+        return method(*args)
+    except Exception as error:
+        _log.error("the transport %s is broken", method.__qualname__, exc_info=error)
+        return otherwise
+
+
 def available(device: torch.device) -> dict[str, str | None]:
     """Return every installed transport with the reason why it is not available for ``device``; None if it is."""
     found = {name: find(name, device) for name in sorted(entries())}
@@ -101,7 +114,7 @@ def choose_adopter(foreign: object, device: torch.device, options: Mapping[str, 
     """
     for name in sorted(entries()):
         cls = find(name, device)
-        if not isinstance(cls, str) and cls.adopts(foreign):
+        if not isinstance(cls, str) and _ask(False, cls.adopts, foreign):
             names = {family: name for family in FAMILIES if _carries(cls, family)}
             return Plan(names, dict.fromkeys(names, cls), {**options, "adopt": foreign})
     raise ArgumentTypeError(
@@ -117,7 +130,7 @@ def in_process() -> str:
     device = torch.device("cpu")
     found = ((name, find(name, device)) for name in entries())
     fit = [
-        (cls.preference(device, 1, "p2p"), name)
+        (_ask(0, cls.preference, device, 1, "p2p"), name)
         for name, cls in found
         if not isinstance(cls, str) and cls.capabilities.in_process
     ]
@@ -168,7 +181,7 @@ def _auto(device: torch.device, size: int) -> dict[ops.Family, tuple[str, type[T
             (preference, name, cls)
             for name, cls in found.items()
             if not isinstance(cls, str) and _carries(cls, family)
-            if (preference := cls.preference(device, size, family)) > 0
+            if (preference := _ask(0, cls.preference, device, size, family)) > 0
         ]
         if fit:
             picks[family] = max(fit, key=lambda item: item[:2])[1:]

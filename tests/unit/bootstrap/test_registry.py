@@ -9,11 +9,12 @@ import pytest
 import torch
 from aiocomms_local import LocalTransport
 from concurrency import ranks
+from torch.distributed import HashStore
 
 import aiocomms
 from aiocomms import ops
 from aiocomms.bootstrap import registry
-from aiocomms.errors import ArgumentError, ArgumentTypeError, UnsupportedOperation
+from aiocomms.errors import ArgumentError, ArgumentTypeError, CommAbortedError, UnsupportedOperation
 from aiocomms.testing import local_world
 from aiocomms.transport import Capabilities, Transport
 
@@ -362,3 +363,52 @@ def test_no_available_transport_adopts_what_is_no_communicator(run):
 def test_a_transport_is_abstract():
     with pytest.raises(TypeError, match="abstract"):
         Transport()
+
+
+BROKEN = """
+from aiocomms_local import LocalTransport
+
+class Broken(LocalTransport):
+    @classmethod
+    def preference(cls, device, size, family):
+        raise RuntimeError("how much?")
+
+    @classmethod
+    def adopts(cls, foreign):
+        raise RuntimeError("what is that?")
+
+    def fileno(self):
+        raise RuntimeError("what descriptor?")
+
+    def side_channel(self):
+        raise RuntimeError("what channel?")
+"""
+
+
+def test_a_transport_that_raises_when_asked_keeps_no_other_from_use(run, distribution, caplog):
+    distribution("broken", BROKEN, broken="Broken")
+
+    async def main():
+        async with await aiocomms.new_comm(store=HashStore(), rank=0, size=1) as comm:
+            assert "broken" not in comm.transports.values()
+        with pytest.raises(ArgumentTypeError, match="which no available transport can adopt"):
+            await aiocomms.from_process_group(type("Group", (), {"rank": lambda self: 0, "size": lambda self: 1})())
+
+    run(main)
+    assert {"how much?", "what is that?"} <= {str(record.exc_info[1]) for record in caplog.records}
+
+
+def test_a_transport_without_its_descriptor_loses_its_communicator_alone(run, distribution, caplog):
+    distribution("broken", BROKEN, broken="Broken")
+
+    async def main():
+        comm = await aiocomms.new_comm("broken", store=HashStore(), rank=0, size=1)
+        assert comm.aborted
+        with pytest.raises(CommAbortedError, match=r"Broken is broken: fileno\(\) raised RuntimeError: what descr"):
+            comm.barrier()
+        async with await comm.reconfigure(ranks=[0], timeout=60) as again:  # the store is all that is left
+            assert again.aborted
+        await comm.aclose()
+
+    run(main)
+    assert "what channel?" in {str(record.exc_info[1]) for record in caplog.records if record.exc_info}
