@@ -60,7 +60,7 @@ class CommError(Exception):
 
     def __str__(self) -> str:
         where = self.op or ""
-        if self.seq is not None:
+        if where and self.seq is not None:
             where += f" #{self.seq}"
         if self.comm is not None:
             where += f" on '{self.comm}'"

@@ -16,8 +16,8 @@ import pytest
 import torch
 from aiocomms_ucx import UcxTransport, bringup
 from aiocomms_ucx._engine import CUDA
+from aiocomms_ucx.bringup import no_cuda_in_ucx
 from aiocomms_ucx.cuda_transport import CudaUcxTransport
-from aiocomms_ucx.transport import no_cuda_in_ucx
 from fake_cuda import FakeCuda, FakeStream, Gate
 from fake_ucx import FakeUcxTransport
 from inside import transport_of
@@ -291,7 +291,9 @@ async def test_a_ucx_that_cannot_reach_gpus(
 async def test_a_begin_that_fails_fails_its_op_alone(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     async with world(2) as (a, b):
         with monkeypatch.context() as patch:
-            patch.setattr(UcxTransport, "post", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no memory")))
+            patch.setattr(
+                UcxTransport, "hand_over", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no memory"))
+            )
             with pytest.raises(CommError, match="no memory"):
                 await a.send(torch.ones(3), 1)
         assert not a.aborted

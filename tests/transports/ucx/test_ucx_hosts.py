@@ -389,6 +389,49 @@ async def reach_one_that_has_stopped(place: Rank) -> None:
     await other.aclose()
 
 
+async def close_and_go_on(place: Rank) -> None:
+    """Two windows are closed and nobody awaits that, while the puts of rank 0 alone are still on their way."""
+    comm = await place.open()
+    windows = [await comm.new_window(torch.zeros(2**20, dtype=torch.int32)) for _ in range(2)]
+    await comm.barrier()
+
+    async def close_all() -> list[asyncio.Task[Any]]:
+        async def reduce(count: int) -> Tensor:
+            return await comm.all_reduce(numbers(count, comm.rank))
+
+        calls = [windows[0].aclose(), reduce(8), windows[1].aclose(), comm.new_window(empty(4)), reduce(LARGE)]
+        works = [asyncio.create_task(call) for call in calls]
+        await asyncio.sleep(0)  # each is called, and none is awaited
+        return works
+
+    if place.rank == 1:
+        (place.folder / "pid").write_text(str(os.getpid()))
+        place.tell("waits 1")
+        await place.all_told("closing", 0)
+        works = await close_all()
+    else:
+        await place.all_told("waits", 1)
+        with stopped(int((place.folder / "pid").read_text())):
+            puts = [window.put(torch.ones(2**20, dtype=torch.int32), 1) for window in windows for _ in range(4)]
+            works = await close_all()
+            assert not any(work.done() for work in (*puts[3:], *works))
+        place.tell("closing 0")
+        for put in puts:
+            await put
+    _, small, _, again, large = [await work for work in works]
+    assert torch.equal(small, numbers(8, 0) + numbers(8, 1))
+    assert torch.equal(large, numbers(LARGE, 0) + numbers(LARGE, 1))
+    await again.put(numbers(4, place.rank), 1 - place.rank)
+    await again.signal(1 - place.rank)
+    await again.wait_signal(1 - place.rank)
+    assert torch.equal(again.tensor, numbers(4, 1 - place.rank))
+    await comm.aclose()
+
+
+def test_a_window_that_closes_keeps_its_place_among_the_collectives(ranks: Run, names: list[str]) -> None:
+    ranks(2, close_and_go_on, before=Enter(names, "01", **ROUTE))
+
+
 async def close_what_ucx_has_in_hand(place: Rank) -> None:
     """A communicator is given up and closed while the other host does not listen; the one it was split from goes on."""
     comm = await place.open()

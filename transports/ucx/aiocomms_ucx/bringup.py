@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import secrets
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -208,3 +210,13 @@ def _connect(peer: int, where: str | tuple[str, int] | None) -> socket.socket:
             raise AuthError(f"another user listens in the place of rank {peer}", peer=peer)
         stack.pop_all()
     return connection
+
+
+def no_cuda_in_ucx() -> str | None:
+    """Return why this UCX does not support CUDA, or None if it may."""
+    found = importlib.util.find_spec("libucx")
+    folders = found.submodule_search_locations if found is not None and found.submodule_search_locations else []
+    own = [Path(folder, "lib") for folder in folders if Path(folder, "lib", "libucp.so").exists()]
+    if not own or any((lib / "ucx" / "libuct_cuda.so").exists() for lib in own):
+        return None  # if it is the system's UCX, opening shows what it supports
+    return "this libucx has no modules for CUDA: install the wheel libucx-cu12 or libucx-cu13"

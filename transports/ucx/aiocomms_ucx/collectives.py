@@ -10,8 +10,8 @@ from aiocomms_ucx._engine import Engine, Operator
 
 _OPERATORS: Final = {operator.name.lower(): int(operator) for operator in Operator}
 
-_ALL: Final[frozenset[type[ops.Op]]] = ops.COLLECTIVES | {ops.WindowOpen, ops.WindowClose}
-FORMS: Final = {cls: number for number, cls in enumerate(sorted(_ALL, key=lambda cls: cls.name))}
+COLLECTIVE: Final[frozenset[type[ops.Op]]] = ops.COLLECTIVES | {ops.WindowOpen, ops.WindowClose}
+FORMS: Final = {cls: number for number, cls in enumerate(sorted(COLLECTIVE, key=lambda cls: cls.name))}
 """The number of each type of operation, for its fingerprint. The numbers are the same on all ranks."""
 
 Start = Callable[[Engine, int, int, int, Any, int], float]

@@ -174,7 +174,7 @@ class CudaUcxTransport(UcxTransport):
             if self._aborted or waiting.work.done():
                 continue
             try:
-                super().post(waiting.op, waiting.work)
+                self.hand_over(waiting.op, waiting.work)
             except CommError as error:
                 waiting.work.fail(error)
             except RuntimeError as error:  # raised by UCX or by torch

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final, Self, cast
 
 import msgspec
@@ -19,8 +17,8 @@ from aiocomms.lowlevel import Reason, closed_by, disagreement, gone
 from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport
 from aiocomms_ucx import wire
 from aiocomms_ucx._engine import TURNS, create_segment, is_plain
-from aiocomms_ucx.bringup import open_shared_engine
-from aiocomms_ucx.collectives import START, describe
+from aiocomms_ucx.bringup import no_cuda_in_ucx, open_shared_engine
+from aiocomms_ucx.collectives import COLLECTIVE, START, describe
 from aiocomms_ucx.shared_engine import SharedEngine
 from aiocomms_ucx.side_channel import UcxSideChannel
 from aiocomms_ucx.status import BROKEN, DONE, DROPPED, UNEQUAL, error_of, has_ended, peer_of
@@ -166,6 +164,9 @@ class UcxTransport(Transport):
         """See :meth:`Transport.post`."""
         if self._failure is not None:
             self.on_failure(self._failure)
+        if (behind := self._windows.behind) is not None and type(op) in COLLECTIVE:
+            behind.append(work)
+            return None
         ticket, engine = id(work), self.engine
         collective = START.get(type(op))
         if collective is not None:
@@ -182,6 +183,9 @@ class UcxTransport(Transport):
         else:
             self._windows.post(op, work)
         return None
+
+    hand_over = post
+    """Post to the engine at once, which a subclass may do later."""
 
     def follow(self, work: Completion, done: bool) -> None:
         """Complete an op that was handed to the engine if it is done; else keep it until it is done."""
@@ -387,13 +391,3 @@ class UcxTransport(Transport):
         os.close(self._fd)
         self._windows.close()
         await self.shared.leave(self.group)
-
-
-def no_cuda_in_ucx() -> str | None:
-    """Return why this UCX does not support CUDA, or None if it may."""
-    found = importlib.util.find_spec("libucx")
-    folders = found.submodule_search_locations if found is not None and found.submodule_search_locations else []
-    own = [Path(folder, "lib") for folder in folders if Path(folder, "lib", "libucp.so").exists()]
-    if not own or any((lib / "ucx" / "libuct_cuda.so").exists() for lib in own):
-        return None  # if it is the system's UCX, opening shows what it supports
-    return "this libucx has no modules for CUDA: install the wheel libucx-cu12 or libucx-cu13"

@@ -7,6 +7,7 @@ import math
 import mmap
 import os
 import stat
+from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -73,6 +74,9 @@ class Windows:
         self._opened = 0
         self._handles: dict[int, Handle] = {}
         self._opening: dict[int, Handle] = {}  # the windows that are opening, by ticket
+        self.behind: deque[Completion] | None = None
+        """The collectives behind a window that closes, and waits for its one-sided operations before it can take its
+        place among the collectives; None: no window does that."""
 
     def post(self, op: Any, work: Completion) -> None:
         """Start a one-sided operation."""
@@ -101,6 +105,7 @@ class Windows:
                 done = engine.flush(ticket, group, number, -1)
                 if done:
                     return self._meet_to_close(handle, work)
+                self.behind = deque()
             case _:
                 done = engine.flush(ticket, group, number, -1 if op.dst is None else op.dst)
         return transport.follow(work, done)
@@ -118,6 +123,7 @@ class Windows:
             work.complete()
         else:
             self._meet_to_close(op.window.handle, work)
+            self._post_behind()
 
     def withdraw(self, op: ops.WaitSignal, ticket: int) -> bool:
         """Withdraw a wait. Returns False if a signal has already ended it."""
@@ -236,6 +242,16 @@ class Windows:
         transport = self._transport
         ended = transport.engine.barrier(id(work), transport.group, FORMS[ops.WindowClose], handle.number)
         transport.follow_collective(work, done=ended > 0)
+
+    def _post_behind(self) -> None:
+        """Post the collectives behind a window that has taken its place, up to another one that has not."""
+        behind, self.behind = self.behind, None
+        while behind and self.behind is None:
+            work = behind.popleft()
+            if not work.done():
+                self._transport.hand_over(work.op, work)
+        if behind:
+            self.behind = behind
 
     def _forget(self, handle: Handle) -> None:
         transport = self._transport
