@@ -199,13 +199,14 @@ class Core:
                     self._end_works()
                 case Action.END_WORKS_SOON:
                     self.driver.call_threadsafe(self._end_works)
+                case Action.NOTE:
+                    record = dumps.Record(self.recorder, flying, str(failure.error))
                 case Action.TELL_PEERS:
                     for transport in self.transports:
                         guarded(None, transport.abort, failure.for_peers(self.rank))
                 case Action.RECORD:
-                    dumps.Record(self.recorder, flying, str(failure.error)).write_later()
+                    record.write_later()
                 case Action.EXPLAIN:
-                    record = dumps.Record(self.recorder, flying, str(failure.error))
                     self._postmortem = PostMortem(self, self._rendezvous, failure)
                     self._postmortem.hold(record, self._explained)
 

@@ -113,7 +113,8 @@ class Action(enum.Enum):
     END_WORKS = "every pending work ends with the error that the failure gives it"
     END_WORKS_SOON = "they end on the loop's next turn"
     TELL_PEERS = "the transports give up and tell the peers"
-    RECORD = "what every op was doing is written down"
+    NOTE = "what every op was doing is noted: before the peers hear of it, who do the same"
+    RECORD = "what was noted is written down"
     EXPLAIN = "who was missing is found out, and then the pending works end"
     WITHDRAW = "receives that nothing has matched are withdrawn"
 
@@ -131,10 +132,10 @@ def lose(life: Life, failure: Failure, *, here: bool) -> Step:
         return life, ()
     lost = Life(State.LOST, failure, life.closed)
     if failure.timed_out:
-        return lost, (Action.TELL_PEERS, Action.EXPLAIN)
+        return lost, (Action.NOTE, Action.TELL_PEERS, Action.EXPLAIN)
     if here:
-        return lost, (Action.END_WORKS, Action.TELL_PEERS, Action.RECORD)
-    return lost, (Action.TELL_PEERS, Action.RECORD, Action.END_WORKS_SOON)
+        return lost, (Action.END_WORKS, Action.NOTE, Action.TELL_PEERS, Action.RECORD)
+    return lost, (Action.NOTE, Action.TELL_PEERS, Action.RECORD, Action.END_WORKS_SOON)
 
 
 def explain(life: Life, report: str, path: Path | None) -> Life:
