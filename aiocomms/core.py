@@ -136,9 +136,9 @@ class Core:
             self.driver.call_soon(self._end_works)
         return work
 
-    def settled(self, work: StartedWork[Any]) -> None:
-        """Record and forget a pending work that has just become done."""
-        self._ring.append(self.recorder.row(work, self.in_flight.remove(work)))
+    def settled(self, work: StartedWork[Any], error: CommError | None = None) -> None:
+        """Record and forget a pending work that has just become done, or failed with ``error``."""
+        self._ring.append(self.recorder.row(work, self.in_flight.remove(work), error))
         if self.post_hooks or work.fault is not None:
             self.after(work)
 
@@ -153,7 +153,7 @@ class Core:
     def ended_at_once(self, work: StartedWork[Any]) -> None:
         """Record an op that has failed, or is watched by hooks, and ended within its call."""
         if work.fault is not None:
-            self._ring.append(self.recorder.row(work))
+            self._ring.append(self.recorder.row(work, None, work.error))
         self.after(work)
 
     def withdraw(self, work: Completion) -> bool:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import torch
 
+from aiocomms.errors import CommError
 from aiocomms.lowlevel.hosts import host_id
 from aiocomms.ops import USER, Op
 from aiocomms.progress.deadlines import copied
@@ -196,9 +197,11 @@ class Recorder:
         """Whether the communicator is."""
         return not self._comm.closed
 
-    def row(self, work: StartedWork[Any], posted: float | None = None) -> tuple[Any, ...]:
-        """What is kept of an op that has ended, and was pending since then; in its call, if None."""
-        op, error = work.op, work.error
+    def row(
+        self, work: StartedWork[Any], posted: float | None = None, error: CommError | None = None
+    ) -> tuple[Any, ...]:
+        """What is kept of an op that has ended, or failed, and was pending since then; in its call, if None."""
+        op = work.op
         cls = type(op)
         try:
             kept = (PEERS if posted is None else _KEPT)[cls](op)

@@ -11,8 +11,10 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from typing import Any, Protocol
+
+import msgspec
 
 from aiocomms.errors import CommError
 from aiocomms.lowlevel.waker import Waker
@@ -186,42 +188,30 @@ class Driver:
             return False
 
 
-class Waiters:
+class Waiters(msgspec.Struct, eq=False):
     """The suspended tasks that wait for one thing; what a loop parks a task on."""
 
-    __slots__ = ("_of", "_on_empty", "_waiters")
-
-    def __init__(self, of: object, on_empty: Callable[[], object] | None = None) -> None:
-        """Begin with no task.
-
-        :param of: the thing, for messages.
-        :param on_empty: called when the last task has been cancelled.
-        """
-        self._of = of
-        self._on_empty = on_empty
-        self._waiters: list[object] = []
+    of: object
+    """The thing, for messages."""
+    on_empty: Callable[[], object] | None = None
+    """Called when the last task has been cancelled."""
+    waiting: list[object] = []
+    """See :class:`aiocomms.progress.loops.Parkable`."""
 
     def __repr__(self) -> str:
-        return repr(self._of)
-
-    def __iter__(self) -> Iterator[object]:
-        return iter(self._waiters)
-
-    def attach(self, waiter: object) -> None:
-        """See :class:`aiocomms.progress.loops.Parkable`."""
-        self._waiters.append(waiter)
+        return repr(self.of)
 
     def detach(self, waiter: object) -> None:
         """See :class:`aiocomms.progress.loops.Parkable`."""
-        if waiter in self._waiters:
-            self._waiters.remove(waiter)
-            if not self._waiters and self._on_empty is not None:
-                self._on_empty()
+        if waiter in self.waiting:
+            self.waiting.remove(waiter)
+            if not self.waiting and self.on_empty is not None:
+                self.on_empty()
 
     def wake(self, driver: Driver) -> None:
         """Let every task go on."""
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
+        waiting, self.waiting = self.waiting, []
+        for waiter in waiting:
             driver.unpark(waiter)
 
 

@@ -21,10 +21,10 @@ logger = logging.getLogger("aiocomms")
 
 
 class Parkable(Protocol):
-    """Something that a task can wait for. It keeps its waiters, and passes each to :meth:`Loop.unpark` once."""
+    """Something that a task can wait for. It passes each of its waiters to :meth:`Loop.unpark` once."""
 
-    def attach(self, waiter: object) -> None:
-        """Add a waiter."""
+    waiting: list[object]
+    """The waiters, of whom a loop adds each one itself."""
 
     def detach(self, waiter: object) -> None:
         """Remove a waiter whose task was cancelled."""
@@ -87,7 +87,7 @@ class AsyncioLoop(Loop):
                 "its own thread may await it, any other has work.wait_blocking()"
             )
         future = self._loop.create_future()
-        what.attach(future)
+        what.waiting.append(future)
         try:
             yield from future
         except BaseException:
@@ -158,7 +158,7 @@ class TrioLoop(Loop):
             what.detach(task)
             return succeeded
 
-        what.attach(task)
+        what.waiting.append(task)
         yield from lowlevel.wait_task_rescheduled(abort).__await__()
 
     def unpark(self, waiter: trio.lowlevel.Task) -> None:

@@ -29,8 +29,8 @@ class Owner(Protocol):
     name: str
     rank: int
 
-    def settled(self, work: StartedWork[Any]) -> None:
-        """Record and forget a pending work that has just become done."""
+    def settled(self, work: StartedWork[Any], error: CommError | None = None) -> None:
+        """Record and forget a pending work that has just become done, or failed with ``error``."""
 
     def withdraw(self, work: Any) -> bool:
         """Take an unmatched receive or wait back from the transport; False if it is under way."""
@@ -228,7 +228,7 @@ class StartedWork(Work[T_co]):
 
     def waiters(self) -> list[object]:
         """The suspended awaiters."""
-        return [] if self._waiters is None else list(self._waiters)
+        return [] if self._waiters is None else list(self._waiters.waiting)
 
     def complete(self, value: Any = OP_RESULT) -> None:
         """See :meth:`aiocomms.transport.Completion.complete`."""
@@ -257,7 +257,7 @@ class StartedWork(Work[T_co]):
         asked = self._waiters is not None or self._callbacks is not None
         self._end(error, _DONE)
         if self.queue is not None:
-            self._owner.settled(self)
+            self._owner.settled(self, self._error)
         if not asked and self._error is not None and not isinstance(error, CapturedWorkError):
             self._unseen = _UnseenError(self._owner.driver, self._error)
         return None
@@ -267,7 +267,7 @@ class StartedWork(Work[T_co]):
         if not self._state:
             self._end(error, _ABANDONED)
         if self.queue is not None:  # also where an interrupt has cut its end short
-            self._owner.settled(self)
+            self._owner.settled(self, self._error)
 
     def hold(self) -> None:
         """Keep the memory of an op that is pending, also if its program gives a tensor another storage."""
@@ -289,7 +289,7 @@ class StartedWork(Work[T_co]):
     def _withdraw(self) -> bool:
         withdrawn = super()._withdraw()
         if withdrawn and self.queue is not None:
-            self._owner.settled(self)
+            self._owner.settled(self, self._error)
         return withdrawn
 
     def _refuse_second(self) -> None:
