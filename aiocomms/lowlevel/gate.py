@@ -2,28 +2,31 @@
 
 The rank with the higher number connects. Both sides authenticate before they send anything else:
 
-    connector: magic, its rank, a nonce
+    connector: magic, its rank, a nonce, and a MAC
     acceptor:  a nonce, and a MAC
     connector: a MAC
     acceptor:  that it is accepted
 
-A MAC covers both ranks and both nonces, and a word that differs for the two sides. Its key is known only to the ranks
-of the communicator. So no message that was recorded before, elsewhere or from the other side proves anything.
+A MAC covers both ranks and all nonces so far, and a word that differs for each step. Its key is known only to the ranks
+of the communicator. So no message that was recorded before, elsewhere or from the other side proves anything. The first
+MAC only tells who may be a rank from who cannot be one, at the first bytes: it may be a recorded one.
 
-A connection that has not proved itself in time is dropped. If there are more connections than allowed, the oldest one
-is dropped: a rank's connection is young, because a rank proves itself at once.
+A connection that has not proved itself in time is dropped. If there are more connections than allowed, one of those is
+dropped that have said nothing yet, the oldest of whoever has most of them: however many one stranger opens, a rank on
+another host keeps its own, and a rank whose first message has come is not among them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Mapping, Sequence
 from typing import Final
 
 from aiocomms.errors import AuthError, CommTimeoutError
@@ -33,11 +36,13 @@ PATIENCE: Final = 5.0
 """Seconds in which whoever connects must prove that it is a rank."""
 MOST_HALF_OPEN: Final = 128
 """Connections that may be unproved at a time, besides one for each rank."""
+AT_ONCE: Final = 16
+"""Connections that are accepted before those that are there already make progress."""
 
-_MAGIC: Final = b"aioG1\0"
+_MAGIC: Final = b"aioG2\0"
 _NONCE: Final = 16
 _MAC: Final = 32
-_HELLO: Final = struct.Struct(f"!6sI{_NONCE}s")
+_HELLO: Final = struct.Struct(f"!I{_NONCE}s{_MAC}s")
 _ACCEPTED: Final = b"\x01"
 _PAUSE: Final = 0.01
 """Seconds before another attempt to connect."""
@@ -45,6 +50,8 @@ _CREDENTIALS: Final = struct.Struct("iII")  # struct ucred
 
 Dialogue = Generator[int, bytes, int]
 """A generator that yields how many bytes it wants next, and returns the peer's rank."""
+Proved = tuple[int, socket.socket]
+"""A rank, and the connection with it."""
 
 
 class RefusedError(Exception):
@@ -54,18 +61,22 @@ class RefusedError(Exception):
 class HalfOpen:
     """A connection that is not proved yet, and its dialogue."""
 
-    __slots__ = ("connection", "dialogue", "ends", "got", "peer", "wanted")
+    __slots__ = ("connection", "dialogue", "ends", "got", "peer", "source", "wanted")
 
-    def __init__(self, connection: socket.socket, dialogue: Dialogue, ends: float, peer: int | None) -> None:
+    def __init__(
+        self, connection: socket.socket, dialogue: Dialogue, ends: float, peer: int | None, source: str | None
+    ) -> None:
         """Start the dialogue.
 
         :param peer: the rank to which this rank has connected; None if the other side has connected.
+        :param source: who has connected, until its first message has come; None: nobody has.
         """
         connection.setblocking(False)
         self.connection = connection
         self.dialogue = dialogue
         self.ends = ends
         self.peer = peer
+        self.source = source
         self.got = b""
         self.wanted = next(dialogue)
 
@@ -77,17 +88,139 @@ class HalfOpen:
         :raises OSError: the connection is gone.
         """
         with contextlib.suppress(BlockingIOError, InterruptedError):
-            data = self.connection.recv(self.wanted - len(self.got))
-            if not data:
-                raise RefusedError
-            self.got += data
-            if len(self.got) == self.wanted:
-                message, self.got = self.got, b""
-                try:
-                    self.wanted = self.dialogue.send(message)
-                except StopIteration as end:
-                    return int(end.value)
+            while True:
+                data = self.connection.recv(self.wanted - len(self.got))
+                if not data:
+                    raise RefusedError
+                self.got += data
+                if len(self.got) == self.wanted:
+                    message, self.got = self.got, b""
+                    try:
+                        self.wanted = self.dialogue.send(message)
+                    except StopIteration as end:
+                        return int(end.value)
         return None
+
+
+class Entrance:
+    """The connections that are not proved yet: few, for a short time, and nobody's connections crowd out another's."""
+
+    def __init__(self, selector: selectors.BaseSelector, most: int) -> None:
+        """Begin without connections.
+
+        :param most: how many there may be.
+        """
+        self._selector = selector
+        self._most = most
+        self._half_open: dict[socket.socket, HalfOpen] = {}  # in the order in which they were opened
+        self._silent: dict[str, dict[socket.socket, HalfOpen]] = {}  # those that have said nothing, by source
+        self.dropped = 0
+        """How many connections of strangers were dropped."""
+
+    def __len__(self) -> int:
+        return len(self._half_open)
+
+    def accept(self, listener: socket.socket, dialogue: Callable[[socket.socket], Dialogue]) -> list[Proved]:
+        """Accept some of the waiting connections. Not all at once, so that the accepted ones make progress.
+
+        :returns: those that are proved already.
+        """
+        proved = []
+        for _ in range(AT_ONCE):
+            try:
+                connection, address = listener.accept()
+            except OSError:  # no connection waits, or it is gone already, or there is no descriptor left
+                break
+            if connection.family == socket.AF_UNIX and not same_user(connection):
+                connection.close()
+                self.dropped += 1
+                continue
+            if len(self._half_open) >= self._most:
+                self._make_room()
+            half = self.add(connection, dialogue(connection), time.monotonic() + PATIENCE, source=_source(address))
+            # A rank speaks as soon as it is connected, so its first message may have come with it.
+            done = self.read(half)
+            if done is not None:
+                proved.append(done)
+        return proved
+
+    def add(
+        self,
+        connection: socket.socket,
+        dialogue: Dialogue,
+        ends: float,
+        *,
+        peer: int | None = None,
+        source: str | None = None,
+    ) -> HalfOpen:
+        """Begin a dialogue."""
+        half = self._half_open[connection] = HalfOpen(connection, dialogue, ends, peer, source)
+        if source is not None:
+            self._silent.setdefault(source, {})[connection] = half
+        self._selector.register(connection, selectors.EVENT_READ, half)
+        return half
+
+    def read(self, half: HalfOpen) -> Proved | None:
+        """Go on with a dialogue; what fails is dropped."""
+        if half.connection not in self._half_open:
+            return None
+        try:
+            peer = half.read()
+        except (RefusedError, OSError):
+            self.drop(half)
+            return None
+        if half.wanted == _MAC:
+            self._heard(half)
+        if peer is None:
+            return None
+        self._remove(half)
+        return peer, half.connection
+
+    def expired(self) -> list[HalfOpen]:
+        """Drop those whose time is up, and return them."""
+        now = time.monotonic()
+        late = [half for half in self._half_open.values() if now >= half.ends]
+        for half in late:
+            self.drop(half)
+        return late
+
+    def next_end(self) -> float:
+        """When the next one's time is up."""
+        return min((half.ends for half in self._half_open.values()), default=math.inf)
+
+    def drop(self, half: HalfOpen) -> None:
+        """Close a connection that has not proved itself."""
+        self._remove(half)
+        half.dialogue.close()
+        half.connection.close()
+        self.dropped += half.peer is None
+
+    def close(self) -> None:
+        """Close them all."""
+        for half in self._half_open.values():
+            half.connection.close()
+        self._half_open.clear()
+        self._silent.clear()
+
+    def _make_room(self) -> None:
+        if self._silent:
+            self.drop(next(iter(max(self._silent.values(), key=len).values())))
+        else:  # all have said what a rank once said; the oldest of them has had most time to prove it
+            self.drop(next(half for half in self._half_open.values() if half.peer is None))
+
+    def _heard(self, half: HalfOpen) -> None:
+        """It is silent no more."""
+        if half.source is not None:
+            others = self._silent[half.source]
+            del others[half.connection]
+            if not others:
+                del self._silent[half.source]
+            half.source = None
+
+    def _remove(self, half: HalfOpen) -> None:
+        self._heard(half)
+        del self._half_open[half.connection]
+        self._selector.unregister(half.connection)
 
 
 class Gate:
@@ -105,12 +238,14 @@ class Gate:
         self._connectors = connectors
         self._unconnected = set(connectors)
         self._missing = set(range(size)) - {rank}
-        self._most = size + MOST_HALF_OPEN
-        self._half_open: dict[socket.socket, HalfOpen] = {}  # in the order in which they were opened
         self._proved: dict[int, socket.socket] = {}
         self._selector = selectors.DefaultSelector()
-        self.dropped = 0
+        self.entrance = Entrance(self._selector, size + MOST_HALF_OPEN)
+
+    @property
+    def dropped(self) -> int:
         """How many connections of strangers were dropped."""
+        return self.entrance.dropped
 
     def run(self, listeners: Sequence[socket.socket], seconds: float) -> dict[int, socket.socket]:
         """Connect to all lower ranks, and accept connections from all higher ranks.
@@ -128,24 +263,25 @@ class Gate:
             while self._missing:
                 now = time.monotonic()
                 if now >= ends:
-                    raise CommTimeoutError(f"these ranks did not connect within {seconds:g} s: {sorted(self._missing)}")
+                    raise self._late(seconds)
                 if self._unconnected and now >= retry:
                     self._connect_missing(ends)
                     retry = now + _PAUSE
-                self._wait(
-                    min(ends, retry if self._unconnected else ends, *(h.ends for h in self._half_open.values())) - now
-                )
+                self._wait(min(ends, retry if self._unconnected else ends, self.entrance.next_end()) - now)
         except BaseException:
             for connection in self._proved.values():
                 connection.close()
             raise
         finally:
-            for half in self._half_open.values():
-                half.connection.close()
+            self.entrance.close()
             self._selector.close()
         return self._proved
 
-    # ------------------------------------------------------------------------------------------------- connections
+    def _late(self, seconds: float) -> CommTimeoutError:
+        message = f"these ranks did not connect within {seconds:g} s: {sorted(self._missing)}"
+        if self.dropped:
+            message += f"; {self.dropped} connections were dropped that did not prove to be a rank's"
+        return CommTimeoutError(message)
 
     def _connect_missing(self, ends: float) -> None:
         """Connect to the lower ranks to which this rank has not connected yet."""
@@ -153,7 +289,8 @@ class Gate:
             with contextlib.suppress(OSError):  # the peer's queue of connections is full, perhaps of strangers'
                 connection = self._connectors[peer]()
                 try:
-                    self._add(connection, self._connector_dialogue(connection, peer), ends, peer)
+                    dialogue = connector_dialogue(connection, self._key, self._rank, peer)
+                    self.entrance.add(connection, dialogue, ends, peer=peer)
                 except OSError:
                     connection.close()
                     raise
@@ -161,88 +298,78 @@ class Gate:
 
     def _wait(self, seconds: float) -> None:
         for key, _ in self._selector.select(max(0.0, seconds)):
-            half = self._half_open.get(key.fileobj)  # type: ignore[call-overload]
-            if half is not None:
-                self._read(half)
-            elif key.data is None:
-                self._accept(key.fileobj)  # type: ignore[arg-type]
-        now = time.monotonic()
-        for half in [half for half in self._half_open.values() if now >= half.ends]:
-            self._drop(half)
-
-    def _accept(self, listener: socket.socket) -> None:
-        """Accept some of the waiting connections. Not all at once, so that the accepted ones make progress."""
-        for _ in range(16):
-            try:
-                connection, _ = listener.accept()
-            except OSError:  # no connection waits, or it is gone already, or there is no descriptor left
-                return
-            if connection.family == socket.AF_UNIX and not same_user(connection):
-                connection.close()
-                self.dropped += 1
+            half = key.data
+            if half is None:
+                for proved in self.entrance.accept(key.fileobj, self._acceptor):  # type: ignore[arg-type]
+                    self._keep(*proved)
                 continue
-            if len(self._half_open) >= self._most:
-                self._drop(next(iter(self._half_open.values())))
-            self._add(connection, self._acceptor_dialogue(connection), time.monotonic() + PATIENCE)
+            done = self.entrance.read(half)
+            if done is not None:
+                self._keep(*done)
+            elif half.peer is not None and half.connection.fileno() < 0:
+                self._unconnected.add(half.peer)  # connect again: the peer had too many connections
+        self.entrance.expired()
 
-    def _add(self, connection: socket.socket, dialogue: Dialogue, ends: float, peer: int | None = None) -> None:
-        half = self._half_open[connection] = HalfOpen(connection, dialogue, ends, peer)
-        self._selector.register(connection, selectors.EVENT_READ, half)
+    def _acceptor(self, connection: socket.socket) -> Dialogue:
+        return acceptor_dialogue(connection, self._key, self._rank, range(self._rank + 1, self._size))
 
-    def _read(self, half: HalfOpen) -> None:
-        try:
-            peer = half.read()
-        except (RefusedError, OSError):
-            self._drop(half)
-            return
-        if peer is not None:
-            self._remove(half)
-            half.connection.setblocking(True)
-            self._missing.discard(peer)
-            if peer in self._proved:  # the peer has abandoned its first connection
-                self._proved[peer].close()
-            self._proved[peer] = half.connection
+    def _keep(self, peer: int, connection: socket.socket) -> None:
+        connection.setblocking(True)
+        self._missing.discard(peer)
+        if peer in self._proved:  # the peer has abandoned its first connection
+            self._proved[peer].close()
+        self._proved[peer] = connection
 
-    def _remove(self, half: HalfOpen) -> None:
-        del self._half_open[half.connection]
-        self._selector.unregister(half.connection)
 
-    def _drop(self, half: HalfOpen) -> None:
-        self._remove(half)
-        half.dialogue.close()
-        half.connection.close()
-        if half.peer is None:
-            self.dropped += 1
-        else:
-            self._unconnected.add(half.peer)  # connect again: the peer had too many connections
+def connector_dialogue(connection: socket.socket, key: bytes, rank: int, peer: int | str) -> Dialogue:
+    """Authenticate as the side that connects.
 
-    # ------------------------------------------------------------------------------------------------------- dialogues
+    :param key: what only ranks of this communicator know.
+    :param peer: who accepts.
+    :raises AuthError: it does not prove to be that.
+    """
+    nonce = secrets.token_bytes(_NONCE)
+    connection.sendall(_MAGIC + _HELLO.pack(rank, nonce, mac(key, "hello", rank, peer, nonce)))
+    message = yield _NONCE + _MAC
+    pair = (rank, peer, nonce, message[:_NONCE])
+    if not same(message[_NONCE:], mac(key, "acceptor", *pair)):
+        who = f"rank {peer}" if isinstance(peer, int) else peer
+        number = peer if isinstance(peer, int) else None
+        raise AuthError(f"who answers in the place of {who} does not prove to be that rank", peer=number)
+    connection.sendall(mac(key, "connector", *pair))
+    if (yield len(_ACCEPTED)) != _ACCEPTED:
+        raise RefusedError
+    return rank if isinstance(peer, str) else peer
 
-    def _connector_dialogue(self, connection: socket.socket, peer: int) -> Dialogue:
-        """Authenticate as the side that connects."""
-        nonce = secrets.token_bytes(_NONCE)
-        connection.sendall(_HELLO.pack(_MAGIC, self._rank, nonce))
-        message = yield _NONCE + _MAC
-        pair = (self._rank, peer, nonce, message[:_NONCE])
-        if not same(message[_NONCE:], mac(self._key, "acceptor", *pair)):
-            raise AuthError(f"who answers in the place of rank {peer} does not prove to be that rank", peer=peer)
-        connection.sendall(mac(self._key, "connector", *pair))
-        if (yield len(_ACCEPTED)) != _ACCEPTED:
-            raise RefusedError
-        return peer
 
-    def _acceptor_dialogue(self, connection: socket.socket) -> Dialogue:
-        """Authenticate as the side that accepts."""
-        magic, peer, peer_nonce = _HELLO.unpack((yield _HELLO.size))
-        if magic != _MAGIC or not self._rank < peer < self._size:
-            raise RefusedError
-        nonce = secrets.token_bytes(_NONCE)
-        pair = (peer, self._rank, peer_nonce, nonce)
-        connection.sendall(nonce + mac(self._key, "acceptor", *pair))
-        if not same((yield _MAC), mac(self._key, "connector", *pair)):
-            raise RefusedError
-        connection.sendall(_ACCEPTED)
-        return int(peer)
+def acceptor_dialogue(connection: socket.socket, key: bytes, rank: int | str, peers: Container[int]) -> Dialogue:
+    """Authenticate as the side that accepts.
+
+    :param rank: who this is.
+    :param peers: which ranks may connect.
+    """
+    if (yield len(_MAGIC)) != _MAGIC:
+        raise RefusedError
+    peer, peer_nonce, proof = _HELLO.unpack((yield _HELLO.size))
+    if peer not in peers:
+        raise RefusedError
+    nonce = secrets.token_bytes(_NONCE)
+    pair = (peer, rank, peer_nonce, nonce)
+    connection.sendall(nonce + mac(key, "acceptor", *pair))
+    if not same(proof, mac(key, "hello", peer, rank, peer_nonce)):
+        raise RefusedError  # if it has another key, it sees so by the answer
+    if not same((yield _MAC), mac(key, "connector", *pair)):
+        raise RefusedError
+    connection.sendall(_ACCEPTED)
+    return int(peer)
+
+
+def _source(address: object) -> str:
+    """Who has connected, as far as an address tells: whoever has an IPv6 address has the others of its network, too."""
+    if not isinstance(address, tuple):
+        return ""  # of a unix socket, which is this user's
+    host = str(address[0]).partition("%")[0]
+    return host if "." in host else socket.inet_pton(socket.AF_INET6, host)[:8].hex()
 
 
 def same_user(connection: socket.socket) -> bool:

@@ -188,4 +188,11 @@ CASES = (
     Case(73, "a transport raises amid a step of several messages"),
     Case(74, "an abort, a death and a deadline while it closes", but={"local": "no death: " + ONE_PROCESS}),
     Case(91, "a timeout on every rank that waited"),
+    # Strangers come in crowds.
+    Case(
+        103,
+        "a flood of connections while it forms",
+        local=NO_LISTENER,
+        c10d="gloo's listeners have no gate: a flood may keep its ranks apart, until they time out",
+    ),
 )

@@ -12,28 +12,37 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from concurrency import in_threads
 from processes import HANGS, held
 
 from aiocomms.errors import AuthError, CommTimeoutError
-from aiocomms.lowlevel import Gate
+from aiocomms.lowlevel import Gate, mac
 from aiocomms.lowlevel import gate as gate_module
-from aiocomms.lowlevel.gate import MOST_HALF_OPEN
+from aiocomms.lowlevel.gate import MOST_HALF_OPEN, Dialogue, Entrance, HalfOpen, connector_dialogue
 
 KEY = b"what this family knows"
+
+
+def hello(rank: int, key: bytes = KEY) -> bytes:
+    """The first message of a rank to rank 0."""
+    nonce = b"n" * 16
+    return struct.pack("!6sI16s32s", b"aioG2\0", rank, nonce, mac(key, "hello", rank, 0, nonce))
+
 
 GARBAGE = {
     "http": b"GET / HTTP/1.1\r\nHost: x\r\nUser-Agent: scanner\r\n\r\n",
     "tls": bytes.fromhex("1603010200010001fc0303") + bytes(range(200)),
     "zeros": bytes(4096),
     "ones": b"\xff" * 4096,
-    "a beginning": b"aioG1\0",
-    "half a hello": b"aioG1\0\0\0\0\1" + b"n" * 8,
-    "a wrong rank": struct.pack("!6sI16s", b"aioG1\0", 2**32 - 1, b"n" * 16) + bytes(32),
-    "a rank below": struct.pack("!6sI16s", b"aioG1\0", 0, b"n" * 16) + bytes(32),
-    "no proof": struct.pack("!6sI16s", b"aioG1\0", 1, b"n" * 16) + bytes(32),
+    "a beginning": b"aioG2\0",
+    "half a hello": b"aioG2\0\0\0\0\1" + b"n" * 8,
+    "a wrong rank": hello(2**32 - 1) + bytes(32),
+    "a rank below": hello(0) + bytes(32),
+    "no proof": hello(1) + bytes(32),
+    "no key": struct.pack("!6sI16s", b"aioG2\0", 1, b"n" * 16) + bytes(64),
     "a pickle": b"\x80\x04\x95" + bytes(60),
 }
 
@@ -188,12 +197,14 @@ def test_ten_thousand_strangers(listener: socket.socket) -> None:
         assert done.wait(HANGS)
         return [*ends, join(listener, 2, size=3)]
 
-    class Watched(Gate):
-        def _accept(self, listener: socket.socket) -> None:
-            super()._accept(listener)
-            most[0] = max(most[0], len(self._half_open))
+    class Watched(Entrance):
+        def add(self, *args: Any, **more: Any) -> HalfOpen:
+            half = super().add(*args, **more)
+            most[0] = max(most[0], len(self))
+            return half
 
-    watched = Watched(0, KEY, {}, 3)
+    watched = Gate(0, KEY, {}, 3)
+    watched.entrance = Watched(watched._selector, 3 + MOST_HALF_OPEN)
     inside, ends, _ = in_threads(lambda: watched.run([listener], HANGS), rank, strangers)
     assert most[0] <= 3 + MOST_HALF_OPEN
     assert watched.dropped > 9000
@@ -277,7 +288,7 @@ def test_a_ranks_own_words_are_no_proof(listener: socket.socket) -> None:
 
     def mirror() -> socket.socket:
         with connect(listener) as it:
-            it.sendall(struct.pack("!6sI16s", b"aioG1\0", 1, b"n" * 16))
+            it.sendall(hello(1))
             challenge = it.recv(48, socket.MSG_WAITALL)
             it.sendall(challenge[16:])
             with contextlib.suppress(ConnectionResetError):
@@ -287,6 +298,64 @@ def test_a_ranks_own_words_are_no_proof(listener: socket.socket) -> None:
     (it, inside), end = in_threads(lambda: open_up(listener), mirror)
     assert it.dropped == 1
     talk(end, inside[1])
+
+
+def drowned(it: Gate, listener: socket.socket, stack: contextlib.ExitStack) -> None:
+    """Open silent connections until the gate has dropped more of them than it has room for."""
+    while it.dropped <= 2 * MOST_HALF_OPEN:
+        with contextlib.suppress(OSError):  # of a unix socket's whose queue is full
+            stack.enter_context(connect(listener))
+
+
+def finish(dialogue: Dialogue, end: socket.socket, wanted: int) -> None:
+    """Say what is left to say, until it is accepted."""
+    with contextlib.suppress(StopIteration):
+        while message := end.recv(wanted, socket.MSG_WAITALL):
+            wanted = dialogue.send(message)
+        raise AssertionError("it was dropped")
+
+
+@pytest.mark.fault(103, transport="ucx")
+def test_a_flood_keeps_out_no_rank_that_has_spoken(listener: socket.socket) -> None:
+    """Its second message may take as long as it likes to come."""
+    it = Gate(0, KEY, {}, 2)
+
+    def rank() -> socket.socket:
+        with contextlib.ExitStack() as stack:
+            end = connect(listener)
+            dialogue = connector_dialogue(end, KEY, 1, 0)
+            wanted = next(dialogue)
+            drowned(it, listener, stack)
+            finish(dialogue, end, wanted)
+            return end
+
+    inside, end = in_threads(lambda: it.run([listener], HANGS), rank)
+    talk(end, inside[1])
+
+
+@pytest.mark.fault(103, transport="ucx")
+def test_a_flood_from_elsewhere_keeps_out_no_rank_that_is_silent_yet() -> None:
+    it = Gate(0, KEY, {}, 2)
+    with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
+
+        def rank() -> socket.socket:
+            with contextlib.ExitStack() as stack:
+                end = socket.create_connection(listener.getsockname(), HANGS, ("127.0.0.2", 0))
+                drowned(it, listener, stack)
+                dialogue = connector_dialogue(end, KEY, 1, 0)
+                finish(dialogue, end, next(dialogue))
+                return end
+
+        inside, end = in_threads(lambda: it.run([listener], HANGS), rank)
+        talk(end, inside[1])
+
+
+@pytest.mark.fault(103, transport="ucx")
+def test_it_is_said_that_connections_were_dropped(listener: socket.socket) -> None:
+    with connect(listener) as stranger:
+        stranger.sendall(GARBAGE["zeros"])
+        with pytest.raises(CommTimeoutError, match=r"\[1\]; 1 connections were dropped"):
+            open_up(listener, seconds=0.3)
 
 
 @pytest.mark.fault(33, transport="ucx")
@@ -312,7 +381,7 @@ def test_another_user_is_not_heard() -> None:
                     it.connect(listener.getsockname())
                     it.settimeout(10)
                     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                        it.sendall(struct.pack("!6sI16s", b"aioG1\0", 1, b"n" * 16))
+                        it.sendall(hello(1))
                         os.write(there, it.recv(100))
             finally:
                 os._exit(0)
