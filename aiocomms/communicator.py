@@ -144,7 +144,10 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         """
         if get_ident() != self._core.thread:
             raise wrong_thread(f"aclose on '{self.name}'")
-        await self._core.aclose(self._released)
+        try:
+            await self._core.aclose(self._released)
+        finally:
+            self._rendezvous.leave()
 
     def _released(self) -> None:
         directory.unregister(self)

@@ -7,6 +7,7 @@ from collections.abc import Generator, Mapping
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch._C._distributed_c10d import Backend, ProcessGroup
@@ -21,6 +22,7 @@ from aiocomms.bootstrap.stores import connect_store
 from aiocomms.communicator import Communicator
 from aiocomms.errors import ArgumentError, CommError, StoreLostError
 from aiocomms.lowlevel.auth import Seal, read_token
+from aiocomms.lowlevel.stores import admitting
 from aiocomms.ops import checks
 from aiocomms.ops.checks import Timeout
 from aiocomms.progress import heartbeat
@@ -101,7 +103,7 @@ class new_comm:  # noqa: N801 - it is called like a function, as asyncpg.create_
         try:
             return await _form(plan, store, rank, size, self._name, self._device, self._timeout, self._join)
         except StoreLostError:  # another attempt finds the one that is served by then
-            for where in [where for where, known in _launched.items() if known is store]:
+            for where in [where for where, known in list(_launched.items()) if known is store]:
                 del _launched[where]
             raise
 
@@ -113,14 +115,15 @@ class new_comm:  # noqa: N801 - it is called like a function, as asyncpg.create_
         alone = StoreRendezvous(
             None, launch.rank, launch.size, name=self._name, device=self._device, timeout=self._timeout, seal=Seal(None)
         )
-        if (host, port) not in _launched:
-            _launched[host, port] = await alone.run(
+        store = _launched.get((host, port))
+        if store is None:
+            store = _launched[host, port] = await alone.run(
                 f"reaching the store at {host}:{port}",
                 lambda: connect_store(
                     host, port, launch.rank, launch.size, agent_store=launch.agent_store, timeout=self._timeout
                 ),
             )
-        return _launched[host, port], launch.rank, launch.size
+        return store, launch.rank, launch.size
 
 
 async def from_process_group(
@@ -168,19 +171,20 @@ async def _form(
     seal = Seal(read_token(os.environ), name)
     rendezvous = StoreRendezvous(None, rank, size, name=name, device=device, timeout=timeout, seal=seal)
     try:
-        if store is not None and join:
-            rendezvous = await newcomers.join(rendezvous, store)
-        elif store is not None:
-            await rendezvous.arrive(store)
-        transports = await open_transports(plan, lambda cls, _: cls.open(rendezvous, plan.options))
+        with admitting(store):
+            if store is not None and join:
+                rendezvous = await newcomers.join(rendezvous, store)
+            elif store is not None:
+                await rendezvous.arrive(store)
+            transports = await open_transports(plan, lambda cls, _: cls.open(rendezvous, plan.options))
         rendezvous.timeout = timeout
         return Communicator(rendezvous, plan, transports)
     except CommError as error:
         raise error.about(comm=name, rank=rank) from error.__cause__
 
 
-_launched: dict[tuple[str, int], Store] = {}
-"""The launcher's store, which outlives each communicator: its host cannot know when the last rank has done with it."""
+_launched: WeakValueDictionary[tuple[str, int], Store] = WeakValueDictionary()
+"""The launcher's store, which the communicators over it share and keep."""
 
 
 def _check_place(store: Store | None, rank: int | None, size: int | None) -> None:

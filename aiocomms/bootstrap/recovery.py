@@ -36,7 +36,7 @@ from aiocomms.errors import (
     StoreLostError,
 )
 from aiocomms.lowlevel.hosts import LOOPBACK, reachable_address
-from aiocomms.lowlevel.stores import reach_store, serve_store
+from aiocomms.lowlevel.stores import admitting, reach_store, serve_store
 from aiocomms.lowlevel.threads import run_in_thread
 from aiocomms.ops import checks
 from aiocomms.ops.checks import Timeout
@@ -102,7 +102,8 @@ async def form_again(lost: Lost, ranks: Sequence[int] | None, size: int | None, 
     old = lost.rendezvous
     try:
         seconds = checks.seconds("timeout", timeout)  # type: ignore[arg-type]  # it says so of None
-        return await Recovery(lost, ranks, size, seconds).run()
+        with admitting(old.root):
+            return await Recovery(lost, ranks, size, seconds).run()
     except CommError as error:
         raise error.about(comm=old.name, op="reconfigure", rank=old.rank) from error.__cause__
 
@@ -145,7 +146,8 @@ class Recovery:
             board = old.child(f"again{attempt}", old.name, old.rank, old.size, store)
             decision = await self._agree(board, root)
             try:
-                return await self._form(decision, root)
+                with admitting(root):  # a store that is new
+                    return await self._form(decision, root)
             except (CommTimeoutError, PeerDiedError, CommAbortedError):
                 if self._left() < _TURN:
                     raise
@@ -214,7 +216,7 @@ class Recovery:
         self._move()
         far = any(line.far(rank) for rank in range(old.size) if rank != old.rank)
         host = reachable_address((), root) if far else LOOPBACK
-        store, port = await self._off_loop("serving a store", lambda: serve_store(host, old.size, self._seconds))
+        store, port = await self._off_loop("serving a store", lambda: serve_store(host, self._seconds))
         return f"{host} {port}".encode(), (store, store)
 
     async def _follow(self, note: bytes) -> tuple[Store, Store | None]:
@@ -222,7 +224,7 @@ class Recovery:
         host, _, port = note.decode(errors="replace").partition(" ")
         if not port.isdecimal():
             raise ProtocolError(f"a rank has said to meet at {note[:80]!r}")
-        reach = functools.partial(reach_store, host, int(port), self._old.size, max(0.1, self._left()))
+        reach = functools.partial(reach_store, host, int(port), self._old.rank, max(0.1, self._left()))
         store = await self._off_loop("reaching the new store", reach)
         return store, store
 

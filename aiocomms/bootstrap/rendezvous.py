@@ -47,6 +47,7 @@ class StoreRendezvous(Board):
         self.device = device
         self.timeout = timeout
         self._ends = time.monotonic() + timeout
+        self._kept: Store | None = None  # the one at the bottom, which a PrefixStore does not keep if it is in Python
 
     def child(self, key: str, name: str, rank: int, size: int, store: Store | None = None) -> StoreRendezvous:
         """The rendezvous of a communicator of some of these ranks.
@@ -59,7 +60,7 @@ class StoreRendezvous(Board):
             None if parent is None else PrefixStore(key, parent),
             rank, size, name=name, device=self.device, timeout=self.timeout, seal=self._seal.child(key),
         )  # fmt: skip
-        child.root = self.root
+        child.root, child._kept = self.root, self._kept or self.root or self.store
         return child
 
     def successor(self, root: Store, key: str, epoch: int, rank: int, size: int, timeout: float) -> StoreRendezvous:
@@ -84,6 +85,10 @@ class StoreRendezvous(Board):
         arrival, given_up = Arrival(here, self.rank, self.size), threading.Event()
         key = await self._meeting("all at once", lambda: arrival.meet(given_up), arrival.present, given_up)
         self.store, self._seal = PrefixStore(key, here), self._seal.child(key)
+
+    def leave(self) -> None:
+        """Hold the store no more, which may be another's to let go: nobody meets here again."""
+        self.store = self.root = self._kept = None
 
     def secret(self, purpose: str) -> bytes:
         """See :meth:`aiocomms.transport.Rendezvous.secret`."""

@@ -1,4 +1,4 @@
-"""The connection of a rank to its job's key-value store, a ``TCPStore`` on rank 0 or on the launcher's agent.
+"""The connection of a rank to its job's key-value store: rank 0's ``JobStore``, or a launcher's ``TCPStore``.
 
 Everything here blocks. It is meant for a thread that may be abandoned, because torch waits without limit for a server
 that accepts a connection and then sends nothing.
@@ -15,13 +15,15 @@ import threading
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 from torch.distributed import TCPStore  # torch.distributed lists no exports
 
-from aiocomms.errors import ArgumentError, StoreLostError
+from aiocomms.errors import ArgumentError, AuthError, StoreLostError
 from aiocomms.lowlevel.auth import check_exposed
-from aiocomms.lowlevel.stores import USE_LIBUV, store_errors
+from aiocomms.lowlevel.jobstore import JobStore
+from aiocomms.lowlevel.stores import enter, new_server, store_errors
+from aiocomms.lowlevel.storeserver import StoreServer
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -35,8 +37,9 @@ _LONGEST_PAUSE: Final = 0.5
 # Seconds for one connection attempt: one silent address of a host must not use up the time for the other addresses.
 _ATTEMPT: Final = 5.0
 
-# The stores that this process serves, so that its second communicator uses the server of the first one.
-_served: WeakKeyDictionary[TCPStore, _Address] = WeakKeyDictionary()
+# What this process serves, so that its second communicator uses the server of the first one, also while another rank
+# still needs that and this one does not.
+_served: WeakSet[StoreServer] = WeakSet()
 _serving = threading.Lock()
 
 
@@ -72,8 +75,8 @@ class _Target(NamedTuple):
 def connect_store(host: str, port: int, rank: int, size: int, *, agent_store: bool, timeout: float) -> Store:
     """Serve the job's store if this is rank 0; else wait until the store is served, and connect to it.
 
-    Rank 0 listens on the address of ``host`` only, never on every interface. A second call of rank 0 in the same
-    process shares the server, which lives as long as one of the stores.
+    Rank 0 listens on the address of ``host`` only, never on every interface, and lets in ranks of this job only. A
+    second call of rank 0 in the same process shares the server, which lives as long as one of the stores.
 
     :param host: a name or an IPv4 or IPv6 address of rank 0's machine.
     :param port: the TCP port there, 1 to 65535.
@@ -85,103 +88,106 @@ def connect_store(host: str, port: int, rank: int, size: int, *, agent_store: bo
     :raises ArgumentError: ``host`` or ``port`` cannot be what was meant: unresolvable, a wildcard, not this machine's,
         in use; or other hosts could reach the store, and the job has no token.
     :raises StoreLostError: nobody answered there in time.
+    :raises AuthError: who answers there has another token, or is no store.
     """
     target = _Target(host, port, rank, size, timeout, time.monotonic() + timeout)
-    store = _serve(target) if rank == 0 and not agent_store else _join(target)
+    store = _serve(target) if rank == 0 and not agent_store else _join(target, agent_store=agent_store)
     store.set_timeout(timedelta(seconds=timeout))
     return store
 
 
-def _serve(target: _Target) -> TCPStore:
+def _serve(target: _Target) -> JobStore:
     addresses = _resolve_patiently(target)
     # A machine's own name may resolve to loopback too (/etc/hosts), where other machines cannot reach the store.
     addresses.sort(key=lambda address: _is_loopback(address.literal))
     if not _serving.acquire(timeout=target.remaining()):
         raise target.lost(f"is still being opened by another thread after {target.timeout:g} s")
     try:
-        # The reference is held until the new store shares that server. Without a server, torch would open one on every
-        # interface.
-        sharing = _served_here(target, addresses)
-        if sharing is not None:
-            address = _served[sharing]
-            store = _open(target, address.literal, is_master=True)
-        else:
-            address, listener = _listen(target, addresses)
-            # TCPStore owns the descriptor from here on, whether it succeeds or raises.
-            store = _open(target, address.literal, is_master=True, master_listen_fd=listener.detach())
-        _served[store] = address
-        return store
+        server = _served_here(target, addresses)
+        if server is None:
+            server = new_server(_listen(target, addresses))
+            _served.add(server)
+        return JobStore(server.address[0], target.port, server, target.timeout)
     finally:
         _serving.release()
 
 
-def _served_here(target: _Target, addresses: list[_Address]) -> TCPStore | None:
-    """Return a store of this process whose server serves this address already, or None.
+def _served_here(target: _Target, addresses: list[_Address]) -> StoreServer | None:
+    """Return the server of this process at this address, for one user more, or None.
 
     :raises ArgumentError: this process serves the same port on another address.
     """
-    for store, address in list(_served.items()):
-        if address in addresses:
-            return store
-        # torch identifies a process's servers by their ports alone, and would take one server for the other.
-        if address.sockaddr[1] == target.port:
+    for server in list(_served):
+        here = any(server.address == address.sockaddr for address in addresses)
+        if (here or server.address[1] == target.port) and server.take():
+            if here:
+                return server
+            server.let_go()
             raise target.refused(
-                f"cannot be opened: this process serves that port on {address.literal} already: set MASTER_PORT to a "
+                f"cannot be opened: this process serves that port on {server.address[0]} already: set MASTER_PORT to a "
                 "free one"
             )
     return None
 
 
-def _join(target: _Target) -> TCPStore:
+def _join(target: _Target, *, agent_store: bool) -> Store:
     pause = _FIRST_PAUSE
     while True:
-        reached = _knock(_resolve_patiently(target), target)
-        if isinstance(reached, str):
-            return _open(target, reached, is_master=False)
+        reached = _knock(_resolve_patiently(target), target, agent_store=agent_store)
+        if not isinstance(reached, str):
+            return reached
         if target.remaining() <= pause:
             raise target.lost(
                 f"did not answer within {target.timeout:g} s ({reached}): check that rank 0 runs, that both variables "
                 "are the same on all ranks and, if these are on several machines, that the address is not loopback"
-            ) from reached
+            )
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
 
 
-def _open(target: _Target, literal: str, **role: Any) -> TCPStore:
+def _agents_store(target: _Target, literal: str) -> TCPStore:
     """Open a TCPStore at an address that is known to answer, as torch prints a stack trace for each failed attempt."""
     patience = timedelta(seconds=max(0.1, target.remaining()))
     with store_errors(f"{target} could not be opened", rank=target.rank):
-        # multi_tenant: all stores of this process on this port share one server, even torch's own env:// rendezvous.
-        return TCPStore(
-            literal,
-            target.port,
-            target.size,
-            timeout=patience,
-            wait_for_workers=False,
-            multi_tenant=True,
-            use_libuv=USE_LIBUV,
-            **role,
-        )
+        return TCPStore(literal, target.port, target.size, False, patience, wait_for_workers=False)
 
 
-def _knock(addresses: list[_Address], target: _Target) -> str | OSError:
-    """Return the first address on which a server listens, or the last error if none does."""
-    failure = OSError(errno.ECONNREFUSED, "connection refused")
+def _knock(addresses: list[_Address], target: _Target, *, agent_store: bool) -> Store | str:
+    """Return the store at the first address where one is served, or why the last has none.
+
+    A text, for an error would hold the frames of its traceback, and so the store, until a collection.
+    """
+    failure = "connection refused"
     for address in addresses:
+        patience = min(max(0.01, target.remaining()), _ATTEMPT)
         try:
-            with socket.socket(address.family, socket.SOCK_STREAM) as probe:
-                probe.settimeout(min(max(0.01, target.remaining()), _ATTEMPT))
+            with contextlib.ExitStack() as stack:
+                probe = stack.enter_context(socket.socket(address.family, socket.SOCK_STREAM))
+                probe.settimeout(patience)
                 probe.connect(address.sockaddr)
                 # While no server listens, the kernel may choose that very port as the source port and connect the
                 # socket to itself.
-                if probe.getsockname() != probe.getpeername():
-                    return address.literal
+                if probe.getsockname() == probe.getpeername():
+                    continue
+                if not agent_store:
+                    stack.pop_all()
+                    return _entered(probe, address, target, patience)
+            return _agents_store(target, address.literal)
         except OSError as error:
-            failure = error
+            failure = str(error)
     return failure
 
 
-def _listen(target: _Target, addresses: list[_Address]) -> tuple[_Address, socket.socket]:
+def _entered(connection: socket.socket, address: _Address, target: _Target, patience: float) -> JobStore:
+    try:
+        return enter(connection, address.literal, target.port, target.rank, patience)
+    except AuthError as error:
+        raise AuthError(f"{target} could not be opened: {error.message}", rank=target.rank, peer=0) from error
+    except OSError as error:  # it may have been the one too many
+        raise ConnectionError(f"it could not be opened: {error}") from error
+
+
+def _listen(target: _Target, addresses: list[_Address]) -> socket.socket:
     """Listen on the first address that belongs to this machine.
 
     :raises ArgumentError: none does, the port cannot be used, or other hosts could reach it and the job has no token.
@@ -191,14 +197,14 @@ def _listen(target: _Target, addresses: list[_Address]) -> tuple[_Address, socke
         try:
             listener = socket.create_server(address.sockaddr, family=address.family, backlog=socket.SOMAXCONN)
         except OSError as error:
-            failures.append(error)
+            failures.append(error.with_traceback(None))  # else it would hold this frame, and that the store
         else:
             if not _is_loopback(address.literal):
                 with contextlib.ExitStack() as stack:
                     stack.enter_context(listener)
                     check_exposed(f"{target} would be open to other hosts at {address.literal}")
                     stack.pop_all()
-            return address, listener
+            return listener
     raise _cannot_listen(target, failures)
 
 

@@ -9,7 +9,8 @@ to connect with them                    :class:`Gate`, for sockets of any kind; 
 to prove who they are in other ways     :func:`mac` and :func:`same`, with a key of :meth:`Rendezvous.secret`;
                                         :func:`check_exposed` before listening; :data:`MAX_RECORD`
 to leak no descriptor into children     :func:`closed_on_exec`
-to use a store                          :func:`serve_store`, :func:`reach_store`, :func:`store_errors`
+to use a store                          :func:`serve_store`, :func:`reach_store`, :func:`admitting`,
+                                        :func:`store_errors`
 to fail as every transport does         :func:`closed_by`, :func:`gone`, :func:`misfit`, :func:`disagreement`,
                                         :class:`Reason`
 ======================================= ================================================================================
@@ -25,7 +26,7 @@ from aiocomms.lowlevel.failures import Reason, closed_by, disagreement, gone, mi
 from aiocomms.lowlevel.gate import Gate, same_user
 from aiocomms.lowlevel.hosts import LOOPBACK, host_id, reachable_address
 from aiocomms.lowlevel.sockets import tune
-from aiocomms.lowlevel.stores import reach_store, serve_store, store_errors
+from aiocomms.lowlevel.stores import admitting, reach_store, serve_store, store_errors
 from aiocomms.lowlevel.threads import run_in_thread
 from aiocomms.lowlevel.waker import Waker
 
@@ -35,6 +36,7 @@ __all__ = [
     "Gate",
     "Reason",
     "Waker",
+    "admitting",
     "check_exposed",
     "closed_by",
     "closed_on_exec",

@@ -195,8 +195,13 @@ class Entrance:
         half.connection.close()
         self.dropped += half.peer is None
 
+    def drop_all(self) -> None:
+        """Drop them all."""
+        for half in list(self._half_open.values()):
+            self.drop(half)
+
     def close(self) -> None:
-        """Close them all."""
+        """Close them all; nothing is waited for any more."""
         for half in self._half_open.values():
             half.connection.close()
         self._half_open.clear()

@@ -15,6 +15,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from aiocomms.errors import ArgumentError
 from aiocomms.lowlevel.auth import check_exposed
+from aiocomms.lowlevel.jobstore import JobStore
 
 LOOPBACK: Final = "127.0.0.1"
 _SIOCGIFADDR: Final = 0x8915
@@ -55,7 +56,7 @@ def reachable_address(names: Iterable[str], store: Store | None) -> str:
 def _host_of(store: Store | None) -> str | None:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    return store.host if isinstance(store, TCPStore) else None
+    return store.host if isinstance(store, (TCPStore, JobStore)) else None
 
 
 def _towards(host: str | None) -> str | None:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from collections.abc import Iterator
-from datetime import timedelta
-from typing import Final
 
-import torch
-from torch.distributed import TCPStore
+from torch.distributed import Store
 
 from aiocomms.errors import StoreLostError
-
-# The libuv server limits the size of a stranger's request, and never waits for the rest of one. Since torch 2.8
-# (PR 150215) it can serve a listening socket that it did not make.
-USE_LIBUV: Final = torch.__version__ >= "2.8"
+from aiocomms.lowlevel.auth import mac, read_token
+from aiocomms.lowlevel.jobstore import JobStore, prove
+from aiocomms.lowlevel.storeserver import StoreServer
 
 
 @contextlib.contextmanager
@@ -34,31 +31,57 @@ def store_errors(what: str = "the rendezvous store is gone", *, rank: int | None
         raise StoreLostError(f"{what}: {reason}", rank=rank) from error
 
 
-def serve_store(host: str, size: int, timeout: float) -> tuple[TCPStore, int]:
+def new_server(listener: socket.socket) -> StoreServer:
+    """Serve a new store to the ranks of this job.
+
+    :param listener: is the server's from here on.
+    :raises CommError: there is no descriptor or no thread for it.
+    """
+    token = read_token(os.environ)
+    return StoreServer(listener, _key(token), guarded=token is None)
+
+
+def enter(connection: socket.socket, host: str, port: int, rank: int, timeout: float) -> JobStore:
+    """Use the store to whose server a connection leads.
+
+    :param connection: is the store's from here on, or closed.
+    :raises AuthError: it has another token, or is no store.
+    :raises OSError: it does not answer.
+    """
+    return JobStore(host, port, prove(connection, _key(read_token(os.environ)), rank, timeout), timeout)
+
+
+def serve_store(host: str, timeout: float) -> tuple[JobStore, int]:
     """Serve a new store at one address of this machine, on a free port. Blocks.
 
     :param host: the address.
-    :param size: the number of ranks.
     :param timeout: the store's default timeout, in seconds.
     :returns: the store, which is served as long as it lives, and its port.
-    :raises StoreLostError: torch cannot serve it.
     :raises OSError: it is no address of this machine.
+    :raises CommError: there is no descriptor or no thread for it.
     """
-    # Without a socket of ours the server would listen on every interface.
     listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     port = int(listener.getsockname()[1])
-    with store_errors(f"no store can be served at {host}"):
-        store = TCPStore(
-            host, port, size, True, timedelta(seconds=timeout), wait_for_workers=False,
-            master_listen_fd=listener.detach(), use_libuv=USE_LIBUV,
-        )  # fmt: skip
-    return store, port
+    return JobStore(host, port, new_server(listener), timeout), port
 
 
-def reach_store(host: str, port: int, size: int, timeout: float) -> TCPStore:
+def reach_store(host: str, port: int, rank: int, timeout: float) -> JobStore:
     """Connect to a store that another rank serves; blocks.
 
+    :param rank: this rank.
     :raises StoreLostError: nobody serves it there.
+    :raises AuthError: who does has another token.
     """
-    with store_errors(f"the new store at {host}:{port} cannot be reached"):
-        return TCPStore(host, port, size, False, timedelta(seconds=timeout), wait_for_workers=False)
+    try:
+        return enter(socket.create_connection((host, port), timeout), host, port, rank, timeout)
+    except OSError as error:
+        raise StoreLostError(f"the new store at {host}:{port} cannot be reached: {error}") from error
+
+
+def admitting(store: Store | None) -> contextlib.AbstractContextManager[None]:
+    """While ranks form a communicator over a store; behind it nobody listens, if this process serves the store."""
+    return store.admitting() if isinstance(store, JobStore) else contextlib.nullcontext()
+
+
+def _key(token: bytes | None) -> bytes:
+    return mac(token or b"", "aiocomms", "store")

@@ -180,9 +180,14 @@ def main() -> None:
     multiprocessing.set_forkserver_preload([f"{__package__}.preload"])
     forkserver.ensure_running()  # it imports while this process does
 
-    from aiocomms.lowlevel import serve_store
+    import socket
 
-    store, port = serve_store("127.0.0.1", options.ranks, 60)
+    from torch.distributed import TCPStore
+
+    # As a launcher's agent: a store that it serves itself, on a socket of ours, for torch's would be on every interface.
+    at = socket.create_server(("127.0.0.1", 0))
+    port = at.getsockname()[1]
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=at.detach())
     anyio.run(Supervisor(options.ranks, listener, port).run)
     del store  # which served until here
 

@@ -187,8 +187,11 @@ CASES = (
     Case(72, "a transport raises where it must not"),
     Case(73, "a transport raises amid a step of several messages"),
     Case(74, "an abort, a death and a deadline while it closes", but={"local": "no death: " + ONE_PROCESS}),
+    Case(82, "a store that nobody needs any more is let go", local="its ranks meet in no store of a launcher's"),
     Case(91, "a timeout on every rank that waited"),
     # Strangers come in crowds.
+    Case(94, "a stranger fills the store, and forges arrivals", local=NO_LISTENER),
+    Case(101, "a stranger takes the descriptors of the store's host", local=NO_LISTENER),
     Case(
         103,
         "a flood of connections while it forms",

@@ -490,6 +490,7 @@ def test_a_launched_world_of_one_needs_no_store(run, monkeypatch):
 
 def test_another_attempt_finds_the_store_that_took_the_lost_ones_place(monkeypatch, free_port):
     place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port}
+    place["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     for name, value in place.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(opening, "_launched", {})  # a launcher's store is kept as long as its process lives

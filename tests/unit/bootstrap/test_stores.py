@@ -98,7 +98,6 @@ def test_three_processes_exchange_keys(port):
 
 
 @pytest.mark.fault(35)
-@pytest.mark.parametrize("libuv", [True, False])
 @pytest.mark.parametrize(
     ("host", "addresses"),
     [
@@ -111,8 +110,7 @@ def test_three_processes_exchange_keys(port):
         ),
     ],
 )
-def test_rank_0_listens_on_the_given_address_only(monkeypatch, port, host, addresses, libuv):
-    monkeypatch.setattr(stores, "USE_LIBUV", libuv)  # either server, whichever this version of torch has
+def test_rank_0_listens_on_the_given_address_only(port, host, addresses):
     store = rank0(port, host)
     assert listeners(port) == addresses
     peer = client(port, host)
@@ -153,8 +151,8 @@ def test_a_late_master_is_waited_for(monkeypatch, port):
     knocked = threading.Event()
     knock = stores._knock  # the moment after an attempt, which nothing else shows
 
-    def observed(addresses, target):
-        outcome = knock(addresses, target)
+    def observed(addresses, target, **how):
+        outcome = knock(addresses, target, **how)
         knocked.set()
         return outcome
 
@@ -188,12 +186,42 @@ def test_stores_of_rank_0_that_are_opened_at_once_share_a_server(port):
     assert [store.get("key") for store in together] == [b"value"] * 4
 
 
-def test_torchs_own_rendezvous_shares_the_server(port):
+def test_torchs_own_rendezvous_has_the_port_once_the_ranks_have_met(port, caplog):
     store = rank0(port)
+    with store.admitting():
+        peer = client(port)
     torchs = TCPStore(HOST, port, 2, is_master=True, multi_tenant=True, wait_for_workers=False)
-    torchs.set("key", "value")
+    torchs.set("key", "torch's")
+    with store.admitting():  # who is connected already meets without the port
+        peer.set("key", "value")
+        assert store.get("key") == b"value"
+    assert "lets in nobody else" in caplog.text
+    assert torchs.get("key") == b"torch's"
+
+
+def test_nobody_listens_unless_somebody_forms(port):
+    store = rank0(port)
+    with store.admitting():
+        peer = client(port)
+        with store.admitting():
+            assert listeners(port) == ["0100007F"]
+        assert listeners(port) == ["0100007F"]
+    assert listeners(port) == []
+    peer.set("key", "value")
+    with store.admitting():
+        assert client(port).get("key") == b"value"
+    assert listeners(port) == []
+
+
+def test_who_still_needs_the_store_has_it_and_finds_it_again(port):
+    store = rank0(port)
+    peer, another = client(port), client(port, rank=2, size=3)
+    del store
+    assert listeners(port) == []
+    peer.set("key", "value")
+    assert another.get("key") == b"value"
+    store = rank0(port)
     assert store.get("key") == b"value"
-    assert listeners(port) == ["0100007F"]
 
 
 def test_one_port_on_two_addresses_is_refused(port):
@@ -204,7 +232,7 @@ def test_one_port_on_two_addresses_is_refused(port):
 
 
 def test_the_agents_store_is_not_hosted_again(port):
-    agent = rank0(port)
+    agent = TCPStore(HOST, port, 2, is_master=True, wait_for_workers=False)
     worker = connect_store(HOST, port, 0, 2, agent_store=True, timeout=HANGS)
     worker.set("key", "value")
     assert agent.get("key") == b"value"

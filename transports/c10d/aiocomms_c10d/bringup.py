@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import anyio
 import torch
-from torch.distributed import DistNetworkError, PrefixStore, ProcessGroupGloo, Store, TCPStore
+from torch.distributed import DistNetworkError, PrefixStore, ProcessGroupGloo, Store
 
 from aiocomms.errors import ArgumentError, CommTimeoutError, ProtocolError, StoreLostError
 from aiocomms.lowlevel import (
@@ -175,12 +175,12 @@ def store_over(group: Any, timeout: float) -> Store:
     """
     rank, size = group.rank(), group.size()
     hellos = _all_gather(group, size, hello(adopt=True, left=timeout))
-    server: TCPStore | None = None
+    server: Store | None = None
     address, failure = b"", None
     if rank == 0:
         try:
             host = listen_on(hellos, None)
-            server, port = serve_store(host, size, timeout)
+            server, port = serve_store(host, timeout)
             address = f"{host} {port}".encode()
         except Exception as error:  # the other ranks must not be left waiting in the group: it is the user's
             failure = error
@@ -192,7 +192,7 @@ def store_over(group: Any, timeout: float) -> Store:
     host, _, port_text = place.partition(" ")
     if not port_text:
         raise StoreLostError("rank 0 could not serve a store, and says why in its own error", peer=0)
-    return reach_store(host, int(port_text), size, timeout)
+    return reach_store(host, int(port_text), rank, timeout)
 
 
 def _all_gather(group: Any, size: int, value: bytes) -> list[bytes]:

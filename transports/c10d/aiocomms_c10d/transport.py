@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import Backend, ProcessGroup
 
 from aiocomms import ops
 from aiocomms.errors import CommError, MismatchError
-from aiocomms.lowlevel import closed_by, gone, run_in_thread
+from aiocomms.lowlevel import admitting, closed_by, gone, run_in_thread
 from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport
 from aiocomms_c10d import bringup, wire
 from aiocomms_c10d.agreement import Agreement
@@ -128,7 +128,8 @@ class C10dTransport(Transport):
             rendezvous.store = await rendezvous.run(
                 "meeting over the adopted group", lambda: bringup.store_over(group, timeout)
             )
-        return await bringup.open_gloo(rendezvous, adopt)
+        with admitting(rendezvous.store):
+            return await bringup.open_gloo(rendezvous, adopt)
 
     # ---------------------------------------------------------------------------------------- on the loop's thread
 

@@ -1,0 +1,173 @@
+"""The store of a job, as its ranks use it: the process that serves it directly, the others over a proved connection."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, Final
+
+import msgspec
+from torch.distributed import DistNetworkError, DistStoreError, Store
+
+from aiocomms.errors import AuthError
+from aiocomms.lowlevel.gate import RefusedError, connector_dialogue
+from aiocomms.lowlevel.sockets import tune
+from aiocomms.lowlevel.storeserver import LENGTH, SERVER, StoreServer, perform
+
+_FIRST_PAUSE: Final = 0.0005
+_LONGEST_PAUSE: Final = 0.05
+"""Seconds between two looks for a key that is not there yet."""
+
+
+class JobStore(Store):
+    """A ``torch.distributed.Store`` over the server of this process, or over a connection with another's.
+
+    torch's wrappers of it (``PrefixStore``) do not keep it: whoever uses one keeps this, too. When nobody holds it, it
+    lets go of what it is made of.
+    """
+
+    def __init__(self, host: str, port: int, made_of: StoreServer | socket.socket, timeout: float) -> None:
+        """Begin.
+
+        :param made_of: the server, of which this is a user; or a connection that is proved.
+        :param timeout: how long a call waits for an answer or a key, in seconds.
+        """
+        self._server = made_of if isinstance(made_of, StoreServer) else None
+        self._connection = None if isinstance(made_of, StoreServer) else made_of
+        super().__init__()
+        self.timeout: timedelta  # torch's stubs do not know it
+        self.set_timeout(timedelta(seconds=timeout))
+        self.host, self.port = host, port
+        self._lock = threading.Lock()  # a connection carries one request at a time
+
+    def __del__(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        if self._server is not None and not sys.is_finalizing():  # its thread stands still by then
+            self._server.let_go()
+
+    @property
+    def dropped(self) -> int:
+        """How many connections this process has dropped that did not prove to be a rank's."""
+        return 0 if self._server is None else self._server.dropped
+
+    @contextlib.contextmanager
+    def admitting(self) -> Iterator[None]:
+        """Let ranks in meanwhile that are not connected, if this process serves the store. Behind it nobody listens."""
+        with contextlib.nullcontext() if self._server is None else self._server.listening():
+            yield
+
+    def _ask(self, what: str, *args: Any) -> Any:
+        if self._server is not None:
+            return perform(self._server.kept, what, args)
+        request = msgspec.msgpack.encode((what, *args))
+        with self._lock:
+            connection = self._connection
+            if connection is None:
+                raise DistNetworkError("the connection with it was lost")
+            try:
+                connection.settimeout(self.timeout.total_seconds())
+                connection.sendall(LENGTH.pack(len(request)) + request)
+                (length,) = LENGTH.unpack(_read(connection, LENGTH.size))
+                answer = _read(connection, length)
+            except OSError as error:
+                self._connection = None  # what comes later would be taken for the next answer
+                connection.close()
+                raise DistNetworkError(f"the connection with it was lost: {error}") from error
+        return msgspec.msgpack.decode(answer)
+
+    # ---------------------------------------------------------------------- what torch calls, and what Python calls it
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """See ``torch.distributed.Store.set``, which takes bytes as well."""
+        self._ask("set", key, _raw(value))
+
+    def get(self, key: str) -> bytes:
+        """See ``torch.distributed.Store.get``; waits for the key."""
+        self.wait([key])
+        value: bytes | None = self._ask("get", key)
+        if value is None:
+            raise DistStoreError(f"the key {key!r} was deleted")
+        return value
+
+    def add(self, key: str, amount: int) -> int:
+        """See ``torch.distributed.Store.add``."""
+        return int(self._ask("add", key, amount))
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """See ``torch.distributed.Store.compare_set``."""
+        return bytes(self._ask("compare_set", key, _raw(expected), _raw(desired)))
+
+    def check(self, keys: list[str]) -> bool:
+        """See ``torch.distributed.Store.check``."""
+        return bool(self._ask("check", keys))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """See ``torch.distributed.Store.wait``.
+
+        :raises DistStoreError: some key did not come in time.
+        """
+        patience = (self.timeout if timeout is None else timeout).total_seconds()
+        ends, pause = time.monotonic() + patience, _FIRST_PAUSE
+        while not self.check(keys):
+            if time.monotonic() >= ends:
+                raise DistStoreError(f"after {patience:g} s some of the keys {keys} had not come")
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def delete_key(self, key: str) -> bool:
+        """See ``torch.distributed.Store.delete_key``."""
+        return bool(self._ask("delete_key", key))
+
+    def num_keys(self) -> int:
+        """See ``torch.distributed.Store.num_keys``."""
+        return int(self._ask("num_keys"))
+
+    def clone(self) -> JobStore:
+        """Itself: no call waits at the server, so that one connection is enough for all."""
+        return self
+
+    deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815 - torch looks for these two by their names in C++
+
+
+def prove(connection: socket.socket, key: bytes, rank: int, patience: float) -> socket.socket:
+    """Prove to a store's server to be a rank of its job. Blocks.
+
+    :param connection: is closed where this raises.
+    :returns: the connection.
+    :raises AuthError: the server has another token, or is none.
+    :raises OSError: it closes the connection, or answers too late.
+    """
+    try:
+        dialogue = connector_dialogue(tune(connection), key, rank, SERVER)
+        connection.settimeout(patience)
+        wanted = next(dialogue)
+        try:
+            while True:
+                wanted = dialogue.send(_read(connection, wanted))
+        except StopIteration:
+            return connection
+        except RefusedError:
+            raise AuthError("who answers there is no store of a job") from None
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _read(connection: socket.socket, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        piece = connection.recv(count - len(data))
+        if not piece:
+            raise ConnectionResetError("it has closed the connection")
+        data += piece
+    return bytes(data)
+
+
+def _raw(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

@@ -1,0 +1,357 @@
+"""The store of a job, as the process serves it that the ranks meet at: for ranks only, and only while they form.
+
+torch's ``TCPStore`` answers whoever connects, keeps every connection and every value, and listens until it ends. This
+serves one of torch's ``HashStore`` to connections that have proved to be of the job (:mod:`aiocomms.lowlevel.gate`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any, Final
+from weakref import WeakSet
+
+import msgspec
+from torch.distributed import HashStore
+
+from aiocomms.errors import CommError
+from aiocomms.lowlevel.auth import MAX_RECORD
+from aiocomms.lowlevel.gate import MOST_HALF_OPEN, Dialogue, Entrance, Proved, RefusedError, acceptor_dialogue
+from aiocomms.lowlevel.sockets import tune
+from aiocomms.lowlevel.waker import Waker
+
+SERVER: Final = "the store"
+"""Who a rank connects to: what its proof names in place of a rank."""
+LENGTH: Final = struct.Struct("!I")
+"""What precedes each request and answer."""
+LONGEST: Final = 16 * MAX_RECORD
+"""Bytes of a request: more than any record takes, and all that a rank may have the server keep at once."""
+
+_RANKS: Final = range(2**20)
+_PIECE: Final = 2**16
+_PAUSE: Final = 0.01
+"""Seconds before another look at who knocks, where there is no descriptor to let them in."""
+_NLMSGHDR: Final = struct.Struct("=IHHII")
+_SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, _NETLINK_SOCK_DIAG = 20, 1, 4
+_UID_AT: Final = 16 + 4 + 48 + 12  # nlmsghdr, then in inet_diag_msg: states, idiag_sockid, timer and queues
+
+_log = logging.getLogger("aiocomms")
+_servers: WeakSet[StoreServer] = WeakSet()
+
+
+def perform(kept: HashStore, what: str, args: Sequence[Any]) -> Any:
+    """Do what a rank asks of the store. It never waits.
+
+    :raises ValueError: there is no such request.
+    """
+    match what:
+        case "get":
+            try:
+                return kept.get(*args) if kept.check(list(args)) else None
+            except RuntimeError:  # it was deleted meanwhile
+                return None
+        case "check":
+            return kept.check(*args)
+        case "set" | "add" | "compare_set" | "delete_key" | "num_keys":
+            return getattr(kept, what)(*args)
+    raise ValueError(f"{what!r} is no request")
+
+
+class _Line:
+    """The connection with a rank: what has come of its next request, and what it has not taken of its answers."""
+
+    __slots__ = ("answers", "connection", "request")
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.request = bytearray()
+        self.answers = bytearray()
+
+
+class StoreServer:
+    """Serves a store to the ranks of a job, on a thread of its own.
+
+    The port is open while somebody forms a communicator over it. The thread ends when this process has let it go and
+    no rank is connected any more: another rank may need the store for longer than this one.
+    """
+
+    def __init__(self, listener: socket.socket, key: bytes, *, guarded: bool) -> None:
+        """Begin to serve, for one user.
+
+        :param listener: is the server's from here on.
+        :param key: what only the ranks of the job know, if the job has a token.
+        :param guarded: the job has none: only processes of this user are let in, as far as the kernel says whose they
+            are.
+        :raises CommError: there is no descriptor or no thread for it.
+        """
+        self.kept = HashStore()
+        self.kept.set_timeout(timedelta(milliseconds=1))  # where a key is deleted between two looks
+        self._key, self._guarded = key, guarded
+        self.address, self.family = listener.getsockname(), listener.family
+        self._users, self._forming = 1, 0
+        self._listener: socket.socket | None = None
+        self._lines: dict[socket.socket, _Line] = {}
+        self._calls: deque[tuple[Callable[[], None], Future[None]]] = deque()
+        self._lock = threading.RLock()  # a collection may let a store go while its thread holds this
+        self._ended = False
+        with contextlib.ExitStack() as stack:
+            stack.callback(listener.close)
+            try:
+                self._selector = stack.enter_context(selectors.DefaultSelector())
+                self._waker = Waker()
+                stack.callback(self._waker.close)
+                self._entrance = Entrance(self._selector, MOST_HALF_OPEN)
+                self._selector.register(self._waker, selectors.EVENT_READ)
+                self._open(listener)
+                self._thread = threading.Thread(target=self._serve, name="aiocomms store", daemon=True)
+                self._thread.start()
+            except (OSError, RuntimeError) as error:
+                raise CommError(f"the store cannot be served: {error}") from error
+            stack.pop_all()
+        _servers.add(self)
+
+    @property
+    def dropped(self) -> int:
+        """How many connections did not prove to be a rank's."""
+        return self._entrance.dropped
+
+    def take(self) -> bool:
+        """Serve one user more, if it still serves anybody."""
+        return self._call(self._take)
+
+    def let_go(self) -> None:
+        """Serve one user less; behind the last one the port is closed, and without ranks the thread ends."""
+        self._call(self._let_go)
+        while not (self._users or self._lines) and self._thread.is_alive():
+            if threading.current_thread() is self._thread:
+                return
+            self._thread.join(_PAUSE)  # so that nothing of it is left; unless somebody takes it meanwhile
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Let ranks in meanwhile. Behind the last one that does the port is closed; ranks stay connected."""
+        self._call(self._begin_to_listen)
+        try:
+            yield
+        finally:
+            self._call(self._end_to_listen)
+
+    def disown(self) -> None:
+        """This is a forked child, which holds the port and the connections of its parent."""
+        self._ended, self._lock = True, threading.RLock()
+        self._entrance.close()
+        for it in (self._listener, *self._lines):
+            if it is not None:
+                it.close()
+
+    def _call(self, call: Callable[[], None]) -> bool:
+        """Do something on the server's thread; return whether that still runs."""
+        if threading.current_thread() is self._thread:
+            call()
+            return not self._ended
+        done: Future[None] = Future()
+        with self._lock:
+            if self._ended:
+                return False
+            self._calls.append((call, done))
+        self._waker.wake()
+        done.result()
+        return True
+
+    # ------------------------------------------------------------------------------------------- the server's thread
+
+    def _take(self) -> None:
+        self._users += 1
+
+    def _let_go(self) -> None:
+        self._users -= 1
+        if not self._users:
+            self._shut()
+            for line in list(self._lines.values()):  # who has gone before this does not keep it
+                self._read(line)
+
+    def _begin_to_listen(self) -> None:
+        self._forming += 1
+        if self._listener is None:
+            try:
+                self._open(socket.create_server(self.address, family=self.family, backlog=socket.SOMAXCONN))
+            except OSError as error:  # somebody has taken the port since; ranks that are connected still meet
+                _log.warning("the store lets in nobody else at %s: %s", self.address, error)
+
+    def _end_to_listen(self) -> None:
+        self._forming -= 1
+        if not self._forming:
+            self._shut()
+
+    def _open(self, listener: socket.socket) -> None:
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._listener = listener
+
+    def _shut(self) -> None:
+        self._entrance.drop_all()
+        if self._listener is not None:
+            self._selector.unregister(self._listener)
+            self._listener.close()
+            self._listener = None
+
+    def _serve(self) -> None:
+        try:
+            while not self._over():
+                self._turn()
+        except Exception as error:  # a defect: the ranks must not wait for answers
+            _log.error("the store of this job is broken", exc_info=error)
+        finally:
+            with self._lock:
+                self._ended = True
+            self._shut()
+            for line in list(self._lines.values()):
+                self._drop(line)
+            self._waker.close()
+            self._selector.close()
+            while self._calls:
+                self._calls.popleft()[1].set_result(None)
+
+    def _over(self) -> bool:
+        with self._lock:
+            self._ended = not (self._users or self._lines or self._calls)
+            return self._ended
+
+    def _turn(self) -> None:
+        ends = self._entrance.next_end()
+        for key, events in self._selector.select(None if ends == math.inf else max(0.0, ends - time.monotonic())):
+            what = key.data
+            if isinstance(what, _Line):
+                if events & selectors.EVENT_WRITE:
+                    self._write(what)
+                if events & selectors.EVENT_READ:
+                    self._read(what)
+            elif what is not None:
+                self._let_in(self._entrance.read(what))
+            elif key.fileobj is self._waker:
+                self._do_calls()
+            elif key.fileobj is self._listener:
+                self._accept()
+        self._entrance.expired()
+
+    def _do_calls(self) -> None:
+        self._waker.clear()
+        while self._calls:
+            call, done = self._calls.popleft()
+            try:
+                call()
+            except BaseException as error:  # is the caller's to handle
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        before = len(self._entrance), self.dropped
+        for proved in self._entrance.accept(self._listener, self._dialogue):
+            self._let_in(proved)
+        if before == (len(self._entrance), self.dropped):  # no descriptor, perhaps; who knocks keeps the listener ready
+            time.sleep(_PAUSE)
+
+    def _dialogue(self, connection: socket.socket) -> Dialogue:
+        return acceptor_dialogue(connection, self._key, SERVER, _RANKS)
+
+    def _let_in(self, proved: Proved | None) -> None:
+        if proved is None:
+            return
+        connection = proved[1]
+        try:
+            if self._guarded and owner(connection) not in (None, os.geteuid()):
+                raise RefusedError
+            tune(connection)
+        except (OSError, RefusedError):  # OSError: the rank has gone again
+            self._entrance.dropped += 1
+            connection.close()
+            return
+        line = self._lines[connection] = _Line(connection)
+        self._selector.register(connection, selectors.EVENT_READ, line)
+
+    def _read(self, line: _Line) -> None:
+        if line.connection not in self._lines:
+            return
+        try:
+            data = line.connection.recv(_PIECE)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data = b""
+        line.request += data
+        try:
+            if not data:
+                raise ValueError("the rank is gone")
+            self._answer(line)
+        except (ValueError, TypeError, RuntimeError, msgspec.MsgspecError):  # a rank that makes no sense is cut off
+            self._drop(line)
+
+    def _answer(self, line: _Line) -> None:
+        """Answer each request that is there as a whole."""
+        while len(line.request) >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(line.request)
+            if length > LONGEST:
+                raise ValueError(f"a request has {length} bytes, wanted at most {LONGEST}")
+            if len(line.request) < LENGTH.size + length:
+                break
+            what, *args = msgspec.msgpack.decode(line.request[LENGTH.size : LENGTH.size + length], type=list)
+            del line.request[: LENGTH.size + length]
+            answer = msgspec.msgpack.encode(perform(self.kept, what, args))
+            line.answers += LENGTH.pack(len(answer)) + answer
+        self._write(line)
+
+    def _write(self, line: _Line) -> None:
+        try:
+            del line.answers[: line.connection.send(line.answers)]
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError:
+            self._drop(line)
+            return
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.answers else 0)
+        self._selector.modify(line.connection, wanted, line)
+
+    def _drop(self, line: _Line) -> None:
+        if self._lines.pop(line.connection, None) is not None:
+            self._selector.unregister(line.connection)
+            line.connection.close()
+
+
+def owner(connection: socket.socket) -> int | None:
+    """The user whose process has the other end of a connection within this host; None: the kernel does not say."""
+    mine, theirs = connection.getsockname(), connection.getpeername()
+    ends = [socket.inet_pton(connection.family, end[0].partition("%")[0]).ljust(16, b"\0") for end in (theirs, mine)]
+    ask = struct.pack("=BBBxI", connection.family, socket.IPPROTO_TCP, 0, 2**32 - 1)
+    ask += struct.pack("!HH", theirs[1], mine[1]) + ends[0] + ends[1] + struct.pack("=I8s", 0, b"\xff" * 8)
+    ask = _NLMSGHDR.pack(_NLMSGHDR.size + len(ask), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 1, 0) + ask
+    with (
+        contextlib.suppress(OSError),
+        socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, _NETLINK_SOCK_DIAG) as kernel,
+    ):
+        kernel.settimeout(1.0)
+        kernel.send(ask)
+        said = kernel.recv(4096)
+        if _NLMSGHDR.unpack_from(said)[1] == _SOCK_DIAG_BY_FAMILY:
+            return int(struct.unpack_from("=I", said, _UID_AT)[0])
+    return None
+
+
+def _disown_in_child() -> None:
+    for server in list(_servers):
+        server.disown()
+
+
+os.register_at_fork(after_in_child=_disown_in_child)
