@@ -1,20 +1,22 @@
 """How ranks find each other on a store that may hold an earlier run's keys.
 
 A store may keep the keys of a crashed run: the store of a launcher that restarts the ranks, or a file that is used
-again. Each rank therefore counts its arrivals in the store, which gives every arrival a number of its own. It writes
+again. Each rank therefore gives every arrival a random name, and writes it down in place of its last one. It writes
 down which arrivals of the other ranks it sees, and goes on when all ranks see the same. The keys of a process that is
-gone are not taken for a rank.
+gone are not taken for a rank, nor is what somebody writes without the job's token.
 """
 
 from __future__ import annotations
 
 import hashlib
+import secrets
 import threading
 from typing import Final
 
 from torch.distributed import Store
 
-from aiocomms.errors import ArgumentError, ProtocolError
+from aiocomms.errors import ArgumentError
+from aiocomms.lowlevel.auth import Seal
 from aiocomms.lowlevel.stores import store_errors
 
 FIRST_PAUSE: Final = 0.0005
@@ -25,7 +27,7 @@ LONGEST_PAUSE: Final = 0.05
 class Arrival:
     """One arrival of a rank under a communicator's name. It is used by one thread, which it blocks."""
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
+    def __init__(self, store: Store, rank: int, size: int, seal: Seal) -> None:
         """Create an arrival, of which the other ranks know nothing before :meth:`meet`.
 
         :param store: a store with the keys of this name alone.
@@ -33,6 +35,7 @@ class Arrival:
         self._store = store
         self._rank = rank
         self._size = size
+        self._seal = seal
         self.present: set[int] = {rank}
         """The ranks that see this rank's arrival."""
         self._agreed: set[int] = {rank}
@@ -43,21 +46,23 @@ class Arrival:
 
         :returns: a text that is the same on all ranks, and differs from that of all other arrivals on this store.
         :raises ArgumentError: another process has come as this rank.
+        :raises AuthError: what some rank has written is not signed.
         :raises StoreLostError: the store is gone.
         """
-        mine = self._store.add(f"came/{self._rank}", 1)
-        view = [0] * self._size
+        mine = secrets.token_hex(8)
+        self._write("came", f"came/{self._rank}", mine)
+        view = ["-"] * self._size
         view[self._rank] = mine
         pause = FIRST_PAUSE
         while not given_up.is_set():
             if self._look(view):
                 self._agreed = {self._rank}
-                self._store.set(f"sees/{self._rank}/{mine}", _text(view))
+                self._write(f"sees {mine}", f"sees/{self._rank}/{mine}", _text(view))
             for rank in set(range(self._size)) - self._agreed:
                 self._read_view(rank, view)
             if len(self._agreed) == self._size:
                 break
-            if count(self._store, f"came/{self._rank}") != mine:
+            if self._read("came", self._rank, f"came/{self._rank}") != mine:
                 raise ArgumentError(
                     f"another process has come as rank {self._rank} while this one waited: was a rank started twice, "
                     "or do two jobs use one store and one name?"
@@ -66,39 +71,43 @@ class Arrival:
             pause = min(2 * pause, LONGEST_PAUSE)
         return hashlib.sha256(_text(view).encode()).hexdigest()[:16]
 
-    def _look(self, view: list[int]) -> bool:
-        """Read the other ranks' arrivals, except of those that have agreed; return whether any number has changed."""
+    def _look(self, view: list[str]) -> bool:
+        """Read the other ranks' arrivals, except of those that have agreed; return whether any has changed."""
         before = list(view)
         for rank in set(range(self._size)) - self._agreed:
-            view[rank] = count(self._store, f"came/{rank}")
+            view[rank] = self._read("came", rank, f"came/{rank}") or "-"
         return view != before
 
-    def _read_view(self, rank: int, view: list[int]) -> None:
+    def _read_view(self, rank: int, view: list[str]) -> None:
         """Read which arrivals a rank sees, and note whether it sees this rank's, and whether it agrees on all."""
-        other_view = read(self._store, f"sees/{rank}/{view[rank]}") if view[rank] else None
+        theirs = view[rank]
+        other_view = None if theirs == "-" else self._read(f"sees {theirs}", rank, f"sees/{rank}/{theirs}")
         if other_view is not None:
-            if other_view.split()[self._rank : self._rank + 1] == [b"%d" % view[self._rank]]:
+            if other_view.split()[self._rank : self._rank + 1] == [view[self._rank]]:
                 self.present.add(rank)
-            if other_view == _text(view).encode():
+            if other_view == _text(view):
                 self._agreed.add(rank)
 
+    def _write(self, what: str, where: str, text: str) -> None:
+        write(self._store, self._seal, what, self._rank, where, text)
 
-def _text(view: list[int]) -> str:
-    return " ".join(map(str, view))
-
-
-def read(store: Store, key: str) -> bytes | None:
-    """Return the value of a key, or None if the key is not there."""
-    return store.get(key) if store.check([key]) else None
+    def _read(self, what: str, rank: int, where: str) -> str | None:
+        return read(self._store, self._seal, what, rank, where)
 
 
-def count(store: Store, key: str) -> int:
-    """Return the value of a counter; 0 if nobody has begun it.
+def _text(view: list[str]) -> str:
+    return " ".join(view)
 
-    :raises ProtocolError: the value is no number.
+
+def write(store: Store, seal: Seal, what: str, rank: int, where: str, text: str) -> None:
+    """Write a signed text."""
+    store.set(where, seal.sign(what, rank, text.encode()))  # type: ignore[arg-type]  # bytes are fine
+
+
+def read(store: Store, seal: Seal, what: str, rank: int, where: str) -> str | None:
+    """Return a text that a rank has signed, or None if it is not there.
+
+    :raises AuthError: the rank has not signed it.
     """
-    number = read(store, key) or b"0"
-    try:
-        return int(number)
-    except ValueError:
-        raise ProtocolError(f"the store's counter {key!r} is no number") from None
+    record = store.get(where) if store.check([where]) else None
+    return None if record is None else seal.verify(what, rank, record).decode(errors="replace")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 from typing import TypeVar
 
 import msgspec
 from torch.distributed import PrefixStore, Store
 
-from aiocomms.bootstrap.generations import FIRST_PAUSE, LONGEST_PAUSE, count, read
+from aiocomms.bootstrap.generations import FIRST_PAUSE, LONGEST_PAUSE, read, write
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.errors import CommAbortedError, CommTimeoutError, MismatchError, ProtocolError
 from aiocomms.lowlevel.auth import Seal, read_token
@@ -38,22 +39,25 @@ class Claims:
         self._seal = Seal(read_token(os.environ), rendezvous.base)
 
     @store_errors()
-    def newest(self, rank: int) -> int:
-        """Return the number of the last claim to a rank if nobody has answered it, and 0 otherwise.
+    def newest(self, rank: int) -> str:
+        """Return the last claim to a rank if nobody has answered it, and an empty text otherwise.
 
         :raises StoreLostError: the store is gone.
         """
-        number = count(self._store, f"join/{rank}")
-        return 0 if number and self._store.check([f"join/{rank}/{number}"]) else number
+        try:
+            claim = self._claim(rank)
+        except ProtocolError:  # AuthError is one: who claims it does not belong to the job
+            return ""
+        return "" if claim is None or self._store.check([f"join/{rank}/{claim}"]) else claim
 
     @store_errors()
-    def answer(self, rank: int, number: int, invitation: Invitation) -> None:
+    def answer(self, rank: int, claim: str, invitation: Invitation) -> None:
         """Answer a claim with an invitation. Idempotent.
 
         :raises StoreLostError: the store is gone.
         """
-        record = self._seal.sign("join", rank, msgspec.msgpack.encode(invitation))
-        self._store.set(f"join/{rank}/{number}", record)  # type: ignore[arg-type]  # bytes are fine
+        record = self._seal.sign(f"join {claim}", rank, msgspec.msgpack.encode(invitation))
+        self._store.set(f"join/{rank}/{claim}", record)  # type: ignore[arg-type]  # bytes are fine
 
     @store_errors()
     def claim(self, rank: int, given_up: threading.Event) -> Invitation | None:
@@ -64,15 +68,19 @@ class Claims:
         :raises CommAbortedError: another process has claimed the same rank since.
         :raises AuthError: who answers does not belong to the job.
         """
-        number, pause = self._store.add(f"join/{rank}", 1), FIRST_PAUSE
+        mine, pause = secrets.token_hex(8), FIRST_PAUSE
+        write(self._store, self._seal, "claim", rank, f"join/{rank}", mine)
+        answer = f"join/{rank}/{mine}"
         while not given_up.wait(pause):
-            record = read(self._store, f"join/{rank}/{number}")
-            if record is not None:
-                return decoded(self._seal.verify("join", rank, record), Invitation)
-            if count(self._store, f"join/{rank}") != number:
+            if self._store.check([answer]):
+                return decoded(self._seal.verify(f"join {mine}", rank, self._store.get(answer)), Invitation)
+            if self._claim(rank) != mine:
                 raise CommAbortedError(f"another process has asked since to become rank {rank}")
             pause = min(2 * pause, LONGEST_PAUSE)
         return None
+
+    def _claim(self, rank: int) -> str | None:
+        return read(self._store, self._seal, "claim", rank, f"join/{rank}")
 
 
 async def join(newcomer: StoreRendezvous, root: Store) -> StoreRendezvous:

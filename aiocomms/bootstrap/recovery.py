@@ -59,8 +59,8 @@ class Decision(msgspec.Struct, array_like=True):
     """Tells it from all others."""
     old: dict[int, int]
     """Survivors: the new rank, and the old one."""
-    joins: dict[int, int]
-    """Newcomers: the new rank, and the number of the claim to it."""
+    joins: dict[int, str]
+    """Newcomers: the new rank, and the claim to it."""
 
     @property
     def size(self) -> int:
@@ -284,8 +284,8 @@ class Recovery:
                 record = board.decide("decision", msgspec.msgpack.encode(proposal))
             decision = self._accepted(decoded(record, Decision))
             invitation = Invitation(self._old.epoch + 1, decision.size, decision.key)
-            for new, number in decision.joins.items():  # each says it: the one that proposed may be gone
-                Claims(self._old, root).answer(new, number, invitation)
+            for new, claim in decision.joins.items():  # each says it: the one that proposed may be gone
+                Claims(self._old, root).answer(new, claim, invitation)
             return decision
         raise CommTimeoutError("nobody waits for it any more")
 

@@ -82,7 +82,7 @@ class StoreRendezvous(Board):
         if self.size == 1:  # nobody to wait for
             self.store = PrefixStore(secrets.token_hex(8), here)
             return
-        arrival, given_up = Arrival(here, self.rank, self.size), threading.Event()
+        arrival, given_up = Arrival(here, self.rank, self.size, self._seal), threading.Event()
         key = await self._meeting("all at once", lambda: arrival.meet(given_up), arrival.present, given_up)
         self.store, self._seal = PrefixStore(key, here), self._seal.child(key)
 

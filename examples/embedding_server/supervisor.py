@@ -184,7 +184,7 @@ def main() -> None:
 
     from torch.distributed import TCPStore
 
-    # As a launcher's agent: a store that it serves itself, on a socket of ours, for torch's would be on every interface.
+    # As a launcher's agent has it; on a socket of ours, for without one torch listens on every interface.
     at = socket.create_server(("127.0.0.1", 0))
     port = at.getsockname()[1]
     store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=at.detach())

@@ -38,6 +38,7 @@ from aiocomms import ops
 from aiocomms.bootstrap.generations import Arrival
 from aiocomms.communicator import Communicator
 from aiocomms.errors import ArgumentError, AuthError, CommAbortedError, CommError, ProtocolError
+from aiocomms.lowlevel.auth import Seal
 from aiocomms.ops import codec
 from aiocomms.testing import local_world
 
@@ -257,7 +258,7 @@ def test_a_rank_of_another_job(ranks: Run, transport: str, before: Callable[[int
 
 
 async def impersonated(place: Rank) -> str:
-    """Rank 1 is somebody who writes into the store what rank 1 wrote in another job: all that a stranger can read."""
+    """Rank 1 has come, and somebody writes into the store what rank 1 wrote in another job: all that he can read."""
     store = place.store()
     if place.rank == 0:
         with pytest.raises(ProtocolError) as caught:
@@ -265,9 +266,30 @@ async def impersonated(place: Rank) -> str:
         return str(caught.value.peer)
     key = {"c10d": "c10d", "ucx": "ucx"}[place.transport]
     here = PrefixStore("aiocomms/world", store)
-    meeting = Arrival(here, 1, 2).meet(threading.Event())
+    meeting = Arrival(here, 1, 2, Seal(TOKEN.encode(), "world")).meet(threading.Event())
     here.set(f"{meeting}/{key}/1", b"\x02" + bytes(32) + b"\x96whatever")
     return ""
+
+
+async def forged_arrival(place: Rank, what: str) -> str:
+    """Rank 1 is somebody without the token, who arrives in its place."""
+    if place.rank == 0:
+        with pytest.raises(AuthError) as caught:
+            await place.open(timeout=10)
+        return caught.value.message
+    here, given_up = PrefixStore("aiocomms/world", place.store()), threading.Event()
+    if what == "a counter":
+        here.add("came/1", 1)
+    else:
+        with pytest.raises(AuthError):
+            Arrival(here, 1, 2, Seal(None, "world")).meet(given_up)
+    return ""
+
+
+@pytest.mark.fault(94)
+@pytest.mark.parametrize("what", ["a counter", "an arrival without a token"])
+def test_a_forged_arrival(ranks: Run, transport: str, what: str) -> None:
+    assert "rank 1's record 'came' in the store is not signed" in ranks(2, forged_arrival, what, before=in_job)[0]
 
 
 @pytest.mark.fault(36)

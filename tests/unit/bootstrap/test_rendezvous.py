@@ -34,6 +34,7 @@ from aiocomms.errors import (
     CommTimeoutError,
     StoreLostError,
 )
+from aiocomms.lowlevel.auth import Seal
 from aiocomms.testing import local_world
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMPI_", "PMI_", "PMIX_", "SLURM_")
@@ -575,11 +576,15 @@ def test_a_process_that_nobody_joins_says_who_is_missing(free_port):
 def crashed(store, *ranks):
     """What processes leave behind that came as these ranks of 2 at the same time, and are gone."""
     here, given_up = PrefixStore("aiocomms/world", store), threading.Event()
-    before = [here.add(f"came/{r}", 0) for r in ranks]
-    arrivals = [threading.Thread(target=Arrival(here, r, 2).meet, args=(given_up,)) for r in ranks]
+
+    def came():
+        return [here.get(f"came/{r}") if here.check([f"came/{r}"]) else b"" for r in ranks]
+
+    before, seal = came(), Seal(None, "world")
+    arrivals = [threading.Thread(target=Arrival(here, r, 2, seal).meet, args=(given_up,)) for r in ranks]
     for arrival in arrivals:
         arrival.start()
-    while [here.add(f"came/{r}", 0) for r in ranks] == before or (len(ranks) == 2 and arrivals[1].is_alive()):
+    while any(a == b for a, b in zip(came(), before, strict=True)) or (len(ranks) == 2 and arrivals[1].is_alive()):
         time.sleep(0.001)
     given_up.set()
     for arrival in arrivals:
