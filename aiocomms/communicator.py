@@ -230,9 +230,12 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
 
         :param folder: where to; None: ``AIOCOMMS_RECORDER_DIR``, or else a folder of the user's own.
         :returns: the file's path.
-        :raises OSError: it cannot be written.
+        :raises CommError: it cannot be written.
         """
-        return dumps.write(self._core.recorder.snapshot("asked for"), folder)
+        try:
+            return dumps.write(self._core.recorder.snapshot("asked for"), folder)
+        except OSError as error:
+            raise CommError(f"the dump cannot be written: {error}", comm=self.name, rank=self.rank) from error
 
 
 def _disown_in_child() -> None:

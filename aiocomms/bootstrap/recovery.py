@@ -106,6 +106,8 @@ async def form_again(lost: Lost, ranks: Sequence[int] | None, size: int | None, 
             return await Recovery(lost, ranks, size, seconds).run()
     except CommError as error:
         raise error.about(comm=old.name, op="reconfigure", rank=old.rank) from error.__cause__
+    except OSError as error:
+        raise CommError(f"no store can be served: {error}", comm=old.name, op="reconfigure", rank=old.rank) from error
 
 
 async def replace(old: Ends, new: _Ends) -> _Ends:

@@ -16,7 +16,7 @@ import torch
 
 from aiocomms import ops
 from aiocomms.cuda import no_gpu
-from aiocomms.errors import ArgumentError, ArgumentTypeError, UnsupportedOperation
+from aiocomms.errors import ArgumentError, ArgumentTypeError, CommError, UnsupportedOperation
 from aiocomms.progress.guard import broken
 from aiocomms.transport import Transport
 
@@ -146,17 +146,27 @@ async def open_transports(
 
     :param open_one: a function that opens a transport, given its class and the first family that it carries.
     :returns: the transports by family.
+    :raises CommError: one cannot be opened; also where the system says why, as it does where no descriptors are left.
     """
     opened: dict[type[Transport], Transport] = {}
     try:
         for family, cls in plan.classes.items():
             if cls not in opened:
-                opened[cls] = await open_one(cls, family)
+                opened[cls] = await _open(plan.names[family], open_one(cls, family))
     except BaseException:
         with anyio.CancelScope(shield=True):
             await close_transports(opened.values())
         raise
     return {family: opened[cls] for family, cls in plan.classes.items()}
+
+
+async def _open(name: str, opening: Awaitable[Transport]) -> Transport:
+    try:
+        return await opening
+    except CommError:
+        raise  # some are OSErrors, too
+    except OSError as error:
+        raise CommError(f"the transport {name!r} cannot be opened: {error}") from error
 
 
 async def close_transports(transports: Iterable[Transport]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import os
 import resource
@@ -17,11 +18,15 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from aiocomms_ucx.status import BROKEN, error_of
 from processes import HANGS, LARGE, PATIENCE, Rank, Run, exchange, free_port, listening
 from torch.distributed import TCPStore
 
 import aiocomms
-from aiocomms.errors import CommAbortedError
+from aiocomms import ops
+from aiocomms.bootstrap.registry import Plan, open_transports
+from aiocomms.errors import CommAbortedError, CommError, PeerDiedError
+from aiocomms.transport import Transport
 
 TOKEN = "a token of these tests, of some length"
 ROOM = 250
@@ -250,3 +255,27 @@ async def works(comm: Any) -> None:
 def test_a_stranger_at_the_store(ranks: Run, transport: str, early: bool, before: Callable[[int], None]) -> None:
     """Neither memory nor descriptors go to whoever does not prove to be of the job; its counters count for nothing."""
     ranks(2, withstands, free_port(), early, before=before)
+
+
+@pytest.mark.fault(101)
+@pytest.mark.parametrize("error", [OSError(errno.EMFILE, "Too many open files"), PermissionError("not here")])
+def test_what_the_system_refuses_is_an_error_of_ours(error: OSError) -> None:
+    plan = Plan({"p2p": "some"}, {"p2p": Transport}, {})
+
+    async def fail(cls: type[Transport], family: Any) -> Transport:
+        raise error
+
+    with pytest.raises(CommError, match="the transport 'some' cannot be opened") as caught:
+        asyncio.run(open_transports(plan, fail))
+    assert caught.value.__cause__ is error
+
+
+@pytest.mark.fault(101, transport="ucx")
+def test_a_rank_that_cannot_be_reached_is_not_taken_for_dead() -> None:
+    """UCX says so, too, where this process has no descriptors left; of a death the rank's connection tells."""
+    unreachable, reset = 6, 25
+    op = ops.Send(torch.ones(3), 1)
+    assert isinstance(error_of(op, BROKEN, reset, 0, 0, 2), PeerDiedError)
+    said = error_of(op, BROKEN, unreachable, 0, 0, 2)
+    assert type(said) is CommError
+    assert "rank 1" in said.message

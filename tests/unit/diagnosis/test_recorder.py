@@ -27,7 +27,7 @@ from aiocomms.diagnosis import dumps, recorder
 from aiocomms.diagnosis.hang_report import judge
 from aiocomms.diagnosis.postmortem import read_brief
 from aiocomms.diagnosis.recorder import Brief, Header, Item
-from aiocomms.errors import CommAbortedError, CommTimeoutError, MessageTruncatedError
+from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError, MessageTruncatedError
 from aiocomms.testing import local_world
 
 HERE = Path(__file__).read_text().splitlines()
@@ -312,8 +312,9 @@ def test_the_default_folder(tmp_path, monkeypatch):
             assert len(list(folder.iterdir())) == 3
             assert stat.S_IMODE(folder.stat().st_mode) == 0o700
             folder.chmod(0o755)
-            with pytest.raises(PermissionError, match="not a folder of this user's alone"):
+            with pytest.raises(CommError, match="not a folder of this user's alone") as caught:
                 comm.dump()
+            assert isinstance(caught.value.__cause__, PermissionError)
 
     run_on("asyncio", main)
 

@@ -19,8 +19,11 @@ UNEQUAL: Final = int(Status.UNEQUAL)
 BROKEN: Final = int(Status.BROKEN)
 DROPPED: Final = int(Status.DROPPED)
 _DTYPES: Final = tuple(getattr(torch, name) for name in dtype_names())
-_GONE: Final = frozenset({3, 6, 24, 25, 80})
-"""UCX's errors for a broken connection (ucs/type/status.h, without the sign)."""
+_GONE: Final = frozenset({3, 24, 25, 80})
+"""UCX's errors for a broken connection (ucs/type/status.h, without the sign).
+
+Not 6, "destination is unreachable": UCX says so of a living rank, too, where this process has no descriptors left.
+"""
 
 
 def error_of(op: Any, status: int, a: int, b: int, rank: int, size: int) -> CommError:
