@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import errno
 import gc
+import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -16,7 +18,8 @@ from torch.distributed import TCPStore
 
 from aiocomms.bootstrap import stores
 from aiocomms.bootstrap.stores import connect_store
-from aiocomms.errors import ArgumentError, StoreLostError
+from aiocomms.errors import ArgumentError, AuthError, StoreLostError
+from aiocomms.lowlevel.stores import reach_store
 
 HOST = "127.0.0.1"
 HAS_IPV6 = Path("/proc/net/if_inet6").exists() and "00000001" in Path("/proc/net/if_inet6").read_text()
@@ -336,3 +339,55 @@ def test_a_connection_to_itself_is_no_master(monkeypatch, port):
 
     monkeypatch.setattr(stores.socket, "socket", Unlucky)
     assert "refused" in fails_after(0.2, StoreLostError, client, port)
+
+
+def as_another_user(call):
+    """Whether a process of another user comes through with a call."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.setgroups([])
+            os.setuid(65534)
+            call()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.fault(94)
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
+def test_another_user_of_the_host_is_let_in_with_the_token_only(port, monkeypatch):
+    def write():
+        stranger.append(reach_store(HOST, port, 1, 20))
+        stranger[0].set("forged", "value")
+
+    stranger = []  # its connection is not closed before it ends
+    store = rank0(port)
+    assert not as_another_user(write)
+    assert not store.check(["forged"])
+    client(port).set("key", "value")
+    assert store.get("key") == b"value"
+    del store
+    monkeypatch.setenv("AIOCOMMS_TOKEN", "a token of these tests")
+    store = rank0(port)
+    assert as_another_user(write)
+    assert store.get("forged") == b"value"
+    monkeypatch.setenv("AIOCOMMS_TOKEN", "another token of these tests")
+    with pytest.raises(AuthError, match=r"the store .* could not be opened"):
+        client(port)
+    monkeypatch.delenv("AIOCOMMS_TOKEN")
+    with pytest.raises(AuthError):
+        client(port)
+
+
+@pytest.mark.parametrize(
+    "request_", [b"\xff" * 8, struct.pack("!I", 3) + b"abc", struct.pack("!I", 6) + b"\x91\xa4exec"], ids=repr
+)
+def test_a_rank_that_makes_no_sense_is_cut_off(port, request_):
+    store, peer, broken = rank0(port), client(port), client(port)
+    broken._connection.sendall(request_)
+    assert broken._connection.recv(1) == b""
+    peer.set("key", "value")
+    assert store.get("key") == b"value"
