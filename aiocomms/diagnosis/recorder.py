@@ -26,8 +26,8 @@ import torch
 
 from aiocomms.errors import CommError
 from aiocomms.lowlevel.hosts import host_id
+from aiocomms.lowlevel.threads import copied
 from aiocomms.ops import USER, Op
-from aiocomms.progress.deadlines import copied
 from aiocomms.progress.driver import Driver
 from aiocomms.progress.inflight import Flying, InFlight
 from aiocomms.progress.work import StartedWork

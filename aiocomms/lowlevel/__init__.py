@@ -9,6 +9,7 @@ to connect with them                    :class:`Gate`, for sockets of any kind; 
 to prove who they are in other ways     :func:`mac` and :func:`same`, with a key of :meth:`Rendezvous.secret`;
                                         :func:`check_exposed` before listening; :data:`MAX_RECORD`
 to leak no descriptor into children     :func:`closed_on_exec`
+to move a tensor's memory safely        :func:`in_use`; :func:`register` what uses memory and is no op
 to use a store                          :func:`serve_store`, :func:`reach_store`, :func:`store_errors`
 to fail as every transport does         :func:`closed_by`, :func:`gone`, :func:`misfit`, :func:`disagreement`,
                                         :class:`Reason`
@@ -24,6 +25,7 @@ from aiocomms.lowlevel.cloexec import closed_on_exec
 from aiocomms.lowlevel.failures import Reason, closed_by, disagreement, gone, misfit
 from aiocomms.lowlevel.gate import Gate, same_user
 from aiocomms.lowlevel.hosts import LOOPBACK, host_id, reachable_address
+from aiocomms.lowlevel.memory import in_use, register
 from aiocomms.lowlevel.sockets import tune
 from aiocomms.lowlevel.stores import reach_store, serve_store, store_errors
 from aiocomms.lowlevel.threads import run_in_thread
@@ -41,10 +43,12 @@ __all__ = [
     "disagreement",
     "gone",
     "host_id",
+    "in_use",
     "mac",
     "misfit",
     "reach_store",
     "reachable_address",
+    "register",
     "run_in_thread",
     "same",
     "same_user",

@@ -7,11 +7,11 @@ import os
 import weakref
 from typing import TYPE_CHECKING, Final
 
-from torch import UntypedStorage
+from torch import Tensor
 
 from aiocomms.cuda import Cuda
 from aiocomms.errors import ProtocolError
-from aiocomms.lowlevel import run_in_thread
+from aiocomms.lowlevel import register, run_in_thread
 from aiocomms.transport import Completion
 from aiocomms_ucx import wire
 from aiocomms_ucx._engine import Engine, NoticeKind
@@ -45,6 +45,7 @@ class SharedEngine:
         An entry keeps its op's tensors alive, because the wire may still use them.
         """
         self.broken = False
+        register(self)
         _open_engines.add(self)
 
     def progress(self) -> bool | None:
@@ -64,13 +65,11 @@ class SharedEngine:
             self._handle_notice(kind, peer, group, detail, raw)
         return True
 
-    def uses(self, storage: UntypedStorage) -> bool:
-        """Return whether an op that is not done reads or writes this memory."""
-        return any(
-            tensor.untyped_storage().data_ptr() == storage.data_ptr()
-            for _, work, _ in self.pending.values()
-            for _, tensor in work.op.reads() + work.op.writes()
-        )
+    def held(self) -> list[Tensor]:
+        """The tensors of ops that are not done, also of communicators that have been given up. On any thread."""
+        entries = [self.pending.get(ticket) for ticket in list(self.pending)]
+        ops = [entry[1].op for entry in entries if entry is not None]
+        return [tensor for op in ops for _, tensor in op.reads() + op.writes()]
 
     def _handle_notice(self, kind: int, peer: int, group: int, detail: int, raw: bytes) -> None:
         if kind == NoticeKind.LOST:
