@@ -187,6 +187,7 @@ CASES = (
     Case(72, "a transport raises where it must not"),
     Case(73, "a transport raises amid a step of several messages"),
     Case(74, "an abort, a death and a deadline while it closes", but={"local": "no death: " + ONE_PROCESS}),
+    Case(75, "the flight recorder's folder hangs"),
     Case(76, "a window over memory that another communicator of the process uses"),
     Case(91, "a timeout on every rank that waited"),
 )

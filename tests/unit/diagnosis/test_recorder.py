@@ -247,6 +247,33 @@ def test_who_awaits_and_where(run):
 # --------------------------------------------------------------------------------------------------------- the files
 
 
+@pytest.mark.fault(75)
+@pytest.mark.parametrize("transport", ["local", "c10d", "ucx"])
+def test_a_folder_that_hangs_keeps_no_failure_from_its_awaiter(run, transport, monkeypatch):
+    thaws, writes = threading.Event(), threading.Event()
+
+    def hang(snapshot, folder=None):
+        writes.set()
+        thaws.wait()
+        raise OSError("it is gone")
+
+    monkeypatch.setattr(dumps, "write", hang)
+
+    async def main():
+        async with local_world(2, transport) as (one, two):
+            late = one.all_reduce(torch.ones(3), timeout=0.1)
+            other = two.recv(torch.zeros(3), 0)
+            for work in (late, other):
+                with pytest.raises(CommTimeoutError):
+                    await work
+            await anyio.to_thread.run_sync(writes.wait)
+
+    try:
+        run(main)
+    finally:
+        thaws.set()
+
+
 @pytest.mark.fault(69)
 def test_a_file_is_its_owners_alone_and_replaces_nothing(run, records, tmp_path):
     async def main():
