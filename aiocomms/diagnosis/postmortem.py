@@ -30,8 +30,8 @@ PATIENCE, LONGER = 0.2, 0.3
 """Seconds after a rank has lost the communicator: until when the late one hears the others' words, and until when works
 wait at all. A late op must have failed within 0.5 s, and what comes after this takes its time on a busy machine."""
 WRITING = 1.0
-"""Seconds that works wait at most for the flight recorder's file, whose path their errors name. It takes about 1 ms; more
-if the file system hangs, and then the errors come without it."""
+"""Seconds that works wait at most for the flight recorder's file, whose path their errors name. It takes about 1 ms, or
+for ever if the file system hangs."""
 ASKED = 64
 """Ranks that are asked at most: those that are missing first."""
 
