@@ -43,7 +43,7 @@ class Parcel:
         self.tag = next(_tags) & 0x7FFFFFFF
         head = _HEADER.pack(_MAGIC, _PICKLED if pickle else 0, self.tag, len(inline), len(data))
         self.header = codec.to_tensor((head + inline).ljust(HEADER_BYTES, b"\0"), device)
-        self.body = codec.to_tensor(b"" if inline else data, device)
+        self.body = codec.to_tensor(b"" if inline else data, device)  # which are not copied: nobody else has them
 
 
 class Arrival:

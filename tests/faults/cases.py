@@ -189,5 +189,10 @@ CASES = (
     Case(74, "an abort, a death and a deadline while it closes", but={"local": "no death: " + ONE_PROCESS}),
     Case(75, "the flight recorder's folder hangs"),
     Case(76, "a window over memory that another communicator of the process uses"),
+    Case(
+        99,
+        "a large object blocks the loop",
+        but="it is encoded within the call, since its program may change it; shown is how often it is copied",
+    ),
     Case(91, "a timeout on every rank that waited"),
 )
