@@ -195,4 +195,10 @@ CASES = (
         but="it is encoded within the call, since its program may change it; shown is how often it is copied",
     ),
     Case(91, "a timeout on every rank that waited"),
+    # Strangers and networks.
+    Case(
+        107,
+        "a cable that loses, delays, reorders, repeats, is slow, is cut for 2 s, or takes smaller frames",
+        local=NO_NETWORK,
+    ),
 )
