@@ -187,5 +187,6 @@ CASES = (
     Case(72, "a transport raises where it must not"),
     Case(73, "a transport raises amid a step of several messages"),
     Case(74, "an abort, a death and a deadline while it closes", but={"local": "no death: " + ONE_PROCESS}),
+    Case(78, "a receive whose awaiter never ran"),
     Case(91, "a timeout on every rank that waited"),
 )
