@@ -17,7 +17,8 @@ from torch import Tensor
 from aiocomms import ops
 from aiocomms.errors import ArgumentError, ProtocolError
 from aiocomms.families.issuer import Issuer
-from aiocomms.lowering.schedules import Context, Steps, broadcast_tree, ring_gather, schedule
+from aiocomms.lowering.runs import Steps
+from aiocomms.lowering.schedules import Context, broadcast_tree, ring_gather, schedule
 from aiocomms.ops import Op, checks, codec
 from aiocomms.ops.checks import Group, Timeout
 from aiocomms.progress.work import Work
