@@ -38,6 +38,14 @@ class Poster(Protocol):
         """End the communicator: what this rank has sent, and what it still owes the others, is not to be told apart."""
 
 
+class AloneError(Exception):
+    """Raised by a schedule after its last message: the op fails on this rank, and no other rank waits for it."""
+
+    def __init__(self, error: CommError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class Run:
     """Runs one schedule from step to step."""
 
@@ -63,8 +71,11 @@ class Run:
             except StopIteration as end:
                 self.work.complete(OP_RESULT if end.value is None else end.value)
                 return
+            except AloneError as alone:
+                self.work.fail(alone.error)
+                return
             except CommError as error:
-                self.work.fail(error)
+                self._give_up(error)
                 return
             except Exception as error:
                 self._break_off(error)
@@ -96,8 +107,13 @@ class Run:
             raise error
         failure = CommError(f"{self.work.op.name} broke off on this rank: {type(error).__name__}: {error}")
         failure.__cause__ = error
-        conclude(self.work, failure)
-        self._comm.lose(failure)
+        self._give_up(failure)
+
+    def _give_up(self, error: CommError) -> None:
+        """End the op; and the communicator, if the other ranks may be waiting for messages that will never come."""
+        conclude(self.work, error)
+        if self._posted:
+            self._comm.lose(error.about(op=self.work.op.name, rank=self._comm.rank))
 
     def part_done(self) -> None:
         """Note that one message of the current step is complete, and advance after the last one."""
@@ -109,12 +125,14 @@ class Run:
     def part_failed(self, error: CommError) -> None:
         """End the op with the failure of one message of the current step."""
         self._steps.close()
-        if not self.work.done():
-            if isinstance(error, MessageTruncatedError) and self.work.op.family == "collectives":
-                error = MismatchError(
-                    f"ranks disagree on the size of this collective: {error.message}", peer=error.peer
-                )
+        if self.work.done():
+            return
+        if self.work.op.family != "collectives":
             self.work.fail(error)
+            return
+        if isinstance(error, MessageTruncatedError):
+            error = MismatchError(f"ranks disagree on the size of this collective: {error.message}", peer=error.peer)
+        self._give_up(error)
 
     def withdraw(self) -> bool:
         """Withdraw the op if all it has done is to post one receive that is still unmatched; else return False."""

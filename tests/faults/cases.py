@@ -189,4 +189,10 @@ CASES = (
     Case(74, "an abort, a death and a deadline while it closes", but={"local": "no death: " + ONE_PROCESS}),
     Case(78, "a receive whose awaiter never ran"),
     Case(91, "a timeout on every rank that waited"),
+    # What one rank does, and the others do not know of.
+    Case(
+        102,
+        "a lowered collective, a stream, a window, a split that fails on one rank",
+        but={"c10d": "a window is made of messages, and its opening cannot fail"},
+    ),
 )
