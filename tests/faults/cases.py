@@ -195,4 +195,5 @@ CASES = (
         "a lowered collective, a stream, a window, a split that fails on one rank",
         but={"c10d": "a window is made of messages, and its opening cannot fail"},
     ),
+    Case(104, "the tensor of a stream's send that was cancelled"),
 )
