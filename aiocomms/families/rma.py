@@ -31,11 +31,15 @@ class OneSided(Issuer):
         :raises MismatchError: the ranks' dtypes differ; the communicator stays usable.
         :raises UnsupportedOperation: no transport of this communicator has RMA.
         """
-        opening = self._issue(ops.WindowOpen(tensor), timeout=timeout)
         mine = torch.tensor([tensor.numel(), sorted(map(str, checks.DTYPES)).index(str(tensor.dtype))])
         table = torch.empty(self.size, 2, dtype=torch.int64, device=self.device)
+        opening = self._issue(ops.WindowOpen(tensor), timeout=timeout)
         parts = self._issue(ops.AllGatherSingle(table, mine.to(self.device)), timeout=timeout)
-        handle = await opening
+        try:
+            handle = await opening
+        except CommError as error:  # the other ranks have the window, and would wait for this one to use and close it
+            self._core.lose(error)
+            raise
         sizes, dtypes = (await parts).T.tolist()
         window = Window(self, ops.WindowInfo(handle, tensor, sizes))
         if len(set(dtypes)) > 1:

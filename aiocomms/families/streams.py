@@ -21,11 +21,11 @@ from anyio.abc import ObjectStream
 from torch import Tensor
 
 from aiocomms import ops
-from aiocomms.errors import ArgumentError, CommError, ProtocolError
+from aiocomms.errors import ArgumentError, CommAbortedError, CommError, ProtocolError
 from aiocomms.families.issuer import Issuer
 from aiocomms.ops import checks, codec
 from aiocomms.progress.driver import Driver, Promise
-from aiocomms.progress.work import Work
+from aiocomms.progress.work import StartedWork, Work
 
 MAX_CAPACITY = 2**20
 MAX_NAME = 100
@@ -39,6 +39,7 @@ _MAGIC = b"aioS"
 _DATA, _EOF = 0, 1
 _HEADER_BYTES = 8 + codec.TENSOR_BYTES
 _CLOSED = -1  # sent in place of a number of credits by an end that is closed
+_BROKEN = -2  # and by one that can do nothing with what it got, so that nothing is taken any more
 
 
 class Streams(Issuer):
@@ -107,7 +108,8 @@ class TensorStream(ObjectStream[Tensor]):
         self._failure: CommError | None = None  # why nothing more can be received
         self._send_failure: CommError | None = None  # why nothing more can be sent; messages may still be received
         self._is_open = self._closed = self._eof_sent = self._eof_received = self._peer_closed = False
-        self._fetching: Work[Any] | None = None
+        self._under_way: list[StartedWork[Any]] = []
+        """The payloads that this end sends."""
         self._header = torch.empty(_HEADER_BYTES, dtype=torch.uint8, device=comm.device)
         self._credit = torch.empty(1, dtype=torch.int64, device=comm.device)
         self._hello = torch.empty(_OPEN.size, dtype=torch.uint8, device=comm.device)
@@ -117,6 +119,8 @@ class TensorStream(ObjectStream[Tensor]):
 
     async def send(self, item: Tensor) -> None:
         """Send a tensor. Waits for a credit, and returns when the send is done and the tensor may be changed.
+
+        Cancelled before it gets a credit, it sends nothing. Cancelled later, it ends when the tensor may be changed.
 
         :param item: a contiguous tensor on the communicator's device, of any dtype and at most 14 dimensions.
         :raises ArgumentError: the tensor cannot be sent; nothing was sent.
@@ -135,7 +139,7 @@ class TensorStream(ObjectStream[Tensor]):
         self._credits -= 1
         self._send_control(header, self._out_tag)
         if item.numel():
-            await self._post(ops.Send(item, self.peer, self._out_tag + 1, ops.STREAM_DATA))
+            await self._send_payload(item)
 
     async def receive(self) -> Tensor:
         """Receive the next tensor.
@@ -201,7 +205,7 @@ class TensorStream(ObjectStream[Tensor]):
             return
         magic, tag, capacity, length, name = _OPEN.unpack(codec.to_bytes(self._hello))
         if magic != _MAGIC or tag & 3 or not 1 <= capacity <= MAX_CAPACITY or name[:length] != self.name.encode():
-            self._fail(ProtocolError(f"rank {self.peer} opened no stream {self.name!r}, or one of another version"))
+            self._break(ProtocolError(f"rank {self.peer} opened no stream {self.name!r}, or one of another version"))
             return
         self._out_tag, self._credits, self._is_open = tag, capacity, True
         self._fetch()
@@ -223,7 +227,7 @@ class TensorStream(ObjectStream[Tensor]):
         try:
             message = self._announced(codec.to_bytes(self._header))
         except ProtocolError as error:
-            self._fail(error)
+            self._break(error)
             return
         if message is None:
             self._eof_received = True
@@ -286,12 +290,28 @@ class TensorStream(ObjectStream[Tensor]):
         count = int(self._credit.item())
         if count == _CLOSED:
             self._peer_closed = True
+        elif count == _BROKEN:
+            self._broken_off()
         elif 0 < count <= MAX_CAPACITY:
             self._credits += count
             self._await_credits()
         else:
-            self._fail(ProtocolError(f"rank {self.peer} returned {count} credits on stream {self.name!r}"))
+            self._break(ProtocolError(f"rank {self.peer} returned {count} credits on stream {self.name!r}"))
         self._notify()
+
+    # --------------------------------------------------------------------------------------------------- sending
+
+    async def _send_payload(self, item: Tensor) -> None:
+        work = self._post(ops.Send(item, self.peer, self._out_tag + 1, ops.STREAM_DATA))
+        self._under_way.append(work)
+        try:
+            await work
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await work.wait()  # the wire reads the item until then, and the caller may write to it afterwards
+            raise
+        finally:
+            self._under_way.remove(work)
 
     # ---------------------------------------------------------------------------------------------------- common
 
@@ -299,8 +319,8 @@ class TensorStream(ObjectStream[Tensor]):
         """Return whether anything can still be sent to the other end."""
         return self._failure is self._send_failure is None and not self._comm.closed and not self._comm.aborted
 
-    def _post(self, op: ops.Op) -> Work[Any]:
-        work: Work[Any] = self._comm._issue(op, None, _FOREVER)
+    def _post(self, op: ops.Op) -> StartedWork[Any]:
+        work: StartedWork[Any] = self._comm._issue(op, None, _FOREVER)
         return work
 
     def _send_control(self, message: Tensor, tag: int, channel: int = ops.STREAM_DATA) -> None:
@@ -353,6 +373,24 @@ class TensorStream(ObjectStream[Tensor]):
         if self._failure is None:
             self._failure = error
         self._notify()
+
+    def _break(self, error: ProtocolError) -> None:
+        """This end can do nothing with what it got. The other one is told: it has no deadline, and would wait for ever.
+
+        Before the stream is open there is no way to tell it but the communicator's end.
+        """
+        if not self._is_open:
+            self._comm._core.lose(error.about(op="open_stream", rank=self._comm.rank))
+        elif self._usable():
+            self._send_control(torch.tensor([_BROKEN], device=self._comm.device), self._out_tag + 2)
+        self._fail(error)
+
+    def _broken_off(self) -> None:
+        """The other end has broken off: what it has not taken of this end's messages it never takes."""
+        error = CommAbortedError(f"rank {self.peer} broke off stream {self.name!r}: see its own error", peer=self.peer)
+        for work in self._under_way:
+            work.abandon(error)
+        self._fail(error)
 
     async def _wait(self) -> None:
         await self._changed

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from aiocomms import ops
 from aiocomms.errors import CommError, ProtocolError, UnsupportedOperation
-from aiocomms.lowering.schedules import Poster, Run, Steps
+from aiocomms.lowering.runs import Poster, Run, Steps
 from aiocomms.ops import codec
 from aiocomms.transport import OP_RESULT, Capabilities, Completion, Rendezvous, Transport
 

@@ -189,13 +189,19 @@ CASES = (
     Case(74, "an abort, a death and a deadline while it closes", but={"local": "no death: " + ONE_PROCESS}),
     Case(75, "the flight recorder's folder hangs"),
     Case(76, "a window over memory that another communicator of the process uses"),
+    Case(78, "a receive whose awaiter never ran"),
+    Case(91, "a timeout on every rank that waited"),
     Case(
         99,
         "a large object blocks the loop",
         but="it is encoded within the call, since its program may change it; shown is how often it is copied",
     ),
-    Case(91, "a timeout on every rank that waited"),
-    # Strangers and networks.
+    Case(
+        102,
+        "a lowered collective, a stream, a window, a split that fails on one rank",
+        but={"c10d": "a window is made of messages, and its opening cannot fail"},
+    ),
+    Case(104, "the tensor of a stream's send that was cancelled"),
     Case(
         107,
         "a cable that loses, delays, reorders, repeats, is slow, is cut for 2 s, or takes smaller frames",
