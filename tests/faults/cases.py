@@ -187,5 +187,8 @@ CASES = (
     Case(72, "a transport raises where it must not"),
     Case(73, "a transport raises amid a step of several messages"),
     Case(74, "an abort, a death and a deadline while it closes", but={"local": "no death: " + ONE_PROCESS}),
+    # A process forks, ends, or gets a signal.
+    Case(84, "a transport's import changes no signal"),
+    Case(85, "the recorder's signal before the first communicator"),
     Case(91, "a timeout on every rank that waited"),
 )
