@@ -7,7 +7,6 @@ no contents of tensors, and there are few of them. What goes wrong is said once 
 from __future__ import annotations
 
 import _thread
-import atexit
 import contextlib
 import itertools
 import logging
@@ -24,6 +23,7 @@ import msgspec
 
 from aiocomms.diagnosis import on_signal
 from aiocomms.diagnosis.recorder import Look, Recorder, Snapshot
+from aiocomms.lowlevel.ending import at_end
 from aiocomms.progress.inflight import Flying
 
 PER_PROCESS, PER_FOLDER = 16, 256
@@ -89,11 +89,13 @@ def in_background(call: Callable[[], object]) -> bool:
 os.register_at_fork(after_in_child=_running.clear)
 
 
-@atexit.register
 def _finish() -> None:
     ends = time.monotonic() + _AT_EXIT
     for running in list(_running):
         running.acquire(timeout=max(0.0, ends - time.monotonic()))
+
+
+at_end(_finish)
 
 
 def complain(message: str) -> None:

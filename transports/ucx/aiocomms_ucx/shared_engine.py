@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import weakref
 from typing import TYPE_CHECKING, Final
@@ -11,7 +10,7 @@ from torch import UntypedStorage
 
 from aiocomms.cuda import Cuda
 from aiocomms.errors import ProtocolError
-from aiocomms.lowlevel import run_in_thread
+from aiocomms.lowlevel import at_end, run_in_thread
 from aiocomms.transport import Completion
 from aiocomms_ucx import wire
 from aiocomms_ucx._engine import Engine, NoticeKind
@@ -126,5 +125,5 @@ def _stop_all() -> None:
         shared.engine.close(False, 0.0)
 
 
-atexit.register(_stop_all)
+at_end(_stop_all)
 os.register_at_fork(after_in_child=_open_engines.clear)  # the engines and their threads belong to the parent
