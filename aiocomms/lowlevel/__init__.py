@@ -9,6 +9,7 @@ to connect with them                    :class:`Gate`, for sockets of any kind; 
 to prove who they are in other ways     :func:`mac` and :func:`same`, with a key of :meth:`Rendezvous.secret`;
                                         :func:`check_exposed` before listening; :data:`MAX_RECORD`
 to leak no descriptor into children     :func:`closed_on_exec`
+to leave no connection to a fork        :class:`Unshared`
 to stop before the interpreter ends     :func:`at_end`
 to use a store                          :func:`serve_store`, :func:`reach_store`, :func:`store_errors`
 to fail as every transport does         :func:`closed_by`, :func:`gone`, :func:`misfit`, :func:`disagreement`,
@@ -24,6 +25,7 @@ from aiocomms.lowlevel.auth import MAX_RECORD, check_exposed, mac, same
 from aiocomms.lowlevel.cloexec import closed_on_exec
 from aiocomms.lowlevel.ending import at_end
 from aiocomms.lowlevel.failures import Reason, closed_by, disagreement, gone, misfit
+from aiocomms.lowlevel.forks import Unshared
 from aiocomms.lowlevel.gate import Gate, same_user
 from aiocomms.lowlevel.hosts import LOOPBACK, host_id, reachable_address
 from aiocomms.lowlevel.sockets import tune
@@ -36,6 +38,7 @@ __all__ = [
     "MAX_RECORD",
     "Gate",
     "Reason",
+    "Unshared",
     "Waker",
     "at_end",
     "check_exposed",

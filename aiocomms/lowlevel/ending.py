@@ -13,8 +13,6 @@ _register_first: Any = getattr(threading, "_register_atexit", None)
 """Registers what Python calls when it begins to end, before any exit handler; concurrent.futures uses it, too."""
 _handlers: Any = atexit
 _calls = contextlib.ExitStack()
-_known = 0
-"""How many exit handlers were registered when ours was."""
 
 
 def at_end(call: Callable[[], object]) -> None:
@@ -28,14 +26,12 @@ def at_end(call: Callable[[], object]) -> None:
 
 def _take_the_lead() -> None:
     """Be the exit handler that Python calls first, and so have the others called before one's own work."""
-    global _known
-    atexit.register(_end)
-    _known = _handlers._ncallbacks()
+    atexit.register(_end, _handlers._ncallbacks() + 1)
 
 
-def _end() -> None:
+def _end(known: int) -> None:
     # From Python 3.14 on, or where another handler was registered since and has run already, they would run twice.
-    if sys.version_info < (3, 14) and _handlers._ncallbacks() == _known:
+    if sys.version_info < (3, 14) and _handlers._ncallbacks() == known:
         atexit.unregister(_end)
         _handlers._run_exitfuncs()
     _calls.close()

@@ -188,6 +188,7 @@ CASES = (
     Case(73, "a transport raises amid a step of several messages"),
     Case(74, "an abort, a death and a deadline while it closes", but={"local": "no death: " + ONE_PROCESS}),
     # A process forks, ends, or gets a signal.
+    Case(79, "a rank forks, and dies before its child", local=ONE_PROCESS),
     Case(81, "a program's exit handler, whenever it was registered", local=ONE_PROCESS),
     Case(84, "a transport's import changes no signal"),
     Case(85, "the recorder's signal before the first communicator"),

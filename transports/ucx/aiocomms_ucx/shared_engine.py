@@ -10,7 +10,7 @@ from torch import UntypedStorage
 
 from aiocomms.cuda import Cuda
 from aiocomms.errors import ProtocolError
-from aiocomms.lowlevel import at_end, run_in_thread
+from aiocomms.lowlevel import Unshared, at_end, run_in_thread
 from aiocomms.transport import Completion
 from aiocomms_ucx import wire
 from aiocomms_ucx._engine import Engine, NoticeKind
@@ -28,9 +28,10 @@ Entry = tuple["UcxTransport", Completion, int]
 class SharedEngine:
     """One rank's engine, and the communicators that share it. Every method is called on the loop's thread."""
 
-    def __init__(self, engine: Engine, rank: int, cuda: Cuda | None = None) -> None:
+    def __init__(self, engine: Engine, rank: int, unshared: Unshared, cuda: Cuda | None = None) -> None:
         """Start without communicators.
 
+        :param unshared: the addresses of its control connections.
         :param cuda: the GPU whose memory the engine carries; None if it carries the memory of CPUs.
         """
         self.engine = engine
@@ -44,6 +45,8 @@ class SharedEngine:
         An entry keeps its op's tensors alive, because the wire may still use them.
         """
         self.broken = False
+        self._unshared = unshared
+        unshared.belongs_to(self)
         _open_engines.add(self)
 
     def progress(self) -> bool | None:
@@ -107,6 +110,7 @@ class SharedEngine:
         if not self.transports:
             await run_in_thread(self._close, anyhow=True)
             self.pending.clear()
+            self._unshared.release()
             _open_engines.discard(self)
 
     def _close(self) -> None:
