@@ -21,7 +21,7 @@ from torch.distributed import TCPStore  # torch.distributed lists no exports
 
 from aiocomms.errors import ArgumentError, StoreLostError
 from aiocomms.lowlevel.auth import check_exposed
-from aiocomms.lowlevel.stores import USE_LIBUV, store_errors
+from aiocomms.lowlevel.stores import USE_LIBUV, keep_from_children, store_errors
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -152,7 +152,7 @@ def _open(target: _Target, literal: str, **role: Any) -> TCPStore:
     patience = timedelta(seconds=max(0.1, target.remaining()))
     with store_errors(f"{target} could not be opened", rank=target.rank):
         # multi_tenant: all stores of this process on this port share one server, even torch's own env:// rendezvous.
-        return TCPStore(
+        store = TCPStore(
             literal,
             target.port,
             target.size,
@@ -162,6 +162,7 @@ def _open(target: _Target, literal: str, **role: Any) -> TCPStore:
             use_libuv=USE_LIBUV,
             **role,
         )
+    return keep_from_children(store, literal, target.port)
 
 
 def _knock(addresses: list[_Address], target: _Target) -> str | OSError:

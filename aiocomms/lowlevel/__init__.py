@@ -9,7 +9,9 @@ to connect with them                    :class:`Gate`, for sockets of any kind; 
 to prove who they are in other ways     :func:`mac` and :func:`same`, with a key of :meth:`Rendezvous.secret`;
                                         :func:`check_exposed` before listening; :data:`MAX_RECORD`
 to leak no descriptor into children     :func:`closed_on_exec`
-to move a tensor's memory safely        :func:`in_use`; :func:`register` what uses memory and is no op
+to move memory safely                   :func:`in_use`; :func:`register` what uses memory and is no op
+to leave no connection to a fork        :class:`Unshared`
+to stop before the interpreter ends     :func:`at_end`
 to use a store                          :func:`serve_store`, :func:`reach_store`, :func:`store_errors`
 to fail as every transport does         :func:`closed_by`, :func:`gone`, :func:`misfit`, :func:`disagreement`,
                                         :class:`Reason`
@@ -22,7 +24,9 @@ from __future__ import annotations
 
 from aiocomms.lowlevel.auth import MAX_RECORD, check_exposed, mac, same
 from aiocomms.lowlevel.cloexec import closed_on_exec
+from aiocomms.lowlevel.ending import at_end
 from aiocomms.lowlevel.failures import Reason, closed_by, disagreement, gone, misfit
+from aiocomms.lowlevel.forks import Unshared
 from aiocomms.lowlevel.gate import Gate, same_user
 from aiocomms.lowlevel.hosts import LOOPBACK, host_id, reachable_address
 from aiocomms.lowlevel.memory import in_use, register
@@ -36,7 +40,9 @@ __all__ = [
     "MAX_RECORD",
     "Gate",
     "Reason",
+    "Unshared",
     "Waker",
+    "at_end",
     "check_exposed",
     "closed_by",
     "closed_on_exec",

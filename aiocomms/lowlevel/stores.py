@@ -12,6 +12,7 @@ import torch
 from torch.distributed import TCPStore
 
 from aiocomms.errors import StoreLostError
+from aiocomms.lowlevel.forks import Unshared
 
 # The libuv server limits the size of a stranger's request, and never waits for the rest of one. Since torch 2.8
 # (PR 150215) it can serve a listening socket that it did not make.
@@ -34,6 +35,16 @@ def store_errors(what: str = "the rendezvous store is gone", *, rank: int | None
         raise StoreLostError(f"{what}: {reason}", rank=rank) from error
 
 
+def keep_from_children(store: TCPStore, host: str, port: int) -> TCPStore:
+    """Have a forked child close its copies of a store's connections.
+
+    :param host: the literal address of its server.
+    :returns: the store.
+    """
+    Unshared((host, port)).belongs_to(store)
+    return store
+
+
 def serve_store(host: str, size: int, timeout: float) -> tuple[TCPStore, int]:
     """Serve a new store at one address of this machine, on a free port. Blocks.
 
@@ -52,7 +63,7 @@ def serve_store(host: str, size: int, timeout: float) -> tuple[TCPStore, int]:
             host, port, size, True, timedelta(seconds=timeout), wait_for_workers=False,
             master_listen_fd=listener.detach(), use_libuv=USE_LIBUV,
         )  # fmt: skip
-    return store, port
+    return keep_from_children(store, host, port), port
 
 
 def reach_store(host: str, port: int, size: int, timeout: float) -> TCPStore:
@@ -61,4 +72,5 @@ def reach_store(host: str, port: int, size: int, timeout: float) -> TCPStore:
     :raises StoreLostError: nobody serves it there.
     """
     with store_errors(f"the new store at {host}:{port} cannot be reached"):
-        return TCPStore(host, port, size, False, timedelta(seconds=timeout), wait_for_workers=False)
+        store = TCPStore(host, port, size, False, timedelta(seconds=timeout), wait_for_workers=False)
+    return keep_from_children(store, host, port)

@@ -190,6 +190,10 @@ CASES = (
     Case(75, "the flight recorder's folder hangs"),
     Case(76, "a window over memory that another communicator of the process uses"),
     Case(78, "a receive whose awaiter never ran"),
+    Case(79, "a rank forks, and dies before its child", local=ONE_PROCESS),
+    Case(81, "a program's exit handler, whenever it was registered", local=ONE_PROCESS),
+    Case(84, "a transport's import changes no signal"),
+    Case(85, "the recorder's signal before the first communicator"),
     Case(91, "a timeout on every rank that waited"),
     Case(
         99,

@@ -16,7 +16,7 @@ import msgspec
 
 from aiocomms.cuda import Cuda
 from aiocomms.errors import ArgumentError, AuthError, CommError, ProtocolError, UnsupportedOperation
-from aiocomms.lowlevel import Gate, closed_on_exec, host_id, mac, reachable_address, same_user, tune
+from aiocomms.lowlevel import Gate, Unshared, closed_on_exec, host_id, mac, reachable_address, same_user, tune
 from aiocomms.transport import Rendezvous
 from aiocomms_ucx import wire
 from aiocomms_ucx._engine import NO_DEVICE, Engine, UcxError
@@ -70,10 +70,13 @@ async def open_shared_engine(
     """
     rank, size = rendezvous.rank, rendezvous.size
     mine = _introduction()
+    unshared = Unshared(mine.path)
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(_listen_here(mine.path))]
         hellos, key = await _hellos(rendezvous, mine)
         hosts = [hello.host for hello in hellos]
+        for hello in hellos:
+            unshared.add(hello.path)
         outside = None
         if len(set(hosts)) > 1:
             names = [hello.name for hello in hellos if hello.host != mine.host]
@@ -83,6 +86,9 @@ async def open_shared_engine(
         places = await _places(
             rendezvous, Place(engine.address(), listeners[-1].getsockname()[:2] if outside else None)
         )
+        for place in places:
+            if place.endpoint is not None:
+                unshared.add(place.endpoint)
         gate = Gate(rank, key, _connectors(rank, hellos, places), size)
         connections = await rendezvous.run(
             "connecting to the other ranks", lambda: gate.run(listeners, _SHARE * rendezvous.left())
@@ -93,7 +99,7 @@ async def open_shared_engine(
     crowded = len(here) > len({core for hello in here for core in hello.cores})
     near = [hello.pid if hello in here else 0 for hello in hellos]
     _start(engine, [place.address for place in places], sockets, near, crowded, _cookies(key, rank, size))
-    return SharedEngine(engine, rank, cuda), hosts, pids
+    return SharedEngine(engine, rank, unshared, cuda), hosts, pids
 
 
 def _start(engine: Engine, *arguments: Any) -> None:

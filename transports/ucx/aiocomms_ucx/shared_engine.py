@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import weakref
 from typing import TYPE_CHECKING, Final
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from aiocomms.cuda import Cuda
 from aiocomms.errors import ProtocolError
-from aiocomms.lowlevel import register, run_in_thread
+from aiocomms.lowlevel import Unshared, at_end, register, run_in_thread
 from aiocomms.transport import Completion
 from aiocomms_ucx import wire
 from aiocomms_ucx._engine import Engine, NoticeKind
@@ -29,9 +28,10 @@ Entry = tuple["UcxTransport", Completion, int]
 class SharedEngine:
     """One rank's engine, and the communicators that share it. Every method is called on the loop's thread."""
 
-    def __init__(self, engine: Engine, rank: int, cuda: Cuda | None = None) -> None:
+    def __init__(self, engine: Engine, rank: int, unshared: Unshared, cuda: Cuda | None = None) -> None:
         """Start without communicators.
 
+        :param unshared: the addresses of its control connections.
         :param cuda: the GPU whose memory the engine carries; None if it carries the memory of CPUs.
         """
         self.engine = engine
@@ -46,6 +46,8 @@ class SharedEngine:
         """
         self.broken = False
         register(self)
+        self._unshared = unshared
+        unshared.belongs_to(self)
         _open_engines.add(self)
 
     def progress(self) -> bool | None:
@@ -107,6 +109,7 @@ class SharedEngine:
         if not self.transports:
             await run_in_thread(self._close, anyhow=True)
             self.pending.clear()
+            self._unshared.release()
             _open_engines.discard(self)
 
     def _close(self) -> None:
@@ -125,5 +128,5 @@ def _stop_all() -> None:
         shared.engine.close(False, 0.0)
 
 
-atexit.register(_stop_all)
+at_end(_stop_all)
 os.register_at_fork(after_in_child=_open_engines.clear)  # the engines and their threads belong to the parent
