@@ -187,5 +187,17 @@ CASES = (
     Case(72, "a transport raises where it must not"),
     Case(73, "a transport raises amid a step of several messages"),
     Case(74, "an abort, a death and a deadline while it closes", but={"local": "no death: " + ONE_PROCESS}),
+    Case(
+        86,
+        "more than 2^32 messages to one rank, a copy that fails, an answer of a rank that was not asked",
+        local=NO_NETWORK,
+        c10d="torch's store and gloo number and match their messages themselves",
+    ),
+    Case(
+        87,
+        "more ranks on one host than a slot of shared memory has room for, and no memory for a step of an op",
+        local="ranks share Python's objects, and whoever has no memory for one gets a MemoryError",
+        c10d="gloo allocates inside torch, which raises to whoever waits",
+    ),
     Case(91, "a timeout on every rank that waited"),
 )
