@@ -194,6 +194,18 @@ CASES = (
     Case(81, "a program's exit handler, whenever it was registered", local=ONE_PROCESS),
     Case(84, "a transport's import changes no signal"),
     Case(85, "the recorder's signal before the first communicator"),
+    Case(
+        86,
+        "more than 2^32 messages to one rank, a copy that fails, an answer of a rank that was not asked",
+        local=NO_NETWORK,
+        c10d="torch's store and gloo number and match their messages themselves",
+    ),
+    Case(
+        87,
+        "more ranks on one host than a slot of shared memory has room for, and no memory for a step of an op",
+        local="ranks share Python's objects, and whoever has no memory for one gets a MemoryError",
+        c10d="gloo allocates inside torch, which raises to whoever waits",
+    ),
     Case(91, "a timeout on every rank that waited"),
     Case(
         99,

@@ -37,6 +37,8 @@ class NoticeKind(enum.IntEnum):
 
     MISLED = 4
 
+    FAILED = 5
+
 class Operator(enum.IntEnum):
     SUM = 0
 

@@ -84,7 +84,10 @@ class SharedEngine:
             self._misled(peer, "sends messages that make no sense")
         elif group in self.transports:
             transport = self.transports[group]
-            (transport.left if kind == NoticeKind.LEFT else transport.disagrees)(peer, detail)
+            if kind == NoticeKind.FAILED:
+                transport.failed(raw.decode(errors="replace"))
+            else:
+                (transport.left if kind == NoticeKind.LEFT else transport.disagrees)(peer, detail)
 
     def _handle_frame(self, peer: int, raw: bytes) -> None:
         try:

@@ -308,6 +308,10 @@ class UcxTransport(Transport):
         if rank is not None:
             self._fail(ProtocolError(f"rank {rank}: {what}", peer=rank))
 
+    def failed(self, why: str) -> None:
+        """Lose the communicator because the engine could not take one of its steps, such as for want of memory."""
+        self._fail(CommError(f"the engine of transport 'ucx' on rank {self.rank} failed amid a step: {why}"))
+
     def left(self, rank: int, collectives: int) -> None:
         """Handle that a rank has closed this communicator, after that many collectives."""
         self._left[rank] = collectives

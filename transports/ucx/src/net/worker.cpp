@@ -4,6 +4,7 @@
 #include <array>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 
 namespace aiocomms {
 namespace {
@@ -144,6 +145,7 @@ void Worker::introduce(int peer, std::string address, bool watched, Cookies cook
 }
 
 void Worker::refuse(int peer) {
+  if (std::exchange(peers_[peer].refused, true)) return;
   std::uint64_t& cookie = peers_[peer].cookies.theirs;
   cookie = ~cookie;  // nothing that it sends has this one
   misled_(peer);
