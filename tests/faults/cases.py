@@ -188,4 +188,6 @@ CASES = (
     Case(73, "a transport raises amid a step of several messages"),
     Case(74, "an abort, a death and a deadline while it closes", but={"local": "no death: " + ONE_PROCESS}),
     Case(91, "a timeout on every rank that waited"),
+    # Environment and configuration.
+    Case(92, "an incomplete environment of a launcher; a world of one that is not meant"),
 )
