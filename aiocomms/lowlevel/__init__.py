@@ -9,6 +9,7 @@ to connect with them                    :class:`Gate`, for sockets of any kind; 
 to prove who they are in other ways     :func:`mac` and :func:`same`, with a key of :meth:`Rendezvous.secret`;
                                         :func:`check_exposed` before listening; :data:`MAX_RECORD`
 to leak no descriptor into children     :func:`closed_on_exec`
+to tell versions of a protocol apart    :class:`Dialect`, before anything else is decoded
 to use a store                          :func:`serve_store`, :func:`reach_store`, :func:`store_errors`
 to fail as every transport does         :func:`closed_by`, :func:`gone`, :func:`misfit`, :func:`disagreement`,
                                         :class:`Reason`
@@ -27,11 +28,14 @@ from aiocomms.lowlevel.hosts import LOOPBACK, host_id, reachable_address
 from aiocomms.lowlevel.sockets import tune
 from aiocomms.lowlevel.stores import reach_store, serve_store, store_errors
 from aiocomms.lowlevel.threads import run_in_thread
+from aiocomms.lowlevel.versions import HEAD_BYTES, Dialect
 from aiocomms.lowlevel.waker import Waker
 
 __all__ = [
+    "HEAD_BYTES",
     "LOOPBACK",
     "MAX_RECORD",
+    "Dialect",
     "Gate",
     "Reason",
     "Waker",

@@ -190,4 +190,5 @@ CASES = (
     Case(91, "a timeout on every rank that waited"),
     # Environment and configuration.
     Case(92, "an incomplete environment of a launcher; a world of one that is not meant"),
+    Case(105, "another version, whose records have another shape"),
 )
