@@ -15,6 +15,7 @@ from typing import Final
 from torch.distributed import Store
 
 from aiocomms.errors import ArgumentError, ProtocolError
+from aiocomms.lowlevel.auth import RENDEZVOUS
 from aiocomms.lowlevel.stores import store_errors
 
 FIRST_PAUSE: Final = 0.0005
@@ -43,6 +44,7 @@ class Arrival:
 
         :returns: a text that is the same on all ranks, and differs from that of all other arrivals on this store.
         :raises ArgumentError: another process has come as this rank.
+        :raises ProtocolError: a rank that sees this rank is of another version.
         :raises StoreLostError: the store is gone.
         """
         mine = self._store.add(f"came/{self._rank}", 1)
@@ -77,14 +79,26 @@ class Arrival:
         """Read which arrivals a rank sees, and note whether it sees this rank's, and whether it agrees on all."""
         other_view = read(self._store, f"sees/{rank}/{view[rank]}") if view[rank] else None
         if other_view is not None:
-            if other_view.split()[self._rank : self._rank + 1] == [b"%d" % view[self._rank]]:
+            _, version, *numbers = (
+                other_view.split() if other_view.startswith(_MAGIC) else (b"", b"1", *other_view.split())
+            )
+            if numbers[self._rank : self._rank + 1] == [b"%d" % view[self._rank]]:
                 self.present.add(rank)
+                # Only now is it certain that it is there, and no process that is gone.
+                if version != b"%d" % RENDEZVOUS.version:
+                    raise ProtocolError(
+                        RENDEZVOUS.differs(f"rank {rank}", version[:16].decode(errors="replace")), peer=rank
+                    )
             if other_view == _text(view).encode():
                 self._agreed.add(rank)
 
 
+_MAGIC: Final = RENDEZVOUS.magic + b" "
+
+
 def _text(view: list[int]) -> str:
-    return " ".join(map(str, view))
+    """What a rank writes down: magic and version, then the arrivals. In every version it begins like this."""
+    return " ".join([RENDEZVOUS.magic.decode(), str(RENDEZVOUS.version), *map(str, view)])
 
 
 def read(store: Store, key: str) -> bytes | None:

@@ -94,6 +94,12 @@ class Brief(msgspec.Struct, omit_defaults=True):
     """Further pending ops."""
 
 
+class Format(msgspec.Struct):
+    """What a file begins with, in every version."""
+
+    format: str
+
+
 class Header(msgspec.Struct):
     """The first line of a file; the others are the ops."""
 

@@ -19,13 +19,14 @@ from aiocomms.errors import ArgumentError, ProtocolError
 from aiocomms.families.issuer import Issuer
 from aiocomms.lowering.runs import AloneError, Steps
 from aiocomms.lowering.schedules import Context, broadcast_tree, ring_gather, schedule
+from aiocomms.lowlevel.versions import Dialect
 from aiocomms.ops import Op, checks, codec
 from aiocomms.ops.checks import Group, Timeout
 from aiocomms.progress.work import Work
 
 HEADER_BYTES = 256
-_HEADER = struct.Struct("<4sB3xIIQ")  # magic, flags, tag of the second message, bytes here, bytes in all
-_MAGIC = b"aioO"
+_HEADER = struct.Struct("<6sBxIIQ")  # head, flags, tag of the second message, bytes here, bytes in all
+_OBJECTS = Dialect("objects", b"aioO", 2)
 _INLINE = HEADER_BYTES - _HEADER.size
 _PICKLED = 1
 
@@ -42,7 +43,7 @@ class Parcel:
         data = codec.encode(obj, pickle=pickle)
         inline = data if len(data) <= _INLINE else b""
         self.tag = next(_tags) & 0x7FFFFFFF
-        head = _HEADER.pack(_MAGIC, _PICKLED if pickle else 0, self.tag, len(inline), len(data))
+        head = _HEADER.pack(_OBJECTS.head, _PICKLED if pickle else 0, self.tag, len(inline), len(data))
         self.header = codec.to_tensor((head + inline).ljust(HEADER_BYTES, b"\0"), device)
         self.body = codec.to_tensor(b"" if inline else data, device)  # which are not copied: nobody else has them
 
@@ -57,8 +58,9 @@ class Arrival:
 
     def __init__(self, header: Tensor) -> None:
         data = codec.to_bytes(header)
-        magic, flags, self.tag, here, total = _HEADER.unpack(data[: _HEADER.size])
-        if magic != _MAGIC or flags > _PICKLED or here not in (0, total) or here > _INLINE or self.tag > 0x7FFFFFFF:
+        _OBJECTS.check(data, "the sender of an object")
+        _, flags, self.tag, here, total = _HEADER.unpack(data[: _HEADER.size])
+        if flags > _PICKLED or here not in (0, total) or here > _INLINE or self.tag > 0x7FFFFFFF:
             raise ProtocolError(f"an object's header makes no sense: {data[: _HEADER.size].hex()}")
         if total > codec.MAX_OBJECT_BYTES:
             raise ProtocolError(f"an object of {total} bytes was announced, at most {codec.MAX_OBJECT_BYTES} are taken")

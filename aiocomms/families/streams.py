@@ -23,6 +23,7 @@ from torch import Tensor
 from aiocomms import ops
 from aiocomms.errors import ArgumentError, CommAbortedError, CommError, ProtocolError
 from aiocomms.families.issuer import Issuer
+from aiocomms.lowlevel.versions import Dialect
 from aiocomms.ops import checks, codec
 from aiocomms.progress.driver import Driver, Promise
 from aiocomms.progress.work import StartedWork, Work
@@ -33,9 +34,9 @@ MAX_NAME = 100
 
 _FOREVER = checks.TIMEOUT_MAX
 _OPEN = struct.Struct(
-    f"<4sIIB{MAX_NAME}s"
-)  # magic, tag of the messages to this end, capacity, the name's length, the name
-_MAGIC = b"aioS"
+    f"<6sIIB{MAX_NAME}s"
+)  # head, tag of the messages to this end, capacity, the name's length, the name
+_STREAMS = Dialect("streams", b"aioS", 2)
 _DATA, _EOF = 0, 1
 _HEADER_BYTES = 8 + codec.TENSOR_BYTES
 _CLOSED = -1  # sent in place of a number of credits by an end that is closed
@@ -196,16 +197,22 @@ class TensorStream(ObjectStream[Tensor]):
     def _shake_hands(self) -> None:
         name = self.name.encode()
         tag = int.from_bytes(hashlib.blake2b(name, digest_size=4).digest(), "little", signed=True)
-        hello = _OPEN.pack(_MAGIC, self._in_tag, self._capacity, len(name), name)
+        hello = _OPEN.pack(_STREAMS.head, self._in_tag, self._capacity, len(name), name)
         self._send_control(codec.to_tensor(hello, self._comm.device), tag, ops.STREAM)
         self._post(ops.Recv(self._hello, self.peer, tag, ops.STREAM)).add_done_callback(self._on_hello)
 
     def _on_hello(self, work: Work[Any]) -> None:
         if self._failed(work):
             return
-        magic, tag, capacity, length, name = _OPEN.unpack(codec.to_bytes(self._hello))
-        if magic != _MAGIC or tag & 3 or not 1 <= capacity <= MAX_CAPACITY or name[:length] != self.name.encode():
-            self._break(ProtocolError(f"rank {self.peer} opened no stream {self.name!r}, or one of another version"))
+        hello = codec.to_bytes(self._hello)
+        try:
+            _STREAMS.check(hello, f"rank {self.peer}", self.peer)
+        except ProtocolError as error:
+            self._break(error)
+            return
+        _, tag, capacity, length, name = _OPEN.unpack(hello)
+        if tag & 3 or not 1 <= capacity <= MAX_CAPACITY or name[:length] != self.name.encode():
+            self._break(ProtocolError(f"rank {self.peer} opened no stream {self.name!r}"))
             return
         self._out_tag, self._credits, self._is_open = tag, capacity, True
         self._fetch()

@@ -12,6 +12,7 @@ to leak no descriptor into children     :func:`closed_on_exec`
 to move memory safely                   :func:`in_use`; :func:`register` what uses memory and is no op
 to leave no connection to a fork        :class:`Unshared`
 to stop before the interpreter ends     :func:`at_end`
+to tell versions of a protocol apart    :class:`Dialect`, before anything else is decoded
 to use a store                          :func:`serve_store`, :func:`reach_store`, :func:`store_errors`
 to fail as every transport does         :func:`closed_by`, :func:`gone`, :func:`misfit`, :func:`disagreement`,
                                         :class:`Reason`
@@ -33,11 +34,14 @@ from aiocomms.lowlevel.memory import in_use, register
 from aiocomms.lowlevel.sockets import tune
 from aiocomms.lowlevel.stores import reach_store, serve_store, store_errors
 from aiocomms.lowlevel.threads import run_in_thread
+from aiocomms.lowlevel.versions import HEAD_BYTES, Dialect
 from aiocomms.lowlevel.waker import Waker
 
 __all__ = [
+    "HEAD_BYTES",
     "LOOPBACK",
     "MAX_RECORD",
+    "Dialect",
     "Gate",
     "Reason",
     "Unshared",

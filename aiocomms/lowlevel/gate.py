@@ -2,8 +2,8 @@
 
 The rank with the higher number connects. Both sides authenticate before they send anything else:
 
-    connector: magic, its rank, a nonce
-    acceptor:  a nonce, and a MAC
+    connector: magic and version, its rank, a nonce
+    acceptor:  magic and version, a nonce, and a MAC
     connector: a MAC
     acceptor:  that it is accepted
 
@@ -28,16 +28,17 @@ from typing import Final
 
 from aiocomms.errors import AuthError, CommTimeoutError
 from aiocomms.lowlevel.auth import mac, same
+from aiocomms.lowlevel.versions import HEAD_BYTES, Dialect
 
 PATIENCE: Final = 5.0
 """Seconds in which whoever connects must prove that it is a rank."""
 MOST_HALF_OPEN: Final = 128
 """Connections that may be unproved at a time, besides one for each rank."""
 
-_MAGIC: Final = b"aioG1\0"
+_GATE = Dialect("the handshake", b"aioG", 2)
 _NONCE: Final = 16
 _MAC: Final = 32
-_HELLO: Final = struct.Struct(f"!6sI{_NONCE}s")
+_HELLO: Final = struct.Struct(f"!I{_NONCE}s")
 _ACCEPTED: Final = b"\x01"
 _PAUSE: Final = 0.01
 """Seconds before another attempt to connect."""
@@ -111,6 +112,7 @@ class Gate:
         self._selector = selectors.DefaultSelector()
         self.dropped = 0
         """How many connections of strangers were dropped."""
+        self._versions: set[int] = set()  # which those had that were of another version
 
     def run(self, listeners: Sequence[socket.socket], seconds: float) -> dict[int, socket.socket]:
         """Connect to all lower ranks, and accept connections from all higher ranks.
@@ -128,7 +130,7 @@ class Gate:
             while self._missing:
                 now = time.monotonic()
                 if now >= ends:
-                    raise CommTimeoutError(f"these ranks did not connect within {seconds:g} s: {sorted(self._missing)}")
+                    raise self._late(seconds)
                 if self._unconnected and now >= retry:
                     self._connect_missing(ends)
                     retry = now + _PAUSE
@@ -144,6 +146,12 @@ class Gate:
                 half.connection.close()
             self._selector.close()
         return self._proved
+
+    def _late(self, seconds: float) -> CommTimeoutError:
+        versions = "".join(
+            f"; {_GATE.differs('somebody who connected', other)}" for other in sorted(self._versions)[:3]
+        )
+        return CommTimeoutError(f"these ranks did not connect within {seconds:g} s: {sorted(self._missing)}{versions}")
 
     # ------------------------------------------------------------------------------------------------- connections
 
@@ -221,7 +229,8 @@ class Gate:
     def _connector_dialogue(self, connection: socket.socket, peer: int) -> Dialogue:
         """Authenticate as the side that connects."""
         nonce = secrets.token_bytes(_NONCE)
-        connection.sendall(_HELLO.pack(_MAGIC, self._rank, nonce))
+        connection.sendall(_GATE.head + _HELLO.pack(self._rank, nonce))
+        _GATE.check((yield HEAD_BYTES), f"who answers in the place of rank {peer}", peer)
         message = yield _NONCE + _MAC
         pair = (self._rank, peer, nonce, message[:_NONCE])
         if not same(message[_NONCE:], mac(self._key, "acceptor", *pair)):
@@ -233,12 +242,21 @@ class Gate:
 
     def _acceptor_dialogue(self, connection: socket.socket) -> Dialogue:
         """Authenticate as the side that accepts."""
-        magic, peer, peer_nonce = _HELLO.unpack((yield _HELLO.size))
-        if magic != _MAGIC or not self._rank < peer < self._size:
+        head = yield HEAD_BYTES
+        if head != _GATE.head:
+            other = _GATE.other_version(head)
+            if (
+                other is not None
+            ):  # it learns this rank's version; anybody may say this, so it is an error to nobody here
+                self._versions.add(other)
+                connection.sendall(_GATE.head)
+            raise RefusedError
+        peer, peer_nonce = _HELLO.unpack((yield _HELLO.size))
+        if not self._rank < peer < self._size:
             raise RefusedError
         nonce = secrets.token_bytes(_NONCE)
         pair = (peer, self._rank, peer_nonce, nonce)
-        connection.sendall(nonce + mac(self._key, "acceptor", *pair))
+        connection.sendall(_GATE.head + nonce + mac(self._key, "acceptor", *pair))
         if not same((yield _MAC), mac(self._key, "connector", *pair)):
             raise RefusedError
         connection.sendall(_ACCEPTED)

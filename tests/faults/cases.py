@@ -207,6 +207,7 @@ CASES = (
         c10d="gloo allocates inside torch, which raises to whoever waits",
     ),
     Case(91, "a timeout on every rank that waited"),
+    Case(92, "an incomplete environment of a launcher; a world of one that is not meant"),
     Case(
         99,
         "a large object blocks the loop",
@@ -218,6 +219,7 @@ CASES = (
         but={"c10d": "a window is made of messages, and its opening cannot fail"},
     ),
     Case(104, "the tensor of a stream's send that was cancelled"),
+    Case(105, "another version, whose records have another shape"),
     Case(
         107,
         "a cable that loses, delays, reorders, repeats, is slow, is cut for 2 s, or takes smaller frames",

@@ -72,7 +72,7 @@ def _sing() -> None:
     Canary.sung = True
 
 
-HELLO = ucx_bringup.Hello(ucx_wire.VERSION, "little", "host", "name", 1, [0, 1], "\0path", b"n" * 32)
+HELLO = ucx_bringup.Hello("little", "host", "name", 1, [0, 1], "\0path", b"n" * 32)
 C10D_FRAME = c10d_wire.pack(c10d_wire.Header(c10d_wire.CALL, ident=3), b"all_reduce", (1, 2), torch.zeros(9).byte())
 SIGNED, PLAIN = Seal(b"a token", "name", 1), Seal(None, "name", 1)
 
@@ -89,7 +89,7 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
         c10d_bringup.hello(adopt=True, left=9.0),
     ),
     "frames of ucx": (ucx_wire.unpack, ucx_wire.pack(ucx_wire.Abort(0, Reason("PeerDiedError", "why", 1), -1))),
-    "hellos of ucx": (_ucx_hello, msgspec.msgpack.encode(HELLO)),
+    "hellos of ucx": (_ucx_hello, ucx_wire.dialect().head + msgspec.msgpack.encode(HELLO)),
     "places of ucx": (
         lambda data: ucx_wire.record(1, data, ucx_bringup.Place),
         msgspec.msgpack.encode(ucx_bringup.Place(b"address", ("192.0.2.1", 9))),

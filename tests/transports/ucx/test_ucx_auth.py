@@ -29,11 +29,11 @@ GARBAGE = {
     "tls": bytes.fromhex("1603010200010001fc0303") + bytes(range(200)),
     "zeros": bytes(4096),
     "ones": b"\xff" * 4096,
-    "a beginning": b"aioG1\0",
-    "half a hello": b"aioG1\0\0\0\0\1" + b"n" * 8,
-    "a wrong rank": struct.pack("!6sI16s", b"aioG1\0", 2**32 - 1, b"n" * 16) + bytes(32),
-    "a rank below": struct.pack("!6sI16s", b"aioG1\0", 0, b"n" * 16) + bytes(32),
-    "no proof": struct.pack("!6sI16s", b"aioG1\0", 1, b"n" * 16) + bytes(32),
+    "a beginning": b"aioG\2\0",
+    "half a hello": b"aioG\2\0\0\0\0\1" + b"n" * 8,
+    "a wrong rank": struct.pack("!6sI16s", b"aioG\2\0", 2**32 - 1, b"n" * 16) + bytes(32),
+    "a rank below": struct.pack("!6sI16s", b"aioG\2\0", 0, b"n" * 16) + bytes(32),
+    "no proof": struct.pack("!6sI16s", b"aioG\2\0", 1, b"n" * 16) + bytes(32),
     "a pickle": b"\x80\x04\x95" + bytes(60),
 }
 
@@ -247,7 +247,7 @@ def test_an_old_handshake_opens_nothing(listener: socket.socket) -> None:
         return it.run([], 20)[0]
 
     (_, inside), end, _ = in_threads(
-        lambda: open_up(listener), tapped, lambda: tap.run(lambda: len(tap.said["out"]) == 49)
+        lambda: open_up(listener), tapped, lambda: tap.run(lambda: len(tap.said["out"]) == 55)
     )
     end.close()
     inside[1].close()
@@ -256,7 +256,7 @@ def test_an_old_handshake_opens_nothing(listener: socket.socket) -> None:
     def replay() -> socket.socket:
         with connect(listener) as it:
             it.sendall(tap.said["in"])
-            assert len(it.recv(48, socket.MSG_WAITALL)) == 48
+            assert len(it.recv(54, socket.MSG_WAITALL)) == 54
             with contextlib.suppress(ConnectionResetError):
                 assert it.recv(1) == b""
         return join(listener)
@@ -277,9 +277,9 @@ def test_a_ranks_own_words_are_no_proof(listener: socket.socket) -> None:
 
     def mirror() -> socket.socket:
         with connect(listener) as it:
-            it.sendall(struct.pack("!6sI16s", b"aioG1\0", 1, b"n" * 16))
-            challenge = it.recv(48, socket.MSG_WAITALL)
-            it.sendall(challenge[16:])
+            it.sendall(struct.pack("!6sI16s", b"aioG\2\0", 1, b"n" * 16))
+            challenge = it.recv(54, socket.MSG_WAITALL)
+            it.sendall(challenge[22:])
             with contextlib.suppress(ConnectionResetError):
                 assert it.recv(1) == b""
         return join(listener)
@@ -312,7 +312,7 @@ def test_another_user_is_not_heard() -> None:
                     it.connect(listener.getsockname())
                     it.settimeout(10)
                     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                        it.sendall(struct.pack("!6sI16s", b"aioG1\0", 1, b"n" * 16))
+                        it.sendall(struct.pack("!6sI16s", b"aioG\2\0", 1, b"n" * 16))
                         os.write(there, it.recv(100))
             finally:
                 os._exit(0)

@@ -512,6 +512,10 @@ def header(**more):
         (b"[" * 100_000, "line 1: "),
         (b"{}", "line 1: Object missing required field"),
         (header(format="other\x1b[31m"), r"its format is 'other\?"),
+        (
+            b'{"format":"aiocomms recorder 9","other":1}',
+            "its format is 'aiocomms recorder 9', wanted 'aiocomms recorder 1'",
+        ),
         (header(rank=2), "it is of rank 2 of 2"),
         (header(rank=-1), "it is of rank -1 of 2"),
         (header(rank=1), "it is of rank 1 of 2"),

@@ -33,7 +33,6 @@ _CONNECT: Final = 5.0
 class Hello(msgspec.Struct, array_like=True):
     """What each rank tells the others first."""
 
-    version: int
     byte_order: str
     host: str
     name: str
@@ -113,7 +112,7 @@ def _introduction() -> Hello:
     host = f"{host_id('net', 'pid')}/{os.getuid()}"
     path, nonce = f"\0aiocomms-{secrets.token_hex(16)}", secrets.token_bytes(_NONCE)
     cores = sorted(os.sched_getaffinity(0))
-    return Hello(wire.VERSION, sys.byteorder, host, socket.gethostname(), os.getpid(), cores, path, nonce)
+    return Hello(sys.byteorder, host, socket.gethostname(), os.getpid(), cores, path, nonce)
 
 
 def _engine(rank: int, size: int, outside: str | None, cuda: Cuda | None, memory: int) -> Engine:
@@ -157,7 +156,7 @@ async def _hellos(rendezvous: Rendezvous, mine: Hello) -> tuple[list[Hello], byt
 
     If the job has no token, whoever reads the store can compute the key.
     """
-    raw_hellos = await rendezvous.exchange("ucx", msgspec.msgpack.encode(mine))
+    raw_hellos = await rendezvous.exchange("ucx", wire.dialect().head + msgspec.msgpack.encode(mine))
     return [_hello(peer, raw) for peer, raw in enumerate(raw_hellos)], mac(rendezvous.secret("ucx"), *raw_hellos)
 
 
@@ -176,13 +175,9 @@ async def _places(rendezvous: Rendezvous, mine: Place) -> list[Place]:
 
 
 def _hello(rank: int, raw: bytes) -> Hello:
-    hello = wire.record(rank, raw, Hello)
-    for what, given, wanted in (
-        ("version", hello.version, wire.VERSION),
-        ("byte order", hello.byte_order, sys.byteorder),
-    ):
-        if given != wanted:
-            raise ProtocolError(f"rank {rank} has {what} {given} of the ucx transport, this rank {wanted}")
+    hello = wire.record(rank, wire.dialect().check(raw, f"rank {rank}", rank), Hello)
+    if hello.byte_order != sys.byteorder:
+        raise ProtocolError(f"rank {rank} has byte order {hello.byte_order}, this rank {sys.byteorder}", peer=rank)
     return hello
 
 
