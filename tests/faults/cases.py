@@ -189,6 +189,7 @@ CASES = (
     Case(74, "an abort, a death and a deadline while it closes", but={"local": "no death: " + ONE_PROCESS}),
     Case(78, "a receive whose awaiter never ran"),
     Case(91, "a timeout on every rank that waited"),
+    Case(100, "an error of new_window that was caught"),
     # What one rank does, and the others do not know of.
     Case(
         102,
