@@ -239,4 +239,4 @@ class Window:
             await self.aclose()
         elif not self.closed:
             with contextlib.suppress(CommError):  # the communicator is lost or closed, and the window with it
-                self._start_closing().add_done_callback(Work.exception)  # nobody can be told but by the body's own error
+                self._start_closing().add_done_callback(Work.exception)  # the body raises
