@@ -213,6 +213,7 @@ CASES = (
         "a large object blocks the loop",
         but="it is encoded within the call, since its program may change it; shown is how often it is copied",
     ),
+    Case(100, "an error of new_window that was caught"),
     Case(
         102,
         "a lowered collective, a stream, a window, a split that fails on one rank",
