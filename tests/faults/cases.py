@@ -190,6 +190,7 @@ CASES = (
     # A process forks, ends, or gets a signal.
     Case(79, "a rank forks, and dies before its child", local=ONE_PROCESS),
     Case(81, "a program's exit handler, whenever it was registered", local=ONE_PROCESS),
+    Case(83, "an engine that outlives the interpreter", local="it has no engine, and no thread of its own"),
     Case(84, "a transport's import changes no signal"),
     Case(85, "the recorder's signal before the first communicator"),
     Case(91, "a timeout on every rank that waited"),

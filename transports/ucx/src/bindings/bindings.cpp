@@ -230,6 +230,8 @@ std::string text(const nb::bytes& bytes) { return std::string(bytes.c_str(), byt
 
 NB_MODULE(_engine, module) {
   using namespace aiocomms;
+  // What the interpreter does not free at its end is no defect: C code, or a thread that is cut off, may hold it.
+  nb::set_leak_warnings(false);
   nb::exception<UcxError>(module, "UcxError", PyExc_RuntimeError);
   module.def(
       "explain", [](int error) { return std::string(ucs_status_string(static_cast<ucs_status_t>(-error))); },
@@ -300,8 +302,21 @@ NB_MODULE(_engine, module) {
                    "list[tuple[int, int, int, int, bytes]]] | None"))
       .def("close", &Engine::close, nb::arg("sound"), nb::arg("patience"), Released())
       .def(
+          "halt",
+          [](nb::handle_t<Engine> self) {
+            self.inc_ref();  // for ever
+            Engine& engine = nb::cast<Engine&>(self);
+            nb::gil_scoped_release released;
+            engine.halt();
+          },
+          nb::sig("def halt(self) -> None"))
+      .def(
           "send_frame",
-          [](Engine& engine, int peer, const nb::bytes& frame) { return engine.send_frame(peer, text(frame)); },
+          [](Engine& engine, int peer, const nb::bytes& frame) {
+            const std::string content = text(frame);
+            nb::gil_scoped_release released;
+            return engine.send_frame(peer, content);
+          },
           nb::arg("peer"), nb::arg("frame"))
       .def("add_group", &Engine::add_group, nb::arg("rank"), nb::arg("peers"))
       .def("open_group", &Engine::open_group, nb::arg("group"), nb::arg("their_ids"), nb::arg("segment"),

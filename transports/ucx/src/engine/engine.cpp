@@ -345,12 +345,27 @@ void Engine::close(bool sound, double patience) {
   const std::uint64_t ends = now_ns() + static_cast<std::uint64_t>(patience * 1e9);
   auto patient = [&] { return now_ns() < ends; };
   if (sound) part_from_peers(patient);
+  stop_thread();
+  tear_down(sound, patient);
+}
+
+void Engine::halt() {
+  if (!thread_.joinable()) return;
+  stop_thread();
+  lock_.lock();
+  tear_down(false, [] { return false; });
+}
+
+void Engine::stop_thread() {
   {
     std::lock_guard lock(lock_);
     stopping_ = true;
     control_->wake();
   }
   thread_.join();
+}
+
+void Engine::tear_down(bool sound, const std::function<bool()>& patient) {
   groups_.each([this](Group& group) { lose(group); });
   for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) inbox_.forget_early(peer);
   if (sound) {
