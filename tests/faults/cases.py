@@ -189,6 +189,9 @@ CASES = (
     Case(74, "an abort, a death and a deadline while it closes", but={"local": "no death: " + ONE_PROCESS}),
     # A process forks, ends, or gets a signal.
     Case(79, "a rank forks, and dies before its child", local=ONE_PROCESS),
+    Case(
+        80, "a child with a communicator of its own ends", local="it has no threads, connections or engine to inherit"
+    ),
     Case(81, "a program's exit handler, whenever it was registered", local=ONE_PROCESS),
     Case(83, "an engine that outlives the interpreter", local="it has no engine, and no thread of its own"),
     Case(84, "a transport's import changes no signal"),
