@@ -191,7 +191,11 @@ CASES = (
     Case(76, "a window over memory that another communicator of the process uses"),
     Case(78, "a receive whose awaiter never ran"),
     Case(79, "a rank forks, and dies before its child", local=ONE_PROCESS),
+    Case(
+        80, "a child with a communicator of its own ends", local="it has no threads, connections or engine to inherit"
+    ),
     Case(81, "a program's exit handler, whenever it was registered", local=ONE_PROCESS),
+    Case(83, "an engine that outlives the interpreter", local="it has no engine, and no thread of its own"),
     Case(84, "a transport's import changes no signal"),
     Case(85, "the recorder's signal before the first communicator"),
     Case(

@@ -18,12 +18,20 @@ def transport(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def run(program: str, *arguments: object, ranks: int = 2) -> list[tuple[int, str, str]]:
+def run(program: str, *arguments: object, quiet: bool = False, ranks: int = 2) -> list[tuple[int, str, str]]:
     """Run a program on some ranks, which are its last argument.
 
+    :param quiet: show no warnings but those that Python shows by itself.
     :returns: the status, and what was printed, of each.
     """
-    command = [sys.executable, "-W", "always::ResourceWarning", "-c", program, *map(str, arguments)]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore::ResourceWarning" if quiet else "always::ResourceWarning",
+        "-c",
+        program,
+        *map(str, arguments),
+    ]
     environment = os.environ | {"AIOCOMMS_HEARTBEAT": "0"}
     processes = [
         subprocess.Popen([*command, str(rank)], env=environment, stdout=-1, stderr=-1, text=True)
@@ -96,3 +104,44 @@ asyncio.run_coroutine_threadsafe(start(), loop).result()
 def test_the_order_of_exit_handlers_does_not_matter(tmp_path: Path, transport: str, order: str) -> None:
     """A program's exit handler sends, receives and closes as ever, also if it was there before this library."""
     check(run(LATE, transport, tmp_path, order), ["[1.0, 100000.0, 3.0]\nCommAbortedError\n", ""])
+
+
+LEFT = """
+import asyncio, ctypes, sys, threading
+import torch, aiocomms
+transport, folder, how, rank = *sys.argv[1:4], int(sys.argv[4])
+
+async def start():
+    store = torch.distributed.FileStore(f"{folder}/store", 2)
+    comm = await aiocomms.new_comm(transport, store=store, rank=rank, size=2)
+    await comm.all_reduce(torch.ones(100_000))
+    return comm
+
+async def pour():
+    try:
+        while True:
+            await comm.all_reduce(torch.ones(100_000))
+    except aiocomms.CommError:  # the other rank has ended, or this one is about to
+        pass
+
+if how == "held by C":
+    async def main():
+        async with await start() as comm:
+            await comm.barrier()
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(comm))
+    asyncio.run(main())
+else:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    comm = asyncio.run_coroutine_threadsafe(start(), loop).result()
+    if how == "busy":
+        asyncio.run_coroutine_threadsafe(pour(), loop)
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0.1), loop).result()
+"""
+
+
+@pytest.mark.fault(83)
+@pytest.mark.parametrize("how", ["held by C", "idle", "busy"])
+def test_what_is_left_at_the_end_makes_no_noise(tmp_path: Path, transport: str, how: str) -> None:
+    """Neither a communicator that is open on a daemon thread's loop nor one that is closed and never freed."""
+    check(run(LEFT, transport, tmp_path, how, quiet=True), ["", ""])

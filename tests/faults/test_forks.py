@@ -7,12 +7,14 @@ import contextlib
 import multiprocessing
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from processes import PATIENCE, Rank, Run, death, free_port
+from processes import HANGS, PATIENCE, Rank, Run, death, free_port
 
 from aiocomms.bootstrap.stores import connect_store
 from aiocomms.errors import StoreLostError
@@ -116,3 +118,53 @@ async def stores_host_dies(place: Rank, port: int) -> None:
 @pytest.mark.parametrize("transport", ["c10d"])  # the store is the same one for all
 def test_a_stores_host_that_dies_and_leaves_a_child(ranks: Run) -> None:
     ranks(2, stores_host_dies, free_port())
+
+
+WITH_CHILDREN = """
+import asyncio, gc, os, sys, torch, aiocomms
+transport, folder, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
+torch.set_num_threads(1)
+
+async def use(name):
+    store = torch.distributed.FileStore(f"{folder}/{name}", 2)
+    comm = await aiocomms.new_comm(transport, store=store, rank=rank, size=2, name=name)
+    await comm.all_reduce(torch.ones(100_000))
+    await comm.barrier()
+    return comm
+
+async def use_and_close(name):
+    await (await use(name)).aclose()
+
+loop = asyncio.new_event_loop()
+comm = loop.run_until_complete(use("parent"))
+child = os.fork()
+if not child:
+    asyncio.run(use_and_close("child"))
+    try:
+        comm.barrier()
+    except aiocomms.CommError as error:
+        print(type(error).__name__)
+    del comm
+    gc.collect()
+    sys.exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+loop.run_until_complete(comm.all_reduce(torch.ones(100_000)))
+loop.run_until_complete(comm.aclose())
+loop.run_until_complete(loop.shutdown_asyncgens())
+loop.close()
+"""
+
+
+@pytest.mark.fault(80)
+def test_a_child_with_a_communicator_of_its_own(tmp_path: Path, transport: str) -> None:
+    """It uses and closes its own, throws away its parent's, and ends by `sys.exit`; the parent goes on."""
+    command = [sys.executable, "-c", WITH_CHILDREN, transport, str(tmp_path)]
+    processes = [subprocess.Popen([*command, str(rank)], stdout=-1, stderr=-1, text=True) for rank in range(2)]
+    try:
+        printed = [process.communicate(timeout=HANGS) for process in processes]
+        assert printed == [("CommClosedError\n7\n", "")] * 2
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0, 0]

@@ -126,9 +126,9 @@ _open_engines: weakref.WeakSet[SharedEngine] = weakref.WeakSet()
 
 
 def _stop_all() -> None:
-    """Close all engines at exit: UCX must not be used while the process ends."""
+    """Halt all engines at exit: UCX must not be used while the process ends, though a loop's thread may go on."""
     for shared in list(_open_engines):
-        shared.engine.close(False, 0.0)
+        shared.engine.halt()
 
 
 at_end(_stop_all)

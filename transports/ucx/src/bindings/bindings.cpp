@@ -278,6 +278,8 @@ nb::object progress(Engine& engine) {
 
 NB_MODULE(_engine, module) {
   using namespace aiocomms;
+  // What the interpreter does not free at its end is no defect: C code, or a thread that is cut off, may hold it.
+  nb::set_leak_warnings(false);
   nb::exception<UcxError>(module, "UcxError", PyExc_RuntimeError);
   module.def(
       "explain", [](int error) { return std::string(ucs_status_string(static_cast<ucs_status_t>(-error))); },
@@ -334,6 +336,14 @@ NB_MODULE(_engine, module) {
            nb::sig("def progress(self) -> tuple[list[tuple[int, int, int, int]], "
                    "list[tuple[int, int, int, int, bytes]]] | None"))
       .def("close", &Engine::close, nb::arg("sound"), nb::arg("patience"), Released())
+      .def(
+          "halt",
+          [](nb::handle_t<Engine> self) {
+            self.inc_ref();  // for ever
+            Engine& engine = nb::cast<Engine&>(self);
+            released([&] { engine.halt(); });
+          },
+          nb::sig("def halt(self) -> None"))
       .def("send_frame", &send_frame, nb::arg("peer"), nb::arg("frame"))
       .def("add_group", &Engine::add_group, nb::arg("rank"), nb::arg("peers"), Released())
       .def("open_group", &Engine::open_group, nb::arg("group"), nb::arg("their_ids"), nb::arg("segment"),

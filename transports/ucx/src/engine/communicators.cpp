@@ -73,6 +73,16 @@ void Engine::open_group(std::uint32_t id, std::vector<std::uint32_t> their_ids, 
   group.hosts = count;
 }
 
+bool Engine::send_frame(int peer, const std::string& frame) {
+  std::lock_guard lock(lock_);
+  return control_->send(peer, frame);
+}
+
+std::vector<std::uint64_t> Engine::signs() {
+  std::lock_guard lock(lock_);
+  return control_->signs();
+}
+
 bool Engine::has_let_go(std::uint32_t id, int rank) {
   std::lock_guard lock(lock_);
   return present(id).has_let_go(rank);

@@ -385,14 +385,29 @@ void Engine::close(bool sound, double patience) noexcept {
   const std::uint64_t ends = now_ns() + static_cast<std::uint64_t>(patience * 1e9);
   auto patient = [&] { return now_ns() < ends; };
   if (sound) sound = part_from_peers(patient);
+  stop_thread();
+  std::lock_guard lock(lock_);
+  tear_down(sound && !reports_.failed(), patient);  // what the peers were to be told may not have gone out
+}
+
+void Engine::halt() noexcept {
+  closing_.lock();
+  if (!thread_.joinable()) return closing_.unlock();
+  stop_thread();
+  lock_.lock();
+  tear_down(false, [] { return false; });
+}
+
+void Engine::stop_thread() noexcept {
   {
     std::lock_guard lock(lock_);
     stopping_ = true;
     control_->wake();
   }
   thread_.join();
-  std::lock_guard lock(lock_);
-  sound = sound && !reports_.failed();  // what the peers were to be told may not have gone out
+}
+
+void Engine::tear_down(bool sound, const std::function<bool()>& patient) noexcept {
   groups_.each([this](Group& group) { lose(group); });
   for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) inbox_.forget_early(peer);
   if (sound) {

@@ -71,8 +71,8 @@ class Engine : private Inbox::Owner {
   bool reads_all(const std::vector<int>& peers) const;  // whether this rank may read the memory of those on its host
   void lose_group(std::uint32_t group);                 // nothing of it is moved on any more
   void close_group(std::uint32_t group);                // and the others are told
-  bool send_frame(int peer, const std::string& frame) { return control_->send(peer, frame); }
-  std::vector<std::uint64_t> signs() { return control_->signs(); }
+  bool send_frame(int peer, const std::string& frame);
+  std::vector<std::uint64_t> signs();
   bool has_let_go(std::uint32_t group, int rank);  // whether a rank of this host has lost the communicator
   std::vector<int> missing(std::uint32_t group);   // the ranks that the collective under way waits for
 
@@ -127,6 +127,8 @@ class Engine : private Inbox::Owner {
   void fail(const char* why);
   // Leave: wait until the peers have got everything, at most `patience` seconds, if the engine is sound; then stop.
   void close(bool sound, double patience) noexcept;
+  // The process ends, and other threads may still call: they wait for ever, and so the engine must never be destroyed.
+  void halt() noexcept;
 
  private:
   // What the inbox hands on.
@@ -171,6 +173,8 @@ class Engine : private Inbox::Owner {
   void lose(Group& group) noexcept;  // release it, after the others can see that
   void release(Group& group) noexcept;
   bool part_from_peers(const std::function<bool()>& patient) noexcept;
+  void stop_thread() noexcept;
+  void tear_down(bool sound, const std::function<bool()>& patient) noexcept;
 
   const int rank_;
   std::vector<Peer> peers_;
