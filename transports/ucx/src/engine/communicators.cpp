@@ -32,6 +32,10 @@ void Engine::open_group(std::uint32_t id, std::vector<std::uint32_t> their_ids, 
   auto wire_between = [&](std::vector<int> ranks) {
     return std::make_unique<Wire>(sender_, inbox_, schedules_.events(), group, std::move(ranks));
   };
+  // Who may not read another's memory takes no offers, so nobody of this host makes any.
+  if (!readable) {
+    for (int rank : group.local) peers_[group.peers[rank]].readable = 0;
+  }
   group.wire = wire_between(std::move(all));
   if (leads) group.leaders = wire_between(std::move(leaders));
   if (segment < 0) return;

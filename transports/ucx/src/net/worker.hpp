@@ -89,6 +89,7 @@ class Worker final : public Network {
     std::uint32_t sent = 0;
     Cookies cookies;
     bool failed = false;
+    ucs_status_t why = UCS_ERR_CONNECTION_RESET;  // if it has failed
   };
 
   static ucs_status_t on_message(void* arg, const void* header, std::size_t header_bytes, void* data, std::size_t bytes,
