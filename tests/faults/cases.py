@@ -191,6 +191,13 @@ CASES = (
     Case(91, "a timeout on every rank that waited"),
     # Environment and configuration.
     Case(
+        87,
+        "more ranks of one host than can share memory",
+        local=OF_UCX,
+        c10d=OF_UCX,
+        but="the check alone is tested: no such world is started",
+    ),
+    Case(
         88,
         "shared memory that is full, UCX_TLS that differs, a process that is not dumpable",
         local=OF_UCX,

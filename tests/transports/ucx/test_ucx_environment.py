@@ -13,7 +13,7 @@ import pytest
 import torch
 from processes import Rank, Run, exchange, listening, runner
 
-from aiocomms.errors import CommError, PeerDiedError
+from aiocomms.errors import ArgumentError, CommError, PeerDiedError
 
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="changing capabilities and mounts needs root")
 
@@ -157,6 +157,16 @@ def test_partners_know_each_other() -> None:
         partners = [_partners(rank, size) for rank in range(size)]
         assert all(rank in partners[peer] for rank in range(size) for peer in partners[rank])
         assert all(len(some) <= 2 * size.bit_length() or size <= 16 for some in partners)
+
+
+@pytest.mark.fault(87, transport="ucx")
+def test_more_ranks_of_a_host_than_can_share_its_memory_are_refused() -> None:
+    from aiocomms_ucx.meeting import check_crowd
+
+    check_crowd(["a"] * 2048 + ["b"] * 2048)
+    for count in (2049, 16385):
+        with pytest.raises(ArgumentError, match=rf"^{count} ranks are on one host \(b\), .* at most 2048 there"):
+            check_crowd(["a"] * 3 + ["b"] * count)
 
 
 def test_who_is_gone_is_not_who_cannot_be_reached() -> None:

@@ -7,7 +7,8 @@ environment is then named while the communicator forms, on all ranks, and nobody
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
@@ -15,7 +16,7 @@ import msgspec
 import torch
 
 from aiocomms import ops
-from aiocomms.errors import CommAbortedError, CommError, PeerDiedError
+from aiocomms.errors import ArgumentError, CommAbortedError, CommError, PeerDiedError
 from aiocomms.transport import OP_RESULT, Rendezvous
 from aiocomms_ucx import wire
 from aiocomms_ucx._engine import create_segment
@@ -33,6 +34,8 @@ _SIZES: Final = (8, 128 * 1024)
 """Bytes of the proofs: a message that UCX copies, and one that the receiver copies, or UCX by rendezvous."""
 _ALL: Final = 16
 """Ranks, up to which each pair proves itself; of more, those whose distance is a power of two."""
+_MOST_HERE: Final = 2048
+"""Ranks of one host: a slot of the shared memory holds a cache line for each, in all_to_all."""
 _SHARE: Final = 0.5
 """Share of the remaining time for the proofs. The rest is for telling each other what has failed."""
 _PAUSE: Final = 0.0002
@@ -60,6 +63,7 @@ async def meet(transport: UcxTransport, rendezvous: Rendezvous, *, first: bool) 
     :raises CommError: some rank could not; the same on all ranks.
     """
     rank, size = transport.rank, transport.size
+    check_crowd(transport.hosts)
     here = [peer for peer in range(size) if not transport.far(peer)]
     segment, trouble = _create(rank, here)
     try:
@@ -78,6 +82,18 @@ async def meet(transport: UcxTransport, rendezvous: Rendezvous, *, first: bool) 
     finally:
         if segment != _NONE:
             os.close(segment)
+
+
+def check_crowd(hosts: Sequence[str]) -> None:
+    """Check that no host has more ranks than can share its memory; all ranks find the same.
+
+    :raises ArgumentError: one has.
+    """
+    for host, count in Counter(hosts).items():
+        if count > _MOST_HERE:
+            raise ArgumentError(
+                f"{count} ranks are on one host ({host}), and transport 'ucx' takes at most {_MOST_HERE} there"
+            )
 
 
 def _create(rank: int, here: list[int]) -> tuple[int, str]:
