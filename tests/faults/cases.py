@@ -14,6 +14,7 @@ ONE_PROCESS = "all ranks are in one process, which dies or stops as a whole"
 NO_NETWORK = "there is no network"
 NO_LISTENER = "nothing listens, and nothing of another process is read"
 NO_VERSIONS = "debug mode compares ops with each other; it reads no version counters, and sees no program's write"
+OF_UCX = "it uses neither UCX nor shared memory of the host"
 OF_THE_DECODER = "memory is measured of the decoder, not of the process"
 
 
@@ -209,8 +210,17 @@ CASES = (
         "more ranks on one host than a slot of shared memory has room for, and no memory for a step of an op",
         local="ranks share Python's objects, and whoever has no memory for one gets a MemoryError",
         c10d="gloo allocates inside torch, which raises to whoever waits",
+        but="of the ranks the check alone is tested: no such world is started",
     ),
     Case(91, "a timeout on every rank that waited"),
+    Case(
+        88,
+        "shared memory that is full, UCX_TLS that differs, a process that is not dumpable",
+        local=OF_UCX,
+        c10d=OF_UCX,
+        but="of more than 16 ranks those prove themselves whose distance is a power of two; ranks on GPUs do not yet",
+    ),
+    Case(89, "UCX's variables, and limits of the process", local=OF_UCX, c10d=OF_UCX),
     Case(92, "an incomplete environment of a launcher; a world of one that is not meant"),
     Case(
         99,

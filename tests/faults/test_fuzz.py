@@ -19,7 +19,7 @@ import torch
 from aiocomms_c10d import bringup as c10d_bringup
 from aiocomms_c10d import wire as c10d_wire
 from aiocomms_ucx import bringup as ucx_bringup
-from aiocomms_ucx import transport as ucx_transport
+from aiocomms_ucx import meeting as ucx_meeting
 from aiocomms_ucx import windows as ucx_windows
 from aiocomms_ucx import wire as ucx_wire
 from hypothesis import given, settings
@@ -95,8 +95,8 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
         msgspec.msgpack.encode(ucx_bringup.Place(b"address", ("192.0.2.1", 9))),
     ),
     "members of ucx": (
-        lambda data: ucx_wire.record(1, data, ucx_transport._Member),
-        msgspec.msgpack.encode(ucx_transport._Member(0, 5, True)),
+        lambda data: ucx_wire.record(1, data, ucx_meeting.Member),
+        msgspec.msgpack.encode(ucx_meeting.Member(0, 5, True)),
     ),
     "parts of windows of ucx": (
         lambda data: ucx_windows._part(1, _row(data)),

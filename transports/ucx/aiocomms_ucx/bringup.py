@@ -16,10 +16,21 @@ import msgspec
 
 from aiocomms.cuda import Cuda
 from aiocomms.errors import ArgumentError, AuthError, CommError, ProtocolError, UnsupportedOperation
-from aiocomms.lowlevel import Gate, Unshared, closed_on_exec, host_id, mac, reachable_address, same_user, tune
+from aiocomms.lowlevel import (
+    Gate,
+    Unshared,
+    check_exposed,
+    closed_on_exec,
+    host_id,
+    mac,
+    reachable_address,
+    same_user,
+    tune,
+)
 from aiocomms.transport import Rendezvous
 from aiocomms_ucx import wire
 from aiocomms_ucx._engine import NO_DEVICE, Engine, UcxError
+from aiocomms_ucx.circumstances import circumstances, hindrances
 from aiocomms_ucx.shared_engine import SharedEngine
 
 _NONCE: Final = 32
@@ -54,6 +65,10 @@ class Place(msgspec.Struct, array_like=True):
     """The address of its UCX worker."""
     endpoint: tuple[str, int] | None
     """The address to which ranks of other hosts connect; None if there are none."""
+    trouble: str = ""
+    """Why this rank cannot work with the others; empty if it can."""
+    hindrances: list[str] = []
+    """What of its environment may be why something does not work, on it or on another."""
 
 
 async def open_shared_engine(
@@ -81,10 +96,13 @@ async def open_shared_engine(
             names = [hello.name for hello in hellos if hello.host != mine.host]
             outside = reachable_address((hellos[0].name, *names), rendezvous.store)
             listeners.append(stack.enter_context(socket.create_server((outside, 0), backlog=_BACKLOG)))
-        engine = await rendezvous.run("opening UCX", lambda: _engine(rank, size, outside, cuda, memory))
-        places = await _places(
-            rendezvous, Place(engine.address(), listeners[-1].getsockname()[:2] if outside else None)
-        )
+        engine, trouble = await rendezvous.run("opening UCX", lambda: _opened(rank, size, outside, cuda, memory))
+        endpoint = listeners[-1].getsockname()[:2] if outside else None
+        text = trouble.message if trouble else _closed(rank, hellos)
+        places = await _places(rendezvous, Place(engine.address() if engine else b"", endpoint, text, hindrances()))
+        if trouble is not None:
+            raise trouble
+        blame(rank, [place.trouble for place in places], [place.hindrances for place in places])
         for place in places:
             if place.endpoint is not None:
                 unshared.add(place.endpoint)
@@ -101,11 +119,48 @@ async def open_shared_engine(
     return SharedEngine(engine, rank, unshared, cuda), hosts, pids
 
 
+def blame(rank: int, troubles: Sequence[str], why: Sequence[Sequence[str]]) -> None:
+    """Raise the first trouble of a rank, on all ranks.
+
+    :param why: what of each rank's environment may be the reason.
+    :raises CommError: there is one.
+    """
+    for peer, trouble in enumerate(troubles):
+        if trouble:
+            reasons = [f"rank {other} has {', '.join(of)}" for other, of in enumerate(why) if of]
+            raise CommError("; ".join((trouble, *reasons)), peer=None if peer == rank else peer)
+
+
+def _closed(rank: int, hellos: Sequence[Hello]) -> str:
+    """Return which process of this host does not let this one open its memory; UCX may not survive to find out."""
+    for peer, hello in enumerate(hellos):
+        if hello.host == hellos[rank].host and hello.pid != os.getpid():
+            try:
+                Path(f"/proc/{hello.pid}/exe").readlink()  # permitted to whom its descriptors are open
+            except PermissionError as error:
+                return f"rank {rank} may not open the shared memory of rank {peer}: {error}"
+            except OSError:
+                pass  # it has ended, which its connection tells
+    return ""
+
+
+def _opened(rank: int, *place: Any) -> tuple[Engine | None, CommError | None]:
+    """Open the engine, or return why this rank cannot. The others are told before that is raised."""
+    try:
+        return _engine(rank, *place), None
+    except UcxError as error:
+        trouble = CommError(f"rank {rank} cannot open UCX: {error}{circumstances()}")
+        trouble.__cause__ = error
+        return None, trouble
+    except CommError as error:
+        return None, error
+
+
 def _start(engine: Engine, *arguments: Any) -> None:
     try:
         engine.start(*arguments)
     except RuntimeError as error:
-        raise CommError(f"the engine cannot be started: {error}") from error
+        raise CommError(f"the engine cannot be started: {error}{circumstances()}") from error
 
 
 def _introduction() -> Hello:
@@ -140,15 +195,28 @@ def _options(outside: str | None, *, gpu: bool) -> list[tuple[str, str]]:
 
     If no GPU memory is carried, UCX does not look for GPUs: that takes time, and memory of each GPU.
     The sysv transport is left out because the user's group can read its segments.
-    On one host the network is left out, so that nothing listens. On several hosts UCX listens at the address of each
-    interface, or only at that of the interface that ``AIOCOMMS_IFACE`` names.
+    On one host the network is left out, so that nothing listens; or, if ``UCX_TLS`` names TCP, only the loopback
+    interface is used, which no other host reaches. On several hosts UCX listens at the address of each interface, or
+    only at that of the interface that ``AIOCOMMS_IFACE`` names.
     """
     without = "sysv" if gpu else "sysv,cuda"
+    if outside is None and _wants_tcp():
+        if os.environ.get("UCX_NET_DEVICES", "lo") != "lo":
+            check_exposed("UCX_TLS and UCX_NET_DEVICES let other hosts reach UCX, though all ranks are on one")
+        return [("NET_DEVICES", "lo")]
     if outside is None:
         return [("TLS", f"^{without},tcp")]
     interface = os.environ.get("AIOCOMMS_IFACE")
     devices = [("NET_DEVICES", interface)] if interface else []
     return [("TLS", f"^{without}"), *devices]
+
+
+def _wants_tcp() -> bool:
+    """Return whether the user's UCX_TLS takes TCP in."""
+    text = os.environ.get("UCX_TLS", "^tcp")
+    names = {name.strip() for name in text.lstrip("^").split(",")}
+    named = any(name.partition(":")[0] in ("tcp", "all") for name in names)
+    return named != text.startswith("^")
 
 
 async def _hellos(rendezvous: Rendezvous, mine: Hello) -> tuple[list[Hello], bytes]:

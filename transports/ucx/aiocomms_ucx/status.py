@@ -23,8 +23,11 @@ _GONE: Final = frozenset({3, 6, 24, 25, 80})
 """UCX's errors for a broken connection (ucs/type/status.h, without the sign)."""
 
 
-def error_of(op: Any, status: int, a: int, b: int, rank: int, size: int) -> CommError:
-    """Return the error for a status other than DONE and DROPPED, with its details ``a`` and ``b``, on a rank."""
+def error_of(op: Any, status: int, a: int, b: int, rank: int, size: int, *, lives: bool = False) -> CommError:
+    """Return the error for a status other than DONE and DROPPED, with its details ``a`` and ``b``, on a rank.
+
+    :param lives: the op's peer is known to be alive, so that it cannot be taken for dead.
+    """
     if status == CLOSED:
         return closed_by(a)
     if status == UNEQUAL:
@@ -33,7 +36,7 @@ def error_of(op: Any, status: int, a: int, b: int, rank: int, size: int) -> Comm
     peer = peer_of(op)
     if status == BROKEN:
         why = explain(a)
-        if a in _GONE:
+        if a in _GONE and not lives:
             return gone(peer, why)
         return CommError(f"UCX could not do it, with rank {peer}: {why}", peer=peer)
     wrong = misfit(op.src, _DTYPES[b], a, op.tensor)

@@ -64,6 +64,10 @@ void Engine::open_group(std::uint32_t id, std::vector<std::uint32_t> their_ids, 
   };
   auto wire = wire_between(std::move(all));
   if (local.front() == group.rank) group.leaders = wire_between(std::move(leaders));
+  // Who may not read another's memory takes no offers, so nobody of this host makes any.
+  if (!readable) {
+    for (int rank : local) peers_[group.peers[rank]].readable = 0;
+  }
   // From here on nothing throws: it is open, or it is not.
   group.wire = std::move(wire);
   group.shared = std::move(shared);

@@ -90,6 +90,7 @@ class Worker final : public Network {
     Cookies cookies;
     bool failed = false;
     bool refused = false;
+    ucs_status_t why = UCS_ERR_CONNECTION_RESET;  // if it has failed
   };
 
   static ucs_status_t on_message(void* arg, const void* header, std::size_t header_bytes, void* data, std::size_t bytes,
