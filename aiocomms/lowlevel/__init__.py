@@ -12,7 +12,7 @@ to leak no descriptor into children     :func:`closed_on_exec`
 to move memory safely                   :func:`in_use`; :func:`register` what uses memory and is no op
 to leave no connection to a fork        :class:`Unshared`
 to stop before the interpreter ends     :func:`at_end`
-to tell versions of a protocol apart    :class:`Dialect`, before anything else is decoded
+to tell versions of a protocol apart    :class:`Dialect`, :data:`HEAD_BYTES`; before all else
 to use a store                          :func:`serve_store`, :func:`reach_store`, :func:`store_errors`
 to fail as every transport does         :func:`closed_by`, :func:`gone`, :func:`misfit`, :func:`disagreement`,
                                         :class:`Reason`

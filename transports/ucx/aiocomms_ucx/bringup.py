@@ -112,11 +112,16 @@ async def open_shared_engine(
         )
     sockets = [-1 if peer == rank else tune(connections[peer]).detach() for peer in range(size)]
     pids = [hello.pid for hello in hellos]
-    here = [hello for hello in hellos if hello.host == mine.host]
-    crowded = len(here) > len({core for hello in here for core in hello.cores})
-    near = [hello.pid if hello in here else 0 for hello in hellos]
+    near, crowded = _near(mine, hellos)
     _start(engine, [place.address for place in places], sockets, near, crowded, _cookies(key, rank, size))
     return SharedEngine(engine, rank, unshared, cuda), hosts, pids
+
+
+def _near(mine: Hello, hellos: Sequence[Hello]) -> tuple[list[int], bool]:
+    """Return the process of each rank of this host, 0 for others; and whether there are more of them than cores."""
+    here = [hello for hello in hellos if hello.host == mine.host]
+    crowded = len(here) > len({core for hello in here for core in hello.cores})
+    return [hello.pid if hello in here else 0 for hello in hellos], crowded
 
 
 def blame(rank: int, troubles: Sequence[str], why: Sequence[Sequence[str]]) -> None:
