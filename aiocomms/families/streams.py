@@ -9,8 +9,6 @@ message's receive posts the next receive.
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -22,21 +20,13 @@ from torch import Tensor
 
 from aiocomms import ops
 from aiocomms.errors import ArgumentError, CommAbortedError, CommError, ProtocolError
+from aiocomms.families import greeting
 from aiocomms.families.issuer import Issuer
-from aiocomms.lowlevel.versions import Dialect
 from aiocomms.ops import checks, codec
 from aiocomms.progress.driver import Driver, Promise
 from aiocomms.progress.work import StartedWork, Work
 
-MAX_CAPACITY = 2**20
-MAX_NAME = 100
-"""The length that a stream's name may have, in bytes of UTF-8."""
-
 _FOREVER = checks.TIMEOUT_MAX
-_OPEN = struct.Struct(
-    f"<6sIIB{MAX_NAME}s"
-)  # head, tag of the messages to this end, capacity, the name's length, the name
-_STREAMS = Dialect("streams", b"aioS", 2)
 _DATA, _EOF = 0, 1
 _HEADER_BYTES = 8 + codec.TENSOR_BYTES
 _CLOSED = -1  # sent in place of a number of credits by an end that is closed
@@ -62,7 +52,7 @@ class Streams(Issuer):
         """
         try:
             checks.other("peer", peer, self._core)
-            _check(capacity, name)
+            greeting.check(capacity, name)
         except ArgumentError as error:
             raise error.about(op="open_stream", rank=self.rank) from None
         self._streams += 1
@@ -73,17 +63,6 @@ class Streams(Issuer):
             await stream.aclose()
             raise
         return stream
-
-
-def _check(capacity: int, name: str) -> None:
-    if type(capacity) is not int:
-        raise checks.wrong_type("capacity", capacity, "an int, in messages")
-    if not 1 <= capacity <= MAX_CAPACITY:
-        raise ArgumentError(f"capacity is {capacity}, wanted 1 to {MAX_CAPACITY} messages")
-    if not isinstance(name, str):
-        raise checks.wrong_type("name", name, "a str")
-    if len(name.encode()) > MAX_NAME:
-        raise ArgumentError(f"name is {checks.short(name)}, wanted a str of at most {MAX_NAME} bytes of UTF-8")
 
 
 class TensorStream(ObjectStream[Tensor]):
@@ -113,7 +92,7 @@ class TensorStream(ObjectStream[Tensor]):
         """The payloads that this end sends."""
         self._header = torch.empty(_HEADER_BYTES, dtype=torch.uint8, device=comm.device)
         self._credit = torch.empty(1, dtype=torch.int64, device=comm.device)
-        self._hello = torch.empty(_OPEN.size, dtype=torch.uint8, device=comm.device)
+        self._hello = torch.empty(greeting.GREETING_BYTES, dtype=torch.uint8, device=comm.device)
         self._shake_hands()
 
     # -------------------------------------------------------------------------------------------- for the program
@@ -195,24 +174,18 @@ class TensorStream(ObjectStream[Tensor]):
             await self._wait()
 
     def _shake_hands(self) -> None:
-        name = self.name.encode()
-        tag = int.from_bytes(hashlib.blake2b(name, digest_size=4).digest(), "little", signed=True)
-        hello = _OPEN.pack(_STREAMS.head, self._in_tag, self._capacity, len(name), name)
+        tag = greeting.tag_of(self.name)
+        hello = greeting.greet(self._in_tag, self._capacity, self.name)
         self._send_control(codec.to_tensor(hello, self._comm.device), tag, ops.STREAM)
         self._post(ops.Recv(self._hello, self.peer, tag, ops.STREAM)).add_done_callback(self._on_hello)
 
     def _on_hello(self, work: Work[Any]) -> None:
         if self._failed(work):
             return
-        hello = codec.to_bytes(self._hello)
         try:
-            _STREAMS.check(hello, f"rank {self.peer}", self.peer)
+            tag, capacity = greeting.understand(codec.to_bytes(self._hello), self.peer, self.name)
         except ProtocolError as error:
             self._break(error)
-            return
-        _, tag, capacity, length, name = _OPEN.unpack(hello)
-        if tag & 3 or not 1 <= capacity <= MAX_CAPACITY or name[:length] != self.name.encode():
-            self._break(ProtocolError(f"rank {self.peer} opened no stream {self.name!r}"))
             return
         self._out_tag, self._credits, self._is_open = tag, capacity, True
         self._fetch()
@@ -299,7 +272,7 @@ class TensorStream(ObjectStream[Tensor]):
             self._peer_closed = True
         elif count == _BROKEN:
             self._broken_off()
-        elif 0 < count <= MAX_CAPACITY:
+        elif 0 < count <= greeting.MAX_CAPACITY:
             self._credits += count
             self._await_credits()
         else:

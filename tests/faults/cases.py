@@ -212,7 +212,6 @@ CASES = (
         c10d="gloo allocates inside torch, which raises to whoever waits",
         but="of the ranks the check alone is tested: no such world is started",
     ),
-    Case(91, "a timeout on every rank that waited"),
     Case(
         88,
         "shared memory that is full, UCX_TLS that differs, a process that is not dumpable",
@@ -221,6 +220,7 @@ CASES = (
         but="of more than 16 ranks those prove themselves whose distance is a power of two; ranks on GPUs do not yet",
     ),
     Case(89, "UCX's variables, and limits of the process", local=OF_UCX, c10d=OF_UCX),
+    Case(91, "a timeout on every rank that waited"),
     Case(92, "an incomplete environment of a launcher; a world of one that is not meant"),
     Case(
         99,

@@ -84,28 +84,22 @@ async def open_shared_engine(
     """
     rank, size = rendezvous.rank, rendezvous.size
     mine = _introduction()
-    unshared = Unshared(mine.path)
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(_listen_here(mine.path))]
         hellos, key = await _hellos(rendezvous, mine)
         hosts = [hello.host for hello in hellos]
-        for hello in hellos:
-            unshared.add(hello.path)
-        outside = None
-        if len(set(hosts)) > 1:
-            names = [hello.name for hello in hellos if hello.host != mine.host]
-            outside = reachable_address((hellos[0].name, *names), rendezvous.store)
+        far = [hello.name for hello in hellos if hello.host != mine.host]
+        outside = reachable_address((hellos[0].name, *far), rendezvous.store) if far else None
+        if outside:
             listeners.append(stack.enter_context(socket.create_server((outside, 0), backlog=_BACKLOG)))
         engine, trouble = await rendezvous.run("opening UCX", lambda: _opened(rank, size, outside, cuda, memory))
         endpoint = listeners[-1].getsockname()[:2] if outside else None
         text = trouble.message if trouble else _closed(rank, hellos)
         places = await _places(rendezvous, Place(engine.address() if engine else b"", endpoint, text, hindrances()))
-        if trouble is not None:
+        if trouble:
             raise trouble
         blame(rank, [place.trouble for place in places], [place.hindrances for place in places])
-        for place in places:
-            if place.endpoint is not None:
-                unshared.add(place.endpoint)
+        unshared = Unshared(*(hello.path for hello in hellos), *(place.endpoint for place in places if place.endpoint))
         gate = Gate(rank, key, _connectors(rank, hellos, places), size)
         connections = await rendezvous.run(
             "connecting to the other ranks", lambda: gate.run(listeners, _SHARE * rendezvous.left())
