@@ -20,9 +20,6 @@ from aiocomms.bootstrap.stores import connect_store
 from aiocomms.errors import StoreLostError
 from aiocomms.lowlevel import store_errors
 
-SOON = 30.0
-"""The deadline of an op that must fail before, for the tree on which it does not."""
-
 
 @pytest.fixture(params=["c10d", "ucx"])
 def transport(request: pytest.FixtureRequest) -> str:
@@ -72,7 +69,7 @@ async def die_with_a_child(place: Rank, fork: Callable[[Rank, set[str]], None]) 
         place.die()
     await comm.barrier()
     try:
-        assert (await death(comm.recv(torch.zeros(1), 1, timeout=SOON))).peer == 1
+        assert (await death(comm.recv(torch.zeros(1), 1, timeout=PATIENCE))).peer == 1
         assert (place.folder / "extra").read_text() == ""
     finally:
         place.tell("over")
@@ -108,7 +105,7 @@ async def stores_host_dies(place: Rank, port: int) -> None:
     await asyncio.to_thread(place.told, "died")
     try:
         with pytest.raises(StoreLostError):
-            await asyncio.wait_for(asyncio.to_thread(ask_for_ever, store), SOON)
+            await asyncio.wait_for(asyncio.to_thread(ask_for_ever, store), PATIENCE)
         assert (place.folder / "extra").read_text() == ""
     finally:
         place.tell("over")
