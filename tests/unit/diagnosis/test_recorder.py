@@ -250,10 +250,10 @@ def test_who_awaits_and_where(run):
 @pytest.mark.fault(75)
 @pytest.mark.parametrize("transport", ["local", "c10d", "ucx"])
 def test_a_folder_that_hangs_keeps_no_failure_from_its_awaiter(run, transport, monkeypatch):
-    thaws, writes = threading.Event(), threading.Event()
+    thaws, writes = threading.Event(), threading.Semaphore(0)
 
     def hang(snapshot, folder=None):
-        writes.set()
+        writes.release()
         thaws.wait()
         raise OSError("it is gone")
 
@@ -266,7 +266,8 @@ def test_a_folder_that_hangs_keeps_no_failure_from_its_awaiter(run, transport, m
             for work in (late, other):
                 with pytest.raises(CommTimeoutError):
                     await work
-            await anyio.to_thread.run_sync(writes.wait)
+            for _ in range(2):  # both ranks do, and none later, into another test's folder
+                await anyio.to_thread.run_sync(writes.acquire)
 
     try:
         run(main)
