@@ -196,7 +196,12 @@ CASES = (
         80, "a child with a communicator of its own ends", local="it has no threads, connections or engine to inherit"
     ),
     Case(81, "a program's exit handler, whenever it was registered", local=ONE_PROCESS),
-    Case(83, "an engine that outlives the interpreter", local="it has no engine, and no thread of its own"),
+    Case(
+        83,
+        "an engine that outlives the interpreter",
+        local="it has no engine, and no thread of its own",
+        but={"c10d": "amid a collective gloo may end the process: see what is known to fail"},
+    ),
     Case(84, "a transport's import changes no signal"),
     Case(85, "the recorder's signal before the first communicator"),
     Case(

@@ -144,4 +144,6 @@ else:
 @pytest.mark.parametrize("how", ["held by C", "idle", "busy"])
 def test_what_is_left_at_the_end_makes_no_noise(tmp_path: Path, transport: str, how: str) -> None:
     """Neither a communicator that is open on a daemon thread's loop nor one that is closed and never freed."""
+    if (transport, how) == ("c10d", "busy"):
+        pytest.skip("gloo may end a process that stops amid a collective: see what is known to fail")
     check(run(LEFT, transport, tmp_path, how, quiet=True), ["", ""])
