@@ -100,8 +100,6 @@ class TensorStream(ObjectStream[Tensor]):
     async def send(self, item: Tensor) -> None:
         """Send a tensor. Waits for a credit, and returns when the send is done and the tensor may be changed.
 
-        Cancelled before it gets a credit, it sends nothing. Cancelled later, it ends when the tensor may be changed.
-
         :param item: a contiguous tensor on the communicator's device, of any dtype and at most 14 dimensions.
         :raises ArgumentError: the tensor cannot be sent; nothing was sent.
         :raises anyio.ClosedResourceError: this end was closed, or :meth:`send_eof` was called.
@@ -286,10 +284,6 @@ class TensorStream(ObjectStream[Tensor]):
         self._under_way.append(work)
         try:
             await work
-        except BaseException:
-            with anyio.CancelScope(shield=True):
-                await work.wait()  # the wire reads the item until then, and the caller may write to it afterwards
-            raise
         finally:
             self._under_way.remove(work)
 

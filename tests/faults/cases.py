@@ -238,7 +238,6 @@ CASES = (
         "a lowered collective, a stream, a window, a split that fails on one rank",
         but={"c10d": "a window is made of messages, and its opening cannot fail"},
     ),
-    Case(104, "the tensor of a stream's send that was cancelled"),
     Case(105, "another version, whose records have another shape"),
     Case(
         107,
