@@ -27,6 +27,7 @@ from aiocomms.errors import (
     CommAbortedError,
     CommError,
     MismatchError,
+    StoreLostError,
     wrong_thread,
 )
 from aiocomms.families.collectives import Collectives
@@ -190,6 +191,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         :returns: the new communicator, or None where ``ranks`` is empty.
         :raises ArgumentError: ``ranks`` is no list of distinct ranks, or leaves this rank out; or a wrong name.
         :raises MismatchError: two ranks name groups that overlap and differ.
+        :raises StoreLostError: the store is gone, and the transport cannot do without it; this communicator goes on.
         :raises CommAbortedError: it has failed on another rank, or was cancelled there. Then this communicator is lost.
         """
         members = checks.members(ranks, self._core)
@@ -200,6 +202,8 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
             hook = self.register_abort_hook(lambda _: scope.cancel())  # also of what meets the others elsewhere
             try:
                 return await self._form_child(members, child, number)
+            except StoreLostError:
+                raise  # on every rank that needs the store; this communicator does not
             except BaseException as error:
                 hook.remove()
                 core.lose(_broken_off(error).about(comm=self.name, op="split", rank=self.rank))
