@@ -3,19 +3,20 @@
 >>> comm = await aiocomms.new_comm("auto")
 >>> t = await comm.all_reduce(t, aiocomms.ReduceOp.SUM)
 
-Importing this package loads neither torch nor a loop library nor a transport; names are loaded when they are first
-used.
+Importing this package loads neither torch nor a loop library nor a transport, and touches no signal unless
+``AIOCOMMS_RECORDER_SIGNAL`` asks for it; names are loaded when they are first used.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from aiocomms import cuda, errors, functional, ops, testing
     from aiocomms.communicator import Communicator
-    from aiocomms.diagnosis.dumps import dump_on_signal
+    from aiocomms.diagnosis.on_signal import dump_on_signal
     from aiocomms.errors import CommError
     from aiocomms.families.rma import Window
     from aiocomms.families.streams import TensorStream
@@ -56,12 +57,16 @@ _HOME = {
     "Transport": "transport",
     "Window": "families.rma",
     "Work": "progress.work",
-    "dump_on_signal": "diagnosis.dumps",
+    "dump_on_signal": "diagnosis.on_signal",
     "from_process_group": "opening",
     "get_comm": "opening",
     "new_comm": "opening",
 }
 _MODULES = frozenset({"cuda", "errors", "functional", "ops", "testing"})
+
+
+if os.environ.get("AIOCOMMS_RECORDER_SIGNAL"):  # a signal may come before anything else is loaded
+    importlib.import_module("aiocomms.diagnosis.on_signal").dump_if_asked()
 
 
 def __getattr__(name: str) -> object:

@@ -10,6 +10,8 @@ from time import monotonic
 from types import TracebackType
 from typing import Any, Self
 
+import anyio
+
 from aiocomms import ops
 from aiocomms.bootstrap import directory, recovery
 from aiocomms.bootstrap.registry import Plan, open_transports
@@ -18,7 +20,16 @@ from aiocomms.core import Core
 from aiocomms.diagnosis import dumps
 from aiocomms.diagnosis.leak_guard import LeakGuard, guards
 from aiocomms.diagnosis.recorder import PEERS
-from aiocomms.errors import ArgumentError, ArgumentTypeError, BufferBusyError, CommError, MismatchError, wrong_thread
+from aiocomms.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    BufferBusyError,
+    CommAbortedError,
+    CommError,
+    MismatchError,
+    StoreLostError,
+    wrong_thread,
+)
 from aiocomms.families.collectives import Collectives
 from aiocomms.families.hooks import Hooked, Hooks
 from aiocomms.families.objects import Objects
@@ -183,19 +194,38 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         :returns: the new communicator, or None where ``ranks`` is empty.
         :raises ArgumentError: ``ranks`` is no list of distinct ranks, or leaves this rank out; or a wrong name.
         :raises MismatchError: two ranks name groups that overlap and differ.
+        :raises StoreLostError: the store is gone, and the transport cannot do without it; this communicator goes on.
+        :raises CommAbortedError: it has failed on another rank, or was cancelled there. Then this communicator is lost.
         """
         members = checks.members(ranks, self._core)
         child = f"{self.name}/{self._children + 1}" if name is None else checks.label(name)
         number = self._children = self._children + 1  # another split may begin before this one goes on
+        core = self._core
+        with anyio.CancelScope() as scope:
+            hook = self.register_abort_hook(lambda _: scope.cancel())  # also of what meets the others elsewhere
+            try:
+                return await self._form_child(members, child, number)
+            except StoreLostError:
+                raise  # on every rank that needs the store; this communicator does not
+            except BaseException as error:
+                hook.remove()
+                core.lose(_broken_off(error).about(comm=self.name, op="split", rank=self.rank))
+                raise
+            finally:
+                hook.remove()
+        lost = core.life.refusal()
+        assert lost is not None
+        raise lost.about(comm=self.name, op="split", rank=self.rank)
+
+    async def _form_child(self, members: list[int], child: str, number: int) -> Communicator | None:
+        """Agree on the groups of a split, and form this rank's."""
         claims: list[list[int]] = await self.all_gather_object(members)
         for rank, claim in enumerate(claims):
             if claim != members and set(claim) & set(members):
-                error = MismatchError(
+                raise MismatchError(
                     f"ranks is {members} on rank {self.rank} and {claim} on rank {rank}; wanted groups that are the "
                     "same or have no rank in common", comm=self.name, op="split", rank=self.rank, peer=rank,
                 )  # fmt: skip
-                self._core.lose(error)
-                raise error
         if not members:
             if any(claims):
                 alone = self._rendezvous.child(f"{child}#{number}.out{self.rank}", child, 0, 1)
@@ -236,6 +266,15 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
             return dumps.write(self._core.recorder.snapshot("asked for"), folder)
         except OSError as error:
             raise CommError(f"the dump cannot be written: {error}", comm=self.name, rank=self.rank) from error
+
+
+def _broken_off(error: BaseException) -> CommError:
+    """Why a split ends on this rank: the others would wait for it until their time is up."""
+    if isinstance(error, CommError):
+        return error
+    if isinstance(error, Exception):
+        return CommError(f"split failed: {type(error).__name__}: {error}")
+    return CommAbortedError("split was cancelled")
 
 
 def _disown_in_child() -> None:

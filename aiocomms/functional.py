@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from aiocomms.errors import ArgumentError
-from aiocomms.lowering.schedules import Context, Steps, broadcast_tree, schedule
+from aiocomms.lowering.runs import Steps
+from aiocomms.lowering.schedules import Context, broadcast_tree, schedule
 from aiocomms.opening import get_comm
 from aiocomms.ops import Op, checks, codec
 from aiocomms.ops.checks import Group

@@ -207,8 +207,8 @@ class Transport(ABC):
     async def split_nobody(self, rendezvous: Rendezvous) -> None:  # noqa: B027 - nobody need define it
         """Take part in a split on a rank that joins none of the new communicators.
 
-        Called where others' :meth:`split` is, for transports whose split is collective over all ranks. Raising: the
-        split fails on this rank with what was raised, and this communicator goes on.
+        Called where others' :meth:`split` is, for transports whose split is collective over all ranks. Raising: as from
+        :meth:`split`.
 
         :param rendezvous: for its ``run``; this rank is alone in it.
         """
@@ -216,7 +216,8 @@ class Transport(ABC):
     async def split(self, rendezvous: Rendezvous, ranks: Sequence[int], options: Mapping[str, Any]) -> Self:
         """Open it for some of these ranks, over what the ranks already have; else everything is opened anew.
 
-        Collective over the ranks named. Raising: as from :meth:`open`; this communicator goes on.
+        Collective over the ranks named. Raising: as from :meth:`open`. This communicator is lost then, so that the
+        other ranks hear of it at once, and their calls of this method are cancelled.
 
         :param rendezvous: the new communicator's.
         :param ranks: its members, as ranks of this one, in their new order.

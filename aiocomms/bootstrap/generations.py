@@ -9,6 +9,7 @@ gone are not taken for a rank, nor is what somebody writes without the job's tok
 from __future__ import annotations
 
 import hashlib
+import re
 import secrets
 import threading
 from typing import Final
@@ -16,12 +17,15 @@ from typing import Final
 from torch.distributed import Store
 
 from aiocomms.errors import ArgumentError
-from aiocomms.lowlevel.auth import Seal
+from aiocomms.lowlevel.auth import Seal, claimed
 from aiocomms.lowlevel.stores import store_errors
 
 FIRST_PAUSE: Final = 0.0005
 LONGEST_PAUSE: Final = 0.05
 """Seconds between two looks at the store: short at first, and longer later so as not to load the store."""
+
+_NAME: Final = re.compile(r"[0-9a-f]{16}")
+_NOBODY: Final = "-"
 
 
 class Arrival:
@@ -46,23 +50,24 @@ class Arrival:
 
         :returns: a text that is the same on all ranks, and differs from that of all other arrivals on this store.
         :raises ArgumentError: another process has come as this rank.
-        :raises AuthError: what some rank has written is not signed.
+        :raises AuthError: what a rank has written that sees this rank is not signed, or this rank's own name is not.
+        :raises ProtocolError: a rank that sees this rank is of another version.
         :raises StoreLostError: the store is gone.
         """
         mine = secrets.token_hex(8)
-        self._write("came", f"came/{self._rank}", mine)
-        view = ["-"] * self._size
+        write(self._store, self._seal, "came", self._rank, f"came/{self._rank}", mine)
+        view = [_NOBODY] * self._size
         view[self._rank] = mine
         pause = FIRST_PAUSE
         while not given_up.is_set():
             if self._look(view):
                 self._agreed = {self._rank}
-                self._write(f"sees {mine}", f"sees/{self._rank}/{mine}", _text(view))
+                write(self._store, self._seal, f"sees {mine}", self._rank, f"sees/{self._rank}/{mine}", _text(view))
             for rank in set(range(self._size)) - self._agreed:
                 self._read_view(rank, view)
             if len(self._agreed) == self._size:
                 break
-            if self._read("came", self._rank, f"came/{self._rank}") != mine:
+            if read(self._store, self._seal, "came", self._rank, f"came/{self._rank}") != mine:
                 raise ArgumentError(
                     f"another process has come as rank {self._rank} while this one waited: was a rank started twice, "
                     "or do two jobs use one store and one name?"
@@ -75,24 +80,22 @@ class Arrival:
         """Read the other ranks' arrivals, except of those that have agreed; return whether any has changed."""
         before = list(view)
         for rank in set(range(self._size)) - self._agreed:
-            view[rank] = self._read("came", rank, f"came/{rank}") or "-"
+            name = claimed(fetch(self._store, f"came/{rank}") or b"").decode(errors="replace")
+            view[rank] = name if _NAME.fullmatch(name) else _NOBODY
         return view != before
 
     def _read_view(self, rank: int, view: list[str]) -> None:
-        """Read which arrivals a rank sees, and note whether it sees this rank's, and whether it agrees on all."""
-        theirs = view[rank]
-        other_view = None if theirs == "-" else self._read(f"sees {theirs}", rank, f"sees/{rank}/{theirs}")
-        if other_view is not None:
-            if other_view.split()[self._rank : self._rank + 1] == [view[self._rank]]:
-                self.present.add(rank)
-            if other_view == _text(view):
+        """Read which arrivals a rank sees, and note whether it sees this rank's, and whether it agrees on all.
+
+        Whoever names this arrival is there, and no process that is gone. So only then is it an error that it has
+        another token or another version.
+        """
+        name = view[rank]
+        record = None if name == _NOBODY else fetch(self._store, f"sees/{rank}/{name}")
+        if record is not None and view[self._rank].encode() in claimed(record).split():
+            self.present.add(rank)
+            if self._seal.verify(f"sees {name}", rank, record) == _text(view).encode():
                 self._agreed.add(rank)
-
-    def _write(self, what: str, where: str, text: str) -> None:
-        write(self._store, self._seal, what, self._rank, where, text)
-
-    def _read(self, what: str, rank: int, where: str) -> str | None:
-        return read(self._store, self._seal, what, rank, where)
 
 
 def _text(view: list[str]) -> str:
@@ -109,5 +112,10 @@ def read(store: Store, seal: Seal, what: str, rank: int, where: str) -> str | No
 
     :raises AuthError: the rank has not signed it.
     """
-    record = store.get(where) if store.check([where]) else None
+    record = fetch(store, where)
     return None if record is None else seal.verify(what, rank, record).decode(errors="replace")
+
+
+def fetch(store: Store, key: str) -> bytes | None:
+    """Return the value of a key, or None if the key is not there."""
+    return store.get(key) if store.check([key]) else None

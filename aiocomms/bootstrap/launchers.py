@@ -6,6 +6,7 @@ the variables of torch's ``env://``, Open MPI, MPICH and its relatives (Intel MP
 
 from __future__ import annotations
 
+import logging
 import re
 import zlib
 from dataclasses import dataclass
@@ -18,6 +19,21 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 __all__ = ["Launch", "expand_hostlist", "read_environment"]
+
+_log = logging.getLogger("aiocomms")
+
+# Variables that only a process has that the launcher has started as a rank.
+_MARKS: Final = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"),
+    "Open MPI": tuple(f"OMPI_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "NODE_RANK")),
+    "MPICH": (
+        *("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE", "PMI_FD", "PMI_PORT", "PMI_ID"),
+        *("MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PALS_RANKID"),
+    ),
+    "PMIx": ("PMIX_RANK",),
+    "Slurm": ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_LAUNCH_NODE_IPADDR", "SLURM_SRUN_COMM_HOST"),
+}
+_SHARED: Final = ("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_NTASKS")
 
 # The ports are below 32768, from where on Linux assigns source ports (net.ipv4.ip_local_port_range). Any outgoing
 # connection of the host may hold such a port. A rank that connects to one before rank 0 listens on it may even be
@@ -57,8 +73,9 @@ def read_environment(environ: Mapping[str, str]) -> Launch | None:
     precedence over what the launcher implies. An empty variable counts as missing.
 
     :param environ: the environment, such as ``os.environ``.
-    :returns: the launch, or None if no launcher started this process, which is then a world of one.
-    :raises ArgumentError: the environment is incomplete or contradicts itself; the message lists all that is wrong.
+    :returns: the launch, or None if no launcher started this process, which is then a world of one; that is logged.
+    :raises ArgumentError: the environment is incomplete or contradicts itself; the message lists all that is wrong, and
+        which variables of the launcher there are.
     """
     env = {name: value.strip() for name, value in environ.items() if value.strip()}
     if "RANK" in env:
@@ -71,7 +88,24 @@ def read_environment(environ: Mapping[str, str]) -> Launch | None:
     if slurm:
         return _read_slurm(env)
     # Job scripts export WORLD_SIZE for srun's tasks too, so it counts alone only if no other launcher applies.
-    return _read_torchrun(env) if "WORLD_SIZE" in env else None
+    for launcher, read in _READERS.items():
+        if any(name in env for name in _MARKS[launcher]) and not (launcher == "Slurm" and _is_slurm_shell(env)):
+            return read(env)
+    if env.get("SLURM_PROCID", "0") != "0" and not _is_slurm_shell(env):
+        return _read_slurm(env)
+    _log_world_of_one(env)
+    return None
+
+
+def _log_world_of_one(env: Mapping[str, str]) -> None:
+    """Log that this process is alone: as a warning if something suggests that it was meant to be one of several."""
+    hints = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name in env]
+    if "SLURM_JOB_ID" in env and env.get("SLURM_NTASKS", "1") != "1":
+        hints += [name for name in ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_PROCID") if name in env]
+    there = f", although there are {', '.join(f'{name}={env[name]}' for name in hints)}" if hints else ""
+    _log.log(
+        logging.WARNING if hints else logging.INFO, "no launcher gives this process a rank%s: a world of one", there
+    )
 
 
 def expand_hostlist(text: str) -> Iterator[str]:
@@ -144,9 +178,17 @@ class _Reader:
             self.complaints.append("MASTER_ADDR is missing (the host on which rank 0 runs)")
         port = self.port(job, size)
         if self.complaints or rank is None or size is None:
-            complaints = "; ".join(self.complaints)
-            raise ArgumentError(f"launched by {self.launcher}, but the environment is not complete: {complaints}")
+            raise self.error()
         return Launch(self.launcher, rank, size, host, port, agent_store)
+
+    def error(self) -> ArgumentError:
+        """Return the error with all complaints; and with what is there, if something is missing."""
+        there = ""
+        if any("is missing" in complaint for complaint in self.complaints):
+            names = [name for name in (*_MARKS[self.launcher], *_SHARED) if name in self.env]
+            there = f"; there are {', '.join(names)}"
+        complaints = "; ".join(self.complaints)
+        return ArgumentError(f"launched by {self.launcher}, but the environment is not complete: {complaints}{there}")
 
     def port(self, job: str | None, size: int | None) -> int | None:
         """Return ``MASTER_PORT``, or else a port derived from the job's id, which is the same on every rank."""
@@ -186,6 +228,13 @@ def _read_mpich(env: Mapping[str, str]) -> Launch:
     return reader.launch(rank, size, host, job)
 
 
+def _read_pmix(env: Mapping[str, str]) -> Launch:
+    # PMIx gives a process its number, and the number of processes only by its library.
+    reader = _Reader("PMIx", env)
+    rank, size = reader.rank_and_size("RANK", "WORLD_SIZE")
+    return reader.launch(rank, size, env.get("MASTER_ADDR"), None)
+
+
 def _one_host(reader: _Reader, size: int | None, local_name: str) -> str | None:
     """Return ``MASTER_ADDR``, or else the loopback address if all ranks are on this host."""
     host = reader.env.get("MASTER_ADDR")
@@ -196,6 +245,8 @@ def _one_host(reader: _Reader, size: int | None, local_name: str) -> str | None:
 
 def _read_slurm(env: Mapping[str, str]) -> Launch:
     reader = _Reader("Slurm", env)
+    if _slurm_step(env) is None:
+        reader.complaints.append("SLURM_STEP_ID is missing (srun sets it: a job's variables alone make no rank)")
     rank, size = reader.rank_and_size("SLURM_PROCID", _slurm_size_name(env))
     host = env.get("MASTER_ADDR") or _first_slurm_host(reader)
     return reader.launch(rank, size, host, _slurm_step(env))
@@ -225,6 +276,11 @@ def _is_slurm_task(env: Mapping[str, str]) -> bool:
     return "SLURM_PROCID" in env and _slurm_step(env) is not None
 
 
+def _is_slurm_shell(env: Mapping[str, str]) -> bool:
+    """Return whether this is the shell of an interactive allocation, which is a special step with one task."""
+    return "SLURM_STEP_ID" in env and _slurm_step(env) is None
+
+
 def _slurm_step(env: Mapping[str, str]) -> str | None:
     """Return ``"job.step"`` of the ordinary step to which this process belongs, or None."""
     step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID") or ""
@@ -246,3 +302,12 @@ def _is_pmi_of_slurm(env: Mapping[str, str]) -> bool:
     """
     slurm = (env.get("SLURM_PROCID"), env.get(_slurm_size_name(env)))
     return slurm == (env.get("PMI_RANK"), env.get("PMI_SIZE"))
+
+
+_READERS: Final = {
+    "torchrun": _read_torchrun,
+    "Open MPI": _read_open_mpi,
+    "MPICH": _read_mpich,
+    "PMIx": _read_pmix,
+    "Slurm": _read_slurm,
+}

@@ -21,6 +21,7 @@ from torch.distributed import TCPStore  # torch.distributed lists no exports
 
 from aiocomms.errors import ArgumentError, AuthError, StoreLostError
 from aiocomms.lowlevel.auth import check_exposed
+from aiocomms.lowlevel.forks import Unshared
 from aiocomms.lowlevel.jobstore import JobStore
 from aiocomms.lowlevel.stores import enter, new_server, store_errors
 from aiocomms.lowlevel.storeserver import StoreServer
@@ -149,7 +150,9 @@ def _agents_store(target: _Target, literal: str) -> TCPStore:
     """Open a TCPStore at an address that is known to answer, as torch prints a stack trace for each failed attempt."""
     patience = timedelta(seconds=max(0.1, target.remaining()))
     with store_errors(f"{target} could not be opened", rank=target.rank):
-        return TCPStore(literal, target.port, target.size, False, patience, wait_for_workers=False)
+        store = TCPStore(literal, target.port, target.size, False, patience, wait_for_workers=False)
+    Unshared((literal, target.port)).belongs_to(store)
+    return store
 
 
 def _knock(addresses: list[_Address], target: _Target, *, agent_store: bool) -> Store | str:

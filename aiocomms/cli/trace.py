@@ -15,11 +15,12 @@ import msgspec
 from aiocomms.diagnosis.dumps import LARGEST
 from aiocomms.diagnosis.hang_report import instead_of, judge
 from aiocomms.diagnosis.postmortem import printable, tidied, tidy
-from aiocomms.diagnosis.recorder import FORMAT, LONGEST, MOST, Header, Item
+from aiocomms.diagnosis.recorder import FORMAT, LONGEST, MOST, Format, Header, Item
 
 _APART = 60.0
 """The difference in seconds between the ranks' files above which they may come from different runs."""
 
+_format = msgspec.json.Decoder(Format)
 _header = msgspec.json.Decoder(Header)
 _item = msgspec.json.Decoder(Item)
 
@@ -81,6 +82,9 @@ def _read(path: Path) -> Record:
     try:
         for text in filter(None, data.split(b"\n")):
             if header is None:
+                found = _format.decode(text).format
+                if found != FORMAT:
+                    raise ValueError(f"its format is {printable(found)!r}, wanted {FORMAT!r}")
                 header = _checked(_header.decode(text))
             else:
                 items.append(tidied(_item.decode(text)))
@@ -93,8 +97,6 @@ def _read(path: Path) -> Record:
 
 
 def _checked(header: Header) -> Header:
-    if header.format != FORMAT:
-        raise ValueError(f"its format is {printable(header.format)!r}, wanted {FORMAT!r}")
     if not 0 <= header.rank < header.size or header.brief.rank != header.rank:
         raise ValueError(f"it is of rank {header.rank} of {header.size}")
     header.comm, header.reason = printable(header.comm), printable(header.reason, 4 * LONGEST)

@@ -7,25 +7,23 @@ no contents of tensors, and there are few of them. What goes wrong is said once 
 from __future__ import annotations
 
 import _thread
-import atexit
 import contextlib
 import itertools
 import logging
 import os
 import re
-import signal
 import stat
 import tempfile
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
+from aiocomms.diagnosis import on_signal
 from aiocomms.diagnosis.recorder import Look, Recorder, Snapshot
+from aiocomms.lowlevel.ending import at_end
 from aiocomms.progress.inflight import Flying
 
 PER_PROCESS, PER_FOLDER = 16, 256
@@ -45,37 +43,10 @@ _running: set[_thread.LockType] = set()
 
 
 def register(recorder: Recorder) -> None:
-    """Write this one too when a signal asks; install the handler with the first, if the environment says so."""
+    """Write this one too when a signal asks. With the first, install the handler if importing could not."""
     _recorders.add(recorder)
-    if os.environ.get("AIOCOMMS_RECORDER_SIGNAL", "0") not in ("", "0") and not _handled:
-        if threading.current_thread() is threading.main_thread():
-            dump_on_signal()
-        else:
-            complain("AIOCOMMS_RECORDER_SIGNAL: only the main thread can install a handler; call dump_on_signal there")
-
-
-_handled: set[int] = set()
-
-
-def dump_on_signal(signum: int = signal.SIGUSR1) -> None:
-    """Write every communicator's flight recorder whenever the process gets a signal; then do what was done before.
-
-    The handler runs on the main thread, also while its event loop is blocked in Python code or waits in a system call.
-
-    :param signum: the signal.
-    :raises ValueError: this is not the main thread.
-    """
-    if signum in _handled:
-        return
-    before = signal.getsignal(signum)
-
-    def handle(number: int, frame: Any) -> None:
-        dump_all(signal.Signals(number).name)
-        if callable(before):
-            before(number, frame)
-
-    signal.signal(signum, handle)
-    _handled.add(signum)
+    if not on_signal.dump_if_asked():
+        complain("AIOCOMMS_RECORDER_SIGNAL: only the main thread can install a handler; call dump_on_signal there")
 
 
 def dump_all(reason: str) -> list[Path]:
@@ -83,6 +54,9 @@ def dump_all(reason: str) -> list[Path]:
     # No thread here: starting one takes a lock that the code which a signal has interrupted may hold.
     paths = [try_write(recorder.snapshot(reason)) for recorder in list(_recorders) if recorder.open]
     return [path for path in paths if path is not None]
+
+
+on_signal.listen(dump_all)
 
 
 def in_background(call: Callable[[], object]) -> bool:
@@ -115,11 +89,13 @@ def in_background(call: Callable[[], object]) -> bool:
 os.register_at_fork(after_in_child=_running.clear)
 
 
-@atexit.register
 def _finish() -> None:
     ends = time.monotonic() + _AT_EXIT
     for running in list(_running):
         running.acquire(timeout=max(0.0, ends - time.monotonic()))
+
+
+at_end(_finish)
 
 
 def complain(message: str) -> None:

@@ -7,7 +7,6 @@ Loops have no hook for their end, but they close the async generators that were 
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 import warnings
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import anyio
+
+from aiocomms.lowlevel.ending import at_end
 
 _Comm = TypeVar("_Comm", bound="Closable")
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
@@ -102,4 +103,4 @@ def _end_of_process() -> None:
             guard.dismiss()
 
 
-atexit.register(_end_of_process)
+at_end(_end_of_process)

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -24,9 +24,14 @@ from aiocomms.diagnosis.recorder import LONGEST, SHOWN, Brief, Item, Snapshot
 from aiocomms.errors import StoreLostError
 from aiocomms.lifecycle import Failure
 
+T = TypeVar("T")
+
 PATIENCE, LONGER = 0.2, 0.3
 """Seconds after a rank has lost the communicator: until when the late one hears the others' words, and until when works
 wait at all. A late op must have failed within 0.5 s, and what comes after this takes its time on a busy machine."""
+WRITING = 1.0
+"""Seconds that works wait at most for the flight recorder's file, whose path their errors name. It takes about 1 ms, or
+for ever if the file system hangs."""
 ASKED = 64
 """Ranks that are asked at most: those that are missing first."""
 
@@ -77,21 +82,11 @@ class PostMortem:
             snapshot = record.snapshot()
             if snapshot is not None:
                 if self._comm.size > 1 and self._board.store is not None:
-                    report = self._verdict_in_time(snapshot)
+                    report = _in_time(self._left(LONGER), "", lambda: self._verdict(snapshot))
                 snapshot.header.verdict = report
-                path = dumps.try_write(snapshot)
+                path = _in_time(WRITING, None, lambda: dumps.try_write(snapshot))
         finally:
             end(report, path)
-
-    def _verdict_in_time(self, snapshot: Snapshot) -> str:
-        """Learn it on a thread that may be left behind: a store whose host is stopped, or gone, keeps its callers."""
-        said: queue.SimpleQueue[str] = queue.SimpleQueue()
-        if not dumps.in_background(lambda: said.put(self._verdict(snapshot))):
-            return ""
-        try:
-            return said.get(timeout=max(0.0, self._left(LONGER)))
-        except queue.Empty:
-            return ""
 
     def _left(self, seconds: float) -> float:
         """Of so many seconds since the communicator was lost."""
@@ -139,6 +134,20 @@ class PostMortem:
             if len(heard) == len(ranks) or left <= 0 or self._closed.wait(min(pause, left)):
                 return heard
             pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _in_time(seconds: float, otherwise: T, call: Callable[[], T]) -> T:
+    """Call it on a thread that may be left behind.
+
+    A store whose host is stopped, or gone, keeps its callers; so does a folder on a file system that hangs.
+    """
+    answer: queue.SimpleQueue[T] = queue.SimpleQueue()
+    if not dumps.in_background(lambda: answer.put(call())):
+        return otherwise
+    try:
+        return answer.get(timeout=max(0.0, seconds))
+    except queue.Empty:
+        return otherwise
 
 
 def read_brief(said: bytes | None, rank: int) -> Brief | None:

@@ -26,8 +26,8 @@ import torch
 
 from aiocomms.errors import CommError
 from aiocomms.lowlevel.hosts import host_id
+from aiocomms.lowlevel.threads import copied
 from aiocomms.ops import USER, Op
-from aiocomms.progress.deadlines import copied
 from aiocomms.progress.driver import Driver
 from aiocomms.progress.inflight import Flying, InFlight
 from aiocomms.progress.work import StartedWork
@@ -92,6 +92,12 @@ class Brief(msgspec.Struct, omit_defaults=True):
     """The oldest few."""
     more: int = 0
     """Further pending ops."""
+
+
+class Format(msgspec.Struct):
+    """What a file begins with, in every version."""
+
+    format: str
 
 
 class Header(msgspec.Struct):

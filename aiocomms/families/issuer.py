@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from aiocomms.errors import CommError
 from aiocomms.ops import Op, checks
 from aiocomms.ops.checks import Timeout
 from aiocomms.progress.work import Work
+
+
+class Inside(checks.Group, Protocol):
+    """The part of a communicator's core that the method families use."""
+
+    def lose(self, error: CommError) -> None:
+        """End the communicator on all ranks: this one cannot do its part of what they have begun together."""
 
 
 class Issuer(ABC):
@@ -20,8 +28,7 @@ class Issuer(ABC):
     rank: int
     size: int
     device: torch.device
-    _core: checks.Group
-    """What checks of arguments know of the communicator."""
+    _core: Inside
 
     @abstractmethod
     def _issue(self, op: Op, hints: Mapping[str, Any] | None = None, timeout: Timeout = None) -> Work[Any]:

@@ -17,14 +17,16 @@ from torch import Tensor
 from aiocomms import ops
 from aiocomms.errors import ArgumentError, ProtocolError
 from aiocomms.families.issuer import Issuer
-from aiocomms.lowering.schedules import Context, Steps, broadcast_tree, ring_gather, schedule
+from aiocomms.lowering.runs import AloneError, Steps
+from aiocomms.lowering.schedules import Context, broadcast_tree, ring_gather, schedule
+from aiocomms.lowlevel.versions import Dialect
 from aiocomms.ops import Op, checks, codec
 from aiocomms.ops.checks import Group, Timeout
 from aiocomms.progress.work import Work
 
 HEADER_BYTES = 256
-_HEADER = struct.Struct("<4sB3xIIQ")  # magic, flags, tag of the second message, bytes here, bytes in all
-_MAGIC = b"aioO"
+_HEADER = struct.Struct("<6sBxIIQ")  # head, flags, tag of the second message, bytes here, bytes in all
+_OBJECTS = Dialect("objects", b"aioO", 2)
 _INLINE = HEADER_BYTES - _HEADER.size
 _PICKLED = 1
 
@@ -41,9 +43,9 @@ class Parcel:
         data = codec.encode(obj, pickle=pickle)
         inline = data if len(data) <= _INLINE else b""
         self.tag = next(_tags) & 0x7FFFFFFF
-        head = _HEADER.pack(_MAGIC, _PICKLED if pickle else 0, self.tag, len(inline), len(data))
+        head = _HEADER.pack(_OBJECTS.head, _PICKLED if pickle else 0, self.tag, len(inline), len(data))
         self.header = codec.to_tensor((head + inline).ljust(HEADER_BYTES, b"\0"), device)
-        self.body = codec.to_tensor(b"" if inline else data, device)
+        self.body = codec.to_tensor(b"" if inline else data, device)  # which are not copied: nobody else has them
 
 
 class Arrival:
@@ -56,8 +58,9 @@ class Arrival:
 
     def __init__(self, header: Tensor) -> None:
         data = codec.to_bytes(header)
-        magic, flags, self.tag, here, total = _HEADER.unpack(data[: _HEADER.size])
-        if magic != _MAGIC or flags > _PICKLED or here not in (0, total) or here > _INLINE or self.tag > 0x7FFFFFFF:
+        _OBJECTS.check(data, "the sender of an object")
+        _, flags, self.tag, here, total = _HEADER.unpack(data[: _HEADER.size])
+        if flags > _PICKLED or here not in (0, total) or here > _INLINE or self.tag > 0x7FFFFFFF:
             raise ProtocolError(f"an object's header makes no sense: {data[: _HEADER.size].hex()}")
         if total > codec.MAX_OBJECT_BYTES:
             raise ProtocolError(f"an object of {total} bytes was announced, at most {codec.MAX_OBJECT_BYTES} are taken")
@@ -144,6 +147,14 @@ class ScatterObject(_ObjectCollective, frozen=True, eq=False):
     name = kind = "scatter_object"
 
 
+def _opened(arrival: Arrival, op: RecvObject | _ObjectCollective) -> Any:
+    """Decode an object after the last message."""
+    try:
+        return arrival.open(pickle=op.pickle)
+    except ProtocolError as error:
+        raise AloneError(error) from error
+
+
 @schedule(SendObject)
 def _send(g: Context, op: SendObject) -> Steps:
     parcel = op.parcel
@@ -157,10 +168,13 @@ def _send(g: Context, op: SendObject) -> Steps:
 def _recv(g: Context, op: RecvObject) -> Steps:
     header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=g.device)
     yield [ops.Recv(header, op.src, op.tag, ops.OBJECT)]
-    arrival = Arrival(header)
+    try:
+        arrival = Arrival(header)
+    except ProtocolError as error:
+        raise AloneError(error) from error
     if arrival.body.numel():
         yield [ops.Recv(arrival.body, op.src, arrival.tag, ops.OBJECT_DATA)]
-    return arrival.open(pickle=op.pickle)
+    return _opened(arrival, op)
 
 
 @schedule(BroadcastObject)
@@ -173,7 +187,7 @@ def _broadcast(g: Context, op: BroadcastObject) -> Steps:
     if body.numel():
         yield from broadcast_tree(g, body, op.root)
         arrival.body = body
-    return arrival.open(pickle=op.pickle)
+    return _opened(arrival, op)
 
 
 @schedule(AllGatherObject)
@@ -184,7 +198,7 @@ def _all_gather(g: Context, op: AllGatherObject) -> Steps:
     arrivals = [Arrival(header) for header in headers]
     arrivals[g.rank].body = op.parcels[0].body
     yield from ring_gather(g, [arrival.body for arrival in arrivals])
-    return [arrival.open(pickle=op.pickle) for arrival in arrivals]
+    return [_opened(arrival, op) for arrival in arrivals]
 
 
 @schedule(GatherObject)
@@ -200,7 +214,7 @@ def _gather(g: Context, op: GatherObject) -> Steps:
     arrivals = [Arrival(header) for header in headers]
     arrivals[g.rank].body = mine.body
     yield [g.recv(arrivals[r].body, r) for r in others]
-    return [arrival.open(pickle=op.pickle) for arrival in arrivals]
+    return [_opened(arrival, op) for arrival in arrivals]
 
 
 @schedule(ScatterObject)
@@ -210,12 +224,12 @@ def _scatter(g: Context, op: ScatterObject) -> Steps:
         yield [g.recv(header, op.root)]
         arrival = Arrival(header)
         yield [g.recv(arrival.body, op.root)]
-        return arrival.open(pickle=op.pickle)
+        return _opened(arrival, op)
     parcels = [(r, parcel) for r, parcel in enumerate(op.parcels) if r != g.rank]
     yield [g.send(tensor, r) for r, parcel in parcels for tensor in (parcel.header, parcel.body)]
     arrival = Arrival(op.parcels[g.rank].header)
     arrival.body = op.parcels[g.rank].body
-    return arrival.open(pickle=op.pickle)
+    return _opened(arrival, op)
 
 
 class Objects(Issuer):

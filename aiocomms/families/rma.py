@@ -31,12 +31,19 @@ class OneSided(Issuer):
         :raises MismatchError: the ranks' dtypes differ; the communicator stays usable.
         :raises UnsupportedOperation: no transport of this communicator has RMA.
         """
-        opening = self._issue(ops.WindowOpen(tensor), timeout=timeout)
         mine = torch.tensor([tensor.numel(), sorted(map(str, checks.DTYPES)).index(str(tensor.dtype))])
         table = torch.empty(self.size, 2, dtype=torch.int64, device=self.device)
-        parts = self._issue(ops.AllGatherSingle(table, mine.to(self.device)), timeout=timeout)
-        handle = await opening
-        sizes, dtypes = (await parts).T.tolist()
+        works = [self._issue(ops.WindowOpen(tensor), timeout=timeout)]
+        try:
+            works.append(self._issue(ops.AllGatherSingle(table, mine.to(self.device)), timeout=timeout))
+            handle = await works[0]
+            sizes, dtypes = (await works[1]).T.tolist()
+        except CommError as error:
+            for work in works:
+                if work.done():
+                    work.exception()  # it counts as asked for: this call's error says all
+            self._core.lose(error)  # the other ranks may have the window, and would wait for this one
+            raise
         window = Window(self, ops.WindowInfo(handle, tensor, sizes))
         if len(set(dtypes)) > 1:
             await window.aclose(timeout=timeout)  # all ranks see the same dtypes, so all of them close the window
@@ -232,4 +239,4 @@ class Window:
             await self.aclose()
         elif not self.closed:
             with contextlib.suppress(CommError):  # the communicator is lost or closed, and the window with it
-                self._start_closing()
+                self._start_closing().add_done_callback(Work.exception)  # the body raises

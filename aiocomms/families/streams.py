@@ -9,8 +9,6 @@ message's receive posts the next receive.
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -21,24 +19,18 @@ from anyio.abc import ObjectStream
 from torch import Tensor
 
 from aiocomms import ops
-from aiocomms.errors import ArgumentError, CommError, ProtocolError
+from aiocomms.errors import ArgumentError, CommAbortedError, CommError, ProtocolError
+from aiocomms.families import greeting
 from aiocomms.families.issuer import Issuer
 from aiocomms.ops import checks, codec
 from aiocomms.progress.driver import Driver, Promise
-from aiocomms.progress.work import Work
-
-MAX_CAPACITY = 2**20
-MAX_NAME = 100
-"""The length that a stream's name may have, in bytes of UTF-8."""
+from aiocomms.progress.work import StartedWork, Work
 
 _FOREVER = checks.TIMEOUT_MAX
-_OPEN = struct.Struct(
-    f"<4sIIB{MAX_NAME}s"
-)  # magic, tag of the messages to this end, capacity, the name's length, the name
-_MAGIC = b"aioS"
 _DATA, _EOF = 0, 1
 _HEADER_BYTES = 8 + codec.TENSOR_BYTES
 _CLOSED = -1  # sent in place of a number of credits by an end that is closed
+_BROKEN = -2  # and by one that can do nothing with what it got, so that nothing is taken any more
 
 
 class Streams(Issuer):
@@ -60,7 +52,7 @@ class Streams(Issuer):
         """
         try:
             checks.other("peer", peer, self._core)
-            _check(capacity, name)
+            greeting.check(capacity, name)
         except ArgumentError as error:
             raise error.about(op="open_stream", rank=self.rank) from None
         self._streams += 1
@@ -71,17 +63,6 @@ class Streams(Issuer):
             await stream.aclose()
             raise
         return stream
-
-
-def _check(capacity: int, name: str) -> None:
-    if type(capacity) is not int:
-        raise checks.wrong_type("capacity", capacity, "an int, in messages")
-    if not 1 <= capacity <= MAX_CAPACITY:
-        raise ArgumentError(f"capacity is {capacity}, wanted 1 to {MAX_CAPACITY} messages")
-    if not isinstance(name, str):
-        raise checks.wrong_type("name", name, "a str")
-    if len(name.encode()) > MAX_NAME:
-        raise ArgumentError(f"name is {checks.short(name)}, wanted a str of at most {MAX_NAME} bytes of UTF-8")
 
 
 class TensorStream(ObjectStream[Tensor]):
@@ -107,10 +88,11 @@ class TensorStream(ObjectStream[Tensor]):
         self._failure: CommError | None = None  # why nothing more can be received
         self._send_failure: CommError | None = None  # why nothing more can be sent; messages may still be received
         self._is_open = self._closed = self._eof_sent = self._eof_received = self._peer_closed = False
-        self._fetching: Work[Any] | None = None
+        self._under_way: list[StartedWork[Any]] = []
+        """The payloads that this end sends."""
         self._header = torch.empty(_HEADER_BYTES, dtype=torch.uint8, device=comm.device)
         self._credit = torch.empty(1, dtype=torch.int64, device=comm.device)
-        self._hello = torch.empty(_OPEN.size, dtype=torch.uint8, device=comm.device)
+        self._hello = torch.empty(greeting.GREETING_BYTES, dtype=torch.uint8, device=comm.device)
         self._shake_hands()
 
     # -------------------------------------------------------------------------------------------- for the program
@@ -135,7 +117,7 @@ class TensorStream(ObjectStream[Tensor]):
         self._credits -= 1
         self._send_control(header, self._out_tag)
         if item.numel():
-            await self._post(ops.Send(item, self.peer, self._out_tag + 1, ops.STREAM_DATA))
+            await self._send_payload(item)
 
     async def receive(self) -> Tensor:
         """Receive the next tensor.
@@ -190,18 +172,18 @@ class TensorStream(ObjectStream[Tensor]):
             await self._wait()
 
     def _shake_hands(self) -> None:
-        name = self.name.encode()
-        tag = int.from_bytes(hashlib.blake2b(name, digest_size=4).digest(), "little", signed=True)
-        hello = _OPEN.pack(_MAGIC, self._in_tag, self._capacity, len(name), name)
+        tag = greeting.tag_of(self.name)
+        hello = greeting.greet(self._in_tag, self._capacity, self.name)
         self._send_control(codec.to_tensor(hello, self._comm.device), tag, ops.STREAM)
         self._post(ops.Recv(self._hello, self.peer, tag, ops.STREAM)).add_done_callback(self._on_hello)
 
     def _on_hello(self, work: Work[Any]) -> None:
         if self._failed(work):
             return
-        magic, tag, capacity, length, name = _OPEN.unpack(codec.to_bytes(self._hello))
-        if magic != _MAGIC or tag & 3 or not 1 <= capacity <= MAX_CAPACITY or name[:length] != self.name.encode():
-            self._fail(ProtocolError(f"rank {self.peer} opened no stream {self.name!r}, or one of another version"))
+        try:
+            tag, capacity = greeting.understand(codec.to_bytes(self._hello), self.peer, self.name)
+        except ProtocolError as error:
+            self._break(error)
             return
         self._out_tag, self._credits, self._is_open = tag, capacity, True
         self._fetch()
@@ -223,7 +205,7 @@ class TensorStream(ObjectStream[Tensor]):
         try:
             message = self._announced(codec.to_bytes(self._header))
         except ProtocolError as error:
-            self._fail(error)
+            self._break(error)
             return
         if message is None:
             self._eof_received = True
@@ -286,12 +268,24 @@ class TensorStream(ObjectStream[Tensor]):
         count = int(self._credit.item())
         if count == _CLOSED:
             self._peer_closed = True
-        elif 0 < count <= MAX_CAPACITY:
+        elif count == _BROKEN:
+            self._broken_off()
+        elif 0 < count <= greeting.MAX_CAPACITY:
             self._credits += count
             self._await_credits()
         else:
-            self._fail(ProtocolError(f"rank {self.peer} returned {count} credits on stream {self.name!r}"))
+            self._break(ProtocolError(f"rank {self.peer} returned {count} credits on stream {self.name!r}"))
         self._notify()
+
+    # --------------------------------------------------------------------------------------------------- sending
+
+    async def _send_payload(self, item: Tensor) -> None:
+        work = self._post(ops.Send(item, self.peer, self._out_tag + 1, ops.STREAM_DATA))
+        self._under_way.append(work)
+        try:
+            await work
+        finally:
+            self._under_way.remove(work)
 
     # ---------------------------------------------------------------------------------------------------- common
 
@@ -299,8 +293,8 @@ class TensorStream(ObjectStream[Tensor]):
         """Return whether anything can still be sent to the other end."""
         return self._failure is self._send_failure is None and not self._comm.closed and not self._comm.aborted
 
-    def _post(self, op: ops.Op) -> Work[Any]:
-        work: Work[Any] = self._comm._issue(op, None, _FOREVER)
+    def _post(self, op: ops.Op) -> StartedWork[Any]:
+        work: StartedWork[Any] = self._comm._issue(op, None, _FOREVER)
         return work
 
     def _send_control(self, message: Tensor, tag: int, channel: int = ops.STREAM_DATA) -> None:
@@ -353,6 +347,24 @@ class TensorStream(ObjectStream[Tensor]):
         if self._failure is None:
             self._failure = error
         self._notify()
+
+    def _break(self, error: ProtocolError) -> None:
+        """This end can do nothing with what it got. The other one is told: it has no deadline, and would wait for ever.
+
+        Before the stream is open there is no way to tell it but the communicator's end.
+        """
+        if not self._is_open:
+            self._comm._core.lose(error.about(op="open_stream", rank=self._comm.rank))
+        elif self._usable():
+            self._send_control(torch.tensor([_BROKEN], device=self._comm.device), self._out_tag + 2)
+        self._fail(error)
+
+    def _broken_off(self) -> None:
+        """The other end has broken off: what it has not taken of this end's messages it never takes."""
+        error = CommAbortedError(f"rank {self.peer} broke off stream {self.name!r}: see its own error", peer=self.peer)
+        for work in self._under_way:
+            work.abandon(error)
+        self._fail(error)
 
     async def _wait(self) -> None:
         await self._changed

@@ -8,7 +8,8 @@ from typing import Any
 
 from aiocomms import ops
 from aiocomms.errors import UnsupportedOperation
-from aiocomms.lowering.schedules import SCHEDULES, BatchRun, Context, Poster, Run
+from aiocomms.lowering.runs import BatchRun, Poster, Run
+from aiocomms.lowering.schedules import SCHEDULES, Context
 from aiocomms.progress.guard import guarded
 from aiocomms.transport import Completion, Transport
 

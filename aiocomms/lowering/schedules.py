@@ -1,49 +1,26 @@
-"""The schedules that express collectives, batches and objects as sends and receives, and what runs the schedules.
+"""The schedules that express collectives, batches and objects as sends and receives.
 
 A *schedule* is a generator. It yields the sends and receives of one step, and is resumed when all of them are complete.
-When it returns, the op is done. No task runs a schedule: the completion of a step's last message resumes it, so that an
-op whose messages have all arrived is finished inside ``post``. Schedules of different collectives on one communicator
-may overlap, as each has a tag of its own.
+When it returns, the op is done; :mod:`aiocomms.lowering.runs` runs it. Schedules of different collectives on one
+communicator may overlap, as each has a tag of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from aiocomms import ops
-from aiocomms.errors import CommError, MessageTruncatedError, MismatchError
+from aiocomms.lowering.runs import Poster, Steps
 from aiocomms.ops import reductions
-from aiocomms.transport import OP_RESULT, Completion, conclude
 
-Steps = Generator[list[ops.Op], None, Any]
 OpT = TypeVar("OpT", bound=ops.Op)
 
 RING_BYTES = 64 * 1024
 """The size in bytes from which on an all_reduce is bound by bandwidth and uses the ring."""
-
-
-class Poster(Protocol):
-    """The part of a communicator that schedules use."""
-
-    rank: int
-    size: int
-    name: str
-    device: torch.device
-    calls: int
-    """The number of collectives called so far. It is the same on all ranks, and so serves as the tag of messages."""
-
-    def post(self, op: ops.Op, work: Completion) -> None:
-        """Hand an op to the transport that carries it."""
-
-    def withdraw(self, work: Completion) -> bool:
-        """Withdraw an unmatched receive; False if something has matched it."""
-
-    def lose(self, error: CommError) -> None:
-        """End the communicator: what this rank has sent, and what it still owes the others, is not to be told apart."""
 
 
 class Context:
@@ -81,164 +58,6 @@ def schedule(*types: type[ops.Op]) -> Callable[[Callable[[Context, OpT], Steps]]
         return fn
 
     return register
-
-
-class Run:
-    """Runs one schedule from step to step."""
-
-    __slots__ = ("__weakref__", "_comm", "_left", "_only", "_posted", "_steps", "work")
-
-    def __init__(self, comm: Poster, steps: Steps, work: Completion) -> None:
-        self._comm = comm
-        self._steps = steps
-        self._left = 0
-        self._posted = False  # whether a message has been
-        self._only: _Part | None = None  # the first step's only message, until it is complete
-        self.work = work
-
-    def advance(self) -> None:
-        """Post the next step, and the steps after it as long as each completes at once.
-
-        What is raised before the first message is posted goes to the caller, and nothing was sent. What is raised later
-        ends the communicator: the other ranks are in the middle of an op that this rank cannot finish.
-        """
-        while not self.work.done():
-            try:
-                step = next(self._steps)
-            except StopIteration as end:
-                self.work.complete(OP_RESULT if end.value is None else end.value)
-                return
-            except CommError as error:
-                self.work.fail(error)
-                return
-            except Exception as error:
-                self._break_off(error)
-                return
-            self._left = len(step) + 1  # one more, so that parts which complete inside post do not call advance
-            parts = [_Part(self, op) for op in step]
-            self._only = parts[0] if len(parts) == 1 and not self._posted else None
-            if not self._post(parts):
-                return
-            self._left -= 1
-            if self._left:
-                return
-
-    def _post(self, parts: Sequence[_Part]) -> bool:
-        """Post messages; False if one cannot be, which has ended the op and the communicator."""
-        for part in parts:
-            try:
-                self._comm.post(part.op, part)
-            except Exception as error:
-                self._break_off(error)
-                return False
-            self._posted = True
-        return True
-
-    def _break_off(self, error: Exception) -> None:
-        """The op cannot go on. Some of its messages may be under way, so nobody can tell what the others wait for."""
-        self._steps.close()
-        if not self._posted:
-            raise error
-        failure = CommError(f"{self.work.op.name} broke off on this rank: {type(error).__name__}: {error}")
-        failure.__cause__ = error
-        conclude(self.work, failure)
-        self._comm.lose(failure)
-
-    def part_done(self) -> None:
-        """Note that one message of the current step is complete, and advance after the last one."""
-        self._only = None
-        self._left -= 1
-        if not self._left:
-            self.advance()
-
-    def part_failed(self, error: CommError) -> None:
-        """End the op with the failure of one message of the current step."""
-        self._steps.close()
-        if not self.work.done():
-            if isinstance(error, MessageTruncatedError) and self.work.op.family == "collectives":
-                error = MismatchError(
-                    f"ranks disagree on the size of this collective: {error.message}", peer=error.peer
-                )
-            self.work.fail(error)
-
-    def withdraw(self) -> bool:
-        """Withdraw the op if all it has done is to post one receive that is still unmatched; else return False."""
-        if self._only is None or not self._only.op.withdrawable or not self._comm.withdraw(self._only):
-            return False
-        self._steps.close()
-        return True
-
-
-class BatchRun(Run):
-    """Runs a batch. It fails only when the transport uses none of its tensors any more."""
-
-    __slots__ = ("_all_posted", "_fault", "_parts")
-
-    def advance(self) -> None:
-        """Post all parts of the batch."""
-        self._fault: CommError | None = None
-        self._all_posted = False
-        self._parts = [_Part(self, op) for op in next(self._steps)]
-        self._left = len(self._parts) + 1
-        if not self._post(self._parts):
-            return
-        self._all_posted = True
-        if self._fault is not None:
-            self._withdraw_parts()
-        self.part_done()
-
-    def part_done(self) -> None:
-        """Note that one message is complete, and end the batch after the last one."""
-        self._left -= 1
-        if not self._left:
-            self._parts = []
-            conclude(self.work, OP_RESULT if self._fault is None else self._fault)
-
-    def part_failed(self, error: CommError) -> None:
-        """Note that one message has failed, and withdraw the unmatched receives: they must not take later messages."""
-        if isinstance(error, MismatchError):
-            conclude(self.work, error)  # the communicator is lost, and the other messages may never end
-        elif self._fault is None:
-            self._fault = error
-            if self._all_posted:
-                self._withdraw_parts()
-        self.part_done()
-
-    def _withdraw_parts(self) -> None:
-        for part in self._parts:
-            if part.op.withdrawable and not part.done() and self._comm.withdraw(part):
-                self._left -= 1
-
-
-class _Part:
-    """One message of a schedule: the completion that the transport is given for it."""
-
-    __slots__ = ("__weakref__", "_done", "_run", "op")
-
-    def __init__(self, run: Run, op: ops.Op) -> None:
-        self._run = run
-        self._done = False
-        self.op = op
-
-    @property
-    def hints(self) -> Mapping[str, Any] | None:
-        return self._run.work.hints
-
-    def done(self) -> bool:
-        return self._done or self._run.work.done()
-
-    def complete(self, value: Any = OP_RESULT) -> None:
-        if self._done:
-            raise RuntimeError(f"the transport completed a {self.op.name} of {self._run.work!r} twice")
-        self._done = True
-        self._run.part_done()
-
-    def fail(self, error: CommError) -> None:
-        self._done = True
-        self._run.part_failed(error)
-
-
-# ------------------------------------------------------------------------------------------------ the schedules
 
 
 @schedule(ops.Batch)

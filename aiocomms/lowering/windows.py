@@ -17,7 +17,7 @@ from torch import Tensor
 
 from aiocomms import ops
 from aiocomms.errors import CommError, ProtocolError, UnsupportedOperation
-from aiocomms.lowering.schedules import Poster, Run, Steps
+from aiocomms.lowering.runs import AloneError, Poster, Run, Steps
 from aiocomms.ops import codec
 from aiocomms.transport import OP_RESULT, Capabilities, Completion, Rendezvous, Transport
 
@@ -219,7 +219,13 @@ class TwoSided(Transport):
         self._run(close(), _Service(work.op, window))
 
     def _serve(self, window: _Window, peer: int) -> Steps:
-        """Carry out one rank's requests until it closes the window."""
+        """Carry out one rank's requests until it closes the window, or asks for what makes no sense."""
+        try:
+            yield from self._requests(window, peer)
+        except ProtocolError as error:
+            raise AloneError(error) from error
+
+    def _requests(self, window: _Window, peer: int) -> Steps:
         request = torch.empty(_REQUEST.size, dtype=torch.uint8, device=self._comm.device)
         while True:
             yield [ops.Recv(request, peer, window.tag, ops.RMA_REQUEST)]

@@ -9,6 +9,10 @@ to connect with them                    :class:`Gate`, for sockets of any kind; 
 to prove who they are in other ways     :func:`mac` and :func:`same`, with a key of :meth:`Rendezvous.secret`;
                                         :func:`check_exposed` before listening; :data:`MAX_RECORD`
 to leak no descriptor into children     :func:`closed_on_exec`
+to move memory safely                   :func:`in_use`; :func:`register` what uses memory and is no op
+to leave no connection to a fork        :class:`Unshared`
+to stop before the interpreter ends     :func:`at_end`
+to tell versions of a protocol apart    :class:`Dialect`, :data:`HEAD_BYTES`; before all else
 to use a store                          :func:`serve_store`, :func:`reach_store`, :func:`admitting`,
                                         :func:`store_errors`
 to fail as every transport does         :func:`closed_by`, :func:`gone`, :func:`misfit`, :func:`disagreement`,
@@ -22,31 +26,41 @@ from __future__ import annotations
 
 from aiocomms.lowlevel.auth import MAX_RECORD, check_exposed, mac, same
 from aiocomms.lowlevel.cloexec import closed_on_exec
+from aiocomms.lowlevel.ending import at_end
 from aiocomms.lowlevel.failures import Reason, closed_by, disagreement, gone, misfit
+from aiocomms.lowlevel.forks import Unshared
 from aiocomms.lowlevel.gate import Gate, same_user
 from aiocomms.lowlevel.hosts import LOOPBACK, host_id, reachable_address
+from aiocomms.lowlevel.memory import in_use, register
 from aiocomms.lowlevel.sockets import tune
 from aiocomms.lowlevel.stores import admitting, reach_store, serve_store, store_errors
 from aiocomms.lowlevel.threads import run_in_thread
+from aiocomms.lowlevel.versions import HEAD_BYTES, Dialect
 from aiocomms.lowlevel.waker import Waker
 
 __all__ = [
+    "HEAD_BYTES",
     "LOOPBACK",
     "MAX_RECORD",
+    "Dialect",
     "Gate",
     "Reason",
+    "Unshared",
     "Waker",
     "admitting",
+    "at_end",
     "check_exposed",
     "closed_by",
     "closed_on_exec",
     "disagreement",
     "gone",
     "host_id",
+    "in_use",
     "mac",
     "misfit",
     "reach_store",
     "reachable_address",
+    "register",
     "run_in_thread",
     "same",
     "same_user",

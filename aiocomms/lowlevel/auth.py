@@ -10,9 +10,13 @@ from collections.abc import Mapping
 from typing import Final, NoReturn
 
 from aiocomms.errors import ArgumentError, AuthError, ProtocolError
+from aiocomms.lowlevel.versions import HEAD_BYTES, Dialect
 
 MAX_RECORD: Final = 64 * 1024
 """Most bytes of what a rank tells the others through the store."""
+
+RENDEZVOUS = Dialect("the rendezvous", b"aioR", 2)
+"""How ranks meet in a store: what is written there, and what they agree on by it."""
 
 _TOKEN: Final = "AIOCOMMS_TOKEN"  # noqa: S105 - a variable's name
 _TOKEN_FILE: Final = "AIOCOMMS_TOKEN_FILE"  # noqa: S105
@@ -63,6 +67,12 @@ def same(a: bytes, b: bytes) -> bool:
     return hmac.compare_digest(a, b)
 
 
+def claimed(record: bytes) -> bytes:
+    """What a record of the store says, whoever wrote it, in a version that keeps this shape."""
+    kind, rest = record[HEAD_BYTES : HEAD_BYTES + 1], record[HEAD_BYTES + 1 :]
+    return rest[_MAC:] if kind == _SIGNED else rest
+
+
 class Seal:
     """Signs what a rank tells the others of one communicator, and checks what they tell it.
 
@@ -95,7 +105,8 @@ class Seal:
         """A record for the store, of this rank."""
         if len(value) > MAX_RECORD:
             raise ArgumentError(f"the record {key!r} has {len(value)} bytes, wanted at most {MAX_RECORD}", rank=rank)
-        return _SIGNED + mac(self._key, key, rank, value) + value if self._signs else _PLAIN + value
+        sign = _SIGNED + mac(self._key, RENDEZVOUS.head, key, rank, value) if self._signs else _PLAIN
+        return RENDEZVOUS.head + sign + value
 
     def verify(self, key: str, rank: int, record: bytes) -> bytes:
         """What another rank's record says.
@@ -103,19 +114,24 @@ class Seal:
         :raises AuthError: that rank did not sign it.
         :raises ProtocolError: it is too long, or no record at all.
         """
-        if len(record) > MAX_RECORD + 1 + _MAC:
+        if len(record) > HEAD_BYTES + 1 + _MAC + MAX_RECORD:
             raise ProtocolError(f"rank {rank}'s record {key!r} in the store has {len(record)} bytes", peer=rank)
+        other = RENDEZVOUS.other_version(record)
+        signed = record[HEAD_BYTES:] if record[:HEAD_BYTES] == RENDEZVOUS.head else b""
         if self._signs:
-            value = record[1 + _MAC :]
-            if not same(record[: 1 + _MAC], _SIGNED + mac(self._key, key, rank, value)):
-                why = "has no token" if record[:1] == _PLAIN else "has another token, or somebody else wrote it"
-                raise AuthError(f"rank {rank}'s record {key!r} in the store is not signed: that rank {why}", peer=rank)
+            value = signed[1 + _MAC :]
+            if not same(signed[: 1 + _MAC], _SIGNED + mac(self._key, RENDEZVOUS.head, key, rank, value)):
+                why = "has no token" if signed[:1] == _PLAIN else "has another token, or somebody else wrote it"
+                why = f"that rank {why}" if other is None else RENDEZVOUS.differs("that rank", other)
+                raise AuthError(f"rank {rank}'s record {key!r} in the store is not signed: {why}", peer=rank)
             return value
-        if record[:1] == _SIGNED:
+        if other is not None:
+            raise ProtocolError(RENDEZVOUS.differs(f"rank {rank}", other), peer=rank)
+        if signed[:1] == _SIGNED:
             raise AuthError(f"rank {rank} has a token, and this rank has none: set {_TOKEN} on all ranks", peer=rank)
-        if record[:1] != _PLAIN:
+        if signed[:1] != _PLAIN:
             raise ProtocolError(f"rank {rank}'s record {key!r} in the store makes no sense", peer=rank)
-        return record[1:]
+        return signed[1:]
 
     def __repr__(self) -> str:
         return f"<Seal: {'signed' if self._signs else 'not signed'}>"

@@ -2,8 +2,8 @@
 
 The rank with the higher number connects. Both sides authenticate before they send anything else:
 
-    connector: magic, its rank, a nonce, and a MAC
-    acceptor:  a nonce, and a MAC
+    connector: magic and version, its rank, a nonce, and a MAC
+    acceptor:  magic and version, a nonce, and a MAC
     connector: a MAC
     acceptor:  that it is accepted
 
@@ -31,6 +31,7 @@ from typing import Final
 
 from aiocomms.errors import AuthError, CommTimeoutError
 from aiocomms.lowlevel.auth import mac, same
+from aiocomms.lowlevel.versions import HEAD_BYTES, Dialect
 
 PATIENCE: Final = 5.0
 """Seconds in which whoever connects must prove that it is a rank."""
@@ -39,7 +40,7 @@ MOST_HALF_OPEN: Final = 128
 AT_ONCE: Final = 16
 """Connections that are accepted before those that are there already make progress."""
 
-_MAGIC: Final = b"aioG2\0"
+_GATE: Final = Dialect("the handshake", b"aioG", 2)
 _NONCE: Final = 16
 _MAC: Final = 32
 _HELLO: Final = struct.Struct(f"!I{_NONCE}s{_MAC}s")
@@ -56,6 +57,14 @@ Proved = tuple[int, socket.socket]
 
 class RefusedError(Exception):
     """Raised within a dialogue: the other side is not a rank of this communicator, or not one that is expected."""
+
+    def __init__(self, version: int | None = None) -> None:
+        """Begin.
+
+        :param version: in which it speaks, if that is not this rank's.
+        """
+        super().__init__()
+        self.version = version
 
 
 class HalfOpen:
@@ -116,6 +125,8 @@ class Entrance:
         self._silent: dict[str, dict[socket.socket, HalfOpen]] = {}  # those that have said nothing, by source
         self.dropped = 0
         """How many connections of strangers were dropped."""
+        self.versions: set[int] = set()
+        """Other versions in which some of them spoke."""
 
     def __len__(self) -> int:
         return len(self._half_open)
@@ -166,7 +177,9 @@ class Entrance:
             return None
         try:
             peer = half.read()
-        except (RefusedError, OSError):
+        except (RefusedError, OSError) as error:
+            if isinstance(error, RefusedError) and error.version is not None:
+                self.versions.add(error.version)
             self.drop(half)
             return None
         if half.wanted == _MAC:
@@ -286,6 +299,8 @@ class Gate:
         message = f"these ranks did not connect within {seconds:g} s: {sorted(self._missing)}"
         if self.dropped:
             message += f"; {self.dropped} connections were dropped that did not prove to be a rank's"
+        for version in sorted(self.entrance.versions)[:3]:
+            message += f"; {_GATE.differs('somebody who connected', version)}"
         return CommTimeoutError(message)
 
     def _connect_missing(self, ends: float) -> None:
@@ -332,14 +347,15 @@ def connector_dialogue(connection: socket.socket, key: bytes, rank: int, peer: i
     :param key: what only ranks of this communicator know.
     :param peer: who accepts.
     :raises AuthError: it does not prove to be that.
+    :raises ProtocolError: it speaks another version, or what is no version at all.
     """
+    who, number = (f"rank {peer}", peer) if isinstance(peer, int) else (peer, None)
     nonce = secrets.token_bytes(_NONCE)
-    connection.sendall(_MAGIC + _HELLO.pack(rank, nonce, mac(key, "hello", rank, peer, nonce)))
+    connection.sendall(_GATE.head + _HELLO.pack(rank, nonce, mac(key, "hello", rank, peer, nonce)))
+    _GATE.check((yield HEAD_BYTES), f"who answers in the place of {who}", number)
     message = yield _NONCE + _MAC
     pair = (rank, peer, nonce, message[:_NONCE])
     if not same(message[_NONCE:], mac(key, "acceptor", *pair)):
-        who = f"rank {peer}" if isinstance(peer, int) else peer
-        number = peer if isinstance(peer, int) else None
         raise AuthError(f"who answers in the place of {who} does not prove to be that rank", peer=number)
     connection.sendall(mac(key, "connector", *pair))
     if (yield len(_ACCEPTED)) != _ACCEPTED:
@@ -353,14 +369,18 @@ def acceptor_dialogue(connection: socket.socket, key: bytes, rank: int | str, pe
     :param rank: who this is.
     :param peers: which ranks may connect.
     """
-    if (yield len(_MAGIC)) != _MAGIC:
-        raise RefusedError
+    head = yield HEAD_BYTES
+    if head != _GATE.head:
+        version = _GATE.other_version(head)
+        if version is not None:  # it learns this rank's; anybody may say this, so it is an error to nobody here
+            connection.sendall(_GATE.head)
+        raise RefusedError(version)
     peer, peer_nonce, proof = _HELLO.unpack((yield _HELLO.size))
     if peer not in peers:
         raise RefusedError
     nonce = secrets.token_bytes(_NONCE)
     pair = (peer, rank, peer_nonce, nonce)
-    connection.sendall(nonce + mac(key, "acceptor", *pair))
+    connection.sendall(_GATE.head + nonce + mac(key, "acceptor", *pair))
     if not same(proof, mac(key, "hello", peer, rank, peer_nonce)):
         raise RefusedError  # if it has another key, it sees so by the answer
     if not same((yield _MAC), mac(key, "connector", *pair)):

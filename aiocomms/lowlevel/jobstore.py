@@ -15,6 +15,7 @@ import msgspec
 from torch.distributed import DistNetworkError, DistStoreError, Store
 
 from aiocomms.errors import AuthError
+from aiocomms.lowlevel.forks import Unshared
 from aiocomms.lowlevel.gate import RefusedError, connector_dialogue
 from aiocomms.lowlevel.sockets import tune
 from aiocomms.lowlevel.storeserver import LENGTH, SERVER, StoreServer, perform
@@ -44,6 +45,7 @@ class JobStore(Store):
         self.set_timeout(timedelta(seconds=timeout))
         self.host, self.port = host, port
         self._lock = threading.Lock()  # a connection carries one request at a time
+        Unshared((host, port)).belongs_to(self)
 
     def __del__(self) -> None:
         if self._connection is not None:

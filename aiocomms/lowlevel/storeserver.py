@@ -27,6 +27,7 @@ from torch.distributed import HashStore
 
 from aiocomms.errors import CommError
 from aiocomms.lowlevel.auth import MAX_RECORD
+from aiocomms.lowlevel.forks import Unshared
 from aiocomms.lowlevel.gate import MOST_HALF_OPEN, Dialogue, Entrance, Proved, RefusedError, acceptor_dialogue
 from aiocomms.lowlevel.sockets import tune
 from aiocomms.lowlevel.waker import Waker
@@ -104,6 +105,7 @@ class StoreServer:
         self._lines: dict[socket.socket, _Line] = {}
         self._calls: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._lock = threading.RLock()  # a collection may let a store go while its thread holds this
+        Unshared(self.address).belongs_to(self)
         self._ended = False
         with contextlib.ExitStack() as stack:
             stack.callback(listener.close)
@@ -148,12 +150,8 @@ class StoreServer:
             self._call(self._end_to_listen)
 
     def disown(self) -> None:
-        """This is a forked child, which holds the port and the connections of its parent."""
+        """This is a forked child, which has no thread that serves."""
         self._ended, self._lock = True, threading.RLock()
-        self._entrance.close()
-        for it in (self._listener, *self._lines):
-            if it is not None:
-                it.close()
 
     def _call(self, call: Callable[[], None]) -> bool:
         """Do something on the server's thread; return whether that still runs."""

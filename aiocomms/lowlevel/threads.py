@@ -1,9 +1,9 @@
-"""Blocking calls off the event loop."""
+"""Blocking calls off the event loop, and what other threads may be changing."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import anyio
@@ -58,3 +58,12 @@ def _no_thread(call: Callable[[], _T], anyhow: bool, error: Exception) -> _T:
     if anyhow:
         return call()
     raise CommError(f"no thread can be started: {error}") from error
+
+
+def copied(source: Iterable[_T]) -> list[_T]:
+    """Copy a container that another thread, or a finalizer that runs amid the copy, may be changing."""
+    while True:
+        try:
+            return list(source)
+        except RuntimeError:  # it changed meanwhile
+            continue

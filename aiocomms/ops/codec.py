@@ -27,6 +27,7 @@ MAX_OBJECT_BYTES = 64 * 2**20
 MAX_ITEMS = 2**20
 """The number of values that an object may hold. A value that takes one byte encoded takes up to a hundred decoded."""
 
+_encoder = msgspec.msgpack.Encoder()
 _DTYPES = sorted(DTYPES, key=str)
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _TENSOR = struct.Struct(f"<BB6x{MAX_DIMS}q")  # dtype, number of dimensions, dimensions
@@ -65,8 +66,8 @@ def parse_tensor(data: bytes) -> tuple[torch.dtype, tuple[int, ...], int]:
     return _DTYPES[code], tuple(sizes[:dims]), nbytes
 
 
-def encode(value: Any, *, pickle: bool = False) -> bytes:
-    """Encode an object as bytes.
+def encode(value: Any, *, pickle: bool = False) -> bytearray:
+    """Encode an object as bytes. A large tensor in it is copied twice, and nothing else of its size is allocated.
 
     :param value: an object of None, bool, int (64 bits), float, str, bytes, list, tuple, dict, and torch's Tensor,
         dtype, device and Size.
@@ -77,12 +78,12 @@ def encode(value: Any, *, pickle: bool = False) -> bytes:
         import pickle as pickling
 
         try:
-            data: bytes = pickling.dumps(value)
+            data = bytearray(pickling.dumps(value))
         except Exception as error:  # whatever the object's own methods raise
             raise ArgumentTypeError(f"obj cannot be pickled: {type(error).__name__}: {error}") from error
     else:
         try:
-            data = msgspec.msgpack.encode(_pack(value, 0))
+            _encoder.encode_into(_pack(value, 0), data := bytearray())
         except OverflowError as error:
             raise ArgumentError(f"obj holds an integer of more than 64 bits: {error}") from None
         except UnicodeEncodeError as error:
@@ -185,12 +186,16 @@ def _key(key: Any) -> Any:
     raise ArgumentTypeError(f"obj holds a dict with the key {short(key)}, wanted None, bool, int, float, str or bytes")
 
 
-def _pack_tensor(tensor: Tensor) -> bytes:
+def _pack_tensor(tensor: Tensor) -> bytearray:
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     end = plain.storage_offset() * plain.itemsize + plain.nbytes
     if plain.numel() and plain.untyped_storage().nbytes() < end:
         raise ArgumentError(f"obj holds {short(tensor)}, which has no memory: its storage was freed or resized")
-    return describe_tensor(plain) + ctypes.string_at(plain.data_ptr(), plain.nbytes)
+    data = bytearray(TENSOR_BYTES + plain.nbytes)
+    data[:TENSOR_BYTES] = describe_tensor(plain)
+    if plain.nbytes:
+        torch.frombuffer(data, dtype=torch.uint8, offset=TENSOR_BYTES).copy_(plain.view(-1).view(torch.uint8))
+    return data
 
 
 class _Decoder:
@@ -245,14 +250,15 @@ def _unpack_tensor(data: memoryview) -> Tensor:
     return torch.frombuffer(bytearray(data[TENSOR_BYTES:]), dtype=dtype).view(shape)
 
 
-def to_tensor(data: bytes, device: torch.device) -> Tensor:
-    """Copy bytes into a flat uint8 tensor on ``device``."""
+def to_tensor(data: bytes | bytearray, device: torch.device) -> Tensor:
+    """Return bytes as a flat uint8 tensor on ``device``. On the CPU it is the memory of a bytearray itself."""
     if not data:
         return torch.empty(0, dtype=torch.uint8, device=device)
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    writable = data if isinstance(data, bytearray) else bytearray(data)
+    return torch.frombuffer(writable, dtype=torch.uint8).to(device)
 
 
 def to_bytes(tensor: Tensor) -> bytes:
-    """Return a tensor's elements as bytes; the inverse of :func:`to_tensor`."""
+    """Return a copy of a tensor's elements as bytes; the inverse of :func:`to_tensor`."""
     host = tensor.cpu()
     return ctypes.string_at(host.data_ptr(), host.nbytes)

@@ -12,10 +12,9 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable
-from typing import Protocol, TypeVar
+from typing import Protocol
 
-T = TypeVar("T")
+from aiocomms.lowlevel.threads import copied
 
 _GRACE = 0.001
 """Seconds by which the thread wakes after a deadline, so that it never wakes before the deadline has passed."""
@@ -24,15 +23,6 @@ _GRACE = 0.001
 _LATER = 1.0
 """Seconds after which deadlines are looked at again that could not be looked at."""
 _log = logging.getLogger("aiocomms")
-
-
-def copied(source: Iterable[T]) -> list[T]:
-    """Copy a container that another thread, or a finalizer that runs amid the copy, may be changing."""
-    while True:
-        try:
-            return list(source)
-        except RuntimeError:  # it changed meanwhile
-            continue
 
 
 class Watched(Protocol):

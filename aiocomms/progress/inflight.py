@@ -6,7 +6,10 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
+from torch import Tensor
+
 from aiocomms.errors import CommError
+from aiocomms.lowlevel import memory
 from aiocomms.progress.deadlines import watchdog
 from aiocomms.progress.driver import Driver, Promise
 from aiocomms.progress.heartbeat import Heartbeat
@@ -62,6 +65,7 @@ class InFlight:
         self._queues: dict[float, Queue] = {}
         self._drained: Promise | None = None
         watchdog.register(self)
+        memory.register(self)
 
     def __bool__(self) -> bool:
         return any(self._queues.values())
@@ -108,6 +112,11 @@ class InFlight:
         if self._drained is not None and not self:
             self._drained.set()
         return added
+
+    def held(self) -> list[Tensor]:
+        """The tensors of all works. On any thread."""
+        ops = [flying.work.op for flying in self.look()]
+        return [tensor for op in ops for _, tensor in op.reads() + op.writes()]
 
     async def drained(self) -> None:
         """Wait until nothing is pending."""

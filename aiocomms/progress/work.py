@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Mapping
 from threading import get_ident
 from typing import Any, Generic, Protocol, Self, TypeVar
 
@@ -12,6 +12,7 @@ from torch import UntypedStorage
 from aiocomms.errors import CapturedWorkError, CommError, WorkCancelledError, wrong_thread
 from aiocomms.ops import Op
 from aiocomms.progress.driver import Driver, Waiters
+from aiocomms.progress.handed import Handed, Steps
 from aiocomms.transport import OP_RESULT
 
 T_co = TypeVar("T_co", covariant=True)
@@ -46,11 +47,12 @@ class Owner(Protocol):
         """Whether something has ended it: then it ends its works itself, and what a transport says of them is late."""
 
 
-class Work(msgspec.Struct, Generic[T_co], eq=False, weakref=True):
+class Work(msgspec.Struct, Handed[T_co], Generic[T_co], eq=False, weakref=True):
     """One operation under way: await it, share it, or leave it alone; it completes all the same.
 
-    A work behaves as an :class:`asyncio.Future` where the two overlap. A cancelled ``await`` detaches that awaiter and
-    nothing else; only when the last awaiter of a receive that nothing has matched yet is gone is the receive withdrawn.
+    A work behaves as an :class:`asyncio.Future` where the two overlap, and a task may be made of it. A
+    cancelled ``await`` detaches that awaiter and nothing else; only when the last awaiter of a receive that nothing has
+    matched yet is gone, or was cancelled before it began, is the receive withdrawn.
     """
 
     op: Op
@@ -66,10 +68,16 @@ class Work(msgspec.Struct, Generic[T_co], eq=False, weakref=True):
     _waiters: Waiters | None = None
     _callbacks: list[Callable[[Self], object]] | None = None
     _unseen: _UnseenError | None = None
+    _steps: Steps | None = None
 
     def __repr__(self) -> str:
         state = "pending" if not self._state else f"failed {self._error!r}" if self._error else "done"
         return f"<Work {self.op.name} #{self.seq} on '{self._owner.name}' (rank {self._owner.rank}) {state}>"
+
+    @property
+    def __name__(self) -> str:
+        """What asyncio and trio call it where they show a task or complain."""
+        return self.op.name
 
     def __await__(self) -> Generator[Any, Any, T_co]:
         if not self._state:
@@ -129,10 +137,9 @@ class Work(msgspec.Struct, Generic[T_co], eq=False, weakref=True):
             await self.wait()
         return isinstance(self._error, WorkCancelledError)
 
-    async def wait(self) -> None:
+    def wait(self) -> Awaitable[None]:
         """Wait until the op is done, without asking how it went."""
-        if not self._state:
-            await _Parked(self._owner.driver, self._waiting())
+        return _Wait(self)
 
     def wait_stream(self, stream: Any = None) -> None:
         """Make a CUDA stream wait for the op; the host does not.
@@ -172,6 +179,11 @@ class Work(msgspec.Struct, Generic[T_co], eq=False, weakref=True):
         """The last awaiter was cancelled: withdraw the op if that is possible."""
         self._waiters = None
         self._withdraw()
+
+    def _never_awaited(self) -> None:
+        waiters = self._waiters
+        if (waiters is None or not waiters.waiting) and get_ident() == self._owner.driver.thread:
+            self._nobody_waits()
 
     def _withdraw(self) -> bool:
         """Take an unmatched receive or wait back. True: it did not happen."""
@@ -297,17 +309,22 @@ class StartedWork(Work[T_co]):
             raise RuntimeError(f"the transport completed {self!r} twice")
 
 
-class _Parked:
+class _Wait(Handed[None]):
     """Awaits the end of a work, however it went."""
 
-    __slots__ = ("_driver", "_waiters")
+    __slots__ = ("_steps", "_work")
 
-    def __init__(self, driver: Driver, waiters: Waiters) -> None:
-        self._driver = driver
-        self._waiters = waiters
+    def __init__(self, work: Work[Any]) -> None:
+        self._work = work
+        self._steps: Steps | None = None
 
     def __await__(self) -> Generator[Any, Any, None]:
-        yield from self._driver.park(self._waiters)
+        work = self._work
+        if not work._state:
+            yield from work._owner.driver.park(work._waiting())
+
+    def _never_awaited(self) -> None:
+        self._work._never_awaited()
 
 
 class _UnseenError:

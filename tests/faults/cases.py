@@ -14,6 +14,7 @@ ONE_PROCESS = "all ranks are in one process, which dies or stops as a whole"
 NO_NETWORK = "there is no network"
 NO_LISTENER = "nothing listens, and nothing of another process is read"
 NO_VERSIONS = "debug mode compares ops with each other; it reads no version counters, and sees no program's write"
+OF_UCX = "it uses neither UCX nor shared memory of the host"
 OF_THE_DECODER = "memory is measured of the decoder, not of the process"
 
 
@@ -187,15 +188,69 @@ CASES = (
     Case(72, "a transport raises where it must not"),
     Case(73, "a transport raises amid a step of several messages"),
     Case(74, "an abort, a death and a deadline while it closes", but={"local": "no death: " + ONE_PROCESS}),
+    Case(75, "the flight recorder's folder hangs"),
+    Case(76, "a window over memory that another communicator of the process uses"),
+    Case(78, "a receive whose awaiter never ran"),
+    Case(79, "a rank forks, and dies before its child", local=ONE_PROCESS),
+    Case(
+        80, "a child with a communicator of its own ends", local="it has no threads, connections or engine to inherit"
+    ),
+    Case(81, "a program's exit handler, whenever it was registered", local=ONE_PROCESS),
     Case(82, "a store that nobody needs any more is let go", local="its ranks meet in no store of a launcher's"),
+    Case(
+        83,
+        "an engine that outlives the interpreter",
+        local="it has no engine, and no thread of its own",
+        but={"c10d": "amid a collective gloo may end the process: see what is known to fail"},
+    ),
+    Case(84, "a transport's import changes no signal"),
+    Case(85, "the recorder's signal before the first communicator"),
+    Case(
+        86,
+        "more than 2^32 messages to one rank, a copy that fails, an answer of a rank that was not asked",
+        local=NO_NETWORK,
+        c10d="torch's store and gloo number and match their messages themselves",
+    ),
+    Case(
+        87,
+        "more ranks on one host than a slot of shared memory has room for, and no memory for a step of an op",
+        local="ranks share Python's objects, and whoever has no memory for one gets a MemoryError",
+        c10d="gloo allocates inside torch, which raises to whoever waits",
+        but="of the ranks the check alone is tested: no such world is started",
+    ),
+    Case(
+        88,
+        "shared memory that is full, UCX_TLS that differs, a process that is not dumpable",
+        local=OF_UCX,
+        c10d=OF_UCX,
+        but="of more than 16 ranks those prove themselves whose distance is a power of two; ranks on GPUs do not yet",
+    ),
+    Case(89, "UCX's variables, and limits of the process", local=OF_UCX, c10d=OF_UCX),
     Case(91, "a timeout on every rank that waited"),
-    # Strangers come in crowds.
+    Case(92, "an incomplete environment of a launcher; a world of one that is not meant"),
     Case(94, "a stranger fills the store, and forges arrivals", local=NO_LISTENER),
+    Case(
+        99,
+        "a large object blocks the loop",
+        but="it is encoded within the call, since its program may change it; shown is how often it is copied",
+    ),
+    Case(100, "an error of new_window that was caught"),
     Case(101, "a stranger takes the descriptors of the store's host", local=NO_LISTENER),
+    Case(
+        102,
+        "a lowered collective, a stream, a window, a split that fails on one rank",
+        but={"c10d": "a window is made of messages, and its opening cannot fail"},
+    ),
     Case(
         103,
         "a flood of connections while it forms",
         local=NO_LISTENER,
         c10d="gloo's listeners have no gate: a flood may keep its ranks apart, until they time out",
+    ),
+    Case(105, "another version, whose records have another shape"),
+    Case(
+        107,
+        "a cable that loses, delays, reorders, repeats, is slow, is cut for 2 s, or takes smaller frames",
+        local=NO_NETWORK,
     ),
 )

@@ -21,6 +21,8 @@ from processes import LARGE, Rank, Run, numbers
 
 import aiocomms
 from aiocomms.errors import ArgumentError, CommAbortedError, CommTimeoutError, ProtocolError, StoreLostError
+from aiocomms.lowlevel import auth
+from aiocomms.lowlevel.auth import RENDEZVOUS, Seal
 
 SERVER = """
 import sys
@@ -147,6 +149,28 @@ def test_ranks_of_two_versions(ranks: Run, transport: str) -> None:
     for message in ranks(2, speak_another_version, "version"):
         assert "version" in message, message
         assert {str(versions), str(versions + 1)} <= set(re.findall(r"\d+", message)), message
+
+
+async def speak_in_another_shape(place: Rank) -> str:
+    """What rank 1 tells the others is of another version, and of another shape."""
+    if place.rank == 1:
+        sign, dialect = Seal.sign, RENDEZVOUS._replace(version=4711)
+
+        def signs(self: Seal, key: str, rank: int, value: bytes) -> bytes:
+            return dialect.head + sign(self, key, rank, value)[-3:]
+
+        Seal.sign = signs  # type: ignore[method-assign]
+        auth.RENDEZVOUS = dialect
+    with pytest.raises(ProtocolError) as caught:
+        await place.open()
+    return caught.value.message
+
+
+@pytest.mark.fault(105)
+def test_versions_are_compared_before_records_are_decoded(ranks: Run) -> None:
+    for message in ranks(2, speak_in_another_shape):
+        assert {"4711", str(RENDEZVOUS.version)} <= set(re.findall(r"\d+", message)), message
+        assert "version" in message
 
 
 @pytest.mark.fault(30)

@@ -19,7 +19,7 @@ import torch
 from aiocomms_c10d import bringup as c10d_bringup
 from aiocomms_c10d import wire as c10d_wire
 from aiocomms_ucx import bringup as ucx_bringup
-from aiocomms_ucx import transport as ucx_transport
+from aiocomms_ucx import meeting as ucx_meeting
 from aiocomms_ucx import windows as ucx_windows
 from aiocomms_ucx import wire as ucx_wire
 from hypothesis import given, settings
@@ -72,7 +72,7 @@ def _sing() -> None:
     Canary.sung = True
 
 
-HELLO = ucx_bringup.Hello(ucx_wire.VERSION, "little", "host", "name", 1, [0, 1], "\0path", b"n" * 32)
+HELLO = ucx_bringup.Hello("little", "host", "name", 1, [0, 1], "\0path", b"n" * 32)
 C10D_FRAME = c10d_wire.pack(c10d_wire.Header(c10d_wire.CALL, ident=3), b"all_reduce", (1, 2), torch.zeros(9).byte())
 SIGNED, PLAIN = Seal(b"a token", "name", 1), Seal(None, "name", 1)
 
@@ -89,14 +89,14 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
         c10d_bringup.hello(adopt=True, left=9.0),
     ),
     "frames of ucx": (ucx_wire.unpack, ucx_wire.pack(ucx_wire.Abort(0, Reason("PeerDiedError", "why", 1), -1))),
-    "hellos of ucx": (_ucx_hello, msgspec.msgpack.encode(HELLO)),
+    "hellos of ucx": (_ucx_hello, ucx_wire.dialect().head + msgspec.msgpack.encode(HELLO)),
     "places of ucx": (
         lambda data: ucx_wire.record(1, data, ucx_bringup.Place),
         msgspec.msgpack.encode(ucx_bringup.Place(b"address", ("192.0.2.1", 9))),
     ),
     "members of ucx": (
-        lambda data: ucx_wire.record(1, data, ucx_transport._Member),
-        msgspec.msgpack.encode(ucx_transport._Member(0, 5, True)),
+        lambda data: ucx_wire.record(1, data, ucx_meeting.Member),
+        msgspec.msgpack.encode(ucx_meeting.Member(0, 5, True)),
     ),
     "parts of windows of ucx": (
         lambda data: ucx_windows._part(1, _row(data)),

@@ -15,7 +15,7 @@ from aiocomms.ops import codec
 from aiocomms.ops.codec import MAX_DIMS
 
 _TENSOR = struct.Struct(f"<BB6x{MAX_DIMS}q")  # dtype, number of dimensions, dimensions
-_OBJECT = struct.Struct("<4sB3xIIQ")  # magic, flags, tag of the second message, bytes here, bytes in all
+_OBJECT = struct.Struct("<4sHBxIIQ")  # magic, version, flags, tag of the second message, bytes here, bytes in all
 _REQUEST = struct.Struct("<B7xqqq")  # of a window: what, offset, count or first operand, second operand
 _SWAP = 3
 
@@ -35,7 +35,7 @@ def tensor(code: int, dims: int, *sizes: int) -> bytes:
 
 def object_header(flags: int, tag: int, inline: bytes, total: int) -> bytes:
     """The first message of an object."""
-    head = _OBJECT.pack(b"aioO", flags, tag, len(inline), total) + inline
+    head = _OBJECT.pack(b"aioO", 2, flags, tag, len(inline), total) + inline
     return head.ljust(objects.HEADER_BYTES, b"\0")
 
 

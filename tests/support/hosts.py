@@ -15,7 +15,7 @@ import pytest
 
 NETWORKS = {"net0": "10.77.0", "net1": "10.78.0"}
 """Every host's interfaces, and the first three numbers of their addresses."""
-_CLONE_NEWNS, _CLONE_NEWNET = 0x00020000, 0x40000000
+_CLONE_NEWNS, CLONE_NEWNET = 0x00020000, 0x40000000
 _MS_REC, _MS_SLAVE = 0x4000, 0x80000
 _MNT_DETACH = 2
 _numbers = itertools.count()
@@ -42,7 +42,7 @@ def hosts(count: int) -> Iterator[list[str]]:
     try:
         try:
             for name in (switch, *names):
-                _ip("netns", "add", name)
+                ip("netns", "add", name)
         except subprocess.CalledProcessError as error:
             pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
         _connect(switch, names)
@@ -54,19 +54,19 @@ def hosts(count: int) -> Iterator[list[str]]:
 
 def _connect(switch: str, names: Sequence[str]) -> None:
     for network in NETWORKS:
-        _ip("-n", switch, "link", "add", network, "type", "bridge")
-        _ip("-n", switch, "link", "set", network, "up")
+        ip("-n", switch, "link", "add", network, "type", "bridge")
+        ip("-n", switch, "link", "set", network, "up")
     for host, name in enumerate(names):
-        _ip("-n", name, "link", "set", "lo", "up")
+        ip("-n", name, "link", "set", "lo", "up")
         for network in NETWORKS:
             plug = f"{network}-{host}"
-            _ip("link", "add", network, "netns", name, "type", "veth", "peer", "name", plug, "netns", switch)
-            _ip("-n", switch, "link", "set", plug, "master", network, "up")
-            _ip("-n", name, "address", "add", f"{address(host, network)}/24", "dev", network)
-            _ip("-n", name, "link", "set", network, "up")
+            ip("link", "add", network, "netns", name, "type", "veth", "peer", "name", plug, "netns", switch)
+            ip("-n", switch, "link", "set", plug, "master", network, "up")
+            ip("-n", name, "address", "add", f"{address(host, network)}/24", "dev", network)
+            ip("-n", name, "link", "set", network, "up")
 
 
-def _ip(*words: str) -> None:
+def ip(*words: str) -> None:
     subprocess.run(["ip", *words], capture_output=True, text=True, check=True)
 
 
@@ -83,16 +83,16 @@ class Enter:
 
     def __call__(self, rank: int) -> None:
         with Path(f"/run/netns/{self.names[rank]}").open() as namespace:
-            _call("setns", namespace.fileno(), _CLONE_NEWNET)
+            call("setns", namespace.fileno(), CLONE_NEWNET)
         # /sys still shows the interfaces of the network that it was mounted in.
-        _call("unshare", _CLONE_NEWNS)
-        _call("mount", b"", b"/", b"none", _MS_REC | _MS_SLAVE, None)
-        _call("umount2", b"/sys", _MNT_DETACH)
-        _call("mount", b"sysfs", b"/sys", b"sysfs", 0, None)
+        call("unshare", _CLONE_NEWNS)
+        call("mount", b"", b"/", b"none", _MS_REC | _MS_SLAVE, None)
+        call("umount2", b"/sys", _MNT_DETACH)
+        call("mount", b"sysfs", b"/sys", b"sysfs", 0, None)
         os.environ.update(self.variables)
 
 
-def _call(name: str, *args: object) -> None:
+def call(name: str, *args: object) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if getattr(libc, name)(*args) != 0:
         code = ctypes.get_errno()

@@ -52,7 +52,7 @@ def test_a_frame_that_makes_no_sense(at: int, value: bytes) -> None:
     """Everything in it that is used is looked at first."""
     frame = wire.pack(Header(wire.EAGER, nbytes=8), payload=torch.zeros(8, dtype=torch.uint8))
     frame[at : at + len(value)] = torch.tensor(list(value), dtype=torch.uint8)
-    with pytest.raises(ProtocolError, match="makes no sense"):
+    with pytest.raises(ProtocolError, match=r"makes no sense|is of version 99 of c10d's frames"):
         unpack(frame)
 
 

@@ -755,7 +755,7 @@ async def test_who_is_missing(cuda: FakeCuda) -> None:
 
 
 def hello(**other: Any) -> bringup.Hello:
-    usual = bringup.Hello(1, "little", "host", "name", "gpu", 23203, False, "", b"")
+    usual = bringup.Hello("little", "host", "name", "gpu", 23203, False, "", b"")
     for name, value in other.items():
         setattr(usual, name, value)
     return usual

@@ -29,7 +29,7 @@ KEY = b"what this family knows"
 def hello(rank: int, key: bytes = KEY) -> bytes:
     """The first message of a rank to rank 0."""
     nonce = b"n" * 16
-    return struct.pack("!6sI16s32s", b"aioG2\0", rank, nonce, mac(key, "hello", rank, 0, nonce))
+    return struct.pack("!6sI16s32s", b"aioG\2\0", rank, nonce, mac(key, "hello", rank, 0, nonce))
 
 
 GARBAGE = {
@@ -37,12 +37,12 @@ GARBAGE = {
     "tls": bytes.fromhex("1603010200010001fc0303") + bytes(range(200)),
     "zeros": bytes(4096),
     "ones": b"\xff" * 4096,
-    "a beginning": b"aioG2\0",
-    "half a hello": b"aioG2\0\0\0\0\1" + b"n" * 8,
+    "a beginning": b"aioG\2\0",
+    "half a hello": b"aioG\2\0\0\0\0\1" + b"n" * 8,
     "a wrong rank": hello(2**32 - 1) + bytes(32),
     "a rank below": hello(0) + bytes(32),
     "no proof": hello(1) + bytes(32),
-    "no key": struct.pack("!6sI16s", b"aioG2\0", 1, b"n" * 16) + bytes(64),
+    "no key": struct.pack("!6sI16s", b"aioG\2\0", 1, b"n" * 16) + bytes(64),
     "a pickle": b"\x80\x04\x95" + bytes(60),
 }
 
@@ -258,7 +258,7 @@ def test_an_old_handshake_opens_nothing(listener: socket.socket) -> None:
         return it.run([], 20)[0]
 
     (_, inside), end, _ = in_threads(
-        lambda: open_up(listener), tapped, lambda: tap.run(lambda: len(tap.said["out"]) == 49)
+        lambda: open_up(listener), tapped, lambda: tap.run(lambda: len(tap.said["out"]) == 55)
     )
     end.close()
     inside[1].close()
@@ -267,7 +267,7 @@ def test_an_old_handshake_opens_nothing(listener: socket.socket) -> None:
     def replay() -> socket.socket:
         with connect(listener) as it:
             it.sendall(tap.said["in"])
-            assert len(it.recv(48, socket.MSG_WAITALL)) == 48
+            assert len(it.recv(54, socket.MSG_WAITALL)) == 54
             with contextlib.suppress(ConnectionResetError):
                 assert it.recv(1) == b""
         return join(listener)
@@ -289,8 +289,8 @@ def test_a_ranks_own_words_are_no_proof(listener: socket.socket) -> None:
     def mirror() -> socket.socket:
         with connect(listener) as it:
             it.sendall(hello(1))
-            challenge = it.recv(48, socket.MSG_WAITALL)
-            it.sendall(challenge[16:])
+            challenge = it.recv(54, socket.MSG_WAITALL)
+            it.sendall(challenge[22:])
             with contextlib.suppress(ConnectionResetError):
                 assert it.recv(1) == b""
         return join(listener)

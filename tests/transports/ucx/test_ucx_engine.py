@@ -14,7 +14,7 @@ SECONDS = os.environ.get("AIOCOMMS_ENGINE_TEST_SECONDS", "0")
 """How long each sanitizer goes on with other seeds; 0: each world once."""
 
 
-@pytest.mark.fault(65, 68, transport="ucx")
+@pytest.mark.fault(65, 68, 86, 87, transport="ucx")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
 def test_engines_of_one_process(sanitizer: str, tmp_path: Path) -> None:

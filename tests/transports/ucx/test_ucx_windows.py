@@ -9,7 +9,9 @@ import pytest
 import torch
 from processes import LARGE, Rank, Run, numbers
 
+import aiocomms
 from aiocomms.errors import UnsupportedOperation
+from aiocomms.testing import local_world
 
 
 @pytest.fixture
@@ -66,7 +68,7 @@ async def lend_foreign_memory(place: Rank) -> None:
             assert array[0] == 5 + peer
             assert (await window.map_remote_tensor(peer))[0] == 5
         else:
-            with pytest.raises(UnsupportedOperation, match="rank 0 is no memory of torch's own"):
+            with pytest.raises(UnsupportedOperation, match=r"rank 0 .* no memory of torch's own"):
                 await window.map_remote_tensor(peer)
         await window.aclose()
 
@@ -123,3 +125,44 @@ async def wait_in_vain(place: Rank) -> None:
 
 def test_a_wait_that_is_withdrawn(ranks: Run) -> None:
     ranks(2, wait_in_vain)
+
+
+@pytest.mark.fault(76)
+@pytest.mark.parametrize("transport", ["local", "c10d", "ucx"])
+def test_a_window_does_not_move_what_an_op_of_another_communicator_has(transport: str) -> None:
+    async def main() -> None:
+        async with local_world(2, transport) as (one, two), local_world(2, "ucx") as (here, there):
+            tensor = torch.zeros(2**16)
+            place = tensor.data_ptr()
+            work = one.recv(tensor, 1)
+            window, remote = await asyncio.gather(here.new_window(tensor), there.new_window(torch.zeros(4)))
+            assert tensor.data_ptr() == place
+            await asyncio.gather(two.send(torch.ones(2**16), 0), work)
+            assert (tensor == 1).all()
+            with pytest.raises(UnsupportedOperation, match="rank 0 was in use when the window was opened"):
+                await remote.map_remote_tensor(0)
+            await remote.put(torch.full((4,), 7.0), 0, offset=1)
+            await remote.flush()
+            assert tensor[:6].tolist() == [1, 7, 7, 7, 7, 1]
+            await asyncio.gather(window.aclose(), remote.aclose())
+
+    asyncio.run(main())
+
+
+@pytest.mark.fault(76, transport="ucx")
+def test_a_window_does_not_move_what_another_window_has() -> None:
+    """The first window's communicator shares no memory, and so did not move it."""
+
+    async def main() -> None:
+        async with aiocomms.new_comm("ucx") as alone, local_world(2, "ucx") as (here, there):
+            tensor = torch.zeros(2**16)
+            place = tensor.data_ptr()
+            first = await alone.new_window(tensor)
+            window, remote = await asyncio.gather(here.new_window(tensor), there.new_window(torch.zeros(4)))
+            assert tensor.data_ptr() == place
+            await first.put(torch.full((4,), 7.0), 0, offset=1)
+            assert tensor[:6].tolist() == [0, 7, 7, 7, 7, 0]
+            await asyncio.gather(window.aclose(), remote.aclose())
+            await first.aclose()
+
+    asyncio.run(main())

@@ -96,6 +96,56 @@ def test_without_a_launcher_it_is_a_world_of_one(env):
     assert read_environment(env) is None
 
 
+@pytest.mark.fault(92)
+@pytest.mark.parametrize(
+    ("env", "launcher", "missing"),
+    [
+        pytest.param(without(SLURM, "SLURM_STEP_ID"), "Slurm", ["SLURM_STEP_ID"], id="srun's task without its step"),
+        pytest.param(SLURM_BATCH | {"SLURM_PROCID": "1"}, "Slurm", ["SLURM_STEP_ID"], id="a job's second task"),
+        pytest.param(
+            without(SLURM, "SLURM_PROCID", "SLURM_STEP_ID"), "Slurm", ["SLURM_STEP_ID", "SLURM_PROCID"], id="a step"
+        ),
+        pytest.param({"LOCAL_RANK": "1"}, "torchrun", ["RANK", "WORLD_SIZE", "MASTER_ADDR"], id="LOCAL_RANK alone"),
+        pytest.param(
+            without(OPEN_MPI, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+            "Open MPI", ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"], id="Open MPI",
+        ),
+        pytest.param(without(MPICH, "PMI_RANK", "PMI_SIZE"), "MPICH", ["PMI_RANK", "PMI_SIZE"], id="MPICH"),
+        pytest.param({"PALS_RANKID": "1"}, "MPICH", ["PMI_RANK", "PMI_SIZE"], id="PALS"),
+        pytest.param({"PMIX_RANK": "1"}, "PMIx", ["RANK", "WORLD_SIZE", "MASTER_ADDR"], id="PMIx"),
+    ],
+)  # fmt: skip
+def test_an_incomplete_environment_is_no_world_of_one(env, launcher, missing):
+    with pytest.raises(ArgumentError) as caught:
+        read_environment(env)
+    text = str(caught.value)
+    assert text.startswith(f"launched by {launcher}, but the environment is not complete: ")
+    for name in missing:
+        assert f"{name} is missing" in text
+    there = text.partition("; there are ")[2].split(", ")
+    assert there
+    assert set(there) <= set(env)
+
+
+@pytest.mark.fault(92)
+@pytest.mark.parametrize(
+    ("env", "level", "says"),
+    [
+        ({}, "INFO", "no launcher gives this process a rank: a world of one"),
+        (SLURM_SALLOC, "WARNING", "SLURM_JOB_ID=1, SLURM_NTASKS=2"),
+        (SLURM_BATCH, "WARNING", "SLURM_JOB_ID=1, SLURM_NTASKS=2, SLURM_PROCID=0"),
+        (SLURM_BATCH | {"SLURM_NTASKS": "1"}, "INFO", "a rank: a world of one"),
+        ({"MASTER_ADDR": "node01"}, "WARNING", "MASTER_ADDR=node01"),
+    ],
+)
+def test_a_world_of_one_is_logged(env, level, says, caplog):
+    caplog.set_level("INFO", "aiocomms")
+    assert read_environment(env) is None
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("aiocomms", level)
+    assert says in record.getMessage()
+
+
 @pytest.mark.parametrize(("value", "agent_store"), [("True", True), ("False", False), ("1", False)])
 def test_the_agent_store_is_read_as_torch_reads_it(value, agent_store):
     launch = read_environment(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": value})

@@ -247,6 +247,34 @@ def test_who_awaits_and_where(run):
 # --------------------------------------------------------------------------------------------------------- the files
 
 
+@pytest.mark.fault(75)
+@pytest.mark.parametrize("transport", ["local", "c10d", "ucx"])
+def test_a_folder_that_hangs_keeps_no_failure_from_its_awaiter(run, transport, monkeypatch):
+    thaws, writes = threading.Event(), threading.Semaphore(0)
+
+    def hang(snapshot, folder=None):
+        writes.release()
+        thaws.wait()
+        raise OSError("it is gone")
+
+    monkeypatch.setattr(dumps, "write", hang)
+
+    async def main():
+        async with local_world(2, transport) as (one, two):
+            late = one.all_reduce(torch.ones(3), timeout=0.1)
+            other = two.recv(torch.zeros(3), 0)
+            for work in (late, other):
+                with pytest.raises(CommTimeoutError):
+                    await work
+            for _ in range(2):  # both ranks do, and none later, into another test's folder
+                await anyio.to_thread.run_sync(writes.acquire)
+
+    try:
+        run(main)
+    finally:
+        thaws.set()
+
+
 @pytest.mark.fault(69)
 def test_a_file_is_its_owners_alone_and_replaces_nothing(run, records, tmp_path):
     async def main():
@@ -486,6 +514,10 @@ def header(**more):
         (b"[" * 100_000, "line 1: "),
         (b"{}", "line 1: Object missing required field"),
         (header(format="other\x1b[31m"), r"its format is 'other\?"),
+        (
+            b'{"format":"aiocomms recorder 9","other":1}',
+            "its format is 'aiocomms recorder 9', wanted 'aiocomms recorder 1'",
+        ),
         (header(rank=2), "it is of rank 2 of 2"),
         (header(rank=-1), "it is of rank -1 of 2"),
         (header(rank=1), "it is of rank 1 of 2"),

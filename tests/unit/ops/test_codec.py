@@ -208,6 +208,18 @@ def test_a_length_from_the_wire_allocates_nothing():
     assert peak < 2**20
 
 
+@pytest.mark.fault(99)
+def test_a_large_tensor_is_copied_twice_on_its_way_to_the_wire():
+    """Once into its place behind its description, once into the message, which is sent as it is."""
+    tensor = torch.ones(2**22)
+    tracemalloc.start()
+    data = codec.encode({"tensor": tensor})
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2.6 * tensor.nbytes  # a message grows by half of itself
+    assert codec.to_tensor(data, torch.device("cpu")).data_ptr() == torch.frombuffer(data, dtype=torch.uint8).data_ptr()
+
+
 @pytest.mark.fault(67, transport="local")
 def test_nesting_bombs_are_refused():
     nested = b"\xc0"

@@ -19,7 +19,7 @@ import torch
 from torch.distributed import Store
 
 from aiocomms.errors import AuthError
-from aiocomms.lowlevel import MAX_RECORD, mac, same
+from aiocomms.lowlevel import MAX_RECORD, Unshared, mac, same
 
 _MAC: Final = 32
 _TAG: Final = 2
@@ -34,6 +34,8 @@ class SignedStore(Store):
         super().__init__()
         self._store = store
         self._key = key
+        self.unshared = Unshared()
+        """The addresses of all ranks: what gloo writes contains them."""
         self.written = b""
         """All values that were written, one behind the other."""
 
@@ -41,6 +43,7 @@ class SignedStore(Store):
         """Write a value, given as bytes or text."""
         raw = value.encode() if isinstance(value, str) else bytes(value)
         self.written += raw
+        self.unshared.add(raw)
         self._store.set(key, mac(self._key, key, raw) + raw)  # type: ignore[arg-type]  # torch takes bytes too
 
     def get(self, key: str) -> bytes:
@@ -52,6 +55,7 @@ class SignedStore(Store):
         value = record[_MAC:]
         if len(value) > MAX_RECORD or not same(record[:_MAC], mac(self._key, key, value)):
             raise AuthError(f"gloo's record {key!r} in the store is not signed with this job's token")
+        self.unshared.add(value)
         return value
 
     def check(self, keys: list[str]) -> bool:

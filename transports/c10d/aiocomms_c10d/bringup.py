@@ -132,6 +132,7 @@ def _connect(store: Store, rank: int, size: int, address: str, timeout: float, k
         # gloo gets a connection of its own: while it waits there for a rank, it blocks whoever shares it.
         signed = SignedStore(PrefixStore("c10d/gloo", _with_own_connection(store)), key)
         group = ProcessGroupGloo(signed, rank, size, options)
+        signed.unshared.belongs_to(group)
         prove(group, rank, size, key)
         if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") == "0":  # else gloo connects when the group is first used
             stop_listening(signed.written)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import threading
@@ -18,7 +17,7 @@ from torch._C._distributed_c10d import Backend, ProcessGroup
 
 from aiocomms import ops
 from aiocomms.errors import CommError, MismatchError
-from aiocomms.lowlevel import admitting, closed_by, gone, run_in_thread
+from aiocomms.lowlevel import admitting, at_end, closed_by, gone, run_in_thread
 from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport
 from aiocomms_c10d import bringup, wire
 from aiocomms_c10d.agreement import Agreement
@@ -302,5 +301,5 @@ def _stop_all() -> None:
             connection.join()
 
 
-atexit.register(_stop_all)
+at_end(_stop_all)
 os.register_at_fork(after_in_child=_open_transports.clear)  # the connections belong to the parent

@@ -128,12 +128,13 @@ def unpack(buffer: bytearray, tensor: Tensor) -> Frame:
     :raises ProtocolError: the frame makes no sense.
     """
     magic, version, *fields = _HEADER.unpack_from(buffer)
+    if magic == _MAGIC and version != VERSION:
+        raise ProtocolError(f"a frame is of version {version} of c10d's frames, this rank speaks version {VERSION}")
     header = Header(*fields)
     inside = header.nbytes if header.kind in (EAGER, CALL) else 0
     start = _HEADER.size + header.text + 8 * header.sizes
     if (
         magic != _MAGIC
-        or version != VERSION
         or header.kind > ACK
         or header.dtype >= len(_DTYPES)
         or header.nbytes < 0

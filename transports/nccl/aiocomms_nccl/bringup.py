@@ -30,7 +30,6 @@ _PATIENCE: Final = 2.0
 class Hello(msgspec.Struct, array_like=True):
     """What each rank tells the others first."""
 
-    version: int
     byte_order: str
     host: str
     name: str
@@ -57,7 +56,7 @@ def hello(gpu: str, library: Nccl) -> Hello:
     several = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") == "1"
     override = os.environ.get("NCCL_HOSTID", "")
     return Hello(
-        wire.VERSION, sys.byteorder, host_id("net"), socket.gethostname(), gpu, library.version(), several, override,
+        sys.byteorder, host_id("net"), socket.gethostname(), gpu, library.version(), several, override,
         secrets.token_bytes(32),
     )  # fmt: skip
 
@@ -67,9 +66,10 @@ async def exchange_hellos(rendezvous: Rendezvous, mine: Hello) -> list[Hello]:
 
     :raises ArgumentError: the ranks cannot work together. The message says what to change.
     """
-    raw = await rendezvous.exchange("nccl", msgspec.msgpack.encode(mine))
+    raw = await rendezvous.exchange("nccl", wire.dialect().head + msgspec.msgpack.encode(mine))
+    records = [wire.dialect().check(value, f"rank {peer}", peer) for peer, value in enumerate(raw)]
     try:
-        hellos = [msgspec.msgpack.decode(value, type=Hello) for value in raw]
+        hellos = [msgspec.msgpack.decode(value, type=Hello) for value in records]
     except msgspec.DecodeError as error:
         raise ProtocolError(f"a rank's greeting makes no sense: {error}") from None
     check(hellos)
@@ -83,8 +83,10 @@ def check(hellos: Sequence[Hello]) -> None:
     """
     first = hellos[0]
     for rank, record in enumerate(hellos):
-        if (record.version, record.byte_order) != (first.version, first.byte_order):
-            raise ProtocolError(f"rank {rank} and rank 0 run versions of aiocomms that do not understand each other")
+        if record.byte_order != first.byte_order:
+            raise ProtocolError(
+                f"rank {rank} has byte order {record.byte_order}, and rank 0 {first.byte_order}", peer=rank
+            )
         if record.nccl // 100 != first.nccl // 100:
             raise ArgumentError(
                 f"rank {rank} has NCCL {readable(record.nccl)}, rank 0 has {readable(first.nccl)}; "

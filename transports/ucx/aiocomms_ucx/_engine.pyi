@@ -37,6 +37,8 @@ class NoticeKind(enum.IntEnum):
 
     MISLED = 4
 
+    FAILED = 5
+
 class Operator(enum.IntEnum):
     SUM = 0
 
@@ -78,6 +80,8 @@ class Engine:
     def progress(self) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, int, int, int, bytes]]] | None: ...
 
     def close(self, sound: bool, patience: float) -> None: ...
+
+    def halt(self) -> None: ...
 
     def send_frame(self, peer: int, frame: bytes) -> bool: ...
 

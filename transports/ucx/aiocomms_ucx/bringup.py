@@ -16,10 +16,21 @@ import msgspec
 
 from aiocomms.cuda import Cuda
 from aiocomms.errors import ArgumentError, AuthError, CommError, ProtocolError, UnsupportedOperation
-from aiocomms.lowlevel import Gate, closed_on_exec, host_id, mac, reachable_address, same_user, tune
+from aiocomms.lowlevel import (
+    Gate,
+    Unshared,
+    check_exposed,
+    closed_on_exec,
+    host_id,
+    mac,
+    reachable_address,
+    same_user,
+    tune,
+)
 from aiocomms.transport import Rendezvous
 from aiocomms_ucx import wire
 from aiocomms_ucx._engine import NO_DEVICE, Engine, UcxError
+from aiocomms_ucx.circumstances import circumstances, hindrances
 from aiocomms_ucx.shared_engine import SharedEngine
 
 _NONCE: Final = 32
@@ -33,7 +44,6 @@ _CONNECT: Final = 5.0
 class Hello(msgspec.Struct, array_like=True):
     """What each rank tells the others first."""
 
-    version: int
     byte_order: str
     host: str
     name: str
@@ -55,6 +65,10 @@ class Place(msgspec.Struct, array_like=True):
     """The address of its UCX worker."""
     endpoint: tuple[str, int] | None
     """The address to which ranks of other hosts connect; None if there are none."""
+    trouble: str = ""
+    """Why this rank cannot work with the others; empty if it can."""
+    hindrances: list[str] = []
+    """What of its environment may be why something does not work, on it or on another."""
 
 
 async def open_shared_engine(
@@ -74,40 +88,85 @@ async def open_shared_engine(
         listeners = [stack.enter_context(_listen_here(mine.path))]
         hellos, key = await _hellos(rendezvous, mine)
         hosts = [hello.host for hello in hellos]
-        outside = None
-        if len(set(hosts)) > 1:
-            names = [hello.name for hello in hellos if hello.host != mine.host]
-            outside = reachable_address((hellos[0].name, *names), rendezvous.store)
+        far = [hello.name for hello in hellos if hello.host != mine.host]
+        outside = reachable_address((hellos[0].name, *far), rendezvous.store) if far else None
+        if outside:
             listeners.append(stack.enter_context(socket.create_server((outside, 0), backlog=_BACKLOG)))
-        engine = await rendezvous.run("opening UCX", lambda: _engine(rank, size, outside, cuda, memory))
-        places = await _places(
-            rendezvous, Place(engine.address(), listeners[-1].getsockname()[:2] if outside else None)
-        )
+        engine, trouble = await rendezvous.run("opening UCX", lambda: _opened(rank, size, outside, cuda, memory))
+        endpoint = listeners[-1].getsockname()[:2] if outside else None
+        text = trouble.message if trouble else _closed(rank, hellos)
+        places = await _places(rendezvous, Place(engine.address() if engine else b"", endpoint, text, hindrances()))
+        if trouble:
+            raise trouble
+        blame(rank, [place.trouble for place in places], [place.hindrances for place in places])
+        unshared = Unshared(*(hello.path for hello in hellos), *(place.endpoint for place in places if place.endpoint))
         gate = Gate(rank, key, _connectors(rank, hellos, places), size)
         connections = await rendezvous.run(
             "connecting to the other ranks", lambda: gate.run(listeners, _SHARE * rendezvous.left())
         )
     sockets = [-1 if peer == rank else tune(connections[peer]).detach() for peer in range(size)]
     pids = [hello.pid for hello in hellos]
+    near, crowded = _near(mine, hellos)
+    _start(engine, [place.address for place in places], sockets, near, crowded, _cookies(key, rank, size))
+    return SharedEngine(engine, rank, unshared, cuda), hosts, pids
+
+
+def _near(mine: Hello, hellos: Sequence[Hello]) -> tuple[list[int], bool]:
+    """Return the process of each rank of this host, 0 for others; and whether there are more of them than cores."""
     here = [hello for hello in hellos if hello.host == mine.host]
     crowded = len(here) > len({core for hello in here for core in hello.cores})
-    near = [hello.pid if hello in here else 0 for hello in hellos]
-    _start(engine, [place.address for place in places], sockets, near, crowded, _cookies(key, rank, size))
-    return SharedEngine(engine, rank, cuda), hosts, pids
+    return [hello.pid if hello in here else 0 for hello in hellos], crowded
+
+
+def blame(rank: int, troubles: Sequence[str], why: Sequence[Sequence[str]]) -> None:
+    """Raise the first trouble of a rank, on all ranks.
+
+    :param why: what of each rank's environment may be the reason.
+    :raises CommError: there is one.
+    """
+    for peer, trouble in enumerate(troubles):
+        if trouble:
+            reasons = [f"rank {other} has {', '.join(of)}" for other, of in enumerate(why) if of]
+            raise CommError("; ".join((trouble, *reasons)), peer=None if peer == rank else peer)
+
+
+def _closed(rank: int, hellos: Sequence[Hello]) -> str:
+    """Return which process of this host does not let this one open its memory; UCX may not survive to find out."""
+    for peer, hello in enumerate(hellos):
+        if hello.host == hellos[rank].host and hello.pid != os.getpid():
+            try:
+                Path(f"/proc/{hello.pid}/exe").readlink()  # permitted to whom its descriptors are open
+            except PermissionError as error:
+                return f"rank {rank} may not open the shared memory of rank {peer}: {error}"
+            except OSError:
+                pass  # it has ended, which its connection tells
+    return ""
+
+
+def _opened(rank: int, *place: Any) -> tuple[Engine | None, CommError | None]:
+    """Open the engine, or return why this rank cannot. The others are told before that is raised."""
+    try:
+        return _engine(rank, *place), None
+    except UcxError as error:
+        trouble = CommError(f"rank {rank} cannot open UCX: {error}{circumstances()}")
+        trouble.__cause__ = error
+        return None, trouble
+    except CommError as error:
+        return None, error
 
 
 def _start(engine: Engine, *arguments: Any) -> None:
     try:
         engine.start(*arguments)
     except RuntimeError as error:
-        raise CommError(f"the engine cannot be started: {error}") from error
+        raise CommError(f"the engine cannot be started: {error}{circumstances()}") from error
 
 
 def _introduction() -> Hello:
     host = f"{host_id('net', 'pid')}/{os.getuid()}"
     path, nonce = f"\0aiocomms-{secrets.token_hex(16)}", secrets.token_bytes(_NONCE)
     cores = sorted(os.sched_getaffinity(0))
-    return Hello(wire.VERSION, sys.byteorder, host, socket.gethostname(), os.getpid(), cores, path, nonce)
+    return Hello(sys.byteorder, host, socket.gethostname(), os.getpid(), cores, path, nonce)
 
 
 def _engine(rank: int, size: int, outside: str | None, cuda: Cuda | None, memory: int) -> Engine:
@@ -135,10 +194,15 @@ def _options(outside: str | None, *, gpu: bool) -> list[tuple[str, str]]:
 
     If no GPU memory is carried, UCX does not look for GPUs: that takes time, and memory of each GPU.
     The sysv transport is left out because the user's group can read its segments.
-    On one host the network is left out, so that nothing listens. On several hosts UCX listens at the address of each
-    interface, or only at that of the interface that ``AIOCOMMS_IFACE`` names.
+    On one host the network is left out, so that nothing listens; or, if ``UCX_TLS`` names TCP, only the loopback
+    interface is used, which no other host reaches. On several hosts UCX listens at the address of each interface, or
+    only at that of the interface that ``AIOCOMMS_IFACE`` names.
     """
     without = "sysv" if gpu else "sysv,cuda"
+    if outside is None and _wants_tcp():
+        if os.environ.get("UCX_NET_DEVICES", "lo") != "lo":
+            check_exposed("UCX_TLS and UCX_NET_DEVICES let other hosts reach UCX, though all ranks are on one")
+        return [("NET_DEVICES", "lo")]
     if outside is None:
         return [("TLS", f"^{without},tcp")]
     interface = os.environ.get("AIOCOMMS_IFACE")
@@ -146,12 +210,20 @@ def _options(outside: str | None, *, gpu: bool) -> list[tuple[str, str]]:
     return [("TLS", f"^{without}"), *devices]
 
 
+def _wants_tcp() -> bool:
+    """Return whether the user's UCX_TLS takes TCP in."""
+    text = os.environ.get("UCX_TLS", "^tcp")
+    names = {name.strip() for name in text.lstrip("^").split(",")}
+    named = any(name.partition(":")[0] in ("tcp", "all") for name in names)
+    return named != text.startswith("^")
+
+
 async def _hellos(rendezvous: Rendezvous, mine: Hello) -> tuple[list[Hello], bytes]:
     """Return all ranks' hellos; and a key, new each time, that nobody knows without the job's token.
 
     If the job has no token, whoever reads the store can compute the key.
     """
-    raw_hellos = await rendezvous.exchange("ucx", msgspec.msgpack.encode(mine))
+    raw_hellos = await rendezvous.exchange("ucx", wire.dialect().head + msgspec.msgpack.encode(mine))
     return [_hello(peer, raw) for peer, raw in enumerate(raw_hellos)], mac(rendezvous.secret("ucx"), *raw_hellos)
 
 
@@ -170,13 +242,9 @@ async def _places(rendezvous: Rendezvous, mine: Place) -> list[Place]:
 
 
 def _hello(rank: int, raw: bytes) -> Hello:
-    hello = wire.record(rank, raw, Hello)
-    for what, given, wanted in (
-        ("version", hello.version, wire.VERSION),
-        ("byte order", hello.byte_order, sys.byteorder),
-    ):
-        if given != wanted:
-            raise ProtocolError(f"rank {rank} has {what} {given} of the ucx transport, this rank {wanted}")
+    hello = wire.record(rank, wire.dialect().check(raw, f"rank {rank}", rank), Hello)
+    if hello.byte_order != sys.byteorder:
+        raise ProtocolError(f"rank {rank} has byte order {hello.byte_order}, this rank {sys.byteorder}", peer=rank)
     return hello
 
 

@@ -113,6 +113,7 @@ class CudaUcxTransport(UcxTransport):
     )
     fast_check = None
     windows = CudaWindows
+    proves = False  # its messages would be of the GPU's memory, and wait for its streams
 
     def __init__(self, shared: SharedEngine, peers: Sequence[int], hosts: Sequence[str], pids: Sequence[int]) -> None:
         super().__init__(shared, peers, hosts, pids)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import weakref
 from typing import TYPE_CHECKING, Final
 
-from torch import UntypedStorage
+from torch import Tensor
 
 from aiocomms.cuda import Cuda
 from aiocomms.errors import ProtocolError
-from aiocomms.lowlevel import run_in_thread
+from aiocomms.lowlevel import Unshared, at_end, register, run_in_thread
 from aiocomms.transport import Completion
 from aiocomms_ucx import wire
 from aiocomms_ucx._engine import Engine, NoticeKind
@@ -29,9 +28,10 @@ Entry = tuple["UcxTransport", Completion, int]
 class SharedEngine:
     """One rank's engine, and the communicators that share it. Every method is called on the loop's thread."""
 
-    def __init__(self, engine: Engine, rank: int, cuda: Cuda | None = None) -> None:
+    def __init__(self, engine: Engine, rank: int, unshared: Unshared, cuda: Cuda | None = None) -> None:
         """Start without communicators.
 
+        :param unshared: the addresses of its control connections.
         :param cuda: the GPU whose memory the engine carries; None if it carries the memory of CPUs.
         """
         self.engine = engine
@@ -45,6 +45,9 @@ class SharedEngine:
         An entry keeps its op's tensors alive, because the wire may still use them.
         """
         self.broken = False
+        register(self)
+        self._unshared = unshared
+        unshared.belongs_to(self)
         _open_engines.add(self)
 
     def progress(self) -> bool | None:
@@ -64,13 +67,11 @@ class SharedEngine:
             self._handle_notice(kind, peer, group, detail, raw)
         return True
 
-    def uses(self, storage: UntypedStorage) -> bool:
-        """Return whether an op that is not done reads or writes this memory."""
-        return any(
-            tensor.untyped_storage().data_ptr() == storage.data_ptr()
-            for _, work, _ in self.pending.values()
-            for _, tensor in work.op.reads() + work.op.writes()
-        )
+    def held(self) -> list[Tensor]:
+        """The tensors of ops that are not done, also of communicators that have been given up. On any thread."""
+        entries = [self.pending.get(ticket) for ticket in list(self.pending)]
+        ops = [entry[1].op for entry in entries if entry is not None]
+        return [tensor for op in ops for _, tensor in op.reads() + op.writes()]
 
     def _handle_notice(self, kind: int, peer: int, group: int, detail: int, raw: bytes) -> None:
         if kind == NoticeKind.LOST:
@@ -83,7 +84,10 @@ class SharedEngine:
             self._misled(peer, "sends messages that make no sense")
         elif group in self.transports:
             transport = self.transports[group]
-            (transport.left if kind == NoticeKind.LEFT else transport.disagrees)(peer, detail)
+            if kind == NoticeKind.FAILED:
+                transport.failed(raw.decode(errors="replace"))
+            else:
+                (transport.left if kind == NoticeKind.LEFT else transport.disagrees)(peer, detail)
 
     def _handle_frame(self, peer: int, raw: bytes) -> None:
         try:
@@ -108,6 +112,7 @@ class SharedEngine:
         if not self.transports:
             await run_in_thread(self._close, anyhow=True)
             self.pending.clear()
+            self._unshared.release()
             _open_engines.discard(self)
 
     def _close(self) -> None:
@@ -121,10 +126,10 @@ _open_engines: weakref.WeakSet[SharedEngine] = weakref.WeakSet()
 
 
 def _stop_all() -> None:
-    """Close all engines at exit: UCX must not be used while the process ends."""
+    """Halt all engines at exit: UCX must not be used while the process ends, though a loop's thread may go on."""
     for shared in list(_open_engines):
-        shared.engine.close(False, 0.0)
+        shared.engine.halt()
 
 
-atexit.register(_stop_all)
+at_end(_stop_all)
 os.register_at_fork(after_in_child=_open_engines.clear)  # the engines and their threads belong to the parent

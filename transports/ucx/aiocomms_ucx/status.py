@@ -26,8 +26,11 @@ Not 6, "destination is unreachable": UCX says so of a living rank, too, where th
 """
 
 
-def error_of(op: Any, status: int, a: int, b: int, rank: int, size: int) -> CommError:
-    """Return the error for a status other than DONE and DROPPED, with its details ``a`` and ``b``, on a rank."""
+def error_of(op: Any, status: int, a: int, b: int, rank: int, size: int, *, lives: bool = False) -> CommError:
+    """Return the error for a status other than DONE and DROPPED, with its details ``a`` and ``b``, on a rank.
+
+    :param lives: the op's peer is known to be alive, so that it cannot be taken for dead.
+    """
     if status == CLOSED:
         return closed_by(a)
     if status == UNEQUAL:
@@ -36,7 +39,7 @@ def error_of(op: Any, status: int, a: int, b: int, rank: int, size: int) -> Comm
     peer = peer_of(op)
     if status == BROKEN:
         why = explain(a)
-        if a in _GONE:
+        if a in _GONE and not lives:
             return gone(peer, why)
         return CommError(f"UCX could not do it, with rank {peer}: {why}", peer=peer)
     wrong = misfit(op.src, _DTYPES[b], a, op.tensor)

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Self, cast
 
-import msgspec
 import torch
 
 from aiocomms import ops
@@ -16,13 +15,14 @@ from aiocomms.errors import ArgumentError, CommError, PeerDiedError, ProtocolErr
 from aiocomms.lowlevel import Reason, closed_by, disagreement, gone
 from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport
 from aiocomms_ucx import wire
-from aiocomms_ucx._engine import TURNS, create_segment, is_plain
+from aiocomms_ucx._engine import TURNS, is_plain
 from aiocomms_ucx.bringup import no_cuda_in_ucx, open_shared_engine
 from aiocomms_ucx.collectives import COLLECTIVE, START, describe
+from aiocomms_ucx.meeting import meet
 from aiocomms_ucx.shared_engine import SharedEngine
 from aiocomms_ucx.side_channel import UcxSideChannel
 from aiocomms_ucx.status import BROKEN, DONE, DROPPED, UNEQUAL, error_of, has_ended, peer_of
-from aiocomms_ucx.windows import Windows, open_segment
+from aiocomms_ucx.windows import Windows
 
 PLAIN: Final = -1
 """The number of an op that is not a collective."""
@@ -31,17 +31,6 @@ _MOST_RANKS: Final = 65535
 """How many ranks the header of a message can distinguish."""
 _STEPS: Final = frozenset({ops.WindowOpen, ops.WindowClose, ops.FetchAdd, ops.CompareSwap})
 """Ops that need another step, or have a value, when the engine is done with the step that it was given."""
-
-
-class _Member(msgspec.Struct, array_like=True):
-    """What each rank tells the others when a communicator opens."""
-
-    number: int
-    """The number that its engine gives the communicator."""
-    segment: int
-    """Its descriptor of the shared memory, on the first rank of each host; else -1."""
-    reads: bool
-    """Whether it may read the memory of all ranks on its host."""
 
 
 class UcxTransport(Transport):
@@ -55,6 +44,8 @@ class UcxTransport(Transport):
     )
     fast_check: Callable[[object, bool], bool] | None = staticmethod(is_plain)
     windows: type[Windows] = Windows
+    proves = True
+    """Whether messages are exchanged while the first communicator forms."""
 
     def __init__(self, shared: SharedEngine, peers: Sequence[int], hosts: Sequence[str], pids: Sequence[int]) -> None:
         """Add a communicator to an engine.
@@ -110,7 +101,7 @@ class UcxTransport(Transport):
 
             return cast("Self", await CudaUcxTransport.open(rendezvous, options))
         shared, hosts, pids = await open_shared_engine(rendezvous)
-        return await cls._join(shared, rendezvous, range(rendezvous.size), hosts, pids)
+        return await cls._join(shared, rendezvous, range(rendezvous.size), hosts, pids, first=True)
 
     async def split(self, rendezvous: Rendezvous, ranks: Sequence[int], options: Mapping[str, Any]) -> Self:
         """See :meth:`Transport.split`. Both communicators share the engine."""
@@ -126,37 +117,26 @@ class UcxTransport(Transport):
         peers: Sequence[int],
         hosts: Sequence[str],
         pids: Sequence[int],
+        *,
+        first: bool = False,
     ) -> Self:
         self = cls(shared, peers, hosts, pids)
         try:
-            await self._meet(rendezvous)
+            await meet(self, rendezvous, first=first)
         except BaseException:
+            shared.broken = shared.broken or first  # nobody waits for a goodbye
             await self.aclose()
             raise
         return self
 
-    async def _meet(self, rendezvous: Rendezvous) -> None:
-        here = [rank for rank in range(self.size) if self.hosts[rank] == self.hosts[self.rank]]
-        segment = create_segment(len(here)) if here[0] == self.rank and len(here) > 1 else _NONE
-        try:
-            mine = _Member(self.group, segment, self.engine.reads_all(self.peers))
-            raw = await rendezvous.exchange("ucx members", msgspec.msgpack.encode(mine))
-            members = [wire.record(rank, value, _Member) for rank, value in enumerate(raw)]
-            self._numbers = [member.number for member in members]
-            numbers = {host: number for number, host in enumerate(dict.fromkeys(self.hosts))}
-            readable = all(members[rank].reads for rank in here)
-            fd = _NONE
-            if len(here) > 1:
-                fd = open_segment(here[0], self.pids[here[0]], members[here[0]].segment)
-            try:
-                self.engine.open_group(self.group, self._numbers, fd, [numbers[host] for host in self.hosts], readable)
-            finally:
-                if fd != _NONE:
-                    os.close(fd)
-            await rendezvous.exchange("ucx opened", b"")  # after this, no rank opens the descriptor any more
-        finally:
-            if segment != _NONE:
-                os.close(segment)
+    def named(self, numbers: Sequence[int]) -> None:
+        """Note what the other ranks' engines call this communicator."""
+        self._numbers = list(numbers)
+
+    @property
+    def failure(self) -> CommError | None:
+        """Why the communicator is lost; None: it is not."""
+        return self._failure
 
     # --------------------------------------------------------------------------------------- ops and their outcomes
 
@@ -222,7 +202,12 @@ class UcxTransport(Transport):
         if status == BROKEN and self.ends_soon(peer_of(work.op)):
             return  # the work ends with the communicator
         if status != DONE:
-            work.fail(error_of(work.op, status, a, b, self.rank, self.size))
+            peer = peer_of(work.op)
+            lives = peer is not None and not self.far(peer)
+            error = error_of(work.op, status, a, b, self.rank, self.size, lives=lives)
+            work.fail(error)
+            if status == BROKEN and not isinstance(error, PeerDiedError):
+                self._fail(error)  # what is missing now would be waited for without end
         elif type(work.op) in _STEPS:
             self._windows.finish(work, collective, a)
         else:
@@ -307,6 +292,10 @@ class UcxTransport(Transport):
         rank = self.rank_of(peer)
         if rank is not None:
             self._fail(ProtocolError(f"rank {rank}: {what}", peer=rank))
+
+    def failed(self, why: str) -> None:
+        """Lose the communicator because the engine could not take one of its steps, such as for want of memory."""
+        self._fail(CommError(f"the engine of transport 'ucx' on rank {self.rank} failed amid a step: {why}"))
 
     def left(self, rank: int, collectives: int) -> None:
         """Handle that a rank has closed this communicator, after that many collectives."""

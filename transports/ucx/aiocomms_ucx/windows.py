@@ -16,7 +16,7 @@ from torch import Tensor
 
 from aiocomms import ops
 from aiocomms.errors import CommError, ProtocolError, UnsupportedOperation
-from aiocomms.lowlevel import gone
+from aiocomms.lowlevel import gone, in_use, register
 from aiocomms.transport import Completion
 from aiocomms_ucx import wire
 from aiocomms_ucx.collectives import FORMS
@@ -66,11 +66,12 @@ class Windows:
 
     record: int = 2048
     """Bytes of the record in which a rank describes its part. UCX's keys take a few hundred bytes at most."""
-    unshared = "is no memory of torch's own that could be shared (from_numpy, frombuffer and the like)"
+    unshared = "was in use when the window was opened, or is no memory of torch's own (from_numpy, frombuffer)"
     """The reason why a part on this host may not be mapped."""
 
     def __init__(self, transport: UcxTransport) -> None:
         self._transport = transport
+        register(self)
         self._opened = 0
         self._handles: dict[int, Handle] = {}
         self._opening: dict[int, Handle] = {}  # the windows that are opening, by ticket
@@ -130,6 +131,10 @@ class Windows:
         transport = self._transport
         return transport.engine.cancel_wait(transport.group, op.window.handle.number, op.src, ticket)
 
+    def held(self) -> list[Tensor]:
+        """See :class:`aiocomms.lowlevel.memory.Holder`. The others put into a window's memory at any time."""
+        return [handle.tensor for handle in list(self._handles.values())]
+
     def close(self) -> None:
         """Forget all windows, because the communicator is closing."""
         for handle in list(self._handles.values()):
@@ -155,8 +160,11 @@ class Windows:
         transport = self._transport
         number = self._opened
         self._opened += 1
-        handle = self._handles[number] = Handle(number, tensor)
-        mine = _record(self._describe(number, tensor), self.record)
+        handle = Handle(number, tensor)
+        try:
+            mine = _record(self._describe(number, tensor), self.record)
+        finally:  # not before: the memory is in use from now on
+            self._handles[number] = handle
         theirs = torch.empty(transport.size, self.record, dtype=torch.uint8)
         handle.exchange = mine, theirs
         self._opening[id(work)] = handle
@@ -178,13 +186,13 @@ class Windows:
         """Move a tensor's storage to memory that can be shared, in place, so that all its views follow.
 
         :returns: the descriptor, which belongs to the storage; -1 if there is no rank to share with, or the storage
-            cannot be moved.
+            cannot be moved: it is no memory of torch's own, or something else has its address.
         """
         transport, storage = self._transport, tensor.untyped_storage()
         alone = not any(not transport.far(rank) for rank in range(transport.size) if rank != transport.rank)
         if alone or tensor.nbytes == 0:
             return -1
-        if not storage.is_shared() and (not storage.resizable() or transport.shared.uses(storage)):
+        if not storage.is_shared() and (not storage.resizable() or in_use(storage)):
             return -1
         try:
             return int(storage._share_fd_cpu_()[0])

@@ -7,9 +7,10 @@ from typing import Final, TypeVar
 import msgspec
 
 from aiocomms.errors import ProtocolError
-from aiocomms.lowlevel import Reason
+from aiocomms.lowlevel import Dialect, Reason
 
-VERSION: Final = 5
+VERSION: Final = 6
+"""Of all that the two sides of this transport tell each other, the engine's messages included."""
 _PREFIX: Final = b"\x01"  # the engine has no frames of its own with this prefix
 _LONGEST: Final = 2000
 """Most bytes of a note."""
@@ -58,6 +59,11 @@ def record(rank: int, raw: bytes, kind: type[_Record]) -> _Record:
         return msgspec.msgpack.decode(raw, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"rank {rank} does not introduce itself as this version does: {error}", peer=rank) from None
+
+
+def dialect() -> Dialect:
+    """What a rank's first record begins with; the ranks tell each other nothing else before they have compared it."""
+    return Dialect("the ucx transport", b"aioU", VERSION)
 
 
 def pack(frame: Frame) -> bytes:

@@ -56,7 +56,10 @@ struct Comm {
   int size() const { return static_cast<int>(members.size()); }
   template <class Make>
   Ticket collective(std::uint64_t mark, Make make) {
-    return rank.post([&](Ticket ticket) { return rank.engine->collective(ticket, group, mark, make); });
+    return rank.post([&](Ticket ticket) {
+      Counting counting;
+      return rank.engine->collective(ticket, group, mark, make) != 0;
+    });
   }
   void barrier() {
     rank.finish(collective(1, [](Group& it, Unequal&) { return run_barrier(it); }), "barrier");

@@ -106,6 +106,8 @@ void attacked(Rank& rank, bool knows, GoOn go_on) {
   if (rank.number == 2) {
     Intruder intruder(rank.world, 2, knows);
     for (int sent = 0; sent < (knows ? 20 : 400); ++sent) intruder.send_any();
+    // A rank says farewell for itself alone. (The first communicator of rank 0 is that of ranks 0 and 1.)
+    if (knows) rank.engine->send_frame(0, Farewell{Farewell::kCommunicator, 0, 0, 1, 0}.pack());
     if (knows) intruder.send_nonsense();
     intruder.settle(100);
     for (int phase = 0; phase < 3; ++phase) {

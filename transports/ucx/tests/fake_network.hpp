@@ -119,10 +119,10 @@ class FakeNetwork {
     Port(FakeNetwork& network, int rank) : network_(network), rank_(rank) {}
     int rank() const override { return rank_; }
     int size() const override { return network_.size_; }
-    void send(int dst, const void* data, std::size_t bytes, Event& event) override {
+    void send(int dst, const void* data, std::size_t bytes, Event& event) noexcept override {
       network_.send(rank_, dst, static_cast<const Byte*>(data), bytes, event);
     }
-    void recv(int src, void* data, std::size_t bytes, Event& event) override {
+    void recv(int src, void* data, std::size_t bytes, Event& event) noexcept override {
       network_.recv(src, rank_, static_cast<Byte*>(data), bytes, event);
     }
 

@@ -101,8 +101,8 @@ struct Desk : Inbox::Owner {
   std::vector<Request*> pulled;
   Ticket last_ticket = 0;
 
-  explicit Desk(Peer other = {}, bool device = false)
-      : peers{Peer{}, other}, inbox(peers, device, groups, ucx, *this), group(groups.at(groups.add(0, {0, 1}))) {
+  explicit Desk(Peer other = {}, bool device = false, std::uint32_t first = 0)
+      : peers{Peer{}, other}, inbox(peers, device, groups, ucx, *this, first), group(groups.at(groups.add(0, {0, 1}))) {
     group.their_ids = {group.id, 7};
   }
   ~Desk() { group.drop_schedules(); }
@@ -110,9 +110,11 @@ struct Desk : Inbox::Owner {
   void handle(Group&, const Header& header, const void*) override { handled.push_back(header); }
   bool agrees(Group& where, const Header&) override { return where.disagrees < 0; }
   void pull(Request* receive, const Header&, const Offer&) override { pulled.push_back(receive); }
+  void failed(Group& where) noexcept override { reports.fail(where); }
 
   // An op whose post has returned.
   Operation* operation() {
+    reports.make_room();
     auto op = new Operation(reports, group, ++last_ticket);
     op->leave_post();
     return op;

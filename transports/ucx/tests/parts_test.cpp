@@ -17,6 +17,12 @@ void farewells_wait_for_messages() {
   farewells.add(1, got);
   CHECK(farewells.take_due(1, 2).empty() && farewells.waiting(1));
   CHECK(farewells.take_due(1, 3).size() == 1 && !farewells.waiting(1));
+  const std::uint32_t last = ~std::uint32_t{0};  // the numbers of messages start again at 0 behind it
+  farewells.add(1, {Farewell::kCommunicator, last, 7, 1, 42});
+  farewells.add(1, {Farewell::kCommunicator, 1, 8, 1, 42});
+  CHECK(farewells.take_due(1, last - 1).empty());
+  CHECK(farewells.take_due(1, last).size() == 1 && farewells.take_due(1, 0).empty());
+  CHECK(farewells.take_due(1, 1).size() == 1);
   farewells.expect_acknowledgement(1, true);
   CHECK(!farewells.all_acknowledged());
   farewells.expect_acknowledgement(1, false);

@@ -1,5 +1,12 @@
 // What Python sees of the engine; with tensors.cpp all that knows Python. Whoever calls keeps the tensors alive until
 // the outcome.
+//
+// The rule of the interpreter's lock: a function either keeps it, and then takes no other lock, waits for nothing and
+// makes no call of UCX (`explain`, `is_plain`, `dtype_names`, `fileno`, `ready`, `bulk`, `reads_all`); or it lets go of
+// it around its call of the engine, and touches Python's objects before and after that alone: a tensor is looked at,
+// and bytes are copied, before. So nobody waits for the engine's lock who has the interpreter's, and nobody for the
+// interpreter's who has the engine's, whose thread never asks for it. Python's threads call the engine at any time, all
+// at once: the engine's own lock keeps them apart. (Python deletes an engine with the lock held; by then it is closed.)
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
@@ -197,21 +204,50 @@ bool get_op(Engine& engine, Ticket ticket, std::uint32_t group, std::uint64_t wi
   return engine.get(ticket, group, window, rank, offset, data.data, data.bytes());
 }
 
-nb::bytes map_window(Engine& engine, std::uint32_t group, std::uint64_t window, nb::handle tensor, bool remote) {
-  const View data = view_of(tensor);
-  const std::string rkey = engine.map_window(group, window, data.data, data.bytes(), remote);
-  return nb::bytes(rkey.data(), rkey.size());
+std::string text(const nb::bytes& bytes) { return std::string(bytes.c_str(), bytes.size()); }
+
+// What `call` returns, made without the interpreter's lock.
+template <typename Call>
+auto released(const Call& call) {
+  nb::gil_scoped_release released;
+  return call();
 }
 
-// What has happened: (ticket, status, detail, detail) and (kind, peer, group, detail, frame).
-nb::object progress(Engine& engine) {
-  std::vector<Outcome> outcomes;
-  std::vector<Notice> notices;
-  {
-    nb::gil_scoped_release released;
-    engine.progress(outcomes, notices);
-  }
-  if (outcomes.empty() && notices.empty()) return nb::none();
+template <typename Call>
+nb::bytes released_bytes(const Call& call) {
+  const std::string bytes = released(call);
+  return nb::bytes(bytes.data(), bytes.size());
+}
+
+nb::bytes map_window(Engine& engine, std::uint32_t group, std::uint64_t window, nb::handle tensor, bool remote) {
+  const View data = view_of(tensor);
+  return released_bytes([&] { return engine.map_window(group, window, data.data, data.bytes(), remote); });
+}
+
+void open_window(Engine& engine, std::uint32_t group, std::uint64_t window, int rank, nb::handle mapped,
+                 const nb::bytes& rkey, std::uint64_t address, std::size_t bytes) {
+  void* data = mapped.is_none() ? nullptr : view_of(mapped).data;
+  const std::string key = text(rkey);
+  released([&] { engine.open_window(group, window, rank, data, key, address, bytes); });
+}
+
+void start(Engine& engine, const std::vector<nb::bytes>& addresses, const std::vector<int>& sockets,
+           const std::vector<int>& pids, bool crowded,
+           const std::vector<std::pair<std::uint64_t, std::uint64_t>>& cookies) {
+  std::vector<std::string> texts;
+  std::vector<Cookies> pairs;
+  for (const auto& [ours, theirs] : cookies) pairs.push_back({ours, theirs});
+  for (const nb::bytes& address : addresses) texts.push_back(text(address));
+  released([&] { engine.start(texts, sockets, pids, crowded, pairs); });
+}
+
+bool send_frame(Engine& engine, int peer, const nb::bytes& frame) {
+  const std::string copy = text(frame);
+  return released([&] { return engine.send_frame(peer, copy); });
+}
+
+// (ticket, status, detail, detail) and (kind, peer, group, detail, frame).
+nb::object told_of(const std::vector<Outcome>& outcomes, const std::vector<Notice>& notices) {
   nb::list done, told;
   for (const Outcome& it : outcomes) {
     done.append(nb::make_tuple(it.ticket, static_cast<int>(it.status), it.details[0], it.details[1]));
@@ -223,13 +259,27 @@ nb::object progress(Engine& engine) {
   return nb::make_tuple(done, told);
 }
 
-std::string text(const nb::bytes& bytes) { return std::string(bytes.c_str(), bytes.size()); }
+// What has happened.
+nb::object progress(Engine& engine) {
+  std::vector<Outcome> outcomes;
+  std::vector<Notice> notices;
+  released([&] { engine.progress(outcomes, notices); });
+  if (outcomes.empty() && notices.empty()) return nb::none();
+  try {
+    return told_of(outcomes, notices);
+  } catch (...) {  // there is no memory for Python's objects, and nobody else has the outcomes
+    released([&] { engine.fail("no memory for the outcomes of ops"); });
+    throw;
+  }
+}
 
 }  // namespace
 }  // namespace aiocomms
 
 NB_MODULE(_engine, module) {
   using namespace aiocomms;
+  // What the interpreter does not free at its end is no defect: C code, or a thread that is cut off, may hold it.
+  nb::set_leak_warnings(false);
   nb::exception<UcxError>(module, "UcxError", PyExc_RuntimeError);
   module.def(
       "explain", [](int error) { return std::string(ucs_status_string(static_cast<ucs_status_t>(-error))); },
@@ -251,7 +301,8 @@ NB_MODULE(_engine, module) {
       .value("LOST", Notice::kLost)
       .value("LEFT", Notice::kLeft)
       .value("DISAGREES", Notice::kDisagrees)
-      .value("MISLED", Notice::kMisled);
+      .value("MISLED", Notice::kMisled)
+      .value("FAILED", Notice::kFailed);
   nb::enum_<Operator>(module, "Operator", nb::is_arithmetic())
       .value("SUM", Operator::Sum)
       .value("PRODUCT", Operator::Product)
@@ -263,7 +314,7 @@ NB_MODULE(_engine, module) {
       .value("AVG", Operator::Avg)
       .value("PREMUL_SUM", Operator::PremulSum);
   module.def("dtype_names", &dtype_names, nb::sig("def dtype_names() -> tuple[str, ...]"));
-  module.def("create_segment", &Segment::create, nb::arg("ranks"));
+  module.def("create_segment", &Segment::create, nb::arg("ranks"), Released());
 
   nb::class_<Engine>(module, "Engine")
       .def(
@@ -275,23 +326,9 @@ NB_MODULE(_engine, module) {
             new (engine) Engine(rank, size, options, memory);
           },
           nb::arg("rank"), nb::arg("size"), nb::arg("options"), nb::arg("device") = kNoDevice, Released())
-      .def("address",
-           [](Engine& engine) {
-             std::string address = engine.address();
-             return nb::bytes(address.data(), address.size());
-           })
-      .def(
-          "start",
-          [](Engine& engine, const std::vector<nb::bytes>& addresses, const std::vector<int>& sockets,
-             const std::vector<int>& pids, bool crowded,
-             const std::vector<std::pair<std::uint64_t, std::uint64_t>>& cookies) {
-            std::vector<std::string> texts;
-            std::vector<Cookies> pairs;
-            for (const auto& [ours, theirs] : cookies) pairs.push_back({ours, theirs});
-            for (const nb::bytes& address : addresses) texts.push_back(text(address));
-            engine.start(texts, sockets, pids, crowded, pairs);
-          },
-          nb::arg("addresses"), nb::arg("sockets"), nb::arg("pids"), nb::arg("crowded"), nb::arg("cookies"))
+      .def("address", [](Engine& engine) { return released_bytes([&] { return engine.address(); }); })
+      .def("start", &start, nb::arg("addresses"), nb::arg("sockets"), nb::arg("pids"), nb::arg("crowded"),
+           nb::arg("cookies"))
       .def("fileno", &Engine::fileno)
       .def_prop_ro("ready", &Engine::ready)
       .def_prop_ro("bulk", &Engine::bulk)
@@ -300,12 +337,17 @@ NB_MODULE(_engine, module) {
                    "list[tuple[int, int, int, int, bytes]]] | None"))
       .def("close", &Engine::close, nb::arg("sound"), nb::arg("patience"), Released())
       .def(
-          "send_frame",
-          [](Engine& engine, int peer, const nb::bytes& frame) { return engine.send_frame(peer, text(frame)); },
-          nb::arg("peer"), nb::arg("frame"))
-      .def("add_group", &Engine::add_group, nb::arg("rank"), nb::arg("peers"))
+          "halt",
+          [](nb::handle_t<Engine> self) {
+            self.inc_ref();  // for ever
+            Engine& engine = nb::cast<Engine&>(self);
+            released([&] { engine.halt(); });
+          },
+          nb::sig("def halt(self) -> None"))
+      .def("send_frame", &send_frame, nb::arg("peer"), nb::arg("frame"))
+      .def("add_group", &Engine::add_group, nb::arg("rank"), nb::arg("peers"), Released())
       .def("open_group", &Engine::open_group, nb::arg("group"), nb::arg("their_ids"), nb::arg("segment"),
-           nb::arg("hosts"), nb::arg("readable"))
+           nb::arg("hosts"), nb::arg("readable"), Released())
       .def("reads_all", &Engine::reads_all, nb::arg("peers"))
       .def("lose_group", &Engine::lose_group, nb::arg("group"), Released())
       .def("close_group", &Engine::close_group, nb::arg("group"), Released())
@@ -322,11 +364,7 @@ NB_MODULE(_engine, module) {
            nb::sig("def cancel(self, group: int, src: int, channel: int, tag: int, ticket: int, /) -> bool"),
            Released())
       .def(
-          "head",
-          [](Engine& engine, Ticket ticket) {
-            const std::string head = engine.head(ticket);
-            return nb::bytes(head.data(), head.size());
-          },
+          "head", [](Engine& engine, Ticket ticket) { return released_bytes([&] { return engine.head(ticket); }); },
           nb::arg("ticket"))
       .def("barrier", &barrier_op,
            nb::sig("def barrier(self, ticket: int, group: int, form: int, detail: int, /) -> float"))
@@ -359,13 +397,8 @@ NB_MODULE(_engine, module) {
       .def("map_window", &map_window,
            nb::sig("def map_window(self, group: int, window: int, tensor: torch.Tensor, remote: bool, /) -> bytes"))
       .def(
-          "open_window",
-          [](Engine& engine, std::uint32_t group, std::uint64_t window, int rank, nb::handle mapped,
-             const nb::bytes& rkey, std::uint64_t address, std::size_t bytes) {
-            void* data = mapped.is_none() ? nullptr : view_of(mapped).data;
-            engine.open_window(group, window, rank, data, text(rkey), address, bytes);
-          },
-          nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(),
+          "open_window", &open_window, nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(),
+          nb::arg(),
           nb::sig("def open_window(self, group: int, window: int, rank: int, mapped: torch.Tensor | None, rkey: bytes, "
                   "address: int, bytes: int, /) -> None"))
       .def("close_window", &Engine::close_window, nb::arg("group"), nb::arg("window"), Released())

@@ -1,5 +1,4 @@
 // The schedules that move data without changing it.
-#include <deque>
 #include <vector>
 
 #include "collectives/message_collectives.hpp"
@@ -14,14 +13,14 @@ namespace {
 // Down a binomial tree: ceil(log2 size) steps, each of which doubles the ranks that have the data.
 Task tree_broadcast(Messages& messages, int root, void* data, size_t bytes) {
   const TreePlace place(messages.rank(), root, messages.size());
+  Burst sent(place.most_children());
   if (!place.is_root()) {
     Event received;
     messages.recv(place.parent(), data, bytes, received);
     co_await received;
   }
-  std::deque<Event> sent;
   for (int mask = place.span() / 2; mask > 0; mask /= 2)  // the child with most ranks below it first
-    if (place.has_child(mask)) messages.send(place.rank_at(mask), data, bytes, sent.emplace_back());
+    if (place.has_child(mask)) messages.send(place.rank_at(mask), data, bytes, sent.next());
   for (Event& event : sent) co_await event;
 }
 
@@ -113,10 +112,10 @@ Task tree_gather(Messages& messages, int root, const void* in, void* const* outs
   const TreePlace place(messages.rank(), root, messages.size());
   const size_t count = place.existing(0, place.span());
   const Scratch blocks = make_scratch(count * bytes);
-  std::deque<Event> received;
+  Burst received(place.most_children());
   for (int mask = 1; mask < place.span() && place.has_child(mask); mask *= 2)
     messages.recv(place.rank_at(mask), at(blocks.get(), mask * bytes), place.existing(mask, mask) * bytes,
-                  received.emplace_back());
+                  received.next());
   copy_bytes(blocks.get(), in, bytes);
   for (Event& event : received) co_await event;
   if (place.is_root()) {
@@ -134,6 +133,7 @@ Task tree_scatter(Messages& messages, int root, const void* const* ins, void* ou
   const TreePlace place(messages.rank(), root, messages.size());
   const size_t count = place.existing(0, place.span());
   const Scratch blocks = make_scratch(count * bytes);
+  Burst sent(place.most_children());
   if (place.is_root()) {
     for (int i = 0; i < messages.size(); ++i) copy_bytes(at(blocks.get(), i * bytes), ins[place.rank_at(i)], bytes);
   } else {
@@ -141,35 +141,34 @@ Task tree_scatter(Messages& messages, int root, const void* const* ins, void* ou
     messages.recv(place.parent(), blocks.get(), count * bytes, received);
     co_await received;
   }
-  std::deque<Event> sent;
   for (int mask = place.span() / 2; mask > 0; mask /= 2)
     if (place.has_child(mask))
       messages.send(place.rank_at(mask), at(blocks.get(), mask * bytes), place.existing(mask, mask) * bytes,
-                    sent.emplace_back());
+                    sent.next());
   if (!place.is_root() || out != ins[root]) copy_bytes(out, blocks.get(), bytes);
   for (Event& event : sent) co_await event;
 }
 
 // Every rank straight to the root, into the root's own memory.
 Task flat_gather(Messages& messages, int root, const void* in, void* const* outs, size_t bytes) {
-  std::deque<Event> events;
+  Burst events(messages.size());
   if (messages.rank() != root) {
-    messages.send(root, in, bytes, events.emplace_back());
+    messages.send(root, in, bytes, events.next());
   } else {
     for (int rank = 0; rank < messages.size(); ++rank)
-      if (rank != root) messages.recv(rank, outs[rank], bytes, events.emplace_back());
+      if (rank != root) messages.recv(rank, outs[rank], bytes, events.next());
     copy_bytes(outs[root], in, bytes);
   }
   for (Event& event : events) co_await event;
 }
 
 Task flat_scatter(Messages& messages, int root, const void* const* ins, void* out, size_t bytes) {
-  std::deque<Event> events;
+  Burst events(messages.size());
   if (messages.rank() != root) {
-    messages.recv(root, out, bytes, events.emplace_back());
+    messages.recv(root, out, bytes, events.next());
   } else {
     for (int rank = 0; rank < messages.size(); ++rank)
-      if (rank != root) messages.send(rank, ins[rank], bytes, events.emplace_back());
+      if (rank != root) messages.send(rank, ins[rank], bytes, events.next());
     copy_bytes(out, ins[root], bytes);
   }
   for (Event& event : events) co_await event;

@@ -2,7 +2,6 @@
 //
 // Operands keep the order of the ranks where one order must be the same on several ranks: floating point addition gives
 // the same bits either way around only where no NaN is involved, and min and max where no zeros of both signs are.
-#include <deque>
 #include <vector>
 
 #include "collectives/message_collectives.hpp"
@@ -113,12 +112,11 @@ Task scattered_all_reduce(Messages& messages, Reduction reduction, void* data, s
 Task tree_reduce(Messages& messages, Reduction reduction, int root, const void* in, void* out, size_t count) {
   const TreePlace place(messages.rank(), root, messages.size());
   const size_t bytes = count * size_of(lifted(reduction.dtype));
-  const size_t most_children = static_cast<size_t>(std::bit_width(static_cast<unsigned>(place.span())) - 1);
-  const Scratch scratch = make_scratch((most_children + 1) * bytes);
+  const Scratch scratch = make_scratch((place.most_children() + 1) * bytes);
   std::byte* theirs = scratch.get();
-  std::deque<Event> received;
+  Burst received(place.most_children());
   for (int mask = 1; mask < place.span() && place.has_child(mask); mask *= 2)
-    messages.recv(place.rank_at(mask), theirs += bytes, bytes, received.emplace_back());
+    messages.recv(place.rank_at(mask), theirs += bytes, bytes, received.next());
   lift(reduction, scratch.get(), in, count);
   theirs = scratch.get();
   for (Event& event : received) {
@@ -146,12 +144,11 @@ Task scattered_reduce(Messages& messages, Reduction reduction, int root, const v
   std::byte* const own = rank == root ? at(out, chunks.offsets[rank] * element) : scratch.get();
   Task scattering = reduce_scatter(messages, reduction, inputs.data(), chunks.counts.data(), own);
   co_await scattering;
-  std::deque<Event> events;
-  if (rank != root && own_bytes != 0) messages.send(root, own, own_bytes, events.emplace_back());
+  Burst events(size);
+  if (rank != root && own_bytes != 0) messages.send(root, own, own_bytes, events.next());
   for (int from = 0; rank == root && from < size; ++from)
     if (from != root && chunks.counts[from] != 0)
-      messages.recv(from, at(out, chunks.offsets[from] * element), chunks.counts[from] * element,
-                    events.emplace_back());
+      messages.recv(from, at(out, chunks.offsets[from] * element), chunks.counts[from] * element, events.next());
   for (Event& event : events) co_await event;
 }
 
@@ -163,13 +160,13 @@ Task direct_reduce_scatter(Messages& messages, Reduction reduction, const void* 
   const size_t element = size_of(reduction.dtype), bytes = counts[rank] * element;
   const Scratch scratch = make_scratch(static_cast<size_t>(size - 1) * bytes);
   std::vector<const void*> contributions(static_cast<size_t>(size), inputs[rank]);
-  std::deque<Event> events;
+  Burst events(2 * size);
   for (int i = 1; i < size; ++i) {
     const int from = around(rank, -i, size), to = around(rank, i, size);
     std::byte* const theirs = at(scratch.get(), static_cast<size_t>(i - 1) * bytes);
     contributions[from] = theirs;
-    if (bytes != 0) messages.recv(from, theirs, bytes, events.emplace_back());
-    if (counts[to] != 0) messages.send(to, inputs[to], counts[to] * element, events.emplace_back());
+    if (bytes != 0) messages.recv(from, theirs, bytes, events.next());
+    if (counts[to] != 0) messages.send(to, inputs[to], counts[to] * element, events.next());
   }
   for (Event& event : events) co_await event;
   if (bytes != 0) reduce(reduction, output, contributions.data(), size, counts[rank]);

@@ -40,20 +40,25 @@ class Event {
 // The n-th send of rank a to rank b meets the n-th receive of b from a, within one schedule; their sizes agree.
 // Sends may wait for their receives: a schedule that sends and receives starts both before it waits for either.
 // The memory must stay untouched (for a receive: unread) until the event is done.
+//
+// Neither throws: what cannot be sent or received is never done. And whoever is amid messages throws nothing either,
+// for their events and memory would be gone while they are used: it takes all memory that it needs before the first.
 class Messages {
  public:
   virtual ~Messages() = default;
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  virtual void send(int dst, const void* data, std::size_t bytes, Event& event) = 0;
-  virtual void recv(int src, void* data, std::size_t bytes, Event& event) = 0;
+  virtual void send(int dst, const void* data, std::size_t bytes, Event& event) noexcept = 0;
+  virtual void recv(int src, void* data, std::size_t bytes, Event& event) noexcept = 0;
 };
 
-// A coroutine that starts when it is first resumed or awaited. Its frame dies with it.
+// A coroutine that starts when it is first resumed or awaited. Its frame dies with it. What it throws comes out where
+// it is awaited, or asked for by `check`.
 class Task {
  public:
   struct promise_type {
     std::coroutine_handle<> continuation;
+    std::exception_ptr thrown;
 
     Task get_return_object() { return Task(std::coroutine_handle<promise_type>::from_promise(*this)); }
     std::suspend_always initial_suspend() noexcept { return {}; }
@@ -67,9 +72,7 @@ class Task {
     };
     Final final_suspend() noexcept { return {}; }
     void return_void() {}
-    void unhandled_exception() {
-      std::terminate();
-    }  // a schedule reports failure through its engine, never by throwing
+    void unhandled_exception() noexcept { thrown = std::current_exception(); }
   };
 
   Task() = default;
@@ -85,6 +88,10 @@ class Task {
 
   void start() { handle_.resume(); }
   bool done() const { return !handle_ || handle_.done(); }
+  // Of one that is done: throws what it has thrown.
+  void check() const {
+    if (handle_ && handle_.promise().thrown) std::rethrow_exception(handle_.promise().thrown);
+  }
 
   // What `co_await task` needs: run it to its end, then go on.
   bool await_ready() const { return done(); }
@@ -92,7 +99,7 @@ class Task {
     handle_.promise().continuation = waiter;
     return handle_;
   }
-  void await_resume() const {}
+  void await_resume() const { check(); }
 
  private:
   std::coroutine_handle<promise_type> handle_;

@@ -52,6 +52,21 @@ inline const std::byte* at(const void* data, std::size_t bytes) { return static_
 using Scratch = std::unique_ptr<std::byte[]>;
 inline Scratch make_scratch(std::size_t bytes) { return std::make_unique_for_overwrite<std::byte[]>(bytes); }
 
+// The events of messages that are under way all at once, at most so many. Their memory is taken before the first.
+class Burst {
+ public:
+  explicit Burst(std::size_t most) : events_(std::make_unique<Event[]>(most)) {}
+  explicit Burst(int most) : Burst(static_cast<std::size_t>(most)) {}
+
+  Event& next() { return events_[count_++]; }
+  Event* begin() { return events_.get(); }
+  Event* end() { return events_.get() + count_; }
+
+ private:
+  std::unique_ptr<Event[]> events_;
+  std::size_t count_ = 0;
+};
+
 // The event of one message after the other. Awaiting it when there is no message under way goes on at once.
 class Slot {
  public:
@@ -84,6 +99,9 @@ class TreePlace {
 
   bool is_root() const { return position_ == 0; }
   int span() const { return span_; }
+  std::size_t most_children() const {
+    return static_cast<std::size_t>(std::bit_width(static_cast<unsigned>(span_)) - 1);
+  }
   int parent() const { return rank_at(-span_); }
   bool has_child(int mask) const { return position_ + mask < size_; }
   // The rank at a position, relative to this one: of a child where that is its mask.

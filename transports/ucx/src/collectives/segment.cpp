@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <stdexcept>
+#include <string>
 #include <system_error>
 
 namespace aiocomms {
@@ -21,15 +23,20 @@ std::size_t up(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; 
 }  // namespace
 
 std::size_t Segment::bytes(int ranks) {
+  if (ranks < 1 || ranks > kMostRanks) {
+    throw std::invalid_argument("ranks of one host: " + std::to_string(ranks) + ", wanted 1 to " +
+                                std::to_string(kMostRanks));
+  }
   return up(sizeof(Owner) * static_cast<std::size_t>(ranks)) +
          static_cast<std::size_t>(ranks) * (kDepth + kPool) * kSlot;
 }
 
 int Segment::create(int ranks) {
   // No name, so nobody else can open it and nothing is left behind; pages exist once they are touched.
+  const auto size = static_cast<off_t>(bytes(ranks));
   int fd = memfd_create("aiocomms", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) fail("memfd_create");
-  if (fchmod(fd, 0600) != 0 || ftruncate(fd, static_cast<off_t>(bytes(ranks))) != 0 ||
+  if (fchmod(fd, 0600) != 0 || ftruncate(fd, size) != 0 ||
       fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
     int error = errno;
     close(fd);
@@ -39,21 +46,24 @@ int Segment::create(int ranks) {
   return fd;
 }
 
-Segment::Segment(int fd, int rank, int ranks) : rank_(rank), ranks_(ranks) {
+Segment::Segment(int fd, int rank, int ranks) : rank_(rank), ranks_(ranks), bytes_(bytes(ranks)) {
+  if (rank < 0 || rank >= ranks) {
+    throw std::invalid_argument("rank " + std::to_string(rank) + " of " + std::to_string(ranks));
+  }
   struct stat status;
   if (fstat(fd, &status) != 0) fail("fstat");
-  if (static_cast<std::size_t>(status.st_size) < bytes(ranks)) {
+  if (static_cast<std::size_t>(status.st_size) < bytes_) {
     errno = EINVAL;
     fail("shared memory of another size than expected");
   }
-  memory_ = mmap(nullptr, bytes(ranks), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  memory_ = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (memory_ == MAP_FAILED) fail("mmap");
   owners_ = static_cast<Owner*>(memory_);
   slots_ = static_cast<std::byte*>(memory_) + up(sizeof(Owner) * static_cast<std::size_t>(ranks));
   pools_ = slots_ + static_cast<std::size_t>(ranks) * kDepth * kSlot;
 }
 
-Segment::~Segment() { munmap(memory_, bytes(ranks_)); }
+Segment::~Segment() { munmap(memory_, bytes_); }
 
 bool Segment::writable(std::uint64_t round) {
   if (round < all_done_ + kDepth) return true;

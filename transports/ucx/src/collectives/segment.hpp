@@ -26,11 +26,15 @@ class Segment {
     std::byte data[kInline];
   };
 
+  // More ranks would have less than a cache line each of a slot that they share.
+  static constexpr int kMostRanks = static_cast<int>(kSlot / sizeof(Line));
+
   static std::size_t bytes(int ranks);
-  // A descriptor of fresh, private, anonymous shared memory. Throws std::system_error.
+  // A descriptor of fresh, private, anonymous shared memory. Throws std::system_error; std::invalid_argument: there
+  // are more than kMostRanks ranks, or none.
   static int create(int ranks);
 
-  // Maps a descriptor, and does not close it. Throws std::system_error, also if it is too small.
+  // Maps a descriptor, and does not close it. Throws the same, std::system_error also if it is too small.
   Segment(int fd, int rank, int ranks);
   ~Segment();
   Segment(const Segment&) = delete;
@@ -121,6 +125,7 @@ class Segment {
 
   int rank_;
   int ranks_;
+  std::size_t bytes_;
   std::uint64_t all_done_ = 0;  // the rounds that every rank is known to be done with
   void* memory_;
   Owner* owners_;

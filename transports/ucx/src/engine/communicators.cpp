@@ -1,54 +1,100 @@
 // How communicators come and go.
 #include <algorithm>
+#include <stdexcept>
 
 #include "engine/engine.hpp"
 
 namespace aiocomms {
 
 std::uint32_t Engine::add_group(int rank, std::vector<int> peers) {
+  if (rank < 0 || rank >= static_cast<int>(peers.size())) throw std::invalid_argument("this rank is none of them");
+  for (int peer : peers) static_cast<void>(peers_.at(static_cast<std::size_t>(peer)));
   std::lock_guard lock(lock_);
+  if (stopping_) throw std::runtime_error("the engine is closed");
+  if (reports_.failed()) throw std::runtime_error("the engine has failed");
   return groups_.add(rank, std::move(peers));
 }
 
+Group& Engine::present(std::uint32_t id) {
+  if (stopping_) throw std::runtime_error("the engine is closed");
+  return groups_.at(id);
+}
+
+Group& Engine::opened(std::uint32_t id) {
+  Group& group = present(id);
+  if (!group.wire) throw std::invalid_argument("the communicator is not open yet");
+  return group;
+}
+
 bool Engine::reads_all(const std::vector<int>& peers) const {
-  return std::all_of(peers.begin(), peers.end(),
-                     [this](int peer) { return peers_[peer].readable == peers_[peer].pid; });
+  return std::all_of(peers.begin(), peers.end(), [this](int number) {
+    const Peer& peer = peers_.at(static_cast<std::size_t>(number));
+    return peer.readable == peer.pid;
+  });
 }
 
 void Engine::open_group(std::uint32_t id, std::vector<std::uint32_t> their_ids, int segment, std::vector<int> hosts,
                         bool readable) {
   std::lock_guard lock(lock_);
-  Group& group = groups_.at(id);
-  group.their_ids = std::move(their_ids);
-  std::vector<int> all, leaders;
+  Group& group = present(id);
+  if (hosts.size() != group.peers.size() || their_ids.size() != group.peers.size()) {
+    throw std::invalid_argument("there is a number and a host for each rank");
+  }
+  std::vector<int> all, leaders, local;
   for (int rank = 0; rank < static_cast<int>(hosts.size()); ++rank) {
     all.push_back(rank);
     if (hosts[rank] == static_cast<int>(leaders.size())) leaders.push_back(rank);
-    if (hosts[rank] == hosts[group.rank]) group.local.push_back(rank);
+    if (hosts[rank] < 0 || hosts[rank] >= static_cast<int>(leaders.size())) {
+      throw std::invalid_argument("hosts are numbered in the order in which they appear");
+    }
+    if (hosts[rank] == hosts[group.rank]) local.push_back(rank);
   }
-  group.hosts = static_cast<int>(leaders.size());
-  group.leader_of = std::move(hosts);
-  const bool leads = group.local.front() == group.rank;
+  std::unique_ptr<Shared> shared;
+  if (segment >= 0) {
+    const int here = static_cast<int>(std::ranges::find(local, group.rank) - local.begin());
+    shared = std::make_unique<Shared>(segment, here, static_cast<int>(local.size()));
+    const bool in_place = readable && (pacer_.crowded() || reads_quickly());
+    for (int rank : local) {
+      if (in_place) shared->pids.push_back(peers_[group.peers[rank]].readable);
+    }
+  }
+  const int count = static_cast<int>(leaders.size());
   auto wire_between = [&](std::vector<int> ranks) {
-    return std::make_unique<Wire>(sender_, inbox_, schedules_.events(), group, std::move(ranks));
+    return std::make_unique<Wire>(sender_, inbox_, schedules_, group, std::move(ranks));
   };
-  group.wire = wire_between(std::move(all));
-  if (leads) group.leaders = wire_between(std::move(leaders));
-  if (segment < 0) return;
-  const int here = static_cast<int>(std::ranges::find(group.local, group.rank) - group.local.begin());
-  group.shared = std::make_unique<Shared>(segment, here, static_cast<int>(group.local.size()));
-  if (!readable || !(pacer_.crowded() || reads_quickly())) return;
-  for (int rank : group.local) group.shared->pids.push_back(peers_[group.peers[rank]].readable);
+  auto wire = wire_between(std::move(all));
+  if (local.front() == group.rank) group.leaders = wire_between(std::move(leaders));
+  // Who may not read another's memory takes no offers, so nobody of this host makes any.
+  if (!readable) {
+    for (int rank : local) peers_[group.peers[rank]].readable = 0;
+  }
+  // From here on nothing throws: it is open, or it is not.
+  group.wire = std::move(wire);
+  group.shared = std::move(shared);
+  group.their_ids = std::move(their_ids);
+  group.local = std::move(local);
+  group.leader_of = std::move(hosts);
+  group.hosts = count;
+}
+
+bool Engine::send_frame(int peer, const std::string& frame) {
+  std::lock_guard lock(lock_);
+  return control_->send(peer, frame);
+}
+
+std::vector<std::uint64_t> Engine::signs() {
+  std::lock_guard lock(lock_);
+  return control_->signs();
 }
 
 bool Engine::has_let_go(std::uint32_t id, int rank) {
   std::lock_guard lock(lock_);
-  return groups_.at(id).has_let_go(rank);
+  return present(id).has_let_go(rank);
 }
 
 std::vector<int> Engine::missing(std::uint32_t id) {
   std::lock_guard lock(lock_);
-  const Group& group = groups_.at(id);
+  const Group& group = present(id);
   std::vector<int> ranks;
   if (!group.running || !group.shared) return ranks;
   for (int rank : group.shared->missing()) ranks.push_back(group.local[rank]);
@@ -60,13 +106,13 @@ void Engine::lose_group(std::uint32_t id) {
   lose(groups_.at(id));
 }
 
-void Engine::lose(Group& group) {
+void Engine::lose(Group& group) noexcept {
   if (group.shared) group.shared->segment.let_go();  // before anybody hears that an op of it has ended
   release(group);
 }
 
 // Nothing of it moves any more. What UCX still holds stays where it is.
-void Engine::release(Group& group) {
+void Engine::release(Group& group) noexcept {
   group.lost = true;
   group.running = false;
   schedules_.release(group);
@@ -86,7 +132,7 @@ void Engine::close_group(std::uint32_t id) {
     const int peer = group.peers[rank];
     const Farewell farewell{Farewell::kCommunicator, worker_->sent(peer), group.their_ids[rank],
                             static_cast<std::uint32_t>(group.rank), group.collectives};
-    control_->send(peer, farewell.pack());
+    attempt([&] { control_->send(peer, farewell.pack()); });
   }
   release(group);
   windows_.close_lanes(group);
@@ -118,7 +164,10 @@ void Engine::apply_farewells(int peer) {
       continue;
     }
     Group* group = groups_.find(farewell.group);
-    if (group && farewell.rank < group->peers.size()) {
+    if (group == nullptr) continue;
+    if (farewell.rank >= group->peers.size() || group->peers[farewell.rank] != peer) {
+      worker_->refuse(peer);  // a rank speaks for itself alone
+    } else {
       handle_departure(*group, static_cast<int>(farewell.rank), farewell.collectives);
     }
   }

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <stdexcept>
 #include <utility>
 
 #include "net/sched_hint.hpp"
@@ -30,19 +31,33 @@ bool may_read(pid_t pid) {
 
 }  // namespace
 
+namespace {
+
+int checked(int rank, int size) {
+  constexpr int kMost = 65'535;  // a rank is 16 bits of a header
+  if (size < 1 || size > kMost || rank < 0 || rank >= size) {
+    throw std::invalid_argument("rank " + std::to_string(rank) + " of " + std::to_string(size));
+  }
+  return size;
+}
+
+}  // namespace
+
 Engine::Engine(int rank, int size, const std::vector<std::pair<std::string, std::string>>& options,
                std::optional<ucs_memory_type_t> device)
     : rank_(rank),
-      peers_(size),
+      peers_(checked(rank, size)),
       worker_(std::make_unique<Worker>(
           size, options, device,
           [this](int peer, const Header& header, const void* payload, void* descriptor) {
-            inbox_.arrive(peer, header, payload, descriptor);
-            if (farewells_.waiting(peer)) apply_farewells(peer);
+            attempt([&] {
+              inbox_.arrive(peer, header, payload, descriptor);
+              if (farewells_.waiting(peer)) apply_farewells(peer);
+            });
           },
           [this](int peer) {
             inbox_.forget_early(peer);
-            reports_.notify({Notice::kMisled, peer, 0, 0, {}});
+            attempt([&] { reports_.notify({Notice::kMisled, peer, 0, 0, {}}); });
           })),
       schedules_(reports_, pacer_.slice_ends(), [this](int peer) { control_->ring(peer); }),
       offers_(*worker_),
@@ -58,8 +73,11 @@ Engine::~Engine() {
   worker_.reset();  // of an engine that was never started: before what its callbacks may still want to touch
 }
 
-void Engine::start(const std::vector<std::string>& addresses, std::vector<int> sockets, const std::vector<int>& pids,
-                   bool crowded, const std::vector<Cookies>& cookies) {
+void Engine::start(const std::vector<std::string>& addresses, const std::vector<int>& sockets,
+                   const std::vector<int>& pids, bool crowded, const std::vector<Cookies>& cookies) {
+  for (std::size_t given : {addresses.size(), sockets.size(), pids.size(), cookies.size()}) {
+    if (given != peers_.size()) throw std::invalid_argument("there is something for each peer");
+  }
   bool alone = true;
   for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
     worker_->introduce(peer, addresses[peer], pids[peer] == 0, cookies.at(peer));
@@ -70,7 +88,7 @@ void Engine::start(const std::vector<std::string>& addresses, std::vector<int> s
     if (peer != rank_ && pids[peer] != 0) worker_->connect(peer);
   }
   control_ = std::make_unique<Control>(
-      std::move(sockets), worker_->event_fd(),
+      sockets, worker_->event_fd(),
       Control::Heard{[this](int peer, std::string frame) { handle_frame(peer, std::move(frame)); },
                      [this](int peer, bool parted) {
                        std::lock_guard lock(lock_);
@@ -87,12 +105,14 @@ void Engine::start(const std::vector<std::string>& addresses, std::vector<int> s
 template <typename Start>
 bool Engine::post(Ticket ticket, std::uint32_t id, const Start& start) {
   std::lock_guard lock(lock_);
-  auto op = std::make_unique<Operation>(reports_, groups_.at(id), ticket);
+  Group& group = opened(id);
+  reports_.make_room();
+  auto op = std::make_unique<Operation>(reports_, group, ticket);
   start(op.get());  // may throw before the op is known to anybody else
   return finish_post(op.release()) != 0;
 }
 
-std::uint64_t Engine::finish_post(Operation* op, std::uint64_t began) {
+std::uint64_t Engine::finish_post(Operation* op, std::uint64_t began) noexcept {
   std::uint64_t ended = began;
   if (!op->done() && !pacer_.bulk()) ended = spin(*op, began);  // else the thread is at it
   // Not if other outcomes came first: the loop hears of those first.
@@ -106,7 +126,7 @@ std::uint64_t Engine::finish_post(Operation* op, std::uint64_t began) {
   return 0;
 }
 
-std::uint64_t Engine::spin(const Operation& op, std::uint64_t began) {
+std::uint64_t Engine::spin(const Operation& op, std::uint64_t began) noexcept {
   Pacer::Spin spin = pacer_.begin_post(began);
   while (!op.done()) {
     const bool moved = advance();
@@ -131,7 +151,7 @@ bool Engine::send(Ticket ticket, std::uint32_t id, const void* data, std::size_t
                   std::int64_t tag, int dtype) {
   return post(ticket, id, [&](Operation* op) {
     Group& group = op->group;
-    if (group.left[dst]) return op->end(Status::kClosed, static_cast<std::uint64_t>(dst));
+    if (group.left.at(static_cast<std::size_t>(dst))) return op->end(Status::kClosed, static_cast<std::uint64_t>(dst));
     Header header = group.header_to(dst, static_cast<std::uint8_t>(channel), tag);
     header.dtype = static_cast<std::uint8_t>(dtype);
     header.bytes = bytes;
@@ -146,6 +166,7 @@ bool Engine::recv(Ticket ticket, std::uint32_t id, void* data, std::size_t bytes
     op->data = data;
     op->bytes = bytes;
     op->dtype = static_cast<std::uint8_t>(dtype);
+    static_cast<void>(op->group.left.at(static_cast<std::size_t>(src)));
     inbox_.post(op, Key(static_cast<std::uint16_t>(src), static_cast<std::uint8_t>(channel), tag));
   });
 }
@@ -153,7 +174,7 @@ bool Engine::recv(Ticket ticket, std::uint32_t id, void* data, std::size_t bytes
 bool Engine::cancel(std::uint32_t id, int src, int channel, std::int64_t tag, Ticket ticket) {
   std::lock_guard lock(lock_);
   const Key key(static_cast<std::uint16_t>(src), static_cast<std::uint8_t>(channel), tag);
-  return withdraw(inbox_.withdraw(groups_.at(id), key, ticket));
+  return withdraw(inbox_.withdraw(present(id), key, ticket));
 }
 
 std::string Engine::head(Ticket ticket) {
@@ -165,18 +186,18 @@ std::string Engine::head(Ticket ticket) {
 
 std::string Engine::map_window(std::uint32_t id, std::uint64_t window, void* data, std::size_t bytes, bool remote) {
   std::lock_guard lock(lock_);
-  return windows_.map(groups_.at(id), window, data, bytes, remote);
+  return windows_.map(opened(id), window, data, bytes, remote);
 }
 
 void Engine::open_window(std::uint32_t id, std::uint64_t window, int rank, void* mapped, const std::string& rkey,
                          std::uint64_t address, std::size_t bytes) {
   std::lock_guard lock(lock_);
-  windows_.open(groups_.at(id), window, rank, mapped, rkey, address, bytes);
+  windows_.open(opened(id), window, rank, mapped, rkey, address, bytes);
 }
 
 void Engine::close_window(std::uint32_t id, std::uint64_t window) {
   std::lock_guard lock(lock_);
-  windows_.close(groups_.at(id), window);
+  windows_.close(present(id), window);
 }
 
 bool Engine::put(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank, std::uint64_t offset,
@@ -205,7 +226,7 @@ bool Engine::wait_signal(Ticket ticket, std::uint32_t id, std::uint64_t window, 
 
 bool Engine::cancel_wait(std::uint32_t id, std::uint64_t window, int rank, Ticket ticket) {
   std::lock_guard lock(lock_);
-  return withdraw(windows_.withdraw_wait(groups_.at(id), window, rank, ticket));
+  return withdraw(windows_.withdraw_wait(present(id), window, rank, ticket));
 }
 
 bool Engine::flush(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank) {
@@ -240,7 +261,8 @@ void Engine::pull(Request* receive, const Header& header, const Offer& offer) {
 
 // ---------------------------------------------------------------------------------------------------- moving things on
 
-bool Engine::advance() {
+// Whatever may throw in it is caught where it is known whose step that was.
+bool Engine::advance() noexcept {
   bool moved = windows_.advance_jobs();
   moved |= offers_.advance();
   moved |= schedules_.poll();
@@ -268,7 +290,7 @@ void Engine::progress(std::vector<Outcome>& outcomes, std::vector<Notice>& notic
   pacer_.loop_comes(now_ns());
   std::lock_guard lock(lock_);
   bool moved = false;
-  if (!pacer_.bulk()) {
+  if (!pacer_.bulk() && !stopping_) {
     pacer_.begin_slice(now_ns());
     while (advance()) {
       moved = true;
@@ -279,9 +301,17 @@ void Engine::progress(std::vector<Outcome>& outcomes, std::vector<Notice>& notic
     }
   }
   const Pacer::Visit visit = pacer_.end_visit(ready(), moved);
-  if (visit == Pacer::Visit::kParks && reports_.pending() > 0 && !pacer_.sleeps_well(is_quiet())) wake_thread();
+  if (visit == Pacer::Visit::kParks && reports_.pending() > 0 && !stopping_ && !pacer_.sleeps_well(is_quiet())) {
+    wake_thread();
+  }
   if (visit == Pacer::Visit::kYields) sched_yield();
+  reports_.tell_failures(groups_);
   reports_.collect(outcomes, notices);
+}
+
+void Engine::fail(const char* why) {
+  std::lock_guard lock(lock_);
+  reports_.fail(why);
 }
 
 void Engine::run() {
@@ -299,15 +329,24 @@ void Engine::run() {
     if (rest.kind == Rest::kYield) sched_yield();
     if (rest.kind == Rest::kNone || rest.kind == Rest::kYield) {
       if (!pacer_.has_to_listen(now_ns())) continue;
-      control_->wait(0, false);
+      listen(0, false);
     } else {
-      control_->wait(rest.ms, rest.kind != Rest::kTick);
+      listen(rest.ms, rest.kind != Rest::kTick);
     }
     pacer_.has_listened(now_ns());
   }
 }
 
-Pacer::Rest Engine::take_turn() {
+void Engine::listen(int timeout_ms, bool worker) noexcept {
+  try {
+    control_->wait(timeout_ms, worker);
+  } catch (...) {
+    std::lock_guard lock(lock_);
+    reports_.fail();
+  }
+}
+
+Pacer::Rest Engine::take_turn() noexcept {
   const std::uint64_t began = now_ns();
   if (pacer_.loop_is_about(began)) return pacer_.tick(reports_.pending() > 0 || !is_quiet());
   pacer_.begin_turn(began);
@@ -327,53 +366,75 @@ Pacer::Rest Engine::take_turn() {
   return {Pacer::Rest::kYield};
 }
 
-void Engine::wake_thread() {
+void Engine::wake_thread() noexcept {
   pacer_.wake_thread();
   control_->wake();
 }
 
 // ------------------------------------------------------------------------------------------------------------- the end
 
-void Engine::close(bool sound, double patience) {
-  if (!thread_.joinable()) return;
+void Engine::close(bool sound, double patience) noexcept {
   if (getpid() != process_) {  // a forked child: the thread, the connections and UCX's memory are its parent's
-    thread_.detach();
+    if (thread_.joinable()) thread_.detach();
     static_cast<void>(control_.release());
     static_cast<void>(worker_.release());
     return;
   }
+  std::lock_guard closing(closing_);
+  if (!thread_.joinable()) return;
   const std::uint64_t ends = now_ns() + static_cast<std::uint64_t>(patience * 1e9);
   auto patient = [&] { return now_ns() < ends; };
-  if (sound) part_from_peers(patient);
+  if (sound) sound = part_from_peers(patient);
+  stop_thread();
+  std::lock_guard lock(lock_);
+  tear_down(sound && !reports_.failed(), patient);  // what the peers were to be told may not have gone out
+}
+
+void Engine::halt() noexcept {
+  closing_.lock();
+  if (!thread_.joinable()) return closing_.unlock();
+  stop_thread();
+  lock_.lock();
+  tear_down(false, [] { return false; });
+}
+
+void Engine::stop_thread() noexcept {
   {
     std::lock_guard lock(lock_);
     stopping_ = true;
     control_->wake();
   }
   thread_.join();
+}
+
+void Engine::tear_down(bool sound, const std::function<bool()>& patient) noexcept {
   groups_.each([this](Group& group) { lose(group); });
   for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) inbox_.forget_early(peer);
   if (sound) {
     worker_->disconnect(patient);
-    control_->farewell();
+    attempt([&] { control_->farewell(); });
   }
   windows_.destroy_keys();
-  control_.reset();
+  control_->shut();
   worker_.reset();  // before what its callbacks may still want to touch
   groups_.drop_schedules();
   reports_.close();
 }
 
 // Stay until everybody has got all that was sent to them: their engines acknowledge it without their loops.
-void Engine::part_from_peers(const std::function<bool()>& patient) {
+// False: they cannot be told.
+bool Engine::part_from_peers(const std::function<bool()>& patient) noexcept {
+  bool told;
   {
     std::lock_guard lock(lock_);
-    for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
-      const Farewell farewell{Farewell::kEngine, worker_->sent(peer), 0, 0, 0};
-      farewells_.expect_acknowledgement(peer, peer != rank_ && control_->send(peer, farewell.pack()));
-    }
+    told = attempt([&] {
+      for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
+        const Farewell farewell{Farewell::kEngine, worker_->sent(peer), 0, 0, 0};
+        farewells_.expect_acknowledgement(peer, peer != rank_ && control_->send(peer, farewell.pack()));
+      }
+    });
   }
-  for (bool waiting = true; waiting && patient();) {
+  for (bool waiting = told; waiting && patient();) {
     {
       std::lock_guard lock(lock_);
       while (advance()) {
@@ -382,6 +443,7 @@ void Engine::part_from_peers(const std::function<bool()>& patient) {
     }
     if (waiting) usleep(50);
   }
+  return told;
 }
 
 }  // namespace aiocomms

@@ -6,6 +6,10 @@
 // all; the thread gives way when the loop wants it.
 //
 // The engine owns its parts and knows the way between them. Each part has its own header and its own test.
+//
+// Any thread may call it, and exceptions come out of the calls alone, with nothing changed: std::bad_alloc,
+// std::out_of_range and std::invalid_argument of what is none, std::runtime_error once the engine is closed. What else
+// throws, on whatever thread, makes the communicator fail (failure.hpp).
 #pragma once
 
 #include <unistd.h>
@@ -52,7 +56,7 @@ class Engine : private Inbox::Owner {
   std::string address() const { return worker_->address(); }
   // sockets: a connection to each peer, taken over. pids: of peers on this host, else 0.
   // crowded: there are more ranks than cores on this host. cookies: what tells each peer's messages from strangers'.
-  void start(const std::vector<std::string>& addresses, std::vector<int> sockets, const std::vector<int>& pids,
+  void start(const std::vector<std::string>& addresses, const std::vector<int>& sockets, const std::vector<int>& pids,
              bool crowded, const std::vector<Cookies>& cookies);
   int fileno() const { return reports_.fileno(); }
   bool ready() const { return reports_.ready(); }
@@ -67,8 +71,8 @@ class Engine : private Inbox::Owner {
   bool reads_all(const std::vector<int>& peers) const;  // whether this rank may read the memory of those on its host
   void lose_group(std::uint32_t group);                 // nothing of it is moved on any more
   void close_group(std::uint32_t group);                // and the others are told
-  bool send_frame(int peer, const std::string& frame) { return control_->send(peer, frame); }
-  std::vector<std::uint64_t> signs() { return control_->signs(); }
+  bool send_frame(int peer, const std::string& frame);
+  std::vector<std::uint64_t> signs();
   bool has_let_go(std::uint32_t group, int rank);  // whether a rank of this host has lost the communicator
   std::vector<int> missing(std::uint32_t group);   // the ranks that the collective under way waits for
 
@@ -86,12 +90,13 @@ class Engine : private Inbox::Owner {
   template <typename Make>
   double collective(Ticket ticket, std::uint32_t id, std::uint64_t fingerprint, const Make& make) {
     std::lock_guard lock(lock_);
-    Group& group = groups_.at(id);
-    auto op = new Operation(reports_, group, ticket);
+    Group& group = opened(id);
+    reports_.make_room();
+    auto op = std::make_unique<Operation>(reports_, group, ticket);
     Task task = make(group, op->unequal);
     const std::uint64_t began = now_ns();
-    schedules_.begin(group, {std::move(task), fingerprint, op});
-    return static_cast<double>(finish_post(op, began)) * 1e-9;
+    schedules_.begin(group, {std::move(task), fingerprint, op.get()});
+    return static_cast<double>(finish_post(op.release(), began)) * 1e-9;
   }
 
   // --------------------------------------------------------------------------------------------------------- windows
@@ -118,36 +123,58 @@ class Engine : private Inbox::Owner {
   // ---------------------------------------------------------------------------------------------------------- progress
   // Called by the loop: move things on, and hand over what is done.
   void progress(std::vector<Outcome>& outcomes, std::vector<Notice>& notices);
+  // What was handed over is lost: no communicator can go on.
+  void fail(const char* why);
   // Leave: wait until the peers have got everything, at most `patience` seconds, if the engine is sound; then stop.
-  void close(bool sound, double patience);
+  void close(bool sound, double patience) noexcept;
+  // The process ends, and other threads may still call: they wait for ever, and so the engine must never be destroyed.
+  void halt() noexcept;
 
  private:
   // What the inbox hands on.
   void handle(Group& group, const Header& header, const void* payload) override;
   bool agrees(Group& group, const Header& header) override;
   void pull(Request* receive, const Header& header, const Offer& offer) override;
+  void failed(Group& group) noexcept override { reports_.fail(group); }
+
+  Group& present(std::uint32_t id);  // of an engine that is not closed
+  Group& opened(std::uint32_t id);   // the same, and the other ranks are known
 
   // A post starts its op, and has it finished if that takes no longer than a moment.
   template <typename Start>
   bool post(Ticket ticket, std::uint32_t id, const Start& start);
   // began: when its post was called. Returns when the op was done, ns; 0: it is not.
-  std::uint64_t finish_post(Operation* op, std::uint64_t began = now_ns());
-  std::uint64_t spin(const Operation& op, std::uint64_t began);  // returns when it last looked at the clock
+  std::uint64_t finish_post(Operation* op, std::uint64_t began = now_ns()) noexcept;
+  std::uint64_t spin(const Operation& op, std::uint64_t began) noexcept;  // returns when it last looked at the clock
   bool withdraw(Request* request);
 
-  bool advance();  // one look at everything
+  bool advance() noexcept;  // one look at everything
   bool waits_for_room() const;
   bool is_quiet() const;
   void run();
-  Pacer::Rest take_turn();
-  void wake_thread();
+  void listen(int timeout_ms, bool worker) noexcept;  // to the control connections
+  Pacer::Rest take_turn() noexcept;
+  void wake_thread() noexcept;
+  // What is done where nobody can be told of an exception. Returns whether it went well; else all has failed.
+  template <typename Step>
+  bool attempt(const Step& step) noexcept {
+    try {
+      step();
+      return true;
+    } catch (...) {
+      reports_.fail();
+      return false;
+    }
+  }
 
   void handle_frame(int peer, std::string frame);
   void apply_farewells(int peer);  // those for which all messages have come by now
   void handle_departure(Group& group, int rank, std::uint64_t collectives);
-  void lose(Group& group);  // release it, after the others can see that
-  void release(Group& group);
-  void part_from_peers(const std::function<bool()>& patient);
+  void lose(Group& group) noexcept;  // release it, after the others can see that
+  void release(Group& group) noexcept;
+  bool part_from_peers(const std::function<bool()>& patient) noexcept;
+  void stop_thread() noexcept;
+  void tear_down(bool sound, const std::function<bool()>& patient) noexcept;
 
   const int rank_;
   std::vector<Peer> peers_;
@@ -164,6 +191,7 @@ class Engine : private Inbox::Owner {
   Windows windows_;
   Farewells farewells_;
 
+  std::mutex closing_;
   bool stopping_ = false;
   const pid_t process_ = getpid();
   std::optional<CudaThread> cuda_;  // if the device is a GPU

@@ -12,6 +12,7 @@
 
 #include "collectives/schedule.hpp"
 #include "collectives/shared_collectives.hpp"
+#include "engine/failure.hpp"
 #include "engine/matching.hpp"
 #include "net/network.hpp"
 
@@ -64,8 +65,10 @@ struct Group {
   std::uint64_t collectives = 0;  // done so far
   // Of collectives to come: who has begun one, and its fingerprint.
   std::map<std::uint64_t, std::pair<int, std::uint64_t>> fingerprints;
-  int disagrees = -1;     // the rank that does something else than this one
-  bool lost = false;      // nothing moves any more
+  int disagrees = -1;  // the rank that does something else than this one
+  bool lost = false;   // nothing moves any more
+  Failure failure;     // why it cannot go on, if it cannot
+  bool failure_told = false;
   std::size_t users = 0;  // requests and sends that are not done
   std::unordered_map<std::uint64_t, Window> windows;
   std::map<int, Lane*> lanes;  // by rank
@@ -92,7 +95,7 @@ struct Group {
     network.tell(peers[to], header, nullptr, 0, nullptr);
   }
   // Its collectives end, the running one and those behind it. UCX holds nothing of theirs any more.
-  void drop_schedules();
+  void drop_schedules() noexcept;
 
   // Of one that is lost: UCX has something of it in its hands.
   bool held() const { return users > schedules.size(); }

@@ -7,7 +7,7 @@ namespace aiocomms {
 Group::Group(std::uint32_t the_id, int the_rank, std::vector<int> the_peers)
     : id(the_id), rank(the_rank), peers(std::move(the_peers)), left(peers.size(), 0) {}
 
-void Group::drop_schedules() {
+void Group::drop_schedules() noexcept {
   if (shared) shared->forget();
   while (!schedules.empty()) {
     schedules.front().op->drop();
@@ -16,17 +16,18 @@ void Group::drop_schedules() {
 }
 
 std::uint32_t Groups::add(int rank, std::vector<int> peers) {
+  closed_.reserve(groups_.size() + closed_.size() + 1);  // so that closing needs no memory
   const std::uint32_t id = next_++;  // never used again: a late message must not find another communicator
   groups_.emplace(id, std::make_unique<Group>(id, rank, std::move(peers)));
   return id;
 }
 
-void Groups::close(Group& group) {
+void Groups::close(Group& group) noexcept {
   auto node = groups_.extract(group.id);
   if (group.users > 0) closed_.push_back(std::move(node.mapped()));
 }
 
-void Groups::reap_closed() {
+void Groups::reap_closed() noexcept {
   std::erase_if(closed_, [](const std::unique_ptr<Group>& group) {
     if (group->held()) return false;
     group->drop_schedules();
@@ -34,7 +35,7 @@ void Groups::reap_closed() {
   });
 }
 
-void Groups::drop_schedules() {
+void Groups::drop_schedules() noexcept {
   each([](Group& group) { group.drop_schedules(); });
   for (auto& group : closed_) group->drop_schedules();
 }

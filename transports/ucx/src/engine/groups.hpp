@@ -32,16 +32,16 @@ class Groups {
   }
 
   // One that is released is closed. It stays as long as UCX holds something of it.
-  void close(Group& group);
+  void close(Group& group) noexcept;
   // Forget the closed ones of which UCX holds nothing any more.
   void reap() {
     if (!closed_.empty()) reap_closed();
   }
   // UCX is gone, and holds nothing any more.
-  void drop_schedules();
+  void drop_schedules() noexcept;
 
  private:
-  void reap_closed();
+  void reap_closed() noexcept;
 
   std::unordered_map<std::uint32_t, std::unique_ptr<Group>> groups_;
   std::vector<std::unique_ptr<Group>> closed_;

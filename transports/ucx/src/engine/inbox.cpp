@@ -10,8 +10,8 @@ namespace {
 // UCX lets small messages overtake large ones, but not that many.
 constexpr std::uint32_t kMostEarly = 1u << 20;
 
-std::unique_ptr<Message> copy_of(const Header& header, const void* payload, void* descriptor) {
-  std::unique_ptr<Message> message(new Message{nullptr, header, nullptr, descriptor});
+std::unique_ptr<Message> copy_of(const Header& header, const void* payload) {
+  std::unique_ptr<Message> message(new Message{nullptr, header, nullptr, nullptr});
   const std::size_t bytes = header.dtype & kOffered ? sizeof(Offer) : header.bytes;
   if (payload && bytes) {
     message->payload = std::make_unique<std::byte[]>(bytes);
@@ -22,81 +22,106 @@ std::unique_ptr<Message> copy_of(const Header& header, const void* payload, void
 
 }  // namespace
 
-Inbox::Inbox(const std::vector<Peer>& peers, bool device, Groups& groups, Network& network, Owner& owner)
+// What UCX has handed over in place of a payload. Who does not take it in hand lets go of it.
+class Inbox::Descriptor {
+ public:
+  Descriptor(Network& network, void* held) : network_(network), held_(held) {}
+  ~Descriptor() {
+    if (held_) network_.release(held_);
+  }
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+  explicit operator bool() const { return held_ != nullptr; }
+  void* take() { return std::exchange(held_, nullptr); }
+
+ private:
+  Network& network_;
+  void* held_;
+};
+
+Inbox::Inbox(const std::vector<Peer>& peers, bool device, Groups& groups, Network& network, Owner& owner,
+             std::uint32_t first)
     : peers_(peers),
       device_(device),
       groups_(groups),
       network_(network),
       owner_(owner),
-      received_(peers.size()),
+      received_(peers.size(), first),
       early_(peers.size()) {}
 
-void Inbox::arrive(int peer, const Header& header, const void* payload, void* descriptor) {
+void Inbox::arrive(int peer, const Header& header, const void* payload, void* handed) {
+  Descriptor descriptor(network_, handed);
   // UCX may deliver a small message before a large one that was sent earlier; nobody may notice.
   auto& early = early_[peer];
   if (header.order != received_[peer]) {
-    if (header.order - received_[peer] < kMostEarly && !early.contains(header.order)) {
-      early.emplace(header.order, copy_of(header, payload, descriptor));
-      return;
-    }
-    if (descriptor) network_.release(descriptor);
-    return network_.refuse(peer);
+    if (header.order - received_[peer] >= kMostEarly || early.contains(header.order)) return network_.refuse(peer);
+    early.emplace(header.order, copy_of(header, payload)).first->second->descriptor = descriptor.take();
+    return;
   }
   ++received_[peer];
   deliver(peer, header, payload, descriptor);
-  while (!early.empty() && early.begin()->first == received_[peer]) {
-    const std::unique_ptr<Message> message = std::move(early.begin()->second);
-    early.erase(early.begin());
+  // The numbers start again at 0 after 2^32 messages, so the next one need not be the lowest.
+  while (!early.empty()) {
+    auto next = early.extract(received_[peer]);
+    if (!next) break;
+    const std::unique_ptr<Message> message = std::move(next.mapped());
     ++received_[peer];
-    deliver(peer, message->header, message->payload.get(), message->descriptor);
+    Descriptor its(network_, message->descriptor);
+    deliver(peer, message->header, message->payload.get(), its);
   }
 }
 
-void Inbox::forget_early(int peer) {
+void Inbox::forget_early(int peer) noexcept {
   for (auto& [order, message] : std::exchange(early_[peer], {})) {
     if (message->descriptor) network_.release(message->descriptor);
   }
 }
 
 // The next message of a peer, in the order in which they were sent.
-void Inbox::deliver(int peer, const Header& header, const void* payload, void* descriptor) {
+void Inbox::deliver(int peer, const Header& header, const void* payload, Descriptor& descriptor) noexcept {
   Group* group = groups_.find_open(header.group);
-  const bool sensible = group == nullptr || is_sensible(*group, peer, header, descriptor);
-  if (group && sensible) return match(*group, header, payload, descriptor);
-  if (descriptor) network_.release(descriptor);
-  if (!sensible) network_.refuse(peer);
+  if (group == nullptr) return;
+  if (!is_sensible(*group, peer, header, descriptor)) return network_.refuse(peer);
+  try {
+    match(*group, header, payload, descriptor);
+  } catch (...) {
+    owner_.failed(*group);
+  }
 }
 
 // Whether a peer is who it says it is in a group, and may send such a message.
-bool Inbox::is_sensible(const Group& group, int peer, const Header& header, void* descriptor) const {
+bool Inbox::is_sensible(const Group& group, int peer, const Header& header, const Descriptor& descriptor) const {
   if (header.source >= group.peers.size() || group.peers[header.source] != peer || header.channel >= kChannels) {
     return false;
   }
-  if (header.channel > kSchedule) return descriptor == nullptr && !(header.dtype & kOffered);
+  if (header.channel > kSchedule) return !descriptor && !(header.dtype & kOffered);
   if (header.dtype & kVouched && peers_[peer].pid != 0) return false;  // only those of other hosts vouch
   if (is_on_device(header)) return (descriptor || header.bytes == 0) && !(header.dtype & kOffered);
   return !(header.dtype & kOffered) || peers_[peer].readable != 0;  // else there would be nobody to copy it from
 }
 
-void Inbox::match(Group& group, const Header& header, const void* payload, void* descriptor) {
+void Inbox::match(Group& group, const Header& header, const void* payload, Descriptor& descriptor) {
   if (header.channel >= kSchedule) {
     if (header.channel == kVouch) return accept_vouch(group, header);
     if (header.channel != kSchedule) return owner_.handle(group, header, payload);
-    if (!owner_.agrees(group, header)) {
-      if (descriptor) network_.release(descriptor);
-      return;
-    }
+    if (!owner_.agrees(group, header)) return;
   }
-  if (header.dtype & kVouched) group.vouches[{header.source, header.order}] = {};
+  if (header.dtype & kVouched && !group.vouches.try_emplace({header.source, header.order}).second) {
+    // One of 2^32 messages ago has not been received yet: nobody could tell for which of the two a vouch is.
+    return network_.refuse(group.peers[header.source]);
+  }
   if (Request* receive = group.mail.receive_for(header)) return accept_message(receive, header, payload, descriptor);
-  group.mail.keep(copy_of(header, payload, descriptor).release());
+  std::unique_ptr<Message> message = copy_of(header, payload);
+  group.mail.keep(message.get());
+  message.release()->descriptor = descriptor.take();
 }
 
 void Inbox::post(Request* receive, const Key& key) {
   Group& group = receive->group;
   if (Message* found = group.mail.message_for(key)) {
     const std::unique_ptr<Message> message(found);
-    accept_message(receive, message->header, message->payload.get(), message->descriptor);
+    Descriptor descriptor(network_, message->descriptor);
+    accept_message(receive, message->header, message->payload.get(), descriptor);
   } else if (group.left[key.source()] && receive->ends_when_peer_closes()) {
     receive->end(Status::kClosed, static_cast<std::uint64_t>(key.source()));
   } else {
@@ -109,11 +134,18 @@ Request* Inbox::withdraw(Group& group, const Key& key, Ticket ticket) {
 }
 
 // A receive has matched a message.
-void Inbox::accept_message(Request* receive, const Header& header, const void* payload, void* descriptor) {
-  if (put_back_if_stale(receive, header)) {
-    if (descriptor) network_.release(descriptor);
-    return;
+void Inbox::accept_message(Request* receive, const Header& header, const void* payload,
+                           Descriptor& descriptor) noexcept {
+  try {
+    take(receive, header, payload, descriptor);
+  } catch (...) {  // before anybody else had the receive in hand
+    owner_.failed(receive->group);
+    receive->drop();
   }
+}
+
+void Inbox::take(Request* receive, const Header& header, const void* payload, Descriptor& descriptor) {
+  if (put_back_if_stale(receive, header)) return;
   const std::uint8_t dtype = header.dtype & ~(kOffered | kVouched);
   if (dtype != receive->dtype || header.bytes != receive->bytes) {
     receive->status = dtype != receive->dtype ? Status::kDtype : Status::kTruncated;
@@ -125,10 +157,7 @@ void Inbox::accept_message(Request* receive, const Header& header, const void* p
     std::memcpy(&offer, payload, sizeof offer);
     return owner_.pull(receive, header, offer);
   }
-  if (receive->status == Status::kDtype) {
-    if (descriptor) network_.release(descriptor);
-    return end_receive(receive, header);
-  }
+  if (receive->status == Status::kDtype) return end_receive(receive, header);
   if (descriptor) return fetch(receive, header, descriptor);
   const std::size_t bytes = std::min<std::size_t>(header.bytes, receive->bytes);
   if (bytes) std::memcpy(receive->data, payload, bytes);
@@ -139,7 +168,7 @@ void Inbox::accept_message(Request* receive, const Header& header, const void* p
 class Inbox::Fetch final : public Pending {
  public:
   Fetch(Inbox& inbox, Request* receive, const Header& header) : inbox_(inbox), receive_(receive), header_(header) {}
-  void finished(ucs_status_t status) override {
+  void finished(ucs_status_t status) noexcept override {
     if (status == UCS_OK) {
       inbox_.end_receive(receive_, header_);
     } else {
@@ -155,23 +184,25 @@ class Inbox::Fetch final : public Pending {
   const Header header_;
 };
 
-void Inbox::fetch(Request* receive, const Header& header, void* descriptor) {
-  auto fetching = new Fetch(*this, receive, header);
+void Inbox::fetch(Request* receive, const Header& header, Descriptor& descriptor) {
+  auto made = std::make_unique<Fetch>(*this, receive, header);
   if (header.bytes <= receive->bytes) {
     const Memory memory = header.channel < kUserChannels ? Memory::kUsers : Memory::kOwn;
-    return follow(fetching, network_.fetch(descriptor, receive->data, header.bytes, memory, fetching));
+    Fetch* fetching = made.release();
+    return follow(fetching, network_.fetch(descriptor.take(), receive->data, header.bytes, memory, fetching));
   }
   receive->beginning = {receive->data, receive->bytes, header.bytes};
   if (is_on_device(header)) {
     receive->staging = std::make_unique<std::byte[]>(receive->bytes);
     receive->beginning.data = receive->staging.get();
   }
-  follow(fetching, network_.fetch_beginning(descriptor, &receive->beginning, fetching));
+  Fetch* fetching = made.release();
+  follow(fetching, network_.fetch_beginning(descriptor.take(), &receive->beginning, fetching));
 }
 
 // The payload is all here. Does it count? It may have been written over while it was read, if its sender had lost the
 // communicator by then.
-void Inbox::end_receive(Request* receive, const Header& header) {
+void Inbox::end_receive(Request* receive, const Header& header) noexcept {
   Group& group = receive->group;
   if (group.lost) return receive->finished(UCS_ERR_CANCELED);
   if (!(header.dtype & kVouched)) {
@@ -189,7 +220,7 @@ void Inbox::end_receive(Request* receive, const Header& header) {
   receive->end(Status::kClosed, header.source);
 }
 
-void Inbox::accept_vouch(Group& group, const Header& header) {
+void Inbox::accept_vouch(Group& group, const Header& header) noexcept {
   auto vouch = group.vouches.find({header.source, static_cast<std::uint32_t>(header.tag)});
   if (vouch == group.vouches.end()) return;
   Request* receive = vouch->second.waits;
@@ -201,19 +232,14 @@ void Inbox::accept_vouch(Group& group, const Header& header) {
   receive->finished(UCS_OK);
 }
 
-void Inbox::end_receives(Group& group, int rank) {
+void Inbox::end_receives(Group& group, int rank) noexcept {
   const auto source = static_cast<std::uint64_t>(rank);
   group.mail.drain_receives([&](const Key& key) { return key.source() == rank && key.channel() < kUserChannels; },
                             [&](Request* receive) { receive->end(Status::kClosed, source); });
   // What the rank has offered and nobody has taken is not there any more.
   group.mail.drain_messages([&](const Key& key) { return key.source() == rank; },
-                            [&](Message* message) {
-                              if (message->header.dtype & kOffered) {
-                                delete message;
-                              } else {
-                                group.mail.keep(message);
-                              }
-                            });
+                            [](const Message& message) { return (message.header.dtype & kOffered) != 0; },
+                            [](Message* message) { delete message; });
   // Nor does it vouch for anything any more.
   std::erase_if(group.vouches, [&](const auto& entry) {
     const auto& [message, vouch] = entry;
@@ -223,12 +249,12 @@ void Inbox::end_receives(Group& group, int rank) {
   });
 }
 
-void Inbox::release(Group& group) {
+void Inbox::release(Group& group) noexcept {
   group.mail.drain_receives([](const Key&) { return true; }, [](Request* receive) { receive->drop(); });
   for (auto& [message, vouch] : std::exchange(group.vouches, {})) {
     if (vouch.waits) vouch.waits->drop();
   }
-  group.mail.drain_messages([](const Key&) { return true; },
+  group.mail.drain_messages([](const Key&) { return true; }, [](const Message&) { return true; },
                             [&](Message* message) {
                               if (message->descriptor) network_.release(message->descriptor);
                               delete message;

@@ -26,41 +26,48 @@ class Inbox {
     virtual bool agrees(Group& group, const Header& header) = 0;
     // A receive has matched a message that has to be copied from where it lies.
     virtual void pull(Request* receive, const Header& header, const Offer& offer) = 0;
+    // In a handler of an exception: what a message, or a receive of a communicator needs cannot be done.
+    virtual void failed(Group& group) noexcept = 0;
 
    protected:
     ~Owner() = default;
   };
 
   // peers: as long as the engine has, by its numbers. device: users' memory is a device's, and never looked at here.
-  Inbox(const std::vector<Peer>& peers, bool device, Groups& groups, Network& network, Owner& owner);
+  // first: the number of each peer's first message.
+  Inbox(const std::vector<Peer>& peers, bool device, Groups& groups, Network& network, Owner& owner,
+        std::uint32_t first = 0);
 
-  // UCX has delivered a message: its payload, valid in this call only, or a descriptor.
+  // UCX has delivered a message: its payload, valid in this call only, or a descriptor. std::bad_alloc: the messages
+  // behind it are not delivered any more.
   void arrive(int peer, const Header& header, const void* payload, void* descriptor);
   // How many messages of a peer have come, all before them included.
   std::uint32_t received(int peer) const { return received_[peer]; }
   // What has overtaken other messages of a peer is of no use any more.
-  void forget_early(int peer);
+  void forget_early(int peer) noexcept;
 
-  // A receive takes the message that it matches, or waits for it.
+  // A receive takes the message that it matches, or waits for it. std::bad_alloc: it does neither.
   void post(Request* receive, const Key& key);
   // Take back a receive that nothing has matched; null if something has.
   Request* withdraw(Group& group, const Key& key, Ticket ticket);
 
   // A rank has closed the communicator: receives from it end.
-  void end_receives(Group& group, int rank);
+  void end_receives(Group& group, int rank) noexcept;
   // The communicator is lost: what waits is dropped.
-  void release(Group& group);
+  void release(Group& group) noexcept;
 
  private:
   class Fetch;
+  class Descriptor;
 
-  void deliver(int peer, const Header& header, const void* payload, void* descriptor);
-  void match(Group& group, const Header& header, const void* payload, void* descriptor);
-  bool is_sensible(const Group& group, int peer, const Header& header, void* descriptor) const;
-  void accept_message(Request* receive, const Header& header, const void* payload, void* descriptor);
-  void fetch(Request* receive, const Header& header, void* descriptor);
-  void end_receive(Request* receive, const Header& header);
-  void accept_vouch(Group& group, const Header& header);
+  void deliver(int peer, const Header& header, const void* payload, Descriptor& descriptor) noexcept;
+  void match(Group& group, const Header& header, const void* payload, Descriptor& descriptor);
+  bool is_sensible(const Group& group, int peer, const Header& header, const Descriptor& descriptor) const;
+  void accept_message(Request* receive, const Header& header, const void* payload, Descriptor& descriptor) noexcept;
+  void take(Request* receive, const Header& header, const void* payload, Descriptor& descriptor);
+  void fetch(Request* receive, const Header& header, Descriptor& descriptor);
+  void end_receive(Request* receive, const Header& header) noexcept;
+  void accept_vouch(Group& group, const Header& header) noexcept;
   bool is_on_device(const Header& header) const { return device_ && header.channel < kUserChannels; }
 
   const std::vector<Peer>& peers_;

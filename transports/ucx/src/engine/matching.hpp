@@ -4,10 +4,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <memory>
 #include <unordered_map>
 #include <utility>
-#include <vector>
 
 #include "net/worker.hpp"
 
@@ -97,14 +97,15 @@ class Mailbox {
     return recv;
   }
 
-  // Take out every receive whose key `is`, and hand each to `each`.
+  // Take out every receive whose key `is`, and hand each to `each`, which puts nothing in.
   template <typename Is, typename Each>
   void drain_receives(Is is, Each each) {
-    drain(recvs_, is, each);
+    drain(recvs_, is, [](const Recv&) { return true; }, each);
   }
-  template <typename Is, typename Each>
-  void drain_messages(Is is, Each each) {
-    drain(messages_, is, each);
+  // The same of messages, if `is_one` of them.
+  template <typename Is, typename IsOne, typename Each>
+  void drain_messages(Is is, IsOne is_one, Each each) {
+    drain(messages_, is, is_one, each);
   }
 
  private:
@@ -120,19 +121,11 @@ class Mailbox {
     return node;
   }
 
-  template <typename Node, typename Is, typename Each>
-  static void drain(Queues<Node>& queues, Is is, Each each) {
-    std::vector<Queue<Node>> taken;  // `each` may put something back
+  template <typename Node, typename Is, typename IsOne, typename Each>
+  static void drain(Queues<Node>& queues, Is is, IsOne is_one, Each each) {
     for (auto it = queues.begin(); it != queues.end();) {
-      if (is(it->first)) {
-        taken.push_back(it->second);
-        it = queues.erase(it);
-      } else {
-        ++it;
-      }
-    }
-    for (Queue<Node>& queue : taken) {
-      while (!queue.empty()) each(queue.pop());
+      while (Node* node = is(it->first) ? it->second.take(is_one) : nullptr) each(node);
+      it = it->second.empty() ? queues.erase(it) : std::next(it);
     }
   }
 

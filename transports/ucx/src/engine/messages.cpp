@@ -28,7 +28,7 @@ class Sender::Outgoing final : public Pending {
     std::memcpy(copy_.get(), data, bytes);
     return copy_.get();
   }
-  void finished(ucs_status_t status) override {
+  void finished(ucs_status_t status) noexcept override {
     if (status == UCS_OK) vouch();
     pending_->finished(status);
     delete this;
@@ -80,39 +80,39 @@ ucs_status_t Sender::send_abroad(Group& group, int rank, Header header, const vo
 namespace {
 
 // A schedule's send.
-class ScheduleSend final : public Pending {
+class ScheduleSend final : public Pending, public Awaited {
  public:
-  ScheduleSend(Group& group, Events& events, Event& event) : group_(group), events_(events), event_(event) {
-    ++group_.users;
-  }
-  ~ScheduleSend() override { --group_.users; }
-  void finished(ucs_status_t status) override {
-    if (!group_.lost && status == UCS_OK) events_.emplace_back(&group_, &event_);
+  ScheduleSend(Group& group, Events& events, Event& event) : Awaited(group, event), events_(events) { ++whose.users; }
+  ~ScheduleSend() override { --whose.users; }
+  void finished(ucs_status_t status) noexcept override {
+    if (!whose.lost && status == UCS_OK) return events_.push(this);
     delete this;
   }
 
  private:
-  Group& group_;
   Events& events_;
-  Event& event_;
 };
 
 }  // namespace
 
-Wire::Wire(Sender& sender, Inbox& inbox, Events& events, Group& group, std::vector<int> ranks)
+Wire::Wire(Sender& sender, Inbox& inbox, Schedules& schedules, Group& group, std::vector<int> ranks)
     : sender_(sender),
       inbox_(inbox),
-      events_(events),
+      schedules_(schedules),
       group_(group),
       ranks_(std::move(ranks)),
       me_(static_cast<int>(std::find(ranks_.begin(), ranks_.end(), group.rank) - ranks_.begin())) {}
 
-void Wire::send(int dst, const void* data, std::size_t bytes, Event& event) {
+void Wire::send(int dst, const void* data, std::size_t bytes, Event& event) noexcept {
+  schedules_.attempt(group_, [&] { start_send(dst, data, bytes, event); });
+}
+
+void Wire::start_send(int dst, const void* data, std::size_t bytes, Event& event) {
   const int rank = ranks_[dst];
   Header header = group_.header_to(rank, kSchedule, static_cast<std::int64_t>(group_.collectives));
   header.bytes = bytes;
   header.value = group_.schedules.front().fingerprint;
-  auto pending = std::make_unique<ScheduleSend>(group_, events_, event);
+  auto pending = std::make_unique<ScheduleSend>(group_, schedules_.events(), event);
   const ucs_status_t status = sender_.send(group_, rank, header, data, pending.get());
   if (status == UCS_INPROGRESS) {
     static_cast<void>(pending.release());  // it is told of the end
@@ -123,12 +123,15 @@ void Wire::send(int dst, const void* data, std::size_t bytes, Event& event) {
   // Otherwise the peer is gone, which its control connection says with its name; this schedule stands still.
 }
 
-void Wire::recv(int src, void* data, std::size_t bytes, Event& event) {
-  auto receive = new ScheduleReceive(group_, events_, event);
-  receive->data = data;
-  receive->bytes = bytes;
-  const Key key(static_cast<std::uint16_t>(ranks_[src]), kSchedule, static_cast<std::int64_t>(group_.collectives));
-  inbox_.post(receive, key);
+void Wire::recv(int src, void* data, std::size_t bytes, Event& event) noexcept {
+  schedules_.attempt(group_, [&] {
+    auto receive = std::make_unique<ScheduleReceive>(group_, schedules_.events(), event);
+    receive->data = data;
+    receive->bytes = bytes;
+    const Key key(static_cast<std::uint16_t>(ranks_[src]), kSchedule, static_cast<std::int64_t>(group_.collectives));
+    inbox_.post(receive.get(), key);
+    static_cast<void>(receive.release());  // it waits, or has ended
+  });
 }
 
 }  // namespace aiocomms

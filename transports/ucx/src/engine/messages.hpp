@@ -9,6 +9,7 @@
 #include "engine/offers.hpp"
 #include "engine/peer.hpp"
 #include "engine/request.hpp"
+#include "engine/schedules.hpp"
 #include "net/worker.hpp"
 
 namespace aiocomms {
@@ -18,7 +19,7 @@ class Sender {
   Sender(const std::vector<Peer>& peers, Worker& worker, Offers& offers)
       : peers_(peers), worker_(worker), offers_(offers) {}
 
-  // header: from Group::header_to. Returns as a call of UCX does.
+  // header: from Group::header_to. Returns as a call of UCX does. std::bad_alloc: nothing is sent.
   ucs_status_t send(Group& group, int rank, Header header, const void* data, Pending* pending);
 
  private:
@@ -34,16 +35,18 @@ class Sender {
 // The messages of a schedule between some ranks of a group; see Messages.
 class Wire final : public Messages {
  public:
-  Wire(Sender& sender, Inbox& inbox, Events& events, Group& group, std::vector<int> ranks);
+  Wire(Sender& sender, Inbox& inbox, Schedules& schedules, Group& group, std::vector<int> ranks);
   int rank() const override { return me_; }
   int size() const override { return static_cast<int>(ranks_.size()); }
-  void send(int dst, const void* data, std::size_t bytes, Event& event) override;
-  void recv(int src, void* data, std::size_t bytes, Event& event) override;
+  void send(int dst, const void* data, std::size_t bytes, Event& event) noexcept override;
+  void recv(int src, void* data, std::size_t bytes, Event& event) noexcept override;
 
  private:
+  void start_send(int dst, const void* data, std::size_t bytes, Event& event);
+
   Sender& sender_;
   Inbox& inbox_;
-  Events& events_;
+  Schedules& schedules_;
   Group& group_;
   std::vector<int> ranks_;
   int me_;

@@ -15,13 +15,14 @@ constexpr std::size_t kAssistedFrom = 512 * 1024;
 ucs_status_t Offers::offer(Group& group, int rank, Header header, const void* data, Pending* pending) {
   const Offer offer{reinterpret_cast<std::uint64_t>(data), ++last_offer_};
   header.dtype |= kOffered;
-  const ucs_status_t status = network_.tell(group.peers[rank], header, &offer, sizeof offer, nullptr);
-  if (status != UCS_OK && status != UCS_INPROGRESS) return status;
   offered_.emplace(offer.number, Offered{&group, pending, rank, static_cast<const std::byte*>(data), header.bytes});
-  return UCS_INPROGRESS;
+  const ucs_status_t status = network_.tell(group.peers[rank], header, &offer, sizeof offer, nullptr);
+  if (status == UCS_OK || status == UCS_INPROGRESS) return UCS_INPROGRESS;
+  offered_.erase(offer.number);
+  return status;
 }
 
-void Offers::end_offer(Group& group, const Header& answer) {
+void Offers::end_offer(Group& group, const Header& answer) noexcept {
   const auto number = static_cast<std::uint64_t>(answer.tag);
   auto found = offered_.find(number);
   if (found == offered_.end() || found->second.group != &group || found->second.rank != answer.source) return;
@@ -52,7 +53,7 @@ void Offers::pull(Request* receive, const Header& header, const Offer& offer, pi
                    group.place(header.source) >= 0});
 }
 
-bool Offers::advance_pull() {
+bool Offers::advance_pull() noexcept {
   Pull& pull = pulls_.front();
   const bool readable = pull.assisted ? copy_piece(pull) : pull.copy.advance(kCopyAtOnce);
   if (readable && pull.copy.bytes > 0) return true;
@@ -68,7 +69,7 @@ bool Offers::advance_pull() {
 }
 
 // The receiver's next piece. False: the message cannot be read any more.
-bool Offers::copy_piece(Pull& pull) {
+bool Offers::copy_piece(Pull& pull) noexcept {
   const Group& group = pull.receive->group;
   Segment& segment = group.shared->segment;
   Copy& copy = pull.copy;
@@ -89,7 +90,7 @@ bool Offers::copy_piece(Pull& pull) {
 }
 
 // The sender's next piece of the message that is first until its receiver has answered.
-bool Offers::assist() {
+bool Offers::assist() noexcept {
   const std::uint64_t number = assisted_.front();
   Offered& message = offered_.at(number);
   Segment& segment = message.group->shared->segment;
@@ -103,7 +104,7 @@ bool Offers::assist() {
   return true;
 }
 
-void Offers::release(Group& group) {
+void Offers::release(Group& group) noexcept {
   std::erase_if(pulls_, [&](const Pull& pull) {
     const bool its = &pull.receive->group == &group;
     if (its) pull.receive->drop();

@@ -30,7 +30,7 @@ class Offers {
   // sender The message stays where it is until `pending` hears of it.
   ucs_status_t offer(Group& group, int rank, Header header, const void* data, Pending* pending);
   // The receiver has the message.
-  void end_offer(Group& group, const Header& answer);
+  void end_offer(Group& group, const Header& answer) noexcept;
   // The receiver calls for assistance.
   void begin_assistance(Group& group, const Header& call);
 
@@ -39,7 +39,7 @@ class Offers {
   void pull(Request* receive, const Header& header, const Offer& offer, pid_t pid);
 
   // One piece of the first message that comes in, and one of the first that goes out. Returns whether there was one.
-  bool advance() {
+  bool advance() noexcept {
     const bool pulled = !pulls_.empty() && advance_pull();
     const bool assisted = !assisted_.empty() && assist();
     return pulled || assisted;
@@ -48,7 +48,7 @@ class Offers {
   // Whether messages wait for assistance: nobody tells of a slot that a receiver has emptied.
   bool assists() const { return !assisted_.empty(); }
   // The communicator is lost.
-  void release(Group& group);
+  void release(Group& group) noexcept;
 
  private:
   // A message that goes out.
@@ -72,9 +72,9 @@ class Offers {
     std::uint64_t emptied = 0;  // slots
   };
 
-  bool advance_pull();
-  bool copy_piece(Pull& pull);
-  bool assist();
+  bool advance_pull() noexcept;
+  bool copy_piece(Pull& pull) noexcept;
+  bool assist() noexcept;
 
   Network& network_;
   bool assistance_ = false;

@@ -7,6 +7,7 @@
 #include <system_error>
 #include <utility>
 
+#include "engine/groups.hpp"
 #include "net/clock.hpp"
 
 namespace aiocomms {
@@ -21,17 +22,49 @@ void Reports::close() {
   if (fd_ >= 0) ::close(std::exchange(fd_, -1));
 }
 
-void Reports::add(Outcome outcome) {
+void Reports::add(Outcome outcome) noexcept {
   --pending_;
   pacer_.note_outcome(now_ns());
-  outcomes_.push_back(outcome);
+  outcomes_.push_back(outcome);  // for which there is room
   ready_.store(true, std::memory_order_relaxed);
 }
 
 void Reports::notify(Notice notice) {
   notices_.push_back(std::move(notice));
+  rouse();
+}
+
+void Reports::rouse() noexcept {
   ready_.store(true, std::memory_order_relaxed);
   wake_loop();
+}
+
+void Reports::fail(Group& group) noexcept {
+  group.failure.note();
+  untold_ = true;
+  rouse();
+}
+
+void Reports::fail() noexcept {
+  failure_.note();
+  untold_ = true;
+  rouse();
+}
+
+void Reports::fail(const char* why) noexcept {
+  failure_.note(why);
+  untold_ = true;
+  rouse();
+}
+
+void Reports::tell_untold(Groups& groups) {
+  groups.each([this](Group& group) {
+    if (failure_) group.failure.note(failure_.why());
+    if (!group.failure || group.failure_told) return;
+    notify({Notice::kFailed, -1, group.id, 0, group.failure.why()});
+    group.failure_told = true;
+  });
+  untold_ = false;
 }
 
 std::string Reports::take_beginning(Ticket ticket) {
@@ -39,7 +72,7 @@ std::string Reports::take_beginning(Ticket ticket) {
   return found ? std::move(found.mapped()) : std::string();
 }
 
-void Reports::wake_loop() {
+void Reports::wake_loop() noexcept {
   if (loop_is_woken_ || fd_ < 0) return;
   loop_is_woken_ = true;
   std::uint64_t one = 1;
@@ -47,8 +80,10 @@ void Reports::wake_loop() {
 }
 
 void Reports::collect(std::vector<Outcome>& outcomes, std::vector<Notice>& notices) {
-  outcomes.swap(outcomes_);
+  outcomes.reserve(outcomes_.size());
   notices.swap(notices_);
+  outcomes.assign(outcomes_.begin(), outcomes_.end());
+  outcomes_.clear();  // whose room stays, for those that are pending
   ready_.store(false, std::memory_order_relaxed);
   if (!loop_is_woken_) return;
   loop_is_woken_ = false;

@@ -8,6 +8,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "engine/failure.hpp"
 #include "engine/pacer.hpp"
 
 namespace aiocomms {
@@ -27,12 +28,15 @@ struct Outcome {
 
 // What the loop is told unasked.
 struct Notice {
-  enum Kind : int { kFrame, kLost, kLeft, kDisagrees, kMisled } kind;
+  enum Kind : int { kFrame, kLost, kLeft, kDisagrees, kMisled, kFailed } kind;
   int peer;  // an engine's number, or, with a group, a rank
   std::uint32_t group;
   std::uint64_t detail;  // how many collectives it had done; or which one it disagrees on
-  std::string frame;
+  std::string frame;     // or why this rank cannot go on
 };
+
+class Groups;
+struct Group;
 
 // All is called under the engine's lock, but what is marked "any".
 class Reports {
@@ -48,21 +52,38 @@ class Reports {
 
   // Tickets without an outcome.
   std::size_t pending() const { return pending_; }
-  void expect_outcome() { ++pending_; }
-  void withdraw() { --pending_; }
+  // Before a ticket's op is posted: room for its outcome, whatever happens meanwhile.
+  void make_room() {
+    if (outcomes_.capacity() - outcomes_.size() <= pending_) outcomes_.reserve(2 * (outcomes_.size() + pending_) + 8);
+  }
+  void expect_outcome() noexcept { ++pending_; }
+  void withdraw() noexcept { --pending_; }
   // The outcome of a ticket that is expected.
-  void add(Outcome outcome);
+  void add(Outcome outcome) noexcept;
   void notify(Notice notice);
+  // In a handler of an exception: a communicator, or all of them, cannot go on. See failure.hpp.
+  void fail(Group& group) noexcept;
+  void fail() noexcept;
+  void fail(const char* why) noexcept;
+  bool failed() const { return static_cast<bool>(failure_); }
+  // The loop is about to collect: what has failed becomes notices. (std::bad_alloc: at the next time.)
+  void tell_failures(Groups& groups) {
+    if (untold_) tell_untold(groups);
+  }
 
   // As much of a message that was too long for a device's buffer as would have fit; each is handed out once.
   void keep_beginning(Ticket ticket, std::string beginning) { beginnings_[ticket] = std::move(beginning); }
   std::string take_beginning(Ticket ticket);
 
-  void wake_loop();
+  void wake_loop() noexcept;
+  // std::bad_alloc: all stays for the next time.
   void collect(std::vector<Outcome>& outcomes, std::vector<Notice>& notices);
   void close();  // idempotent
 
  private:
+  void tell_untold(Groups& groups);
+  void rouse() noexcept;
+
   Pacer& pacer_;
   std::size_t pending_ = 0;
   std::vector<Outcome> outcomes_;
@@ -70,6 +91,8 @@ class Reports {
   std::unordered_map<Ticket, std::string> beginnings_;
   std::atomic<bool> ready_ = false;  // there are outcomes or notices
   int fd_ = -1;                      // eventfd
+  Failure failure_;                  // of all communicators
+  bool untold_ = false;              // something has failed of which the loop does not know
   bool loop_is_woken_ = false;
 };
 

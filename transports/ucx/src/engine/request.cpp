@@ -2,11 +2,15 @@
 
 namespace aiocomms {
 
-void Operation::finished(ucs_status_t result) {
-  if (result == UCS_OK) {
-    if (staging && !group.lost) {
+void Operation::finished(ucs_status_t result) noexcept {
+  if (result == UCS_OK && staging && !group.lost) {
+    try {
       reports_.keep_beginning(ticket, {reinterpret_cast<const char*>(staging.get()), beginning.room});
+    } catch (const std::bad_alloc&) {
+      result = UCS_ERR_NO_MEMORY;
     }
+  }
+  if (result == UCS_OK) {
     end(status, details[0], details[1]);
   } else if (group.lost) {
     end(Status::kDropped);
@@ -15,7 +19,7 @@ void Operation::finished(ucs_status_t result) {
   }
 }
 
-void Operation::end(Status how, std::uint64_t a, std::uint64_t b) {
+void Operation::end(Status how, std::uint64_t a, std::uint64_t b) noexcept {
   if (done_) return;
   done_ = true;
   status = how;
@@ -24,13 +28,13 @@ void Operation::end(Status how, std::uint64_t a, std::uint64_t b) {
   if (posted_) report();
 }
 
-void Operation::leave_post() {
+void Operation::leave_post() noexcept {
   reports_.expect_outcome();
   posted_ = true;
   if (done_) report();
 }
 
-void Operation::report() {
+void Operation::report() noexcept {
   reports_.add({ticket, status, {details[0], details[1]}});
   delete this;
 }

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <new>
 #include <utility>
 #include <vector>
 
@@ -25,8 +26,8 @@ class Request : public Pending {
   Request& operator=(const Request&) = delete;
 
   // finished() is for a call of UCX. Otherwise a request ends by one of these:
-  virtual void end(Status how, std::uint64_t a = 0, std::uint64_t b = 0) = 0;
-  virtual void drop() = 0;  // the communicator is lost
+  virtual void end(Status how, std::uint64_t a = 0, std::uint64_t b = 0) noexcept = 0;
+  virtual void drop() noexcept = 0;  // the communicator is lost
   // Whether it ends once the rank that it waits for has closed the communicator.
   virtual bool ends_when_peer_closes() const = 0;
 
@@ -50,9 +51,9 @@ class Operation final : public Request {
   Operation(Reports& reports, Group& the_group, Ticket the_ticket)
       : Request(the_group, the_ticket), reports_(reports) {}
 
-  void finished(ucs_status_t result) override;
-  void end(Status how, std::uint64_t a = 0, std::uint64_t b = 0) override;
-  void drop() override { end(Status::kDropped); }
+  void finished(ucs_status_t result) noexcept override;
+  void end(Status how, std::uint64_t a = 0, std::uint64_t b = 0) noexcept override;
+  void drop() noexcept override { end(Status::kDropped); }
   bool ends_when_peer_closes() const override { return true; }
 
   // Whether it is done while its post still looks on.
@@ -60,46 +61,58 @@ class Operation final : public Request {
   // Whether it went well, and the caller needs to know no more than that.
   bool is_plain_success() const { return done_ && status == Status::kDone && !answers; }
   // Its post returns: from now on the outcome goes to the reports, and this is deleted then.
-  void leave_post();
+  void leave_post() noexcept;
 
   bool answers = false;  // its outcome is of interest even if it went well
   Unequal unequal;       // an all-to-all's
 
  private:
-  void report();
+  void report() noexcept;
 
   Reports& reports_;
   bool posted_ = false;  // its post has returned
   bool done_ = false;
 };
 
-// What schedules wait for that UCX has finished. Schedules go on outside UCX's calls.
-using Events = std::vector<std::pair<Group*, Event*>>;
+// A message that a schedule waits for. Once UCX has finished it, it is among the Events until its schedule goes on,
+// which it does outside UCX's calls.
+struct Awaited {
+  Awaited(Group& the_group, Event& the_event) : whose(the_group), event(the_event) {}
+  virtual ~Awaited() = default;
+
+  Group& whose;
+  Event& event;
+  Awaited* next = nullptr;
+};
+using Events = Queue<Awaited>;
 
 // A receive of a schedule. If it does not end well the schedule stands still: the communicator is lost, or will be.
-class ScheduleReceive final : public Request {
+class ScheduleReceive final : public Request, public Awaited {
  public:
   ScheduleReceive(Group& the_group, Events& events, Event& event)
-      : Request(the_group), events_(events), event_(event) {}
+      : Request(the_group), Awaited(the_group, event), events_(events) {}
 
-  void finished(ucs_status_t result) override {
-    if (!group.lost && result == UCS_OK && status == Status::kDone) events_.emplace_back(&group, &event_);
+  void finished(ucs_status_t result) noexcept override {
+    if (!group.lost && result == UCS_OK && status == Status::kDone) return events_.push(this);
     delete this;
   }
-  void end(Status, std::uint64_t, std::uint64_t) override { delete this; }
-  void drop() override { delete this; }
+  void end(Status, std::uint64_t, std::uint64_t) noexcept override { delete this; }
+  void drop() noexcept override { delete this; }
   bool ends_when_peer_closes() const override { return false; }
 
  private:
   Events& events_;
-  Event& event_;
 };
 
 // Whether the sender has lost the communicator before its message was read: what was read may be anything then. The
 // receive waits on until the communicator is lost here, too, of which the sender has told.
-inline bool put_back_if_stale(Request* receive, const Header& header) {
+inline bool put_back_if_stale(Request* receive, const Header& header) noexcept {
   if (!receive->group.has_let_go(header.source)) return false;
-  receive->group.mail.keep(Key(header), receive);
+  try {
+    receive->group.mail.keep(Key(header), receive);
+  } catch (const std::bad_alloc&) {
+    receive->end(Status::kBroken, -UCS_ERR_NO_MEMORY);
+  }
   return true;
 }
 

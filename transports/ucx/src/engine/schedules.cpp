@@ -12,7 +12,7 @@ constexpr std::size_t kMostFingerprints = 1 << 16;  // of collectives that this 
 
 void Schedules::begin(Group& group, Schedule schedule) {
   group.schedules.push_back(std::move(schedule));
-  begin_next(group);
+  attempt(group, [&] { begin_next(group); });
 }
 
 void Schedules::begin_next(Group& group) {
@@ -37,6 +37,7 @@ void Schedules::begin_next(Group& group) {
 // The running schedule may have come to its end.
 void Schedules::end_finished(Group& group) {
   if (!group.running || !group.schedules.front().task.done()) return;
+  group.schedules.front().task.check();  // of one that has failed nothing goes on, nor of those behind it
   Schedule schedule = std::move(group.schedules.front());
   group.schedules.pop_front();
   group.running = false;
@@ -63,17 +64,17 @@ bool Schedules::poll_group(Group& group) {
   return moved;
 }
 
-bool Schedules::resume() {
+bool Schedules::resume() noexcept {
   bool moved = false;
   while (!events_.empty()) {
-    Events events;
-    events.swap(events_);
+    const std::unique_ptr<Awaited> ended(events_.pop());
+    Group& group = ended->whose;
     moved = true;
-    for (auto& [group, event] : events) {
-      event->complete();
-      wake_peers(*group);
-      end_finished(*group);
-    }
+    attempt(group, [&] {
+      ended->event.complete();
+      wake_peers(group);
+      end_finished(group);
+    });
   }
   std::erase_if(active_, [](Group* group) { return !group->running; });
   return moved;
@@ -111,9 +112,9 @@ void Schedules::report_mismatch(Group& group, int source, std::uint64_t collecti
   reports_.notify({Notice::kDisagrees, source, group.id, collective, {}});
 }
 
-void Schedules::release(Group& group) {
+void Schedules::release(Group& group) noexcept {
   std::erase(active_, &group);
-  std::erase_if(events_, [&](const auto& entry) { return entry.first == &group; });
+  while (Awaited* ended = events_.take([&](const Awaited& it) { return &it.whose == &group; })) delete ended;
 }
 
 }  // namespace aiocomms

@@ -16,26 +16,37 @@ class Schedules {
   Schedules(Reports& reports, const std::uint64_t& slice_ends, std::function<void(int)> wake_peer)
       : reports_(reports), slice_ends_(slice_ends), wake_peer_(std::move(wake_peer)) {}
 
-  // The schedule starts now, or after those before it.
+  // The schedule starts now, or after those before it. std::bad_alloc: it does not.
   void begin(Group& group, Schedule schedule);
   // Look at the shared memory for what the running ones wait for. Returns whether one went on.
-  bool poll() {
+  bool poll() noexcept {
     bool moved = false;
-    for (std::size_t i = 0; i < active_.size(); ++i) moved |= poll_group(*active_[i]);
+    for (std::size_t i = 0; i < active_.size(); ++i) {
+      attempt(*active_[i], [&] { moved |= poll_group(*active_[i]); });
+    }
     return moved;
   }
   // Those go on whose messages UCX has finished. Returns whether there are any.
-  bool resume();
+  bool resume() noexcept;
 
   bool idle() const { return active_.empty(); }
   // To the other ranks of this host: whoever publishes something rings.
   void announce_sleep(bool asleep);
   Events& events() { return events_; }
+  // A step of a communicator's schedule, which has failed if that throws.
+  template <typename Step>
+  void attempt(Group& group, const Step& step) noexcept {
+    try {
+      step();
+    } catch (...) {
+      reports_.fail(group);
+    }
+  }
 
   // Rank `source` has begun a collective; is it the one that this rank has begun, or will begin, as that?
   void check_fingerprint(Group& group, int source, std::uint64_t collective, std::uint64_t fingerprint);
   // Nothing of a lost communicator goes on any more.
-  void release(Group& group);
+  void release(Group& group) noexcept;
 
  private:
   bool poll_group(Group& group);

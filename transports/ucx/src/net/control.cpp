@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <cstring>
 #include <system_error>
+#include <utility>
 
 #include "net/clock.hpp"
 
@@ -39,9 +40,18 @@ void watch(int epoll, int fd, std::uint32_t what, int how = EPOLL_CTL_ADD, std::
 
 }  // namespace
 
-Control::Control(std::vector<int> sockets, int worker_fd, Heard heard)
+Control::Control(const std::vector<int>& sockets, int worker_fd, Heard heard)
     : links_(sockets.size()), heard_(std::move(heard)) {
   for (std::size_t peer = 0; peer < sockets.size(); ++peer) links_[peer].fd = sockets[peer];
+  try {
+    open(worker_fd);
+  } catch (...) {
+    shut();
+    throw;
+  }
+}
+
+void Control::open(int worker_fd) {
   near_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
   all_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
   bell_ = checked(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd");
@@ -53,12 +63,15 @@ Control::Control(std::vector<int> sockets, int worker_fd, Heard heard)
   watch(all_, worker_fd, 0);
 }
 
-Control::~Control() {
+Control::~Control() { shut(); }
+
+void Control::shut() noexcept {
+  std::lock_guard lock(mutex_);
   for (Link& link : links_) {
-    if (link.fd >= 0) close(link.fd);
+    if (link.fd >= 0) close(std::exchange(link.fd, -1));
   }
-  for (int fd : {near_, all_, bell_}) {
-    if (fd >= 0) close(fd);
+  for (int* fd : {&near_, &all_, &bell_}) {
+    if (*fd >= 0) close(std::exchange(*fd, -1));
   }
 }
 
@@ -75,7 +88,7 @@ void Control::ring(int peer) {
 
 bool Control::send(int peer, const std::string& frame) {
   std::lock_guard lock(mutex_);
-  if (links_[peer].fd < 0) return false;
+  if (links_.at(static_cast<std::size_t>(peer)).fd < 0) return false;
   post(peer, kFrame, frame);
   return true;
 }
@@ -83,6 +96,7 @@ bool Control::send(int peer, const std::string& frame) {
 std::vector<std::uint64_t> Control::signs() {
   std::lock_guard lock(mutex_);
   std::vector<std::uint64_t> heard;
+  heard.reserve(links_.size());
   for (std::size_t peer = 0; peer < links_.size(); ++peer) {
     heard.push_back(links_[peer].fd < 0 ? ~std::uint64_t{0} : links_[peer].heard);
     // One that has not been sent yet does as well as a second.
@@ -100,6 +114,7 @@ void Control::post(int peer, std::uint32_t kind, const std::string& payload) {
   Link& link = links_[peer];
   if (link.fd < 0) return;
   Prefix prefix{static_cast<std::uint32_t>(payload.size()), kind};
+  link.out.reserve(link.out.size() + sizeof prefix + payload.size());  // all of it, or, for want of memory, nothing
   link.out.append(reinterpret_cast<const char*>(&prefix), sizeof prefix).append(payload);
   flush(link);
   if (link.blocked) listen(peer, true);

@@ -21,7 +21,7 @@ class Control {
   };
 
   // sockets: one for each peer, taken over; -1 for this rank itself.
-  Control(std::vector<int> sockets, int worker_fd, Heard heard);
+  Control(const std::vector<int>& sockets, int worker_fd, Heard heard);
   ~Control();
   Control(const Control&) = delete;
   Control& operator=(const Control&) = delete;
@@ -32,14 +32,17 @@ class Control {
   // When each peer was last heard of, ns of now_ns(), or the end of time where it is known to be gone; all are asked
   // for another sign of life, which their engines' own threads give, whatever their loops and interpreters do.
   std::vector<std::uint64_t> signs();
-  void farewell();  // what ends now ends in order
-  void wake();      // let this rank's own thread look
+  void farewell();       // what ends now ends in order
+  void shut() noexcept;  // all connections; the peers are gone then. No thread waits any more.
+  void wake();           // let this rank's own thread look
 
   // ------------------------------------------------------------------------------------- on the engine's thread
   // Wait for any of it, and, if `worker` says so, for UCX too; hand on what was heard.
   void wait(int timeout_ms, bool worker);
 
  private:
+  void open(int worker_fd);
+
   struct Link {
     int fd = -1;
     bool parted = false;      // it has said farewell

@@ -11,11 +11,12 @@
 
 namespace aiocomms {
 
-// A call that has not finished, and whoever waits for it. The memory it names must stay until `finished`.
+// A call that has not finished, and whoever waits for it. The memory it names must stay until `finished`, which UCX
+// calls: no exception may leave it.
 class Pending {
  public:
   virtual ~Pending() = default;
-  virtual void finished(ucs_status_t status) = 0;
+  virtual void finished(ucs_status_t status) noexcept = 0;
 };
 
 // Whose memory a call is about: the engine's own, or a user's tensor, which may lie on a device.
@@ -40,7 +41,7 @@ class Network {
   // `beginning` must stay as long as `pending`; its memory is no device's.
   virtual ucs_status_t fetch_beginning(void* descriptor, Beginning* beginning, Pending* pending) = 0;
   virtual void release(void* descriptor) = 0;
-  // A peer has sent what makes no sense; nothing is taken from it any more.
+  // A peer has sent what makes no sense; nothing is taken from it any more. Idempotent.
   virtual void refuse(int peer) = 0;
 
   // One-sided, on users' memory.
@@ -57,7 +58,7 @@ class Network {
 };
 
 // What has been said of a call's end reaches whoever waits for it, now or later.
-inline void follow(Pending* pending, ucs_status_t status) {
+inline void follow(Pending* pending, ucs_status_t status) noexcept {
   if (status != UCS_INPROGRESS) pending->finished(status);
 }
 

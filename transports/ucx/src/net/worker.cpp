@@ -4,6 +4,7 @@
 #include <array>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 
 namespace aiocomms {
 namespace {
@@ -144,6 +145,7 @@ void Worker::introduce(int peer, std::string address, bool watched, Cookies cook
 }
 
 void Worker::refuse(int peer) {
+  if (std::exchange(peers_[peer].refused, true)) return;
   std::uint64_t& cookie = peers_[peer].cookies.theirs;
   cookie = ~cookie;  // nothing that it sends has this one
   misled_(peer);
@@ -163,7 +165,11 @@ ucp_ep_h Worker::endpoint(int number) {
       params.err_handler.cb = [](void* arg, ucp_ep_h, ucs_status_t) { static_cast<Peer*>(arg)->failed = true; };
       params.err_handler.arg = &peer;
     }
-    if (ucp_ep_create(worker_, &params, &peer.endpoint) != UCS_OK) peer.failed = true;
+    const ucs_status_t status = ucp_ep_create(worker_, &params, &peer.endpoint);
+    if (status != UCS_OK) {
+      peer.failed = true;
+      peer.why = status;
+    }
   }
   return peer.failed ? nullptr : peer.endpoint;
 }
@@ -222,13 +228,14 @@ ucs_status_t Worker::tell(int peer, Header header, const void* what, std::size_t
 ucs_status_t Worker::send(int number, const void* header, std::size_t header_bytes, const void* data, std::size_t bytes,
                           Memory memory, Pending* pending) {
   ucp_ep_h to = endpoint(number);
-  if (to == nullptr) return UCS_ERR_CONNECTION_RESET;
+  if (to == nullptr) return peers_[number].why;
   ++peers_[number].sent;
   ucp_request_param_t param = counted(this->param(memory, nullptr));
   param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
   param.flags = UCP_AM_SEND_FLAG_COPY_HEADER;
   // By rendezvous the receiver is handed a descriptor, and UCX alone touches the memory at both ends.
   if (memory == Memory::kUsers && device_ && bytes) param.flags |= UCP_AM_SEND_FLAG_RNDV;
+  if (bytes == 0) param.flags |= UCP_AM_SEND_FLAG_EAGER;  // nothing to fetch, whatever UCX_RNDV_THRESH says
   return count(ucp_am_send_nbx(to, kMessage, header, header_bytes, data, bytes, &param), pending);
 }
 

@@ -27,10 +27,10 @@ struct UcxError : std::runtime_error {
 class Worker final : public Network {
  public:
   // Given each message that arrives: its header, and its payload, valid in this call only; or, for a large one, no
-  // payload but a descriptor, for fetch() or release().
+  // payload but a descriptor, for fetch() or release(). UCX calls it: no exception may leave it.
   using Arrived = std::function<void(int peer, const Header&, const void* payload, void* descriptor)>;
 
-  // Told of a peer whose message makes no sense; nothing is taken from it any more.
+  // Told of a peer whose message makes no sense; nothing is taken from it any more. Likewise.
   using Misled = std::function<void(int peer)>;
 
   // options: UCX settings, such as {"NET_DEVICES", "eth0"}; the environment's UCX_ variables win.
@@ -89,6 +89,8 @@ class Worker final : public Network {
     std::uint32_t sent = 0;
     Cookies cookies;
     bool failed = false;
+    bool refused = false;
+    ucs_status_t why = UCS_ERR_CONNECTION_RESET;  // if it has failed
   };
 
   static ucs_status_t on_message(void* arg, const void* header, std::size_t header_bytes, void* data, std::size_t bytes,
@@ -106,7 +108,7 @@ class Worker final : public Network {
 
   struct Closing : Pending {
     int open = 0;
-    void finished(ucs_status_t) override { --open; }
+    void finished(ucs_status_t) noexcept override { --open; }
   };
 
   ucp_context_h context_ = nullptr;

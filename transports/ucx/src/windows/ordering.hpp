@@ -4,9 +4,9 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <iterator>
+#include <list>
 #include <map>
 #include <utility>
 #include <vector>
@@ -36,7 +36,7 @@ struct Lane final : Pending {
   Group* group;  // null: it is closed
   const int peer;
   Network& network;
-  std::deque<Op> ops;                          // that have not begun
+  std::list<Op> ops;                           // that have not begun
   std::map<std::uint64_t, std::uint64_t> put;  // from, to: since the last flush
   std::vector<ucp_rkey_h> keys;                // of closed windows, which UCX may still use
   int atomics = 0;                             // that are under way
@@ -56,12 +56,12 @@ struct Lane final : Pending {
   // Whether it must wait for an answer.
   bool needs_answer(const Op& op) const { return (op.kind != kGet && gets > 0) || (op.kind != kTell && atomics > 0); }
 
-  void flush() {
+  void flush() noexcept {
     flushing = true;
     follow(this, network.flush(peer, this));
   }
 
-  void finished(ucs_status_t status) override {
+  void finished(ucs_status_t status) noexcept override {
     flushing = false;
     if (status != UCS_OK) return end_ops(status, [](const Op&) { return true; });
     put.clear();
@@ -70,17 +70,17 @@ struct Lane final : Pending {
 
   // Operations for which `is_ended` holds are not started any more.
   template <typename IsEnded>
-  void end_ops(ucs_status_t status, IsEnded is_ended) {
-    for (Op& op : std::exchange(ops, {})) {
-      if (is_ended(op)) {
-        op.pending->finished(status);
-      } else {
-        ops.push_back(std::move(op));
-      }
+  void end_ops(ucs_status_t status, IsEnded is_ended) noexcept {
+    std::list<Op> ended;
+    for (auto op = ops.begin(); op != ops.end();) {
+      const auto next = std::next(op);
+      if (is_ended(*op)) ended.splice(ended.end(), ops, op);
+      op = next;
     }
+    for (Op& op : ended) op.pending->finished(status);
   }
 
-  void destroy_keys() {
+  void destroy_keys() noexcept {
     for (ucp_rkey_h key : std::exchange(keys, {})) network.destroy(key);
   }
 };

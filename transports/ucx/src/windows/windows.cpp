@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <memory>
+#include <new>
 #include <stdexcept>
 
 namespace aiocomms {
@@ -24,7 +26,7 @@ std::uint64_t atomically(std::byte* where, std::size_t bytes, bool swap, std::ui
 // Calls `then` when as many calls of UCX as announced have finished well.
 struct Countdown final : Pending {
   Countdown(int the_count, std::function<void(ucs_status_t)> the_then) : count(the_count), then(std::move(the_then)) {}
-  void finished(ucs_status_t status) override {
+  void finished(ucs_status_t status) noexcept override {
     if (status != UCS_OK) worst = status;
     if (--count > 0) return;
     then(worst);
@@ -38,10 +40,11 @@ struct Countdown final : Pending {
 // An atomic or a get, which its lane counts while it is under way.
 struct Counted final : Pending {
   Counted(int& the_count, Pending* the_pending) : count(the_count), pending(the_pending) { ++count; }
-  void finished(ucs_status_t status) override {
-    --count;
-    pending->finished(status);
+  ~Counted() override { --count; }
+  void finished(ucs_status_t status) noexcept override {
+    Pending* const waits = pending;
     delete this;
+    waits->finished(status);
   }
   int& count;
   Pending* pending;
@@ -85,12 +88,13 @@ void Windows::open(Group& group, std::uint64_t number, int rank, void* mapped, c
 void Windows::close(Group& group, std::uint64_t number) {
   auto found = group.windows.find(number);
   if (found == group.windows.end()) return;
-  for (int rank = 0; rank < static_cast<int>(group.peers.size()); ++rank) {
-    const ucp_rkey_h rkey = found->second.parts[rank].rkey;
-    if (rkey == nullptr) continue;
+  std::vector<Window::Part>& parts = found->second.parts;
+  for (int rank = 0; rank < static_cast<int>(parts.size()); ++rank) {
+    if (parts[rank].rkey == nullptr) continue;
     Lane& lane = lane_to(group, rank);
     lane.end_ops(UCS_ERR_CANCELED, [&](const Lane::Op& op) { return op.window == number; });
-    lane.keys.push_back(rkey);
+    lane.keys.push_back(parts[rank].rkey);
+    parts[rank].rkey = nullptr;
     if (lane.clean()) {
       lane.destroy_keys();
     } else if (!lane.flushing) {
@@ -110,37 +114,49 @@ void Windows::start_job(Job job) {
   advance_job();
 }
 
-bool Windows::advance_job() {
+bool Windows::advance_job() noexcept {
   Job& job = jobs_.front();
   job.copy.advance(kCopyAtOnce);  // within this process, which cannot fail
   if (job.copy.bytes > 0) return true;
   const Job done = std::move(job);
   jobs_.pop_front();
-  if (done.then) {
-    done.then(done.op);
-  } else {
+  if (!done.then) {
     done.op->finished(UCS_OK);
+    return true;
+  }
+  try {
+    done.then(done.op);
+  } catch (const std::bad_alloc&) {  // before anybody else had the op in hand
+    done.op->finished(UCS_ERR_NO_MEMORY);
   }
   return true;
 }
 
 Lane& Windows::lane_to(Group& group, int rank) {
-  Lane*& found = group.lanes[rank];
-  if (found == nullptr) found = &lanes_.emplace_back(&group, group.peers[rank], network_);
-  return *found;
+  if (const auto found = group.lanes.find(rank); found != group.lanes.end()) return *found->second;
+  waiting_.reserve(lanes_.size() + 1);  // room for all of them
+  std::list<Lane> made;
+  made.emplace_back(&group, group.peers[rank], network_);
+  Lane& lane = *group.lanes.emplace(rank, &made.front()).first->second;
+  lanes_.splice(lanes_.end(), made);
+  return lane;
 }
 
 // The op begins when it is its turn.
-void Windows::enqueue(Lane& lane, Lane::Op op) {
+void Windows::enqueue(Lane& lane, Lane::Op op) noexcept {
   if (lane.group->lost) return op.pending->finished(UCS_ERR_CANCELED);
-  lane.ops.push_back(std::move(op));
+  try {
+    lane.ops.push_back(std::move(op));
+  } catch (const std::bad_alloc&) {  // and has moved nothing
+    return op.pending->finished(UCS_ERR_NO_MEMORY);
+  }
   advance_lane(lane);
   if (!lane.ops.empty() && std::find(waiting_.begin(), waiting_.end(), &lane) == waiting_.end()) {
     waiting_.push_back(&lane);
   }
 }
 
-bool Windows::advance_lane(Lane& lane) {
+bool Windows::advance_lane(Lane& lane) noexcept {
   bool moved = false;
   while (!lane.ops.empty() && !lane.flushing) {
     if (lane.needs_flush(lane.ops.front())) {
@@ -148,16 +164,21 @@ bool Windows::advance_lane(Lane& lane) {
       continue;
     }
     if (lane.needs_answer(lane.ops.front())) break;
-    const Lane::Op op = std::move(lane.ops.front());
-    lane.ops.pop_front();
-    if (op.kind == Lane::kPut) lane.put.emplace(op.begin, op.end);
-    op.start();
+    std::list<Lane::Op> first;
+    first.splice(first.begin(), lane.ops, lane.ops.begin());
+    const Lane::Op& op = first.front();
+    try {
+      if (op.kind == Lane::kPut) lane.put.emplace(op.begin, op.end);
+      op.start();
+    } catch (const std::bad_alloc&) {  // before UCX had the op in hand
+      op.pending->finished(UCS_ERR_NO_MEMORY);
+    }
     moved = true;
   }
   return moved;
 }
 
-bool Windows::advance_lanes() {
+bool Windows::advance_lanes() noexcept {
   bool moved = false;
   for (Lane* lane : waiting_) moved |= advance_lane(*lane);
   std::erase_if(waiting_, [](Lane* lane) { return lane->ops.empty(); });
@@ -212,12 +233,15 @@ void Windows::change_atomically(Operation* op, const Place& place, bool swap, st
 
 void Windows::ask_atomic(Operation* op, int rank, std::uint64_t window, const Atomic& what) {
   Lane& lane = lane_to(op->group, rank);
-  auto counted = new Counted(lane.atomics, op);
+  auto counted = std::make_unique<Counted>(lane.atomics, op);
+  questions_.emplace(what.number, Question{&op->group, rank, counted.get(), &op->details[0]});
+  Pending* const waits = counted.release();
   Header header = op->group.header_to(rank, kAtomic, static_cast<std::int64_t>(window));
   header.bytes = sizeof what;
   const ucs_status_t status = network_.tell(lane.peer, header, &what, sizeof what, nullptr);
-  if (status != UCS_OK && status != UCS_INPROGRESS) return counted->finished(status);
-  questions_.emplace(what.number, Question{&op->group, rank, counted, &op->details[0]});
+  if (status == UCS_OK || status == UCS_INPROGRESS) return;
+  questions_.erase(what.number);
+  waits->finished(status);
 }
 
 void Windows::signal(Operation* op, std::uint64_t window, int rank) {
@@ -251,16 +275,14 @@ Request* Windows::withdraw_wait(Group& group, std::uint64_t window, int rank, Ti
 
 void Windows::flush(Operation* op, std::uint64_t window, int rank) {
   Group& group = op->group;
-  std::vector<int> ranks;
+  std::vector<Lane*> lanes;
   for (int other = 0; other < static_cast<int>(group.peers.size()); ++other) {
-    if ((rank < 0 || rank == other) && part_of(group, window, other).rkey) ranks.push_back(other);
+    if ((rank < 0 || rank == other) && part_of(group, window, other).rkey) lanes.push_back(&lane_to(group, other));
   }
-  auto flush_lanes = [this, window, ranks](Operation* it) {
-    if (ranks.empty()) return it->finished(UCS_OK);
-    auto all = new Countdown(static_cast<int>(ranks.size()), [it](ucs_status_t worst) { it->finished(worst); });
-    for (int other : ranks) {
-      enqueue(lane_to(it->group, other), {Lane::kTell, window, all, [all] { all->finished(UCS_OK); }});
-    }
+  auto flush_lanes = [this, window, lanes](Operation* it) {
+    if (lanes.empty()) return it->finished(UCS_OK);
+    auto all = new Countdown(static_cast<int>(lanes.size()), [it](ucs_status_t worst) { it->finished(worst); });
+    for (Lane* lane : lanes) enqueue(*lane, {Lane::kTell, window, all, [all] { all->finished(UCS_OK); }});
   };
   start_job({op, {}, flush_lanes});
 }
@@ -297,7 +319,7 @@ void Windows::serve_atomic(Group& group, const Header& header, const void* paylo
   group.tell(network_, header.source, kAtomicAnswer, what.number, before);
 }
 
-void Windows::end_atomic(Group& group, const Header& answer) {
+void Windows::end_atomic(Group& group, const Header& answer) noexcept {
   auto found = questions_.find(static_cast<std::uint64_t>(answer.tag));
   if (found == questions_.end()) return;
   const Question question = found->second;
@@ -307,7 +329,7 @@ void Windows::end_atomic(Group& group, const Header& answer) {
   question.pending->finished(UCS_OK);
 }
 
-void Windows::end_waits(Group& group, int rank) {
+void Windows::end_waits(Group& group, int rank) noexcept {
   for (auto& [number, window] : group.windows) {
     Queue<Request>& waits = window.parts[rank].waits;
     while (!waits.empty()) waits.pop()->end(Status::kClosed, static_cast<std::uint64_t>(rank));
@@ -316,7 +338,7 @@ void Windows::end_waits(Group& group, int rank) {
 
 // ------------------------------------------------------------------------------------------------------------- the end
 
-void Windows::release(Group& group) {
+void Windows::release(Group& group) noexcept {
   std::erase_if(jobs_, [&](const Job& job) {
     const bool its = &job.op->group == &group;
     if (its) job.op->drop();
@@ -337,13 +359,13 @@ void Windows::release(Group& group) {
 }
 
 // UCX may still have to tell that the group's peers have been flushed.
-void Windows::close_lanes(Group& group) {
+void Windows::close_lanes(Group& group) noexcept {
   for (auto& [rank, lane] : group.lanes) lane->group = nullptr;
   std::erase_if(waiting_, [](Lane* lane) { return lane->group == nullptr; });
   lanes_.remove_if([](const Lane& lane) { return lane.group == nullptr && lane.clean(); });
 }
 
-void Windows::destroy_keys() {
+void Windows::destroy_keys() noexcept {
   for (Lane& lane : lanes_) lane.destroy_keys();
 }
 

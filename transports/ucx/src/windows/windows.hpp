@@ -50,24 +50,24 @@ class Windows {
   // sent
   void accept_signal(Group& group, const Header& header);
   void serve_atomic(Group& group, const Header& header, const void* payload);
-  void end_atomic(Group& group, const Header& answer);
+  void end_atomic(Group& group, const Header& answer) noexcept;
   // A rank has closed the communicator: nobody waits for its signals any more.
-  void end_waits(Group& group, int rank);
+  void end_waits(Group& group, int rank) noexcept;
 
   // ---------------------------------------------------------------------------------------------------------- progress
   // One piece of the first copy. Returns whether there was one.
-  bool advance_jobs() { return !jobs_.empty() && advance_job(); }
+  bool advance_jobs() noexcept { return !jobs_.empty() && advance_job(); }
   // Operations begin whose turn it is. Returns whether one did.
-  bool advance_lanes();
+  bool advance_lanes() noexcept;
   bool has_jobs() const { return !jobs_.empty(); }
   // Whether operations have not begun yet: nobody tells of room for them.
   bool has_waiting_ops() const { return !waiting_.empty(); }
 
   // The communicator is lost: nothing of it is moved on any more. It is closed: UCX may still hold something of it.
-  void release(Group& group);
-  void close_lanes(Group& group);
+  void release(Group& group) noexcept;
+  void close_lanes(Group& group) noexcept;
   // The engine closes.
-  void destroy_keys();
+  void destroy_keys() noexcept;
 
  private:
   // A copy, and what is done after it. Jobs are done one after the other.
@@ -87,10 +87,10 @@ class Windows {
   Window::Part& part_of(Group& group, std::uint64_t window, int rank);
   Window::Part& part_of(Group& group, const Place& place);
   void start_job(Job job);
-  bool advance_job();
+  bool advance_job() noexcept;
   Lane& lane_to(Group& group, int rank);
-  void enqueue(Lane& lane, Lane::Op op);
-  bool advance_lane(Lane& lane);
+  void enqueue(Lane& lane, Lane::Op op) noexcept;  // it ends where there is no memory
+  bool advance_lane(Lane& lane) noexcept;
   void ask_atomic(Operation* op, int rank, std::uint64_t window, const Atomic& what);
 
   Network& network_;

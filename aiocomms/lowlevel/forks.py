@@ -1,0 +1,113 @@
+"""What a forked child must not have: its parent's connections, and objects of libraries whose threads are not there.
+
+A connection ends when the last process that has it closes it: a child that kept its parent's would keep the other ranks
+from noticing that the parent has died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import socket
+import stat
+import struct
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Address = str | bytes | tuple[Any, ...]
+"""What ``getsockname`` says of a unix or an internet socket."""
+
+
+class Unshared:
+    """Addresses at which ranks listen for each other. A forked child closes every connection from or to one of them.
+
+    A connection is known by its addresses, for a library does not say which ones it has, nor when it opens another.
+    """
+
+    def __init__(self, *addresses: Address) -> None:
+        """Until :meth:`release`, or until nothing refers to it any more."""
+        self._records = b""
+        self._owner: Callable[[], object] = lambda: None
+        for address in addresses:
+            self.add(address)
+        _all.add(self)
+
+    def add(self, address: Address) -> None:
+        """Add an address; as bytes, anything that contains it in the kernel's format."""
+        self._records += _packed(address)
+
+    def belongs_to(self, owner: object) -> None:
+        """Hold this for as long as there is that object, which uses the connections.
+
+        A child keeps the object for ever: destroyed, it would wait for threads that only the parent has.
+        """
+        self._owner = weakref.ref(owner)
+        _of[owner] = self
+
+    def release(self) -> None:
+        """The connections are closed, and others may get the same addresses."""
+        self._records = b""
+        self._owner = lambda: None
+
+    def covers(self, address: Address) -> bool:
+        """Whether it is one of them."""
+        packed = _packed(address)
+        return len(packed) > 0 and packed in self._records
+
+    def let_go(self) -> None:
+        """This is a child."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._owner()))
+        self.release()
+
+
+_all: weakref.WeakSet[Unshared] = weakref.WeakSet()
+_of: weakref.WeakKeyDictionary[object, Unshared] = weakref.WeakKeyDictionary()
+
+
+def _packed(address: Address) -> bytes:
+    """A unix socket's name; or of a struct sockaddr_in or sockaddr_in6 the beginning, without the scope."""
+    if not isinstance(address, tuple):
+        return address.encode() if isinstance(address, str) else address
+    host, port, *flow = address
+    host = host.partition("%")[0]
+    if host.startswith("::ffff:"):  # an IPv4 address of a socket that could have an IPv6 one, too
+        host, flow = host.removeprefix("::ffff:"), []
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    head = struct.pack("=H", family) + struct.pack("!H", port)
+    return head + (struct.pack("!I", *flow[:1] or [0]) if ":" in host else b"") + socket.inet_pton(family, host)
+
+
+def _let_go() -> None:
+    """This is a child."""
+    ours, before = list(_all), socket.getdefaulttimeout()
+    if not ours:
+        return
+    socket.setdefaulttimeout(None)  # else to look at a socket would set a flag that the parent shares
+    # A library would take another descriptor of the same number for its own: the number stays taken.
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for fd in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
+        if any(some.covers(end) for end in _ends(fd) for some in ours):
+            os.dup2(nothing, fd, inheritable=False)
+    os.close(nothing)
+    socket.setdefaulttimeout(before)
+    for some in ours:
+        some.let_go()
+
+
+def _ends(fd: int) -> list[Address]:
+    """The addresses of both ends of a unix or internet socket; none where the descriptor is of something else."""
+    found: list[Address] = []
+    with contextlib.suppress(OSError):  # what lists the folder
+        if stat.S_ISSOCK(os.fstat(fd).st_mode):
+            with socket.socket(fileno=os.dup(fd)) as it:
+                for ask in (it.getsockname, it.getpeername):
+                    with contextlib.suppress(OSError):  # it is not connected
+                        if it.family in (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6):
+                            found.append(ask())
+    return found
+
+
+os.register_at_fork(after_in_child=_let_go)

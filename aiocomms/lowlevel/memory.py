@@ -1,0 +1,36 @@
+"""The ledger of memory in use: what ops and windows of this process hold, whichever communicator has them.
+
+Whoever is about to move a tensor's memory asks :func:`in_use` first: another communicator, on another thread, may have
+given its address to the network. Nothing is written down when an op starts; the few that ask look at all that is there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Protocol
+
+from torch import Tensor, UntypedStorage
+
+from aiocomms.lowlevel.threads import copied
+
+
+class Holder(Protocol):
+    """Something that uses tensors' memory, of which it may have kept the address."""
+
+    def held(self) -> Iterable[Tensor]:
+        """The tensors whose memory it uses now; on any thread."""
+
+
+_holders: weakref.WeakSet[Holder] = weakref.WeakSet()
+
+
+def register(holder: Holder) -> None:
+    """Have a holder asked, for as long as it lives."""
+    _holders.add(holder)
+
+
+def in_use(storage: UntypedStorage) -> bool:
+    """Whether an op that is not done, or an open window, of any communicator of this process uses this memory."""
+    place = storage.data_ptr()
+    return any(tensor.untyped_storage().data_ptr() == place for one in copied(_holders) for tensor in one.held())

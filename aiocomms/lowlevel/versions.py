@@ -1,0 +1,63 @@
+"""The beginning of whatever ranks tell each other: what it is, and in which version.
+
+It is looked at before anything else is decoded. So a rank of another version is told from nonsense, and both versions
+are named, however much the rest differs.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final, NamedTuple
+
+from aiocomms.errors import ProtocolError
+
+_HEAD: Final = struct.Struct("<4sH")
+
+
+class Dialect(NamedTuple):
+    """A format and its version on this rank."""
+
+    what: str
+    """Of what it is the format, such as ``"the ucx transport"``."""
+    magic: bytes
+    """Four bytes that tell it from other formats."""
+    version: int
+
+    @property
+    def head(self) -> bytes:
+        """The :data:`HEAD_BYTES` bytes with which it begins."""
+        return _HEAD.pack(self.magic, self.version)
+
+    def other_version(self, data: bytes) -> int | None:
+        """The version in which bytes are of this format, if that is not this rank's."""
+        if len(data) < HEAD_BYTES:
+            return None
+        magic, version = _HEAD.unpack_from(data)
+        return version if magic == self.magic and version != self.version else None
+
+    def check(self, data: bytes, who: str, peer: int | None = None) -> bytes:
+        """Return what follows the head.
+
+        :param who: who sent it, the beginning of the error's message.
+        :raises ProtocolError: it is of another version, or of no version at all.
+        """
+        other = self.other_version(data)
+        if other is not None:
+            raise ProtocolError(self.differs(who, other), peer=peer)
+        if data[:HEAD_BYTES] != self.head:
+            raise ProtocolError(
+                f"{who} sent what makes no sense: it begins with {data[:HEAD_BYTES].hex() or 'nothing'}, and "
+                f"{self.what} with {self.head.hex()}", peer=peer,
+            )  # fmt: skip
+        return data[HEAD_BYTES:]
+
+    def differs(self, who: str, version: object) -> str:
+        """The text that names both versions."""
+        return (
+            f"{who} speaks version {version} of {self.what}, this rank version {self.version}: install the same "
+            "aiocomms on all ranks"
+        )
+
+
+HEAD_BYTES: Final = _HEAD.size
+"""How long each head is."""

@@ -1,0 +1,167 @@
+"""What a forked child has of its parent's communicators: nothing. It may make its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from processes import HANGS, PATIENCE, Rank, Run, death, free_port
+
+from aiocomms.bootstrap.stores import connect_store
+from aiocomms.errors import StoreLostError
+from aiocomms.lowlevel import store_errors
+
+
+@pytest.fixture(params=["c10d", "ucx"])
+def transport(request: pytest.FixtureRequest) -> str:
+    """A transport between processes."""
+    return request.param
+
+
+def sockets() -> set[str]:
+    """The stream sockets of this process. UCX's own for wake-ups is no connection, and nobody notices its end."""
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # it is of something else
+            link = str(entry.readlink())
+            with socket.socket(fileno=os.dup(int(entry.name))) as it:
+                if it.type == socket.SOCK_STREAM:
+                    found.add(link)
+    return found
+
+
+def stay(place: Rank, before: set[str]) -> None:
+    """Be a child: say what sockets it has, and outlive its parent."""
+    extra = sockets() - before
+    (place.folder / "extra").write_text(" ".join(extra))
+    place.tell("child")
+    place.told("over")
+    os._exit(0)
+
+
+def by_fork(place: Rank, before: set[str]) -> None:
+    if not os.fork():
+        stay(place, before)
+
+
+def by_multiprocessing(place: Rank, before: set[str]) -> None:
+    # As torch's DataLoader starts its workers.
+    multiprocessing.get_context("fork").Process(target=stay, args=(place, before), daemon=True).start()
+
+
+async def die_with_a_child(place: Rank, fork: Callable[[Rank, set[str]], None]) -> None:
+    before = sockets()
+    comm = await place.open()
+    await comm.barrier()
+    if place.rank == 1:
+        fork(place, before)
+        await asyncio.to_thread(place.told, "child")
+        await comm.barrier()
+        place.die()
+    await comm.barrier()
+    try:
+        assert (await death(comm.recv(torch.zeros(1), 1, timeout=PATIENCE))).peer == 1
+        assert (place.folder / "extra").read_text() == ""
+    finally:
+        place.tell("over")
+    await comm.aclose()
+
+
+@pytest.mark.fault(79)
+@pytest.mark.parametrize("fork", [by_fork, by_multiprocessing])
+def test_a_rank_that_dies_and_leaves_a_child(ranks: Run, fork: Callable[[Rank, set[str]], None]) -> None:
+    """Its connections end with it, and the others hear of it at once: there is no heartbeat here."""
+    ranks(2, die_with_a_child, fork)
+
+
+@store_errors()
+def ask_for_ever(store: torch.distributed.Store) -> None:
+    while True:  # until the kernel has ended the host
+        store.check(["here 0"])
+
+
+async def stores_host_dies(place: Rank, port: int) -> None:
+    before = sockets()
+    store = await asyncio.to_thread(
+        connect_store, "127.0.0.1", port, place.rank, 2, agent_store=False, timeout=PATIENCE
+    )
+    store.set(f"here {place.rank}", "yes")
+    await asyncio.to_thread(store.wait, [f"here {1 - place.rank}"])
+    if place.rank == 0:
+        await asyncio.to_thread(place.told, "ready")
+        by_fork(place, before)
+        await asyncio.to_thread(place.told, "child")
+        place.die()
+    place.tell("ready")
+    await asyncio.to_thread(place.told, "died")
+    try:
+        with pytest.raises(StoreLostError):
+            await asyncio.wait_for(asyncio.to_thread(ask_for_ever, store), PATIENCE)
+        assert (place.folder / "extra").read_text() == ""
+    finally:
+        place.tell("over")
+
+
+@pytest.mark.fault(79)
+@pytest.mark.parametrize("transport", ["c10d"])  # the store is the same one for all
+def test_a_stores_host_that_dies_and_leaves_a_child(ranks: Run) -> None:
+    ranks(2, stores_host_dies, free_port())
+
+
+WITH_CHILDREN = """
+import asyncio, gc, os, sys, torch, aiocomms
+transport, folder, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
+torch.set_num_threads(1)
+
+async def use(name):
+    store = torch.distributed.FileStore(f"{folder}/{name}", 2)
+    comm = await aiocomms.new_comm(transport, store=store, rank=rank, size=2, name=name)
+    await comm.all_reduce(torch.ones(100_000))
+    await comm.barrier()
+    return comm
+
+async def use_and_close(name):
+    await (await use(name)).aclose()
+
+loop = asyncio.new_event_loop()
+comm = loop.run_until_complete(use("parent"))
+child = os.fork()
+if not child:
+    asyncio.run(use_and_close("child"))
+    try:
+        comm.barrier()
+    except aiocomms.CommError as error:
+        print(type(error).__name__)
+    del comm
+    gc.collect()
+    sys.exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+loop.run_until_complete(comm.all_reduce(torch.ones(100_000)))
+loop.run_until_complete(comm.aclose())
+loop.run_until_complete(loop.shutdown_asyncgens())
+loop.close()
+"""
+
+
+@pytest.mark.fault(80)
+def test_a_child_with_a_communicator_of_its_own(tmp_path: Path, transport: str) -> None:
+    """It uses and closes its own, throws away its parent's, and ends by `sys.exit`; the parent goes on."""
+    command = [sys.executable, "-c", WITH_CHILDREN, transport, str(tmp_path)]
+    processes = [subprocess.Popen([*command, str(rank)], stdout=-1, stderr=-1, text=True) for rank in range(2)]
+    try:
+        printed = [process.communicate(timeout=HANGS) for process in processes]
+        assert printed == [("CommClosedError\n7\n", "")] * 2
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0, 0]

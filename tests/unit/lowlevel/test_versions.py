@@ -1,0 +1,182 @@
+"""Whatever ranks tell each other begins with what it is, and its version: it is compared before anything is decoded."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+
+import msgspec
+import pytest
+import torch
+from aiocomms_c10d import wire as c10d_wire
+from aiocomms_nccl import wire as nccl_wire
+from aiocomms_ucx import bringup as ucx_bringup
+from aiocomms_ucx import wire as ucx_wire
+from processes import PATIENCE
+from torch.distributed import HashStore
+
+from aiocomms.bootstrap import generations
+from aiocomms.errors import AuthError, CommTimeoutError, ProtocolError
+from aiocomms.families import objects
+from aiocomms.lowlevel import Dialect, Gate, gate
+from aiocomms.lowlevel.auth import RENDEZVOUS, Seal
+
+OTHER = 4711
+"""The version of the other rank, whose records have another shape too."""
+SHORT = msgspec.msgpack.encode([1])
+
+
+def of_other_version(dialect: Dialect) -> bytes:
+    return dialect._replace(version=OTHER).head
+
+
+def c10d_frame() -> bytes:
+    frame = bytearray(c10d_wire.pack(c10d_wire.Header(c10d_wire.BYE)).tolist())
+    frame[4] = OTHER & 0xFF
+    return bytes(frame)
+
+
+def read_c10d(data: bytes) -> object:
+    buffer = bytearray(data)
+    return c10d_wire.unpack(buffer, torch.frombuffer(buffer, dtype=torch.uint8))
+
+
+def read_object(data: bytes) -> object:
+    return objects.Arrival(torch.frombuffer(bytearray(data.ljust(objects.HEADER_BYTES, b"\0")), dtype=torch.uint8))
+
+
+PARSERS: dict[str, tuple[Callable[[bytes], object], bytes, int, int]] = {
+    "a record of the store": (
+        lambda data: Seal(None).verify("k", 1, data), of_other_version(RENDEZVOUS) + SHORT, RENDEZVOUS.version, OTHER,
+    ),
+    "a signed record of the store": (
+        lambda data: Seal(b"token").verify("k", 1, data), of_other_version(RENDEZVOUS) + SHORT, RENDEZVOUS.version,
+        OTHER,
+    ),
+    "a hello of ucx": (
+        lambda data: ucx_bringup._hello(1, data), of_other_version(ucx_wire.dialect()) + SHORT, ucx_wire.VERSION, OTHER,
+    ),
+    "a hello of nccl": (
+        lambda data: nccl_wire.dialect().check(data, "rank 1", 1), of_other_version(nccl_wire.dialect()) + SHORT,
+        nccl_wire.VERSION, OTHER,
+    ),
+    "a frame of c10d": (read_c10d, c10d_frame(), c10d_wire.VERSION, OTHER & 0xFF),
+    "an object": (read_object, of_other_version(objects._OBJECTS) + b"\xff" * 40, objects._OBJECTS.version, OTHER),
+}  # fmt: skip
+
+
+@pytest.mark.fault(105)
+@pytest.mark.parametrize(("read", "data", "ours", "theirs"), PARSERS.values(), ids=PARSERS)
+def test_both_versions_are_named(read: Callable[[bytes], object], data: bytes, ours: int, theirs: int) -> None:
+    with pytest.raises(ProtocolError, match=rf"version {theirs} .*version {ours}\b"):
+        read(data)
+
+
+@pytest.mark.fault(105)
+@pytest.mark.parametrize("token", [None, b"a token of this test"])
+def test_a_version_is_no_way_around_a_signature(token: bytes | None) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        Seal(token).verify("k", 1, of_other_version(RENDEZVOUS))
+    assert isinstance(caught.value, AuthError) == (token is not None)
+
+
+@pytest.mark.fault(105)
+def test_what_is_of_no_version_is_shown() -> None:
+    with pytest.raises(ProtocolError, match=r"^rank 1 sent what makes no sense: it begins with 474554202f20") as caught:
+        Dialect("a test", b"test", 1).check(b"GET / HTTP/1.1", "rank 1", 1)
+    assert caught.value.peer == 1
+
+
+# ------------------------------------------------------------------------------------------------- where ranks meet
+
+
+def arrive(store: HashStore, rank: int) -> BaseException | str:
+    try:
+        return generations.Arrival(store, rank, 2, Seal(None, "world")).meet(threading.Event())
+    except ProtocolError as error:
+        return error
+
+
+def record(text: str) -> bytes:
+    """What a rank of another version wrote, without a token."""
+    return RENDEZVOUS._replace(version=OTHER).head + b"\x01" + text.encode()
+
+
+@pytest.mark.fault(105)
+def test_a_rank_that_came_in_another_version_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has seen this rank, so it is no process that is gone; and it did come."""
+    store, name = HashStore(), "1" * 16
+    monkeypatch.setattr(generations.secrets, "token_hex", lambda _: "0" * 16)
+    store.set("came/1", record(name))
+    store.set(f"sees/1/{name}", record(f"{'0' * 16} {name} whatever"))
+    error = arrive(store, 0)
+    assert isinstance(error, ProtocolError)
+    assert f"rank 1 speaks version {OTHER} of the rendezvous, this rank version {RENDEZVOUS.version}" in error.message
+    assert error.peer == 1
+
+
+@pytest.mark.fault(105)
+def test_a_process_of_another_version_that_is_gone_is_nobody() -> None:
+    store, name = HashStore(), "1" * 16
+    store.set("came/1", record(name))
+    store.set(f"sees/1/{name}", record(f"- {name}"))  # it did not see rank 0
+    results: list[BaseException | str] = []
+    threads = [threading.Thread(target=lambda r=r: results.append(arrive(store, r))) for r in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert len(results) == 2
+    assert results[0] == results[1]
+
+
+# ---------------------------------------------------------------------------------------------------- the handshake
+
+
+@pytest.fixture
+def listener() -> socket.socket:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server
+
+
+def connector(listener: socket.socket) -> Callable[[], socket.socket]:
+    return lambda: socket.create_connection(listener.getsockname())
+
+
+def handshakes(monkeypatch: pytest.MonkeyPatch, dialects: dict[int, Dialect], listener: socket.socket) -> list[object]:
+    """What becomes of two ranks at a gate each, of which each speaks its own version."""
+    results: list[object] = [None, None]
+    local = threading.local()
+
+    class Speaker:
+        def __getattr__(self, name: str) -> object:
+            return getattr(dialects[local.rank], name)
+
+    monkeypatch.setattr(gate, "_GATE", Speaker())
+
+    def run(rank: int) -> None:
+        local.rank = rank
+        own = Gate(rank, b"key", {0: connector(listener)} if rank else {}, 2)
+        try:
+            results[rank] = own.run([] if rank else [listener], 1.0)
+        except (ProtocolError, CommTimeoutError) as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    return results
+
+
+@pytest.mark.fault(105)
+def test_a_handshake_between_versions_names_both(monkeypatch: pytest.MonkeyPatch, listener: socket.socket) -> None:
+    """Who connects knows at once. Who accepts does not know that it is a rank, but says what it was."""
+    ours = gate._GATE
+    accepts, connects = handshakes(monkeypatch, {0: ours, 1: ours._replace(version=OTHER)}, listener)
+    assert isinstance(connects, ProtocolError)
+    assert f"rank 0 speaks version {ours.version} of the handshake, this rank version {OTHER}" in str(connects)
+    assert isinstance(accepts, CommTimeoutError)
+    assert f"somebody who connected speaks version {OTHER} of the handshake" in str(accepts)

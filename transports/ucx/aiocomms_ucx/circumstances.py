@@ -1,0 +1,51 @@
+"""What of a process's environment may be why UCX does not do what it should: variables, limits, shared memory."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+from typing import Final
+
+_FEW: Final = 32
+"""Descriptors, of which UCX needs some tens."""
+_PR_GET_DUMPABLE: Final = 3
+_SHM: Final = "/dev/shm"  # noqa: S108 - it is not used, but looked at
+_LITTLE: Final = 64 * 2**20
+"""Bytes: UCX takes some megabytes of shared memory for each rank."""
+
+
+def circumstances() -> str:
+    """Return what may be the reason on this rank, as the end of an error's text."""
+    found = hindrances()
+    return f" ({'; '.join(found)})" if found else ""
+
+
+def hindrances() -> list[str]:
+    """Return what of this process may be the reason."""
+    found = [f"{name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith("UCX_")]
+    if ctypes.CDLL(None).prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0) == 0:
+        found.append("PR_SET_DUMPABLE 0: no other process may open its descriptors or read its memory")
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if (left := most - _next_descriptor(most)) < _FEW:
+        found.append(f"RLIMIT_NOFILE {most}, of which {max(0, left)} are left")
+    for name in ("RLIMIT_FSIZE", "RLIMIT_AS", "RLIMIT_DATA"):
+        limit, _ = resource.getrlimit(getattr(resource, name))
+        if limit != resource.RLIM_INFINITY:
+            found.append(f"{name} {limit}")
+    with contextlib.suppress(OSError):
+        state = os.statvfs(_SHM)
+        if (free := state.f_bavail * state.f_frsize) < _LITTLE:
+            found.append(f"{free} bytes left in {_SHM}")
+    return found
+
+
+def _next_descriptor(most: int) -> int:
+    """Return the number of the next descriptor: the kernel gives the lowest that is free."""
+    try:
+        fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return most
+    os.close(fd)
+    return fd

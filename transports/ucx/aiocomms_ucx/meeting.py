@@ -1,0 +1,214 @@
+"""How the ranks of a communicator meet: they share memory on each host, and prove that they can exchange messages.
+
+A message of each kind between each pair of ranks, before the first one of a user: what is wrong with a rank's
+environment is then named while the communicator forms, on all ranks, and nobody is taken for dead because of it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import anyio
+import msgspec
+import torch
+
+from aiocomms import ops
+from aiocomms.errors import ArgumentError, CommAbortedError, CommError, PeerDiedError
+from aiocomms.transport import OP_RESULT, Rendezvous
+from aiocomms_ucx import wire
+from aiocomms_ucx._engine import create_segment
+from aiocomms_ucx.bringup import blame
+from aiocomms_ucx.circumstances import hindrances
+from aiocomms_ucx.windows import open_segment
+
+if TYPE_CHECKING:
+    from aiocomms_ucx.transport import UcxTransport
+
+_NONE: Final = -1
+_CHANNEL: Final = 15
+"""The channel of the proofs, which no family uses."""
+_SIZES: Final = (8, 128 * 1024)
+"""Bytes of the proofs: a message that UCX copies, and one that the receiver copies, or UCX by rendezvous."""
+_ALL: Final = 16
+"""Ranks, up to which each pair proves itself; of more, those whose distance is a power of two."""
+_MOST_HERE: Final = 2048
+"""Ranks of one host: a slot of the shared memory holds a cache line for each, in all_to_all."""
+_SHARE: Final = 0.5
+"""Share of the remaining time for the proofs. The rest is for telling each other what has failed."""
+_PAUSE: Final = 0.0002
+
+
+class Member(msgspec.Struct, array_like=True):
+    """What each rank tells the others when a communicator opens."""
+
+    number: int
+    """The number that its engine gives the communicator."""
+    segment: int
+    """Its descriptor of the shared memory, on the first rank of each host; else -1."""
+    reads: bool
+    """Whether it may read the memory of all ranks on its host."""
+    trouble: str = ""
+    """What does not work on it; empty if all does."""
+    hindrances: list[str] = []
+    """What of its environment may be why something does not work, on it or on another."""
+
+
+async def meet(transport: UcxTransport, rendezvous: Rendezvous, *, first: bool) -> None:
+    """Open the communicator. Collective.
+
+    :param first: it is the first one of its engine, and nothing has been sent by that yet.
+    :raises CommError: some rank could not; the same on all ranks.
+    """
+    rank, size = transport.rank, transport.size
+    check_crowd(transport.hosts)
+    here = [peer for peer in range(size) if not transport.far(peer)]
+    segment, trouble = _create(rank, here)
+    try:
+        mine = Member(transport.group, segment, transport.engine.reads_all(transport.peers), trouble, hindrances())
+        raw = await rendezvous.exchange("ucx members", msgspec.msgpack.encode(mine))
+        members = [wire.record(peer, value, Member) for peer, value in enumerate(raw)]
+        why = [member.hindrances for member in members]
+        blame(rank, [member.trouble for member in members], why)
+        transport.named([member.number for member in members])
+        trouble = _open(transport, members, here)
+        if first and transport.proves:
+            trouble = await _prove(transport, trouble, _SHARE * rendezvous.left())
+        # After this, no rank opens the descriptor any more.
+        raw = await rendezvous.exchange("ucx opened", trouble.encode())
+        blame(rank, [value.decode(errors="replace") for value in raw], why)
+    finally:
+        if segment != _NONE:
+            os.close(segment)
+
+
+def check_crowd(hosts: Sequence[str]) -> None:
+    """Check that no host has more ranks than can share its memory; all ranks find the same.
+
+    :raises ArgumentError: one has.
+    """
+    for host, count in Counter(hosts).items():
+        if count > _MOST_HERE:
+            raise ArgumentError(
+                f"{count} ranks are on one host ({host}), and transport 'ucx' takes at most {_MOST_HERE} there"
+            )
+
+
+def _create(rank: int, here: list[int]) -> tuple[int, str]:
+    """Create the memory that the ranks of this host share, on the first of them."""
+    if here[0] != rank or len(here) == 1:
+        return _NONE, ""
+    try:
+        return create_segment(len(here)), ""
+    except (RuntimeError, OSError) as error:
+        return _NONE, f"rank {rank} cannot create shared memory: {error}"
+
+
+def _open(transport: UcxTransport, members: list[Member], here: list[int]) -> str:
+    """Open the communicator in the engine; what fails hinders no messages, so that the proofs of others go on."""
+    numbers = {host: number for number, host in enumerate(dict.fromkeys(transport.hosts))}
+    hosts = [numbers[host] for host in transport.hosts]
+    readable = all(members[peer].reads for peer in here)
+    fd, trouble = _NONE, ""
+    try:
+        if len(here) > 1:
+            fd = open_segment(here[0], transport.pids[here[0]], members[here[0]].segment)
+    except CommError as error:
+        trouble = f"on rank {transport.rank}: {error.message}"
+    try:
+        names = [member.number for member in members]
+        transport.engine.open_group(transport.group, names, fd, hosts, readable)
+    except (RuntimeError, OSError) as error:
+        trouble = f"rank {transport.rank} cannot use the shared memory of its host: {error}"
+    finally:
+        if fd != _NONE:
+            os.close(fd)
+    return trouble
+
+
+class _Trial:
+    """A message of a proof, which the transport treats as a user's."""
+
+    hints = None
+
+    def __init__(self, op: ops.Send | ops.Recv) -> None:
+        self.op = op
+        self._error: CommError | None = None
+        self._ended = False
+
+    def done(self) -> bool:
+        return self._ended
+
+    def complete(self, value: Any = OP_RESULT) -> None:
+        self._ended = True
+
+    def fail(self, error: CommError) -> None:
+        self._ended, self._error = True, error
+
+    def trouble(self, rank: int) -> str:
+        """What has gone wrong with it on a rank."""
+        if self._error is not None:
+            return f"rank {rank} could not {self}: {self._error.message}"
+        if isinstance(self.op, ops.Recv) and self._ended and not bool((self.op.tensor == _mark(self.op.src)).all()):
+            return f"rank {rank} could not {self}: other bytes came than were sent"
+        return ""
+
+    def __str__(self) -> str:
+        size = f"a message of {self.op.tensor.nbytes} bytes"
+        return (
+            f"send {size} to rank {self.op.dst}"
+            if isinstance(self.op, ops.Send)
+            else f"receive {size} of rank {self.op.src}"
+        )
+
+
+async def _prove(transport: UcxTransport, trouble: str, seconds: float) -> str:
+    """Exchange messages with other ranks; return what does not work on this rank.
+
+    :param trouble: what is known of that already.
+    :raises PeerDiedError: a rank has died meanwhile.
+    """
+    trials = list(_trials(transport))
+    for trial in trials:
+        if transport.failure is None and not trouble:
+            transport.post(trial.op, trial)
+    with anyio.move_on_after(seconds):
+        while transport.failure is None and not trouble and not all(trial.done() for trial in trials):
+            if not transport.progress():
+                await anyio.sleep(_PAUSE)
+    if isinstance(transport.failure, PeerDiedError):
+        raise transport.failure
+    trouble = next((text for text in (trouble, *(trial.trouble(transport.rank) for trial in trials)) if text), "")
+    late = next((str(trial) for trial in trials if not trial.done()), "")
+    if trouble or isinstance(transport.failure, CommAbortedError):
+        pass  # the rank that has aborted says why
+    elif transport.failure is not None:
+        trouble = f"on rank {transport.rank}: {transport.failure.message}"
+    elif late:
+        trouble = f"within {seconds:.3g} s rank {transport.rank} could not {late}"
+    if trouble:
+        transport.abort(CommError(trouble))  # the ranks that wait for this one's proofs need not wait any longer
+    return trouble
+
+
+def _trials(transport: UcxTransport) -> Iterator[_Trial]:
+    rank, size = transport.rank, transport.size
+    for peer in _partners(rank, size):
+        for size_ in _SIZES:
+            mine, theirs = torch.full((size_,), _mark(rank), dtype=torch.uint8), torch.zeros(size_, dtype=torch.uint8)
+            yield _Trial(ops.Recv(theirs, peer, 0, _CHANNEL))
+            yield _Trial(ops.Send(mine, peer, 0, _CHANNEL))
+
+
+def _mark(rank: int) -> int:
+    return 1 + rank % 255
+
+
+def _partners(rank: int, size: int) -> list[int]:
+    """Return the ranks with which a rank proves that it can exchange messages; each is the other's partner."""
+    if size <= _ALL:
+        return [peer for peer in range(size) if peer != rank]
+    steps = [1 << n for n in range((size - 1).bit_length())]
+    return sorted({(rank + sign * step) % size for step in steps for sign in (1, -1)} - {rank})
