@@ -80,7 +80,7 @@ async def late(comm: Communicator) -> tuple[CommError, float]:
 
 
 def own(error: CommError) -> bool:
-    """The time of an op of this rank was over; else another rank's was, which the error names, and which began earlier."""
+    """The time of this rank's op was over; else another rank's was, which the error names, and which began earlier."""
     return isinstance(error, CommTimeoutError) and error.peer is None
 
 
