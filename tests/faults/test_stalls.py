@@ -71,7 +71,8 @@ async def late(comm: Communicator) -> tuple[CommError, float]:
             await reduced(comm, turn, timeout=DEADLINE)
         except CommTimeoutError as error:
             took = time.monotonic() - began
-            assert not own(error) or took >= DEADLINE, f"its deadline passed after {took} s"
+            if own(error) and took < DEADLINE:
+                raise AssertionError(f"its deadline passed after {took} s") from None
             return error, took
         except (CommAbortedError, PeerDiedError) as error:
             return error, time.monotonic() - began
@@ -79,7 +80,7 @@ async def late(comm: Communicator) -> tuple[CommError, float]:
 
 
 def own(error: CommError) -> bool:
-    """The time of an op of this rank was over; else another rank's was, whom the error names and who may have begun earlier."""
+    """The time of this rank's op was over; else another rank's was, which the error names, and which began earlier."""
     return isinstance(error, CommTimeoutError) and error.peer is None
 
 
