@@ -19,7 +19,7 @@ from weakref import WeakSet
 
 from torch.distributed import TCPStore  # torch.distributed lists no exports
 
-from aiocomms.errors import ArgumentError, AuthError, StoreLostError
+from aiocomms.errors import ArgumentError, ProtocolError, StoreLostError
 from aiocomms.lowlevel.auth import check_exposed
 from aiocomms.lowlevel.forks import Unshared
 from aiocomms.lowlevel.jobstore import JobStore
@@ -89,7 +89,8 @@ def connect_store(host: str, port: int, rank: int, size: int, *, agent_store: bo
     :raises ArgumentError: ``host`` or ``port`` cannot be what was meant: unresolvable, a wildcard, not this machine's,
         in use; or other hosts could reach the store, and the job has no token.
     :raises StoreLostError: nobody answered there in time.
-    :raises AuthError: who answers there has another token, or is no store.
+    :raises AuthError: who answers there has another token.
+    :raises ProtocolError: it is a store of another version, or no store of a job at all.
     """
     target = _Target(host, port, rank, size, timeout, time.monotonic() + timeout)
     store = _serve(target) if rank == 0 and not agent_store else _join(target, agent_store=agent_store)
@@ -184,8 +185,8 @@ def _knock(addresses: list[_Address], target: _Target, *, agent_store: bool) -> 
 def _entered(connection: socket.socket, address: _Address, target: _Target, patience: float) -> JobStore:
     try:
         return enter(connection, address.literal, target.port, target.rank, patience)
-    except AuthError as error:
-        raise AuthError(f"{target} could not be opened: {error.message}", rank=target.rank, peer=0) from error
+    except ProtocolError as error:  # AuthError is one
+        raise type(error)(f"{target} could not be opened: {error.message}", rank=target.rank, peer=0) from error
     except OSError as error:  # it may have been the one too many
         raise ConnectionError(f"it could not be opened: {error}") from error
 

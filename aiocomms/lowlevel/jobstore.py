@@ -142,7 +142,8 @@ def prove(connection: socket.socket, key: bytes, rank: int, patience: float) -> 
 
     :param connection: is closed where this raises.
     :returns: the connection.
-    :raises AuthError: the server has another token, or is none.
+    :raises AuthError: the server has another token.
+    :raises ProtocolError: the server is of another version, or none at all.
     :raises OSError: it closes the connection, or answers too late.
     """
     try:

@@ -45,7 +45,8 @@ def enter(connection: socket.socket, host: str, port: int, rank: int, timeout: f
     """Use the store to whose server a connection leads.
 
     :param connection: is the store's from here on, or closed.
-    :raises AuthError: it has another token, or is no store.
+    :raises AuthError: it has another token.
+    :raises ProtocolError: it is a store of another version, or no store of a job at all.
     :raises OSError: it does not answer.
     """
     return JobStore(host, port, prove(connection, _key(read_token(os.environ)), rank, timeout), timeout)
@@ -71,6 +72,7 @@ def reach_store(host: str, port: int, rank: int, timeout: float) -> JobStore:
     :param rank: this rank.
     :raises StoreLostError: nobody serves it there.
     :raises AuthError: who does has another token.
+    :raises ProtocolError: who does is of another version, or no store of a job at all.
     """
     try:
         return enter(socket.create_connection((host, port), timeout), host, port, rank, timeout)

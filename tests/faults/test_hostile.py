@@ -229,16 +229,15 @@ async def work(place: Rank) -> str:
         assert child is not None
         await exchange(child, 3)
         await child.aclose()
-        return repr(comm) + repr(comm.__dict__) + repr(comm._rendezvous.__dict__)  # all that is kept
+        # All that is kept; the file is gone when all ranks have let the store go.
+        kept = repr(comm) + repr(comm.__dict__) + repr(comm._rendezvous.__dict__)
+        return kept + (place.folder / "store").read_bytes().decode(errors="replace")
 
 
-def test_a_job_with_a_token(ranks: Run, transport: str, tmp_path: Path) -> None:
+def test_a_job_with_a_token(ranks: Run, transport: str) -> None:
     """It works, and the token stands nowhere."""
     for said in ranks(2, work, before=in_job):
         assert TOKEN not in said
-    stores = list(tmp_path.rglob("store"))
-    assert stores
-    assert not any(TOKEN.encode() in path.read_bytes() for path in stores if path.is_file())
 
 
 async def refused(place: Rank) -> tuple[str, int | None]:
