@@ -7,10 +7,12 @@ the variables of torch's ``env://``, Open MPI, MPICH and its relatives (Intel MP
 from __future__ import annotations
 
 import logging
+import os
 import re
 import zlib
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from aiocomms.errors import ArgumentError
@@ -225,7 +227,29 @@ def _read_mpich(env: Mapping[str, str]) -> Launch:
     # MPICH's own mpiexec puts no id of the job into the environment; if it runs in a Slurm step, the step's id serves.
     ids = ("PALS_APID", "I_MPI_HYDRA_UUID", "PMI_JOBID")
     job = next((env[name] for name in ids if name in env), None) or _slurm_step(env)
+    if job is None and "MASTER_PORT" not in env and _one_host(reader, size, local) == _LOOPBACK:
+        job = _starter("PMI_RANK")
     return reader.launch(rank, size, host, job)
+
+
+def _starter(mark: str) -> str | None:
+    """Return what tells the process that started all ranks of this host from all its others; None: nothing does.
+
+    It is the nearest ancestor without the variable that marks a rank: between them may be a shell, or a tool that binds
+    a rank to its cores.
+    """
+    pid = os.getppid()
+    try:
+        while pid:
+            _, _, stat = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
+            parent, start = (stat.split()[place] for place in (1, 19))  # proc_pid_stat(5): ppid and starttime
+            marks = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if not any(it.startswith(f"{mark}=".encode()) for it in marks):
+                return f"{pid}.{start}"
+            pid = int(parent)
+    except OSError:  # another user's process, which is none that started this
+        pass
+    return None
 
 
 def _read_pmix(env: Mapping[str, str]) -> Launch:

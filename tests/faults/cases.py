@@ -228,6 +228,7 @@ CASES = (
     Case(89, "UCX's variables, and limits of the process", local=OF_UCX, c10d=OF_UCX),
     Case(91, "a timeout on every rank that waited"),
     Case(92, "an incomplete environment of a launcher; a world of one that is not meant"),
+    Case(93, "mpiexec on one host without MASTER_PORT"),
     Case(94, "a stranger fills the store, and forges arrivals", local=NO_LISTENER),
     Case(
         99,

@@ -257,7 +257,8 @@ def test_a_stranger_at_the_store(ranks: Run, transport: str, early: bool, before
     ranks(2, withstands, free_port(), early, before=before)
 
 
-@pytest.mark.fault(101)
+@pytest.mark.fault(101, transport="c10d")
+@pytest.mark.fault(101, transport="ucx")
 @pytest.mark.parametrize("error", [OSError(errno.EMFILE, "Too many open files"), PermissionError("not here")])
 def test_what_the_system_refuses_is_an_error_of_ours(error: OSError) -> None:
     plan = Plan({"p2p": "some"}, {"p2p": Transport}, {})

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from itertools import groupby
@@ -225,7 +226,11 @@ def test_one_rank_needs_no_address(env, launch):
         ),
         pytest.param(without(OPEN_MPI, "OMPI_COMM_WORLD_SIZE"), ["OMPI_COMM_WORLD_SIZE is missing"], id="no size"),
         pytest.param(without(OPEN_MPI, "OMPI_COMM_WORLD_RANK"), ["OMPI_COMM_WORLD_RANK is missing"], id="no rank"),
-        pytest.param(MPICH, ["launched by MPICH", "MASTER_PORT is missing"], id="MPICH names no job"),
+        pytest.param(
+            MPICH | {"MPI_LOCALNRANKS": "1", "MASTER_ADDR": "node01"},
+            ["launched by MPICH", "MASTER_PORT is missing"],
+            id="MPICH names no job",
+        ),
         pytest.param(
             SLURM | {"SLURM_STEP_NODELIST": "node[01-"},
             ["launched by Slurm", "SLURM_STEP_NODELIST is 'node[01-', wanted hosts as node[01-04],gpu3"],
@@ -323,3 +328,35 @@ def test_importing_it_loads_neither_torch_nor_an_event_loop():
     root = Path(__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=HANGS)
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+STARTER = """
+import os, subprocess, sys
+
+# As MPICH's mpiexec does: it starts both ranks of a host, one of them by way of a shell, and names no job.
+read = "import os; from aiocomms.bootstrap.launchers import read_environment as r; print(r(os.environ).port)"
+for rank, shell in enumerate([[], ["sh", "-c", '"$@"; exit $?', "sh"]]):
+    env = os.environ | {"PMI_RANK": f"{rank}", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}
+    subprocess.run([*shell, sys.executable, "-c", read], env=env, check=True)
+"""
+
+
+@pytest.mark.fault(93)
+def test_ranks_that_one_process_of_this_host_has_started_derive_one_port():
+    env = {name: value for name, value in os.environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
+    jobs = [
+        subprocess.run([sys.executable, "-c", STARTER], env=env, check=True, text=True, stdout=subprocess.PIPE)
+        for _ in range(2)
+    ]
+    (one, other), (third, fourth) = (job.stdout.split() for job in jobs)
+    assert one == other
+    assert third == fourth
+    assert one != third
+
+
+@pytest.mark.fault(93)
+def test_a_rank_whose_starter_cannot_be_told_needs_a_port(monkeypatch):
+    """As in a container of its own, whose first process it is."""
+    monkeypatch.setattr(os, "getppid", lambda: 0)
+    with pytest.raises(ArgumentError, match="MASTER_PORT is missing"):
+        read_environment(MPICH)

@@ -356,7 +356,8 @@ def as_another_user(call):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-@pytest.mark.fault(94)
+@pytest.mark.fault(94, transport="c10d")
+@pytest.mark.fault(94, transport="ucx")
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
 def test_another_user_of_the_host_is_let_in_with_the_token_only(port, monkeypatch):
     def write():
