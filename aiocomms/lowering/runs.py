@@ -209,6 +209,3 @@ class _Part:
     def fail(self, error: CommError) -> None:
         self._done = True
         self._run.part_failed(error)
-
-
-# ------------------------------------------------------------------------------------------------ the schedules

@@ -209,13 +209,19 @@ class TwoSided(Transport):
 
     def _close(self, window: _Window, work: Completion) -> None:
         peers = [r for r in range(self._comm.size) if r != self._comm.rank]
-        farewell = [ops.Send(self._request(work.op), peer, window.tag, ops.RMA_REQUEST) for peer in peers]
+        farewell: list[ops.Op] = []
+        for peer in peers:
+            reply = torch.empty(1, dtype=torch.int64, device=self._comm.device)
+            farewell.append(ops.Send(self._request(work.op), peer, window.tag, ops.RMA_REQUEST))
+            farewell.append(ops.Recv(reply, peer, window.tag, ops.RMA_REPLY))
 
         def close() -> Steps:
-            yield list(farewell)
+            yield farewell
 
         window.closing = work
-        window.serving += 1  # until the farewells have been sent
+        # Until the peers have answered: what this rank has asked for before is done then, also by a rank that left its
+        # body with an error, and awaits no close of its own.
+        window.serving += 1
         self._run(close(), _Service(work.op, window))
 
     def _serve(self, window: _Window, peer: int) -> Steps:
@@ -236,12 +242,12 @@ class TwoSided(Transport):
                 yield [ops.Send(window.span(offset, first), peer, window.tag, ops.RMA_REPLY)]
             elif what == _SIGNAL:
                 window.signal(peer)
-            elif what == _CLOSE:
-                return
-            elif what in (_ADD, _SWAP, _FLUSH):
-                before = 0 if what == _FLUSH else window.atomic(what, offset, first, second)
+            elif what in (_ADD, _SWAP, _FLUSH, _CLOSE):
+                before = window.atomic(what, offset, first, second) if what in (_ADD, _SWAP) else 0
                 reply = torch.tensor([before], device=self._comm.device)
                 yield [ops.Send(reply, peer, window.tag, ops.RMA_REPLY)]
+                if what == _CLOSE:
+                    return
             elif what != _PUT:
                 raise ProtocolError(f"rank {peer} asked for operation {what} on a window", peer=peer)
 

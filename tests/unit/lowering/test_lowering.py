@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import anyio
+import msgspec
 import pytest
 import torch
 from aiocomms_local import LocalTransport
@@ -264,6 +265,63 @@ def test_windows_over_messages(loop):
         await window.aclose()
 
     on_ranks(3, each, loop)
+
+
+def test_a_rank_that_has_closed_a_window_has_its_puts_done_also_where_nobody_awaits_the_close(loop, monkeypatch):
+    """Rank 0 leaves its body with an error, and takes the data of rank 1's put only later; sends are done at once."""
+    late = []
+
+    class Sent:
+        hints = None
+
+        def __init__(self, op):
+            self.op = op
+
+        def done(self):
+            return False
+
+        def complete(self, value=None):
+            pass
+
+        fail = complete
+
+    def post(self, op, work):
+        if isinstance(op, ops.Recv) and op.channel == ops.RMA_DATA:
+            late.append(lambda: LocalTransport.post(self, op, work))
+        elif isinstance(op, ops.Send):
+            copy = msgspec.structs.replace(op, tensor=op.tensor.clone())
+            LocalTransport.post(self, copy, Sent(copy))
+            work.complete(op.tensor)
+        else:
+            LocalTransport.post(self, op, work)
+
+    monkeypatch.setattr(Plain, "post", post)
+
+    async def each(comm):
+        slot, word = torch.zeros(3), torch.zeros(1)
+        win = await comm.new_window(slot)
+        if comm.rank == 0:
+            with pytest.raises(ZeroDivisionError):
+                async with win:
+                    raise ZeroDivisionError
+            await comm.send(word, 1)  # behind its farewell
+            await comm.recv(word, 1)
+            assert not slot.any()
+            for take in late:
+                take()
+        else:
+            await comm.recv(word, 0)
+            put = win.put(torch.ones(3), 0)
+            closing = win._start_closing()
+            await turns(5)
+            assert not closing.done()
+            await comm.send(word, 0)
+            await closing
+            await put
+        await comm.barrier()
+        assert slot.all() or comm.rank == 1
+
+    on_ranks(2, each, loop)
 
 
 def test_a_window_of_a_rank_that_is_gone(loop):
