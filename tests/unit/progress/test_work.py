@@ -637,12 +637,13 @@ def test_a_work_that_nobody_keeps_is_done_all_the_same_and_keeps_its_tensors_unt
 
 
 @pytest.mark.fault(49, transport="local")
-def test_a_storage_that_is_resized_during_an_op_is_an_error(run):
+@pytest.mark.parametrize("move", [lambda tensor: tensor.untyped_storage().resize_(4096), torch.Tensor.share_memory_])
+def test_a_storage_that_is_moved_during_an_op_is_an_error(run, move):
     async def main():
         async with local_world(2) as (one, two):
             tensor = torch.zeros(3)
             work = two.recv(tensor, 0)
-            tensor.untyped_storage().resize_(4096)
+            move(tensor)
             await one.send(torch.ones(3), 1)
             with pytest.raises(CommError, match=r"recv #0 .* the storage of a tensor was resized while the op had it"):
                 await work
