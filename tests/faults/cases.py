@@ -15,6 +15,7 @@ NO_NETWORK = "there is no network"
 NO_LISTENER = "nothing listens, and nothing of another process is read"
 NO_VERSIONS = "debug mode compares ops with each other; it reads no version counters, and sees no program's write"
 OF_UCX = "it uses neither UCX nor shared memory of the host"
+ABOVE_TRANSPORTS = "streams are above transports: shown over `local`"
 OF_THE_DECODER = "memory is measured of the decoder, not of the process"
 
 
@@ -75,7 +76,7 @@ CASES = (
         22,
         "garbage at every listener",
         local=NO_LISTENER,
-        but={"c10d": "what is dropped is not counted: torch's store and gloo do not say"},
+        but={"c10d": "what is dropped is not counted: gloo does not say"},
     ),
     # Ranks disagree.
     Case(23, "another op"),
@@ -163,7 +164,7 @@ CASES = (
         64,
         "strangers, ten thousand, silent, with old words",
         local=NO_LISTENER,
-        but={"c10d": "all that listens is torch's store: how many it lets stay, and how long, is torch's"},
+        but={"c10d": "while it forms gloo listens, too: how many it lets stay, and how long, is gloo's"},
     ),
     Case(
         65,
@@ -209,7 +210,7 @@ CASES = (
         86,
         "more than 2^32 messages to one rank, a copy that fails, an answer of a rank that was not asked",
         local=NO_NETWORK,
-        c10d="torch's store and gloo number and match their messages themselves",
+        c10d="gloo numbers and matches its messages itself",
     ),
     Case(
         87,
@@ -247,6 +248,11 @@ CASES = (
         "a flood of connections while it forms",
         local=NO_LISTENER,
         c10d="gloo's listeners have no gate: a flood may keep its ranks apart, until they time out",
+    ),
+    Case(
+        104,
+        "a stream.send that is cancelled, and its tensor",
+        but={"c10d": ABOVE_TRANSPORTS, "ucx": ABOVE_TRANSPORTS},
     ),
     Case(105, "another version, whose records have another shape"),
     Case(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
+import weakref
 
 import anyio
 import forged
@@ -152,6 +153,7 @@ def test_messages_under_way_to_a_closed_end_do_not_hold_up_their_sender(run):
     run(main)
 
 
+@pytest.mark.fault(104)
 def test_cancelled_receives_and_sends_lose_nothing(run):
     async def main():
         async with local_world(2) as (one, two):
@@ -165,6 +167,37 @@ def test_cancelled_receives_and_sends_lose_nothing(run):
             assert (await here.receive()).item() == 0
             await there.send(torch.tensor([1]))
             assert (await here.receive()).item() == 1
+
+    run(main)
+
+
+@pytest.mark.fault(104)
+def test_a_cancelled_send_keeps_its_tensor_until_the_other_end_has_the_message(run):
+    """And no longer: what was cancelled behind it, without a credit, keeps nothing."""
+
+    async def main():
+        async with local_world(2) as (one, two):
+            there, here = await pair(one, two, capacity=1)
+            held = []
+            here._expect = lambda *args: held.append(args)  # a slow peer: it has not asked for the payload
+            kept = []
+            for _ in range(2):
+                item = torch.full((3,), 7.0)
+                kept.append(weakref.ref(item))
+                with anyio.CancelScope() as scope:
+                    scope.cancel()
+                    await there.send(item)
+                assert scope.cancelled_caught
+                del item
+            await turns()
+            gc.collect()
+            assert [ref() is not None for ref in kept] == [True, False]
+            del here._expect
+            here._expect(*held.pop())
+            assert (await here.receive()).tolist() == [7, 7, 7]
+            await turns()
+            gc.collect()
+            assert kept[0]() is None
 
     run(main)
 
