@@ -26,7 +26,7 @@ SOURCES := aiocomms transports tests examples benchmarks
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo serve demo-tensor-parallel demo-kv-cache check test test-long core rules examples suites unit long \
-	conformance-local conformance-in-process conformance-in-processes conformance-loops faults-quick faults soak \
+	conformance-local conformance-in-process conformance-in-processes conformance-loops faults-quick faults soak chaos \
 	test-sanitizers lint format conformance conformance-ucxx test-cupy bench structure gpu-check gpu-wheels docs clean
 
 $(VENV)/setup.stamp: pyproject.toml
@@ -128,6 +128,11 @@ faults: $(VENV)/ucx.stamp
 soak: export SOAK_SECONDS ?= 60
 soak: $(VENV)/ucx.stamp
 	$(BIN)/python tests/faults/soak.py
+
+## Whatever a program, its interpreter and a plug-in may do goes wrong around ranks: make chaos CHAOS_SECONDS=1800 (30)
+chaos: export CHAOS_SECONDS ?= 30
+chaos: $(VENV)/ucx.stamp
+	$(BIN)/python tests/faults/chaos.py
 
 # The ucx transport with an engine that was built with a sanitizer, as a package of its own beside the editable one.
 SANITIZERS := build/sanitizers

@@ -108,8 +108,18 @@ class Core:
     # ------------------------------------------------------------------------------------------------ works
 
     def post(self, op: ops.Op, work: Completion) -> None:
-        """Hand one message of a lowered op to the transport that carries it."""
-        self.router[type(op)](op, work)
+        """Hand one message of a lowered op to the transport that carries it.
+
+        :raises CommError: it could not be posted; it names the transport if that has raised another exception.
+        """
+        try:
+            self.router[type(op)](op, work)
+        except CommError:
+            raise
+        except Exception as error:
+            if (transport := self.router.carrier(op)) is None:
+                raise
+            raise broken(transport, "post", error) from error
 
     def post_raised(self, op: ops.Op, error: BaseException) -> BaseException:
         """What the caller of an op gets that could not be posted: nothing of it was sent.
@@ -122,7 +132,7 @@ class Core:
             return error
         failure = broken(transport, "post", error)
         self.lose(failure)
-        return failure
+        return failure.about(comm=self.name, op=op.name, rank=self.rank)
 
     def keep(self, work: StartedWork[Any], seconds: float) -> StartedWork[Any]:
         """Note that an op was posted and is pending.
@@ -300,7 +310,10 @@ class Core:
         with anyio.move_on_after(CLOSE_GRACE, shield=True):
             for transport in self.transports:
                 self.driver.detach(transport)
-            await close_transports(self.transports)
+            try:
+                await close_transports(self.transports)
+            except CommError as error:
+                raise error.about(comm=self.name, op="aclose", rank=self.rank) from error.__cause__
 
     def disown(self) -> None:
         """This is a forked child, which shares its parent's sockets and must neither use nor close them."""

@@ -164,9 +164,9 @@ async def _open(name: str, opening: Awaitable[Transport]) -> Transport:
     try:
         return await opening
     except CommError:
-        raise  # some are OSErrors, too
-    except OSError as error:
-        raise CommError(f"the transport {name!r} cannot be opened: {error}") from error
+        raise
+    except Exception as error:
+        raise CommError(f"the transport {name!r} cannot be opened: {type(error).__name__}: {error}") from error
 
 
 async def close_transports(transports: Iterable[Transport]) -> None:

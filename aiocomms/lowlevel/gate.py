@@ -1,15 +1,6 @@
 """Connects a rank with every other rank of its communicator, and drops everybody else's connections.
 
-The rank with the higher number connects. Both sides authenticate before they send anything else:
-
-    connector: magic and version, its rank, a nonce, and a MAC
-    acceptor:  magic and version, a nonce, and a MAC
-    connector: a MAC
-    acceptor:  that it is accepted
-
-A MAC covers both ranks and all nonces so far, and a word that differs for each step. Its key is known only to the ranks
-of the communicator. So no message that was recorded before, elsewhere or from the other side proves anything. The first
-MAC only tells who may be a rank from who cannot be one, at the first bytes: it may be a recorded one.
+The rank with the higher number connects, and each proves to be a rank by the dialogues of ``handshake.py``.
 
 A connection that has not proved itself in time is dropped. If there are more connections than allowed, one of those is
 dropped that have said nothing yet, the oldest of whoever has most of them: however many one stranger opens, a rank on
@@ -21,17 +12,22 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import secrets
 import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Container, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from aiocomms.errors import AuthError, CommTimeoutError
-from aiocomms.lowlevel.auth import mac, same
-from aiocomms.lowlevel.versions import HEAD_BYTES, Dialect
+from aiocomms.errors import CommTimeoutError
+from aiocomms.lowlevel.handshake import (
+    HANDSHAKE,
+    PROOF_BYTES,
+    Dialogue,
+    RefusedError,
+    acceptor_dialogue,
+    connector_dialogue,
+)
 
 PATIENCE: Final = 5.0
 """Seconds in which whoever connects must prove that it is a rank."""
@@ -40,31 +36,12 @@ MOST_HALF_OPEN: Final = 128
 AT_ONCE: Final = 16
 """Connections that are accepted before those that are there already make progress."""
 
-_GATE: Final = Dialect("the handshake", b"aioG", 2)
-_NONCE: Final = 16
-_MAC: Final = 32
-_HELLO: Final = struct.Struct(f"!I{_NONCE}s{_MAC}s")
-_ACCEPTED: Final = b"\x01"
 _PAUSE: Final = 0.01
 """Seconds before another attempt to connect."""
 _CREDENTIALS: Final = struct.Struct("iII")  # struct ucred
 
-Dialogue = Generator[int, bytes, int]
-"""A generator that yields how many bytes it wants next, and returns the peer's rank."""
 Proved = tuple[int, socket.socket]
 """A rank, and the connection with it."""
-
-
-class RefusedError(Exception):
-    """Raised within a dialogue: the other side is not a rank of this communicator, or not one that is expected."""
-
-    def __init__(self, version: int | None = None) -> None:
-        """Begin.
-
-        :param version: in which it speaks, if that is not this rank's.
-        """
-        super().__init__()
-        self.version = version
 
 
 class HalfOpen:
@@ -182,7 +159,7 @@ class Entrance:
                 self.versions.add(error.version)
             self.drop(half)
             return None
-        if half.wanted == _MAC:
+        if half.wanted == PROOF_BYTES:
             self._heard(half)
         if peer is None:
             return None
@@ -300,7 +277,7 @@ class Gate:
         if self.dropped:
             message += f"; {self.dropped} connections were dropped that did not prove to be a rank's"
         for version in sorted(self.entrance.versions)[:3]:
-            message += f"; {_GATE.differs('somebody who connected', version)}"
+            message += f"; {HANDSHAKE.differs('somebody who connected', version)}"
         return CommTimeoutError(message)
 
     def _connect_missing(self, ends: float) -> None:
@@ -339,54 +316,6 @@ class Gate:
         if peer in self._proved:  # the peer has abandoned its first connection
             self._proved[peer].close()
         self._proved[peer] = connection
-
-
-def connector_dialogue(connection: socket.socket, key: bytes, rank: int, peer: int | str) -> Dialogue:
-    """Authenticate as the side that connects.
-
-    :param key: what only ranks of this communicator know.
-    :param peer: who accepts.
-    :raises AuthError: it does not prove to be that.
-    :raises ProtocolError: it speaks another version, or what is no version at all.
-    """
-    who, number = (f"rank {peer}", peer) if isinstance(peer, int) else (peer, None)
-    nonce = secrets.token_bytes(_NONCE)
-    connection.sendall(_GATE.head + _HELLO.pack(rank, nonce, mac(key, "hello", rank, peer, nonce)))
-    _GATE.check((yield HEAD_BYTES), f"who answers in the place of {who}", number)
-    message = yield _NONCE + _MAC
-    pair = (rank, peer, nonce, message[:_NONCE])
-    if not same(message[_NONCE:], mac(key, "acceptor", *pair)):
-        raise AuthError(f"who answers in the place of {who} does not prove to be that rank", peer=number)
-    connection.sendall(mac(key, "connector", *pair))
-    if (yield len(_ACCEPTED)) != _ACCEPTED:
-        raise RefusedError
-    return rank if isinstance(peer, str) else peer
-
-
-def acceptor_dialogue(connection: socket.socket, key: bytes, rank: int | str, peers: Container[int]) -> Dialogue:
-    """Authenticate as the side that accepts.
-
-    :param rank: who this is.
-    :param peers: which ranks may connect.
-    """
-    head = yield HEAD_BYTES
-    if head != _GATE.head:
-        version = _GATE.other_version(head)
-        if version is not None:  # it learns this rank's; anybody may say this, so it is an error to nobody here
-            connection.sendall(_GATE.head)
-        raise RefusedError(version)
-    peer, peer_nonce, proof = _HELLO.unpack((yield _HELLO.size))
-    if peer not in peers:
-        raise RefusedError
-    nonce = secrets.token_bytes(_NONCE)
-    pair = (peer, rank, peer_nonce, nonce)
-    connection.sendall(_GATE.head + nonce + mac(key, "acceptor", *pair))
-    if not same(proof, mac(key, "hello", peer, rank, peer_nonce)):
-        raise RefusedError  # if it has another key, it sees so by the answer
-    if not same((yield _MAC), mac(key, "connector", *pair)):
-        raise RefusedError
-    connection.sendall(_ACCEPTED)
-    return int(peer)
 
 
 def _source(address: object) -> str:

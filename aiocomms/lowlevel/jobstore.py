@@ -16,7 +16,7 @@ from torch.distributed import DistNetworkError, DistStoreError, Store
 
 from aiocomms.errors import AuthError
 from aiocomms.lowlevel.forks import Unshared
-from aiocomms.lowlevel.gate import RefusedError, connector_dialogue
+from aiocomms.lowlevel.handshake import RefusedError, connector_dialogue
 from aiocomms.lowlevel.sockets import tune
 from aiocomms.lowlevel.storeserver import LENGTH, SERVER, StoreServer, perform
 

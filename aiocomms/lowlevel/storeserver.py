@@ -28,7 +28,8 @@ from torch.distributed import HashStore
 from aiocomms.errors import CommError
 from aiocomms.lowlevel.auth import MAX_RECORD
 from aiocomms.lowlevel.forks import Unshared
-from aiocomms.lowlevel.gate import MOST_HALF_OPEN, Dialogue, Entrance, Proved, RefusedError, acceptor_dialogue
+from aiocomms.lowlevel.gate import MOST_HALF_OPEN, Entrance, Proved
+from aiocomms.lowlevel.handshake import Dialogue, RefusedError, acceptor_dialogue
 from aiocomms.lowlevel.sockets import tune
 from aiocomms.lowlevel.waker import Waker
 

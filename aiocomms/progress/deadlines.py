@@ -47,19 +47,21 @@ class Watchdog:
         """Start afresh. In a forked child the thread is gone, and the lock may be held by a thread that is gone too."""
         self.wakes_at = float("inf")
         """The time at which the thread wakes next. An op with an earlier deadline calls :meth:`wake_by`."""
-        # Reentrant: a finalizer that runs under the lock may post or close.
-        self._changed = threading.Condition(threading.RLock())
+        # Reentrant: a finalizer that runs under the lock may post or close. It is taken as it is and not through the
+        # condition, in whose methods the exception of a signal handler would leave it taken for good.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._watched: weakref.WeakSet[Watched] = weakref.WeakSet()
         self._thread: threading.Thread | None = None
 
     def register(self, who: Watched) -> None:
         """Watch an object's deadlines."""
-        with self._changed:
+        with self._lock:
             self._watched.add(who)
 
     def unregister(self, who: Watched) -> None:
         """Watch an object's deadlines no more. The thread ends when no object is left. Idempotent."""
-        with self._changed:
+        with self._lock:
             self._watched.discard(who)
             thread = None if self._watched else self._thread
             if thread is not None:
@@ -73,7 +75,7 @@ class Watchdog:
 
         :raises RuntimeError: no thread can be started.
         """
-        with self._changed:
+        with self._lock:
             # No object may be left: the last one may have been unregistered while the thread called its expire.
             if deadline < self.wakes_at and self._watched:
                 if self._thread is None or not self._thread.is_alive():
@@ -82,18 +84,16 @@ class Watchdog:
                 self._changed.notify_all()
 
     def _start_thread(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="aiocomms deadlines", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError:
-            self._thread = None  # the next deadline tries again
-            raise
+        """Start it. If that raises, a thread that runs all the same ends at once, and the next deadline tries again."""
+        thread = threading.Thread(target=self._run, name="aiocomms deadlines", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def _run(self) -> None:
         me = threading.current_thread()
         try:
             while True:
-                with self._changed:
+                with self._lock:
                     while self._thread is me and (left := self.wakes_at + _GRACE - time.monotonic()) > 0:
                         self._changed.wait(min(left, threading.TIMEOUT_MAX))
                     if self._thread is not me:
@@ -101,7 +101,7 @@ class Watchdog:
                     self.wakes_at = float("inf")
                 self._expire_all()
         finally:
-            with self._changed:
+            with self._lock:
                 if self._thread is me:  # it ends by an exception: the next deadline starts another thread
                     self._thread, self.wakes_at = None, float("inf")
 
@@ -110,7 +110,7 @@ class Watchdog:
 
         This is a function of its own so that it keeps no reference to them: the thread may sleep for long afterwards.
         """
-        with self._changed:
+        with self._lock:
             watched = copied(self._watched)
         # The lock is not held here: a communicator may be closed, and so unregistered, because of its deadline.
         for who in watched:

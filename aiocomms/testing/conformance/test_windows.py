@@ -309,6 +309,8 @@ async def test_an_error_leaves_a_window_without_waiting_for_the_peers(comm: Comm
 @ranks(2)
 async def test_an_error_comes_out_of_a_window_of_a_lost_communicator(comm: Communicator, case: Case) -> None:
     _, win = await window(comm, case, torch.int32, 1)
+    case.tell("open")
+    await case.told("open", 0, 1)
     with pytest.raises(ZeroDivisionError):
         async with win:
             comm.abort("for the test")

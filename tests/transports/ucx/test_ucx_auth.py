@@ -21,7 +21,8 @@ from processes import HANGS, held
 from aiocomms.errors import AuthError, CommTimeoutError
 from aiocomms.lowlevel import Gate, mac
 from aiocomms.lowlevel import gate as gate_module
-from aiocomms.lowlevel.gate import MOST_HALF_OPEN, Dialogue, Entrance, HalfOpen, connector_dialogue
+from aiocomms.lowlevel.gate import MOST_HALF_OPEN, Entrance, HalfOpen
+from aiocomms.lowlevel.handshake import Dialogue, connector_dialogue
 
 KEY = b"what this family knows"
 

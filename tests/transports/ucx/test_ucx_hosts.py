@@ -69,7 +69,7 @@ async def everything(place: Rank, layout: str) -> None:
         port = f":{29511:04X}"
         assert not paths
         assert not any(set(it.partition(":")[0]) == {"0"} for it in addresses), addresses
-        assert [it for it in addresses if it.endswith(port)] == [f"{kernel_address(0)}{port}"] * (place.rank == 0)
+        assert not [it for it in addresses if it.endswith(port)], "the store listens though all are there"
 
 
 async def reduce_some(comm: Communicator) -> None:

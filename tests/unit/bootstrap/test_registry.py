@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 import aiocomms
 from aiocomms import ops
 from aiocomms.bootstrap import registry
-from aiocomms.errors import ArgumentError, ArgumentTypeError, CommAbortedError, UnsupportedOperation
+from aiocomms.errors import ArgumentError, ArgumentTypeError, CommAbortedError, CommError, UnsupportedOperation
 from aiocomms.testing import local_world
 from aiocomms.transport import Capabilities, Transport
 
@@ -336,8 +336,9 @@ def test_what_was_opened_is_closed_if_another_fails_to_open(run, install):
     install(closing=Closing, failing=Failing)
 
     async def main():
-        with pytest.raises(ValueError, match="boom"):
+        with pytest.raises(CommError, match="the transport 'failing' cannot be opened: ValueError: boom") as caught:
             await aiocomms.new_comm({"p2p": "closing", "collectives": "failing"})
+        assert isinstance(caught.value.__cause__, ValueError)
         assert len(closed) == 1
         assert closed[0].fileno() == -1
 

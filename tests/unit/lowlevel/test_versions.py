@@ -19,7 +19,7 @@ from torch.distributed import HashStore
 from aiocomms.bootstrap import generations
 from aiocomms.errors import AuthError, CommTimeoutError, ProtocolError
 from aiocomms.families import objects
-from aiocomms.lowlevel import Dialect, Gate, gate
+from aiocomms.lowlevel import Dialect, Gate, gate, handshake
 from aiocomms.lowlevel.auth import RENDEZVOUS, Seal
 
 OTHER = 4711
@@ -153,7 +153,8 @@ def handshakes(monkeypatch: pytest.MonkeyPatch, dialects: dict[int, Dialect], li
         def __getattr__(self, name: str) -> object:
             return getattr(dialects[local.rank], name)
 
-    monkeypatch.setattr(gate, "_GATE", Speaker())
+    for module in (gate, handshake):
+        monkeypatch.setattr(module, "HANDSHAKE", Speaker())
 
     def run(rank: int) -> None:
         local.rank = rank
@@ -174,7 +175,7 @@ def handshakes(monkeypatch: pytest.MonkeyPatch, dialects: dict[int, Dialect], li
 @pytest.mark.fault(105)
 def test_a_handshake_between_versions_names_both(monkeypatch: pytest.MonkeyPatch, listener: socket.socket) -> None:
     """Who connects knows at once. Who accepts does not know that it is a rank, but says what it was."""
-    ours = gate._GATE
+    ours = handshake.HANDSHAKE
     accepts, connects = handshakes(monkeypatch, {0: ours, 1: ours._replace(version=OTHER)}, listener)
     assert isinstance(connects, ProtocolError)
     assert f"rank 0 speaks version {ours.version} of the handshake, this rank version {OTHER}" in str(connects)

@@ -324,6 +324,30 @@ def test_a_watchdog_by_itself():
     assert watchdog._thread is None
 
 
+@pytest.mark.parametrize("runs", [False, True], ids=["before it runs", "when it runs"])
+def test_a_watchdog_whose_start_a_signal_handler_broke_off_starts_at_the_next_deadline(monkeypatch, runs):
+    dog, start, broken_off = Watchdog(), threading.Thread.start, []
+
+    def interrupted(thread):
+        if runs:
+            start(thread)
+        broken_off.append(thread)
+        raise KeyboardInterrupt
+
+    who = Expiring(time.monotonic())
+    dog.register(who)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            dog.wake_by(time.monotonic())
+    if runs:
+        broken_off[0].join(PATIENCE)
+    assert not broken_off[0].is_alive()
+    dog.wake_by(time.monotonic())
+    assert who.all_told.wait(PATIENCE)
+    dog.unregister(who)
+
+
 def test_a_watchdog_begins_no_thread_for_who_left_while_it_was_asked():
     dog, now, left = Watchdog(), time.monotonic(), threading.Event()
 

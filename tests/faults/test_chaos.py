@@ -1,0 +1,18 @@
+"""``make chaos`` in short: each disturbance once on each transport, with a seed that stays."""
+
+from __future__ import annotations
+
+import chaos_rank
+import disturbances
+import pytest
+from processes import Run
+
+
+@pytest.fixture(params=["local", "c10d", "ucx"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.mark.parametrize("what", disturbances.NAMES)
+def test_chaos(ranks: Run, transport: str, what: str) -> None:
+    ranks(1 if transport == "local" else chaos_rank.SIZE, chaos_rank.play, what, 1, 10)
