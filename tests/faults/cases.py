@@ -191,6 +191,12 @@ CASES = (
     Case(74, "an abort, a death and a deadline while it closes", but={"local": "no death: " + ONE_PROCESS}),
     Case(75, "the flight recorder's folder hangs"),
     Case(76, "a window over memory that another communicator of the process uses"),
+    Case(
+        77,
+        "memory that its program moves while an op has it",
+        ucx="it cannot be prevented, and ucx may write into freed memory: see what is known to fail",
+        but="nothing prevents it; shown is that the op fails when it is done",
+    ),
     Case(78, "a receive whose awaiter never ran"),
     Case(79, "a rank forks, and dies before its child", local=ONE_PROCESS),
     Case(
@@ -255,6 +261,12 @@ CASES = (
         but={"c10d": ABOVE_TRANSPORTS, "ucx": ABOVE_TRANSPORTS},
     ),
     Case(105, "another version, whose records have another shape"),
+    Case(
+        106,
+        "how long an outage may take",
+        local=NO_NETWORK,
+        but="2 s are survived, without a heartbeat; the times with one were tried by hand, and stand in the notes",
+    ),
     Case(
         107,
         "a cable that loses, delays, reorders, repeats, is slow, is cut for 2 s, or takes smaller frames",

@@ -104,7 +104,7 @@ def amid_a_transfer(ranks: Run, line: tuple[list[str], Cable], happens: Callable
         waiting.result()
 
 
-@pytest.mark.fault(107)
+@pytest.mark.fault(106, 107)
 @pytest.mark.parametrize("cut", [(0,), (1,), (0, 1)], ids=str)
 def test_an_outage_that_ends(ranks: Run, line: tuple[list[str], Cable], cut: tuple[int, ...]) -> None:
     """It takes long enough that TCP sends what was lost again in vain, several times."""

@@ -636,7 +636,7 @@ def test_a_work_that_nobody_keeps_is_done_all_the_same_and_keeps_its_tensors_unt
     run(main)
 
 
-@pytest.mark.fault(49, transport="local")
+@pytest.mark.fault(49, 77, transport="local")
 @pytest.mark.parametrize("move", [lambda tensor: tensor.untyped_storage().resize_(4096), torch.Tensor.share_memory_])
 def test_a_storage_that_is_moved_during_an_op_is_an_error(run, move):
     async def main():
