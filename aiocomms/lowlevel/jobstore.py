@@ -18,7 +18,7 @@ from aiocomms.errors import AuthError
 from aiocomms.lowlevel.forks import Unshared
 from aiocomms.lowlevel.handshake import RefusedError, connector_dialogue
 from aiocomms.lowlevel.sockets import tune
-from aiocomms.lowlevel.storeserver import LENGTH, SERVER, StoreServer, perform
+from aiocomms.lowlevel.storeserver import LENGTH, OUTAGE, SERVER, StoreServer, perform
 
 _FIRST_PAUSE: Final = 0.0005
 _LONGEST_PAUSE: Final = 0.05
@@ -147,7 +147,7 @@ def prove(connection: socket.socket, key: bytes, rank: int, patience: float) -> 
     :raises OSError: it closes the connection, or answers too late.
     """
     try:
-        dialogue = connector_dialogue(tune(connection), key, rank, SERVER)
+        dialogue = connector_dialogue(tune(connection, OUTAGE), key, rank, SERVER)
         connection.settimeout(patience)
         wanted = next(dialogue)
         try:

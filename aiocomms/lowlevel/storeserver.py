@@ -37,6 +37,9 @@ SERVER: Final = "the store"
 """Who a rank connects to: what its proof names in place of a rank."""
 LENGTH: Final = struct.Struct("!I")
 """What precedes each request and answer."""
+OUTAGE: Final = 120
+"""Seconds for which a rank's host may not answer. Nobody takes a rank for dead because of this connection, which is not
+made again."""
 LONGEST: Final = 16 * MAX_RECORD
 """Bytes of a request: more than any record takes, and all that a rank may have the server keep at once."""
 
@@ -273,7 +276,7 @@ class StoreServer:
         try:
             if self._guarded and owner(connection) not in (None, os.geteuid()):
                 raise RefusedError
-            tune(connection)
+            tune(connection, OUTAGE)
         except (OSError, RefusedError):  # OSError: the rank has gone again
             self._entrance.dropped += 1
             connection.close()
