@@ -3,7 +3,8 @@
 A store may keep the keys of a crashed run: the store of a launcher that restarts the ranks, or a file that is used
 again. Each rank therefore gives every arrival a random name, and writes it down in place of its last one. It writes
 down which arrivals of the other ranks it sees, and goes on when all ranks see the same. The keys of a process that is
-gone are not taken for a rank, nor is what somebody writes without the job's token.
+gone are not taken for a rank, nor is what somebody writes without the job's token. These records have this shape in
+every version, so that ranks of two versions can say so.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ class Arrival:
         :raises StoreLostError: the store is gone.
         """
         mine = secrets.token_hex(8)
-        write(self._store, self._seal, "came", self._rank, f"came/{self._rank}", mine)
         view = [_NOBODY] * self._size
         view[self._rank] = mine
+        write(self._store, self._seal, "came", self._rank, f"came/{self._rank}", mine)
         pause = FIRST_PAUSE
         while not given_up.is_set():
             if self._look(view):

@@ -137,7 +137,7 @@ async def takes_in(place: Rank, port: int) -> None:
     launched(place, port)
     gc.disable()
     comm = await aiocomms.new_comm(place.transport, timeout=HANGS)
-    await comm.barrier()
+    await all_there(place, "met")
     if place.rank == 1:
         comm.abort("it leaves")
         await comm.aclose()

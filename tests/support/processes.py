@@ -53,6 +53,7 @@ class Rank:
         self.rank = rank
         self.size = size
         self.folder = Path(folder)
+        self._store: dist.Store | None = None
 
     def open(self, name: str = "world", ranks: Sequence[int] | None = None, **more: Any) -> Any:
         """``new_comm`` of all ranks, or of some."""
@@ -61,7 +62,9 @@ class Rank:
         return aiocomms.new_comm(self.transport, name=name, **more)
 
     def store(self) -> dist.Store:
-        return dist.FileStore(str(self.folder / "store"), self.size)
+        """The same one each time: torch removes the file with the last, also where another rank just opens it."""
+        self._store = self._store or dist.FileStore(str(self.folder / "store"), self.size)
+        return self._store
 
     def tell(self, note: str) -> None:
         (self.folder / note).touch()
