@@ -8,18 +8,19 @@ from collections import deque, namedtuple
 from importlib import import_module, util
 from typing import Any, Self
 
+from msgspec import structs
 from torch import Tensor, device, uint8
 
 from aiocomms import ops
-from aiocomms.errors import CommAbortedError, CommError, MismatchError, PeerDiedError
-from aiocomms.lowlevel import Waker, closed_by, misfit, run_in_thread
+from aiocomms.errors import CommAbortedError, CommError, MismatchError
+from aiocomms.lowlevel import Reason, Waker, closed_by, gone, misfit, run_in_thread
 from aiocomms.ops import checks
 from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport
 
 # Frames are of one size, for UCXX takes a message that is shorter than its buffer for truncated. Data that has no room
-# in its frame is a UCX message of its own, found by its number. After CLOSE, ABORT or DEATH a rank says nothing more.
+# in its frame is a UCX message of its own, found by its number. After CLOSE or ABORT a rank says nothing more.
 Frame = namedtuple("Frame", "kind channel dtype tag nbytes number data", defaults=(0, 0, 0, 0, 0, b""))  # noqa: PYI024
-HELLO, MESSAGE, CLOSE, ABORT, DEATH = range(5)
+HELLO, MESSAGE, CLOSE, ABORT = range(4)
 HEADER, SIZE, ROOM = struct.Struct("<BBBxiqq"), 256, 232  # bytes
 DTYPES = sorted(checks.DTYPES, key=str)
 LIBRARY = next((name for name in ("ucxx", "ucp") if util.find_spec(name)), None)
@@ -112,18 +113,18 @@ class UcxxTransport(Transport):
         return take(self.pending, 3, work) is not None
 
     def abort(self, error: CommError) -> None:
-        kind = DEATH if isinstance(error, PeerDiedError) else ABORT
-        peer = self.rank if error.peer is None else error.peer
-        self.engine.submit(self.fall_silent(Frame(kind, tag=peer, data=str(error).encode()[:ROOM])))
+        reason = Reason.of(error, self.rank)
+        text = reason.message.encode()[:150].decode(errors="ignore")  # all of it has to have room in a frame
+        data = structs.replace(reason, message=text).encode()
+        self.engine.submit(self.fall_silent(Frame(ABORT, nbytes=len(data), data=data)))
 
     async def aclose(self) -> None:
         await run_in_thread(self.engine.submit(self.fall_silent(Frame(CLOSE))).result)
         self.waker.close()
 
     def hear(self, rank: int, frame: Frame) -> None:
-        if frame.kind in (ABORT, DEATH):
-            error = PeerDiedError if frame.kind == DEATH else CommAbortedError
-            self.on_failure(error(frame.data.rstrip(b"\0").decode(errors="replace"), peer=frame.tag))
+        if frame.kind == ABORT:
+            self.on_failure(Reason.decode(frame.data[: frame.nbytes]).to_error())
         elif frame.kind == CLOSE:
             self.gone.add(rank)
             while it := take(self.pending, 0, rank):
@@ -161,7 +162,7 @@ class UcxxTransport(Transport):
                 frame = Frame._make((*HEADER.unpack_from(buffer), bytes(buffer[HEADER.size :])))
                 self.tell(self.hear, rank, frame)
         except Exception as error:  # whatever UCX calls it
-            self.tell(self.hear, rank, Frame(DEATH, tag=rank, data=f"rank {rank} is gone: {error}".encode()))
+            self.tell(lambda why=str(error): self.on_failure(gone(rank, why)))
         await self.silence.wait()
         endpoint.abort()
 
