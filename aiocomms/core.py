@@ -128,7 +128,9 @@ class Core:
         """
         self.calls -= op.family == "collectives"  # the other ranks' next collective is this one's next, too
         transport = self.router.carrier(op)
-        if transport is None or isinstance(error, CommError) or not isinstance(error, Exception):
+        if isinstance(error, CommError):
+            return error.about(comm=self.name, op=op.name, rank=self.rank)
+        if transport is None or not isinstance(error, Exception):
             return error
         failure = broken(transport, "post", error)
         self.lose(failure)
