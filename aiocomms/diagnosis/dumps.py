@@ -162,10 +162,14 @@ class Record:
             self._look = recorder.look(flying)
 
     def snapshot(self) -> Snapshot | None:
-        """It in words; None where the flight recorder has failed, which is said once."""
+        """Put it into words, once; None where the flight recorder has failed, which is said once.
+
+        Afterwards it has no work any more, and with it no tensor: to write the words down may take for ever.
+        """
+        look, self._look = self._look, None
         with self._complaining():
-            if self._look is not None:
-                return self._recorder.describe(self._look, self._reason)
+            if look is not None:
+                return self._recorder.describe(look, self._reason)
         return None
 
     def write_later(self) -> None:

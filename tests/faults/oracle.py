@@ -14,6 +14,7 @@ import os
 import re
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Iterable
 from pathlib import Path
@@ -137,6 +138,16 @@ async def settled(before: Counter[str]) -> None:
         await asyncio.sleep(0.01)
         gc.collect()
     raise AssertionError(f"more than before: {dict(more)}")
+
+
+async def forgotten(kept: weakref.ref[Any]) -> None:
+    """Wait until nothing keeps a buffer: what ops were doing is put into words on another thread, and may be later."""
+    for _ in range(LOOKS):
+        if kept() is None:
+            return
+        await asyncio.sleep(0.01)
+        gc.collect()
+    raise AssertionError("the buffer is kept for ever")
 
 
 async def end(ops: Awaitable[Any], comm: Communicator, peers: Iterable[int]) -> CommError:

@@ -275,6 +275,43 @@ def test_a_folder_that_hangs_keeps_no_failure_from_its_awaiter(run, transport, m
         thaws.set()
 
 
+@pytest.mark.fault(75)
+@pytest.mark.parametrize("transport", ["local", "c10d", "ucx"])
+@pytest.mark.parametrize("how", ["abort", "deadline"])
+def test_a_folder_that_hangs_keeps_no_buffer(run, transport, how, monkeypatch):
+    thaws, writes = threading.Event(), threading.Semaphore(0)
+
+    def hang(snapshot, folder=None):
+        writes.release()
+        thaws.wait()
+        raise OSError("it is gone")
+
+    monkeypatch.setattr(dumps, "write", hang)
+
+    async def main():
+        async with local_world(2, transport) as (one, two):
+            seconds = 0.1 if how == "deadline" else None
+            works = [one.all_reduce(torch.ones(3), timeout=seconds), two.recv(torch.zeros(3), 0)]
+            kept = [weakref.ref(work.op.tensor) for work in works]
+            if how == "abort":
+                one.abort("enough")
+            for work in works:
+                with pytest.raises(CommError) as caught:
+                    await work
+                caught.value.__traceback__ = None
+            for _ in range(2):
+                await anyio.to_thread.run_sync(writes.acquire)
+        works.clear()
+        del work, caught
+        gc.collect()
+        assert [ref() for ref in kept] == [None, None]
+
+    try:
+        run(main)
+    finally:
+        thaws.set()
+
+
 @pytest.mark.fault(69)
 def test_a_file_is_its_owners_alone_and_replaces_nothing(run, records, tmp_path):
     async def main():

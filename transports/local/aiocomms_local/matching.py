@@ -154,6 +154,10 @@ class Matcher:
             if rank not in calls:
                 self.failure = self.failure or error
                 done += [(r, work, error) for r, (_, work) in calls.items()]
+        if self.failure is not None:
+            self._collectives.clear()  # nothing of a lost communicator keeps its tensors
+        if len(self.left) == self.size:
+            self._windows.clear()
         return done
 
 
