@@ -127,9 +127,9 @@ class Core:
         A transport that raises another exception than a :class:`CommError` is broken, and the communicator is lost.
         """
         self.calls -= op.family == "collectives"  # the other ranks' next collective is this one's next, too
-        transport = self.router.carrier(op)
         if isinstance(error, CommError):
             return error.about(comm=self.name, op=op.name, rank=self.rank)
+        transport = self.router.carrier(op)
         if transport is None or not isinstance(error, Exception):
             return error
         failure = broken(transport, "post", error)

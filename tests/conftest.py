@@ -13,6 +13,7 @@ import hypothesis  # noqa: F401
 import pytest
 import torch  # noqa: F401
 from concurrency import LOOPS, Main, run_on
+from inside import Entry
 from processes import Run, runner
 
 _records = tempfile.TemporaryDirectory(prefix="aiocomms-tests")
@@ -55,20 +56,6 @@ def notice(record_property: Callable[[str, object], None]) -> Callable[[Sequence
     No test bounds it: that is a bet on the machine. A test makes sure instead that nothing else could have told.
     """
     return lambda seconds: record_property("notice", max(seconds))
-
-
-class Entry:
-    """An entry point of a transport that no distribution brings."""
-
-    def __init__(self, name: str, cls: object) -> None:
-        self.name = name
-        self.value = f"{getattr(cls, '__module__', '')}:{getattr(cls, '__name__', cls)}"
-        self._cls = cls
-
-    def load(self) -> object:
-        if isinstance(self._cls, Exception):
-            raise self._cls
-        return self._cls
 
 
 @pytest.fixture

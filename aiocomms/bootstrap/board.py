@@ -10,6 +10,7 @@ from typing import Final
 
 from torch.distributed import Store
 
+from aiocomms.bootstrap.records import fetch, read, write
 from aiocomms.errors import ArgumentError, ProtocolError
 from aiocomms.lowlevel.auth import Seal
 from aiocomms.lowlevel.stores import store_errors
@@ -36,8 +37,7 @@ class Board:
 
         :raises StoreLostError: the store is gone.
         """
-        record = self._seal.sign(key, self.rank, value)
-        self._store().set(f"{key}/{self.rank}", record)  # type: ignore[arg-type]  # bytes are fine
+        write(self._store(), self._seal, key, self.rank, f"{key}/{self.rank}", value)
 
     @store_errors()
     def told(self, key: str, rank: int) -> bytes | None:
@@ -45,9 +45,8 @@ class Board:
 
         :raises StoreLostError: the store is gone.
         """
-        store, where = self._store(), f"{key}/{rank}"
         try:
-            return self._seal.verify(key, rank, store.get(where)) if store.check([where]) else None
+            return read(self._store(), self._seal, key, rank, f"{key}/{rank}")
         except ProtocolError:  # AuthError is one
             return None
 
@@ -68,8 +67,7 @@ class Board:
         :raises StoreLostError: the store is gone.
         :raises AuthError: what is there is not signed by a rank.
         """
-        store = self._store()
-        record = store.get(key) if store.check([key]) else None
+        record = fetch(self._store(), key)
         return None if record is None else self._opened(key, record)
 
     def _opened(self, key: str, record: bytes) -> bytes:

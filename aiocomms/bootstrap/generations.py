@@ -17,6 +17,7 @@ from typing import Final
 
 from torch.distributed import Store
 
+from aiocomms.bootstrap.records import fetch, read, write
 from aiocomms.errors import ArgumentError
 from aiocomms.lowlevel.auth import Seal, claimed
 from aiocomms.lowlevel.stores import store_errors
@@ -55,10 +56,10 @@ class Arrival:
         :raises ProtocolError: a rank that sees this rank is of another version.
         :raises StoreLostError: the store is gone.
         """
-        mine = secrets.token_hex(8)
+        mine, came = secrets.token_hex(8), f"came/{self._rank}"
         view = [_NOBODY] * self._size
         view[self._rank] = mine
-        write(self._store, self._seal, "came", self._rank, f"came/{self._rank}", mine)
+        write(self._store, self._seal, "came", self._rank, came, mine.encode())
         pause = FIRST_PAUSE
         while not given_up.is_set():
             if self._look(view):
@@ -68,14 +69,14 @@ class Arrival:
                 self._read_view(rank, view)
             if len(self._agreed) == self._size:
                 break
-            if read(self._store, self._seal, "came", self._rank, f"came/{self._rank}") != mine:
+            if read(self._store, self._seal, "came", self._rank, came) != mine.encode():
                 raise ArgumentError(
                     f"another process has come as rank {self._rank} while this one waited: was a rank started twice, "
                     "or do two jobs use one store and one name?"
                 )
             given_up.wait(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
-        return hashlib.sha256(_text(view).encode()).hexdigest()[:16]
+        return hashlib.sha256(_text(view)).hexdigest()[:16]
 
     def _look(self, view: list[str]) -> bool:
         """Read the other ranks' arrivals, except of those that have agreed; return whether any has changed."""
@@ -95,28 +96,9 @@ class Arrival:
         record = None if name == _NOBODY else fetch(self._store, f"sees/{rank}/{name}")
         if record is not None and view[self._rank].encode() in claimed(record).split():
             self.present.add(rank)
-            if self._seal.verify(f"sees {name}", rank, record) == _text(view).encode():
+            if self._seal.verify(f"sees {name}", rank, record) == _text(view):
                 self._agreed.add(rank)
 
 
-def _text(view: list[str]) -> str:
-    return " ".join(view)
-
-
-def write(store: Store, seal: Seal, what: str, rank: int, where: str, text: str) -> None:
-    """Write a signed text."""
-    store.set(where, seal.sign(what, rank, text.encode()))  # type: ignore[arg-type]  # bytes are fine
-
-
-def read(store: Store, seal: Seal, what: str, rank: int, where: str) -> str | None:
-    """Return a text that a rank has signed, or None if it is not there.
-
-    :raises AuthError: the rank has not signed it.
-    """
-    record = fetch(store, where)
-    return None if record is None else seal.verify(what, rank, record).decode(errors="replace")
-
-
-def fetch(store: Store, key: str) -> bytes | None:
-    """Return the value of a key, or None if the key is not there."""
-    return store.get(key) if store.check([key]) else None
+def _text(view: list[str]) -> bytes:
+    return " ".join(view).encode()

@@ -10,7 +10,8 @@ from typing import TypeVar
 import msgspec
 from torch.distributed import PrefixStore, Store
 
-from aiocomms.bootstrap.generations import FIRST_PAUSE, LONGEST_PAUSE, read, write
+from aiocomms.bootstrap.generations import FIRST_PAUSE, LONGEST_PAUSE
+from aiocomms.bootstrap.records import read, write
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.errors import CommAbortedError, CommTimeoutError, MismatchError, ProtocolError
 from aiocomms.lowlevel.auth import Seal, read_token
@@ -56,8 +57,9 @@ class Claims:
 
         :raises StoreLostError: the store is gone.
         """
-        record = self._seal.sign(f"join {claim}", rank, msgspec.msgpack.encode(invitation))
-        self._store.set(f"join/{rank}/{claim}", record)  # type: ignore[arg-type]  # bytes are fine
+        write(
+            self._store, self._seal, f"join {claim}", rank, f"join/{rank}/{claim}", msgspec.msgpack.encode(invitation)
+        )
 
     @store_errors()
     def claim(self, rank: int, given_up: threading.Event) -> Invitation | None:
@@ -69,18 +71,19 @@ class Claims:
         :raises AuthError: who answers does not belong to the job.
         """
         mine, pause = secrets.token_hex(8), FIRST_PAUSE
-        write(self._store, self._seal, "claim", rank, f"join/{rank}", mine)
-        answer = f"join/{rank}/{mine}"
+        write(self._store, self._seal, "claim", rank, f"join/{rank}", mine.encode())
         while not given_up.wait(pause):
-            if self._store.check([answer]):
-                return decoded(self._seal.verify(f"join {mine}", rank, self._store.get(answer)), Invitation)
+            answer = read(self._store, self._seal, f"join {mine}", rank, f"join/{rank}/{mine}")
+            if answer is not None:
+                return decoded(answer, Invitation)
             if self._claim(rank) != mine:
                 raise CommAbortedError(f"another process has asked since to become rank {rank}")
             pause = min(2 * pause, LONGEST_PAUSE)
         return None
 
     def _claim(self, rank: int) -> str | None:
-        return read(self._store, self._seal, "claim", rank, f"join/{rank}")
+        claim = read(self._store, self._seal, "claim", rank, f"join/{rank}")
+        return None if claim is None else claim.decode(errors="replace")
 
 
 async def join(newcomer: StoreRendezvous, root: Store) -> StoreRendezvous:

@@ -17,6 +17,7 @@ from torch.distributed import PrefixStore, Store
 
 from aiocomms.bootstrap.board import Board
 from aiocomms.bootstrap.generations import Arrival
+from aiocomms.bootstrap.records import read, write
 from aiocomms.errors import CommTimeoutError, StoreLostError
 from aiocomms.lowlevel.auth import Seal, read_token
 from aiocomms.lowlevel.stores import store_errors
@@ -106,8 +107,7 @@ class StoreRendezvous(Board):
             return [value]
         got: dict[int, bytes] = {self.rank: value}
         given_up = threading.Event()
-        store, record = self._store(), self._seal.sign(key, self.rank, value)
-        call = functools.partial(self._meet, store, key, record, got, given_up)
+        call = functools.partial(self._meet, self._store(), key, got, given_up)
         await self._meeting(key, call, got, given_up)
         return [got[rank] for rank in range(self.size)]
 
@@ -125,19 +125,20 @@ class StoreRendezvous(Board):
             given_up.set()
 
     @store_errors()
-    def _meet(self, store: Store, key: str, record: bytes, got: dict[int, bytes], given_up: threading.Event) -> None:
-        """Look for the other ranks' values until all are there.
+    def _meet(self, store: Store, key: str, got: dict[int, bytes], given_up: threading.Event) -> None:
+        """Leave this rank's value, and look for the other ranks' until all are there.
 
         Never waits in the store: a connection carries one call at a time, so other communicators that form over it at
         once would wait too, and for a wait that was given up as long as for any other.
         """
-        store.set(f"{key}/{self.rank}", record)  # type: ignore[arg-type]  # bytes are fine
+        write(store, self._seal, key, self.rank, f"{key}/{self.rank}", got[self.rank])
         left = deque(rank for rank in range(self.size) if rank != self.rank)
         pause = _FIRST_PAUSE
         while left and not given_up.is_set():
             rank = left.popleft()
-            if store.check([f"{key}/{rank}"]):
-                got[rank] = self._seal.verify(key, rank, store.get(f"{key}/{rank}"))
+            value = read(store, self._seal, key, rank, f"{key}/{rank}")
+            if value is not None:
+                got[rank] = value
             else:
                 left.append(rank)  # the others first, so that an error names those who are missing and nobody else
                 given_up.wait(pause)

@@ -53,11 +53,6 @@ class JobStore(Store):
         if self._server is not None and not sys.is_finalizing():  # its thread stands still by then
             self._server.let_go()
 
-    @property
-    def dropped(self) -> int:
-        """How many connections this process has dropped that did not prove to be a rank's."""
-        return 0 if self._server is None else self._server.dropped
-
     @contextlib.contextmanager
     def admitting(self) -> Iterator[None]:
         """Let ranks in meanwhile that are not connected, if this process serves the store. Behind it nobody listens."""

@@ -127,11 +127,6 @@ class StoreServer:
             stack.pop_all()
         _servers.add(self)
 
-    @property
-    def dropped(self) -> int:
-        """How many connections did not prove to be a rank's."""
-        return self._entrance.dropped
-
     def take(self) -> bool:
         """Serve one user more, if it still serves anybody."""
         return self._call(self._take)
@@ -260,10 +255,13 @@ class StoreServer:
 
     def _accept(self) -> None:
         assert self._listener is not None
-        before = len(self._entrance), self.dropped
+        before = len(self._entrance), self._entrance.dropped
         for proved in self._entrance.accept(self._listener, self._dialogue):
             self._let_in(proved)
-        if before == (len(self._entrance), self.dropped):  # no descriptor, perhaps; who knocks keeps the listener ready
+        if before == (
+            len(self._entrance),
+            self._entrance.dropped,
+        ):  # no descriptor, perhaps; who knocks keeps the listener ready
             time.sleep(_PAUSE)
 
     def _dialogue(self, connection: socket.socket) -> Dialogue:

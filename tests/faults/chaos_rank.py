@@ -10,9 +10,10 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import torch
-from disturbances import GENTLE, HARSH, PLUG_INS, PROCESS_WIDE, Interrupted
+from disturbances import FATAL, GENTLE, HARSH, PLUG_INS, PROCESS_WIDE, Interrupted
+from inside import Entry
 from oracle import oracle
-from processes import Rank
+from processes import HANGS, Rank
 from soak_rank import Work
 from torch.distributed import HashStore, Store
 
@@ -24,7 +25,7 @@ from aiocomms.transport import Transport
 
 SIZE = 3
 LONGEST = 20.0
-"""Seconds for forming a communicator, and for each op: what a rank waits for another that has given up."""
+"""Seconds for forming a communicator, and for each op, where one rank may give up and the others wait for it."""
 RIGHT, INTERRUPTED = "right", "interrupted"
 
 Outcome = tuple[str, dict[str, int]]
@@ -40,7 +41,7 @@ async def play(place: Rank, what: str, seed: int, steps: int) -> list[Outcome]:
     ranks = range(SIZE) if place.transport == "local" else [place.rank]
     store = HashStore() if place.transport == "local" else place.store()
     victims = [victim % place.size] if what in HARSH else []
-    async with oracle(place, *victims, reported="'chaos'|Spoilt" if what in (*HARSH, "raises") else None):
+    async with oracle(place, *victims, reported="'chaos'|Spoilt" if what in FATAL else None):
         return list(
             await asyncio.gather(*(live(place.transport, store, it, victim, what, seed, steps) for it in ranks))
         )
@@ -49,12 +50,13 @@ async def play(place: Rank, what: str, seed: int, steps: int) -> list[Outcome]:
 async def live(transport: str, store: Store, rank: int, victim: int, what: str, seed: int, steps: int) -> Outcome:
     """Form a communicator, work, close it, and hold what became of it against what may."""
     rng, counts = random.Random(seed + 1 + rank), Counter[str]()
-    alone = what in (*HARSH, "raises") or (transport == "local" and what in PROCESS_WIDE)
+    alone = what in FATAL or (transport == "local" and what in PROCESS_WIDE)
     own = what if rank == victim or not alone else None
     with plugged_in(transport, own, rng) as name:
-        opening = aiocomms.new_comm(name, store=store, rank=rank, size=SIZE, name="chaos", timeout=LONGEST)
+        timeout = LONGEST if what in FATAL else HANGS
+        opening = aiocomms.new_comm(name, store=store, rank=rank, size=SIZE, name="chaos", timeout=timeout)
         outcome = await lives(opening, own, rng, seed, steps, counts)
-    if what not in (*HARSH, "raises"):
+    if what not in FATAL:
         assert outcome == RIGHT, outcome
     elif outcome not in (RIGHT, INTERRUPTED):
         assert "'chaos'" in outcome, f"nobody names the communicator: {outcome}"
@@ -105,18 +107,9 @@ def plugged_in(transport: str, what: str | None, rng: random.Random) -> Any:
     known = registry.entries()
     base: type[Transport] = known[transport].load()
     with PLUG_INS[what](rng, base) as kind:
-        entry = Entry(kind)
+        entry = Entry("spoilt", kind)
         before, registry.entries = registry.entries, lambda: {**known, "spoilt": entry}  # type: ignore[assignment]
         try:
             yield "spoilt"
         finally:
             registry.entries = before
-
-
-class Entry:
-    """An entry point of a transport that no distribution brings."""
-
-    name, value = "spoilt", "disturbances:Spoilt"
-
-    def __init__(self, kind: type[Transport]) -> None:
-        self.load = lambda: kind

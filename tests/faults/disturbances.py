@@ -1,7 +1,7 @@
 """What goes wrong around a rank in ``make chaos``: what a program, its interpreter and a plug-in may do to it.
 
-Each is a context manager that is given the rank's random numbers. What those of :data:`GENTLE` do may delay a rank, and
-changes nothing else. What those of :data:`HARSH` do may end the communicator, by an error.
+Each is a context manager that is given the rank's random numbers. Those of :data:`FATAL` may end the communicator, by
+an error. The others may delay a rank, and change nothing else.
 """
 
 from __future__ import annotations
@@ -279,5 +279,7 @@ GENTLE = {it.__name__: it for it in (collections, switches, forks, cancellations
 HARSH = {it.__name__: it for it in (interrupts,)}
 PLUG_INS = {it.__name__: it for it in (stalls, raises)}
 NAMES = (*GENTLE, *HARSH, *PLUG_INS)
-PROCESS_WIDE = ("collections", "switches", "forks")
-"""These one rank brings to all that are in its process."""
+FATAL = (*HARSH, "raises")
+"""These come over one rank, and may end the communicator."""
+PROCESS_WIDE = ("collections", "switches", "forks", "stalls")
+"""These only one of several ranks in a process brings."""

@@ -18,6 +18,8 @@ from aiocomms_c10d import C10dTransport
 from aiocomms_local import LocalTransport
 from aiocomms_ucx import UcxTransport
 from concurrency import ranks, turns
+from disturbances import Litter
+from inside import transport_of
 
 from aiocomms import ops
 from aiocomms.errors import CommAbortedError, CommClosedError, CommError, CommTimeoutError
@@ -66,21 +68,7 @@ def other(base: type[Any]) -> str:
     return "c10d" if base is LocalTransport else "local"
 
 
-def transport_of(comm: Any, family: ops.Family = "p2p") -> Any:
-    return comm._core.by_family[family]
-
-
 # ------------------------------------------------------------------------------------ 71: the thread of the deadlines
-
-
-class Trash:
-    """Garbage whose finalizer lets go of the interpreter's lock, so that other threads run amid what allocates."""
-
-    def __init__(self) -> None:
-        self.me = self
-
-    def __del__(self) -> None:
-        time.sleep(0)
 
 
 @pytest.fixture
@@ -104,7 +92,7 @@ def test_finalizers_on_the_thread_of_the_deadlines(run: Callable[..., Any], coll
             for _ in range(5):
                 late = one.recv(torch.zeros(1), 1, tag=5000, timeout=0.01)  # the thread looks at all when it is late
                 while not late.done():
-                    Trash()
+                    Litter()
                     assert await works.pop().cancel()
                     works.append(one.recv(torch.zeros(1), 1, tag=6000, timeout=20))
                     await turns(1)

@@ -31,7 +31,7 @@ from aiocomms_ucx import bringup as ucx_bringup
 from aiocomms_ucx import windows as ucx_windows
 from hosts import Enter, address, hosts
 from inside import transport_of
-from processes import LARGE, PATIENCE, Rank, Run, empty, exchange, free_port, held, listening, numbers
+from processes import HANGS, LARGE, PATIENCE, Rank, Run, empty, exchange, free_port, held, listening, numbers
 from torch.distributed import PrefixStore
 
 import aiocomms
@@ -275,7 +275,7 @@ async def forged_arrival(place: Rank, what: str) -> str:
     """Rank 1 is somebody without the token, who arrives in its place."""
     if place.rank == 0:
         with pytest.raises(AuthError if what == "an arrival" else CommTimeoutError) as caught:
-            await place.open(timeout=3)
+            await place.open(timeout=HANGS if what == "an arrival" else 3)
         return caught.value.message
     here, given_up = PrefixStore("aiocomms/world", place.store()), threading.Event()
     if what == "an arrival":

@@ -18,3 +18,17 @@ def transport_of(comm: Communicator, family: str = "p2p") -> Any:
 def issue(comm: Communicator, op: Op) -> Work[Any]:
     """Post an op that no method of a communicator makes: a message on a channel which is the library's own."""
     return comm._issue(op)
+
+
+class Entry:
+    """An entry point of a transport that no distribution brings."""
+
+    def __init__(self, name: str, cls: object) -> None:
+        self.name = name
+        self.value = f"{getattr(cls, '__module__', '')}:{getattr(cls, '__name__', cls)}"
+        self._cls = cls
+
+    def load(self) -> object:
+        if isinstance(self._cls, Exception):
+            raise self._cls
+        return self._cls
