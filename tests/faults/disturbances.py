@@ -27,6 +27,9 @@ from aiocomms.errors import WorkCancelledError
 from aiocomms.testing import local_world
 from aiocomms.transport import Transport
 
+PROGRAM, HARNESS = "works", ("lives", "live", "play", "pass_traffic")
+"""Coroutines of a rank: what a signal handler may interrupt, and what calls that or goes on beside it."""
+
 
 class Interrupted(Exception):  # noqa: N818 - as KeyboardInterrupt
     """What the signal handler raises."""
@@ -100,7 +103,7 @@ async def interrupts(rng: random.Random, comm: Communicator) -> AsyncIterator[No
         if not left:
             return
         arm()
-        if in_a_callback(frame):
+        if befalls_the_program(frame):
             left -= 1
             raise Interrupted
 
@@ -114,14 +117,17 @@ async def interrupts(rng: random.Random, comm: Communicator) -> AsyncIterator[No
         signal.signal(signal.SIGALRM, before)
 
 
-def in_a_callback(frame: FrameType | None) -> bool:
-    """Whether asyncio catches what is raised here: ``Handle._run`` has called it."""
+def befalls_the_program(frame: FrameType | None) -> bool:
+    """Whether what is raised here is the program's own to catch, or asyncio's: ``Handle._run`` has called it.
+
+    What looks after the program, and is to find out what became of it, is left alone.
+    """
     if frame is None or frame.f_code is asyncio.Handle._run.__code__:
         return False
     while (frame := frame.f_back) is not None:
-        if frame.f_code is asyncio.Handle._run.__code__:
+        if frame.f_code.co_name == PROGRAM or frame.f_code is asyncio.Handle._run.__code__:
             return True
-        if frame.f_code is asyncio.BaseEventLoop.call_exception_handler.__code__:
+        if frame.f_code.co_name in HARNESS or frame.f_code is asyncio.BaseEventLoop.call_exception_handler.__code__:
             return False
     return False
 

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from processes import HANGS, LARGE, PATIENCE, Rank, Run, empty, exchange, listen
 
 import aiocomms
 from aiocomms.communicator import Communicator
+from aiocomms.errors import CommError
 from aiocomms.testing import local_world
 
 MEGA = 2**20
@@ -226,6 +228,40 @@ async def mix_families(place: Rank) -> None:
     for work in sent:
         await work
     await close_in_some_order([*comms, alone])
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, TimeoutError])
+@pytest.mark.parametrize("op", ["send", "recv", "all_reduce"])
+def test_a_post_that_a_signal_handler_interrupts(kind: type[BaseException], op: str) -> None:
+    """When the engine has the op already: it keeps its memory, and the other communicators of the engine go on."""
+
+    async def main() -> None:
+        async with local_world(2, "ucx") as (one, two):
+            others = await asyncio.gather(one.split([0, 1]), two.split([0, 1]))
+            transport, tensor = transport_of(one), numbers(LARGE, 0)
+            with pytest.MonkeyPatch.context() as patch:
+                for name in ("follow", "follow_collective"):
+                    patch.setattr(type(transport), name, interrupt)
+                calls = {"send": (tensor, 1), "recv": (tensor, 1), "all_reduce": (tensor,)}
+                with pytest.raises(kind if kind is KeyboardInterrupt else CommError, match="a signal"):
+                    getattr(one, op)(*calls.pop(op))
+            kept = weakref.ref(tensor)
+            del tensor, calls
+            gc.collect()
+            assert kept() is not None, "the engine may write to it"
+            if kind is KeyboardInterrupt:  # nothing is lost, and the op takes place
+                got = torch.zeros(LARGE, dtype=torch.int64)
+                await (two.recv(got, 0) if op == "send" else two.send(got, 0) if op == "recv" else two.all_reduce(got))
+                assert op == "recv" or torch.equal(got, numbers(LARGE, 0))
+            for _ in range(3):
+                totals = await asyncio.gather(*(other.all_reduce(torch.ones(1)) for other in others))
+                assert [float(total) for total in totals] == [2, 2]
+            await asyncio.gather(*(other.aclose() for other in others))
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise kind("a signal")
+
+    asyncio.run(main())
 
 
 async def close_in_some_order(comms: list[Communicator]) -> None:

@@ -61,8 +61,10 @@ class SharedEngine:
         outcomes, notices = happened
         pop = self.pending.pop
         for ticket, status, a, b in outcomes:
-            transport, work, index = pop(ticket)
-            transport.finish(work, index, status, a, b)
+            entry = pop(ticket, None)
+            if entry is not None:  # else a signal handler has interrupted its post, and its caller knows
+                transport, work, index = entry
+                transport.finish(work, index, status, a, b)
         for kind, peer, group, detail, raw in notices:
             self._handle_notice(kind, peer, group, detail, raw)
         return True

@@ -149,19 +149,26 @@ class UcxTransport(Transport):
             return None
         ticket, engine = id(work), self.engine
         collective = START.get(type(op))
-        if collective is not None:
-            start, form = collective
-            if at := start(engine, ticket, self.group, self.size, op, form):
-                self._calls += 1
-                work.complete()
-                return at
-            self.follow_collective(work, done=False)
-        elif isinstance(op, ops.Send):
-            self.follow(work, engine.send(ticket, self.group, op.tensor, op.dst, op.channel, op.tag))
-        elif isinstance(op, ops.Recv):
-            self.follow(work, engine.recv(ticket, self.group, op.tensor, op.src, op.channel, op.tag))
-        else:
-            self._windows.post(op, work)
+        try:
+            if collective is not None:
+                start, form = collective
+                if at := start(engine, ticket, self.group, self.size, op, form):
+                    self._calls += 1
+                    work.complete()
+                    return at
+                self.follow_collective(work, done=False)
+            elif isinstance(op, ops.Send):
+                self.follow(work, engine.send(ticket, self.group, op.tensor, op.dst, op.channel, op.tag))
+            elif isinstance(op, ops.Recv):
+                self.follow(work, engine.recv(ticket, self.group, op.tensor, op.src, op.channel, op.tag))
+            else:
+                self._windows.post(op, work)
+        except CommError:
+            raise
+        except BaseException:  # of a signal handler, perhaps: the engine may have the op, and use its memory
+            if not work.done():
+                self.shared.pending.setdefault(ticket, (self, work, PLAIN))
+            raise
         return None
 
     hand_over = post
