@@ -41,7 +41,7 @@ from aiocomms.lowering.windows import TwoSided
 from aiocomms.progress.driver import Driver, Promise
 from aiocomms.progress.guard import broken, guarded
 from aiocomms.progress.heartbeat import Heartbeat
-from aiocomms.progress.inflight import InFlight
+from aiocomms.progress.inflight import AGAIN, InFlight
 from aiocomms.progress.work import StartedWork
 from aiocomms.transport import Completion, Transport
 
@@ -241,8 +241,17 @@ class Core:
         self.in_flight.unwatch()
 
     def expire(self, work: StartedWork[Any]) -> None:
-        """The deadline of a pending op has passed; on the watchdog's thread, while the loop may be busy."""
-        if work.op.withdrawable:
+        """The deadline of a pending op has passed; on the watchdog's thread, while the loop may be busy.
+
+        Called again while it has not ended: what was to end it was then cut short by a signal handler that raised.
+        """
+        failure = self.life.failure
+        if failure is not None:
+            if time.monotonic() - failure.since >= AGAIN:
+                self.driver.call_threadsafe(self._end_works)
+        elif work.done():
+            self.driver.call_threadsafe(work.finish)
+        elif work.op.withdrawable:
             self.driver.call_threadsafe(self._expire_alone, work)
         else:
             self._expire_all(work)

@@ -80,8 +80,8 @@ class Watchdog:
             if deadline < self.wakes_at and self._watched:
                 if self._thread is None or not self._thread.is_alive():
                     self._start_thread()
-                self.wakes_at = deadline
                 self._changed.notify_all()
+                self.wakes_at = deadline  # last: where a signal handler raises before this, the next op tells it again
 
     def _start_thread(self) -> None:
         """Start it. If that raises, a thread that runs all the same ends at once, and the next deadline tries again."""

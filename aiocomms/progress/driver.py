@@ -115,7 +115,8 @@ class Driver:
         self._loop.call_threadsafe(self._call)
 
     def _call(self) -> None:
-        if self._calls:  # else block() has done it already
+        """Make the calls that wait: none if block() has made them, several if a signal handler has raised in here."""
+        for _ in range(len(self._calls)):
             fn, args = self._calls.popleft()
             fn(*args)
 
@@ -165,17 +166,19 @@ class Driver:
 
     def _turn(self) -> None:
         turns = self._turns
-        for transport in list(turns):
-            moved = self._progress(transport)
-            if moved:
-                turns[transport] = transport.capabilities.spin
-            elif moved is not None and turns.get(transport, 0) > 1:
-                turns[transport] -= 1
-            else:
-                turns.pop(transport, None)
-        self._scheduled = bool(turns)
-        if turns:
-            self.call_soon(self._turn)
+        try:
+            for transport in list(turns):
+                moved = self._progress(transport)
+                if moved:
+                    turns[transport] = transport.capabilities.spin
+                elif moved is not None and turns.get(transport, 0) > 1:
+                    turns[transport] -= 1
+                else:
+                    turns.pop(transport, None)
+        finally:  # also where a signal handler raises
+            self._scheduled = bool(turns)
+            if turns:
+                self.call_soon(self._turn)
 
     def _progress(self, transport: Served) -> bool | None:
         try:
@@ -209,10 +212,11 @@ class Waiters(msgspec.Struct, eq=False):
                 self.on_empty()
 
     def wake(self, driver: Driver) -> None:
-        """Let every task go on."""
-        waiting, self.waiting = self.waiting, []
-        for waiter in waiting:
-            driver.unpark(waiter)
+        """Let every task go on; called again, it goes on where the exception of a signal handler has cut it short."""
+        waiting = self.waiting
+        while waiting:
+            driver.unpark(waiting[0])
+            del waiting[0]
 
 
 class Promise:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -15,6 +15,10 @@ from aiocomms.progress.driver import Driver, Promise
 from aiocomms.progress.heartbeat import Heartbeat
 from aiocomms.progress.work import StartedWork
 
+AGAIN: Final = 5.0
+"""Seconds after which a work is looked at again that is still there after its deadline. It ends sooner, also where its
+error waits for an explanation, unless the exception of a signal handler has cut its end short."""
+
 
 class Expirer(Protocol):
     """The communicator's side of its works in flight."""
@@ -22,7 +26,7 @@ class Expirer(Protocol):
     driver: Driver
 
     def expire(self, work: StartedWork[Any]) -> None:
-        """Act on a work whose deadline has passed; called on the watchdog's thread."""
+        """Act on a work whose deadline has passed, and again while it has not ended; on the watchdog's thread."""
 
     def lose(self, error: CommError) -> None:
         """The communicator has failed."""
@@ -142,4 +146,5 @@ class InFlight:
                     break
                 if deadline <= now:
                     self._owner.expire(work)
+                    earliest = min(earliest, now + AGAIN)
         return earliest

@@ -194,18 +194,19 @@ class Work(msgspec.Struct, Handed[T_co], Generic[T_co], eq=False, weakref=True):
 
     def _end(self, error: CommError, state: int) -> None:
         owner = self._owner
-        self._state = state
         self._error = error.about(comm=owner.name, op=self.op.name, seq=self.seq, rank=owner.rank)
+        self._state = state
         self._notify()
 
     def _notify(self) -> None:
+        """Wake all who wait; called again, it goes on where the exception of a signal handler has cut it short."""
         driver = self._owner.driver
-        waiters, self._waiters = self._waiters, None
-        callbacks, self._callbacks = self._callbacks, None
-        if waiters is not None:
-            waiters.wake(driver)
-        for fn in callbacks or ():
-            driver.call_soon(fn, self)
+        if self._waiters is not None:
+            self._waiters.wake(driver)
+            self._waiters = None
+        while self._callbacks:
+            driver.call_soon(self._callbacks[0], self)
+            del self._callbacks[0]
 
     def _seen(self) -> Exception:
         if not self._state:
@@ -220,7 +221,11 @@ class Work(msgspec.Struct, Handed[T_co], Generic[T_co], eq=False, weakref=True):
 
 
 class StartedWork(Work[T_co]):
-    """A work as the core and transports see it; every ``Work`` is one."""
+    """A work as the core and transports see it; every ``Work`` is one.
+
+    A signal handler may raise between any two steps. So the outcome is stored before the state, and a work stays among
+    those in flight until all who wait for it have been woken: there its deadline finds it, and :meth:`finish` goes on.
+    """
 
     fault: CommError | None = None
     """The error with which the transport failed it; None where the work was abandoned or withdrawn."""
@@ -246,17 +251,14 @@ class StartedWork(Work[T_co]):
         """See :meth:`aiocomms.transport.Completion.complete`."""
         if self._state:
             return self._refuse_second()
-        if self.queue is not None:
-            if self._resized():
-                return self.fail(CommError(_RESIZED))
-            self._state = _DONE
-            self._value = value
-            self._owner.settled(self)
-        else:
-            self._state = _DONE
-            self._value = value
+        if self.queue is not None and self._resized():
+            return self.fail(CommError(_RESIZED))
+        self._value = value
+        self._state = _DONE
         if self._waiters is not None or self._callbacks is not None:
             self._notify()
+        if self.queue is not None:
+            self._owner.settled(self)
         return None
 
     def fail(self, error: CommError) -> None:
@@ -278,7 +280,12 @@ class StartedWork(Work[T_co]):
         """End a pending work although its transport has not; what the transport says of it later is ignored."""
         if not self._state:
             self._end(error, _ABANDONED)
-        if self.queue is not None:  # also where an interrupt has cut its end short
+        self.finish()
+
+    def finish(self) -> None:
+        """Wake those who still wait for a work that is done, and let it go."""
+        self._notify()
+        if self.queue is not None:
             self._owner.settled(self, self._error)
 
     def hold(self) -> None:

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -29,6 +30,10 @@ from aiocomms.transport import Transport
 
 PROGRAM, HARNESS = "works", ("lives", "live", "play", "pass_traffic")
 """Coroutines of a rank: what a signal handler may interrupt, and what calls that or goes on beside it."""
+
+
+SPARED = (str(Path(asyncio.__file__).parent), threading.__file__)
+"""Where the code is that does not stand an exception at any place."""
 
 
 class Interrupted(Exception):  # noqa: N818 - as KeyboardInterrupt
@@ -91,7 +96,8 @@ async def switches(rng: random.Random, comm: Communicator) -> AsyncIterator[None
 async def interrupts(rng: random.Random, comm: Communicator) -> AsyncIterator[None]:
     """A signal handler raises, at random bytecodes of what the loop runs: the program's, torch's and ours.
 
-    It waits while the loop itself runs, which such an exception ends.
+    It waits while the code of asyncio or of :mod:`threading` runs, which does not stand it. A future that is done calls
+    ``call_soon`` for each task that waits, and forgets the tasks if that raises; ``Thread.start`` raises a KeyError.
     """
     left = rng.randrange(1, 6)
 
@@ -118,17 +124,17 @@ async def interrupts(rng: random.Random, comm: Communicator) -> AsyncIterator[No
 
 
 def befalls_the_program(frame: FrameType | None) -> bool:
-    """Whether what is raised here is the program's own to catch, or asyncio's: ``Handle._run`` has called it.
+    """Whether what is raised here is the program's own to catch, or asyncio's, which has called it as a callback.
 
-    What looks after the program, and is to find out what became of it, is left alone.
+    What looks after the program, and is to find out what became of it, is left alone; so is the loop.
     """
-    if frame is None or frame.f_code is asyncio.Handle._run.__code__:
-        return False
-    while (frame := frame.f_back) is not None:
+    inner = frame
+    while frame is not None:
         if frame.f_code.co_name == PROGRAM or frame.f_code is asyncio.Handle._run.__code__:
-            return True
-        if frame.f_code.co_name in HARNESS or frame.f_code is asyncio.BaseEventLoop.call_exception_handler.__code__:
+            return frame is not inner
+        if frame.f_code.co_name in HARNESS or frame.f_code.co_filename.startswith(SPARED):
             return False
+        frame = frame.f_back
     return False
 
 
