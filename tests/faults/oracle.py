@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import os
 import re
 import threading
@@ -31,6 +32,27 @@ FULL = os.environ.get("AIOCOMMS_FAULTS") == "full"
 """All victims, delays and loops (make faults), or one of each (make test)."""
 LOOKS = 200
 """How often a rank looks, every 10 ms, whether what a fault leaves behind is gone: the slower it is, the longer."""
+
+
+class Stuck(logging.Handler):
+    """Counts the groups of which gloo has lost a send. What it keeps of them nobody can make it let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.groups += record.getMessage().startswith("gloo waits for ever for a send")
+
+    def kept(self) -> Counter[str]:
+        """At most; and the thread that releases each group."""
+        threads = {"thread gloo_tcp_loop": 1, "thread pt_gloo_runloop": 2, "thread python": 1}
+        files = {"anon_inode:[eventpoll]": 1, "pipe:[]": 2}
+        return Counter({it: n * self.groups for it, n in (threads | files).items()})
+
+
+stuck = Stuck()
+logging.getLogger("aiocomms").addHandler(stuck)
 
 
 class Watch:
@@ -60,16 +82,18 @@ class Watch:
 
 
 def holdings() -> Counter[str]:
-    """What this process has of its machine: threads, descriptors, mappings that are shared; and tasks."""
+    """What this process has of its machine: threads, descriptors, mappings that are shared; and tasks.
+
+    What gloo keeps does not count.
+    """
     threads, links = held()
     rows = [row.split() for row in Path("/proc/self/maps").read_text().splitlines()]
     shared = sum(row[1].endswith("s") for row in rows)
     if any(it.name == "aiocomms deadlines" for it in threading.enumerate()):
         threads.remove("python")  # it comes with the first op that has to wait, and goes with the last communicator
     names = [re.sub("posix_[0-9a-f]*", "posix_", link) for link in links]
-    return Counter([f"thread {name}" for name in threads] + names) + Counter(
-        {"shared mappings": shared, "tasks": len(asyncio.all_tasks())}
-    )
+    own = Counter({"shared mappings": shared, "tasks": len(asyncio.all_tasks())})
+    return Counter([f"thread {name}" for name in threads] + names) + own - stuck.kept()
 
 
 async def hear(place: Rank, note: str, *ranks: int) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import sys
+import threading
 from unittest.mock import Mock
 
 import pytest
@@ -14,6 +15,7 @@ from aiocomms_c10d import bringup, transport, wire
 from aiocomms_c10d.control import ControlConnection
 from aiocomms_c10d.transport import C10dTransport
 from aiocomms_c10d.wire import Header
+from processes import HANGS
 from torch import Tensor
 
 from aiocomms.errors import ArgumentError, CommAbortedError, CommError, MismatchError, PeerDiedError, ProtocolError
@@ -124,3 +126,25 @@ def test_a_group_whose_communicator_could_not_begin_is_free_again(monkeypatch: p
     with pytest.raises(CommError, match="no thread can be started"):
         asyncio.run(C10dTransport.open(Mock(rank=0, size=2), {"adopt": object()}))
     assert not transport._adopted_groups
+
+
+@pytest.mark.fault(1, transport="c10d")
+def test_a_group_that_gloo_does_not_let_go_holds_up_nobody(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its destructor waits for gloo's threads, of which one waits for a send that gloo has lost."""
+    released, ended = threading.Event(), threading.Event()
+
+    class Group:
+        def __del__(self) -> None:
+            released.wait(HANGS)
+            ended.set()
+
+    monkeypatch.setattr(transport, "_RELEASE", 0.01)
+    transport._let_go([Group()])
+    assert [record.getMessage()[:23] for record in caplog.records] == ["gloo waits for ever for"]
+    released.set()
+    assert ended.wait(HANGS)
+    monkeypatch.setattr(transport, "_RELEASE", HANGS)
+    transport._let_go([Group()])
+    assert len(caplog.records) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -31,6 +32,10 @@ _ABORT_PATIENCE: Final = 0.1
 """Seconds that telling all peers the reason of an abort may take."""
 _GOODBYE: Final = 2.0
 """Seconds in which all peers must confirm that they have received everything. They do so without their loops."""
+
+_RELEASE: Final = 1.0
+"""Seconds that gloo has to end its threads, which takes it some milliseconds."""
+_log = logging.getLogger("aiocomms")
 
 
 class C10dTransport(Transport):
@@ -243,10 +248,11 @@ class C10dTransport(Transport):
         self._agreement.join(None if self._adopted is None else 0.0)
         for matcher in self._matchers.values():
             matcher.clear()
-        self._gloo = None
         _open_transports.discard(self)
         if self._adopted is not None:
             _adopted_groups.remove(self._adopted)
+        groups, self._gloo = [self._gloo], None
+        _let_go(groups)
 
     def _say_goodbye(self) -> None:
         """Say goodbye to all peers, and wait until they have received everything that was sent."""
@@ -274,6 +280,28 @@ class C10dTransport(Transport):
             with contextlib.suppress(RuntimeError):
                 if work is not None:
                     work.wait(timedelta(seconds=max(0.001, ends - time.monotonic())))
+
+
+def _let_go(groups: list[Any]) -> None:
+    """Release the last reference to a gloo group, which ends gloo's threads.
+
+    That may take for ever: if a peer turns out to be gone when gloo takes up a send of a collective, gloo loses that
+    send, and the thread that waits for its end notices neither the peer's loss nor that the group was poisoned.
+
+    :param groups: a list of the group, which is emptied.
+    """
+    try:
+        thread = threading.Thread(target=groups.clear, name="aiocomms c10d lets go", daemon=True)
+        thread.start()
+    except RuntimeError:  # no thread can be started
+        return groups.clear()
+    thread.join(_RELEASE)
+    if thread.is_alive():
+        _log.warning(
+            "gloo waits for ever for a send of a collective amid which a rank was lost: its threads, its sockets and "
+            "the collective's tensors stay until this process ends"
+        )
+    return None
 
 
 def _aliased(op: ops.Op) -> ops.Op:
