@@ -23,6 +23,8 @@ TOUCHED = """
 import asyncio, os, signal, sys, torch.distributed
 import aiocomms
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, the tests ignore it, and so does a child
+
 def handled():
     return [line for line in open("/proc/self/status") if line.startswith(("SigBlk", "SigIgn", "SigCgt"))]
 
