@@ -52,6 +52,9 @@ def _no_descriptor_is_left():
     yield
     if descriptors() != before:
         gc.collect()  # slow with torch loaded: only where an exception's traceback may hold a store
+        for thread in threading.enumerate():
+            if thread.name == "aiocomms store":  # ends when it has seen that the last rank has gone
+                thread.join(HANGS)
     assert descriptors() == before
 
 
@@ -225,6 +228,7 @@ def test_who_still_needs_the_store_has_it_and_finds_it_again(port):
     assert another.get("key") == b"value"
     store = rank0(port)
     assert store.get("key") == b"value"
+    del peer, another, store  # in this order: the thread ends with the last user, who waits for that
 
 
 def test_one_port_on_two_addresses_is_refused(port):

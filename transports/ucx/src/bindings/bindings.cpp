@@ -12,6 +12,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
+#include <unistd.h>
 
 #include <bit>
 #include <cstring>
@@ -27,7 +28,27 @@ namespace {
 
 constexpr int kNoDevice = -1;
 
-using Released = nb::call_guard<nb::gil_scoped_release>;
+// Lets go of the interpreter's lock. Whoever wants it back once the interpreter has ended stands still for ever, as in
+// Python from 3.14 on: before, CPython unwinds that thread's stack, and C++ ends the process where a destructor is in
+// it.
+class Unlocked {
+ public:
+  Unlocked() = default;
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
+  ~Unlocked() {
+    try {
+      PyEval_RestoreThread(state_);
+    } catch (...) {  // nothing but that unwinding, which must not end here
+      for (;;) pause();
+    }
+  }
+
+ private:
+  PyThreadState* state_ = PyEval_SaveThread();
+};
+
+using Released = nb::call_guard<Unlocked>;
 
 // What each rank sends or gets: a tensor per rank, or one tensor that is cut into equal blocks, in rank order.
 struct Blocks {
@@ -92,14 +113,14 @@ struct Reducing {
 // The tensors are looked at first, for that takes the GIL; what follows does not.
 // form: which operation it is, as a number.
 double barrier_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, std::uint64_t detail) {
-  nb::gil_scoped_release released;
+  Unlocked unlocked;
   return engine.collective(ticket, group, fingerprint_of(form, detail),
                            [](Group& it, Unequal&) { return run_barrier(it); });
 }
 
 double broadcast_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, nb::handle tensor, int root) {
   const View data = view_of(tensor);
-  nb::gil_scoped_release released;
+  Unlocked unlocked;
   return engine.collective(ticket, group, fingerprint_of(form, root, static_cast<int>(data.dtype), data.bytes()),
                            [&](Group& it, Unequal&) { return run_broadcast(it, root, data.data, data.bytes()); });
 }
@@ -108,7 +129,7 @@ double all_reduce_op(Engine& engine, Ticket ticket, std::uint32_t group, int for
                      double factor) {
   const View data = view_of(tensor);
   const Reducing how(data.dtype, op, factor);
-  nb::gil_scoped_release released;
+  Unlocked unlocked;
   return engine.collective(
       ticket, group, fingerprint_of(form, how.fingerprint(), data.count),
       [&](Group& it, Unequal&) { return run_all_reduce(it, how.reduction, data.data, data.count); });
@@ -118,7 +139,7 @@ double reduce_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, n
                  int root) {
   const View data = view_of(tensor);
   const Reducing how(data.dtype, op, factor);
-  nb::gil_scoped_release released;
+  Unlocked unlocked;
   return engine.collective(
       ticket, group, fingerprint_of(form, how.fingerprint(), data.count, root),
       [&](Group& it, Unequal&) { return run_reduce(it, how.reduction, root, data.data, data.count); });
@@ -129,7 +150,7 @@ double reduce_scatter_op(Engine& engine, Ticket ticket, std::uint32_t group, int
   const Blocks ins = blocks_of(tensors, size);
   const View out = view_of(output);
   const Reducing how(out.dtype, op, factor);
-  nb::gil_scoped_release released;
+  Unlocked unlocked;
   const std::uint64_t fingerprint = fingerprint_of_list(fingerprint_of(form, how.fingerprint()), ins.counts);
   return engine.collective(ticket, group, fingerprint, [&](Group& it, Unequal&) {
     return run_reduce_scatter(it, how.reduction, ins.inputs(), ins.counts, out.data);
@@ -140,7 +161,7 @@ double all_gather_op(Engine& engine, Ticket ticket, std::uint32_t group, int for
                      nb::handle tensors) {
   const View in = view_of(input);
   const Blocks outs = blocks_of(tensors, size);
-  nb::gil_scoped_release released;
+  Unlocked unlocked;
   return engine.collective(ticket, group, fingerprint_of_list(fingerprint_of(form, outs.dtype), outs.bytes),
                            [&](Group& it, Unequal&) { return run_all_gather(it, in.data, outs.data, outs.bytes); });
 }
@@ -149,7 +170,7 @@ double gather_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, n
                  int root) {
   const View in = view_of(input);
   const Blocks outs = blocks_of(tensors, 1);
-  nb::gil_scoped_release released;
+  Unlocked unlocked;
   return engine.collective(ticket, group, fingerprint_of(form, static_cast<int>(in.dtype), in.bytes(), root),
                            [&](Group& it, Unequal&) { return run_gather(it, root, in.data, outs.data, in.bytes()); });
 }
@@ -158,7 +179,7 @@ double scatter_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, 
                   int root) {
   const Blocks ins = blocks_of(tensors, 1);
   const View out = view_of(output);
-  nb::gil_scoped_release released;
+  Unlocked unlocked;
   return engine.collective(
       ticket, group, fingerprint_of(form, static_cast<int>(out.dtype), out.bytes(), root),
       [&](Group& it, Unequal&) { return run_scatter(it, root, ins.inputs(), out.data, out.bytes()); });
@@ -169,7 +190,7 @@ double all_to_all_op(Engine& engine, Ticket ticket, std::uint32_t group, int for
                      nb::handle outputs) {
   const bool equal = !is_list(inputs);
   const Blocks ins = blocks_of(inputs, size), outs = blocks_of(outputs, size);
-  nb::gil_scoped_release released;
+  Unlocked unlocked;
   const std::uint64_t fingerprint = fingerprint_of(form, ins.dtype, equal ? ins.bytes[0] : 0);
   return engine.collective(ticket, group, fingerprint, [&](Group& it, Unequal& unequal) {
     return run_all_to_all(it, ins.inputs(), ins.bytes, outs.data, outs.bytes, equal, unequal);
@@ -179,28 +200,28 @@ double all_to_all_op(Engine& engine, Ticket ticket, std::uint32_t group, int for
 bool send_op(Engine& engine, Ticket ticket, std::uint32_t group, nb::handle tensor, int dst, int channel,
              std::int64_t tag) {
   const View data = view_of(tensor);
-  nb::gil_scoped_release released;
+  Unlocked unlocked;
   return engine.send(ticket, group, data.data, data.bytes(), dst, channel, tag, static_cast<int>(data.dtype));
 }
 
 bool recv_op(Engine& engine, Ticket ticket, std::uint32_t group, nb::handle tensor, int src, int channel,
              std::int64_t tag) {
   const View data = view_of(tensor);
-  nb::gil_scoped_release released;
+  Unlocked unlocked;
   return engine.recv(ticket, group, data.data, data.bytes(), src, channel, tag, static_cast<int>(data.dtype));
 }
 
 bool put_op(Engine& engine, Ticket ticket, std::uint32_t group, std::uint64_t window, int rank, std::uint64_t offset,
             nb::handle tensor) {
   const View data = view_of(tensor);
-  nb::gil_scoped_release released;
+  Unlocked unlocked;
   return engine.put(ticket, group, window, rank, offset, data.data, data.bytes());
 }
 
 bool get_op(Engine& engine, Ticket ticket, std::uint32_t group, std::uint64_t window, int rank, std::uint64_t offset,
             nb::handle tensor) {
   const View data = view_of(tensor);
-  nb::gil_scoped_release released;
+  Unlocked unlocked;
   return engine.get(ticket, group, window, rank, offset, data.data, data.bytes());
 }
 
@@ -209,7 +230,7 @@ std::string text(const nb::bytes& bytes) { return std::string(bytes.c_str(), byt
 // What `call` returns, made without the interpreter's lock.
 template <typename Call>
 auto released(const Call& call) {
-  nb::gil_scoped_release released;
+  Unlocked unlocked;
   return call();
 }
 
