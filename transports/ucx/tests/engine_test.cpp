@@ -12,6 +12,7 @@
 #include "engine_collectives.hpp"
 #include "engine_hostile.hpp"
 #include "engine_memory.hpp"
+#include "engine_worker.hpp"
 
 // Fails when the tests of memory that runs out want it to.
 [[gnu::noinline]] void* operator new(std::size_t bytes) {
@@ -466,6 +467,7 @@ int main(int count, char** arguments) {
   const std::pair<int, Hosts> kDeviceWorlds[] = {{2, Hosts::kOne}, {3, Hosts::kEach}};
   constexpr int kAttacks = 40;
   unsigned worlds = walk_through_memory(Hosts::kOne, seed);
+  unwanted();
   do {
     for (auto [size, hosts] : kWorlds) {
       std::fprintf(stderr, "seed %llu: %d ranks, hosts %d\n", static_cast<unsigned long long>(seed), size,

@@ -258,9 +258,19 @@ ucs_status_t Worker::on_message(void* arg, const void* raw, std::size_t header_b
     self.arrived_(peer, header, static_cast<const std::byte*>(raw) + sizeof header, nullptr);
     return UCS_OK;
   }
-  bool large = param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV;
-  self.arrived_(peer, header, large ? nullptr : data, large ? data : nullptr);
-  return large ? UCS_INPROGRESS : UCS_OK;
+  const bool large = param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV;
+  self.arriving_ = large ? data : nullptr;
+  self.arrived_(peer, header, large ? nullptr : data, self.arriving_);
+  return std::exchange(self.arriving_, nullptr) ? UCS_INPROGRESS : UCS_OK;
+}
+
+// A descriptor is not complete before the callback that is given it has returned, and what that returns releases it.
+void Worker::release(void* descriptor) {
+  if (descriptor == arriving_) {
+    arriving_ = nullptr;
+  } else {
+    ucp_am_data_release(worker_, descriptor);
+  }
 }
 
 ucs_status_t Worker::fetch(void* descriptor, void* data, std::size_t bytes, Memory memory, Pending* pending) {

@@ -65,7 +65,7 @@ class Worker final : public Network {
   ucs_status_t tell(int peer, Header header, const void* what, std::size_t bytes, Pending* pending) override;
   ucs_status_t fetch(void* descriptor, void* data, std::size_t bytes, Memory memory, Pending* pending) override;
   ucs_status_t fetch_beginning(void* descriptor, Beginning* beginning, Pending* pending) override;
-  void release(void* descriptor) override { ucp_am_data_release(worker_, descriptor); }
+  void release(void* descriptor) override;
   ucs_status_t put(int peer, ucp_rkey_h rkey, std::uint64_t address, const void* data, std::size_t bytes,
                    Pending* pending) override;
   ucs_status_t get(int peer, ucp_rkey_h rkey, std::uint64_t address, void* data, std::size_t bytes,
@@ -119,7 +119,8 @@ class Worker final : public Network {
   std::vector<Peer> peers_;
   Arrived arrived_;
   Misled misled_;
-  Closing closing_;  // an endpoint that does not close in time calls back when the worker is destroyed
+  void* arriving_ = nullptr;  // the descriptor that `arrived_` is called with, unless it has been released
+  Closing closing_;           // an endpoint that does not close in time calls back when the worker is destroyed
 };
 
 }  // namespace aiocomms
