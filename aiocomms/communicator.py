@@ -37,7 +37,8 @@ from aiocomms.families.p2p import PointToPoint
 from aiocomms.families.rma import OneSided
 from aiocomms.families.streams import Streams
 from aiocomms.ops import Op, checks
-from aiocomms.progress.work import StartedWork, Work
+from aiocomms.progress.inflight import StartedWork
+from aiocomms.progress.work import Work
 from aiocomms.transport import Transport
 
 

@@ -41,8 +41,7 @@ from aiocomms.lowering.windows import TwoSided
 from aiocomms.progress.driver import Driver, Promise
 from aiocomms.progress.guard import broken, guarded
 from aiocomms.progress.heartbeat import Heartbeat
-from aiocomms.progress.inflight import AGAIN, InFlight
-from aiocomms.progress.work import StartedWork
+from aiocomms.progress.inflight import AGAIN, InFlight, StartedWork
 from aiocomms.transport import Completion, Transport
 
 CLOSE_GRACE = 5.0

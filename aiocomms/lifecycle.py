@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from aiocomms.errors import CommAbortedError, CommClosedError, CommError, CommTimeoutError, MismatchError, PeerDiedError
-from aiocomms.progress.work import StartedWork
+from aiocomms.progress.inflight import StartedWork
 
 
 class Failure(msgspec.Struct, frozen=True):

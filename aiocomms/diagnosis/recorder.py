@@ -29,8 +29,7 @@ from aiocomms.lowlevel.hosts import host_id
 from aiocomms.lowlevel.threads import copied
 from aiocomms.ops import USER, Op
 from aiocomms.progress.driver import Driver
-from aiocomms.progress.inflight import Flying, InFlight
-from aiocomms.progress.work import StartedWork
+from aiocomms.progress.inflight import Flying, InFlight, StartedWork
 
 FORMAT = "aiocomms recorder 1"
 DEFAULT, MOST = 512, 65536

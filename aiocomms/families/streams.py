@@ -24,7 +24,8 @@ from aiocomms.families import greeting
 from aiocomms.families.issuer import Issuer
 from aiocomms.ops import checks, codec
 from aiocomms.progress.driver import Driver, Promise
-from aiocomms.progress.work import StartedWork, Work
+from aiocomms.progress.inflight import StartedWork
+from aiocomms.progress.work import Work
 
 _FOREVER = checks.TIMEOUT_MAX
 _DATA, _EOF = 0, 1

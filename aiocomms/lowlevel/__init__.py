@@ -1,7 +1,7 @@
 """The toolkit for authors of transports: what they may use beside ``errors``, ``ops``, ``transport`` and ``cuda``.
 
 ======================================= ================================================================================
-to wake the loop from any thread        :class:`Waker`
+to wake the loop from any thread        :class:`Waker`, or :class:`Inbox` with what it shall call
 to block off the loop                   :func:`run_in_thread`
 to find the other ranks                 :func:`host_id`, :func:`reachable_address`, :data:`LOOPBACK`; :func:`tune` for
                                         the connections with them
@@ -24,10 +24,11 @@ Import these from here: the modules behind them may change.
 
 from __future__ import annotations
 
+from aiocomms.errors import closed_by, gone
 from aiocomms.lowlevel.auth import MAX_RECORD, check_exposed, mac, same
 from aiocomms.lowlevel.cloexec import closed_on_exec
 from aiocomms.lowlevel.ending import at_end
-from aiocomms.lowlevel.failures import Reason, closed_by, disagreement, gone, misfit
+from aiocomms.lowlevel.failures import Reason, disagreement, misfit
 from aiocomms.lowlevel.forks import Unshared
 from aiocomms.lowlevel.gate import Gate, same_user
 from aiocomms.lowlevel.hosts import LOOPBACK, host_id, reachable_address
@@ -36,7 +37,7 @@ from aiocomms.lowlevel.sockets import tune
 from aiocomms.lowlevel.stores import admitting, reach_store, serve_store, store_errors
 from aiocomms.lowlevel.threads import run_in_thread
 from aiocomms.lowlevel.versions import HEAD_BYTES, Dialect
-from aiocomms.lowlevel.waker import Waker
+from aiocomms.lowlevel.waker import Inbox, Waker
 
 __all__ = [
     "HEAD_BYTES",
@@ -44,6 +45,7 @@ __all__ = [
     "MAX_RECORD",
     "Dialect",
     "Gate",
+    "Inbox",
     "Reason",
     "Unshared",
     "Waker",

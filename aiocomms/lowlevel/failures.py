@@ -1,4 +1,7 @@
-"""The errors that every transport raises for the same reasons: one function for each, so that users read one text."""
+"""The errors that every transport raises for the same reasons: one function for each, so that users read one text.
+
+Those of a rank that has closed, or died, need nothing but their rank, and stand beside the classes in ``errors``.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +25,6 @@ _LONGEST: Final = 2000
 """Characters of a reason that travels."""
 _TRAVELS: Final = {cls.__name__: cls for cls in (CommAbortedError, CommTimeoutError, MismatchError, PeerDiedError)}
 """What :meth:`aiocomms.transport.Transport.abort` is given, and what the other ranks raise."""
-
-
-def closed_by(rank: int) -> CommAbortedError:
-    """What an op fails with that needs a rank which has closed the communicator."""
-    return CommAbortedError(f"closed by rank {rank}, which this op needs", peer=rank)
-
-
-def gone(rank: int | None, why: str = "its connection broke without a goodbye") -> PeerDiedError:
-    """What the communicator is lost with when a rank has died; None: it cannot be told which one."""
-    return PeerDiedError(f"{'a rank' if rank is None else f'rank {rank}'} is gone: {why}", peer=rank)
 
 
 def misfit(

@@ -19,7 +19,7 @@ import msgspec
 from aiocomms.errors import CommError
 from aiocomms.lowlevel.waker import Waker
 from aiocomms.progress.guard import broken, guarded
-from aiocomms.progress.loops import Loop, Parkable, running_loop
+from aiocomms.progress.loops import Loop, Parkable, Waiter, running_loop
 from aiocomms.transport import Capabilities
 
 _local = threading.local()
@@ -57,7 +57,6 @@ class Driver:
         self._loop = loop
         self.thread = threading.get_ident()
         self.park: Callable[[Parkable], Generator[Any, Any, None]] = loop.park
-        self.unpark: Callable[[Any], None] = loop.unpark
         self.call_soon: Callable[..., None] = loop.call_soon
         self.report: Callable[[str, BaseException], None] = loop.report
         self.tasks_of = loop.tasks_of
@@ -198,24 +197,26 @@ class Waiters(msgspec.Struct, eq=False):
     """The thing, for messages."""
     on_empty: Callable[[], object] | None = None
     """Called when the last task has been cancelled."""
-    waiting: list[object] = []
+    waiting: list[Waiter] = []
     """See :class:`aiocomms.progress.loops.Parkable`."""
 
     def __repr__(self) -> str:
         return repr(self.of)
 
-    def detach(self, waiter: object) -> None:
+    def detach(self, waiter: Waiter) -> None:
         """See :class:`aiocomms.progress.loops.Parkable`."""
         if waiter in self.waiting:
             self.waiting.remove(waiter)
             if not self.waiting and self.on_empty is not None:
                 self.on_empty()
 
-    def wake(self, driver: Driver) -> None:
+    def wake(self) -> None:
         """Let every task go on; called again, it goes on where the exception of a signal handler has cut it short."""
         waiting = self.waiting
         while waiting:
-            driver.unpark(waiting[0])
+            waiter = waiting[0]
+            if not waiter.done():  # it is done if its task was cancelled in this same turn
+                waiter.set_result(None)
             del waiting[0]
 
 
@@ -232,7 +233,7 @@ class Promise:
     def set(self) -> None:
         """Let every waiter go on."""
         self._set = True
-        self._waiters.wake(self._driver)
+        self._waiters.wake()
 
     def __await__(self) -> Generator[Any, Any, None]:
         if not self._set:

@@ -1,4 +1,4 @@
-"""The works of one communicator that are in flight, and their deadlines."""
+"""The works of one communicator that are in flight: how each ends, and their deadlines."""
 
 from __future__ import annotations
 
@@ -6,18 +6,136 @@ import time
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple, Protocol
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
-from aiocomms.errors import CommError
+from aiocomms.errors import CapturedWorkError, CommError, WorkCancelledError
 from aiocomms.lowlevel import memory
 from aiocomms.progress.deadlines import watchdog
 from aiocomms.progress.driver import Driver, Promise
 from aiocomms.progress.heartbeat import Heartbeat
-from aiocomms.progress.work import StartedWork
+from aiocomms.progress.loops import Waiter
+from aiocomms.progress.work import ABANDONED, DONE, T_co, UnseenError, Work
+from aiocomms.transport import OP_RESULT
 
 AGAIN: Final = 5.0
 """Seconds after which a work is looked at again that is still there after its deadline. It ends sooner, also where its
 error waits for an explanation, unless the exception of a signal handler has cut its end short."""
+_RESIZED = (
+    "the storage of a tensor was resized while the op had it: its result is lost, or went to memory that was freed"
+)
+
+
+class StartedWork(Work[T_co]):
+    """A work as the core and transports see it; every ``Work`` is one.
+
+    A signal handler may raise between any two steps. So the outcome is stored before the state, and a work stays among
+    those in flight until all who wait for it have been woken: there its deadline finds it, and :meth:`finish` goes on.
+    """
+
+    fault: CommError | None = None
+    """The error with which the transport failed it; None where the work was abandoned or withdrawn."""
+    queue: Any = None
+    """The queue of works in flight that it stands in while it is pending; see :class:`InFlight`."""
+    memory: UntypedStorage | list[tuple[UntypedStorage, int]] | None = None
+    """The storage of the tensor of a pending op, or several storages and their addresses.
+
+    The program may give the tensors other storages meanwhile.
+    """
+    _place: int = 0
+
+    @property
+    def error(self) -> CommError | None:
+        """The error of a failed work; reading it does not count as asking for the result."""
+        return self._error
+
+    def waiters(self) -> list[Waiter]:
+        """The suspended awaiters."""
+        return [] if self._waiters is None else list(self._waiters.waiting)
+
+    def complete(self, value: Any = OP_RESULT) -> None:
+        """See :meth:`aiocomms.transport.Completion.complete`."""
+        if self._state:
+            return self._refuse_second()
+        if self.queue is not None and self._resized():
+            return self.fail(CommError(_RESIZED))
+        self._value = value
+        self._state = DONE
+        if self._waiters is not None or self._callbacks is not None:
+            self._notify()
+        if self.queue is not None:
+            self._owner.settled(self)
+        return None
+
+    def fail(self, error: CommError) -> None:
+        """See :meth:`aiocomms.transport.Completion.fail`."""
+        if self._state:
+            return self._refuse_second()
+        if self._owner.lost:
+            return None
+        self.fault = error.about(seq=self.seq)
+        asked = self._waiters is not None or self._callbacks is not None
+        self._end(error, DONE)
+        if self.queue is not None:
+            self._owner.settled(self, self._error)
+        if not asked and self._error is not None and not isinstance(error, CapturedWorkError):
+            self._unseen = UnseenError(self._owner.driver, self._error)
+        return None
+
+    def abandon(self, error: CommError) -> None:
+        """End a pending work although its transport has not; what the transport says of it later is ignored."""
+        if not self._state:
+            self._end(error, ABANDONED)
+        self.finish()
+
+    def finish(self) -> None:
+        """Wake those who still wait for a work that is done, and let it go."""
+        self._notify()
+        if self.queue is not None:
+            self._owner.settled(self, self._error)
+
+    def _end(self, error: CommError, state: int) -> None:
+        owner = self._owner
+        self._error = error.about(comm=owner.name, op=self.op.name, seq=self.seq, rank=owner.rank)
+        self._state = state
+        self._notify()
+
+    def _notify(self) -> None:
+        """Wake all who wait; called again, it goes on where the exception of a signal handler has cut it short."""
+        if self._waiters is not None:
+            self._waiters.wake()
+            self._waiters = None
+        while self._callbacks:
+            self._owner.driver.call_soon(self._callbacks[0], self)
+            del self._callbacks[0]
+
+    def hold(self) -> None:
+        """Keep the memory of an op that is pending, also if its program gives a tensor another storage."""
+        op = self.op
+        tensor = getattr(op, "tensor", None)
+        if tensor is not None:  # nearly always
+            self.memory = storage = tensor.untyped_storage()
+            self._place = storage.data_ptr()
+        else:
+            storages = [tensor.untyped_storage() for _, tensor in op.reads() + op.writes()]
+            self.memory = [(storage, storage.data_ptr()) for storage in storages]
+
+    def _resized(self) -> bool:
+        memory = self.memory
+        if isinstance(memory, list):
+            return any(storage.data_ptr() != place for storage, place in memory)
+        return memory is not None and memory.data_ptr() != self._place
+
+    def _withdraw(self) -> bool:
+        if self._state or not self.op.withdrawable or not self._owner.withdraw(self):
+            return False
+        self._end(WorkCancelledError("it was withdrawn before it happened, and its buffer is untouched"), DONE)
+        if self.queue is not None:
+            self._owner.settled(self, self._error)
+        return True
+
+    def _refuse_second(self) -> None:
+        if self._state == DONE:
+            raise RuntimeError(f"the transport completed {self!r} twice")
 
 
 class Expirer(Protocol):
@@ -48,7 +166,7 @@ class Flying(NamedTuple):
     work: StartedWork[Any]
     posted: float
     """When it was noted as pending, in seconds of the monotonic clock."""
-    waiters: list[object]
+    waiters: list[Waiter]
     """Its suspended awaiters."""
 
 

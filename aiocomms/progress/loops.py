@@ -20,13 +20,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger("aiocomms")
 
 
-class Parkable(Protocol):
-    """Something that a task can wait for. It passes each of its waiters to :meth:`Loop.unpark` once."""
+class Waiter(Protocol):
+    """A suspended task: a future of asyncio, or what is like one."""
 
-    waiting: list[object]
+    def done(self) -> bool:
+        """Whether the task has been resumed, or cancelled."""
+
+    def set_result(self, result: None) -> None:
+        """Resume the task; on its loop's thread."""
+
+
+class Parkable(Protocol):
+    """Something that a task can wait for. When it comes to be, it sets the result of each waiter that is not done."""
+
+    waiting: list[Waiter]
     """The waiters, of whom a loop adds each one itself."""
 
-    def detach(self, waiter: object) -> None:
+    def detach(self, waiter: Waiter) -> None:
         """Remove a waiter whose task was cancelled."""
 
 
@@ -38,11 +48,7 @@ class Loop(ABC):
 
     @abstractmethod
     def park(self, what: Parkable) -> Generator[Any, Any, None]:
-        """Suspend the current task until ``what`` unparks it."""
-
-    @abstractmethod
-    def unpark(self, waiter: Any) -> None:
-        """Resume a suspended task."""
+        """Suspend the current task until ``what`` sets its waiter's result."""
 
     @abstractmethod
     def call_soon(self, fn: Callable[..., object], *args: object) -> None:
@@ -61,7 +67,7 @@ class Loop(ABC):
         """Do not watch the descriptor any more."""
 
     @abstractmethod
-    def tasks_of(self, waiters: Collection[object]) -> dict[object, tuple[str, object]]:
+    def tasks_of(self, waiters: Collection[Waiter]) -> dict[Waiter, tuple[str, object]]:
         """Return the name and the coroutine of each suspended waiter's task. May be called on any thread."""
 
     @abstractmethod
@@ -94,11 +100,6 @@ class AsyncioLoop(Loop):
             what.detach(future)
             raise
 
-    def unpark(self, waiter: asyncio.Future[None]) -> None:
-        """See :meth:`Loop.unpark`."""
-        if not waiter.done():  # it is done if its task was cancelled in this same turn
-            waiter.set_result(None)
-
     def call_soon(self, fn: Callable[..., object], *args: object) -> None:
         """See :meth:`Loop.call_soon`."""
         self._loop.call_soon(fn, *args)
@@ -120,7 +121,7 @@ class AsyncioLoop(Loop):
         if not self._loop.is_closed():
             self._loop.remove_reader(fd)
 
-    def tasks_of(self, waiters: Collection[object]) -> dict[object, tuple[str, object]]:
+    def tasks_of(self, waiters: Collection[Waiter]) -> dict[Waiter, tuple[str, object]]:
         """See :meth:`Loop.tasks_of`. A task of asyncio knows the future that it waits for, but no future its task."""
         if not waiters:
             return {}
@@ -130,6 +131,26 @@ class AsyncioLoop(Loop):
     def report(self, message: str, error: BaseException) -> None:
         """See :meth:`Loop.report`."""
         self._loop.call_exception_handler({"message": message, "exception": error})
+
+
+class _TrioTask:
+    """A suspended task of trio, as a :class:`Waiter`."""
+
+    __slots__ = ("_resume", "_resumed", "task")
+
+    def __init__(self, task: trio.lowlevel.Task, resume: Callable[[trio.lowlevel.Task], None]) -> None:
+        self.task = task
+        self._resume = resume
+        self._resumed = False
+
+    def done(self) -> bool:
+        """See :meth:`Waiter.done`. A task that was cancelled has been detached before."""
+        return self._resumed
+
+    def set_result(self, _: None) -> None:
+        """See :meth:`Waiter.set_result`."""
+        self._resume(self.task)
+        self._resumed = True
 
 
 class TrioLoop(Loop):
@@ -150,20 +171,15 @@ class TrioLoop(Loop):
                 f"{what!r} belongs to another trio run than the one it was awaited in; "
                 "its own thread may await it, any other has work.wait_blocking()"
             )
-        task = lowlevel.current_task()
-
+        waiter = _TrioTask(lowlevel.current_task(), lowlevel.reschedule)
         succeeded: trio.lowlevel.Abort = lowlevel.Abort.SUCCEEDED
 
         def abort(_: object) -> trio.lowlevel.Abort:
-            what.detach(task)
+            what.detach(waiter)
             return succeeded
 
-        what.waiting.append(task)
+        what.waiting.append(waiter)
         yield from lowlevel.wait_task_rescheduled(abort).__await__()
-
-    def unpark(self, waiter: trio.lowlevel.Task) -> None:
-        """See :meth:`Loop.unpark`."""
-        self._trio.lowlevel.reschedule(waiter)
 
     def call_soon(self, fn: Callable[..., object], *args: object) -> None:
         """See :meth:`Loop.call_soon`."""
@@ -190,9 +206,9 @@ class TrioLoop(Loop):
             except RuntimeError:
                 pass  # the trio run is over, and its tasks have ended
 
-    def tasks_of(self, waiters: Collection[Any]) -> dict[object, tuple[str, object]]:
+    def tasks_of(self, waiters: Collection[Any]) -> dict[Waiter, tuple[str, object]]:
         """See :meth:`Loop.tasks_of`."""
-        return {task: (task.name, task.coro) for task in waiters}
+        return {waiter: (waiter.task.name, waiter.task.coro) for waiter in waiters}
 
     def report(self, message: str, error: BaseException) -> None:
         """See :meth:`Loop.report`."""

@@ -1,4 +1,4 @@
-"""The awaitable handle of one started op: ``Work`` for its users, ``StartedWork`` for the core and transports."""
+"""The awaitable handle of one started op, as its users see it. How an op ends: :mod:`aiocomms.progress.inflight`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from threading import get_ident
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 import msgspec
-from torch import UntypedStorage
 
-from aiocomms.errors import CapturedWorkError, CommError, WorkCancelledError, wrong_thread
+from aiocomms.errors import CommError, WorkCancelledError, wrong_thread
 from aiocomms.ops import Op
 from aiocomms.progress.driver import Driver, Waiters
 from aiocomms.progress.handed import Handed, Steps
@@ -17,10 +16,8 @@ from aiocomms.transport import OP_RESULT
 
 T_co = TypeVar("T_co", covariant=True)
 
-_RESIZED = (
-    "the storage of a tensor was resized while the op had it: its result is lost, or went to memory that was freed"
-)
-_PENDING, _DONE, _ABANDONED = range(3)
+PENDING, DONE, ABANDONED = range(3)
+"""The states of a work; one that is abandoned has ended without its transport."""
 
 
 class Owner(Protocol):
@@ -30,7 +27,7 @@ class Owner(Protocol):
     name: str
     rank: int
 
-    def settled(self, work: StartedWork[Any], error: CommError | None = None) -> None:
+    def settled(self, work: Any, error: CommError | None = None) -> None:
         """Record and forget a pending work that has just become done, or failed with ``error``."""
 
     def withdraw(self, work: Any) -> bool:
@@ -62,12 +59,12 @@ class Work(msgspec.Struct, Handed[T_co], Generic[T_co], eq=False, weakref=True):
     _owner: Owner
     hints: Mapping[str, Any] | None = None
     """The caller's advice for this op."""
-    _state: int = _PENDING
+    _state: int = PENDING
     _value: Any = OP_RESULT
     _error: CommError | None = None
     _waiters: Waiters | None = None
     _callbacks: list[Callable[[Self], object]] | None = None
-    _unseen: _UnseenError | None = None
+    _unseen: UnseenError | None = None
     _steps: Steps | None = None
 
     def __repr__(self) -> str:
@@ -89,7 +86,7 @@ class Work(msgspec.Struct, Handed[T_co], Generic[T_co], eq=False, weakref=True):
 
     def done(self) -> bool:
         """Whether the op has completed or failed on this rank."""
-        return self._state != _PENDING
+        return self._state != PENDING
 
     def result(self) -> T_co:
         """Return what awaiting returns.
@@ -187,26 +184,7 @@ class Work(msgspec.Struct, Handed[T_co], Generic[T_co], eq=False, weakref=True):
 
     def _withdraw(self) -> bool:
         """Take an unmatched receive or wait back. True: it did not happen."""
-        if self._state or not self.op.withdrawable or not self._owner.withdraw(self):
-            return False
-        self._end(WorkCancelledError("it was withdrawn before it happened, and its buffer is untouched"), _DONE)
-        return True
-
-    def _end(self, error: CommError, state: int) -> None:
-        owner = self._owner
-        self._error = error.about(comm=owner.name, op=self.op.name, seq=self.seq, rank=owner.rank)
-        self._state = state
-        self._notify()
-
-    def _notify(self) -> None:
-        """Wake all who wait; called again, it goes on where the exception of a signal handler has cut it short."""
-        driver = self._owner.driver
-        if self._waiters is not None:
-            self._waiters.wake(driver)
-            self._waiters = None
-        while self._callbacks:
-            driver.call_soon(self._callbacks[0], self)
-            del self._callbacks[0]
+        raise NotImplementedError
 
     def _seen(self) -> Exception:
         if not self._state:
@@ -218,102 +196,6 @@ class Work(msgspec.Struct, Handed[T_co], Generic[T_co], eq=False, weakref=True):
         error = self._error
         assert error is not None
         return error.with_traceback(None)
-
-
-class StartedWork(Work[T_co]):
-    """A work as the core and transports see it; every ``Work`` is one.
-
-    A signal handler may raise between any two steps. So the outcome is stored before the state, and a work stays among
-    those in flight until all who wait for it have been woken: there its deadline finds it, and :meth:`finish` goes on.
-    """
-
-    fault: CommError | None = None
-    """The error with which the transport failed it; None where the work was abandoned or withdrawn."""
-    queue: Any = None
-    """The queue of works in flight that it stands in while it is pending; see :mod:`aiocomms.progress.inflight`."""
-    memory: UntypedStorage | list[tuple[UntypedStorage, int]] | None = None
-    """The storage of the tensor of a pending op, or several storages and their addresses.
-
-    The program may give the tensors other storages meanwhile.
-    """
-    _place: int = 0
-
-    @property
-    def error(self) -> CommError | None:
-        """The error of a failed work; reading it does not count as asking for the result."""
-        return self._error
-
-    def waiters(self) -> list[object]:
-        """The suspended awaiters."""
-        return [] if self._waiters is None else list(self._waiters.waiting)
-
-    def complete(self, value: Any = OP_RESULT) -> None:
-        """See :meth:`aiocomms.transport.Completion.complete`."""
-        if self._state:
-            return self._refuse_second()
-        if self.queue is not None and self._resized():
-            return self.fail(CommError(_RESIZED))
-        self._value = value
-        self._state = _DONE
-        if self._waiters is not None or self._callbacks is not None:
-            self._notify()
-        if self.queue is not None:
-            self._owner.settled(self)
-        return None
-
-    def fail(self, error: CommError) -> None:
-        """See :meth:`aiocomms.transport.Completion.fail`."""
-        if self._state:
-            return self._refuse_second()
-        if self._owner.lost:
-            return None
-        self.fault = error.about(seq=self.seq)
-        asked = self._waiters is not None or self._callbacks is not None
-        self._end(error, _DONE)
-        if self.queue is not None:
-            self._owner.settled(self, self._error)
-        if not asked and self._error is not None and not isinstance(error, CapturedWorkError):
-            self._unseen = _UnseenError(self._owner.driver, self._error)
-        return None
-
-    def abandon(self, error: CommError) -> None:
-        """End a pending work although its transport has not; what the transport says of it later is ignored."""
-        if not self._state:
-            self._end(error, _ABANDONED)
-        self.finish()
-
-    def finish(self) -> None:
-        """Wake those who still wait for a work that is done, and let it go."""
-        self._notify()
-        if self.queue is not None:
-            self._owner.settled(self, self._error)
-
-    def hold(self) -> None:
-        """Keep the memory of an op that is pending, also if its program gives a tensor another storage."""
-        op = self.op
-        tensor = getattr(op, "tensor", None)
-        if tensor is not None:  # nearly always
-            self.memory = storage = tensor.untyped_storage()
-            self._place = storage.data_ptr()
-        else:
-            storages = [tensor.untyped_storage() for _, tensor in op.reads() + op.writes()]
-            self.memory = [(storage, storage.data_ptr()) for storage in storages]
-
-    def _resized(self) -> bool:
-        memory = self.memory
-        if isinstance(memory, list):
-            return any(storage.data_ptr() != place for storage, place in memory)
-        return memory is not None and memory.data_ptr() != self._place
-
-    def _withdraw(self) -> bool:
-        withdrawn = super()._withdraw()
-        if withdrawn and self.queue is not None:
-            self._owner.settled(self, self._error)
-        return withdrawn
-
-    def _refuse_second(self) -> None:
-        if self._state == _DONE:
-            raise RuntimeError(f"the transport completed {self!r} twice")
 
 
 class _Wait(Handed[None]):
@@ -334,7 +216,7 @@ class _Wait(Handed[None]):
         self._work._never_awaited()
 
 
-class _UnseenError:
+class UnseenError:
     """Reports the failure of a work that nobody asks; separate, so that works that succeed need no finalizer."""
 
     __slots__ = ("_driver", "error")

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import struct
 import threading
-from collections import deque, namedtuple
+from collections import namedtuple
 from importlib import import_module, util
 from typing import Any, Self
 
@@ -13,7 +13,7 @@ from torch import Tensor, device, uint8
 
 from aiocomms import ops
 from aiocomms.errors import CommAbortedError, CommError, MismatchError
-from aiocomms.lowlevel import Reason, Waker, closed_by, gone, misfit, run_in_thread
+from aiocomms.lowlevel import Inbox, Reason, closed_by, gone, misfit, run_in_thread
 from aiocomms.ops import checks
 from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport
 
@@ -60,11 +60,11 @@ class UcxxTransport(Transport):
     capabilities = Capabilities(ops=frozenset({ops.Send, ops.Recv}))
 
     def __init__(self, rank: int, engine: Engine) -> None:
-        self.rank, self.engine, self.waker, self.silence = rank, engine, Waker(), asyncio.Event()
+        self.rank, self.engine, self.inbox, self.silence = rank, engine, Inbox(), asyncio.Event()
         self.number, self.numbers = next(Engine.numbers) << 40, itertools.count()  # this transport's, and of data
         self.peers: dict[int, Any] = {}  # by rank: its endpoint, and its number, which is in the tags of all for it
         self.farewell: Any = None  # the last frames
-        self.gone, self.inbox = set[int](), deque[Any]()  # ranks that have closed; what progress() is to call
+        self.gone = set[int]()  # ranks that have closed
         self.letters = list[Any]()  # arrived and not asked for: (key, frame)
         self.pending = list[Any]()  # not arrived, or not yet asked for by the receiver: (peer, key, op, work)
 
@@ -81,7 +81,7 @@ class UcxxTransport(Transport):
             await rendezvous.run("connecting", self.engine.submit(self.connect(self.engine.ucx, addresses)).result)
         except BaseException:
             self.abort(CommAbortedError(f"rank {self.rank} could not connect", peer=self.rank))
-            self.waker.close()
+            self.inbox.close()
             raise
         return self
 
@@ -101,13 +101,10 @@ class UcxxTransport(Transport):
                 self.engine.submit(self.send(op, b"", work))
 
     def progress(self) -> bool:
-        self.waker.clear()  # before looking, or a wake-up might be lost
-        for call, *arguments in (calls := [self.inbox.popleft() for _ in range(len(self.inbox))]):
-            call(*arguments)
-        return bool(calls)
+        return self.inbox.drain()
 
     def fileno(self) -> int:
-        return self.waker.fileno()
+        return self.inbox.fileno()
 
     def try_cancel(self, work: Completion) -> bool:
         return take(self.pending, 3, work) is not None
@@ -120,7 +117,7 @@ class UcxxTransport(Transport):
 
     async def aclose(self) -> None:
         await run_in_thread(self.engine.submit(self.fall_silent(Frame(CLOSE))).result)
-        self.waker.close()
+        self.inbox.close()
 
     def hear(self, rank: int, frame: Frame) -> None:
         if frame.kind == ABORT:
@@ -143,10 +140,6 @@ class UcxxTransport(Transport):
             into[: len(data)] = data[: len(into)]  # which may be its own memory
         return work.complete() if error is None else work.fail(error)
 
-    def tell(self, *call: Any) -> None:
-        self.inbox.append(call)
-        self.waker.wake()
-
     async def connect(self, ucx: Any, addresses: list[bytes]) -> None:
         for rank in {*range(len(addresses))} - {self.rank}:
             address = ucx.get_ucx_address_from_buffer(addresses[rank][8:])
@@ -160,9 +153,9 @@ class UcxxTransport(Transport):
             while frame.kind < CLOSE:
                 await endpoint.recv(buffer := bytearray(SIZE), self.number | rank << 24, force_tag=True)
                 frame = Frame._make((*HEADER.unpack_from(buffer), bytes(buffer[HEADER.size :])))
-                self.tell(self.hear, rank, frame)
+                self.inbox.put(self.hear, rank, frame)
         except Exception as error:  # whatever UCX calls it
-            self.tell(lambda why=str(error): self.on_failure(gone(rank, why)))
+            self.inbox.put(lambda why=str(error): self.on_failure(gone(rank, why)))
         await self.silence.wait()
         endpoint.abort()
 
@@ -177,13 +170,13 @@ class UcxxTransport(Transport):
         data, number = ([octets(op.tensor)], next(self.numbers) % 0xFFFFFF + 1) if work else ([], 0)
         frame = Frame(MESSAGE, op.channel, DTYPES.index(op.tensor.dtype), op.tag, op.tensor.nbytes, number, inline)
         if await self.say(op.dst, frame, *data) and work:
-            self.tell(lambda: self.try_cancel(work) and work.complete())  # unless the peer has closed
+            self.inbox.put(lambda: self.try_cancel(work) and work.complete())  # unless the peer has closed
 
     async def fetch(self, frame: Frame, op: ops.Recv, work: Completion) -> None:
         fits = (frame.nbytes, DTYPES[frame.dtype]) == (op.tensor.nbytes, op.tensor.dtype)
         data = octets(op.tensor) if fits else bytearray(frame.nbytes)
         await self.peers[op.src][0].recv(data, self.number | op.src << 24 | frame.number, force_tag=True)
-        self.tell(self.hand_over, frame._replace(data=data), op, work)
+        self.inbox.put(self.hand_over, frame._replace(data=data), op, work)
 
     async def fall_silent(self, frame: Frame) -> None:
         self.farewell = self.farewell or asyncio.gather(*(self.say(rank, frame) for rank in self.peers))

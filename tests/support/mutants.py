@@ -23,6 +23,7 @@ from aiocomms_local.window import Window
 
 from aiocomms import ops
 from aiocomms.errors import CommAbortedError
+from aiocomms.lowlevel import Waker
 from aiocomms.ops import reductions
 from aiocomms.transport import OP_RESULT
 
@@ -320,7 +321,7 @@ def reason_is_forgotten() -> None:
 
 @caught_by("test_closing")
 def descriptor_stays_open() -> None:
-    wrap(transports.Waker, "close", lambda original, waker: None)
+    wrap(Waker, "close", lambda original, waker: None)
 
 
 @caught_by("test_timeouts")
@@ -364,8 +365,8 @@ def wakes_up_all_the_time() -> None:
     def make(original: Any, transport: LocalTransport, matcher: Matcher, rank: int) -> None:
         original(transport, matcher, rank)
         ended = threading.Event()
-        wake = transport._waker.wake
-        threading.Thread(target=lambda: [wake() for _ in iter(lambda: ended.wait(0.002), True)], daemon=True).start()
+        put = transport._inbox.put
+        threading.Thread(target=lambda: [put(int) for _ in iter(lambda: ended.wait(0.002), True)], daemon=True).start()
         transport._matcher.__dict__.setdefault("ends", []).append(ended)
 
     def leave(original: Any, matcher: Matcher, rank: int) -> Any:

@@ -635,6 +635,7 @@ def test_info(capsys, monkeypatch):
     assert [name for name in counts if f"  {name} " not in said] == []
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_bench(capsys):
     assert command(["bench", "c10d", "--seconds", "0.01"]) == 0
@@ -647,6 +648,7 @@ def test_bench(capsys):
     assert all(float(median) > 0 for *_, median in rows)
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_bench_says_what_cannot_be_measured(capsys):
     assert command(["bench", "local", "--seconds", "0.01"]) == 1

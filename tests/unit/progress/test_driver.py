@@ -24,7 +24,7 @@ from torch.distributed import HashStore
 
 import aiocomms
 from aiocomms.errors import CommAbortedError
-from aiocomms.lowlevel import Waker, run_in_thread
+from aiocomms.lowlevel import Inbox, Waker, run_in_thread
 from aiocomms.progress.driver import Driver, Promise
 from aiocomms.testing import local_world
 from aiocomms.transport import Capabilities
@@ -106,6 +106,31 @@ def test_a_waker_loses_no_wake_up():
     for worker in workers:
         worker.join()
     waker.close()
+
+
+def test_an_inbox_makes_every_call_in_the_order_of_each_thread():
+    inbox, made, count, threads = Inbox(), [], 5_000, 4
+    assert not inbox.drain()
+
+    def hammer(thread):
+        for i in range(count):
+            inbox.put(made.append, (thread, i))
+
+    workers = [threading.Thread(target=hammer, args=(thread,)) for thread in range(threads)]
+    for worker in workers:
+        worker.start()
+    poller = select.poll()
+    poller.register(inbox.fileno(), select.POLLIN)
+    while len(made) < count * threads:
+        poller.poll()  # it would sleep for ever if a wake-up were lost
+        inbox.drain()
+    for worker in workers:
+        worker.join()
+    for thread in range(threads):
+        assert [i for t, i in made if t == thread] == list(range(count))
+    assert not inbox.drain()
+    assert not readable(inbox)
+    inbox.close()
 
 
 def readable(waker):
@@ -297,7 +322,7 @@ def test_a_transport_that_breaks_takes_the_communicator_with_it_and_nothing_else
             if when == "parked":
                 await turns(30)
             broken.breaks = ValueError("boom")
-            broken._waker.wake()  # and it stays awake, for nobody clears it
+            broken._inbox.put(int)  # and its descriptor stays readable, for nobody drains it
             message = "the transport Spinning is broken: progress() raised ValueError: boom"
             with pytest.raises(CommAbortedError, match=f"lost: {re.escape(message)}"):
                 await work

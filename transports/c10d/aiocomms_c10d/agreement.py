@@ -29,12 +29,11 @@ from torch import Tensor
 
 from aiocomms import ops
 from aiocomms.errors import CommError, MismatchError, ProtocolError
-from aiocomms.lowlevel import disagreement
+from aiocomms.lowlevel import Inbox, disagreement
 from aiocomms.transport import Completion, conclude
 from aiocomms_c10d.collectives import PLANS, Plan
 from aiocomms_c10d.control import ControlConnection
 from aiocomms_c10d.group import Group
-from aiocomms_c10d.inbox import Inbox
 from aiocomms_c10d.wire import CALL, INLINE, LANDED, TEXT, Frame, Header, pack
 
 _EMPTY = torch.empty(0, dtype=torch.uint8)

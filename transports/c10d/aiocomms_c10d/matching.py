@@ -19,10 +19,9 @@ from torch import Tensor
 
 from aiocomms import ops
 from aiocomms.errors import CommError, MessageTruncatedError, ProtocolError
-from aiocomms.lowlevel import misfit
+from aiocomms.lowlevel import Inbox, misfit
 from aiocomms.transport import OP_RESULT, Completion, conclude
 from aiocomms_c10d.control import FOREVER, ControlConnection
-from aiocomms_c10d.inbox import Inbox
 from aiocomms_c10d.wire import CODES, CREDIT, CTS, DATA, DONE, EAGER, INLINE, RTS, VOID, Frame, Header, flat, pack, void
 
 Key = tuple[int, int]

@@ -18,18 +18,18 @@ from torch._C._distributed_c10d import Backend, ProcessGroup
 
 from aiocomms import ops
 from aiocomms.errors import CommError, MismatchError
-from aiocomms.lowlevel import admitting, at_end, closed_by, gone, run_in_thread
+from aiocomms.lowlevel import Inbox, admitting, at_end, closed_by, gone, run_in_thread
 from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport
 from aiocomms_c10d import bringup, wire
 from aiocomms_c10d.agreement import Agreement
 from aiocomms_c10d.control import ControlConnection
 from aiocomms_c10d.group import Group
-from aiocomms_c10d.inbox import Inbox
 from aiocomms_c10d.matching import Matcher
 from aiocomms_c10d.wire import Frame, Header
 
-_ABORT_PATIENCE: Final = 0.1
-"""Seconds that telling all peers the reason of an abort may take."""
+_ABORT_PATIENCE: Final = 2.0
+"""Seconds that telling all peers the reason of an abort may take, on however busy a machine: a peer whose connection
+breaks before it has heard the reason takes this rank for dead. Only a peer that reads nothing takes so long."""
 _GOODBYE: Final = 2.0
 """Seconds in which all peers must confirm that they have received everything. They do so without their loops."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
@@ -13,7 +12,7 @@ import torch
 
 from aiocomms import ops
 from aiocomms.errors import ArgumentError, CommError
-from aiocomms.lowlevel import Waker
+from aiocomms.lowlevel import Inbox
 from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport, conclude
 from aiocomms_local.matching import Done, Matcher
 from aiocomms_local.semantics import perform
@@ -42,8 +41,7 @@ class LocalTransport(Transport):
         self._rank = rank
         self._thread = threading.get_ident()
         self._calls = 0
-        self._inbox: deque[tuple[Completion, Any]] = deque()  # works that a rank in another thread has completed
-        self._waker = Waker()
+        self._inbox = Inbox()  # for works that a rank in another thread has completed
         self._solo = matcher.size == 1
         self._handlers: dict[type[ops.Op], Callable[[Any, Completion], Done]] = {
             ops.Send: lambda op, work: matcher.send(rank, op, work),
@@ -84,7 +82,7 @@ class LocalTransport(Transport):
                 # Every rank has found rank 0's matcher when this returns, so that its token can be forgotten.
                 await rendezvous.exchange("local-found", b"")
             except BaseException:
-                self._waker.close()
+                self._inbox.close()
                 raise
         finally:
             with _forming_lock:
@@ -110,16 +108,11 @@ class LocalTransport(Transport):
 
     def progress(self) -> bool:
         """See :meth:`Transport.progress`. It completes the works that ranks in other threads have handed over."""
-        self._waker.clear()
-        inbox = self._inbox
-        any_done = bool(inbox)
-        while inbox:
-            conclude(*inbox.popleft())
-        return any_done
+        return self._inbox.drain()
 
     def fileno(self) -> int | None:
         """See :meth:`Transport.fileno`."""
-        return self._waker.fileno()
+        return self._inbox.fileno()
 
     def try_cancel(self, work: Completion) -> bool:
         """See :meth:`Transport.try_cancel`."""
@@ -148,8 +141,8 @@ class LocalTransport(Transport):
         self._deliver(done)
         if failure is not None:
             self._spread(failure)
-        self.progress()
-        self._waker.close()
+        self._inbox.drain()
+        self._inbox.close()
 
     def _join(self, op: ops.Op, work: Completion) -> Done:
         self._calls += 1
@@ -162,8 +155,7 @@ class LocalTransport(Transport):
             if transport is None or transport._thread == threading.get_ident():
                 conclude(work, value)
             else:
-                transport._inbox.append((work, value))
-                transport._waker.wake()
+                transport._inbox.put(conclude, work, value)
 
     def _spread(self, failure: CommError) -> None:
         """Tell every other rank that the communicator is lost."""

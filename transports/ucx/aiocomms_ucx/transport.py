@@ -17,7 +17,7 @@ from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport
 from aiocomms_ucx import wire
 from aiocomms_ucx._engine import TURNS, is_plain
 from aiocomms_ucx.bringup import no_cuda_in_ucx, open_shared_engine
-from aiocomms_ucx.collectives import COLLECTIVE, START, describe
+from aiocomms_ucx.collectives import START, describe
 from aiocomms_ucx.meeting import meet
 from aiocomms_ucx.shared_engine import SharedEngine
 from aiocomms_ucx.side_channel import UcxSideChannel
@@ -144,13 +144,13 @@ class UcxTransport(Transport):
         """See :meth:`Transport.post`."""
         if self._failure is not None:
             self.on_failure(self._failure)
-        if (behind := self._windows.behind) is not None and type(op) in COLLECTIVE:
-            behind.append(work)
-            return None
         ticket, engine = id(work), self.engine
         collective = START.get(type(op))
         try:
             if collective is not None:
+                if (behind := self._windows.behind) is not None:
+                    behind.append(work)
+                    return None
                 start, form = collective
                 if at := start(engine, ticket, self.group, self.size, op, form):
                     self._calls += 1

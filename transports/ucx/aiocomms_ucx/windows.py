@@ -80,9 +80,9 @@ class Windows:
         place among the collectives; None: no window does that."""
 
     def post(self, op: Any, work: Completion) -> None:
-        """Start a one-sided operation."""
-        if isinstance(op, ops.WindowOpen):
-            return self._open(op.tensor, work)
+        """Start a one-sided operation, or the opening or closing of a window."""
+        if isinstance(op, (ops.WindowOpen, ops.WindowClose)):
+            return self._take_place(op, work)
         transport, ticket = self._transport, id(work)
         engine, group = transport.engine, transport.group
         handle: Handle = op.window.handle
@@ -102,11 +102,6 @@ class Windows:
                 done = self._atomic(ticket, handle, op.dst, op.offset, True, op.expected, op.value)
             case ops.MapRemoteTensor():
                 return self._map(handle, op.rank, work)
-            case ops.WindowClose():
-                done = engine.flush(ticket, group, number, -1)
-                if done:
-                    return self._meet_to_close(handle, work)
-                self.behind = deque()
             case _:
                 done = engine.flush(ticket, group, number, -1 if op.dst is None else op.dst)
         return transport.follow(work, done)
@@ -155,6 +150,20 @@ class Windows:
         work.fail(UnsupportedOperation(f"the window of rank {rank} {where}; use get() and put()"))
 
     # ------------------------------------------------------------------------------------------ opening and closing
+
+    def _take_place(self, op: ops.WindowOpen | ops.WindowClose, work: Completion) -> None:
+        """Open or close a window, in its place among the collectives."""
+        if self.behind is not None:
+            self.behind.append(work)
+        elif isinstance(op, ops.WindowOpen):
+            self._open(op.tensor, work)
+        else:
+            transport, handle = self._transport, op.window.handle
+            if transport.engine.flush(id(work), transport.group, handle.number, -1):
+                self._meet_to_close(handle, work)
+            else:
+                self.behind = deque()
+                transport.follow(work, done=False)
 
     def _open(self, tensor: Tensor, work: Completion) -> None:
         transport = self._transport
