@@ -57,11 +57,10 @@ demo-kv-cache: $(VENV)/ucx.stamp
 	cd examples && OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m kv_cache
 
 # Tests as jobs of their own: the examples and the code of the documentation, as their users run them; the conformance
-# suite as a stranger runs it, on transports with faults and on fakes of devices, and the schedules on a simulated
-# network. Every other one is in `unit`.
+# suite as a stranger runs it, on transports with faults and on fakes of devices. Every other one is in `unit`.
 EXAMPLES := tests/project/test_docs.py $(patsubst %,tests/examples/test_%.py,embedding_recovery embedding_server kv_cache tensor_parallel)
 SUITES := $(patsubst %,tests/%.py,transports/test_conformance transports/test_mutations transports/nccl/test_nccl \
-	examples/test_transport_tcp examples/test_transport_ucxx transports/ucx/test_ucx_cuda transports/ucx/test_ucx_schedules)
+	examples/test_transport_tcp examples/test_transport_ucxx transports/ucx/test_ucx_cuda)
 # The engine alone under sanitizers, which `test-sanitizers` runs: two builds, and longer than any other test.
 ENGINE := tests/transports/ucx/test_ucx_engine.py
 # What `check` tests of the project beside the core's units: where imports go, and what may be called.

@@ -140,7 +140,7 @@ def test_vectors_of_three_ranks_equal_the_unsplit_model(trio, expected):
     assert_equal(trio, expected.result())
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_other_sizes_give_the_same_and_end_by_ctrl_c_with_requests_in_flight(size, expected):
     """The ranks' grace never ends: a rank that waits for half a request, a stream's end or a barrier hangs.
 

@@ -68,7 +68,7 @@ def assert_right(example: ModuleType, generated: list[list[int]]) -> None:
         assert tokens == best.tolist()
 
 
-@pytest.mark.parametrize("blocks", [NEED, 20, 400])
+@pytest.mark.parametrize("blocks", [NEED, pytest.param(20, marks=pytest.mark.long), 400])
 def test_two_processes_say_what_one_would(example: ModuleType, tmp_path: Path, blocks: int) -> None:
     """Where blocks are so scarce that prefill must wait for decode, and where they are not."""
     done = run(f"--blocks={blocks}", "--sequences=20", f"--json={tmp_path / 'tokens'}")

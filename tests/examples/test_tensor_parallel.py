@@ -58,7 +58,7 @@ def expected() -> torch.Tensor:
     return torch.tensor(json.loads(run.stdout))
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_processes_give_the_vectors_of_the_unsplit_model(size: int, expected: torch.Tensor, tmp_path: Path) -> None:
     """The example compares by itself too; here another process has computed what is right."""
     (tmp_path / "texts").write_text("\n".join(TEXTS), "utf-8")

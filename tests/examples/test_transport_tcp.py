@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import HANGS, SUITE_HANGS
 from strangers import QUICK, expect_death_to_be_noticed, run
 
 from aiocomms import ops
@@ -50,7 +51,7 @@ def installed(package: Path) -> Path:
     target = package.parent / f"{package.name}-installed"
     offline = ["--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
     command = [sys.executable, "-m", "pip", "install", *offline, "--target", str(target), "."]
-    done = subprocess.run(command, cwd=package, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, cwd=package, capture_output=True, text=True, timeout=HANGS, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return target
 
@@ -70,7 +71,7 @@ def test_it_is_small(package: Path) -> None:
     assert len((EXAMPLE / MODULE).read_text().splitlines()) < 250
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(2 * SUITE_HANGS)
 @pytest.mark.parametrize("options", ["--loops=asyncio", "--loops=trio --processes -k 'closing or timeouts'"])
 def test_it_conforms(installed: Path, options: str) -> None:
     """All of the suite in one process, and where processes and loops make a difference, on other ones."""
@@ -80,7 +81,6 @@ def test_it_conforms(installed: Path, options: str) -> None:
     assert done.returncode == pytest.ExitCode.OK, done.stdout + done.stderr
 
 
-@pytest.mark.timeout(120)
 def test_a_death_is_noticed_although_a_fork_of_the_dead_lives(installed: Path) -> None:
     """The child has a copy of each descriptor; a connection ends when the last copy is closed."""
     expect_death_to_be_noticed(

@@ -12,6 +12,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from processes import SUITE_HANGS
 from strangers import QUICK, expect_death_to_be_noticed, run
 
 ROOT = Path(__file__).parents[2]
@@ -153,7 +154,7 @@ def test_a_death_is_noticed_over_ucxx(folder: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(2 * SUITE_HANGS)
 def test_it_conforms_over_a_stand_in(folder: Path) -> None:
     (folder / "ucxx.py").write_text(STAND_IN)
     done = run(folder, *SUITE, *QUICK)
@@ -161,7 +162,7 @@ def test_it_conforms_over_a_stand_in(folder: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(2 * SUITE_HANGS)
 def test_it_conforms_over_ucxx(folder: Path) -> None:
     need_ucxx()
     done = run(folder, *SUITE, *QUICK)

@@ -30,8 +30,6 @@ from aiocomms.errors import CommAbortedError, CommError, PeerDiedError
 
 FULL = os.environ.get("AIOCOMMS_FAULTS") == "full"
 """All victims, delays and loops (make faults), or one of each (make test)."""
-LOOKS = 200
-"""How often a rank looks, every 10 ms, whether what a fault leaves behind is gone: the slower it is, the longer."""
 
 
 class Stuck(logging.Handler):
@@ -156,22 +154,20 @@ async def go_on(watch: Watch, traffic: asyncio.Task[None]) -> None:
 
 async def settled(before: Counter[str]) -> None:
     """Wait until this process holds no more than it held."""
-    for _ in range(LOOKS):
-        if not (more := holdings() - before):
-            return
+    ends = time.monotonic() + PATIENCE
+    while more := holdings() - before:
+        assert time.monotonic() < ends, f"more than before: {dict(more)}"
         await asyncio.sleep(0.01)
         gc.collect()
-    raise AssertionError(f"more than before: {dict(more)}")
 
 
 async def forgotten(kept: weakref.ref[Any]) -> None:
     """Wait until nothing keeps a buffer: what ops were doing is put into words on another thread, and may be later."""
-    for _ in range(LOOKS):
-        if kept() is None:
-            return
+    ends = time.monotonic() + PATIENCE
+    while kept() is not None:
+        assert time.monotonic() < ends, "the buffer is kept for ever"
         await asyncio.sleep(0.01)
         gc.collect()
-    raise AssertionError("the buffer is kept for ever")
 
 
 async def end(ops: Awaitable[Any], comm: Communicator, peers: Iterable[int]) -> CommError:

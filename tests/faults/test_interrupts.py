@@ -75,6 +75,9 @@ def watchdog_looks(*comms: Communicator) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of generators that are thrown away
+@pytest.mark.parametrize(
+    "loop", ["asyncio", *(pytest.param(loop, marks=pytest.mark.long) for loop in ("uvloop", "trio"))]
+)
 @pytest.mark.parametrize("does", [completes, aborts, lets_deadlines_pass])
 def test_nobody_waits_for_ever(
     run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, does: Callable[[Communicator, Communicator], None]

@@ -444,7 +444,6 @@ asyncio.run(main())
 
 
 @pytest.mark.fault(11)
-@pytest.mark.timeout(180)  # six processes import torch
 @pytest.mark.parametrize("transport", ["ucx", "c10d"])
 def test_torchrun_starts_all_anew(tmp_path: Path, transport: str) -> None:
     script = tmp_path / "restarted.py"

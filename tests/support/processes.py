@@ -31,6 +31,8 @@ LARGE = 60_013
 """Elements: more than travels with an agreement or in one slot of memory, and no multiple of any number of ranks."""
 HANGS = 240.0
 """Seconds after which ranks hang, on however slow a machine; a deadline that nobody has given is later."""
+SUITE_HANGS = 900.0
+"""The same, of a process that runs a whole test suite."""
 PATIENCE = 100.0
 """Seconds after which it is said what a rank waits for; not how long that may take."""
 KILLED = "killed"

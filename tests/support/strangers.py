@@ -9,6 +9,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from processes import SUITE_HANGS
+
 QUICK = ["-q", "--assert=plain", "-pno:cacheprovider", "-pno:hypothesispytest"]
 """Options of pytest for a run of the conformance suite."""
 
@@ -20,7 +22,7 @@ from aiocomms import new_comm
 from aiocomms.errors import PeerDiedError
 
 async def main(rank):
-    comm = await new_comm(sys.argv[3], store=FileStore(sys.argv[1], 3), rank=rank, size=3, timeout=20)
+    comm = await new_comm(sys.argv[3], store=FileStore(sys.argv[1], 3), rank=rank, size=3, timeout=100)
     if rank == 1:
         await comm.recv(torch.empty(3), 0)
         await comm.recv(torch.empty(3), 2)
@@ -43,8 +45,9 @@ def run(folder: Path, *arguments: str, stdin: int | None = None) -> subprocess.C
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTEST_ADDOPTS": "", "UCX_WARN_UNUSED_ENV_VARS": "n"}
     command = [sys.executable, *arguments]
     return subprocess.run(
-        command, cwd=folder, env=environment, stdin=stdin, capture_output=True, text=True, timeout=280, check=False
-    )
+        command, cwd=folder, env=environment, stdin=stdin, capture_output=True, text=True,
+        timeout=SUITE_HANGS, check=False,
+    )  # fmt: skip
 
 
 def expect_death_to_be_noticed(folder: Path, transport: str, *lost: str, die: str = "os._exit(0)") -> None:

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import HANGS
+from processes import SUITE_HANGS
+
+pytestmark = pytest.mark.timeout(2 * SUITE_HANGS)
 
 SUITE = "aiocomms.testing.conformance"
 
@@ -67,7 +69,7 @@ def run(stranger: Path, *arguments: str, modules: str = "") -> subprocess.Comple
     command = [sys.executable, "-m", "pytest", "--pyargs", *chosen, *quick, *arguments]
     environment = {**os.environ, "PYTHONPATH": str(stranger), "PYTEST_ADDOPTS": ""}
     return subprocess.run(
-        command, cwd=stranger, env=environment, capture_output=True, text=True, timeout=HANGS, check=False
+        command, cwd=stranger, env=environment, capture_output=True, text=True, timeout=SUITE_HANGS, check=False
     )
 
 

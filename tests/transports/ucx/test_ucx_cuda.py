@@ -21,7 +21,7 @@ from aiocomms_ucx.cuda_transport import CudaUcxTransport
 from fake_cuda import FakeCuda, FakeStream, Gate
 from fake_ucx import FakeUcxTransport
 from inside import transport_of
-from processes import HANGS
+from processes import SUITE_HANGS
 
 import aiocomms
 from aiocomms.bootstrap import registry
@@ -407,12 +407,13 @@ async def test_a_gpu_that_is_not_there(transport: str, device: str) -> None:
 # --------------------------------------------------------------------------------------------------- conformance
 
 
+@pytest.mark.timeout(2 * SUITE_HANGS)
 @pytest.mark.parametrize(
     "options",
     [
         ["--ranks=1,2"],
-        ["--ranks=4", "-k", "collectives or split"],
-        ["--ranks=2", "--processes", "-k", "windows or messages"],
+        pytest.param(["--ranks=4", "-k", "collectives or split"], marks=pytest.mark.long),
+        pytest.param(["--ranks=2", "--processes", "-k", "windows or messages"], marks=pytest.mark.long),
     ],
 )
 def test_conformance(distribution: Path, options: list[str]) -> None:
@@ -426,6 +427,6 @@ def test_conformance(distribution: Path, options: list[str]) -> None:
     }
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *suite, *quick, *options],
-        cwd=distribution, env=environment, capture_output=True, text=True, timeout=HANGS, check=False,
+        cwd=distribution, env=environment, capture_output=True, text=True, timeout=SUITE_HANGS, check=False,
     )  # fmt: skip
     assert done.returncode == pytest.ExitCode.OK, done.stdout

@@ -50,6 +50,10 @@ HUGE_THINGS: dict[str, Callable[[Communicator, int], Any]] = {
 
 async def lose_amid(place: Rank, what: str, victim: int, delay: float) -> bool:
     comm = await place.open()
+    # These do not need to be at fault to be told.
+    receives = [
+        comm.recv(torch.zeros(8), rank, 9) for rank in range(place.size) if rank != place.rank for _ in range(3)
+    ]
     await comm.barrier()
 
     async def go_on() -> None:
@@ -59,10 +63,6 @@ async def lose_amid(place: Rank, what: str, victim: int, delay: float) -> bool:
     if place.rank == victim:
         threading.Timer(delay, place.die).start()
         await go_on()
-    # These do not need to be at fault to be told.
-    receives = [
-        comm.recv(torch.zeros(8), rank, 9) for rank in range(place.size) if rank != place.rank for _ in range(3)
-    ]
     error = await death(go_on())
     for work in receives:
         with pytest.raises(PeerDiedError) as other:

@@ -16,7 +16,7 @@ SOURCES = [
 
 
 @pytest.mark.fault(86, 87, transport="ucx")
-@pytest.mark.timeout(300)
+@pytest.mark.long
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
 def test_parts_of_the_engine(sanitizer: str, tmp_path: Path) -> None:
     run_sanitized(tmp_path, sanitizer, SOURCES)
