@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import multiprocessing.connection
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import mutants
 import pytest
+from processes import SUITE_HANGS
 
 pytestmark = pytest.mark.long
 
@@ -21,7 +24,9 @@ Outcomes = dict[str, Future[tuple[int | None, str]]]
 
 SUITE = "aiocomms.testing.conformance"
 MODULES = sorted(set(mutants.OPTIONS.values()))
-HANGS = 400.0
+
+CHILDREN = threading.Lock()
+"""Of this process: to start one reads the exit codes of the others, which are to be read once, whoever joins them."""
 
 QUICK = ["-x", "-q", "--assert=plain", "-Wignore", *(f"-pno:{name}" for name in ("hypothesispytest", "cacheprovider"))]
 """Without what takes longer to start than the checks take to run."""
@@ -52,10 +57,12 @@ def outcome(mutant: str, modules: list[str], folder: Path) -> tuple[int | None, 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "pytest", f"{SUITE}.tasks"])
     process = context.Process(target=run_suite, args=(mutant, modules, str(folder)))
-    process.start()
-    process.join(HANGS)
-    process.kill()
-    process.join()
+    with CHILDREN:
+        process.start()
+    multiprocessing.connection.wait([process.sentinel], SUITE_HANGS)
+    with CHILDREN:
+        process.kill()
+        process.join()
     return process.exitcode, (folder / "output").read_text()
 
 
@@ -69,13 +76,13 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     pool.shutdown(cancel_futures=True)
 
 
-@pytest.mark.timeout(2 * HANGS)
+@pytest.mark.timeout(2 * SUITE_HANGS)
 def test_the_transport_without_a_fault_passes(outcomes: Outcomes) -> None:
     code, output = outcomes["control"].result()
     assert code == pytest.ExitCode.OK, output
 
 
-@pytest.mark.timeout(2 * HANGS)
+@pytest.mark.timeout(2 * SUITE_HANGS)
 @pytest.mark.parametrize("mutant", mutants.OPTIONS)
 def test_mutant_is_caught(mutant: str, outcomes: Outcomes) -> None:
     code, output = outcomes[mutant].result()
