@@ -46,7 +46,7 @@ from aiocomms.transport import SideChannel, Transport
 _T = TypeVar("_T")
 _PAUSE: Final = 0.005
 _PROBE: Final = 0.5
-"""Seconds in which a store answers, or is gone."""
+"""Seconds in which a store answers, or those who can do without it meet elsewhere."""
 _TURN: Final = 0.5
 """Seconds after which the next higher rank proposes, if nobody below it has."""
 _OLD: Final = b"the old store"
@@ -236,14 +236,14 @@ class Recovery:
             raise StoreLostError("the rendezvous store is gone, so that no newcomer finds the others: leave out size")
 
     async def _answers(self) -> bool:
-        """Whether the store of the old communicator does."""
-        board = self._old
+        """Whether the store of the old communicator does, and at once if this rank can do without it."""
+        board, elsewhere = self._old, self._line is not None and self._wanted is None
 
         def probe() -> bool:
             board.tell("probe", b"1")
             return board.told("probe", board.rank) is not None
 
-        with anyio.move_on_after(_PROBE):
+        with anyio.move_on_after(_PROBE if elsewhere else max(0.0, self._left())):
             try:
                 return await run_in_thread(probe)
             except (StoreLostError, ArgumentError):  # it is gone; or there never was one

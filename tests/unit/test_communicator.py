@@ -21,7 +21,7 @@ from concurrency import in_threads, ranks, run_on, together, turns
 
 import aiocomms
 from aiocomms import ReduceOp, core, ops
-from aiocomms.bootstrap import directory
+from aiocomms.bootstrap import directory, recovery
 from aiocomms.diagnosis import dumps
 from aiocomms.errors import (
     ArgumentError,
@@ -347,6 +347,19 @@ def test_a_reconfiguration_that_is_cancelled_late_leaves_nobody_waiting(run):
             with pytest.raises(CommAbortedError, match="aborted by rank 1: Cancelled"):
                 await new.barrier(timeout=5)
             await new.aclose()
+
+    run(main)
+
+
+def test_a_store_that_answers_late_is_not_gone_where_nothing_can_stand_in_for_it(run, monkeypatch):
+    monkeypatch.setattr(recovery, "_PROBE", 0.0)  # what a busy machine makes of it
+
+    async def main():
+        async with local_world(2) as world:
+            world[0].abort("enough")
+            again = await together(*(comm.reconfigure for comm in world))
+            await together(*(comm.barrier for comm in again))
+            await together(*(comm.aclose for comm in again))
 
     run(main)
 
