@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,24 @@ import pytest
 import torch  # noqa: F401
 from concurrency import LOOPS, Main, run_on
 from inside import Entry
-from processes import Run, runner
+from processes import HANGS, Run, runner
 
 _records = tempfile.TemporaryDirectory(prefix="aiocomms-tests")
 os.environ["AIOCOMMS_RECORDER_DIR"] = _records.name  # where each communicator that is lost leaves a file
 
 gc.collect()
 gc.freeze()  # what torch and hypothesis bring need not be looked through whenever a test collects its garbage
+
+
+def pytest_unconfigure() -> None:
+    """Wait for what tests have left behind in threads, such as gloo that connects for 120 s.
+
+    Before Python 3.14 a daemon thread that comes back from C++ while the interpreter ends makes it end by SIGABRT.
+    """
+    ends = time.monotonic() + HANGS
+    for thread in threading.enumerate():
+        if thread.name == "aiocomms blocking call":
+            thread.join(max(0.0, ends - time.monotonic()))
 
 
 @pytest.fixture(params=LOOPS)
