@@ -14,28 +14,38 @@ import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from aiocomms import cuda, errors, functional, ops, testing
+    from aiocomms import blocking, cuda, errors, functional, ops, testing
     from aiocomms.communicator import Communicator
     from aiocomms.diagnosis.on_signal import dump_on_signal
     from aiocomms.errors import CommError
     from aiocomms.families.rma import Window
-    from aiocomms.families.streams import TensorStream
+    from aiocomms.families.streams import ItemStream, TensorStream
+    from aiocomms.lanes import Lane
     from aiocomms.opening import from_process_group, get_comm, new_comm
+    from aiocomms.ops.checks import COMM_TIMEOUT
     from aiocomms.ops.reductions import ReduceOp
+    from aiocomms.portal.portal import Portal
+    from aiocomms.portal.works import BlockingWork
     from aiocomms.progress.work import Work
     from aiocomms.transport import Capabilities, Transport
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "COMM_TIMEOUT",
+    "BlockingWork",
     "Capabilities",
     "CommError",
     "Communicator",
+    "ItemStream",
+    "Lane",
+    "Portal",
     "ReduceOp",
     "TensorStream",
     "Transport",
     "Window",
     "Work",
+    "blocking",
     "cuda",
     "dump_on_signal",
     "errors",
@@ -49,10 +59,15 @@ __all__ = [
 
 # Beside the imports above, which type checkers and editors read; a test keeps the two in step.
 _HOME = {
+    "BlockingWork": "portal.works",
+    "COMM_TIMEOUT": "ops.checks",
     "Capabilities": "transport",
     "CommError": "errors",
     "Communicator": "communicator",
+    "Lane": "lanes",
+    "Portal": "portal.portal",
     "ReduceOp": "ops.reductions",
+    "ItemStream": "families.streams",
     "TensorStream": "families.streams",
     "Transport": "transport",
     "Window": "families.rma",
@@ -62,7 +77,7 @@ _HOME = {
     "get_comm": "opening",
     "new_comm": "opening",
 }
-_MODULES = frozenset({"cuda", "errors", "functional", "ops", "testing"})
+_MODULES = frozenset({"blocking", "cuda", "errors", "functional", "ops", "testing"})
 
 
 if os.environ.get("AIOCOMMS_RECORDER_SIGNAL"):  # a signal may come before anything else is loaded

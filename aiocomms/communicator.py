@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from math import inf
 from pathlib import Path
 from threading import get_ident
 from time import monotonic
@@ -17,13 +19,11 @@ from aiocomms.bootstrap import directory, recovery
 from aiocomms.bootstrap.registry import Plan, open_transports
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.core import Core
-from aiocomms.diagnosis import dumps
+from aiocomms.diagnosis import debug, dumps
+from aiocomms.diagnosis.debug import Debugger
 from aiocomms.diagnosis.leak_guard import LeakGuard, guards
 from aiocomms.diagnosis.recorder import PEERS
 from aiocomms.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    BufferBusyError,
     CommAbortedError,
     CommError,
     MismatchError,
@@ -32,11 +32,16 @@ from aiocomms.errors import (
 )
 from aiocomms.families.collectives import Collectives
 from aiocomms.families.hooks import Hooked, Hooks
-from aiocomms.families.objects import Objects
+from aiocomms.families.objects import AllGatherObject, Objects
+from aiocomms.families.open_stream import Streams
 from aiocomms.families.p2p import PointToPoint
 from aiocomms.families.rma import OneSided
-from aiocomms.families.streams import Streams
+from aiocomms.lanes import Lane, current
+from aiocomms.lowering.lanes import Key
 from aiocomms.ops import Op, checks
+from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
+from aiocomms.portal.door import Door
+from aiocomms.portal.portal import Portal
 from aiocomms.progress.inflight import StartedWork
 from aiocomms.progress.work import Work
 from aiocomms.transport import Transport
@@ -53,13 +58,16 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
 
     def __init__(self, rendezvous: StoreRendezvous, plan: Plan, transports: Mapping[ops.Family, Transport]) -> None:
         self.rank, self.size = rendezvous.rank, rendezvous.size
-        self.name, self.device, self.timeout = rendezvous.name, rendezvous.device, rendezvous.timeout
+        self.name, self.device, self._seconds = rendezvous.name, rendezvous.device, rendezvous.timeout
         self._rendezvous, self._plan = rendezvous, plan
         self._core = core = Core(rendezvous, transports, plan.options)
         self._router, self._trace = core.router, core.recorder.trace
         self._children = 0  # communicators split off
+        self._portal: Portal | None = None
+        self._doors: list[Door] = []  # of portals
         self._pre_hooks, self._post_hooks, self._abort_hooks = Hooks(), core.post_hooks, core.abort_hooks
-        self._debug = os.environ.get("AIOCOMMS_DEBUG", "0") not in ("", "0")
+        self._debugger = Debugger(core.in_flight) if debug.asked_for() else None
+        self._start = StartedWork if self._debugger is None else self._debugger.start
         self._guard = LeakGuard(self)
         dumps.register(core.recorder)
         directory.register(self)
@@ -79,6 +87,11 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         return names
 
     @property
+    def timeout(self) -> float | None:
+        """The deadline of ops that are given none, in seconds; None: they have none. See :meth:`set_timeout`."""
+        return None if self._seconds == inf else self._seconds
+
+    @property
     def closed(self) -> bool:
         """Whether it was closed on this rank."""
         return self._core.closed
@@ -88,7 +101,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         """Whether it is poisoned: aborted here or elsewhere, a peer died, a deadline passed, or ranks disagreed."""
         return self._core.life.failure is not None
 
-    def _issue(self, op: Op, hints: Mapping[str, Any] | None = None, timeout: checks.Timeout = None) -> Work[Any]:
+    def _issue(self, op: Op, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT) -> Work[Any]:
         """Check an op, post it, and return its work."""
         core = self._core
         if core.refusing or get_ident() != core.thread:
@@ -96,9 +109,10 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         seq, kind = core.issued, type(op)
         try:
             op.check(core)
-            seconds = self.timeout if timeout is None else checks.seconds("timeout", timeout)
-            if hints is not None or self._debug:
-                self._check_rarely(op, hints)
+            seconds = self._seconds if timeout is COMM_TIMEOUT else checks.deadline("timeout", timeout)
+            if hints is not None:
+                checks.mapping("hints", hints)
+            work: StartedWork[Any] = self._start(op, seq, core, hints)
         except CommError as error:
             raise error.about(comm=self.name, op=op.name, rank=self.rank) from None
         core.issued = seq + 1  # and with it, so that no other thread sees one without the other:
@@ -106,7 +120,6 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
             trace.append(kind)
         if self._pre_hooks:
             self._pre_hooks.ask(op, seq)
-        work: StartedWork[Any] = StartedWork(op, seq, core, hints)
         core.calls += op.family == "collectives"
         try:
             at = self._router[kind](op, work)
@@ -120,16 +133,21 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
             core.ended_at_once(work)
         return work
 
-    def _check_rarely(self, op: Op, hints: Mapping[str, Any] | None) -> None:
-        """Check the hints; in debug mode refuse buffers that an unfinished op still writes, or this one would write."""
-        if hints is not None:
-            checks.mapping("hints", hints)
-        for work in self._core.in_flight if self._debug else ():
-            try:
-                checks.disjoint(op.writes(), work.op.reads() + work.op.writes())
-                checks.disjoint(work.op.writes(), op.reads())
-            except ArgumentError as error:
-                raise BufferBusyError(f"a buffer still belongs to {work!r}: {error.message}") from None
+    _issue_in_order = _issue
+
+    def lane(self, key: Key) -> Lane:
+        """Look at this communicator through a lane, whose operations match those of the same key on the other ranks.
+
+        It sends nothing and keeps nothing: lanes of one key are the same lane, also after one of them is gone.
+
+        :param key: what the ranks call it, a request's number say; a str, bytes and an int are different keys.
+        :raises ArgumentTypeError: the key is none of these.
+        """
+        return Lane(self, key)
+
+    def _follow_lanes(self) -> None:
+        """From now on look whether a lane is current; who makes none the current one pays nothing for it."""
+        self.__class__ = _Following
 
     # ------------------------------------------------------------------------------------- aborting and closing
 
@@ -144,6 +162,24 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         if isinstance(reason, BaseException):
             reason = f"{type(reason).__name__}: {reason}" if str(reason) else type(reason).__name__
         self._core.abort(reason)
+
+    async def lost(self) -> CommError:
+        """Wait until the communicator is lost, for whatever reason: an abort, a death, a deadline, ranks that disagree.
+
+        Any number of tasks may wait. They go on when the pending works have ended, and at once if it is lost already.
+
+        :returns: why: the same error on every call, which the abort hooks get, too.
+        :raises CommClosedError: it was closed on this rank, and had not been lost by then.
+        :raises RuntimeError: this is not the communicator's thread.
+        """
+        core = self._core
+        if get_ident() != core.thread:
+            raise wrong_thread(f"lost on '{self.name}'")
+        await core.over
+        if core.life.failure is not None:
+            return core.life.failure.error
+        assert core.life.closed is not None
+        raise core.life.closed.about(comm=self.name, op="lost", rank=self.rank)
 
     async def aclose(self) -> None:
         """Close: let ops that are under way end, withdraw receives that nothing matched, release everything.
@@ -161,7 +197,14 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         finally:
             self._rendezvous.leave()
 
+    def _disown(self) -> None:
+        self._core.disown()
+        for door in self._doors:
+            door.disown()
+
     def _released(self) -> None:
+        for door in self._doors:
+            door.close()
         directory.unregister(self)
         self._guard.dismiss()
 
@@ -177,14 +220,22 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
 
     # ------------------------------------------------------------------------------------------ and the rest
 
-    def set_timeout(self, timeout: checks.Timeout) -> None:
-        """Set the deadline of ops that name none.
+    def portal(self) -> Portal:
+        """Return this communicator's operations for other threads, on which they block; any thread may ask for it.
 
-        :raises ArgumentError: it is no number of seconds above 0.
+        :returns: always the same object.
         """
-        if timeout is None:
-            raise ArgumentTypeError("timeout is None, wanted seconds as a number, or a timedelta")
-        self.timeout = checks.seconds("timeout", timeout)
+        if self._portal is None:
+            self._portal = Portal(self)
+        return self._portal
+
+    def set_timeout(self, timeout: Timeout) -> None:
+        """Set the deadline of ops that are given none, from the next call on.
+
+        :param timeout: seconds; None: they have no deadline, and wait until they are done or the communicator is lost.
+        :raises ArgumentError: it is neither None nor a number of seconds above 0.
+        """
+        self._seconds = checks.deadline("timeout", timeout)
 
     async def split(self, ranks: Sequence[int], name: str | None = None) -> Communicator | None:
         """Form communicators of some of the ranks. Collective over this one.
@@ -220,7 +271,8 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
 
     async def _form_child(self, members: list[int], child: str, number: int) -> Communicator | None:
         """Agree on the groups of a split, and form this rank's."""
-        claims: list[list[int]] = await self.all_gather_object(members)
+        gather = AllGatherObject(0, False, (self._parcel("split", members, False),))
+        claims: list[list[int]] = await self._issue_in_order(gather)
         for rank, claim in enumerate(claims):
             if claim != members and set(claim) & set(members):
                 raise MismatchError(
@@ -237,10 +289,11 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         rendezvous = self._rendezvous.child(key, child, members.index(self.rank), len(members))
         plan, parents = self._plan, self._core.by_family
         opened = await open_transports(plan, lambda _, f: parents[f].split(rendezvous, members, plan.options))
+        rendezvous.timeout = self._rendezvous.timeout
         return Communicator(rendezvous, plan, opened)
 
     async def reconfigure(
-        self, ranks: Sequence[int] | None = None, *, size: int | None = None, timeout: checks.Timeout = 10.0
+        self, ranks: Sequence[int] | None = None, *, size: int | None = None, timeout: float | timedelta = 10.0
     ) -> Communicator:
         """Form a new communicator of the ranks that are left of this lost one, which it closes; collective over those.
 
@@ -253,7 +306,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         """
         core, failure = self._core, self._core.life.failure
         reason = None if failure is None else failure.error
-        old = recovery.Lost(self._rendezvous, self._plan, core.transports, self.timeout, reason, self.closed)
+        old = recovery.Lost(self._rendezvous, self._plan, core.transports, self._seconds, reason, self.closed)
         return await recovery.replace(self, Communicator(*await recovery.form_again(old, ranks, size, timeout)))
 
     def dump(self, folder: str | os.PathLike[str] | None = None) -> Path:
@@ -269,6 +322,16 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
             raise CommError(f"the dump cannot be written: {error}", comm=self.name, rank=self.rank) from error
 
 
+class _Following(Communicator):
+    """A communicator of which some lane was made the current one."""
+
+    def _issue(self, op: Op, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT) -> Work[Any]:
+        lane = current(self._core)
+        if lane is None or op.family == "rma" or getattr(op, "channel", ops.USER) != ops.USER:
+            return self._issue_in_order(op, hints, timeout)
+        return lane._issue(op, hints, timeout)
+
+
 def _broken_off(error: BaseException) -> CommError:
     """Why a split ends on this rank: the others would wait for it until their time is up."""
     if isinstance(error, CommError):
@@ -282,7 +345,7 @@ def _disown_in_child() -> None:
     """A forked child shares its parent's sockets, and must not use or close them."""
     for guard in guards():
         guard.dismiss()
-        guard.comm._core.disown()
+        guard.comm._disown()
 
 
 os.register_at_fork(after_in_child=_disown_in_child)

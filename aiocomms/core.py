@@ -23,8 +23,9 @@ from aiocomms import lifecycle, ops
 from aiocomms.bootstrap.registry import close_transports
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.diagnosis import dumps
+from aiocomms.diagnosis.inquiry import Inquiry, Waited
 from aiocomms.diagnosis.postmortem import PostMortem
-from aiocomms.diagnosis.recorder import Recorder
+from aiocomms.diagnosis.recorder import UNMATCHED, Recorder, called, peers
 from aiocomms.errors import (
     CommAbortedError,
     CommClosedError,
@@ -37,11 +38,13 @@ from aiocomms.errors import (
 from aiocomms.families.hooks import Hooks
 from aiocomms.lifecycle import Action, Failure, Life, failure_of
 from aiocomms.lowering.routing import Router
+from aiocomms.lowering.runs import Offload
 from aiocomms.lowering.windows import TwoSided
+from aiocomms.lowlevel.threads import call_in_thread
 from aiocomms.progress.driver import Driver, Promise
 from aiocomms.progress.guard import broken, guarded
 from aiocomms.progress.heartbeat import Heartbeat
-from aiocomms.progress.inflight import AGAIN, InFlight, StartedWork
+from aiocomms.progress.inflight import AGAIN, InFlight, LaneWork, StartedWork
 from aiocomms.transport import Completion, Transport
 
 CLOSE_GRACE = 5.0
@@ -77,11 +80,13 @@ class Core:
         """Whether ops are refused: the one thing that an op which starts needs to know."""
         self.life = Life()
         self._lock = RLock()  # guards every step; a signal handler may abort what it interrupts
-        self._rendezvous = rendezvous
+        self._rendezvous, self._inquiry = rendezvous, Inquiry(rendezvous, self.size)
         self._postmortem: PostMortem | None = None
         self._ended = False
         """Whether the works that were pending when it was lost have ended."""
         self._closing: Promise | None = None
+        self.over = Promise(self.driver)
+        """Set when it is known what has become of it: it was lost and its works have ended, or it was closed."""
         self.post_hooks, self.abort_hooks = Hooks(), Hooks()
         self.in_flight = InFlight(self, Heartbeat(self.transports, options, self.lose))
         self.recorder = Recorder(self, self.in_flight)
@@ -120,14 +125,33 @@ class Core:
                 raise
             raise broken(transport, "post", error) from error
 
+    def offload(self, op: Offload, work: Completion) -> None:
+        """See :meth:`Poster.offload`."""
+
+        def ended(error: Exception | None) -> None:
+            if error is None:
+                work.complete()
+            else:
+                failure = error if isinstance(error, CommError) else CommError(f"{type(error).__name__}: {error}")
+                work.fail(failure)
+
+        call_in_thread(op.call, lambda error: self.driver.call_threadsafe(ended, error))
+
     def post_raised(self, op: ops.Op, error: BaseException) -> BaseException:
         """What the caller of an op gets that could not be posted: nothing of it was sent.
 
         A transport that raises another exception than a :class:`CommError` is broken, and the communicator is lost.
         """
         self.calls -= op.family == "collectives"  # the other ranks' next collective is this one's next, too
+        return self.not_posted(op, error, self.name)
+
+    def not_posted(self, op: ops.Op, error: BaseException, comm: str) -> BaseException:
+        """The same of an op that is not counted.
+
+        :param comm: what it was called on.
+        """
         if isinstance(error, CommError):
-            return error.about(comm=self.name, op=op.name, rank=self.rank)
+            return error.about(comm=comm, op=op.name, rank=self.rank)
         transport = self.router.carrier(op)
         if transport is None or not isinstance(error, Exception):
             return error
@@ -237,6 +261,7 @@ class Core:
         hooks, self.abort_hooks = self.abort_hooks, Hooks()  # once
         if hooks:
             hooks.call(self.driver, failure.error)
+        self.over.set()
         self.in_flight.unwatch()
 
     def expire(self, work: StartedWork[Any]) -> None:
@@ -251,24 +276,40 @@ class Core:
         elif work.done():
             self.driver.call_threadsafe(work.finish)
         elif work.op.withdrawable:
-            self.driver.call_threadsafe(self._expire_alone, work)
+            self._inquire(work)
         else:
             self._expire_all(work)
 
-    def _expire_alone(self, work: StartedWork[Any]) -> None:
+    def _inquire(self, work: StartedWork[Any]) -> None:
+        """A receive or wait is late: find out what the rank that it waits for has waited for, and let it expire."""
+        queue, now, passed = work.queue, time.time(), time.monotonic()
+        posted = None if queue is None else queue.get(work)
+        if posted is not None:  # else it has become done meanwhile
+            mine = Waited(self.rank, peers(work.op)[0], called(work.op), now - (passed - posted), now)
+            self._inquiry.begin(mine, lambda report: self.driver.call_threadsafe(self._expire_alone, work, report))
+
+    def _expire_alone(self, work: StartedWork[Any], report: str) -> None:
         """A receive or wait is late: it fails alone, or with everything else if something has matched it."""
         if not work.done():
             if self.withdraw(work):
-                work.abandon(CommTimeoutError("nothing matched it before its deadline; it was withdrawn"))
+                late = f"{UNMATCHED} {called(work.op)} before its deadline; it was withdrawn{report}"
+                work.abandon(CommTimeoutError(late, peer=peers(work.op)[0]))
             else:
                 self._expire_all(work)
 
     def _expire_all(self, work: StartedWork[Any]) -> None:
-        transport = self.by_family.get(work.op.family)
-        absent = list(guarded((), transport.waiting_for, work)) if transport is not None else []
+        op = work.op
+        transport = self.by_family.get(op.family)
+        absent: Sequence[int] = ()
+        if isinstance(work, LaneWork) and op.family == "collectives":
+            absent = self.router.turns.waiting_for(work)
+        elif transport is not None:
+            absent = list(guarded((), transport.waiting_for, work))
+        absent = absent or peers(op)
+        what = "" if op.family == "collectives" else f": {called(op)}"
         who = f"; waiting for rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}" if absent else ""
         error = CommTimeoutError(
-            f"its deadline passed{who}", comm=self.name, op=work.op.name, seq=work.seq, rank=self.rank
+            f"its deadline passed{what}{who}", comm=work._comm_name(), op=op.name, seq=work.seq, rank=self.rank
         )
         self.lose(error, absent)
 
@@ -316,6 +357,7 @@ class Core:
                 guarded(None, transport.abort, error)
             for work in self.in_flight:
                 work.abandon(CommClosedError("it was closed on this rank"))
+        self.over.set()
         self.in_flight.unwatch()
         with anyio.move_on_after(CLOSE_GRACE, shield=True):
             for transport in self.transports:
@@ -329,5 +371,5 @@ class Core:
         """This is a forked child, which shares its parent's sockets and must neither use nor close them."""
         self.life = lifecycle.disown(os.getppid())
         self.refusing = True
-        self._closing = Promise(self.driver)
-        self._closing.set()
+        self._closing = self.over = Promise(self.driver)
+        self.over.set()

@@ -19,6 +19,7 @@ __all__ = [
     "CommClosedError",
     "CommError",
     "CommTimeoutError",
+    "ConcurrentCollectivesError",
     "MessageTruncatedError",
     "MismatchError",
     "PeerDiedError",
@@ -88,6 +89,12 @@ class CommError(Exception):
         copy.__cause__ = self.__cause__
         return copy
 
+    def within(self, op: str, seq: int) -> Self:
+        """Make a copy of this error for the operation of which the one that failed is a part."""
+        copy = self.about()
+        copy.op, copy.seq = op, seq
+        return copy
+
 
 class ArgumentError(CommError, ValueError):
     """Raised when an argument is wrong. Nothing was sent; the communicator stays usable."""
@@ -110,6 +117,13 @@ class MessageTruncatedError(CommError):
 
 class BufferBusyError(CommError):
     """Raised in debug mode when a buffer still belongs to an unfinished operation. The communicator stays usable."""
+
+
+class ConcurrentCollectivesError(CommError):
+    """Raised in debug mode when two tasks have collectives under way at once, whose order may differ from rank to rank.
+
+    Nothing was sent; the communicator stays usable.
+    """
 
 
 class CapturedWorkError(CommError):
@@ -163,7 +177,7 @@ def wrong_thread(what: str) -> RuntimeError:
 
     :param what: the call, and the object on which it was made.
     """
-    advice = "hand it to its loop, with call_soon_threadsafe or asyncio.run_coroutine_threadsafe"
+    advice = "call it on the communicator's portal(), or hand it to its loop with call_soon_threadsafe"
     return RuntimeError(f"{what} was called on another thread than the communicator's; {advice}")
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Mapping
-from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -17,7 +16,7 @@ from aiocomms.bootstrap import directory, newcomers
 from aiocomms.bootstrap.directory import DEFAULT
 from aiocomms.bootstrap.launchers import read_environment
 from aiocomms.bootstrap.registry import Plan, choose, choose_adopter, open_transports
-from aiocomms.bootstrap.rendezvous import StoreRendezvous
+from aiocomms.bootstrap.rendezvous import FORMING, StoreRendezvous
 from aiocomms.bootstrap.stores import connect_store
 from aiocomms.communicator import Communicator
 from aiocomms.errors import ArgumentError, CommError, StoreLostError
@@ -42,7 +41,8 @@ class new_comm:  # noqa: N801 - it is called like a function, as asyncpg.create_
     :param rank: this rank.
     :param size: how many ranks there are.
     :param name: the communicator's name, the same on all ranks; tells apart communicators that share a store.
-    :param timeout: the deadline in seconds for forming it, and afterwards that of ops that name none.
+    :param timeout: the deadline in seconds for forming it, and afterwards that of ops that are given none. None: these
+        have no deadline, and forming has 600 s.
     :param hints: advice to the transports, by name; and ``"heartbeat"``: seconds without a sign of life after which a
         rank is taken for dead, 0 for never. Without it ``AIOCOMMS_HEARTBEAT`` says, or else it is 5.
     :param join: take the place of a rank that was lost, or an additional one, in a communicator that exists: the others
@@ -63,7 +63,7 @@ class new_comm:  # noqa: N801 - it is called like a function, as asyncpg.create_
         rank: int | None = None,
         size: int | None = None,
         name: str = DEFAULT,
-        timeout: float | timedelta = 600.0,
+        timeout: Timeout = FORMING,
         hints: Mapping[str, Any] | None = None,
         join: bool = False,
     ) -> None:
@@ -71,7 +71,7 @@ class new_comm:  # noqa: N801 - it is called like a function, as asyncpg.create_
         self._device = _device(device)
         self._where = (store, rank, size)
         self._name = checks.label(name)
-        self._timeout = checks.seconds("timeout", timeout)
+        self._timeout = checks.deadline("timeout", timeout)
         if hints is not None:
             checks.mapping("hints", hints)
         self._options = dict(hints or {})
@@ -82,6 +82,12 @@ class new_comm:  # noqa: N801 - it is called like a function, as asyncpg.create_
 
     def __await__(self) -> Generator[Any, Any, Communicator]:
         return self._open().__await__()
+
+    if not TYPE_CHECKING:  # which see a forgotten await by themselves, and would take any attribute for granted
+
+        def __getattr__(self, name: str) -> Any:
+            hint = "" if name.startswith("__") else ": did you forget `await`? comm = await new_comm(...)"
+            raise AttributeError(f"new_comm(...) has no attribute {name!r}{hint}")
 
     async def __aenter__(self) -> Communicator:
         self._comm = await self._open()
@@ -120,14 +126,14 @@ class new_comm:  # noqa: N801 - it is called like a function, as asyncpg.create_
             store = _launched[host, port] = await alone.run(
                 f"reaching the store at {host}:{port}",
                 lambda: connect_store(
-                    host, port, launch.rank, launch.size, agent_store=launch.agent_store, timeout=self._timeout
+                    host, port, launch.rank, launch.size, agent_store=launch.agent_store, timeout=alone.timeout
                 ),
             )
         return store, launch.rank, launch.size
 
 
 async def from_process_group(
-    pg: Any, device: str | torch.device = "cpu", *, name: str = DEFAULT, timeout: Timeout = 600.0
+    pg: Any, device: str | torch.device = "cpu", *, name: str = DEFAULT, timeout: Timeout = FORMING
 ) -> Communicator:
     """Form a communicator over a ``torch.distributed`` process group that exists already; collective.
 
@@ -136,12 +142,13 @@ async def from_process_group(
     :param pg: the process group. The ranks meet over it: until this returns nothing else may use it, nor another call.
     :param device: the device of all tensors.
     :param name: the communicator's name.
-    :param timeout: the deadline in seconds for forming it, and afterwards that of ops that name none.
+    :param timeout: the deadline in seconds for forming it, and afterwards that of ops that are given none. None: these
+        have no deadline, and forming has 600 s.
     :raises ArgumentTypeError: no available transport can run over it.
     """
     where = _device(device)
     plan = choose_adopter(pg, where, {})
-    seconds = checks.seconds("timeout", 600.0 if timeout is None else timeout)
+    seconds = checks.deadline("timeout", timeout)
     return await _form(plan, None, pg.rank(), pg.size(), checks.label(name), where, seconds)
 
 

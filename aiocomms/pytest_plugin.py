@@ -1,15 +1,17 @@
-"""The pytest plug-in: the fixture ``world`` and the marker ``ranks``.
+"""The pytest plug-in: the fixtures ``world`` and ``comm``, and the marker ``ranks``.
 
 Every pytest run in an environment with aiocomms imports this module, so it imports nothing but pytest.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import AsyncIterator, Iterator
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 
 import pytest
 
@@ -20,7 +22,25 @@ DEFAULT_RANKS = 2
 """The number of ranks for a test without the marker ``ranks``."""
 
 _Scope = Literal["function", "class", "module", "package", "session"]
+_WANTED = "wanted the number of ranks: ranks(4), or ranks(4, timeout=60, transport=...)"
+
+
+class _Asked(NamedTuple):
+    """What world a test wants: the arguments of the marker ``ranks``."""
+
+    n: int
+    timeout: float = 30.0
+    transport: str | Mapping[str, str] | None = None
+
+    def fits(self) -> bool:
+        """Whether each argument has the right type; whether there is such a transport its opening will say."""
+        timed = type(self.timeout) in (int, float) and self.timeout > 0
+        named = self.transport is None or isinstance(self.transport, (str, Mapping))
+        return type(self.n) is int and self.n > 0 and timed and named
+
+
 _failed = pytest.StashKey[bool]()
+_asked = pytest.StashKey[_Asked]()
 
 
 def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) -> None:
@@ -34,16 +54,36 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Describe the marker, and let pytest-asyncio run the fixture if it is installed."""
-    config.addinivalue_line("markers", f"ranks(n): how many ranks the fixture 'world' has; {DEFAULT_RANKS} by default")
+    config.addinivalue_line(
+        "markers",
+        f"ranks(n, timeout=30, transport=None): how many ranks the fixtures 'world' and 'comm' have, {DEFAULT_RANKS} "
+        "by default; the deadline of their operations in seconds; the transport between them",
+    )
     if config.pluginmanager.has_plugin("asyncio") or config.pluginmanager.has_plugin("pytest_asyncio"):
         config.pluginmanager.register(_asyncio_worlds(), "aiocomms-asyncio")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Have a test that takes ``comm`` run on every rank; before another plug-in makes its function synchronous."""
+    if not isinstance(item, pytest.Function) or "comm" not in item._fixtureinfo.argnames:
+        return
+    if item._fixtureinfo.name2fixturedefs["comm"][-1].func.__module__ != __name__:  # another fixture of that name
+        return
+    holder = getattr(item.obj, "hypothesis", None)
+    if holder is None:
+        item.obj = _on_every_rank(item.obj)
+    else:
+        holder.inner_test = _on_every_rank(holder.inner_test)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Note that a test failed, as its ranks may have operations pending that will never end."""
-    if call.when == "call" and call.excinfo is not None:
-        item.stash[_failed] = True
+    """Note that a test failed, as its ranks may have operations pending that will never end; hide our own frames."""
+    if call.excinfo is not None:
+        _hide_frames()
+        if call.when == "call":
+            item.stash[_failed] = True
     return (yield)
 
 
@@ -52,11 +92,53 @@ def world(request: pytest.FixtureRequest) -> list[Communicator]:
     """The communicators of a world, in rank order. All its ranks live in the test's own event loop.
 
     It serves ``async def`` tests under pytest-asyncio, or under anyio's plug-in with any backend.
-    ``@pytest.mark.ranks(4)`` sets the number of ranks. After the test the world is closed; it is aborted if the test
-    failed.
+    ``@pytest.mark.ranks(4)`` sets the number of ranks, and with ``timeout=`` and ``transport=`` their deadline and what
+    joins them; so does an indirect parameter, a number or a mapping of ``n``, ``timeout`` and ``transport``. After the
+    test the world is closed, and it is an error if messages are unmatched then, or only some ranks have called a
+    collective. It is aborted if the test failed.
     """
-    _count(request)  # before the loop is entered, whose traceback would bury the error about the marker
+    if _asked not in request.node.stash:
+        request.node.stash[_asked] = _ask(request)  # before the loop is entered, whose traceback would bury an error
     return cast("list[Communicator]", request.getfixturevalue(_driven(request)))
+
+
+class _EveryRank(list["Communicator"]):
+    """What :func:`comm` is until the test is called, once for each of them."""
+
+
+@pytest.fixture
+def comm(request: pytest.FixtureRequest) -> Any:
+    """One rank's communicator: the test runs on every rank of a :func:`world` at once, each time with another one.
+
+    If it fails on one rank the others are cancelled, and a note says which rank it was. A fixture takes ``world``.
+    """
+    if "comm" not in request.node._fixtureinfo.argnames:
+        raise _refusal(
+            request, "is a communicator of each rank, for a test's own argument; a fixture takes 'world'", "comm"
+        )
+    request.node.stash[_asked] = _ask(request)
+    return _EveryRank(request.getfixturevalue("world"))
+
+
+def _on_every_rank(test: Callable[..., Any]) -> Callable[..., Any]:
+    if not inspect.iscoroutinefunction(test):
+        return test
+
+    @functools.wraps(test)
+    async def on_every_rank(*args: Any, **kwargs: Any) -> Any:
+        from aiocomms.testing import run_ranks
+
+        await run_ranks(kwargs["comm"], lambda comm: test(*args, **{**kwargs, "comm": comm}))
+        return None
+
+    return on_every_rank
+
+
+def _hide_frames() -> None:
+    """Have pytest leave our frames out of tracebacks, but for ``--full-trace``: it asks each frame's module."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("aiocomms.", "aiocomms_")) and not name.startswith("aiocomms.testing.conformance"):
+            module.__dict__.setdefault("__tracebackhide__", True)
 
 
 def _driven(request: pytest.FixtureRequest) -> str:
@@ -81,12 +163,18 @@ def _driven(request: pytest.FixtureRequest) -> str:
 @asynccontextmanager
 async def _opened(request: pytest.FixtureRequest) -> AsyncIterator[list[Communicator]]:
     from aiocomms.testing import local_world
+    from aiocomms.testing.leftovers import Leftovers
 
-    async with local_world(_count(request)) as comms:
+    asked = request.node.stash[_asked]
+    async with local_world(asked.n, asked.transport, timeout=asked.timeout) as comms:
         yield comms
-        if request.node.stash.get(_failed, False):
+        failed = request.node.stash.get(_failed, False)
+        left = Leftovers([] if failed else comms)
+        if failed:
             for comm in comms:
                 comm.abort("the test failed")
+    if report := left.report():
+        pytest.fail(report, pytrace=False)
 
 
 @pytest.fixture
@@ -126,16 +214,30 @@ def _loop_scope(request: pytest.FixtureRequest, marker: pytest.Mark) -> str:
         return "function"
 
 
-def _count(request: pytest.FixtureRequest) -> int:
+def _ask(request: pytest.FixtureRequest) -> _Asked:
+    """What an indirect parameter says, or else the closest marker."""
     marker = request.node.get_closest_marker("ranks")
-    if marker is None:
-        return DEFAULT_RANKS
-    match marker.args:
-        case (int(count),) if type(count) is int and count > 0 and not marker.kwargs:
-            return count
-    given = ", ".join([*map(repr, marker.args), *(f"{name}={value!r}" for name, value in marker.kwargs.items())])
-    raise _refusal(request, f"got the marker ranks({given}), wanted the number of ranks: ranks(4)")
+    param = getattr(request, "param", None)
+    args: tuple[Any, ...] = (DEFAULT_RANKS,)
+    kwargs: Mapping[str, Any] = {}
+    if isinstance(param, Mapping):
+        args, kwargs = (), param
+    elif param is not None:
+        args = (param,)
+    elif marker is not None:
+        args, kwargs = marker.args, marker.kwargs
+    if len(args) == 1 or param is not None:
+        try:
+            asked = _Asked(*args, **kwargs)
+        except TypeError:
+            pass
+        else:
+            if asked.fits():
+                return asked
+    given = ", ".join([*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())])
+    what = f"the marker ranks({given})" if param is None else f"the parameter {param!r}"
+    raise _refusal(request, f"got {what}, {_WANTED}")
 
 
-def _refusal(request: pytest.FixtureRequest, why: str) -> BaseException:
-    return pytest.fail.Exception(f"{request.node.nodeid}: the fixture 'world' of aiocomms {why}", pytrace=False)
+def _refusal(request: pytest.FixtureRequest, why: str, fixture: str = "world") -> BaseException:
+    return pytest.fail.Exception(f"{request.node.nodeid}: the fixture {fixture!r} of aiocomms {why}", pytrace=False)

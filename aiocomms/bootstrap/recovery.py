@@ -13,6 +13,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Final, NamedTuple, Protocol, TypeVar
 
 import anyio
@@ -39,7 +40,6 @@ from aiocomms.lowlevel.hosts import LOOPBACK, reachable_address
 from aiocomms.lowlevel.stores import admitting, reach_store, serve_store
 from aiocomms.lowlevel.threads import run_in_thread
 from aiocomms.ops import checks
-from aiocomms.ops.checks import Timeout
 from aiocomms.progress.guard import guarded
 from aiocomms.transport import SideChannel, Transport
 
@@ -97,11 +97,11 @@ class Ends(Protocol):
 _Ends = TypeVar("_Ends", bound=Ends)
 
 
-async def form_again(lost: Lost, ranks: Sequence[int] | None, size: int | None, timeout: Timeout) -> Formed:
+async def form_again(lost: Lost, ranks: Sequence[int] | None, size: int | None, timeout: float | timedelta) -> Formed:
     """Form the communicator that takes a lost one's place; see :meth:`aiocomms.Communicator.reconfigure`."""
     old = lost.rendezvous
     try:
-        seconds = checks.seconds("timeout", timeout)  # type: ignore[arg-type]  # it says so of None
+        seconds = checks.seconds("timeout", timeout)
         with admitting(old.root):
             return await Recovery(lost, ranks, size, seconds).run()
     except CommError as error:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, Final
 
 import anyio
 import torch
@@ -23,6 +24,8 @@ from aiocomms.lowlevel.auth import Seal, read_token
 from aiocomms.lowlevel.stores import store_errors
 from aiocomms.lowlevel.threads import run_in_thread
 
+FORMING: Final = 600.0
+"""Seconds to form in for a communicator whose ops have no deadline: a rank that never comes must be named some day."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
 """Seconds between looking for a rank that has not come: soon at first, and later without loading the store."""
 
@@ -36,6 +39,10 @@ class StoreRendezvous(Board):
     def __init__(
         self, store: Store | None, rank: int, size: int, *, name: str, device: torch.device, timeout: float, seal: Seal
     ) -> None:
+        """Begin to count the time.
+
+        :param timeout: the seconds to form in; infinity: :data:`FORMING`.
+        """
         super().__init__(store, rank, seal)
         self.root: Store | None = None
         """What the ranks' communicators share; :attr:`store` is a part of it that is this one's alone."""
@@ -46,8 +53,9 @@ class StoreRendezvous(Board):
         self.size = size
         self.name = name
         self.device = device
-        self.timeout = timeout
-        self._ends = time.monotonic() + timeout
+        self.timeout = FORMING if timeout == math.inf else timeout
+        """The seconds to form in; once it is formed, those that ops have which are given no deadline."""
+        self._ends = time.monotonic() + self.timeout
         self._kept: Store | None = None  # the one at the bottom, which a PrefixStore does not keep if it is in Python
 
     def child(self, key: str, name: str, rank: int, size: int, store: Store | None = None) -> StoreRendezvous:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import msgspec
 from aiocomms.diagnosis.dumps import LARGEST
 from aiocomms.diagnosis.hang_report import instead_of, judge
 from aiocomms.diagnosis.postmortem import printable, tidied, tidy
-from aiocomms.diagnosis.recorder import FORMAT, LONGEST, MOST, Format, Header, Item
+from aiocomms.diagnosis.recorder import FORMAT, LONGEST, MOST, SHOWN, UNMATCHED, Format, Header, Item
 
 _APART = 60.0
 """The difference in seconds between the ranks' files above which they may come from different runs."""
@@ -134,20 +135,20 @@ def judged(ranks: Ranks) -> Iterator[str]:
     """Say which ranks are behind in a collective, which wait for which others' messages, and whether in a circle."""
     briefs = {rank: record.header.brief for rank, record in ranks.items()}
     pending = {rank: [item for item in record.items if item.state == "pending"] for rank, record in ranks.items()}
-    numbered: dict[int, Item] = {}
+    numbered: dict[tuple[str, int], Item] = {}
     waits: dict[int, list[int]] = {rank: [] for rank in ranks}
     waiting_lines = []
     for rank, items in sorted(pending.items()):
         for item in items:
             if item.collective is not None:
-                numbered.setdefault(item.collective, item)
-            for peer in (item.args[name] for name in ("src", "dst") if name in item.args):
+                numbered.setdefault((item.lane, item.collective), item)
+            for peer in _peers(item):
                 if peer not in waits[rank]:  # only the oldest op with that peer is shown
                     waits[rank].append(peer)
                     waiting_lines.append(f"rank {rank} waits for rank {peer}: {item}{_since(ranks[rank], item)}")
-    if numbered:
-        first = numbered[min(numbered)]  # the later collectives wait for this one
-        yield f"{first.name}: {judge(first, briefs)}"
+    for lane in sorted({lane for lane, _ in numbered}):
+        first = numbered[min(key for key in numbered if key[0] == lane)]  # the later collectives wait for this one
+        yield f"{f'{first.name} in lane {lane}' if lane else first.name}: {judge(first, briefs)}"
         behind = [rank for rank, brief in briefs.items() if instead_of(first, brief)]
         for rank, brief in briefs.items():
             if instead_of(first, brief) is None:
@@ -155,7 +156,63 @@ def judged(ranks: Ranks) -> Iterator[str]:
     yield from waiting_lines
     circle = _circle(waits)
     if circle:
-        yield f"they wait in a circle: {' -> '.join(f'rank {rank}' for rank in circle)}"
+        yield f"they wait in a circle: {_arrows(circle)}"
+    else:
+        yield from _waited(ranks)
+
+
+class _Wait(NamedTuple):
+    """An op that waits for another rank's, or did until its deadline; times as the ranks' clocks agree on them."""
+
+    peer: int
+    begin: float
+    end: float
+    item: Item
+
+
+def _waited(ranks: Ranks) -> Iterator[str]:
+    """Say which ranks waited for each other in a circle when the deadline of a receive passed that is now withdrawn."""
+    ahead = _clocks(ranks)
+    waits: dict[int, list[_Wait]] = {}
+    for rank, (_, header, items) in ranks.items():
+        late = [item for item in items if item.state == "pending" or (item.finished and UNMATCHED in item.error)]
+        spans = [(item, *_span(header, item)) for item in late[-SHOWN:]]
+        waits[rank] = [
+            _Wait(peer, begin + ahead[rank], end + ahead[rank], item)
+            for item, begin, end in spans
+            for peer in _peers(item)
+        ]
+    ends = [[wait.end for wait in found if wait.item.error] for found in waits.values()]
+    for moment in sorted((max(found) for found in ends if found), reverse=True):
+        then = {rank: [w for w in found if w.begin <= moment <= w.end] for rank, found in waits.items()}
+        circle = _circle({rank: [wait.peer for wait in found] for rank, found in then.items()})
+        for rank, peer in pairwise(circle):
+            wait = next(wait for wait in then[rank] if wait.peer == peer)
+            yield f"rank {rank} waited for rank {peer}: {wait.item}, for {wait.end - wait.begin:.1f} s"
+        if circle:
+            yield f"they waited in a circle, until a deadline passed: {_arrows(circle)}"
+            return
+
+
+def _peers(item: Item) -> list[int]:
+    """The ranks that an op waits for."""
+    return [item.args[name] for name in ("src", "dst") if name in item.args]
+
+
+def _arrows(circle: Sequence[int]) -> str:
+    return " -> ".join(f"rank {rank}" for rank in circle)
+
+
+def _clocks(ranks: Ranks) -> dict[int, float]:
+    """By how much the wall clock is ahead of each rank's.
+
+    The ranks of one host share a monotonic clock. The wall clock may have been set between their files.
+    """
+    hosts: dict[str, float] = {}
+    return {
+        rank: hosts.setdefault(header.host or str(rank), header.wall - header.monotonic)
+        for rank, (_, header, _) in sorted(ranks.items())
+    }
 
 
 def _since(record: Record, item: Item) -> str:
@@ -193,13 +250,11 @@ def _events(ranks: Ranks, first: int) -> Iterator[dict[str, Any]]:
 
     A rank is drawn as a process, numbered from ``first``. Ops that overlap in time are drawn as threads of it.
     """
-    clocks: dict[str, float] = {}
-    for number, (rank, (_, header, items)) in enumerate(sorted(ranks.items()), first):
-        # The ranks of one host share a monotonic clock. The wall clock may have been set between their files.
-        ahead = clocks.setdefault(header.host or str(rank), header.wall - header.monotonic)
-        pid = number
+    clocks = _clocks(ranks)
+    for pid, (rank, (_, header, items)) in enumerate(sorted(ranks.items()), first):
+        ahead = clocks[rank]
         yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"{header.comm}: rank {rank}"}}
-        yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": number}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
         lanes: list[float] = []
         for item in sorted(items, key=lambda item: _span(header, item)):
             begin, end = _span(header, item)

@@ -23,7 +23,7 @@ def judge(late: Item, briefs: Mapping[int, Brief], silent: Iterable[int] = ()) -
             rest.append(f"rank {rank} {instead}")
         else:
             done.append(rank)
-    number = "" if late.collective is None else f" (collective {late.collective})"
+    number = f" (collective {late.collective})" if late.collective else ""
     parts = [
         *([f"{_ranks(inside, 'is', 'are')} in it{number}"] if inside else []),
         *([f"{_ranks(done, 'is', 'are')} done with it"] if done else []),
@@ -36,10 +36,11 @@ def judge(late: Item, briefs: Mapping[int, Brief], silent: Iterable[int] = ()) -
 def instead_of(late: Item, brief: Brief) -> str | None:
     """Say what a rank is doing instead of an op: None if it is in the op, empty if it is done with the op."""
     if late.collective is not None:
-        here = next((item for item in brief.pending if item.collective == late.collective), None)
+        alike = (item for item in brief.pending if (item.collective, item.lane) == (late.collective, late.lane))
+        here = next(alike, None)
         if here is not None:
-            return None if here.name == late.name else f"is in {here} instead"
-        if brief.ended >= late.collective:
+            return None if str(here) == str(late) else f"is in {here} instead"
+        if not late.lane and brief.ended >= late.collective:
             return ""
     return doing(brief)
 

@@ -7,20 +7,17 @@ Loops have no hook for their end, but they close the async generators that were 
 
 from __future__ import annotations
 
-import os
-import sys
 import warnings
 import weakref
 from collections.abc import AsyncGenerator, Sequence
-from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import anyio
 
+from aiocomms.diagnosis.places import caller
 from aiocomms.lowlevel.ending import at_end
 
 _Comm = TypeVar("_Comm", bound="Closable")
-_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 class Closable(Protocol):
@@ -39,11 +36,15 @@ class LeakGuard(Generic[_Comm]):
 
     def __init__(self, comm: _Comm) -> None:
         self.comm = comm
-        self._place = _caller()
+        self.opened("use `async with`, or await its aclose()")
         self._ending = False  # the loop is
         self._generator = self._watch()
         self._step()
         _guards.add(self)
+
+    def opened(self, advice: str) -> None:
+        """It was opened by the caller, who is to be given this advice should it be left open."""
+        self._place, self._advice = caller(), advice
 
     def dismiss(self) -> None:
         """It is closed. Twice is once."""
@@ -53,7 +54,7 @@ class LeakGuard(Generic[_Comm]):
 
     def warn(self) -> None:
         """Say that it was left open."""
-        message = f"unclosed {self.comm!r}, opened at {self._place}: use `async with`, or await its aclose()"
+        message = f"unclosed {self.comm!r}, opened at {self._place}: {self._advice}"
         warnings.warn(message, ResourceWarning, stacklevel=2, source=self.comm)
 
     def _step(self) -> None:
@@ -76,14 +77,6 @@ class LeakGuard(Generic[_Comm]):
                         scope.cancel()  # the loop waits for nobody any more: only for what must be released
                         await self.comm.aclose()
             raise
-
-
-def _caller() -> str:
-    """The innermost line that is not this library's."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 _guards: weakref.WeakSet[LeakGuard[Any]] = weakref.WeakSet()

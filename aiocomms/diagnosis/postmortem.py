@@ -82,9 +82,9 @@ class PostMortem:
             snapshot = record.snapshot()
             if snapshot is not None:
                 if self._comm.size > 1 and self._board.store is not None:
-                    report = _in_time(self._left(LONGER), "", lambda: self._verdict(snapshot))
+                    report = in_time(self._left(LONGER), "", lambda: self._verdict(snapshot))
                 snapshot.header.verdict = report
-                path = _in_time(WRITING, None, lambda: dumps.try_write(snapshot))
+                path = in_time(WRITING, None, lambda: dumps.try_write(snapshot))
         finally:
             end(report, path)
 
@@ -136,7 +136,7 @@ class PostMortem:
             pause = min(2 * pause, _LONGEST_PAUSE)
 
 
-def _in_time(seconds: float, otherwise: T, call: Callable[[], T]) -> T:
+def in_time(seconds: float, otherwise: T, call: Callable[[], T]) -> T:
     """Call it on a thread that may be left behind.
 
     A store whose host is stopped, or gone, keeps its callers; so does a folder on a file system that hangs.
@@ -171,7 +171,7 @@ def tidy(brief: Brief) -> None:
 def tidied(item: Item) -> Item:
     """An op of another process, fit for a message."""
     args = {printable(name, 20): value for name, value in list(item.args.items())[:SHOWN]}
-    texts = {name: printable(getattr(item, name)) for name in ("error", "task", "where")}
+    texts = {name: printable(getattr(item, name)) for name in ("error", "task", "where", "lane")}
     tensors = [printable(text) for text in item.tensors[:SHOWN]]
     return msgspec.structs.replace(item, name=printable(item.name, 60), args=args, tensors=tensors, **texts)
 

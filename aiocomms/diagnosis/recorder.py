@@ -17,19 +17,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache
 from operator import attrgetter
-from pathlib import Path
 from time import monotonic, time
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import torch
 
+from aiocomms.diagnosis.places import PACKAGE
 from aiocomms.errors import CommError
 from aiocomms.lowlevel.hosts import host_id
 from aiocomms.lowlevel.threads import copied
-from aiocomms.ops import USER, Op
+from aiocomms.ops import USER, Batch, Op
 from aiocomms.progress.driver import Driver
-from aiocomms.progress.inflight import Flying, InFlight, StartedWork
+from aiocomms.progress.inflight import Flying, InFlight, LaneWork, StartedWork
 
 FORMAT = "aiocomms recorder 1"
 DEFAULT, MOST = 512, 65536
@@ -38,9 +38,10 @@ SHOWN = 8
 """Pending ops and tensors that are described where there is little room."""
 LONGEST = 300
 """Characters of a name, place or message."""
+UNMATCHED = "nothing matched"
+"""What the error of a receive says that was withdrawn when its deadline passed."""
 
 _ARGUMENTS = ("src", "dst", "root", "rank", "tag", "channel")
-_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _log = logging.getLogger("aiocomms")
 
 
@@ -59,7 +60,7 @@ class Item(msgspec.Struct, omit_defaults=True):
     args: dict[str, int] = {}
     """Peers, tag and the like, by their names."""
     collective: int | None = None
-    """Its number among the collectives of its communicator, from 1: the same on all ranks."""
+    """Its number among the collectives of its communicator, from 1: the same on all ranks. Of a lane's, 0."""
     bytes: int | None = None
     """Of the tensor that it is about, unless it ended within the call."""
     posted: float | None = None
@@ -71,10 +72,13 @@ class Item(msgspec.Struct, omit_defaults=True):
     task: str = ""
     """The task that awaits it, and where in the program."""
     where: str = ""
+    lane: str = ""
+    """The key of its lane, in words; empty: of none."""
 
     def __str__(self) -> str:
         shown = {k: v for k, v in self.args.items() if k != "channel" or v != USER}
-        return f"{self.name}({', '.join(f'{k}={v}' for k, v in shown.items())})" if shown else self.name
+        called = f"{self.name}({', '.join(f'{k}={v}' for k, v in shown.items())})" if shown else self.name
+        return f"{called} in lane {self.lane}" if self.lane else called
 
 
 class Brief(msgspec.Struct, omit_defaults=True):
@@ -135,6 +139,8 @@ class Look(NamedTuple):
     tasks: list[tuple[str, str]]
     """Of each of these the task that awaits it, and where in the program that is suspended."""
     entries: list[Entry]
+    lanes: dict[int, str]
+    """The lanes of ops, by their numbers."""
     issued: int
     calls: int
     wall: float
@@ -192,6 +198,8 @@ class Recorder:
         self.ring: deque[Entry] = deque(maxlen=2 * self.size)
         """Of each op its type, when it is called; and when it has ended the time, or, if it was pending, or failed, or
         has numbers, a :meth:`row`."""
+        self.lanes: deque[tuple[int, str]] = deque(maxlen=self.size)
+        """Of each op of a lane its number and the lane's key, in words."""
         self.trace: deque[Entry] | None = self.ring
         """Where ops that end within their call are recorded. A benchmark sets the communicator's reference to None, to
         measure what that costs."""
@@ -230,6 +238,7 @@ class Recorder:
         while True:  # the loop's thread may be calling more
             issued = comm.issued
             entries = copied(self.ring)
+            lanes = dict(copied(self.lanes))
             if comm.issued == issued:
                 break
         found = comm.driver.tasks_of([waiter for one in flying for waiter in one.waiters])
@@ -237,7 +246,7 @@ class Recorder:
         for one in flying:
             name, coroutine = next((found[waiter] for waiter in one.waiters if waiter in found), ("", None))
             tasks.append((name[:LONGEST], _place(coroutine)))
-        return Look(flying, tasks, entries, issued, comm.calls, time(), monotonic())
+        return Look(flying, tasks, entries, lanes, issued, comm.calls, time(), monotonic())
 
     def describe(self, look: Look, reason: str) -> Snapshot:
         """Put what was noted into words; on any thread, at any time."""
@@ -246,7 +255,9 @@ class Recorder:
         numbers = _numbers(look, [row for row in finished if row[0] >= oldest])
         flying = sorted(zip(look.flying, look.tasks, strict=True), key=lambda one: one[0].work.seq)[:MOST]
         pending = [_item(one, *task, numbers.get(one.work.seq)) for one, task in flying]
-        finished = [(numbers.get(row[0]), *row) for row in sorted(finished, key=lambda row: row[2])]
+        finished = [
+            (numbers.get(row[0]), look.lanes.get(row[0], ""), *row) for row in sorted(finished, key=lambda row: row[2])
+        ]
         comm = self._comm
         header = Header(
             FORMAT, comm.name, comm.rank, comm.size, _boot(), os.getpid(), look.wall, look.monotonic,
@@ -278,14 +289,16 @@ def _numbers(look: Look, finished: Sequence[tuple[Any, ...]]) -> dict[int, int]:
     """The numbers of collectives by sequence number, counted back from the last one that was called."""
     seqs = [row[0] for row in finished if row[1].family == "collectives"]
     seqs += [one.work.seq for one in look.flying if one.work.op.family == "collectives"]
-    return dict(zip(sorted(seqs, reverse=True), range(look.calls, 0, -1), strict=False))
+    lanes = look.lanes.keys() | {one.work.seq for one in look.flying if isinstance(one.work, LaneWork)}
+    counted = sorted(set(seqs) - lanes, reverse=True)
+    return {**dict.fromkeys(lanes & set(seqs), 0), **dict(zip(counted, range(look.calls, 0, -1), strict=False))}
 
 
 def _brief(rank: int, look: Look, pending: Sequence[Item], finished: Sequence[tuple[Any, ...]]) -> Brief:
     ended = min((item.collective - 1 for item in pending if item.collective), default=look.calls)
-    last = next((row for row in reversed(finished) if row[0] == ended), None)
+    last = next((row for row in reversed(finished) if ended and row[0] == ended), None)
     few = [msgspec.structs.replace(item, tensors=[], task="", where="") for item in pending[:SHOWN]]
-    name = f"{last[2].name} #{last[1]}" if last else ""
+    name = f"{last[3].name} #{last[2]}" if last else ""
     return Brief(rank, look.calls, ended, name, few, len(look.flying) - len(few))
 
 
@@ -313,11 +326,32 @@ def _item(flying: Flying, task: str, where: str, number: int | None) -> Item:
     """A pending op."""
     work, posted, _ = flying
     op = work.op
-    args = {name: value for name in _arguments(type(op)) if type(value := getattr(op, name)) is int}
+    args = _numbers_of(op)
     buffers = {name: tensor for name, tensor in (*op.reads(), *op.writes()) if isinstance(tensor, torch.Tensor)}
     tensors = [f"{name}: {_dtype(t.dtype)} {list(t.shape)}"[:LONGEST] for name, t in list(buffers.items())[:SHOWN]]
     total = sum(t.nbytes for t in buffers.values()) if buffers else None
-    return Item(op.name, work.seq, "pending", args, number, total, posted, None, tensors, task=task, where=where)
+    lane = work.lane if isinstance(work, LaneWork) else ""
+    return Item(
+        op.name, work.seq, "pending", args, number, total, posted, None, tensors, task=task, where=where, lane=lane
+    )
+
+
+def called(op: Op) -> str:
+    """An op as reports name it, ``recv(src=1, tag=7)``; of a batch the first few messages."""
+    if isinstance(op, Batch):
+        more = ", ..." if len(op.parts) > SHOWN else ""
+        return f"{', '.join(map(called, op.parts[:SHOWN]))}{more}"
+    return str(Item(op.name, 0, "pending", _numbers_of(op)))
+
+
+def peers(op: Op) -> list[int]:
+    """The ranks that a message, or a batch of messages, is to and from, or whose part of a window an op is about."""
+    parts = op.parts if isinstance(op, Batch) else (op,)
+    return sorted({rank for part in parts for name, rank in _numbers_of(part).items() if name in ("src", "dst")})
+
+
+def _numbers_of(op: Op) -> dict[str, int]:
+    return {name: value for name in _arguments(type(op)) if type(value := getattr(op, name)) is int}
 
 
 def _dtype(dtype: torch.dtype) -> str:
@@ -325,14 +359,15 @@ def _dtype(dtype: torch.dtype) -> str:
 
 
 def _finished(row: tuple[Any, ...]) -> Item:
-    """An op that has ended, from its number among the collectives and what was kept of it."""
-    number, seq, cls, finished, kept, error, posted = row
+    """An op that has ended, from its number among the collectives, its lane and what was kept of it."""
+    number, lane, seq, cls, finished, kept, error, posted = row
     values = kept if isinstance(kept, tuple) else (kept,)
     args = dict(zip([*_arguments(cls), "bytes"], values, strict=False))
     size = args.pop("bytes", None)
     args = {name: value for name, value in args.items() if type(value) is int}
     state = "done" if error is None else "failed"
-    return Item(cls.name, seq, state, args, number, size, posted, finished, error=str(error or "")[:LONGEST])
+    text = str(error or "")[:LONGEST]
+    return Item(cls.name, seq, state, args, number, size, posted, finished, error=text, lane=lane)
 
 
 def _place(coroutine: Any) -> str:
@@ -343,7 +378,7 @@ def _place(coroutine: Any) -> str:
         for kind, awaited in (("cr_frame", "cr_await"), ("gi_frame", "gi_yieldfrom"), ("ag_frame", "ag_await")):
             if hasattr(coroutine, kind):
                 frame, below = getattr(coroutine, kind), getattr(coroutine, awaited)
-        if frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
+        if frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
             found = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"
         coroutine = below
     return found[-LONGEST:]

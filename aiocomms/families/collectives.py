@@ -10,7 +10,7 @@ from torch import Tensor
 from aiocomms import ops
 from aiocomms.errors import ArgumentError
 from aiocomms.families.issuer import Issuer
-from aiocomms.ops.checks import Timeout, integers, optional, sequence
+from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, integers, optional, sequence
 from aiocomms.ops.reductions import ReduceOp
 from aiocomms.progress.work import Work
 
@@ -30,14 +30,14 @@ class Collectives(Issuer):
         root: int,
         *,
         hints: Mapping[str, Any] | None = None,
-        timeout: Timeout = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Tensor]:
         """Copy the root's tensor to every rank.
 
         :param tensor: read on the root and written elsewhere; of one shape and dtype on every rank.
         :param root: the rank whose tensor is copied.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
@@ -49,14 +49,14 @@ class Collectives(Issuer):
         op: ReduceOp | str = ReduceOp.SUM,
         *,
         hints: Mapping[str, Any] | None = None,
-        timeout: Timeout = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Tensor]:
         """Reduce every rank's tensor in place, and give all ranks the result.
 
         :param tensor: of one shape and dtype on every rank.
         :param op: how values are reduced: an operator, or the name of one, as :meth:`ReduceOp.parse` takes it.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises UnsupportedOperation: ``op`` is not defined for the dtype.
@@ -72,7 +72,7 @@ class Collectives(Issuer):
         op: ReduceOp | str = ReduceOp.SUM,
         *,
         hints: Mapping[str, Any] | None = None,
-        timeout: Timeout = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Tensor]:
         """Reduce every rank's tensor into the root's tensor; the other ranks' tensors do not change.
 
@@ -80,7 +80,7 @@ class Collectives(Issuer):
         :param root: the rank that gets the result.
         :param op: how values are reduced: an operator, or the name of one, as :meth:`ReduceOp.parse` takes it.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises UnsupportedOperation: ``op`` is not defined for the dtype.
@@ -95,14 +95,14 @@ class Collectives(Issuer):
         tensor: Tensor,
         *,
         hints: Mapping[str, Any] | None = None,
-        timeout: Timeout = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[list[Tensor]]:
         """Gather every rank's tensor on every rank; all tensors have one shape.
 
         :param outputs: one tensor per rank, written.
         :param tensor: this rank's tensor; may be ``outputs[rank]`` itself.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
         :returns: the work; its result is ``outputs``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
@@ -114,14 +114,14 @@ class Collectives(Issuer):
         tensor: Tensor,
         *,
         hints: Mapping[str, Any] | None = None,
-        timeout: Timeout = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[list[Tensor]]:
         """Gather every rank's tensor on every rank; the shape may differ from rank to rank.
 
         :param outputs: one tensor per rank, of that rank's shape, written.
         :param tensor: this rank's tensor; may be ``outputs[rank]`` itself.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
         :returns: the work; its result is ``outputs``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
@@ -133,14 +133,14 @@ class Collectives(Issuer):
         input: Tensor,
         *,
         hints: Mapping[str, Any] | None = None,
-        timeout: Timeout = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Tensor]:
         """Gather every rank's tensor, in rank order, into one tensor on every rank.
 
         :param output: ``size`` times the elements of ``input``, written.
         :param input: this rank's tensor; may be chunk ``rank`` of ``output``.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
         :returns: the work; its result is ``output``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
@@ -153,7 +153,7 @@ class Collectives(Issuer):
         op: ReduceOp | str = ReduceOp.SUM,
         *,
         hints: Mapping[str, Any] | None = None,
-        timeout: Timeout = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Tensor]:
         """Reduce every rank's list of tensors, and give rank ``r`` the ``r``-th result; all tensors have one shape.
 
@@ -161,7 +161,7 @@ class Collectives(Issuer):
         :param inputs: one tensor per rank.
         :param op: how values are reduced: an operator, or the name of one, as :meth:`ReduceOp.parse` takes it.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
         :returns: the work; its result is ``output``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises UnsupportedOperation: ``op`` is not defined for the dtype.
@@ -177,7 +177,7 @@ class Collectives(Issuer):
         op: ReduceOp | str = ReduceOp.SUM,
         *,
         hints: Mapping[str, Any] | None = None,
-        timeout: Timeout = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Tensor]:
         """As :meth:`reduce_scatter`, but the shape may differ from rank to rank.
 
@@ -185,7 +185,7 @@ class Collectives(Issuer):
         :param inputs: one tensor per rank, of the shape of that rank's output.
         :param op: how values are reduced: an operator, or the name of one, as :meth:`ReduceOp.parse` takes it.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
         :returns: the work; its result is ``output``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises UnsupportedOperation: ``op`` is not defined for the dtype.
@@ -201,7 +201,7 @@ class Collectives(Issuer):
         op: ReduceOp | str = ReduceOp.SUM,
         *,
         hints: Mapping[str, Any] | None = None,
-        timeout: Timeout = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Tensor]:
         """Reduce every rank's input, and give rank ``r`` the ``r``-th of ``size`` equal chunks of the result.
 
@@ -209,7 +209,7 @@ class Collectives(Issuer):
         :param input: ``size`` times the elements of ``output``.
         :param op: how values are reduced: an operator, or the name of one, as :meth:`ReduceOp.parse` takes it.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
         :returns: the work; its result is ``output``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises UnsupportedOperation: ``op`` is not defined for the dtype.
@@ -224,14 +224,14 @@ class Collectives(Issuer):
         inputs: Sequence[Tensor],
         *,
         hints: Mapping[str, Any] | None = None,
-        timeout: Timeout = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[list[Tensor]]:
         """Send ``inputs[r]`` to every rank ``r`` and receive ``outputs[r]`` from it; shapes may differ pair by pair.
 
         :param outputs: one tensor per rank, written.
         :param inputs: one tensor per rank.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
         :returns: the work; its result is ``outputs``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
@@ -243,14 +243,14 @@ class Collectives(Issuer):
         input: Tensor,
         *,
         hints: Mapping[str, Any] | None = None,
-        timeout: Timeout = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Tensor]:
         """Send the ``r``-th of ``size`` equal chunks to every rank ``r``, and receive its chunk for this rank.
 
         :param output: a tensor of the shape of ``input``, written.
         :param input: a tensor whose dimension 0 is divisible by ``size``.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
         :returns: the work; its result is ``output``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
@@ -264,7 +264,7 @@ class Collectives(Issuer):
         input_split_sizes: Sequence[int],
         *,
         hints: Mapping[str, Any] | None = None,
-        timeout: Timeout = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Tensor]:
         """As :meth:`all_to_all_single`, but the number of rows may differ from pair to pair of ranks.
 
@@ -273,7 +273,7 @@ class Collectives(Issuer):
         :param output_split_sizes: the number of rows from each rank.
         :param input_split_sizes: the number of rows for each rank.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
         :returns: the work; its result is ``output``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
@@ -287,7 +287,7 @@ class Collectives(Issuer):
         root: int,
         *,
         hints: Mapping[str, Any] | None = None,
-        timeout: Timeout = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Tensor]:
         """Give every rank ``r`` the root's ``inputs[r]``.
 
@@ -295,7 +295,7 @@ class Collectives(Issuer):
         :param inputs: one tensor per rank on the root; None elsewhere.
         :param root: the rank that has the inputs.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
         :returns: the work; its result is ``output``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
@@ -308,7 +308,7 @@ class Collectives(Issuer):
         root: int,
         *,
         hints: Mapping[str, Any] | None = None,
-        timeout: Timeout = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[list[Tensor] | None]:
         """Gather every rank's tensor on the root; all tensors have one shape.
 
@@ -316,7 +316,7 @@ class Collectives(Issuer):
         :param input: this rank's tensor; on the root it may be ``outputs[root]`` itself.
         :param root: the rank that gets the tensors.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
         :returns: the work; its result is ``outputs``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
@@ -329,7 +329,7 @@ class Collectives(Issuer):
         root: int,
         *,
         hints: Mapping[str, Any] | None = None,
-        timeout: Timeout = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Tensor | None]:
         """Gather every rank's tensor, in rank order, into one tensor on the root.
 
@@ -337,17 +337,17 @@ class Collectives(Issuer):
         :param input: this rank's tensor; on the root it may be chunk ``root`` of ``output``.
         :param root: the rank that gets the tensors.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
         :returns: the work; its result is ``output``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
         return self._issue(ops.GatherSingle(output, input, root), hints, timeout)
 
-    def barrier(self, *, hints: Mapping[str, Any] | None = None, timeout: Timeout = None) -> Work[None]:
+    def barrier(self, *, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT) -> Work[None]:
         """Wait until every rank has called ``barrier``.
 
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
         :returns: the work; its result is None.
         """
         return self._issue(ops.Barrier(), hints, timeout)

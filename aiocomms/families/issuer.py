@@ -10,7 +10,7 @@ import torch
 
 from aiocomms.errors import CommError
 from aiocomms.ops import Op, checks
-from aiocomms.ops.checks import Timeout
+from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
 from aiocomms.progress.work import Work
 
 
@@ -31,5 +31,11 @@ class Issuer(ABC):
     _core: Inside
 
     @abstractmethod
-    def _issue(self, op: Op, hints: Mapping[str, Any] | None = None, timeout: Timeout = None) -> Work[Any]:
+    def _issue(self, op: Op, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT) -> Work[Any]:
         """Check an op, post it, and return its work."""
+
+    def _issue_in_order(
+        self, op: Op, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT
+    ) -> Work[Any]:
+        """The same for an op that is matched by the order of the calls, whatever lane is current."""
+        return self._issue(op, hints, timeout)

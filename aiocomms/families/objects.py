@@ -1,13 +1,7 @@
-"""The methods that send Python objects: point to point, and as collectives.
-
-An object travels as a header of fixed size. A small object stands in the header itself; the bytes of a larger one
-follow in a second message.
-"""
+"""The methods that send Python objects: point to point, and as collectives."""
 
 from __future__ import annotations
 
-import itertools
-import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -15,68 +9,19 @@ import torch
 from torch import Tensor
 
 from aiocomms import ops
-from aiocomms.errors import ArgumentError, ProtocolError
+from aiocomms.errors import ArgumentError, CommError, ProtocolError
 from aiocomms.families.issuer import Issuer
+from aiocomms.families.parcels import HEADER_BYTES, Arrival, Parcel, own_copy
 from aiocomms.lowering.runs import AloneError, Steps
 from aiocomms.lowering.schedules import Context, broadcast_tree, ring_gather, schedule
-from aiocomms.lowlevel.versions import Dialect
 from aiocomms.ops import Op, checks, codec
-from aiocomms.ops.checks import Group, Timeout
+from aiocomms.ops.checks import COMM_TIMEOUT, Group, OpTimeout
 from aiocomms.progress.work import Work
 
-HEADER_BYTES = 256
-_HEADER = struct.Struct("<6sBxIIQ")  # head, flags, tag of the second message, bytes here, bytes in all
-_OBJECTS = Dialect("objects", b"aioO", 2)
-_INLINE = HEADER_BYTES - _HEADER.size
-_PICKLED = 1
 
-# The tag of each second message, so that those between one pair of ranks differ; one count for all ranks of a process.
-_tags = itertools.count()
-
-
-class Parcel:
-    """An encoded object: its header and, if the object does not fit into that, the bytes of the second message."""
-
-    __slots__ = ("body", "header", "tag")
-
-    def __init__(self, obj: Any, device: torch.device, *, pickle: bool) -> None:
-        data = codec.encode(obj, pickle=pickle)
-        inline = data if len(data) <= _INLINE else b""
-        self.tag = next(_tags) & 0x7FFFFFFF
-        head = _HEADER.pack(_OBJECTS.head, _PICKLED if pickle else 0, self.tag, len(inline), len(data))
-        self.header = codec.to_tensor((head + inline).ljust(HEADER_BYTES, b"\0"), device)
-        self.body = codec.to_tensor(b"" if inline else data, device)  # which are not copied: nobody else has them
-
-
-class Arrival:
-    """An object that arrives: its parsed header, and memory for the second message if there is one.
-
-    :raises ProtocolError: the header makes no sense.
-    """
-
-    __slots__ = ("body", "inline", "pickled", "tag")
-
-    def __init__(self, header: Tensor) -> None:
-        data = codec.to_bytes(header)
-        _OBJECTS.check(data, "the sender of an object")
-        _, flags, self.tag, here, total = _HEADER.unpack(data[: _HEADER.size])
-        if flags > _PICKLED or here not in (0, total) or here > _INLINE or self.tag > 0x7FFFFFFF:
-            raise ProtocolError(f"an object's header makes no sense: {data[: _HEADER.size].hex()}")
-        if total > codec.MAX_OBJECT_BYTES:
-            raise ProtocolError(f"an object of {total} bytes was announced, at most {codec.MAX_OBJECT_BYTES} are taken")
-        self.pickled = bool(flags & _PICKLED)
-        self.inline = data[_HEADER.size : _HEADER.size + here]
-        self.body = torch.empty(total - here, dtype=torch.uint8, device=header.device)
-
-    def open(self, *, pickle: bool) -> Any:
-        """Decode the object; :attr:`body` must have been received.
-
-        :raises ProtocolError: the bytes encode no object, or one end uses pickle and the other does not.
-        """
-        if self.pickled != pickle:
-            how = ("pickled", "not pickled")[:: 1 if self.pickled else -1]
-            raise ProtocolError(f"the object was {how[0]} by its sender, and this end asked for one that is {how[1]}")
-        return codec.decode(self.inline or codec.to_bytes(self.body), pickle=pickle)
+def _tensors_of(parcels: Sequence[Parcel]) -> list[tuple[str, Tensor]]:
+    tensors = [tensor for parcel in parcels for tensor in parcel.tensors]
+    return [(f"obj's tensor {i}", tensor) for i, tensor in enumerate(tensors)]
 
 
 class SendObject(Op, frozen=True, eq=False):
@@ -92,6 +37,10 @@ class SendObject(Op, frozen=True, eq=False):
         """See :meth:`Op.check`."""
         checks.other("dst", self.dst, group)
         checks.tagged(self.tag)
+
+    def reads(self) -> list[tuple[str, Tensor]]:
+        """See :meth:`Op.reads`."""
+        return _tensors_of([self.parcel])
 
 
 class RecvObject(Op, frozen=True, eq=False):
@@ -121,6 +70,10 @@ class _ObjectCollective(Op, frozen=True, eq=False):
         if self.rooted:
             checks.index("root", self.root, group)
 
+    def reads(self) -> list[tuple[str, Tensor]]:
+        """See :meth:`Op.reads`."""
+        return _tensors_of(self.parcels)
+
 
 class BroadcastObject(_ObjectCollective, frozen=True, eq=False):
     """Every rank gets the root's object."""
@@ -147,6 +100,10 @@ class ScatterObject(_ObjectCollective, frozen=True, eq=False):
     name = kind = "scatter_object"
 
 
+def _arrival(header: Tensor) -> Arrival:
+    return Arrival(codec.to_bytes(header), header.device)
+
+
 def _opened(arrival: Arrival, op: RecvObject | _ObjectCollective) -> Any:
     """Decode an object after the last message."""
     try:
@@ -158,10 +115,14 @@ def _opened(arrival: Arrival, op: RecvObject | _ObjectCollective) -> Any:
 @schedule(SendObject)
 def _send(g: Context, op: SendObject) -> Steps:
     parcel = op.parcel
-    messages: list[Op] = [ops.Send(parcel.header, op.dst, op.tag, ops.OBJECT)]
+    first: list[Op] = [ops.Send(parcel.header, op.dst, op.tag, ops.OBJECT)]
     if parcel.body.numel():
-        messages.append(ops.Send(parcel.body, op.dst, parcel.tag, ops.OBJECT_DATA))
-    yield messages
+        first.append(ops.Send(parcel.body, op.dst, parcel.tag, ops.OBJECT_DATA))
+    if parcel.late:
+        yield first
+        yield from parcel.prepared()
+        first = []
+    yield first + [ops.Send(message, op.dst, parcel.tag, ops.OBJECT_DATA) for message in parcel.messages]
 
 
 @schedule(RecvObject)
@@ -169,11 +130,15 @@ def _recv(g: Context, op: RecvObject) -> Steps:
     header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=g.device)
     yield [ops.Recv(header, op.src, op.tag, ops.OBJECT)]
     try:
-        arrival = Arrival(header)
+        arrival = _arrival(header)
+        if arrival.body.numel():
+            yield [ops.Recv(arrival.body, op.src, arrival.tag, ops.OBJECT_DATA)]
+        messages = arrival.unpack()
     except ProtocolError as error:
         raise AloneError(error) from error
-    if arrival.body.numel():
-        yield [ops.Recv(arrival.body, op.src, arrival.tag, ops.OBJECT_DATA)]
+    if messages:
+        yield [ops.Recv(message, op.src, arrival.tag, ops.OBJECT_DATA) for message in messages]
+        yield from arrival.settled()
     return _opened(arrival, op)
 
 
@@ -182,22 +147,31 @@ def _broadcast(g: Context, op: BroadcastObject) -> Steps:
     mine = op.parcels[0] if op.parcels else None
     header = mine.header if mine else torch.empty(HEADER_BYTES, dtype=torch.uint8, device=g.device)
     yield from broadcast_tree(g, header, op.root)
-    arrival = Arrival(header)
+    arrival = _arrival(header)
     body = mine.body if mine else arrival.body
     if body.numel():
         yield from broadcast_tree(g, body, op.root)
-        arrival.body = body
+    if mine:
+        yield from mine.prepared()
+    for message in mine.messages if mine else arrival.unpack():
+        yield from broadcast_tree(g, message, op.root)
+    yield from own_copy(mine, arrival) if mine else arrival.settled()
     return _opened(arrival, op)
 
 
 @schedule(AllGatherObject)
 def _all_gather(g: Context, op: AllGatherObject) -> Steps:
+    mine = op.parcels[0]
     headers = [torch.empty(HEADER_BYTES, dtype=torch.uint8, device=g.device) for _ in range(g.size)]
-    headers[g.rank] = op.parcels[0].header
-    yield from ring_gather(g, headers)
-    arrivals = [Arrival(header) for header in headers]
-    arrivals[g.rank].body = op.parcels[0].body
-    yield from ring_gather(g, [arrival.body for arrival in arrivals])
+    headers[g.rank] = mine.header
+    yield from ring_gather(g, [[header] for header in headers])
+    arrivals = [_arrival(header) for header in headers]
+    arrivals[g.rank].body = mine.body
+    yield from ring_gather(g, [[arrival.body] for arrival in arrivals])
+    yield from mine.prepared()
+    yield from ring_gather(g, [mine.messages if r == g.rank else a.unpack() for r, a in enumerate(arrivals)])
+    for r, arrival in enumerate(arrivals):
+        yield from own_copy(mine, arrival) if r == g.rank else arrival.settled()
     return [_opened(arrival, op) for arrival in arrivals]
 
 
@@ -205,15 +179,17 @@ def _all_gather(g: Context, op: AllGatherObject) -> Steps:
 def _gather(g: Context, op: GatherObject) -> Steps:
     mine = op.parcels[0]
     if g.rank != op.root:
-        yield [g.send(mine.header, op.root), g.send(mine.body, op.root)]
+        yield from _pass_on(g, {op.root: mine})
         return None
     headers = [torch.empty(HEADER_BYTES, dtype=torch.uint8, device=g.device) for _ in range(g.size)]
     headers[g.rank] = mine.header
     others = [r for r in range(g.size) if r != g.rank]
     yield [g.recv(headers[r], r) for r in others]
-    arrivals = [Arrival(header) for header in headers]
-    arrivals[g.rank].body = mine.body
+    arrivals = [_arrival(header) for header in headers]
     yield [g.recv(arrivals[r].body, r) for r in others]
+    yield [g.recv(message, r) for r in others for message in arrivals[r].unpack()]
+    for r, arrival in enumerate(arrivals):
+        yield from own_copy(mine, arrival) if r == g.rank else arrival.settled()
     return [_opened(arrival, op) for arrival in arrivals]
 
 
@@ -222,23 +198,35 @@ def _scatter(g: Context, op: ScatterObject) -> Steps:
     if g.rank != op.root:
         header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=g.device)
         yield [g.recv(header, op.root)]
-        arrival = Arrival(header)
+        arrival = _arrival(header)
         yield [g.recv(arrival.body, op.root)]
+        yield [g.recv(message, op.root) for message in arrival.unpack()]
+        yield from arrival.settled()
         return _opened(arrival, op)
-    parcels = [(r, parcel) for r, parcel in enumerate(op.parcels) if r != g.rank]
-    yield [g.send(tensor, r) for r, parcel in parcels for tensor in (parcel.header, parcel.body)]
-    arrival = Arrival(op.parcels[g.rank].header)
-    arrival.body = op.parcels[g.rank].body
+    mine = op.parcels[g.rank]
+    yield from _pass_on(g, {r: parcel for r, parcel in enumerate(op.parcels) if r != g.rank})
+    arrival = _arrival(mine.header)
+    yield from own_copy(mine, arrival)
     return _opened(arrival, op)
+
+
+def _pass_on(g: Context, parcels: Mapping[int, Parcel]) -> Steps:
+    """Send objects to ranks."""
+    for parcel in parcels.values():
+        yield from parcel.prepared()
+    yield [g.send(t, r) for r, parcel in parcels.items() for t in (parcel.header, parcel.body, *parcel.messages)]
 
 
 class Objects(Issuer):
     """The methods that send Python objects.
 
     An object may hold None, bool, int (64 bits), float, str, bytes, list, tuple, dict, and torch's Tensor, dtype,
-    device and Size. Encoded it takes at most :data:`aiocomms.ops.codec.MAX_OBJECT_BYTES` bytes. Tensors travel through
-    the CPU. With ``pickle=True`` it may be any object that pickles. Every rank concerned must say so, as unpickling
-    runs code that the sender chose.
+    device and Size. Encoded it takes at most :data:`aiocomms.ops.codec.MAX_OBJECT_BYTES` bytes, its tensors included.
+    These belong to the op until the work is done, as that of ``send`` does; the rest may be changed as soon as the call
+    returns. Large tensors and bytes are sent from their own memory, and received into that of the result. A tensor on a
+    GPU arrives on the receiver's communicator's device if that is a GPU; any other arrives on the CPU. With
+    ``pickle=True`` it may be any object that pickles. Every rank concerned must say so, as unpickling runs code that
+    the sender chose.
     """
 
     def send_object(
@@ -249,9 +237,9 @@ class Objects(Issuer):
         *,
         pickle: bool = False,
         hints: Mapping[str, Any] | None = None,
-        timeout: Timeout = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[None]:
-        """Send an object to another rank. The object may be changed as soon as the call returns.
+        """Send an object to another rank.
 
         :param obj: the object.
         :param dst: the receiving rank.
@@ -259,11 +247,11 @@ class Objects(Issuer):
             the tag of a tensor.
         :param pickle: send a pickle.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
         :returns: the work; its result is None.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
-        return self._issue(SendObject(self._parcel(obj, pickle), dst, tag), hints, timeout)
+        return self._issue(SendObject(self._parcel("send_object", obj, pickle), dst, tag), hints, timeout)
 
     def recv_object(
         self,
@@ -272,7 +260,7 @@ class Objects(Issuer):
         *,
         pickle: bool = False,
         hints: Mapping[str, Any] | None = None,
-        timeout: Timeout = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Any]:
         """Receive an object from another rank.
 
@@ -280,8 +268,8 @@ class Objects(Issuer):
         :param tag: the tag of the ``send_object`` that the receive matches: a 32-bit signed integer.
         :param pickle: expect a pickle, and load it.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds; None: the communicator's. A receive that nothing has matched by
-            then fails alone, and the communicator stays usable.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+            A receive that nothing has matched by then fails alone, and the communicator stays usable.
         :returns: the work; its result is the object.
         :raises ArgumentError: an argument is wrong.
         :raises ProtocolError: raised by the work: the bytes encode no object, or only one end uses pickle.
@@ -295,7 +283,7 @@ class Objects(Issuer):
         *,
         pickle: bool = False,
         hints: Mapping[str, Any] | None = None,
-        timeout: Timeout = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Any]:
         """Give every rank the root's object.
 
@@ -303,28 +291,34 @@ class Objects(Issuer):
         :param root: the rank whose object is sent.
         :param pickle: send and expect a pickle.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
         :returns: the work; its result is the object, and on the root a copy of it.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises ProtocolError: raised by the work, as by that of :meth:`recv_object`.
         """
-        parcels = (self._parcel(obj, pickle),) if self.rank == root else ()
+        parcels = (self._parcel("broadcast_object", obj, pickle),) if self.rank == root else ()
         return self._issue(BroadcastObject(root, pickle, parcels), hints, timeout)
 
     def all_gather_object(
-        self, obj: Any, *, pickle: bool = False, hints: Mapping[str, Any] | None = None, timeout: Timeout = None
+        self,
+        obj: Any,
+        *,
+        pickle: bool = False,
+        hints: Mapping[str, Any] | None = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[list[Any]]:
         """Give every rank every rank's object.
 
         :param obj: this rank's object.
         :param pickle: send and expect pickles.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
         :returns: the work; its result is the list of objects, in rank order.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises ProtocolError: raised by the work, as by that of :meth:`recv_object`.
         """
-        return self._issue(AllGatherObject(0, pickle, (self._parcel(obj, pickle),)), hints, timeout)
+        parcel = self._parcel("all_gather_object", obj, pickle)
+        return self._issue(AllGatherObject(0, pickle, (parcel,)), hints, timeout)
 
     def gather_object(
         self,
@@ -333,7 +327,7 @@ class Objects(Issuer):
         *,
         pickle: bool = False,
         hints: Mapping[str, Any] | None = None,
-        timeout: Timeout = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[list[Any] | None]:
         """Give the root every rank's object.
 
@@ -341,12 +335,13 @@ class Objects(Issuer):
         :param root: the rank that gets the objects.
         :param pickle: send and expect pickles.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
         :returns: the work; its result is the list of objects, in rank order, on the root, and None elsewhere.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises ProtocolError: raised by the work, as by that of :meth:`recv_object`.
         """
-        return self._issue(GatherObject(root, pickle, (self._parcel(obj, pickle),)), hints, timeout)
+        parcel = self._parcel("gather_object", obj, pickle)
+        return self._issue(GatherObject(root, pickle, (parcel,)), hints, timeout)
 
     def scatter_object(
         self,
@@ -355,7 +350,7 @@ class Objects(Issuer):
         *,
         pickle: bool = False,
         hints: Mapping[str, Any] | None = None,
-        timeout: Timeout = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Any]:
         """Give every rank the object that the root has for it.
 
@@ -363,7 +358,7 @@ class Objects(Issuer):
         :param root: the rank that has the objects.
         :param pickle: send and expect pickles.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
         :returns: the work; its result is this rank's object.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises ProtocolError: raised by the work, as by that of :meth:`recv_object`.
@@ -371,9 +366,15 @@ class Objects(Issuer):
         parcels: tuple[Parcel, ...] = ()
         if self.rank == root:
             if not isinstance(objs, (list, tuple)) or len(objs) != self.size:
-                raise ArgumentError(f"objs is {checks.short(objs)}, wanted a list of {self.size} objects, one per rank")
-            parcels = tuple(self._parcel(obj, pickle) for obj in objs)
+                raise ArgumentError(
+                    f"objs is {checks.short(objs)}, wanted a list of {self.size} objects, one per rank",
+                    comm=self.name, op="scatter_object", rank=self.rank,
+                )  # fmt: skip
+            parcels = tuple(self._parcel("scatter_object", obj, pickle) for obj in objs)
         return self._issue(ScatterObject(root, pickle, parcels), hints, timeout)
 
-    def _parcel(self, obj: Any, pickle: bool) -> Parcel:
-        return Parcel(obj, self.device, pickle=pickle)
+    def _parcel(self, op: str, obj: Any, pickle: bool) -> Parcel:
+        try:
+            return Parcel(obj, self.device, pickle=pickle)
+        except CommError as error:
+            raise error.about(comm=self.name, op=op, rank=self.rank) from error.__cause__

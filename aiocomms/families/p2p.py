@@ -10,7 +10,7 @@ from torch import Tensor
 from aiocomms import ops
 from aiocomms.errors import ArgumentError, CommError
 from aiocomms.families.issuer import Issuer
-from aiocomms.ops.checks import Timeout
+from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
 from aiocomms.progress.work import Work
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class PointToPoint(Issuer):
         tag: int = 0,
         *,
         hints: Mapping[str, Any] | None = None,
-        timeout: Timeout = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Tensor]:
         """Send a tensor to another rank.
 
@@ -39,7 +39,7 @@ class PointToPoint(Issuer):
         :param dst: the receiving rank.
         :param tag: the tag of the receives that the message matches: a 32-bit signed integer.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
@@ -52,7 +52,7 @@ class PointToPoint(Issuer):
         tag: int = 0,
         *,
         hints: Mapping[str, Any] | None = None,
-        timeout: Timeout = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Tensor]:
         """Receive a tensor from another rank.
 
@@ -60,8 +60,8 @@ class PointToPoint(Issuer):
         :param src: the sending rank.
         :param tag: the tag of the messages that the receive matches: a 32-bit signed integer.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds; None: the communicator's. A receive that nothing has matched by
-            then fails alone, and the communicator stays usable.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+            A receive that nothing has matched by then fails alone, and the communicator stays usable.
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
@@ -96,11 +96,11 @@ class Batch:
         """
         return self._add(ops.Recv(tensor, src, tag))
 
-    def issue(self, *, hints: Mapping[str, Any] | None = None, timeout: Timeout = None) -> Work[list[Tensor]]:
+    def issue(self, *, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT) -> Work[list[Tensor]]:
         """Start all sends and receives of the batch, which is empty afterwards.
 
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
         :returns: one work for the whole batch; its result is the list of the tensors, in the order added. If a part
             fails, receives that nothing has matched are withdrawn, and the work fails when all other parts have ended.
         :raises ArgumentError: the batch is empty, or two parts share memory that one of them writes; nothing was sent.

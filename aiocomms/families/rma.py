@@ -14,44 +14,47 @@ from aiocomms import ops
 from aiocomms.errors import CommError, MismatchError
 from aiocomms.families.issuer import Issuer
 from aiocomms.ops import checks
-from aiocomms.ops.checks import Timeout
+from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
 from aiocomms.progress.work import Work
 
 
 class OneSided(Issuer):
     """The method that opens windows."""
 
-    async def new_window(self, tensor: Tensor, *, timeout: Timeout = None) -> Window:
+    async def new_window(self, tensor: Tensor, *, timeout: OpTimeout = COMM_TIMEOUT) -> Window:
         """Open a tensor to the other ranks. Collective.
 
         :param tensor: this rank's part of the window: any size, one dtype on all ranks. The window keeps it alive.
-        :param timeout: the deadline in seconds; None: the communicator's.
+        :param timeout: the deadline in seconds, None for no deadline; by default the communicator's.
         :returns: the window, once every rank's part is open.
         :raises ArgumentError: the tensor cannot be opened; nothing was sent.
         :raises MismatchError: the ranks' dtypes differ; the communicator stays usable.
         :raises UnsupportedOperation: no transport of this communicator has RMA.
         """
+        works: list[Work[Any]] = [self._issue_in_order(ops.WindowOpen(tensor), timeout=timeout)]
         mine = torch.tensor([tensor.numel(), sorted(map(str, checks.DTYPES)).index(str(tensor.dtype))])
         table = torch.empty(self.size, 2, dtype=torch.int64, device=self.device)
-        works = [self._issue(ops.WindowOpen(tensor), timeout=timeout)]
         try:
-            works.append(self._issue(ops.AllGatherSingle(table, mine.to(self.device)), timeout=timeout))
+            works.append(self._issue_in_order(ops.AllGatherSingle(table, mine.to(self.device)), timeout=timeout))
             handle = await works[0]
             sizes, dtypes = (await works[1]).T.tolist()
         except CommError as error:
             for work in works:
                 if work.done():
                     work.exception()  # it counts as asked for: this call's error says all
-            self._core.lose(error)  # the other ranks may have the window, and would wait for this one
-            raise
+            failure = error.within("new_window", works[0].seq)
+            self._core.lose(failure)  # the other ranks may have the window, and would wait for this one
+            raise failure from failure.__cause__
         window = Window(self, ops.WindowInfo(handle, tensor, sizes))
         if len(set(dtypes)) > 1:
-            await window.aclose(timeout=timeout)  # all ranks see the same dtypes, so all of them close the window
+            with contextlib.suppress(CommError):  # then it is lost, which the next operation says
+                await window.aclose(timeout=timeout)  # all ranks see the same dtypes, so all of them close the window
             names = sorted(map(str, checks.DTYPES))
             given = ", ".join(f"rank {r}: {names[d]}" for r, d in enumerate(dtypes))
             raise MismatchError(
-                f"a window has one dtype on all ranks, and here {given}; it was closed", op="new_window", rank=self.rank
-            )
+                f"a window has one dtype on all ranks, and here {given}; it was closed",
+                comm=self.name, op="new_window", seq=works[0].seq, rank=self.rank,
+            )  # fmt: skip
         return window
 
 
@@ -92,7 +95,7 @@ class Window:
         offset: int = 0,
         *,
         hints: Mapping[str, Any] | None = None,
-        timeout: Timeout = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Tensor]:
         """Write a tensor into a rank's part of the window.
 
@@ -100,7 +103,7 @@ class Window:
         :param dst: the rank whose part is written; may be this rank.
         :param offset: the first element of that part to write.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong, or the tensor would not fit; nothing was sent.
         """
@@ -113,7 +116,7 @@ class Window:
         offset: int = 0,
         *,
         hints: Mapping[str, Any] | None = None,
-        timeout: Timeout = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Tensor]:
         """Read from a rank's part of the window into a tensor.
 
@@ -121,14 +124,20 @@ class Window:
         :param src: the rank whose part is read; may be this rank.
         :param offset: the first element of that part to read.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
         :returns: the work; its result is ``tensor``.
         :raises ArgumentError: an argument is wrong, or that part has fewer elements; nothing was sent.
         """
         return self._comm._issue(ops.Get(self._info, tensor, src, offset), hints, timeout)
 
     def fetch_add(
-        self, dst: int, offset: int, value: int, *, hints: Mapping[str, Any] | None = None, timeout: Timeout = None
+        self,
+        dst: int,
+        offset: int,
+        value: int,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[int]:
         """Add to an element of a rank's part of the window, atomically.
 
@@ -136,7 +145,7 @@ class Window:
         :param offset: the element; the window's dtype is int32 or int64.
         :param value: the number to add; the sum wraps around.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
         :returns: the work; its result is the element's value before the addition.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises UnsupportedOperation: the window's dtype has no atomics.
@@ -151,7 +160,7 @@ class Window:
         value: int,
         *,
         hints: Mapping[str, Any] | None = None,
-        timeout: Timeout = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[int]:
         """Replace an element of a rank's part of the window if it has the expected value, atomically.
 
@@ -160,72 +169,76 @@ class Window:
         :param expected: the value that the element must have.
         :param value: the value that the element gets then.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
         :returns: the work; its result is the element's value before, which is ``expected`` if it was replaced.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises UnsupportedOperation: the window's dtype has no atomics.
         """
         return self._comm._issue(ops.CompareSwap(self._info, dst, offset, expected, value), hints, timeout)
 
-    def signal(self, dst: int, *, hints: Mapping[str, Any] | None = None, timeout: Timeout = None) -> Work[None]:
+    def signal(
+        self, dst: int, *, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT
+    ) -> Work[None]:
         """Tell a rank that all puts of this rank to it so far have arrived; it waits for that by :meth:`wait_signal`.
 
         :param dst: the rank to tell; may be this rank.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
         :returns: the work; its result is None.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
         return self._comm._issue(ops.Signal(self._info, dst), hints, timeout)
 
-    def wait_signal(self, src: int, *, hints: Mapping[str, Any] | None = None, timeout: Timeout = None) -> Work[None]:
+    def wait_signal(
+        self, src: int, *, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT
+    ) -> Work[None]:
         """Wait for one signal of a rank, and consume it. Signals are counted until they are waited for.
 
         :param src: the rank that signals; may be this rank.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds; None: the communicator's. A wait that no signal has ended by then
-            fails alone, and the communicator stays usable.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+            A wait that no signal has ended by then fails alone, and the communicator stays usable.
         :returns: the work; its result is None.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
         return self._comm._issue(ops.WaitSignal(self._info, src), hints, timeout)
 
     def flush(
-        self, dst: int | None = None, *, hints: Mapping[str, Any] | None = None, timeout: Timeout = None
+        self, dst: int | None = None, *, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT
     ) -> Work[None]:
         """Wait until all puts that this rank has issued so far are visible.
 
         :param dst: the rank in whose part they must be visible; None: in every rank's.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
         :returns: the work; its result is None.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
         return self._comm._issue(ops.Flush(self._info, dst), hints, timeout)
 
     def map_remote_tensor(
-        self, rank: int, *, hints: Mapping[str, Any] | None = None, timeout: Timeout = None
+        self, rank: int, *, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT
     ) -> Work[Tensor]:
         """Map a rank's part of the window as a tensor of this process: the memory itself, not a copy.
 
         :param rank: the rank whose part it is; may be this rank.
         :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds; None: the communicator's.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
         :returns: the work; its result is a tensor of that rank's shape, valid until the window is closed.
         :raises UnsupportedOperation: the ranks share no memory.
         """
         return self._comm._issue(ops.MapRemoteTensor(self._info, rank), hints, timeout)
 
-    async def aclose(self, *, timeout: Timeout = None) -> None:
+    async def aclose(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> None:
         """Close the window after all ranks' operations on it. Collective. Idempotent.
 
-        :param timeout: the deadline in seconds; None: the communicator's.
+        :param timeout: the deadline in seconds, None for no deadline; by default the communicator's.
         :raises CommError: the communicator is lost or closed.
         """
         if not self.closed:
             await self._start_closing(timeout)
 
-    def _start_closing(self, timeout: Timeout = None) -> Work[None]:
+    def _start_closing(self, timeout: OpTimeout = COMM_TIMEOUT) -> Work[None]:
         self._info.closed = True
         return self._comm._issue(ops.WindowClose(self._info), timeout=timeout)
 

@@ -1,17 +1,17 @@
-"""The method ``open_stream`` and ``TensorStream``, an anyio object stream of tensors between two ranks.
+"""Streams: anyio object streams between two ranks.
 
-Each end announces the tag under which it receives, and its capacity: the number of messages that it holds, which is the
-other end's first number of credits. A message is a header of fixed size, which says dtype and shape, followed by the
-tensor. The receiving end receives messages ahead of the program, so that the next one is there when the program wants
-it. It returns a credit for each message that the program has taken. No task runs for a stream: the completion of one
-message's receive posts the next receive.
+Each end announces the tag under which it receives, and its capacity: the messages and bytes that it holds, which are
+the other end's first credits. What an item is made of is said in :mod:`aiocomms.families.items`. The receiving end
+receives messages ahead of the program, so that the next one is there when the program wants it. It returns the credits
+of each item that the program has taken. No task runs for a stream: the completion of one message's receive posts the
+next receive.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import torch
@@ -19,112 +19,91 @@ from anyio.abc import ObjectStream
 from torch import Tensor
 
 from aiocomms import ops
-from aiocomms.errors import ArgumentError, CommAbortedError, CommError, ProtocolError
+from aiocomms.errors import CommAbortedError, CommError, ProtocolError
 from aiocomms.families import greeting
-from aiocomms.families.issuer import Issuer
-from aiocomms.ops import checks, codec
+from aiocomms.families.greeting import Greeting
+from aiocomms.families.items import Arriving, Kind
+from aiocomms.lowlevel.threads import call_in_thread, run_in_thread
+from aiocomms.ops import codec
 from aiocomms.progress.driver import Driver, Promise
 from aiocomms.progress.inflight import StartedWork
 from aiocomms.progress.work import Work
 
-_FOREVER = checks.TIMEOUT_MAX
-_DATA, _EOF = 0, 1
-_HEADER_BYTES = 8 + codec.TENSOR_BYTES
+T = TypeVar("T")
+
+_EOF, _GONE = 1, 3  # the first byte of a header that announces no item: send_eof, or aclose without it
 _CLOSED = -1  # sent in place of a number of credits by an end that is closed
 _BROKEN = -2  # and by one that can do nothing with what it got, so that nothing is taken any more
 
 
-class Streams(Issuer):
-    """The method that opens streams of tensors."""
-
-    _streams = 0
-
-    async def open_stream(self, peer: int, capacity: int = 8, name: str = "") -> TensorStream:
-        """Open a stream to another rank, which opens one to this rank with the same name.
-
-        :param peer: the other rank.
-        :param capacity: the number of messages that this end holds before its program takes them: 1 to 2**20.
-        :param name: distinguishes streams between the same two ranks. Streams of one name are paired in the order
-            opened. At most 100 bytes of UTF-8.
-        :returns: a duplex :class:`anyio.abc.ObjectStream` of tensors of any shape and dtype.
-        :raises ArgumentError: an argument is wrong; nothing was sent.
-        :raises ProtocolError: the other rank opened something else.
-        :raises CommError: the communicator is lost.
-        """
-        try:
-            checks.other("peer", peer, self._core)
-            greeting.check(capacity, name)
-        except ArgumentError as error:
-            raise error.about(op="open_stream", rank=self.rank) from None
-        self._streams += 1
-        stream = TensorStream(self, peer, capacity, name, self._streams)
-        try:
-            await stream._opened()
-        except BaseException:
-            await stream.aclose()
-            raise
-        return stream
-
-
-class TensorStream(ObjectStream[Tensor]):
-    """A duplex stream of tensors to one other rank; made by :meth:`Communicator.open_stream`.
+class ItemStream(ObjectStream[T]):
+    """A duplex stream of items of one type to one other rank; made by :meth:`Communicator.open_stream`.
 
     One end receives what the other end sends, in the same order. The two directions are independent.
     """
 
-    def __init__(self, comm: Any, peer: int, capacity: int, name: str, number: int) -> None:
+    def __init__(self, comm: Any, peer: int, end: Greeting, name: str, kind: Kind[T]) -> None:
         self._comm = comm
         self.peer = peer
         """The other rank."""
         self.name = name
         """The name with which the stream was opened."""
-        self._capacity = capacity
-        self._in_tag = (number << 2) & 0x7FFFFFFC  # of headers; +1: of payloads; +2: of credits for this end's sends
+        self._kind = kind
+        self._end = end
+        self._in_tag = end.tag  # of headers; +1: of what follows them; +2: of credits for this end's sends
         self._out_tag = 0
         self._credits = 0
-        self._owed = 0  # credits that this end has yet to return
+        self._room = self._held = 0  # the bytes that the other end holds, and how many it has; no room: any number
+        self._line: deque[object] = deque()  # the senders that wait for credits, in their order
+        self._owed = self._owed_bytes = 0  # credits that this end has yet to return
         self._returning = False
-        self._messages: deque[Tensor] = deque()
+        self._messages: deque[tuple[Any, int]] = deque()
         self._changed = Promise(Driver.current())
         self._failure: CommError | None = None  # why nothing more can be received
         self._send_failure: CommError | None = None  # why nothing more can be sent; messages may still be received
         self._is_open = self._closed = self._eof_sent = self._eof_received = self._peer_closed = False
+        self._gone = False  # the other end was closed without an end of what it sends
         self._under_way: list[StartedWork[Any]] = []
         """The payloads that this end sends."""
-        self._header = torch.empty(_HEADER_BYTES, dtype=torch.uint8, device=comm.device)
-        self._credit = torch.empty(1, dtype=torch.int64, device=comm.device)
+        self._header = torch.empty(kind.header_bytes, dtype=torch.uint8, device=comm.device)
+        self._credit = torch.empty(2, dtype=torch.int64, device=comm.device)
         self._hello = torch.empty(greeting.GREETING_BYTES, dtype=torch.uint8, device=comm.device)
         self._shake_hands()
 
     # -------------------------------------------------------------------------------------------- for the program
 
-    async def send(self, item: Tensor) -> None:
-        """Send a tensor. Waits for a credit, and returns when the send is done and the tensor may be changed.
+    async def send(self, item: T) -> None:
+        """Send an item. Waits for room at the other end, and returns when the send is done and the item may be changed.
 
-        :param item: a contiguous tensor on the communicator's device, of any dtype and at most 14 dimensions.
-        :raises ArgumentError: the tensor cannot be sent; nothing was sent.
+        :param item: of the stream's type. A tensor is contiguous, on the communicator's device, of any dtype and at
+            most 14 dimensions; what mappings and dataclasses hold is what objects may hold, at most 64 MiB in all.
+        :raises ArgumentError: the item cannot be sent; nothing was sent.
         :raises anyio.ClosedResourceError: this end was closed, or :meth:`send_eof` was called.
         :raises anyio.BrokenResourceError: the other end was closed.
         :raises CommError: the communicator is lost.
         """
-        checks.readable("item", item, self._comm._core)
-        header = self._make_header(_DATA, item)
+        packed = self._kind.pack(item, self._comm._core)
         self._check_sending()
-        while not self._credits and not self._peer_closed:
-            await self._wait()
+        if packed.prepare is not None:
+            packed = await run_in_thread(packed.prepare)
             self._check_sending()
+        if self._line or not self._has_room(packed.nbytes):
+            await self._wait_for_room(packed.nbytes)
         if self._peer_closed:
             raise anyio.BrokenResourceError
         self._credits -= 1
-        self._send_control(header, self._out_tag)
-        if item.numel():
-            await self._send_payload(item)
+        self._held += packed.nbytes
+        self._send_control(packed.header, self._out_tag)
+        if packed.messages:
+            await self._send_messages(packed.messages)
 
-    async def receive(self) -> Tensor:
-        """Receive the next tensor.
+    async def receive(self) -> T:
+        """Receive the next item.
 
-        :returns: a new tensor, on the communicator's device.
-        :raises anyio.EndOfStream: the other end has sent its last tensor, and all of them have been received.
+        :returns: a new item. A tensor is on the communicator's device; those in mappings and dataclasses arrive as in
+            objects.
+        :raises anyio.EndOfStream: the other end has called :meth:`send_eof`, and all its items have been received.
+        :raises anyio.BrokenResourceError: the other end was closed without that, and all its items have been received.
         :raises anyio.ClosedResourceError: this end was closed.
         :raises CommError: the communicator is lost.
         """
@@ -134,12 +113,13 @@ class TensorStream(ObjectStream[Tensor]):
             if self._failure is not None:
                 raise self._failure.about()
             if self._eof_received:
-                raise anyio.EndOfStream
+                raise anyio.BrokenResourceError if self._gone else anyio.EndOfStream
             await self._wait()
-        message = self._messages.popleft()
+        arrived, nbytes = self._messages.popleft()
         self._owed += 1
+        self._owed_bytes += nbytes
         self._return_credits()
-        return message
+        return self._kind.make(arrived)
 
     async def send_eof(self) -> None:
         """Tell the other end that this end sends nothing more. This end can still receive. Idempotent.
@@ -148,12 +128,12 @@ class TensorStream(ObjectStream[Tensor]):
         """
         if self._closed:
             raise anyio.ClosedResourceError
-        self._finish()
+        self._finish(_EOF)
 
     async def aclose(self) -> None:
         """Close both directions, and drop what the program has not received. Idempotent."""
         if not self._closed:
-            self._finish()
+            self._finish(_GONE)
             self._closed = True
             self._messages.clear()
             self._return_credits()
@@ -174,7 +154,7 @@ class TensorStream(ObjectStream[Tensor]):
 
     def _shake_hands(self) -> None:
         tag = greeting.tag_of(self.name)
-        hello = greeting.greet(self._in_tag, self._capacity, self.name)
+        hello = greeting.greet(self._end, self._kind, self.name)
         self._send_control(codec.to_tensor(hello, self._comm.device), tag, ops.STREAM)
         self._post(ops.Recv(self._hello, self.peer, tag, ops.STREAM)).add_done_callback(self._on_hello)
 
@@ -182,16 +162,16 @@ class TensorStream(ObjectStream[Tensor]):
         if self._failed(work):
             return
         try:
-            tag, capacity = greeting.understand(codec.to_bytes(self._hello), self.peer, self.name)
+            other = greeting.understand(codec.to_bytes(self._hello), self.peer, self._kind, self.name)
         except ProtocolError as error:
             self._break(error)
             return
-        self._out_tag, self._credits, self._is_open = tag, capacity, True
+        (self._out_tag, self._credits, self._room), self._is_open = other, True
         self._fetch()
         self._await_credits()
         if self._closed:  # this end was closed before the other one was opened
             self._eof_sent = False
-            self._finish()
+            self._finish(_GONE)
             self._return_credits()
         self._notify()
 
@@ -203,43 +183,52 @@ class TensorStream(ObjectStream[Tensor]):
     def _on_header(self, work: Work[Any]) -> None:
         if self._failed(work):
             return
-        try:
-            message = self._announced(codec.to_bytes(self._header))
-        except ProtocolError as error:
-            self._break(error)
-            return
-        if message is None:
-            self._eof_received = True
+        header = codec.to_bytes(self._header)
+        if header[0] in (_EOF, _GONE):
+            self._eof_received, self._gone = True, header[0] == _GONE
             self._notify()
-        elif message.numel():
-            self._expect(message, self._in_tag + 1, self._on_payload)
         else:
-            self._deliver(message)
+            self._go_on(self._kind.arriving(header, self._comm.device))
 
-    def _announced(self, header: bytes) -> Tensor | None:
-        """Make the tensor that a header announces, of its dtype and shape; None if it announces the end.
-
-        :raises ProtocolError: the header makes no sense.
-        """
-        dtype, shape, nbytes = codec.parse_tensor(header[8:])
-        if header[0] not in (_DATA, _EOF):
-            raise ProtocolError(f"rank {self.peer} sent a message of kind {header[0]} on stream {self.name!r}")
-        if header[0] == _EOF:
-            return None
+    def _go_on(self, steps: Arriving) -> None:
+        """Take the next step of an item that arrives."""
         try:
-            return torch.empty(shape, dtype=dtype, device=self._comm.device)
-        except RuntimeError as error:
-            raise ProtocolError(f"rank {self.peer} announced a tensor of {nbytes} bytes: {error}") from error
+            step = next(steps)
+        except StopIteration as end:
+            self._deliver(*end.value)
+        except ProtocolError as error:
+            self._break_at(error)
+        else:
+            if isinstance(step, list):
+                self._expect_all(step, steps)
+            else:
+                driver = self._comm._core.driver
+                call_in_thread(step, lambda error: driver.call_threadsafe(self._called, steps, error))
 
-    def _on_payload(self, work: Work[Any]) -> None:
-        if not self._failed(work):
-            self._deliver(work.result())
+    def _expect_all(self, messages: list[Tensor], steps: Arriving) -> None:
+        left = len(messages)
 
-    def _deliver(self, message: Tensor) -> None:
+        def arrived(work: Work[Any]) -> None:
+            nonlocal left
+            left -= 1
+            if not self._failed(work) and not left:
+                self._go_on(steps)
+
+        for message in messages:
+            self._expect(message, self._in_tag + 1, arrived)
+
+    def _called(self, steps: Arriving, error: Exception | None) -> None:
+        if error is None:
+            self._go_on(steps)
+        else:
+            self._break_at(error)
+
+    def _deliver(self, arrived: Any, nbytes: int) -> None:
         if self._closed:
             self._owed += 1
+            self._owed_bytes += nbytes
         else:
-            self._messages.append(message)
+            self._messages.append((arrived, nbytes))
             self._notify()
         self._fetch()
 
@@ -249,8 +238,8 @@ class TensorStream(ObjectStream[Tensor]):
         """Return the credits that are owed, in one message at a time. A closed end says that it is closed instead."""
         if self._returning or not self._is_open or not self._usable() or not (self._owed or self._closed):
             return
-        owed, self._owed = self._owed, 0
-        credit = torch.tensor([_CLOSED if self._closed else owed], device=self._comm.device)
+        owed, self._owed, nbytes, self._owed_bytes = self._owed, 0, self._owed_bytes, 0
+        credit = torch.tensor([_CLOSED if self._closed else owed, nbytes], device=self._comm.device)
         self._returning = True
         work = self._post(ops.Send(credit, self.peer, self._out_tag + 2, ops.STREAM_DATA))
         work.add_done_callback(self._send_failed if self._closed else self._on_returned)
@@ -266,27 +255,47 @@ class TensorStream(ObjectStream[Tensor]):
     def _on_credits(self, work: Work[Any]) -> None:
         if self._send_failed(work):
             return
-        count = int(self._credit.item())
+        count, nbytes = self._credit.tolist()
         if count == _CLOSED:
             self._peer_closed = True
         elif count == _BROKEN:
             self._broken_off()
-        elif 0 < count <= greeting.MAX_CAPACITY:
+        elif 0 < count <= greeting.MAX_CAPACITY and 0 <= nbytes <= self._held:
             self._credits += count
+            self._held -= nbytes
             self._await_credits()
         else:
-            self._break(ProtocolError(f"rank {self.peer} returned {count} credits on stream {self.name!r}"))
+            self._break(
+                ProtocolError(f"rank {self.peer} returned {count} credits and {nbytes} bytes on stream {self.name!r}")
+            )
         self._notify()
 
     # --------------------------------------------------------------------------------------------------- sending
 
-    async def _send_payload(self, item: Tensor) -> None:
-        work = self._post(ops.Send(item, self.peer, self._out_tag + 1, ops.STREAM_DATA))
-        self._under_way.append(work)
+    def _has_room(self, nbytes: int) -> bool:
+        """Whether the other end has room for an item of that size. An item larger than all the room comes alone."""
+        return self._credits > 0 and (not self._room or not self._held or self._held + nbytes <= self._room)
+
+    async def _wait_for_room(self, nbytes: int) -> None:
+        """Wait in line: a large item is not overtaken by small ones for ever."""
+        place = object()
+        self._line.append(place)
         try:
-            await work
+            while not self._peer_closed and (self._line[0] is not place or not self._has_room(nbytes)):
+                await self._wait()
+                self._check_sending()
         finally:
-            self._under_way.remove(work)
+            self._line.remove(place)
+            self._notify()
+
+    async def _send_messages(self, messages: list[Tensor]) -> None:
+        works = [self._post(ops.Send(m, self.peer, self._out_tag + 1, ops.STREAM_DATA)) for m in messages]
+        self._under_way += works
+        try:
+            for work in works:
+                await work
+        finally:
+            self._under_way = [work for work in self._under_way if work not in works]
 
     # ---------------------------------------------------------------------------------------------------- common
 
@@ -295,7 +304,7 @@ class TensorStream(ObjectStream[Tensor]):
         return self._failure is self._send_failure is None and not self._comm.closed and not self._comm.aborted
 
     def _post(self, op: ops.Op) -> StartedWork[Any]:
-        work: StartedWork[Any] = self._comm._issue(op, None, _FOREVER)
+        work: StartedWork[Any] = self._comm._issue(op, None, None)
         return work
 
     def _send_control(self, message: Tensor, tag: int, channel: int = ops.STREAM_DATA) -> None:
@@ -310,15 +319,12 @@ class TensorStream(ObjectStream[Tensor]):
             except CommError as error:
                 self._fail(error)
 
-    def _make_header(self, kind: int, item: Tensor) -> Tensor:
-        outline = codec.describe_tensor(item, "item")
-        return codec.to_tensor(bytes([kind]).ljust(8, b"\0") + outline, self._comm.device)
-
-    def _finish(self) -> None:
+    def _finish(self, how: int) -> None:
         if not self._eof_sent:
             self._eof_sent = True
             if self._is_open and self._usable():
-                self._send_control(self._make_header(_EOF, torch.empty(0)), self._out_tag)
+                header = bytes([how]).ljust(self._kind.header_bytes, b"\0")
+                self._send_control(codec.to_tensor(header, self._comm.device), self._out_tag)
 
     def _check_sending(self) -> None:
         if self._closed or self._eof_sent:
@@ -349,6 +355,11 @@ class TensorStream(ObjectStream[Tensor]):
             self._failure = error
         self._notify()
 
+    def _break_at(self, error: Exception) -> None:
+        """See :meth:`_break`; the error does not say where it was."""
+        text = error.message if isinstance(error, ProtocolError) else f"{type(error).__name__}: {error}"
+        self._break(ProtocolError(f"rank {self.peer}, on stream {self.name!r}: {text}", peer=self.peer))
+
     def _break(self, error: ProtocolError) -> None:
         """This end can do nothing with what it got. The other one is told: it has no deadline, and would wait for ever.
 
@@ -357,7 +368,7 @@ class TensorStream(ObjectStream[Tensor]):
         if not self._is_open:
             self._comm._core.lose(error.about(op="open_stream", rank=self._comm.rank))
         elif self._usable():
-            self._send_control(torch.tensor([_BROKEN], device=self._comm.device), self._out_tag + 2)
+            self._send_control(torch.tensor([_BROKEN, 0], device=self._comm.device), self._out_tag + 2)
         self._fail(error)
 
     def _broken_off(self) -> None:
@@ -373,3 +384,7 @@ class TensorStream(ObjectStream[Tensor]):
     def _notify(self) -> None:
         changed, self._changed = self._changed, Promise(Driver.current())
         changed.set()
+
+
+class TensorStream(ItemStream[Tensor]):
+    """An :class:`ItemStream` of tensors of any shape and dtype."""

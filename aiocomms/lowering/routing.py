@@ -8,9 +8,11 @@ from typing import Any
 
 from aiocomms import ops
 from aiocomms.errors import UnsupportedOperation
-from aiocomms.lowering.runs import BatchRun, Poster, Run
+from aiocomms.lowering.lanes import Turns, collective_tag, within
+from aiocomms.lowering.runs import BatchRun, Offload, Poster, Run, Steps
 from aiocomms.lowering.schedules import SCHEDULES, Context
 from aiocomms.progress.guard import guarded
+from aiocomms.progress.inflight import LaneWork
 from aiocomms.transport import Completion, Transport
 
 Route = Callable[[ops.Op, Completion], float | None]
@@ -23,8 +25,10 @@ class Router(dict[type[ops.Op], Route]):
     def __init__(self, comm: Poster, transports: Mapping[ops.Family, Transport]) -> None:
         self._comm = comm
         self._transports = transports
+        self[Offload] = comm.offload  # type: ignore[assignment]
         self._runs: weakref.WeakKeyDictionary[Completion, weakref.ref[Run]] = weakref.WeakKeyDictionary()
         """The schedules of lowered ops that may be withdrawn. A schedule's messages keep it alive, and it its work."""
+        self.turns = Turns(comm)
 
     def __missing__(self, cls: type[ops.Op]) -> Route:
         route = self[cls] = self._decide(cls)
@@ -45,9 +49,7 @@ class Router(dict[type[ops.Op], Route]):
 
     def _decide(self, cls: type[ops.Op]) -> Route:
         transport = self._transports.get(cls.family)
-        p2p = self._transports.get("p2p")
-        can_lower = cls in SCHEDULES and p2p is not None and ops.Send in p2p.capabilities.ops
-        fallback = self._lower if can_lower else self._refuse
+        fallback = self._lower if cls in SCHEDULES and self._has_messages() else self._refuse
         if transport is None or cls not in transport.capabilities.ops:
             return fallback
         if transport.capabilities.reductions is None or "op" not in cls.__struct_fields__:
@@ -60,8 +62,28 @@ class Router(dict[type[ops.Op], Route]):
 
         return reduce
 
+    def post_within(self, op: ops.Op, work: LaneWork[Any]) -> None:
+        """Start an op of a lane: a message, or several; or a collective, when it is its turn."""
+        if not self._has_messages():
+            self._refuse(op, work)
+        if op.family == "collectives":
+            context = Context(self._comm, collective_tag(work.number, op))
+            self.turns.call(SCHEDULES[type(op)](context, op), work)
+        else:
+            self._messages(within(op, work.number), work)
+
+    def _has_messages(self) -> bool:
+        p2p = self._transports.get("p2p")
+        return p2p is not None and ops.Send in p2p.capabilities.ops
+
+    def _messages(self, op: Any, work: Completion) -> None:
+        parts = ops.Batch((op,)) if isinstance(op, (ops.Send, ops.Recv)) else op
+        self._run(SCHEDULES[type(parts)](Context(self._comm, 0), parts), op, work)
+
     def _lower(self, op: ops.Op, work: Completion) -> None:
-        steps = SCHEDULES[type(op)](Context(self._comm), op)
+        self._run(SCHEDULES[type(op)](Context(self._comm, self._comm.calls & 0x7FFFFFFF), op), op, work)
+
+    def _run(self, steps: Steps, op: ops.Op, work: Completion) -> None:
         run = (BatchRun if isinstance(op, ops.Batch) else Run)(self._comm, steps, work)
         if op.withdrawable:
             self._runs[work] = weakref.ref(run)

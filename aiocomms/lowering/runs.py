@@ -6,7 +6,7 @@ arrived is finished inside ``post``.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -34,8 +34,18 @@ class Poster(Protocol):
     def withdraw(self, work: Completion) -> bool:
         """Withdraw an unmatched receive; False if something has matched it."""
 
+    def offload(self, op: Offload, work: Completion) -> None:
+        """Make a schedule's call in a thread, and complete the work on the loop's."""
+
     def lose(self, error: CommError) -> None:
         """End the communicator: what this rank has sent, and what it still owes the others, is not to be told apart."""
+
+
+class Offload(ops.Op, frozen=True, eq=False):
+    """What a schedule yields in place of a message: a call that blocks, made in a thread."""
+
+    name = kind = "offload"
+    call: Callable[[], object]
 
 
 class AloneError(Exception):
@@ -105,7 +115,8 @@ class Run:
         self._steps.close()
         if not self._posted:
             raise error
-        failure = CommError(f"{self.work.op.name} broke off on this rank: {type(error).__name__}: {error}")
+        why = error.message if isinstance(error, CommError) else f"{type(error).__name__}: {error}"
+        failure = CommError(f"it broke off on this rank: {why}")
         failure.__cause__ = error
         self._give_up(failure)
 

@@ -7,7 +7,7 @@ communicator may overlap, as each has a tag of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -28,11 +28,11 @@ class Context:
 
     __slots__ = ("device", "rank", "size", "tag")
 
-    def __init__(self, comm: Poster) -> None:
+    def __init__(self, comm: Poster, tag: int) -> None:
         self.rank = comm.rank
         self.size = comm.size
         self.device = comm.device
-        self.tag = comm.calls & 0x7FFFFFFF
+        self.tag = tag
 
     def send(self, tensor: Tensor, dst: int) -> ops.Op:
         """Make the record of a message to rank ``dst``."""
@@ -127,7 +127,7 @@ def all_reduce(g: Context, op: ops.AllReduce) -> Steps:
     else:
         segments = list(accumulator.tensor_split(g.size))
         yield from _ring_reduce(g, op.op, segments)
-        yield from ring_gather(g, segments)
+        yield from ring_gather(g, [[segment] for segment in segments])
     reductions.lower(op.op, accumulator, g.size, op.tensor)
 
 
@@ -163,12 +163,13 @@ def _ring_reduce(g: Context, op: reductions.ReduceOp, segments: list[Tensor]) ->
         reductions.combine(op, mine, into)
 
 
-def ring_gather(g: Context, segments: list[Tensor]) -> Steps:
-    """Ring all-gather: each rank gives ``segments[rank]``, and receives the other segments."""
+def ring_gather(g: Context, segments: Sequence[Sequence[Tensor]]) -> Steps:
+    """Ring all-gather: each rank gives the tensors of ``segments[rank]``, and receives those of the other segments."""
+    right, left = (g.rank + 1) % g.size, (g.rank - 1) % g.size
     for step in range(g.size - 1):
         out = segments[(g.rank - step) % g.size]
         into = segments[(g.rank - step - 1) % g.size]
-        yield [g.send(out, (g.rank + 1) % g.size), g.recv(into, (g.rank - 1) % g.size)]
+        yield [*(g.send(tensor, right) for tensor in out), *(g.recv(tensor, left) for tensor in into)]
 
 
 @schedule(ops.ReduceScatter, ops.ReduceScatterV, ops.ReduceScatterSingle)
@@ -184,7 +185,7 @@ def all_gather(g: Context, op: ops.AllGather) -> Steps:
     """Gather around the ring."""
     outs = [t.view(-1) for t in op.outs(g.size)]
     outs[g.rank].copy_(op.input.detach().view(-1))
-    yield from ring_gather(g, outs)
+    yield from ring_gather(g, [[out] for out in outs])
 
 
 @schedule(ops.AllToAll, ops.AllToAllSingle, ops.AllToAllVSingle)

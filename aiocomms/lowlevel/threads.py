@@ -54,6 +54,26 @@ async def run_in_thread(call: Callable[[], _T], *, anyhow: bool = False) -> _T:
     return result
 
 
+def call_in_thread(call: Callable[[], object], then: Callable[[Exception | None], object]) -> None:
+    """Have a daemon thread make a blocking call. Where none can be started, it is made here.
+
+    :param then: called in that thread with what the call has raised.
+    """
+
+    def target() -> None:
+        try:
+            call()
+        except Exception as error:
+            then(error)
+        else:
+            then(None)
+
+    try:
+        threading.Thread(target=target, name="aiocomms blocking call", daemon=True).start()
+    except RuntimeError:
+        target()
+
+
 def _no_thread(call: Callable[[], _T], anyhow: bool, error: Exception) -> _T:
     if anyhow:
         return call()

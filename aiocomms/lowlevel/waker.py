@@ -40,7 +40,10 @@ class Waker:
         if self._set:
             with self._lock:
                 if self._set and self._fd >= 0:
-                    os.eventfd_read(self._fd)
+                    try:
+                        os.eventfd_read(self._fd)
+                    except BlockingIOError:  # a signal handler has raised amid a wake
+                        pass
                     self._set = False  # last, for a signal handler may wake in between: never set and unreadable
 
     def close(self) -> None:

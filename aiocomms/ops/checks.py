@@ -7,10 +7,11 @@ of a failure is looked for only after a check has failed.
 
 from __future__ import annotations
 
+import enum
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 
@@ -21,9 +22,17 @@ DTYPES = frozenset(
         torch.bool,
         torch.uint8,
         torch.int8,
+        torch.uint16,
         torch.int16,
+        torch.uint32,
         torch.int32,
+        torch.uint64,
         torch.int64,
+        torch.float8_e4m3fn,
+        torch.float8_e4m3fnuz,
+        torch.float8_e5m2,
+        torch.float8_e5m2fnuz,
+        torch.float8_e8m0fnu,
         torch.float16,
         torch.bfloat16,
         torch.float32,
@@ -32,14 +41,29 @@ DTYPES = frozenset(
         torch.complex128,
     }
 )
-"""Every dtype that a tensor may have, whatever the transport."""
+"""Every dtype that a tensor may have, whatever the transport. Not all of them can be reduced."""
 
 TAG_MIN, TAG_MAX = -(2**31), 2**31 - 1
 TIMEOUT_MAX = 366 * 86400.0
 """The longest timeout, in seconds: a year. A larger value is taken for a mistake in the unit."""
 
 Timeout = float | timedelta | None
-"""A time span, as a number of seconds or a ``timedelta``; None stands for the default."""
+"""A deadline, as a number of seconds or a ``timedelta``; None: there is none."""
+
+
+class UseDefault(enum.Enum):
+    """The type of :data:`COMM_TIMEOUT`: an enumeration of one member, which type checkers tell from all else."""
+
+    COMM_TIMEOUT = "the communicator's timeout"
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+COMM_TIMEOUT: Final = UseDefault.COMM_TIMEOUT
+"""The timeout of an op that is given none: its communicator's at the time of the call."""
+OpTimeout = Timeout | UseDefault
+"""The deadline of one op."""
 
 _IS_COMPLEX = {dtype: dtype.is_complex for dtype in DTYPES}
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
@@ -72,7 +96,8 @@ def short(value: object) -> str:
 
 def wrong_type(name: str, value: object, wanted: str) -> ArgumentTypeError:
     """Make the error for an argument of a wrong type. It names the argument, what was given and what was wanted."""
-    return ArgumentTypeError(f"{name} is {short(value)} ({type(value).__name__}), wanted {wanted}")
+    hint = "; did you forget `await`?" if isinstance(value, Awaitable) else ""
+    return ArgumentTypeError(f"{name} is {short(value)} ({type(value).__name__}), wanted {wanted}{hint}")
 
 
 def describe(tensor: torch.Tensor) -> str:
@@ -317,6 +342,19 @@ def label(value: str) -> str:
     if not value or len(value) > 200:
         raise ArgumentError(f"name has {len(value)} characters, wanted 1 to 200")
     return value
+
+
+def deadline(name: str, value: Timeout) -> float:
+    """Check a deadline, and return it in seconds: infinity where there is none.
+
+    :raises ArgumentError: as :func:`seconds` does.
+    """
+    if value is None:
+        return math.inf
+    try:
+        return seconds(name, value)
+    except ArgumentError as error:
+        raise type(error)(f"{error.message}; or None, for no deadline") from None
 
 
 def seconds(name: str, value: float | timedelta) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 import struct
+from collections.abc import Awaitable
 from typing import Any, Final
 
 import msgspec
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from aiocomms.errors import ArgumentError, ArgumentTypeError, ProtocolError
+from aiocomms.ops.apart import APART_BYTES, MAX_APART, Item, Landing, new_tensor, size_of
 from aiocomms.ops.checks import DTYPES, PLAIN, short
 
 MAX_DIMS = 14
@@ -22,7 +24,7 @@ MAX_DEPTH = 100
 """The number of levels that an object may be nested."""
 
 MAX_OBJECT_BYTES = 64 * 2**20
-"""The size that an encoded object may have, in bytes."""
+"""The size that an encoded object may have, in bytes; what travels beside its encoding included."""
 
 MAX_ITEMS = 2**20
 """The number of values that an object may hold. A value that takes one byte encoded takes up to a hundred decoded."""
@@ -32,10 +34,16 @@ _DTYPES = sorted(DTYPES, key=str)
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _TENSOR = struct.Struct(f"<BB6x{MAX_DIMS}q")  # dtype, number of dimensions, dimensions
 
+_SMALL = frozenset({type(None), bool, int, float})
+_LENGTH = struct.Struct("<Q")
+
 TENSOR_BYTES = _TENSOR.size
 """The size of a tensor's description, in bytes."""
 
-_TUPLE, _TENSOR_EXT, _DTYPE, _DEVICE, _SIZE = range(1, 6)
+_TUPLE, _TENSOR_EXT, _DTYPE, _DEVICE, _SIZE, _TENSOR_APART, _BYTES_APART, _STR_APART = range(1, 9)
+
+Apart = list[Item]
+"""What travels beside an object's encoding; see :mod:`aiocomms.ops.apart`."""
 
 
 def describe_tensor(tensor: Tensor, name: str = "tensor") -> bytes:
@@ -66,12 +74,14 @@ def parse_tensor(data: bytes) -> tuple[torch.dtype, tuple[int, ...], int]:
     return _DTYPES[code], tuple(sizes[:dims]), nbytes
 
 
-def encode(value: Any, *, pickle: bool = False) -> bytearray:
-    """Encode an object as bytes. A large tensor in it is copied twice, and nothing else of its size is allocated.
+def encode(value: Any, *, pickle: bool = False, apart: Apart | None = None) -> bytearray:
+    """Encode an object as bytes.
 
     :param value: an object of None, bool, int (64 bits), float, str, bytes, list, tuple, dict, and torch's Tensor,
         dtype, device and Size.
     :param pickle: use pickle instead, which takes any object; the receiver must ask for it too.
+    :param apart: takes the large tensors, bytes and ASCII strings, and the tensors that are not on the CPU; the
+        encoding only describes them. None: the encoding holds everything.
     :raises ArgumentError: the object holds a value of another type, or is nested too deep or too large.
     """
     if pickle:
@@ -83,24 +93,26 @@ def encode(value: Any, *, pickle: bool = False) -> bytearray:
             raise ArgumentTypeError(f"obj cannot be pickled: {type(error).__name__}: {error}") from error
     else:
         try:
-            _encoder.encode_into(_pack(value, 0), data := bytearray())
+            _encoder.encode_into(_pack(value, 0, apart), data := bytearray())
         except OverflowError as error:
             raise ArgumentError(f"obj holds an integer of more than 64 bits: {error}") from None
         except UnicodeEncodeError as error:
             raise ArgumentError(f"obj holds a str that is no Unicode text: {error}") from None
-    if len(data) > MAX_OBJECT_BYTES:
-        raise ArgumentError(
-            f"obj takes {len(data)} bytes encoded, wanted at most {MAX_OBJECT_BYTES}; send it as a tensor"
-        )
+    nbytes = len(data) + sum(map(size_of, apart or ()))
+    if nbytes > MAX_OBJECT_BYTES:
+        raise ArgumentError(f"obj takes {nbytes} bytes encoded, wanted at most {MAX_OBJECT_BYTES}; send it as a tensor")
+    if apart is not None and len(apart) > MAX_APART:
+        raise ArgumentError(f"obj holds {len(apart)} tensors, wanted at most {MAX_APART} that are large or on a GPU")
     if len(data) > MAX_ITEMS and not pickle and count_items(data) > MAX_ITEMS:
         raise ArgumentError(f"obj holds more than {MAX_ITEMS} values; send them as a tensor")
     return data
 
 
-def decode(data: bytes | bytearray | memoryview, *, pickle: bool = False) -> Any:
+def decode(data: bytes | bytearray | memoryview, *, pickle: bool = False, landing: Landing | None = None) -> Any:
     """Decode what :func:`encode` encoded.
 
     :param pickle: the bytes are a pickle, and this end has asked for pickle.
+    :param landing: takes memory for what travels beside the encoding; None: nothing does.
     :raises ProtocolError: the bytes do not encode such an object.
     """
     if pickle:
@@ -112,7 +124,7 @@ def decode(data: bytes | bytearray | memoryview, *, pickle: bool = False) -> Any
             raise ProtocolError(f"an object cannot be unpickled: {type(error).__name__}: {error}") from error
     if len(data) > MAX_ITEMS and count_items(data) > MAX_ITEMS:
         raise ProtocolError(f"an object of more than {MAX_ITEMS} values came")
-    return _Decoder().decode(data)
+    return _Decoder(landing).decode(data)
 
 
 _HEAD: Final = {
@@ -152,19 +164,20 @@ def count_items(data: bytes | bytearray | memoryview, depth: int = 0) -> int:
     return count
 
 
-def _pack(value: Any, depth: int) -> Any:
+def _pack(value: Any, depth: int, apart: Apart | None) -> Any:
     if depth > MAX_DEPTH:
         raise ArgumentError(f"obj is nested more than {MAX_DEPTH} deep")
     kind = type(value)
-    if value is None or kind in (bool, int, float, str, bytes):
+    if kind in _SMALL:
         return value
+    if kind is bytes or kind is str:
+        return _pack_text(value, apart)
     if kind is list:
-        return [_pack(item, depth + 1) for item in value]
+        return value if _SMALL.issuperset(map(type, value)) else [_pack(item, depth + 1, apart) for item in value]
     if kind is dict:
-        return {_key(key): _pack(item, depth + 1) for key, item in value.items()}
+        return {_key(key): _pack(item, depth + 1, apart) for key, item in value.items()}
     if kind is tuple:
-        items = [_pack(item, depth + 1) for item in value]
-        return msgspec.msgpack.Ext(_TUPLE, msgspec.msgpack.encode(items))
+        return msgspec.msgpack.Ext(_TUPLE, msgspec.msgpack.encode([_pack(item, depth + 1, apart) for item in value]))
     if kind is torch.Size:
         return msgspec.msgpack.Ext(_SIZE, msgspec.msgpack.encode(list(value)))
     if kind is torch.dtype and value in _CODES:
@@ -173,11 +186,26 @@ def _pack(value: Any, depth: int) -> Any:
         return msgspec.msgpack.Ext(_DEVICE, str(value).encode())
     odd = kind not in PLAIN or value.layout != torch.strided or value.is_meta or value.is_nested
     if not odd and value.dtype in _CODES:
+        _has_memory(value)
+        if apart is not None and (value.nbytes >= APART_BYTES or not value.is_cpu):
+            return _pack_apart(value.detach(), apart)
         return msgspec.msgpack.Ext(_TENSOR_EXT, _pack_tensor(value))
-    raise ArgumentTypeError(
+    raise _unknown(value)
+
+
+def _unknown(value: Any) -> ArgumentTypeError:
+    kind = type(value)
+    advice = "did you forget `await`?" if isinstance(value, Awaitable) else "or pickle=True at both ends"
+    return ArgumentTypeError(
         f"obj holds {short(value)} ({kind.__module__}.{kind.__qualname__}), wanted only None, bool, int, float, str, "
-        "bytes, list, tuple, dict, and torch's Tensor, dtype, device and Size; or pickle=True at both ends"
+        f"bytes, list, tuple, dict, and torch's Tensor, dtype, device and Size; {advice}"
     )
+
+
+def _pack_text(value: bytes | str, apart: Apart | None) -> Any:
+    if apart is None or len(value) < APART_BYTES or not (isinstance(value, bytes) or value.isascii()):
+        return value
+    return _pack_apart(value, apart)
 
 
 def _key(key: Any) -> Any:
@@ -186,11 +214,21 @@ def _key(key: Any) -> Any:
     raise ArgumentTypeError(f"obj holds a dict with the key {short(key)}, wanted None, bool, int, float, str or bytes")
 
 
+def _has_memory(tensor: Tensor) -> None:
+    last = tensor.storage_offset() + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.numel() and tensor.untyped_storage().nbytes() < (last + 1) * tensor.itemsize:
+        raise ArgumentError(f"obj holds {short(tensor)}, which has no memory: its storage was freed or resized")
+
+
+def _pack_apart(item: Item, apart: Apart) -> msgspec.msgpack.Ext:
+    apart.append(item)
+    if not isinstance(item, Tensor):
+        return msgspec.msgpack.Ext(_BYTES_APART if isinstance(item, bytes) else _STR_APART, _LENGTH.pack(len(item)))
+    return msgspec.msgpack.Ext(_TENSOR_APART, describe_tensor(item) + bytes([not item.is_cpu]))
+
+
 def _pack_tensor(tensor: Tensor) -> bytearray:
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    end = plain.storage_offset() * plain.itemsize + plain.nbytes
-    if plain.numel() and plain.untyped_storage().nbytes() < end:
-        raise ArgumentError(f"obj holds {short(tensor)}, which has no memory: its storage was freed or resized")
     data = bytearray(TENSOR_BYTES + plain.nbytes)
     data[:TENSOR_BYTES] = describe_tensor(plain)
     if plain.nbytes:
@@ -201,8 +239,9 @@ def _pack_tensor(tensor: Tensor) -> bytearray:
 class _Decoder:
     """Decodes one object, and counts how deep the extension types in it are nested."""
 
-    def __init__(self) -> None:
+    def __init__(self, landing: Landing | None) -> None:
         self._depth = 0
+        self._landing = landing
         self._decoder = msgspec.msgpack.Decoder(ext_hook=self._ext)
 
     def decode(self, data: bytes | bytearray | memoryview) -> Any:
@@ -232,6 +271,12 @@ class _Decoder:
                 pass
         elif code == _TENSOR_EXT:
             return _unpack_tensor(data)
+        elif code == _TENSOR_APART and self._landing is not None and len(data) == TENSOR_BYTES + 1:
+            return self._landing.tensor(*parse_tensor(bytes(data[:TENSOR_BYTES])), bool(data[TENSOR_BYTES]))
+        elif code == _BYTES_APART and self._landing is not None and len(data) == _LENGTH.size:
+            return self._landing.bytes(*_LENGTH.unpack(data))
+        elif code == _STR_APART and self._landing is not None and len(data) == _LENGTH.size:
+            return self._landing.text(*_LENGTH.unpack(data))
         raise ProtocolError(f"an object's bytes make no sense: extension {code} of {len(data)} bytes")
 
     def _list(self, data: memoryview) -> list[Any]:
@@ -246,7 +291,7 @@ def _unpack_tensor(data: memoryview) -> Tensor:
     if len(data) - TENSOR_BYTES != nbytes:
         raise ProtocolError(f"a tensor's description asks for {nbytes} bytes, and {len(data) - TENSOR_BYTES} came")
     if not nbytes:
-        return torch.empty(shape, dtype=dtype)
+        return new_tensor(dtype, shape)
     return torch.frombuffer(bytearray(data[TENSOR_BYTES:]), dtype=dtype).view(shape)
 
 

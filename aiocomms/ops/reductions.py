@@ -12,6 +12,8 @@ from torch import Tensor
 from aiocomms.errors import ArgumentError, ArgumentTypeError
 from aiocomms.ops.checks import short, wrong_type
 
+# What is missing here is only carried: float8 types, whose sums mean nothing without a scale, and unsigned integers of
+# more than 8 bits, for which torch lacks most operators.
 _FLOAT = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _COMPLEX = {torch.complex64, torch.complex128}
 _INTEGER = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}

@@ -60,6 +60,8 @@ class Driver:
         self.call_soon: Callable[..., None] = loop.call_soon
         self.report: Callable[[str, BaseException], None] = loop.report
         self.tasks_of = loop.tasks_of
+        self.task = loop.task
+        self.spawn = loop.spawn
         self._fds: dict[Served, int | None] = {}
         self._turns: dict[Served, int] = {}  # how many more turns each transport is polled
         self._scheduled = False
@@ -102,16 +104,16 @@ class Driver:
                 self._scheduled = True
                 self.call_soon(self._turn)
 
-    def call_threadsafe(self, fn: Callable[..., object], *args: object) -> None:
+    def call_threadsafe(self, fn: Callable[..., object], *args: object) -> bool:
         """Call ``fn`` on the loop's thread, from any thread or signal handler, also while that thread blocks in here.
 
-        Nothing happens if the loop is gone.
+        :returns: False: nothing happens, for the loop is gone.
         """
         self._calls.append((fn, args))
         blocked = self._blocked
         if blocked is not None:
             blocked.wake()
-        self._loop.call_threadsafe(self._call)
+        return self._loop.call_threadsafe(self._call)
 
     def _call(self) -> None:
         """Make the calls that wait: none if block() has made them, several if a signal handler has raised in here."""

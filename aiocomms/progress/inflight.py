@@ -95,7 +95,7 @@ class StartedWork(Work[T_co]):
 
     def _end(self, error: CommError, state: int) -> None:
         owner = self._owner
-        self._error = error.about(comm=owner.name, op=self.op.name, seq=self.seq, rank=owner.rank)
+        self._error = error.about(comm=self._comm_name(), op=self.op.name, seq=self.seq, rank=owner.rank)
         self._state = state
         self._notify()
 
@@ -138,6 +138,19 @@ class StartedWork(Work[T_co]):
             raise RuntimeError(f"the transport completed {self!r} twice")
 
 
+class LaneWork(StartedWork[T_co]):
+    """A work of a lane."""
+
+    lane: str = ""
+    """The lane's key, in words."""
+    number: int = 0
+    """The lane's number."""
+
+    def _comm_name(self) -> str:
+        """See :meth:`Work._comm_name`."""
+        return f"{self._owner.name}, lane {self.lane}"
+
+
 class Expirer(Protocol):
     """The communicator's side of its works in flight."""
 
@@ -151,13 +164,14 @@ class Expirer(Protocol):
 
 
 class Queue(dict[StartedWork[Any], float]):
-    """Works of one timeout, and their deadlines."""
+    """Works of one timeout, and when each was added."""
 
     __slots__ = ("seconds",)
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self.seconds = seconds
+        """Until their deadlines; infinity: they have none."""
 
 
 class Flying(NamedTuple):
@@ -200,23 +214,22 @@ class InFlight:
         flying = []
         for queue in list(self._queues.values()):
             for work in list(queue):
-                posted = queue.get(work, time.monotonic()) - queue.seconds  # it may have become done meanwhile
+                posted = queue.get(work, time.monotonic())  # it may have become done meanwhile
                 flying.append(Flying(work, posted, work.waiters()))
         return flying
 
     def add(self, work: StartedWork[Any], seconds: float) -> None:
-        """Keep a work, and watch its deadline, ``seconds`` from now."""
+        """Keep a work, and watch its deadline, ``seconds`` from now; infinity: it has none."""
         queue = self._queues.get(seconds)
         if queue is None:
             self._queues = {s: q for s, q in self._queues.items() if q}
             queue = self._queues[seconds] = Queue(seconds)
-        now = time.monotonic()
-        deadline = queue[work] = now + seconds
+        now = queue[work] = time.monotonic()
         work.queue = queue
         if not work.op.moves:
             work.hold()
         period = self._heartbeat.period
-        look = deadline if seconds < period else now + period
+        look = now + seconds if seconds < period else now + period
         if look < watchdog.wakes_at:
             try:
                 watchdog.wake_by(look)
@@ -229,7 +242,7 @@ class InFlight:
         :returns: when it was added.
         """
         queue: Queue = work.queue
-        added = queue.pop(work) - queue.seconds
+        added = queue.pop(work)
         work.queue = None
         if self._drained is not None and not self:
             self._drained.set()
@@ -257,8 +270,8 @@ class InFlight:
             self._heartbeat.look(now)
             earliest = now + self._heartbeat.period
         for queue in list(self._queues.values()):
-            for work in list(queue):
-                deadline = queue.get(work, float("inf"))  # infinity: the work has become done meanwhile
+            for work in list(queue) if queue.seconds < float("inf") else ():
+                deadline = queue.get(work, float("inf")) + queue.seconds  # infinity: it has become done meanwhile
                 if now < deadline < float("inf"):
                     earliest = min(earliest, deadline)
                     break

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Coroutine, Generator
+from contextvars import Context
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     import trio
 
 logger = logging.getLogger("aiocomms")
+
+_CALLBACKS, _READER = "<TrioToken.run_sync_soon task>", "aiocomms reader of "
+"""Names of trio's system tasks, which are no task of the program."""
 
 
 class Waiter(Protocol):
@@ -55,8 +59,12 @@ class Loop(ABC):
         """Call ``fn`` on the loop's next turn."""
 
     @abstractmethod
-    def call_threadsafe(self, fn: Callable[..., object], *args: object) -> None:
-        """Call ``fn`` on the loop's thread. May be called on any thread. Nothing happens if the loop is gone."""
+    def call_threadsafe(self, fn: Callable[..., object], *args: object) -> bool:
+        """Call ``fn`` on the loop's thread. May be called on any thread. False: it is not called, the loop is gone."""
+
+    @abstractmethod
+    def spawn(self, fn: Callable[[], Coroutine[Any, Any, None]], context: Context) -> None:
+        """Run an async function as a task, in a context."""
 
     @abstractmethod
     def watch(self, fd: int, fn: Callable[[], object]) -> None:
@@ -71,6 +79,10 @@ class Loop(ABC):
         """Return the name and the coroutine of each suspended waiter's task. May be called on any thread."""
 
     @abstractmethod
+    def task(self) -> tuple[str, object] | None:
+        """Return the name and the coroutine of the running task; None in a callback."""
+
+    @abstractmethod
     def report(self, message: str, error: BaseException) -> None:
         """Report an error that cannot be raised to any caller."""
 
@@ -79,11 +91,13 @@ class AsyncioLoop(Loop):
     """A loop of asyncio, also of uvloop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        from asyncio import all_tasks, get_running_loop
+        from asyncio import all_tasks, current_task, get_running_loop
 
         self.token = self._loop = loop
         self._running = get_running_loop
         self._all_tasks = all_tasks
+        self._current_task = current_task
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def park(self, what: Parkable) -> Generator[Any, Any, None]:
         """See :meth:`Loop.park`."""
@@ -104,13 +118,21 @@ class AsyncioLoop(Loop):
         """See :meth:`Loop.call_soon`."""
         self._loop.call_soon(fn, *args)
 
-    def call_threadsafe(self, fn: Callable[..., object], *args: object) -> None:
+    def call_threadsafe(self, fn: Callable[..., object], *args: object) -> bool:
         """See :meth:`Loop.call_threadsafe`."""
         try:
             self._loop.call_soon_threadsafe(fn, *args)
         except RuntimeError:
             if not self._loop.is_closed():
                 raise
+            return False
+        return True
+
+    def spawn(self, fn: Callable[[], Coroutine[Any, Any, None]], context: Context) -> None:
+        """See :meth:`Loop.spawn`."""
+        task = self._loop.create_task(fn(), context=context)
+        self._tasks.add(task)  # of which the loop itself keeps none
+        task.add_done_callback(self._tasks.discard)
 
     def watch(self, fd: int, fn: Callable[[], object]) -> None:
         """See :meth:`Loop.watch`."""
@@ -127,6 +149,11 @@ class AsyncioLoop(Loop):
             return {}
         found = {getattr(task, "_fut_waiter", None): task for task in self._all_tasks(self._loop)}
         return {w: (found[w].get_name(), found[w].get_coro()) for w in waiters if w in found}
+
+    def task(self) -> tuple[str, object] | None:
+        """See :meth:`Loop.task`."""
+        task = self._current_task(self._loop)
+        return None if task is None else (task.get_name(), task.get_coro())
 
     def report(self, message: str, error: BaseException) -> None:
         """See :meth:`Loop.report`."""
@@ -185,17 +212,22 @@ class TrioLoop(Loop):
         """See :meth:`Loop.call_soon`."""
         self.call_threadsafe(fn, *args)
 
-    def call_threadsafe(self, fn: Callable[..., object], *args: object) -> None:
+    def call_threadsafe(self, fn: Callable[..., object], *args: object) -> bool:
         """See :meth:`Loop.call_threadsafe`."""
         try:
             self._token.run_sync_soon(self._guarded, fn, *args)
         except self._trio.RunFinishedError:
-            pass
+            return False
+        return True
+
+    def spawn(self, fn: Callable[[], Coroutine[Any, Any, None]], context: Context) -> None:
+        """See :meth:`Loop.spawn`."""
+        self._trio.lowlevel.spawn_system_task(fn, context=context)
 
     def watch(self, fd: int, fn: Callable[[], object]) -> None:
         """See :meth:`Loop.watch`."""
         scope = self._readers[fd] = self._trio.CancelScope()
-        self._trio.lowlevel.spawn_system_task(self._reader, fd, fn, scope, name=f"aiocomms reader of {fd}")
+        self._trio.lowlevel.spawn_system_task(self._reader, fd, fn, scope, name=f"{_READER}{fd}")
 
     def unwatch(self, fd: int) -> None:
         """See :meth:`Loop.unwatch`."""
@@ -208,7 +240,15 @@ class TrioLoop(Loop):
 
     def tasks_of(self, waiters: Collection[Any]) -> dict[Waiter, tuple[str, object]]:
         """See :meth:`Loop.tasks_of`."""
-        return {waiter: (waiter.task.name, waiter.task.coro) for waiter in waiters}
+        return {w: (w.task.name, w.task.coro) for w in waiters if isinstance(w, _TrioTask)}
+
+    def task(self) -> tuple[str, object] | None:
+        """See :meth:`Loop.task`. Callbacks are called in a task of trio's own, or by a reader."""
+        try:
+            task = self._trio.lowlevel.current_task()
+        except RuntimeError:
+            return None
+        return None if task.name.startswith((_CALLBACKS, _READER)) else (task.name, task.coro)
 
     def report(self, message: str, error: BaseException) -> None:
         """See :meth:`Loop.report`."""

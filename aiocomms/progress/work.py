@@ -12,6 +12,7 @@ from aiocomms.errors import CommError, WorkCancelledError, wrong_thread
 from aiocomms.ops import Op
 from aiocomms.progress.driver import Driver, Waiters
 from aiocomms.progress.handed import Handed, Steps
+from aiocomms.progress.misuse import RESULTS, refuse_as_result
 from aiocomms.transport import OP_RESULT
 
 T_co = TypeVar("T_co", covariant=True)
@@ -69,7 +70,11 @@ class Work(msgspec.Struct, Handed[T_co], Generic[T_co], eq=False, weakref=True):
 
     def __repr__(self) -> str:
         state = "pending" if not self._state else f"failed {self._error!r}" if self._error else "done"
-        return f"<Work {self.op.name} #{self.seq} on '{self._owner.name}' (rank {self._owner.rank}) {state}>"
+        return f"<Work {self.op.name} #{self.seq} on '{self._comm_name()}' (rank {self._owner.rank}) {state}>"
+
+    def __dir__(self) -> list[str]:
+        """What an editor offers: no attribute of results."""
+        return [name for name in object.__dir__(self) if name not in RESULTS]
 
     @property
     def __name__(self) -> str:
@@ -120,6 +125,12 @@ class Work(msgspec.Struct, Handed[T_co], Generic[T_co], eq=False, weakref=True):
         else:
             self._callbacks.append(fn)
 
+    def forget(self) -> None:
+        """Say that nobody needs to know when it is done, so that debug mode does not take it for a forgotten ``await``.
+
+        If the op fails the event loop is told all the same.
+        """
+
     async def cancel(self) -> bool:
         """Withdraw the op if that is still possible, else wait for its end.
 
@@ -166,6 +177,10 @@ class Work(msgspec.Struct, Handed[T_co], Generic[T_co], eq=False, weakref=True):
 
     # --------------------------------------------------------------------------------------------- inside
 
+    def _comm_name(self) -> str:
+        """What errors call that which it was started on."""
+        return self._owner.name
+
     def _waiting(self) -> Waiters:
         """The tasks that wait for it, to which one more is about to be added."""
         if self._waiters is None:
@@ -196,6 +211,9 @@ class Work(msgspec.Struct, Handed[T_co], Generic[T_co], eq=False, weakref=True):
         error = self._error
         assert error is not None
         return error.with_traceback(None)
+
+
+refuse_as_result(Work)
 
 
 class _Wait(Handed[None]):

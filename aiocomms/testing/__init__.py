@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from aiocomms.testing.together import run_ranks
 from aiocomms.testing.world import local_world
 
-__all__ = ["local_world"]
+__all__ = ["local_world", "run_ranks"]

@@ -2,41 +2,53 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 import anyio
-from torch.distributed import HashStore
+import torch
+from torch.distributed import HashStore, PrefixStore
 
-from aiocomms.bootstrap.registry import in_process
+from aiocomms.bootstrap.registry import Plan, choose, in_process, open_transports
+from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.communicator import Communicator
-from aiocomms.errors import ArgumentError, ArgumentTypeError
-from aiocomms.opening import new_comm
+from aiocomms.errors import ArgumentError, ArgumentTypeError, CommError
+from aiocomms.lowlevel.auth import Seal, read_token
+from aiocomms.ops import checks
+from aiocomms.ops.checks import Timeout
+from aiocomms.progress import heartbeat
 
 
 @asynccontextmanager
 async def local_world(
-    size: int, transport: str | Mapping[str, str] | None = None, *, name: str = "world", timeout: float = 30.0
+    size: int, transport: str | Mapping[str, str] | None = None, *, name: str = "world", timeout: Timeout = 30.0
 ) -> AsyncIterator[list[Communicator]]:
     """Open a world whose ranks all live in this process and event loop.
 
     ``async with local_world(4) as comms:`` gives one communicator per rank. Run the ranks' code concurrently, with
-    :func:`asyncio.gather` or a task group. At the end all communicators are closed, or aborted if the body raises.
+    :func:`aiocomms.testing.run_ranks`, :func:`asyncio.gather` or a task group. At the end all communicators are closed,
+    or aborted if the body raises.
 
     :param size: the number of ranks.
     :param transport: a transport that can run several ranks in one process; None: the simplest such transport.
     :param name: the communicators' name.
-    :param timeout: the deadline of every op in seconds, so that a test that hangs fails.
-    :raises ArgumentError: ``size`` is not a number of ranks.
+    :param timeout: the deadline in seconds of ops that are given none, so that a test that hangs fails; None: none.
+    :raises ArgumentError: ``size`` is not a number of ranks, or another argument is wrong.
     :raises UnsupportedOperation: no such transport is available.
     """
     if type(size) is not int:
         raise ArgumentTypeError(f"size is {size!r} ({type(size).__name__}), wanted the number of ranks as an int")
     if size < 1:
         raise ArgumentError(f"size is {size}, wanted at least 1 rank")
+    options: dict[str, object] = {}
+    heartbeat.silence(options)
+    plan = choose(transport or in_process(), torch.device("cpu"), size, options)
+    meeting = _Meeting(size, checks.label(name), checks.deadline("timeout", timeout))
     comms: list[Communicator | None] = [None] * size
     try:
-        await _open(comms, transport or in_process(), name, timeout)
+        await _open(comms, plan, meeting)
         yield [comm for comm in comms if comm is not None]
     except BaseException as error:
         for comm in filter(None, comms):
@@ -49,18 +61,60 @@ async def local_world(
                     tasks.start_soon(comm.aclose)
 
 
-async def _open(
-    comms: list[Communicator | None], transport: str | Mapping[str, str], name: str, timeout: float
-) -> None:
+class _Meeting:
+    """What the ranks of one world share while they open, and the store where they meet when they split or recover."""
+
+    def __init__(self, size: int, name: str, timeout: float) -> None:
+        self.size, self.name, self.timeout = size, name, timeout
+        self.store = HashStore()
+        self.key = secrets.token_hex(8)
+        self.seal = Seal(read_token(os.environ), name).child(self.key)
+        self._given: dict[str, tuple[dict[int, bytes], anyio.Event]] = {}
+
+    def given(self, key: str) -> tuple[dict[int, bytes], anyio.Event]:
+        """The ranks' values by rank, and the event that all are there."""
+        if key not in self._given:
+            self._given[key] = ({}, anyio.Event())
+        return self._given[key]
+
+
+class _Together(StoreRendezvous):
+    """Ranks of one event loop, which meet in memory: over a store each would look for every other one, in a thread."""
+
+    def __init__(self, meeting: _Meeting, rank: int) -> None:
+        here = PrefixStore(f"aiocomms/{meeting.name}", meeting.store)
+        super().__init__(
+            PrefixStore(meeting.key, here), rank, meeting.size, name=meeting.name, device=torch.device("cpu"),
+            timeout=meeting.timeout, seal=meeting.seal,
+        )  # fmt: skip
+        self.root = meeting.store
+        self._meeting_point = meeting
+
+    async def exchange(self, key: str, value: bytes) -> list[bytes]:
+        """See :meth:`aiocomms.transport.Rendezvous.exchange`."""
+        given, all_there = self._meeting_point.given(key)
+        given[self.rank] = value
+        if len(given) == self.size:
+            all_there.set()
+        with anyio.move_on_after(self.left()):
+            await all_there.wait()
+            return [given[rank] for rank in range(self.size)]
+        raise self._absent(given)
+
+
+async def _open(comms: list[Communicator | None], plan: Plan, meeting: _Meeting) -> None:
     """Open every rank's communicator. If one fails, the others are cancelled instead of waiting for it."""
-    store = HashStore()
     failures: list[Exception] = []
 
     async def open_rank(rank: int) -> None:
+        rendezvous = _Together(meeting, rank)
         try:
-            comms[rank] = await new_comm(transport, store=store, rank=rank, size=len(comms), name=name, timeout=timeout)
+            transports = await open_transports(plan, lambda cls, _: cls.open(rendezvous, plan.options))
+            rendezvous.timeout = meeting.timeout
+            comms[rank] = Communicator(rendezvous, plan, transports)
         except Exception as error:
-            failures.append(error)
+            known = error.about(comm=meeting.name, rank=rank) if isinstance(error, CommError) else error
+            failures.append(known)
             tasks.cancel_scope.cancel()
 
     async with anyio.create_task_group() as tasks:

@@ -75,7 +75,7 @@ class Transfer:
 
     async def aclose(self) -> None:
         """Close the windows, after both ranks' operations. Collective."""
-        await self.blocks.aclose()
+        await self.blocks.aclose(timeout=None)  # prefill is done first, and waits until decode is
         await self.notes.aclose()
 
     # ------------------------------------------------------------------------------------------------- prefill
@@ -86,7 +86,7 @@ class Transfer:
             raise ValueError(f"a sequence of {count} blocks does not fit: {min(self.capacity, MOST)} is the most")
         table = []
         for _ in range(count):
-            granted = self.notes.wait_signal(DECODE)
+            granted = self.notes.wait_signal(DECODE, timeout=None)  # while it generates, none may be free
             self.waited += not granted.done()
             await granted
             table.append(int(self.notes.tensor[self._next("grant")]))
@@ -117,7 +117,7 @@ class Transfer:
 
     async def take_over(self) -> Sequence | None:
         """Wait for a sequence whose blocks are all there; None: there will be no more."""
-        await self.notes.wait_signal(PREFILL)
+        await self.notes.wait_signal(PREFILL, timeout=None)  # there may be no prompt for hours
         place = self._next("note") * NOTE
         number, length, count, first, *table = self.notes.tensor[place : place + NOTE].tolist()
         used = table[: blocks_for(length + count)]

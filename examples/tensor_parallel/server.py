@@ -62,5 +62,5 @@ class Server:
 
 async def assist(model: TensorParallelModel) -> None:
     """Every other rank: take part in what rank 0 serves, until it closes."""
-    while (requests := await model.comm.broadcast_object(None, root=0)) is not None:
+    while (requests := await model.comm.broadcast_object(None, root=0, timeout=None)) is not None:  # idle, for hours
         await model.embed(requests)

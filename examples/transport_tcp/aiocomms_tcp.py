@@ -23,7 +23,7 @@ from aiocomms.transport import OP_RESULT, Capabilities, Completion, Rendezvous, 
 # A sender announces each message. When a receive has matched it, the receiver takes as much of it as it has room for,
 # and then the sender sends that, in pieces. BYE and ABORT are last words: who hears them hangs up.
 ANNOUNCE, TAKE, PIECE, BYE, ABORT = range(5)
-HEADER = struct.Struct("<BBBxiqq")  # of everything: kind, channel, dtype, tag, number, size in bytes
+HEADER = struct.Struct("<BBBxqqq")  # of everything: kind, channel, dtype, tag, number, size in bytes
 LARGEST = 64 * 1024  # bytes of a piece, and of a reason
 NUMBERED = sorted(DTYPES, key=str)  # dtypes by the number that stands for them
 

@@ -21,7 +21,7 @@ from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport
 # in its frame is a UCX message of its own, found by its number. After CLOSE or ABORT a rank says nothing more.
 Frame = namedtuple("Frame", "kind channel dtype tag nbytes number data", defaults=(0, 0, 0, 0, 0, b""))  # noqa: PYI024
 HELLO, MESSAGE, CLOSE, ABORT = range(4)
-HEADER, SIZE, ROOM = struct.Struct("<BBBxiqq"), 256, 232  # bytes
+HEADER, SIZE, ROOM = struct.Struct("<BBBxqqq"), 256, 228  # bytes
 DTYPES = sorted(checks.DTYPES, key=str)
 LIBRARY = next((name for name in ("ucxx", "ucp") if util.find_spec(name)), None)
 

@@ -86,6 +86,37 @@ def test_amid_a_collective(ranks: Run, notice: Notice, count: int, victim: int, 
     notice(took)
 
 
+async def lose_while_idle(place: Rank) -> float:
+    """Nothing has a deadline: a death ends all the same whatever waits for work, and who waits for nothing else."""
+    async with oracle(place, 1):
+        comm = await place.open(timeout=None)
+        await together(place, comm)
+        lost = asyncio.create_task(comm.lost())
+        works = [comm.recv(empty(3), (comm.rank + 1) % 3), comm.recv_object((comm.rank + 1) % 3)]
+        if place.rank != 1:
+            works += [comm.broadcast_object(None, 1), comm.all_reduce(numbers(3, place.rank))]
+        place.tell(f"idle {place.rank}")
+        if place.rank == 1:
+            await hear(place, "idle", 0, 2)
+            place.die()
+        for work in works:
+            with pytest.raises((PeerDiedError, CommAbortedError)):
+                await work
+        took = place.since_death()
+        error = await lost
+        assert isinstance(error, PeerDiedError)
+        assert error.peer == 1
+        await lost_at_once(comm, 1)
+        return took
+
+
+@pytest.mark.fault(1)
+def test_while_idle_without_a_deadline(ranks: Run, notice: Notice) -> None:
+    took = ranks(3, lose_while_idle)
+    assert took.pop(1) is KILLED
+    notice(took)
+
+
 # ------------------------------------------------------------------------------------------------ 2 to 4: messages
 
 

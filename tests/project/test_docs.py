@@ -192,7 +192,15 @@ def test_make_targets_exist():
 
 # -------------------------------------------------------------------------------------------------------- reference
 
-CLASSES = [aiocomms.Communicator, aiocomms.Window, aiocomms.Work, aiocomms.TensorStream]
+CLASSES = [
+    aiocomms.Communicator,
+    aiocomms.Window,
+    aiocomms.Work,
+    aiocomms.ItemStream,
+    aiocomms.TensorStream,
+    aiocomms.Portal,
+    aiocomms.BlockingWork,
+]
 
 
 def section(title: str) -> str:
@@ -203,13 +211,19 @@ def section(title: str) -> str:
 def public(cls: type) -> set[str]:
     """The public names of a class, without what it only inherits from another library."""
     own = [base for base in cls.__mro__ if base.__module__.startswith("aiocomms")]
-    return {name for base in own for name in vars(base) if not name.startswith("_")}
+    return {name for base in own for name in vars(base) if not name.startswith("_") and hasattr(cls, name)}
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 def test_reference_has_every_method(cls):
     text = section(cls.__name__)
     assert {name for name in public(cls) if not re.search(rf"`(await )?{name}\b", text)} == set()
+
+
+def test_reference_has_what_a_lane_adds():
+    """Its operations are the communicator's, and are told there."""
+    own = {name for name in vars(aiocomms.Lane) if not name.startswith("_")}
+    assert {name for name in own if not re.search(rf"`(await )?{name}\b", section("Lane"))} == set()
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
@@ -235,6 +249,8 @@ def signature(function: object) -> str:
 
 def shown(value: object) -> str:
     """A default as the reference writes it."""
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__name__}"
     return str(value).upper() if isinstance(value, aiocomms.ReduceOp) else repr(value).replace("'", '"')
 
 

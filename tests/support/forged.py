@@ -10,12 +10,12 @@ from torch import Tensor
 
 from aiocomms import Work, ops
 from aiocomms.communicator import Communicator
-from aiocomms.families import objects
+from aiocomms.families import parcels
 from aiocomms.ops import codec
 from aiocomms.ops.codec import MAX_DIMS
 
 _TENSOR = struct.Struct(f"<BB6x{MAX_DIMS}q")  # dtype, number of dimensions, dimensions
-_OBJECT = struct.Struct("<4sHBxIIQ")  # magic, version, flags, tag of the second message, bytes here, bytes in all
+_OBJECT = struct.Struct("<4sHBxIIQQ")  # magic, version, flags, tag of the other messages, bytes here, encoded, apart
 _REQUEST = struct.Struct("<B7xqqq")  # of a window: what, offset, count or first operand, second operand
 _SWAP = 3
 
@@ -33,10 +33,10 @@ def tensor(code: int, dims: int, *sizes: int) -> bytes:
     return _TENSOR.pack(code, dims, *sizes, *[0] * (MAX_DIMS - len(sizes)))
 
 
-def object_header(flags: int, tag: int, inline: bytes, total: int) -> bytes:
+def object_header(flags: int, tag: int, inline: bytes, total: int, apart: int = 0) -> bytes:
     """The first message of an object."""
-    head = _OBJECT.pack(b"aioO", 2, flags, tag, len(inline), total) + inline
-    return head.ljust(objects.HEADER_BYTES, b"\0")
+    head = _OBJECT.pack(b"aioO", 3, flags, tag, len(inline), total, apart) + inline
+    return head.ljust(parcels.HEADER_BYTES, b"\0")
 
 
 def swap(offset: int, expected: int, value: int) -> bytes:

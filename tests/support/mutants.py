@@ -21,10 +21,14 @@ from aiocomms_local import LocalTransport
 from aiocomms_local.matching import Matcher
 from aiocomms_local.window import Window
 
+import aiocomms.lanes as views
+import aiocomms.lowering.lanes as lanes
 from aiocomms import ops
-from aiocomms.errors import CommAbortedError
+from aiocomms.errors import CommAbortedError, CommTimeoutError
 from aiocomms.lowlevel import Waker
 from aiocomms.ops import reductions
+from aiocomms.portal.door import Door
+from aiocomms.portal.works import BlockingWork
 from aiocomms.transport import OP_RESULT
 
 MUTANTS: dict[str, Any] = {}
@@ -167,6 +171,17 @@ def end_of_large_messages_is_lost() -> None:
     wrap(matching, "_transfer", transfer)
 
 
+@caught_by("test_objects")
+def end_of_an_objects_tensor_is_lost() -> None:
+    def transfer(original: Any, send: Any, recv: Any, src: int) -> Any:
+        outcome = original(send, recv, src)
+        if send.channel == ops.OBJECT_DATA and recv.tensor.numel() > 4096:
+            recv.tensor[4096:].zero_()
+        return outcome
+
+    wrap(matching, "_transfer", transfer)
+
+
 @caught_by("test_messages")
 def double_completion() -> None:
     def complete(original: Any, work: Any, value: Any) -> None:
@@ -236,6 +251,23 @@ def one_byte_too_many() -> None:
         memory[end : end + 1] = 0
 
     wrap(semantics, "_copy", copy)
+
+
+@caught_by("test_collectives")
+def float8_goes_by_value() -> None:
+    """So its NaNs lose their bits, as where a backend has no such dtype and converts it."""
+
+    def copy(original: Any, out: Any, source: Any) -> None:
+        original(out, source)
+        if str(out.dtype).startswith("torch.float8"):
+            out.copy_(out.float())
+
+    wrap(semantics, "_copy", copy)
+
+
+@caught_by("test_arguments")
+def unsigned_integers_are_summed() -> None:
+    reductions.SUPPORTED["sum"] |= {torch.uint32}
 
 
 @caught_by("test_collectives")
@@ -329,6 +361,83 @@ def nobody_is_missing() -> None:
     wrap(LocalTransport, "waiting_for", lambda original, transport, work: [])
 
 
+@caught_by("test_timeouts")
+def deadline_of_its_own() -> None:
+    """A collective that is not done after 0.05 s fails, whatever its deadline."""
+
+    def post(original: Any, transport: LocalTransport, op: Any, work: Any) -> Any:
+        at = original(transport, op, work)
+        if op.family == "collectives":
+            late = CommTimeoutError("the transport has lost its patience")
+            asyncio.get_running_loop().call_later(0.05, lambda: work.done() or work.fail(late))
+        return at
+
+    wrap(LocalTransport, "post", post)
+
+
+# ------------------------------------------------------------------------------------------------------- lanes
+
+
+LANES = 2**62  # the least tag of a lane
+
+
+@caught_by("test_lanes")
+def mixed_lanes() -> None:
+    on_messages(lambda op: msgspec.structs.replace(op, tag=min(op.tag, LANES)) if hasattr(op, "tag") else op)
+
+
+@caught_by("test_lanes")
+def lost_lane() -> None:
+    """What is sent on one lane of a hundred does not arrive."""
+
+    def send(original: Any, matcher: Matcher, rank: int, op: Any, work: Any) -> Any:
+        lost = op.tag >= LANES and op.tag % 100 == 0
+        return [(rank, work, OP_RESULT)] if lost else original(matcher, rank, op, work)
+
+    wrap(Matcher, "send", send)
+
+
+@caught_by("test_lanes")
+def last_of_a_lane_first() -> None:
+    """A message overtakes those of its lane that nobody has received yet."""
+
+    def send(original: Any, matcher: Matcher, rank: int, op: Any, work: Any) -> Any:
+        done = original(matcher, rank, op, work)
+        queue = matcher._sends.get((rank, op.dst, op.channel, op.tag))
+        if op.tag >= LANES and queue:
+            queue.rotate(1)
+        return done
+
+    wrap(Matcher, "send", send)
+
+
+@caught_by("test_lanes")
+def no_turns() -> None:
+    """The collectives of one lane run at the same time."""
+    wrap(lanes._Turn, "call", lambda original, turn, run: run.advance())
+
+
+@caught_by("test_lanes")
+def untyped_keys() -> None:
+    wrap(views, "number_of", lambda original, key: original(key.decode("latin1") if isinstance(key, bytes) else key))
+
+
+@caught_by("test_lanes")
+def a_lane_for_all_tasks() -> None:
+    """The current lane is the process's, and not the task's."""
+
+    class Everybodys:
+        value = None
+
+        def get(self) -> Any:
+            return self.value
+
+        def set(self, value: Any) -> None:
+            self.value = value
+
+    views._current = Everybodys()  # type: ignore[assignment]
+
+
 # ---------------------------------------------------------------------------------------------------- and beyond
 
 
@@ -376,6 +485,22 @@ def wakes_up_all_the_time() -> None:
 
     wrap(LocalTransport, "__init__", make)
     wrap(Matcher, "leave", leave)
+
+
+@caught_by("test_portal")
+def threads_calls_start_in_any_order() -> None:
+    def progress(original: Any, door: Door) -> bool | None:
+        calls = [door._calls.popleft() for _ in range(len(door._calls))]
+        door._calls.extend(reversed(calls))
+        return original(door)
+
+    wrap(Door, "progress", progress)
+
+
+@caught_by("test_portal")
+def threads_that_wait_are_forgotten() -> None:
+    """Only those that wait before the op ends go on; what ends with an error wakes nobody."""
+    wrap(BlockingWork, "_ended", lambda original, work: None if work._work.error is not None else original(work))
 
 
 def wrap_semantics(kind: str, replacement: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import re
 import subprocess
 import sys
 
@@ -262,7 +263,227 @@ def test_it_was_closed():
     suite(source, "-k", "not trio").assert_outcomes(passed=2, deselected=0 if mark == "asyncio" else 1)
 
 
-MARKERS = ("", "0", "-1", "True", "2.0", "'2'", "[2]", "2, 3", "n=2", "2, n=3", "None")
+# ------------------------------------------------------------------------------------- deadline, transport, parameters
+
+
+def test_the_marker_names_deadline_and_transport(suite):
+    source = """
+pytestmark = pytest.mark.asyncio
+
+@pytest.mark.ranks(3, timeout=7, transport="c10d")
+async def test_both(world):
+    assert [comm.timeout for comm in world] == [7] * 3
+    assert world[0].transports["collectives"] == "c10d"
+    await sums(world, 3)
+
+@pytest.mark.ranks(2, transport={"p2p": "local", "collectives": "c10d"})
+async def test_by_family(world):
+    assert world[0].transports["p2p"] == "local"
+    assert world[0].timeout == 30
+
+@pytest.mark.parametrize("world", [1, {"n": 2, "timeout": 5}, {"n": 3, "transport": "c10d"}], indirect=True)
+async def test_parameters(world):
+    await sums(world, len(world))
+    assert (len(world), world[0].timeout) in ((1, 30), (2, 5), (3, 30))
+
+@pytest.mark.parametrize("comm", [1, {"n": 3}], indirect=True)
+async def test_parameters_of_each_rank(comm):
+    assert comm.size in (1, 3)
+    assert (await comm.all_reduce(torch.ones(1))).item() == comm.size
+"""
+    suite(source).assert_outcomes(passed=7)
+
+
+def test_a_transport_that_there_is_not(suite):
+    source = """
+@pytest.mark.asyncio
+@pytest.mark.ranks(2, transport="pigeons")
+async def test_it(world): ...
+"""
+    result = suite(source)
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines("*ArgumentError: transport is 'pigeons', which is not installed*")
+
+
+# ------------------------------------------------------------------------------------------------------- each rank
+
+EACH = """
+import pytest_asyncio
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+seen = []
+
+{mark}
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("n", [1, 2])
+async def test_each(comm, n):
+    total = await comm.all_reduce(torch.full((1,), float(comm.rank + n)))
+    assert total.item() == 3 + 3 * n
+    seen.append(comm.rank)
+
+class TestClass:
+    {mark}
+    async def test_method(self, comm, world):
+        assert world[comm.rank] is comm
+        await comm.barrier()
+
+{mark}
+@given(n=st.integers(0, 9))
+@settings(max_examples=5, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+async def test_hypothesis(comm, n):
+    assert await comm.broadcast_object(n, 0) in range(10)
+
+def test_every_rank_has_run():
+    assert sorted(seen) == [0, 0, 1, 1, 2, 2]
+"""
+
+
+def test_a_test_runs_on_every_rank(suite):
+    suite(EACH.format(mark="@pytest.mark.asyncio"), "-p", "_hypothesis_pytestplugin").assert_outcomes(passed=5)
+
+
+def test_a_test_runs_on_every_rank_under_anyio(suite):
+    source = """
+@pytest.mark.anyio
+@pytest.mark.ranks(3)
+async def test_each(comm):
+    assert (await comm.all_reduce(torch.ones(1))).item() == 3
+"""
+    suite(source).assert_outcomes(passed=2)
+
+
+@pytest.mark.parametrize("mark", ["asyncio", "anyio"])
+def test_it_is_said_on_which_rank_a_test_failed(suite, mark):
+    source = f"""
+@pytest.mark.{mark}
+@pytest.mark.ranks(3)
+async def test_fails(comm):
+    await comm.barrier()
+    assert comm.rank != 1, "the second"
+    await comm.barrier()
+"""
+    result = suite(source, "-k", "not trio")
+    result.assert_outcomes(failed=1, deselected=0 if mark == "asyncio" else 1)
+    result.stdout.fnmatch_lines(["*AssertionError: the second", "*it was raised on rank 1 of 3"])
+    assert "pytest_plugin.py" not in result.stdout.str()
+    assert "ExceptionGroup" not in result.stdout.str()
+
+
+def test_a_suite_may_have_a_fixture_comm_of_its_own(suite):
+    source = """
+@pytest.fixture
+def comm():
+    return 42
+
+def test_it(comm):
+    assert comm == 42
+
+@pytest.mark.asyncio
+async def test_async(comm):
+    assert comm == 42
+"""
+    suite(source).assert_outcomes(passed=2)
+
+
+def test_a_fixture_cannot_be_one_of_each_rank(suite):
+    source = """
+@pytest.fixture
+def built(comm):
+    return comm
+
+@pytest.mark.asyncio
+async def test_it(built): ...
+"""
+    result = suite(source)
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(
+        "*::test_it: the fixture 'comm' of aiocomms is a communicator of each rank*takes 'world'*"
+    )
+
+
+# ------------------------------------------------------------------------------------------------- what is left behind
+
+LEFT = """
+{mark}
+@pytest.mark.ranks(3)
+async def test_left(world):
+    await sums(world, 3)
+    {left}
+
+{mark}
+async def test_nothing_is_left(world):
+    await sums(world, 2)
+    stream, other = await asyncio.gather(world[0].open_stream(1), world[1].open_stream(0))
+    world[0].send(torch.ones(1), 1)
+    await world[1].recv(torch.ones(1), 0)
+"""
+LEFTOVERS = {
+    "world[2].send(torch.ones(1), 1, tag=7)": "rank 2 is in send(dst=1, tag=7), which nothing has matched",
+    "world[1].recv(torch.ones(1), 0)": "rank 1 is in recv(src=0, tag=0), which nothing has matched",
+    "world[1].recv_object(0)": "rank 1 is in recv_object(src=0, tag=0), which nothing has matched",
+    "world[0].barrier(), world[2].barrier()": (
+        "barrier: ranks 0, 2 are in it (collective 2), rank 1 has finished collective 1 (all_reduce #0) and is in no "
+        "operation"
+    ),
+}
+
+
+@pytest.mark.parametrize("left", LEFTOVERS)
+@pytest.mark.parametrize("mark", ["asyncio", "anyio"])
+def test_what_a_test_leaves_behind_is_an_error(suite, mark, left):
+    source = LEFT.format(mark=f"@pytest.mark.{mark}", left=left)
+    result = suite(source, "-k", "not trio", "-W", "ignore")
+    result.assert_outcomes(passed=2, errors=1, deselected=0 if mark == "asyncio" else 2)
+    result.stdout.fnmatch_lines(["the test has ended, and these operations have not:", f"  {LEFTOVERS[left]}*"])
+    assert result.stdout.str().count(LEFTOVERS[left].split(",")[0]) == 1
+
+
+def test_on_another_loop_too(suite):
+    source = LEFT.format(mark="@pytest.mark.anyio", left="world[2].send(torch.ones(1), 1, tag=7)")
+    result = suite(source, "-k", "trio and test_left", "-W", "ignore")
+    result.assert_outcomes(passed=1, errors=1, deselected=3)
+    result.stdout.fnmatch_lines("*rank 2 is in send(dst=1, tag=7), which nothing has matched*")
+
+
+def test_a_test_that_fails_is_not_blamed_for_what_it_leaves(suite):
+    result = suite(LEFT.format(mark="@pytest.mark.asyncio", left="world[2].send(torch.ones(1), 1); assert 1 == 2"))
+    result.assert_outcomes(passed=1, failed=1)
+    assert "the test has ended" not in result.stdout.str()
+
+
+# -------------------------------------------------------------------------------------------------------- tracebacks
+
+
+def test_tracebacks_show_the_programs_frames(suite):
+    source = """
+from aiocomms.errors import CommAbortedError
+
+async def below(comm):
+    return await comm.recv(torch.ones(1), 1)
+
+@pytest.mark.asyncio
+async def test_awaits(world):
+    world[1].abort("enough")
+    await below(world[0])
+
+@pytest.mark.asyncio
+async def test_calls(world):
+    world[0].send("no tensor", 1)
+"""
+    result = suite(source, "--tb=long")
+    result.assert_outcomes(failed=2)
+    text = result.stdout.str()
+    assert "return await comm.recv(torch.ones(1), 1)" in text
+    assert 'world[0].send("no tensor", 1)' in text
+    assert "work.py" not in text
+    assert "communicator.py" not in text
+    assert "communicator.py" in suite(source, "--full-trace").stdout.str()
+
+
+MARKERS = (
+    *("", "0", "-1", "True", "2.0", "'2'", "[2]", "2, 3", "n=2", "2, n=3", "None"),
+    *("2, timeout=0", "2, timeout='5'", "2, timeout=True", "2, transport=3", "2, size=3"),
+)
 MISTAKES = {
     "def {name}(world): ...": "the test is no coroutine function: write 'async def'",
     "async def {name}(world): ...": "nothing runs the test in one: mark it with pytest.mark.anyio, or install",
@@ -272,6 +493,11 @@ MISTAKES = {
         )
         for given in MARKERS
     },
+    **{
+        f"@pytest.mark.asyncio\n@pytest.mark.parametrize('world', [{given}], indirect=True)\n"
+        "async def {name}(world): ...": f"got the parameter {given.format()}, wanted the number of ranks: ranks(4)"
+        for given in ("0", "'2'", "{{'timeout': 3}}", "{{'n': 2, 'size': 3}}")
+    },
 }
 
 
@@ -280,16 +506,19 @@ def test_a_mistake_is_said_in_one_line(suite):
     result = suite(source, "-p", "no:warnings")
     result.assert_outcomes(errors=len(MISTAKES))
     for i, message in enumerate(MISTAKES.values()):
-        line = next(line for line in result.outlines if f"::test_{i}: the fixture 'world' of aiocomms " in line)
+        pattern = rf"::test_{i}(\[\w+\])?: the fixture 'world' of aiocomms "
+        line = next(line for line in result.outlines if re.search(pattern, line))
         assert message in line
     assert "Traceback" not in result.stdout.str()
 
 
 def test_the_marker_and_the_fixture_are_described(suite):
-    marker = "@pytest.mark.ranks(n): how many ranks the fixture 'world' has; 2 by default"
+    marker = (
+        "@pytest.mark.ranks(n, timeout=30, transport=None): how many ranks the fixtures 'world' and 'comm' have, 2*"
+    )
     suite("def test_it(): ...", "--markers").stdout.fnmatch_lines(marker)
     fixtures = suite("def test_it(): ...", "--fixtures").stdout
-    fixtures.fnmatch_lines("world -- *pytest_plugin.py*")
+    fixtures.fnmatch_lines(["comm -- *pytest_plugin.py*", "world -- *pytest_plugin.py*"])
     assert "_aiocomms" not in fixtures.str()
 
 

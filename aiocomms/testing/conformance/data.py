@@ -15,8 +15,11 @@ from torch import Tensor
 
 from aiocomms import ReduceOp
 from aiocomms.ops.checks import DTYPES, describe
+from aiocomms.ops.reductions import SUPPORTED
 
 ALL_DTYPES = tuple(sorted(DTYPES, key=str))
+REDUCED_DTYPES = tuple(dtype for dtype in ALL_DTYPES if any(dtype in dtypes for dtypes in SUPPORTED.values()))
+CARRIED_ONLY = tuple(dtype for dtype in ALL_DTYPES if dtype not in REDUCED_DTYPES)
 HALVES = (torch.float16, torch.bfloat16)
 
 SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (2, 0, 3), (7,), (8, 8), (257,), (1031,))

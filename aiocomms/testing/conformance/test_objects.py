@@ -72,17 +72,83 @@ async def test_tags_and_order(comm: Communicator, case: Case) -> None:
 
 @ranks(2)
 async def test_an_object_may_be_changed_once_it_is_sent(comm: Communicator, case: Case) -> None:
+    """Its tensors belong to the operation until that is done, as those of `send`; the rest is free at once."""
     case.need("p2p")
     if comm.rank == 0:
-        value = {"list": [1, 2], "tensor": torch.ones(300)}
+        value = {"list": [1, 2], "tensor": torch.ones(300_000)}
         work = comm.send_object(value, 1)
         value["list"].append(3)  # type: ignore[attr-defined]
-        value["tensor"].fill_(-1)  # type: ignore[attr-defined]
         case.tell("changed")
         await work
+        value["tensor"].fill_(-1)  # type: ignore[attr-defined]
+        case.tell("changed again")
     else:
         await case.told("changed", 0)
-        same(await comm.recv_object(0), {"list": [1, 2], "tensor": torch.ones(300)})
+        receiving = comm.recv_object(0)
+        await case.told("changed again", 0)
+        same(await receiving, {"list": [1, 2], "tensor": torch.ones(300_000)})
+
+
+def large(case: Case, rank: int) -> Any:
+    """An object of everything that travels apart, and of what is too small for that, or no plain memory."""
+    bits = case.bits(torch.float32, (300, 500), "large", rank)
+    return {
+        "matrix": bits,
+        "again": [bits, (bits[:, :7], bits[0])],
+        "transposed": bits.T,
+        "strided": bits[::2, ::3],
+        "conjugate": case.numbers(torch.complex64, (20_001,), rank).conj(),
+        "bytes": bits.numpy().tobytes(),
+        "text": str(rank) * 70_000,
+        "not ASCII": "é" * 40_000,
+        "dtypes": [case.bits(dtype, (40_009,), rank) for dtype in data.ALL_DTYPES[rank::5]],
+        "empty": torch.empty(0, 3),
+    }
+
+
+def plain(value: Any) -> Any:
+    """As it arrives: a tensor is contiguous, and no lazy conjugate."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(plain(item) for item in value)
+    return value.resolve_conj().contiguous() if isinstance(value, torch.Tensor) else value
+
+
+@ranks(2, 3)
+async def test_large_tensors_bytes_and_texts(comm: Communicator, case: Case) -> None:
+    """They arrive as they were, in new memory, and neither mix nor disturb what comes after them."""
+    case.need("p2p")
+    everyone = [large(case, r) for r in range(comm.size)]
+    mine, expected = everyone[comm.rank], [plain(obj) for obj in everyone]
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    sending = [comm.send_object(mine, right, 1), comm.send_object("next", right, 2), comm.send_object(mine, right, 1)]
+    for _ in range(2):
+        same(await comm.recv_object(left, 1), expected[left])
+    assert await comm.recv_object(left, 2) == "next"
+    for work in sending:
+        await work
+    root = comm.size - 1
+    got = await comm.broadcast_object(mine if comm.rank == root else None, root)
+    same(got, expected[root])
+    assert got["matrix"].data_ptr() != mine["matrix"].data_ptr()
+    same(await comm.all_gather_object(mine), expected)
+    same(await comm.gather_object(mine, root), expected if comm.rank == root else None)
+    same(await comm.scatter_object(everyone if comm.rank == root else None, root), expected[comm.rank])
+    same(plain(mine), expected[comm.rank])
+
+
+@ranks(2)
+async def test_large_objects_with_a_pickle_at_one_end(comm: Communicator, case: Case) -> None:
+    """What was sent is taken all the same, so that the sender's work ends."""
+    case.need("p2p")
+    if comm.rank == 0:
+        await comm.send_object({"t": torch.ones(100_000)}, 1)
+        await comm.send_object("next", 1)
+    else:
+        with pytest.raises(ProtocolError, match="not pickled by its sender"):
+            await comm.recv_object(0, pickle=True)
+        assert await comm.recv_object(0) == "next"
 
 
 @ranks(*ALL_SIZES)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import anyio
 import pytest
 import torch
 
-from aiocomms import TensorStream
+from aiocomms import ItemStream, TensorStream
 from aiocomms.communicator import Communicator
 from aiocomms.errors import ArgumentError, CommAbortedError
 from aiocomms.testing.conformance import data
@@ -109,7 +112,10 @@ async def test_the_end(comm: Communicator, case: Case) -> None:
 
 @ranks(2)
 async def test_a_closed_end(comm: Communicator, case: Case) -> None:
-    """On the end that was closed every call raises; on the other, sends break and receives end after a while."""
+    """On the end that was closed every call raises; on the other, sends and receives break after a while.
+
+    An end by `send_eof` is an end; a close without it is none.
+    """
     stream = await opened(comm, case, 2)
     if comm.rank == 0:
         await stream.send(number(comm, 1))
@@ -122,11 +128,92 @@ async def test_a_closed_end(comm: Communicator, case: Case) -> None:
             await stream.send(number(comm, 2))
     else:
         assert (await stream.receive()).item() == 1
-        with pytest.raises(anyio.EndOfStream):
+        with pytest.raises(anyio.BrokenResourceError):
             await stream.receive()
         with pytest.raises(anyio.BrokenResourceError):
             for _ in range(10):
                 await stream.send(number(comm, 3))
+    await finish(stream, case)
+
+
+@dataclass
+class Page:
+    """An item of a stream."""
+
+    number: int
+    rows: torch.Tensor
+    more: dict[str, Any]
+
+
+def page(case: Case, rank: int, size: int) -> Page:
+    """An item of a rank, with tensors of any size and of no plain memory."""
+    rows = case.bits(torch.float32, (size, 3), "rows", rank, size)
+    codes = case.bits(torch.float8_e5m2, (size,), rank)
+    return Page(size, rows, {"turned": rows.T, "codes": codes, "text": "x" * size})
+
+
+def same(got: Page, want: Page) -> None:
+    """Check an item that has arrived."""
+    data.same_bits(got.rows, want.rows)
+    data.same_bits(got.more["turned"], want.rows.T.contiguous())
+    data.same_bits(got.more["codes"], want.more["codes"])
+    assert (got.number, got.more["text"]) == (want.number, want.more["text"])
+
+
+@ranks(2)
+async def test_structured_items_both_ways(comm: Communicator, case: Case) -> None:
+    """Mappings and dataclasses of small and large tensors, whatever their memory looks like."""
+    case.need("p2p")
+    pages: ItemStream[Page] = await comm.open_stream(1 - comm.rank, 2, "pages", items=Page)
+    mappings = await comm.open_stream(1 - comm.rank, 2, "mappings", items=dict[str, Any])
+    sizes = (0, 1, 300, 40_009)
+
+    async def send() -> None:
+        for size in sizes:
+            await pages.send(page(case, comm.rank, size))
+            await mappings.send(vars(page(case, comm.rank, size)))
+        await pages.send_eof()
+        await mappings.send_eof()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(send)
+        for size in sizes:
+            want = page(case, 1 - comm.rank, size)
+            same(await pages.receive(), want)
+            same(Page(**await mappings.receive()), want)
+    for stream in (pages, mappings):
+        with pytest.raises(anyio.EndOfStream):
+            await stream.receive()
+    await case.meet("through")
+    await pages.aclose()
+    await mappings.aclose()
+
+
+@ranks(2)
+async def test_a_sender_waits_for_room_in_bytes(comm: Communicator, case: Case) -> None:
+    """An item larger than all the room comes alone."""
+    case.need("p2p")
+    stream = await comm.open_stream(1 - comm.rank, 100, "bytes", capacity_bytes=1000)
+    sizes = (600, 400, 1, 5000, 1)
+    sent: list[int] = []
+
+    async def send() -> None:
+        for size in sizes:
+            await stream.send(torch.zeros(size, dtype=torch.uint8, device=comm.device))
+            sent.append(size)
+            case.tell(f"sent {len(sent)}")
+
+    async with anyio.create_task_group() as tasks:
+        if comm.rank == 0:
+            tasks.start_soon(send)
+        else:
+            await case.told("sent 2", 0)
+        await talk(comm)  # gives the sender time to send one too many
+        assert sent == ([] if comm.rank else [600, 400])
+        await case.meet("looked")
+        if comm.rank == 1:
+            for size in sizes:
+                assert (await stream.receive()).numel() == size
     await finish(stream, case)
 
 

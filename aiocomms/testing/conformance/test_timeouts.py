@@ -13,7 +13,7 @@ import anyio
 import pytest
 import torch
 
-from aiocomms import Work, ops
+from aiocomms import COMM_TIMEOUT, Work, ops
 from aiocomms.communicator import Communicator
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError
 from aiocomms.testing.conformance.case import Case, ranks
@@ -31,7 +31,7 @@ def ones(comm: Communicator) -> torch.Tensor:
     return torch.ones(4, device=comm.device)
 
 
-async def expect_timeout(otherwise: float, start: Callable[[], Work[Any]]) -> CommTimeoutError:
+async def expect_timeout(otherwise: float | None, start: Callable[[], Work[Any]]) -> CommTimeoutError:
     """Start an operation whose deadline is SHORT, and verify that it fails by that.
 
     :param otherwise: the deadline, far away, that the communicator has for an operation that names none.
@@ -41,7 +41,7 @@ async def expect_timeout(otherwise: float, start: Callable[[], Work[Any]]) -> Co
         await start()
     took = time.monotonic() - began
     assert took >= SHORT, f"it failed {SHORT - took} s before its deadline"
-    assert took < otherwise, f"it failed {took - SHORT} s after its deadline"
+    assert otherwise is not None and took < otherwise, f"it failed {took - SHORT} s after its deadline"
     return caught.value
 
 
@@ -156,6 +156,55 @@ async def test_the_communicators_own_timeout(comm: Communicator, case: Case) -> 
     comm.set_timeout(before)
     await case.meet("timed out")
     await comm.barrier()
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("said", ["by the operation", "by the communicator"])
+async def test_who_waits_for_work_has_no_deadline(comm: Communicator, case: Case, said: str) -> None:
+    """Rank 0 comes after the deadline of an operation that the others have called later than what they wait with."""
+    case.need("p2p")
+    content, timeout = case.bits(torch.int32, SHAPE).to(comm.device), comm.timeout
+    own = None if said == "by the operation" else COMM_TIMEOUT
+    comm.set_timeout(SHORT if own is None else None)
+    if comm.rank == 0:
+        await case.told("idle")
+        comm.set_timeout(timeout)
+        for dst in range(1, comm.size):
+            await comm.send(content, dst, 9)
+            await comm.send_object("work", dst)
+        await comm.broadcast(content, 0)
+        await comm.broadcast_object("more", 0)
+    else:
+        slots = [case.empty(torch.int32, SHAPE) for _ in range(2)]
+        works: list[Work[Any]] = [comm.recv(slots[0].tensor, 0, 9, timeout=own), comm.recv_object(0, timeout=own)]
+        works += [comm.broadcast(slots[1].tensor, 0, timeout=own), comm.broadcast_object(None, 0, timeout=own)]
+        await expect_timeout(timeout, lambda: comm.recv(ones(comm), 0, 10, timeout=SHORT))
+        assert not any(work.done() for work in works)
+        case.tell("idle")
+        _, message, _, more = [await work for work in works]
+        assert (message, more) == ("work", "more")
+        for slot in slots:
+            slot.expect(case.bits(torch.int32, SHAPE))
+    comm.set_timeout(timeout)
+    await comm.barrier()
+    assert not comm.aborted
+
+
+@ranks(2, 3)
+async def test_without_a_deadline_it_ends_with_the_communicator(comm: Communicator, case: Case) -> None:
+    """Who waits for work hears of an abort, and so does who waits for nothing but that."""
+    if comm.rank == 0:
+        await case.told("waiting")
+        comm.abort("enough")
+    else:
+        work = comm.all_reduce(ones(comm), timeout=None)
+        case.tell("waiting")
+        with pytest.raises(CommAbortedError, match="enough"):
+            await work
+    error = await comm.lost()
+    assert isinstance(error, CommAbortedError)
+    assert (error.message, error.peer) == ("aborted by rank 0: enough", 0)
+    assert error is await comm.lost()
 
 
 @ranks(2)

@@ -44,9 +44,9 @@ def test_a_frame_arrives_as_it_was_made() -> None:
         (4, b"\x63"),
         (5, b"\x63"),
         (7, b"\x63"),
-        (12, b"\xff\xff\xff\xff"),
-        (24, b"\xff" * 8),
-        (24, b"\x7f" * 7 + b"\0"),
+        (16, b"\xff\xff\xff\xff"),
+        (28, b"\xff" * 8),
+        (28, b"\x7f" * 7 + b"\0"),
     ],
     ids=["magic", "version", "kind", "dtype", "lengths", "negative size", "huge size"],
 )

@@ -511,6 +511,48 @@ def test_judgements():
     )
 
 
+def test_judgements_of_lanes():
+    """Another lane's collectives, and the communicator's, are no answer."""
+    late = Item("all_reduce", 9, "pending", collective=0, lane="a")
+    briefs = {
+        0: Brief(0, 5, 4, "", [late]),
+        1: Brief(1, 5, 5, "", [Item("barrier", 3, "pending", collective=0, lane="a")]),
+        2: Brief(2, 6, 6, "", [Item("all_reduce", 3, "pending", collective=0, lane="b")]),
+    }
+    assert judge(late, briefs) == (
+        "rank 0 is in it, rank 1 is in barrier in lane a instead, "
+        "rank 2 has finished collective 6 and is in all_reduce in lane b"
+    )
+
+
+def test_lanes_have_names_and_no_numbers(records):
+    """Their collectives stand between the communicator's own, which all ranks number alike."""
+
+    async def main():
+        async with local_world(2) as world:
+            one = world[0]
+            await ranks(world, lambda comm: comm.barrier())
+            await ranks(world, lambda comm: comm.lane("done").barrier())
+            await ranks(world, lambda comm: comm.all_reduce(torch.ones(2)))
+            message = world[1].lane(7).send(torch.ones(1), 0, 3)
+            await one.lane(7).recv(torch.ones(1), 1, 3)
+            await message
+            waiting = one.lane("waits").all_reduce(torch.ones(2))
+            _, items = read(one.dump())
+            assert [(item.name, item.lane, item.collective, item.state) for item in items] == [
+                ("barrier", "", 1, "done"),
+                ("barrier", "done", 0, "done"),
+                ("all_reduce", "", 2, "done"),
+                ("recv", "7", None, "done"),
+                ("all_reduce", "waits", 0, "pending"),
+            ]
+            assert str(items[3]) == "recv(src=1, tag=3) in lane 7"
+            await world[1].lane("waits").all_reduce(torch.ones(2))
+            await waiting
+
+    run_on("asyncio", main)
+
+
 @pytest.mark.parametrize(
     "said",
     [None, b"", b"{}", b"[1]", b"\xff", b'{"rank":1,"calls":"x","ended":0}', b'{"rank":2,"calls":0,"ended":0}',
@@ -601,6 +643,49 @@ def test_trace_knows_clocks_and_missing_ranks(tmp_path, capsys):
         ("recv(src=2, tag=1) (pending)", 994e6, 6e6),
         ("all_reduce", 993e6, 2e6),
     ]
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_a_circle_of_receives_is_known_after_their_deadlines(run, size, records, capsys):
+    async def main():
+        async with local_world(size) as world:
+            works = [comm.recv(torch.zeros(1), (comm.rank + 1) % size, tag=7, timeout=0.05) for comm in world]
+            for work in works:
+                await work.wait()
+            await ranks(world, lambda comm: comm.barrier())  # the communicator goes on
+            for comm in world:
+                comm.dump()
+
+    run(main)
+    assert command(["trace", str(records)]) == 1
+    said = capsys.readouterr().out
+    for rank in range(size):
+        assert re.search(rf"rank {rank} waited for rank {(rank + 1) % size}: recv\(src=\d, tag=7\), for 0\.\d s", said)
+    circle = " -> ".join(f"rank {rank % size}" for rank in range(size + 1))
+    assert f"they waited in a circle, until a deadline passed: {circle}" in said
+
+
+@pytest.mark.parametrize("second", ["later", "answered"])
+def test_what_was_no_circle(run, second, records, capsys):
+    """Receives that did not wait at the same time, or that were matched."""
+
+    async def main():
+        async with local_world(2) as (one, two):
+            other = two.recv(torch.zeros(1), 0, timeout=30) if second == "answered" else None
+            with pytest.raises(CommTimeoutError):
+                await one.recv(torch.zeros(1), 1, timeout=0.05)
+            if other is not None:
+                await one.send(torch.ones(1), 1)
+                await other
+            else:
+                with pytest.raises(CommTimeoutError):
+                    await two.recv(torch.zeros(1), 0, timeout=0.05)
+            one.dump()
+            two.dump()
+
+    run(main)
+    assert command(["trace", str(records)]) == 0
+    assert "nobody waits for another rank" in capsys.readouterr().out
 
 
 def test_nobody_waits(run, records, capsys):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 import weakref
 
 import anyio
@@ -10,9 +12,19 @@ import pytest
 import torch
 from concurrency import ranks, together, turns
 
-from aiocomms import ops
-from aiocomms.errors import ArgumentError, ArgumentTypeError, CommTimeoutError, ProtocolError, WorkCancelledError
-from aiocomms.families import objects
+from aiocomms import core, ops
+from aiocomms.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    BufferBusyError,
+    CommAbortedError,
+    CommClosedError,
+    CommTimeoutError,
+    ProtocolError,
+    WorkCancelledError,
+)
+from aiocomms.families import parcels
+from aiocomms.ops import apart, codec
 from aiocomms.testing import local_world
 
 SMALL = {"id": 7, "shape": (2, 3), "dtype": torch.float16, "data": torch.arange(4)}
@@ -146,7 +158,7 @@ def test_a_receive_is_withdrawn_and_its_message_goes_to_the_next(run):
 def test_an_object_whose_header_has_come_is_not_withdrawn(run):
     async def main():
         async with local_world(2) as (one, two):
-            parcel = objects.Parcel(LARGE, one.device, pickle=False)
+            parcel = parcels.Parcel(LARGE, one.device, pickle=False)
             work = two.recv_object(0)
             await forged.send(one, parcel.header, 1, 0, ops.OBJECT)
             with anyio.move_on_after(0.01) as scope:
@@ -214,10 +226,179 @@ def test_a_hundred_ranks():
 def test_a_header_that_makes_no_sense_is_refused():
     async def main():
         async with local_world(2) as (one, two):
-            for data in (b"\xff" * objects.HEADER_BYTES, forged.object_header(0, 0, b"", 2**50)):
+            for data in (b"\xff" * parcels.HEADER_BYTES, forged.object_header(0, 0, b"", 2**50)):
                 sent = forged.send(one, data, 1, 0, ops.OBJECT)
                 with pytest.raises(ProtocolError):
                     await two.recv_object(0)
                 await sent
+
+    anyio.run(main)
+
+
+@pytest.mark.fault(65, transport="local")
+@pytest.mark.parametrize(
+    ("announced", "items"),
+    [
+        (2**50, []),
+        (codec.MAX_OBJECT_BYTES, []),
+        (400_000, [torch.ones(100_001)]),
+        (400_008, [torch.ones(100_000)]),
+        (400_000, [torch.ones(100_000), bytes(100_000)]),
+        (0, [bytes(100_000)]),
+        (0, ["x" * 100_000]),
+    ],
+    ids=["huge", "too large together", "a larger tensor", "a smaller tensor", "another one", "bytes", "text"],
+)
+def test_what_comes_beside_an_object_is_announced_and_refused_before_memory_is_taken(announced, items):
+    async def main():
+        async with local_world(2) as (one, two):
+            data = codec.encode(items, apart=[])
+            header = forged.object_header(0, 5, b"", len(data), announced)
+            sends = [forged.send(one, header, 1, 0, ops.OBJECT), forged.send(one, bytes(data), 1, 5, ops.OBJECT_DATA)]
+            with pytest.raises(ProtocolError, match=r"announced"):
+                await two.recv_object(0)
+            await sends[0]
+            assert (await together(lambda: one.send_object(3, 1), lambda: two.recv_object(0)))[1] == 3
+            two.abort("the rest is never taken")
+
+    anyio.run(main)
+
+
+@pytest.mark.fault(65, transport="local")
+def test_more_messages_beside_an_object_than_it_may_have_are_refused(monkeypatch):
+    monkeypatch.setattr(apart, "MAX_APART", 2)
+    data = codec.encode([bytes(40_000)] * 3, apart=[])
+    with pytest.raises(ProtocolError, match="more is to come"):
+        codec.decode(data, landing=apart.Landing(torch.device("cpu"), 120_000))
+
+
+def test_a_text_that_is_not_ascii_is_refused_and_not_shown():
+    async def main():
+        async with local_world(2) as (one, two):
+            data = codec.encode(["x" * 40_000], apart=[])
+            header = forged.object_header(0, 5, bytes(data), len(data), 40_000)
+            works = [
+                forged.send(one, header, 1, 0, ops.OBJECT),
+                forged.send(one, b"\xff" * 40_000, 1, 5, ops.OBJECT_DATA),
+            ]
+            with pytest.raises(ProtocolError, match="not ASCII"):
+                await two.recv_object(0)
+            for work in works:
+                await work
+            assert (await together(lambda: one.send_object(3, 1), lambda: two.recv_object(0)))[1] == 3
+
+    anyio.run(main)
+
+
+def test_large_tensors_bytes_and_texts_are_their_own_messages():
+    """Sent from the program's memory, received into the result's."""
+    cpu = torch.device("cpu")
+    tensor, data, text = torch.ones(20_000), bytes(40_000), "x" * 40_000
+    parcel = parcels.Parcel([tensor, data, text], cpu, pickle=False)
+    assert not parcel.late
+    assert parcel.messages[0].data_ptr() == tensor.data_ptr()
+    arrival = parcels.Arrival(codec.to_bytes(parcel.header), cpu)
+    arrival.body = parcel.body
+    into = arrival.unpack()
+    value = arrival.open(pickle=False)
+    assert into[0].data_ptr() == value[0].data_ptr()
+    for target, content in zip(into[1:], b"by", strict=True):
+        target.fill_(content)
+    assert value[1:] == [b"b" * 40_000, "y" * 40_000]
+    del parcel, data, text, arrival, value
+    into[1].fill_(1)  # a transport may keep what it writes to, after the object is gone
+
+
+def test_what_is_not_on_the_communicators_device_is_copied_there_and_back():
+    """A device that is the CPU by another name stands for a GPU."""
+    device = torch.device("cpu:0")
+    obj = [torch.arange(20_000.0), bytes(range(250)) * 200, "y" * 40_000]
+    parcel = parcels.Parcel(obj, device, pickle=False)
+    assert parcel.late
+    parcel.prepare()
+    arrival = parcels.Arrival(codec.to_bytes(parcel.header), device)
+    arrival.body = parcel.body
+    into = arrival.unpack()
+    assert arrival.settle is not None
+    apart.copy(parcel.messages, into)
+    arrival.settle()
+    assert equal(arrival.open(pickle=False)[0], obj[0])
+    assert arrival.open(pickle=False)[1:] == obj[1:]
+
+
+def test_copies_are_made_by_a_thread(run, monkeypatch):
+    made, message, copy = [], apart.message, apart.copy
+
+    def noted(fn):
+        def call(*args):
+            result = fn(*args)
+            if fn is copy or result.data_ptr() != args[0].data_ptr():
+                made.append(threading.current_thread() is threading.main_thread())
+            return result
+
+        return call
+
+    monkeypatch.setattr(apart, "message", noted(message))
+    monkeypatch.setattr(apart, "copy", noted(copy))
+
+    async def main():
+        async with local_world(2) as (one, two):
+            matrix = torch.arange(40_000.0).view(100, 400)
+            got = await together(lambda: one.send_object(matrix.T, 1), lambda: two.recv_object(0))
+            assert got[1].equal(matrix.T)
+            got = await ranks([one, two], lambda comm: comm.broadcast_object(matrix if comm.rank == 0 else None, 0))
+            assert all(matrix.equal(other) for other in got)
+
+    run(main)
+    assert made == [False, False]
+
+
+@pytest.mark.parametrize("end", ["close", "close of the sender", "abort"])
+@pytest.mark.parametrize("came", ["header", "one tensor"])
+def test_the_end_amid_an_objects_tensors(run, monkeypatch, end, came):
+    monkeypatch.setattr(core, "CLOSE_GRACE", 0.1)
+
+    async def main():
+        async with local_world(2) as (one, two):
+            parcel = parcels.Parcel([torch.ones(50_000), torch.zeros(50_000)], one.device, pickle=False)
+            work = two.recv_object(0)
+            works = [forged.send(one, parcel.header, 1, 0, ops.OBJECT)]
+            works.append(forged.send(one, parcel.body, 1, parcel.tag, ops.OBJECT_DATA))
+            if came == "one tensor":
+                works.append(forged.send(one, parcel.messages[0], 1, parcel.tag, ops.OBJECT_DATA))
+            for sent in works:
+                await sent
+            landed = weakref.ref(work)
+            if end == "abort":
+                one.abort("amid an object")
+            else:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(two.aclose if end == "close" else one.aclose)
+                    with pytest.raises(CommClosedError if end == "close" else CommAbortedError):
+                        await work
+            if end == "abort":
+                with pytest.raises(CommAbortedError, match="amid an object"):
+                    await work
+            del work
+        while (
+            landed() is not None
+        ):  # what a thread of the flight recorder, or an error's traceback, still holds goes soon
+            gc.collect()
+            await turns()
+
+    run(main)
+
+
+def test_debug_mode_guards_the_tensors_of_an_object(monkeypatch):
+    monkeypatch.setenv("AIOCOMMS_DEBUG", "1")
+
+    async def main():
+        async with local_world(2) as (one, two):
+            tensor = torch.zeros(50_000)
+            sending = one.send_object({"tensor": tensor}, 1)
+            with pytest.raises(BufferBusyError, match="obj's tensor 0"):
+                one.recv(tensor, 1)
+            await two.recv_object(0)
+            await sending
 
     anyio.run(main)

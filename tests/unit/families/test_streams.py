@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
+import re
 import weakref
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import anyio
 import forged
@@ -16,6 +19,7 @@ from concurrency import run_on, together, turns
 
 from aiocomms import core, ops
 from aiocomms.errors import ArgumentError, ArgumentTypeError, CommAbortedError, CommError, ProtocolError
+from aiocomms.families.parcels import Parcel
 from aiocomms.ops import codec
 from aiocomms.ops.checks import DTYPES
 from aiocomms.testing import local_world
@@ -128,7 +132,7 @@ def test_a_closed_end(run):
             for call in (here.receive, lambda: here.send(torch.ones(1)), here.send_eof):
                 with pytest.raises(anyio.ClosedResourceError):
                     await call()
-            with pytest.raises(anyio.EndOfStream):
+            with pytest.raises(anyio.BrokenResourceError):
                 await there.receive()
             await turns()  # the news travels as a message does
             with pytest.raises(anyio.BrokenResourceError):
@@ -208,7 +212,7 @@ def test_an_opening_that_is_given_up_is_closed_for_the_other_end(run):
             with anyio.move_on_after(0.01):
                 await one.open_stream(1)
             late = await two.open_stream(0)
-            with pytest.raises(anyio.EndOfStream):
+            with pytest.raises(anyio.BrokenResourceError):
                 await late.receive()
             there, here = await pair(one, two)
             _, got = await together(lambda: there.send(torch.ones(1)), here.receive)
@@ -312,7 +316,7 @@ def test_closing_ends_those_who_wait(run, closes):
                     await there.send(torch.ones(1))
 
             async def receive():
-                with pytest.raises(anyio.ClosedResourceError if closes == "this end" else anyio.EndOfStream):
+                with pytest.raises(anyio.ClosedResourceError if closes == "this end" else anyio.BrokenResourceError):
                     await there.receive()
 
             async def close():
@@ -398,3 +402,170 @@ def test_a_header_that_makes_no_sense_breaks_the_stream_only(header):
             assert not two.aborted
 
     anyio.run(main)
+
+
+@dataclass
+class Request:
+    ids: torch.Tensor
+    temperature: float
+    stop: list[str]
+    seen: int = field(default=0, init=False)
+
+
+@dataclass(frozen=True)
+class Reply:
+    text: str
+
+
+def test_dataclasses_and_mappings(run):
+    async def main():
+        async with local_world(2) as (one, two):
+            there, here = await pair(one, two, items=Request)
+            given = [Request(torch.arange(n), n / 10, ["."] * n) for n in (0, 1, 100_000)]
+
+            async def send():
+                for item in given:
+                    await there.send(item)
+                await there.send_eof()
+
+            async def receive():
+                return [item async for item in here]
+
+            _, got = await together(send, receive)
+            for item, wanted in zip(got, given, strict=True):
+                assert type(item) is Request
+                assert item.ids.equal(wanted.ids)
+                assert (item.temperature, item.stop, item.seen) == (wanted.temperature, wanted.stop, 0)
+            there, here = await pair(one, two, name="mappings", items=dict[str, object])
+            page = {"page": torch.arange(40_000).view(200, 200).T, "text": "x" * 40_000, "id": 7}
+            _, got = await together(lambda: there.send(MappingProxyType(page)), here.receive)
+            assert got["page"].equal(page["page"])
+            assert (got["text"], got["id"]) == (page["text"], 7)
+            there, here = await pair(one, two, name="frozen", items=Reply)
+            _, got = await together(lambda: there.send(Reply("yes")), here.receive)
+            assert got == Reply("yes")
+
+    run(main)
+
+
+@pytest.mark.parametrize("items", [torch.Tensor, dict], ids=["tensors", "mappings"])
+def test_room_in_bytes(run, items):
+    """A sender waits once the other end holds that many bytes; a larger item comes alone, and is not overtaken."""
+
+    def item(count):
+        return torch.zeros(count, dtype=torch.uint8) if items is torch.Tensor else {"bytes": bytes(count)}
+
+    async def main():
+        async with local_world(2) as (one, two):
+            there, here = await pair(one, two, items=items, capacity_bytes=1000)
+            sent = []
+
+            async def send(count):
+                await there.send(item(count))
+                sent.append(count)
+
+            async with anyio.create_task_group() as tasks:
+                for count in (400, 450, 5000, 10):
+                    tasks.start_soon(send, count)
+                    await turns(60)
+                assert sent == [400, 450]  # 10 bytes had room, and are behind 5000
+                await here.receive()
+                await turns(60)
+                assert sent == [400, 450]
+                await here.receive()
+                await turns(60)
+                assert sent == [400, 450, 5000]
+                await here.receive()
+                await here.receive()
+            assert sent == [400, 450, 5000, 10]
+            with anyio.move_on_after(0.01) as scope:
+                await there.send(item(900))
+                await there.send(item(900))
+            assert scope.cancelled_caught
+            await here.receive()
+            await together(lambda: there.send(item(3000)), here.receive)  # a place in the line was given up
+
+    run(main)
+
+
+def test_what_is_no_item_is_refused(run):
+    async def main():
+        async with local_world(2) as (one, two):
+            for items in (int, "dict", list, Request(torch.ones(1), 0, []), None):
+                with pytest.raises(ArgumentTypeError, match=r"^open_stream .*items is .*wanted torch.Tensor, dict"):
+                    await one.open_stream(1, items=items)
+            for wrong in (0, -1, True, 1.5, 2**63):
+                with pytest.raises(ArgumentError, match="capacity_bytes is"):
+                    await one.open_stream(1, capacity_bytes=wrong)
+            there, here = await pair(one, two, items=Request)
+            for item, text in (
+                (torch.ones(1), "item is a float32"),
+                (Reply("no"), "item is Reply.*wanted a Request"),
+                (Request(object(), 0, []), "item holds <object"),
+                (Request(bytes(2**26), 0, []), "item takes .* bytes"),
+            ):
+                with pytest.raises(ArgumentError, match=text):
+                    await there.send(item)
+            _, got = await together(lambda: there.send(Request(torch.ones(1), 0, [])), here.receive)
+            assert got.ids.item() == 1
+
+    run(main)
+
+
+def test_ends_for_different_items_do_not_open():
+    async def main():
+        async with local_world(2) as (one, two):
+            outcomes = []
+
+            async def open_to(comm, peer, items):
+                try:
+                    await comm.open_stream(peer, items=items)
+                except CommError as error:
+                    outcomes.append(error.message)
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(open_to, one, 1, Request)
+                tasks.start_soon(open_to, two, 0, Reply)
+            assert len(outcomes) == 2
+            assert any(re.search(r"for Re\w+\(.*\), and this rank for Re\w+\(.*\)", message) for message in outcomes), (
+                outcomes
+            )
+
+    anyio.run(main)
+
+
+@pytest.mark.parametrize(
+    "obj",
+    [[1], {"ids": 1}, {"ids": 1, "temperature": 2, "stop": 3, "seen": 4}, {"temperature": 2, "ids": 1, "stop": 3}],
+    ids=["a list", "too few", "too many", "another order"],
+)
+def test_an_item_that_is_none_breaks_the_stream_only(obj):
+    async def main():
+        async with local_world(2) as (one, two):
+            there, here = await pair(one, two, items=Request)
+            header = Parcel(obj, one.device, pickle=False).header
+            await forged.send(one, header, 1, there._out_tag, ops.STREAM_DATA)
+            with pytest.raises(ProtocolError, match=r"on stream '': .* came on a stream of Request\(ids, temper"):
+                await here.receive()
+            with pytest.raises(CommAbortedError, match="broke off stream"):
+                await there.receive()
+            assert not two.aborted
+
+    anyio.run(main)
+
+
+@pytest.mark.parametrize("ends", ["send_eof", "aclose"])
+def test_a_close_is_told_apart_from_an_end(run, ends):
+    async def main():
+        async with local_world(2) as (one, two):
+            there, here = await pair(one, two)
+            await there.send(torch.ones(1))
+            if ends == "send_eof":
+                await there.send_eof()
+            await there.aclose()
+            assert (await here.receive()).item() == 1
+            for _ in range(2):
+                with pytest.raises(anyio.EndOfStream if ends == "send_eof" else anyio.BrokenResourceError):
+                    await here.receive()
+
+    run(main)

@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 
 from aiocomms.bootstrap import generations
 from aiocomms.errors import AuthError, CommTimeoutError, ProtocolError
-from aiocomms.families import objects
+from aiocomms.families import parcels
 from aiocomms.lowlevel import Dialect, Gate, gate, handshake
 from aiocomms.lowlevel.auth import RENDEZVOUS, Seal
 
@@ -43,7 +43,7 @@ def read_c10d(data: bytes) -> object:
 
 
 def read_object(data: bytes) -> object:
-    return objects.Arrival(torch.frombuffer(bytearray(data.ljust(objects.HEADER_BYTES, b"\0")), dtype=torch.uint8))
+    return parcels.Arrival(data.ljust(parcels.HEADER_BYTES, b"\0"), torch.device("cpu"))
 
 
 PARSERS: dict[str, tuple[Callable[[bytes], object], bytes, int, int]] = {
@@ -62,7 +62,7 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], bytes, int, int]] = {
         nccl_wire.VERSION, OTHER,
     ),
     "a frame of c10d": (read_c10d, c10d_frame(), c10d_wire.VERSION, OTHER & 0xFF),
-    "an object": (read_object, of_other_version(objects._OBJECTS) + b"\xff" * 40, objects._OBJECTS.version, OTHER),
+    "an object": (read_object, of_other_version(parcels._OBJECTS) + b"\xff" * 40, parcels._OBJECTS.version, OTHER),
 }  # fmt: skip
 
 

@@ -74,6 +74,37 @@ def test_the_message_says_who_was_missing(run, n):
     run(main)
 
 
+LATE_SEND = (
+    lambda comm: comm.send_object("x", 1, tag=7, timeout=SHORT),
+    "send_object(dst=1, tag=7); waiting for rank 1",
+)
+LATE_BATCH = (
+    lambda comm: comm.batch().recv(torch.zeros(1), 1, tag=3).recv(torch.zeros(1), 2).issue(timeout=SHORT),
+    "recv(src=1, tag=3), recv(src=2, tag=0); waiting for ranks 1, 2",
+)
+
+
+@pytest.mark.parametrize(
+    ("transport", "late"),
+    [("local", LATE_SEND), ("local", LATE_BATCH), ("c10d", LATE_BATCH)],  # c10d sends at once what is small
+    ids=["local-send", "local-batch", "c10d-batch"],
+)
+def test_a_late_message_names_its_peer_and_tag_and_what_that_does(run, transport, late):
+    call, named = late
+
+    async def main():
+        async with local_world(3, transport) as world:
+            elsewhere = world[1].recv(torch.zeros(1), 2, tag=5)
+            with pytest.raises(CommTimeoutError) as caught:
+                await call(world[0])
+            assert f"its deadline passed: {named}: " in str(caught.value)
+            assert "rank 1 has finished no collective and is in recv(src=2, tag=5)" in str(caught.value)
+            with pytest.raises(CommTimeoutError):
+                await elsewhere
+
+    run(main)
+
+
 RECEIVES = {
     "recv": lambda comm, **o: comm.recv(torch.zeros(1), 1, **o),
     "recv_object": lambda comm, **o: comm.recv_object(1, **o),
@@ -85,8 +116,10 @@ def test_a_receive_that_nothing_matched_fails_alone(run, call):
     async def main():
         async with local_world(2) as world:
             other = world[0].recv(torch.zeros(1), 1, tag=3)
-            with pytest.raises(CommTimeoutError, match="nothing matched it before its deadline; it was withdrawn"):
+            wanted = r"nothing matched recv\w*\(src=1, tag=0\) before its deadline; it was withdrawn"
+            with pytest.raises(CommTimeoutError, match=wanted) as caught:
                 await call(world[0], timeout=SHORT)
+            assert caught.value.peer == 1
             assert not other.done()
             assert not world[0].aborted
             again = call(world[0])  # gets what comes now
@@ -107,7 +140,7 @@ def test_a_wait_for_a_signal_fails_alone(run):
     async def main():
         async with local_world(2) as world:
             windows = await ranks(world, lambda comm: comm.new_window(torch.zeros(1)))
-            with pytest.raises(CommTimeoutError, match="nothing matched it"):
+            with pytest.raises(CommTimeoutError, match=r"nothing matched wait_signal\(src=1\) before its deadline"):
                 await windows[0].wait_signal(1, timeout=SHORT)
             await windows[1].signal(0)
             await windows[0].wait_signal(1)
@@ -131,7 +164,7 @@ def test_where_a_deadline_may_be_said(run, timeout, said):
                 for comm in comms:
                     comm.set_timeout(timeout)
                     assert comm.timeout == SHORT
-            work = comms[0].barrier(timeout=timeout if said == "by the op" else None)
+            work = comms[0].barrier(**({"timeout": timeout} if said == "by the op" else {}))
             with pytest.raises(CommTimeoutError):
                 await work
             await ranks(comms, lambda comm: comm.aclose())
@@ -159,16 +192,6 @@ def test_what_is_no_timeout(run, bad):
                     call()
             assert world[0].timeout == 30.0
             await ranks(world, lambda comm: comm.barrier())
-
-    run(main)
-
-
-def test_none_is_the_default_but_not_for_the_default(run):
-    async def main():
-        async with local_world(1) as (comm,):
-            await comm.barrier(timeout=None)
-            with pytest.raises(TypeError, match="timeout is None, wanted seconds"):
-                comm.set_timeout(None)
 
     run(main)
 

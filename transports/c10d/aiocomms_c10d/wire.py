@@ -15,7 +15,7 @@ from torch import Tensor
 from aiocomms.errors import CommError, ProtocolError
 from aiocomms.lowlevel import Reason
 
-VERSION: Final = 4
+VERSION: Final = 5
 
 EAGER, RTS, CTS, DATA, VOID, DONE, CREDIT, CALL, LANDED, ABORT, BYE, BYE_ACK, ACK = range(13)
 """The kinds of frames.
@@ -31,7 +31,7 @@ INLINE: Final = 64 * 1024
 TEXT: Final = 3072
 """Most bytes of text in a frame."""
 
-_HEADER = struct.Struct("<4sBBBBiHHqq")
+_HEADER = struct.Struct("<4sBBBBqHHqq")
 _MAGIC: Final = b"aioC"
 _KIND: Final = 5
 """The offset of the kind in the header."""
@@ -48,6 +48,14 @@ _DTYPES: Final = (
     torch.float64,
     torch.complex64,
     torch.complex128,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
 )
 CODES: Final = {dtype: code for code, dtype in enumerate(_DTYPES)}
 """The numbers that stand for dtypes."""

@@ -17,7 +17,7 @@ from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport, 
 from aiocomms_local.matching import Done, Matcher
 from aiocomms_local.semantics import perform
 
-_forming: dict[str, Matcher] = {}
+_forming: dict[bytes, Matcher] = {}
 """Matchers of communicators that are opening, by token. Every rank looks up the token that rank 0 hands out."""
 _forming_lock = threading.Lock()
 
@@ -63,14 +63,15 @@ class LocalTransport(Transport):
     @classmethod
     async def open(cls, rendezvous: Rendezvous, options: Mapping[str, Any]) -> Self:
         """See :meth:`Transport.open`."""
-        token = f"{os.getpid()} {secrets.token_hex(16)}"
+        ours = b"%d " % os.getpid()
+        token = ours + secrets.token_hex(16).encode()
         matcher = Matcher(rendezvous.size)
         with _forming_lock:
             _forming[token] = matcher
         try:
-            tokens = [value.decode() for value in await rendezvous.exchange("local", token.encode())]
-            processes = [int(value.split()[0]) for value in tokens]
-            if len(set(processes)) > 1 or tokens[0] not in _forming:
+            tokens = await rendezvous.exchange("local", token)
+            if not all(value.startswith(ours) for value in tokens) or tokens[0] not in _forming:
+                processes = [int(value.split()[0]) for value in tokens]
                 raise ArgumentError(
                     f"transport 'local' joins ranks of one process, and these are in the processes {processes}"
                 )

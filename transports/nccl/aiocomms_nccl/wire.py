@@ -10,7 +10,7 @@ from aiocomms.errors import ProtocolError
 from aiocomms.lowlevel import Dialect, Reason
 from aiocomms.ops.checks import DTYPES
 
-VERSION: Final = 3
+VERSION: Final = 4
 LONGEST: Final = 64 * 1024
 """Most bytes of a frame."""
 

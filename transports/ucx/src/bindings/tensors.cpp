@@ -21,7 +21,6 @@ struct Exchange {
   int (*tensor_of)(void* object, Tensor* out);
 };
 
-constexpr int kDTypes = static_cast<int>(DType::Complex128) + 1;
 // As torch calls it.
 constexpr const char* name_of(DType dtype) {
   switch (dtype) {
@@ -49,6 +48,22 @@ constexpr const char* name_of(DType dtype) {
       return "complex64";
     case DType::Complex128:
       return "complex128";
+    case DType::UInt16:
+      return "uint16";
+    case DType::UInt32:
+      return "uint32";
+    case DType::UInt64:
+      return "uint64";
+    case DType::Float8E4M3FN:
+      return "float8_e4m3fn";
+    case DType::Float8E4M3FNUZ:
+      return "float8_e4m3fnuz";
+    case DType::Float8E5M2:
+      return "float8_e5m2";
+    case DType::Float8E5M2FNUZ:
+      return "float8_e5m2fnuz";
+    case DType::Float8E8M0FNU:
+      return "float8_e8m0fnu";
   }
   return "";
 }
@@ -111,6 +126,22 @@ std::optional<DType> dtype_of(nb::dlpack::dtype dtype) {
       return DType::Complex64;
     case static_cast<int>(Code::Complex) << 8 | 128:
       return DType::Complex128;
+    case static_cast<int>(Code::UInt) << 8 | 16:
+      return DType::UInt16;
+    case static_cast<int>(Code::UInt) << 8 | 32:
+      return DType::UInt32;
+    case static_cast<int>(Code::UInt) << 8 | 64:
+      return DType::UInt64;
+    case static_cast<int>(Code::Float8_E4M3FN) << 8 | 8:
+      return DType::Float8E4M3FN;
+    case static_cast<int>(Code::Float8_E4M3FNUZ) << 8 | 8:
+      return DType::Float8E4M3FNUZ;
+    case static_cast<int>(Code::Float8_E5M2) << 8 | 8:
+      return DType::Float8E5M2;
+    case static_cast<int>(Code::Float8_E5M2FNUZ) << 8 | 8:
+      return DType::Float8E5M2FNUZ;
+    case static_cast<int>(Code::Float8_E8M0FNU) << 8 | 8:
+      return DType::Float8E8M0FNU;
     default:
       return {};
   }

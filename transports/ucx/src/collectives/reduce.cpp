@@ -23,7 +23,6 @@ namespace aiocomms {
 namespace {
 
 constexpr int kOperators = 9;
-constexpr int kDTypes = 12;
 constexpr int kFolded = 4;           // arrays that one loop folds
 constexpr size_t kTileBytes = 4096;  // what is kept in the first-level cache between two loops
 
@@ -98,7 +97,8 @@ constexpr size_t index(DType dtype) { return static_cast<size_t>(dtype); }
 
 using Row = std::array<Folder, kDTypes>;
 
-// Bool, UInt8, Int8, Int16, Int32, Int64, Float16, BFloat16, Float32, Float64, Complex64, Complex128.
+// Bool, UInt8, Int8, Int16, Int32, Int64, Float16, BFloat16, Float32, Float64, Complex64, Complex128; none of the
+// others.
 
 template <class Set, class Operation>
 constexpr Row arithmetic() {
@@ -252,7 +252,7 @@ void reduce_tiled(const Reduction& reduction, void* out, const void* const* in, 
 }  // namespace
 
 size_t size_of(DType dtype) {
-  constexpr std::uint8_t sizes[kDTypes] = {1, 1, 1, 2, 4, 8, 2, 2, 4, 8, 8, 16};
+  constexpr std::uint8_t sizes[kDTypes] = {1, 1, 1, 2, 4, 8, 2, 2, 4, 8, 8, 16, 2, 4, 8, 1, 1, 1, 1, 1};
   return sizes[index(dtype)];
 }
 

@@ -21,8 +21,19 @@ enum class DType : std::uint8_t {
   Float32,
   Float64,
   Complex64,
-  Complex128
+  Complex128,
+  // These are only carried; no operator is defined for them.
+  UInt16,
+  UInt32,
+  UInt64,
+  Float8E4M3FN,
+  Float8E4M3FNUZ,
+  Float8E5M2,
+  Float8E5M2FNUZ,
+  Float8E8M0FNU
 };
+
+constexpr int kDTypes = static_cast<int>(DType::Float8E8M0FNU) + 1;
 
 enum class Operator : std::uint8_t { Sum, Product, Min, Max, Band, Bor, Bxor, Avg, PremulSum };
 

@@ -1,0 +1,160 @@
+"""Debug mode, ``AIOCOMMS_DEBUG``: it finds mistakes of the program that cost too much to be looked for always."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from aiocomms.diagnosis.places import Place, caller
+from aiocomms.errors import (
+    ArgumentError,
+    BufferBusyError,
+    CommClosedError,
+    CommError,
+    ConcurrentCollectivesError,
+)
+from aiocomms.ops import Op, WindowClose, WindowOpen, checks
+from aiocomms.progress.inflight import InFlight, StartedWork
+from aiocomms.progress.work import Owner, T_co
+from aiocomms.transport import OP_RESULT
+
+
+def asked_for() -> bool:
+    """Whether communicators that are made now are in debug mode."""
+    return os.environ.get("AIOCOMMS_DEBUG", "0") not in ("", "0")
+
+
+class Forgotten:
+    """Warns of a work that has ended well, and that nobody has asked for; separate, for a work may be in a cycle."""
+
+    __slots__ = ("armed", "place", "what")
+
+    def __init__(self, what: str, place: Place) -> None:
+        self.what = what
+        self.place = place
+        self.armed = False
+
+    def __del__(self, warn: Callable[..., None] = warnings.warn_explicit) -> None:
+        if self.armed:
+            warn(
+                f"{self.what} was never awaited: await it, or call its forget() if nobody needs to know when it is "
+                "done", RuntimeWarning, *self.place, registry=_said,
+            )  # fmt: skip
+
+
+_said: dict[str | tuple[str, type[Warning], int], int] = {}
+"""Where :mod:`warnings` notes what it has said, for by default it says everything once."""
+
+
+class WatchedWork(StartedWork[T_co]):
+    """A work of debug mode: it knows which line and task have started it, and whether anybody has asked for it."""
+
+    place: Place | None = None
+    task: tuple[str, object] | None = None
+    """The name and the coroutine of the task, until the op has ended; None: a callback."""
+    _forgotten: Forgotten | None = None
+
+    def watch(self, place: Place) -> None:
+        """Warn if it ends well, and nobody has asked for it when it is collected."""
+        owner = self._owner
+        self.place = place
+        self._forgotten = Forgotten(f"{self.op.name} on '{owner.name}' (rank {owner.rank})", place)
+
+    def forget(self) -> None:
+        """See :meth:`aiocomms.Work.forget`."""
+        if self._forgotten is not None:
+            self._forgotten.armed = False
+            self._forgotten = None
+
+    def complete(self, value: Any = OP_RESULT) -> None:
+        """See :meth:`aiocomms.transport.Completion.complete`."""
+        super().complete(value)
+        self.task = None
+        if self._forgotten is not None:
+            self._forgotten.armed = self._error is None  # whose error nobody asks for is reported anyway
+
+    def _end(self, error: CommError, state: int) -> None:
+        super()._end(error, state)
+        self.task = None
+        if self._forgotten is not None:  # a receive that nothing has matched until the communicator was closed
+            self._forgotten.armed = isinstance(error, CommClosedError)
+
+
+def _asks(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def ask(self: WatchedWork[Any], *args: Any, **kwargs: Any) -> Any:
+        self.forget()
+        return method(self, *args, **kwargs)
+
+    return ask
+
+
+_ASKING: Final = (
+    "__await__", "result", "exception", "add_done_callback", "cancel", "wait", "wait_stream", "wait_blocking",
+    "_never_awaited",
+)  # fmt: skip
+for _name in _ASKING:
+    setattr(WatchedWork, _name, _asks(getattr(WatchedWork, _name)))
+
+
+CURE: Final = (
+    "Give each a lane of its own, with comm.lane(key): ...; or have one task make all calls, in one order on all ranks."
+)
+
+
+def _collective(op: Op) -> bool:
+    return op.family == "collectives" or isinstance(op, (WindowOpen, WindowClose))
+
+
+def _ended(coroutine: object) -> bool:
+    return getattr(coroutine, "cr_frame", coroutine) is None
+
+
+class Debugger:
+    """What one communicator does in debug mode whenever an op starts."""
+
+    def __init__(self, in_flight: InFlight) -> None:
+        self._in_flight = in_flight
+
+    def start(self, op: Op, seq: int, owner: Owner, hints: Mapping[str, Any] | None) -> WatchedWork[Any]:
+        """Make the work of an op that is about to be posted.
+
+        :raises BufferBusyError: an unfinished op still writes a buffer of this one, or this one would write its.
+        :raises ConcurrentCollectivesError: it is a collective, and one of another task is under way.
+        """
+        self.check_buffers(op)
+        place, task = caller(), owner.driver.task()
+        if task is not None and _collective(op):
+            self._check_tasks(op, place, *task)
+        work: WatchedWork[Any] = WatchedWork(op, seq, owner, hints)
+        work.task = task
+        work.watch(place)
+        return work
+
+    def _check_tasks(self, op: Op, place: Place, name: str, coroutine: object) -> None:
+        """A collective that another task has begun is no hazard once that task has ended: then the order is certain."""
+        for work in self._in_flight:
+            if not isinstance(work, WatchedWork) or work.task is None or not _collective(work.op):
+                continue
+            other, others = work.task
+            if others is not coroutine and not _ended(others):
+                raise ConcurrentCollectivesError(
+                    "two tasks have collectives under way at once, and the next rank may call them in another order: "
+                    f"task {other!r} has called {work.op.name} #{work.seq} at {work.place}, and task {name!r} calls "
+                    f"{op.name} at {place}. {CURE}"
+                )
+
+    def check_buffers(self, op: Op) -> None:
+        """Refuse buffers that an unfinished op still writes, or this one would write.
+
+        :raises BufferBusyError: there are some.
+        """
+        for work in self._in_flight:
+            try:
+                checks.disjoint(op.writes(), work.op.reads() + work.op.writes())
+                checks.disjoint(work.op.writes(), op.reads())
+            except ArgumentError as error:
+                raise BufferBusyError(f"a buffer still belongs to {work!r}: {error.message}") from None

@@ -1,0 +1,150 @@
+"""How an object travels: a header of fixed size, its encoding, and what the encoding leaves out, a message each.
+
+A small encoding stands in the header itself. Large tensors, bytes and strings are left out of the encoding, which
+describes them, and are sent from their own memory and received into new memory; see :mod:`aiocomms.ops.apart`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aiocomms.errors import ProtocolError
+from aiocomms.lowering.runs import Offload, Steps
+from aiocomms.lowlevel.versions import Dialect
+from aiocomms.ops import apart, codec
+
+HEADER_BYTES = 256
+_HEADER = struct.Struct("<6sBxIIQQ")  # head, flags, tag of the other messages, bytes here, bytes encoded, bytes apart
+_OBJECTS = Dialect("objects", b"aioO", 3)
+_INLINE = HEADER_BYTES - _HEADER.size
+_PICKLED = 1
+
+# The tag of each object's other messages, so that those between one pair of ranks differ; one count for all ranks of a
+# process.
+_tags = itertools.count()
+
+
+class Parcel:
+    """An encoded object: its header, its encoding if that does not fit into the header, and what travels apart."""
+
+    __slots__ = ("_device", "_items", "body", "header", "nbytes", "tag", "tensors")
+
+    def __init__(self, obj: Any, device: torch.device, *, pickle: bool) -> None:
+        items: codec.Apart = []
+        data = codec.encode(obj, pickle=pickle, apart=items)
+        inline = data if len(data) <= _INLINE else b""
+        self.tag = next(_tags) & 0x7FFFFFFF
+        flags, beside = (_PICKLED if pickle else 0), sum(map(apart.size_of, items))
+        self.nbytes = len(data) + beside
+        head = _HEADER.pack(_OBJECTS.head, flags, self.tag, len(inline), len(data), beside)
+        self.header = codec.to_tensor((head + inline).ljust(HEADER_BYTES, b"\0"), device)
+        self.body = codec.to_tensor(b"" if inline else data, device)  # which are not copied: nobody else has them
+        self.tensors = [item for item in items if isinstance(item, Tensor)]
+        """The program's tensors that are sent from their own memory."""
+        self._device = device
+        # A copy from a GPU keeps the order of the caller's stream; one on the CPU is left to a thread.
+        self._items = [apart.message(i, device) if _at_once(i, device) else i for i in items if apart.size_of(i)]
+
+    @property
+    def late(self) -> bool:
+        """Whether something must be copied by :meth:`prepare` before it can be sent."""
+        return any(not _at_once(item, self._device) for item in self._items)
+
+    @property
+    def messages(self) -> list[Tensor]:
+        """What travels apart, as flat tensors of bytes on the communicator's device."""
+        return [apart.message(item, self._device) for item in self._items]
+
+    def prepare(self) -> None:
+        """Copy what is not contiguous, or elsewhere than on the communicator's device. Blocks."""
+        self._items = [apart.message(item, self._device) for item in self._items]
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+
+    def prepared(self) -> Steps:
+        """The step in which that is done, if it has to be."""
+        if self.late:
+            yield [Offload(self.prepare)]
+
+
+class Arrival:
+    """An object that arrives: its parsed header, memory for its encoding, and then for what travels apart.
+
+    :raises ProtocolError: the header makes no sense.
+    """
+
+    __slots__ = ("_landing", "_value", "body", "inline", "nbytes", "pickled", "tag")
+
+    def __init__(self, data: bytes, device: torch.device) -> None:
+        _OBJECTS.check(data, "the sender of an object")
+        _, flags, self.tag, here, total, beside = _HEADER.unpack(data[: _HEADER.size])
+        if flags > _PICKLED or here not in (0, total) or here > _INLINE or self.tag > 0x7FFFFFFF:
+            raise ProtocolError(f"an object's header makes no sense: {data[: _HEADER.size].hex()}")
+        if total + beside > codec.MAX_OBJECT_BYTES:
+            raise ProtocolError(
+                f"an object of {total + beside} bytes was announced, at most {codec.MAX_OBJECT_BYTES} are taken"
+            )
+        self.nbytes = total + beside
+        self.pickled = bool(flags & _PICKLED)
+        self.inline = data[_HEADER.size : _HEADER.size + here]
+        self.body = torch.empty(total - here, dtype=torch.uint8, device=device)
+        self._landing = apart.Landing(device, beside)
+        self._value: Any = None
+
+    def unpack(self) -> list[Tensor]:
+        """Decode the object, and return memory for what travels apart; :attr:`body` must have been received.
+
+        A pickle is left alone.
+
+        :raises ProtocolError: the bytes encode no object.
+        """
+        if not self.pickled:
+            self._value = codec.decode(self.inline or codec.to_bytes(self.body), landing=self._landing)
+        if self._landing.left:
+            raise ProtocolError(
+                f"an object's header announced {self._landing.left} bytes that nothing in it stands for"
+            )
+        return self._landing.messages
+
+    @property
+    def settle(self) -> Callable[[], None] | None:
+        """What must be called when all has arrived, and blocks; None: nothing."""
+        return self._landing.settle if self._landing.unsettled else None
+
+    def settled(self) -> Steps:
+        """The step in which that is called."""
+        if self.settle is not None:
+            yield [Offload(self.settle)]
+
+    def open(self, *, pickle: bool) -> Any:
+        """Return the object; :meth:`unpack` must have been called, and what travels apart have been received.
+
+        :raises ProtocolError: one end uses pickle and the other does not, or the object cannot be unpickled.
+        """
+        if self.pickled != pickle:
+            how = ("pickled", "not pickled")[:: 1 if self.pickled else -1]
+            raise ProtocolError(f"the object was {how[0]} by its sender, and this end asked for one that is {how[1]}")
+        if pickle:
+            return codec.decode(self.inline or codec.to_bytes(self.body), pickle=True)
+        return self._value
+
+
+def own_copy(parcel: Parcel, arrival: Arrival) -> Steps:
+    """Have an object arrive at the rank that sends it; the program may go on to change what it has sent."""
+    arrival.body = parcel.body
+    into = arrival.unpack()
+    if into and into[0].device.type == "cpu":
+        yield [Offload(lambda: apart.copy(parcel.messages, into))]
+    else:
+        apart.copy(parcel.messages, into)  # on a GPU that only starts it
+    yield from arrival.settled()
+
+
+def _at_once(item: apart.Item, device: torch.device) -> bool:
+    return (isinstance(item, Tensor) and not item.is_cpu) or apart.is_message(item, device)

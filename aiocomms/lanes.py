@@ -1,0 +1,194 @@
+"""Lanes: views of a communicator, on each of which operations match those of the same key on the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextvars import ContextVar
+from math import inf
+from threading import get_ident
+from time import monotonic
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol, Self
+
+import torch
+
+from aiocomms.core import Core
+from aiocomms.diagnosis.debug import Debugger
+from aiocomms.diagnosis.recorder import PEERS
+from aiocomms.errors import CommClosedError, CommError, wrong_thread
+from aiocomms.families.collectives import Collectives
+from aiocomms.families.hooks import Hooks
+from aiocomms.families.objects import Objects
+from aiocomms.families.p2p import PointToPoint
+from aiocomms.lowering.lanes import Key, number_of
+from aiocomms.ops import Op, checks
+from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
+from aiocomms.progress.inflight import LaneWork
+from aiocomms.progress.work import Work
+
+LONGEST = 60
+"""Characters of a key that errors and records show as it is."""
+
+
+class Viewed(Protocol):
+    """What a lane needs of its communicator."""
+
+    name: str
+    rank: int
+    size: int
+    device: torch.device
+    _core: Core
+    _seconds: float
+    _debugger: Debugger | None
+    _pre_hooks: Hooks
+    _post_hooks: Hooks
+
+    def _follow_lanes(self) -> None: ...
+
+
+class _Current(NamedTuple):
+    """The lane that a ``with`` block has made the current one, and what was current before."""
+
+    lane: Lane
+    before: _Current | None
+
+
+_current: ContextVar[_Current | None] = ContextVar("aiocomms lanes", default=None)
+
+
+def current(core: Core) -> Lane | None:
+    """The current lane of a communicator in this task; None: there is none."""
+    found = _current.get()
+    while found is not None and found.lane._core is not core:
+        found = found.before
+    return None if found is None else found.lane
+
+
+class Lane(PointToPoint, Collectives, Objects):
+    """A view of a communicator for one request, say: its operations match those of the same key on the other ranks.
+
+    Made by :meth:`Communicator.lane`. Within a lane all ranks call the same collectives in the same order, and these
+    run one after the other; lanes of different keys wait for each other nowhere, in whatever order they are called. Its
+    messages match those of the lane only. What loses the communicator, as a deadline or ranks that disagree, loses all
+    its lanes.
+
+    ``with comm.lane(key):`` makes it the current lane of the task, and of the tasks and threads that are started
+    within: there ``comm.all_reduce(x)`` goes by it, as do all collectives, messages and objects of the communicator.
+    """
+
+    _core: Core
+
+    def __init__(self, comm: Viewed, key: Key) -> None:
+        if type(key) not in (str, bytes, int):
+            raise checks.wrong_type("key", key, "a str, bytes or an int").about(op="lane", rank=comm.rank)
+        self.key = key
+        self.name, self.rank, self.size, self.device = comm.name, comm.rank, comm.size, comm.device
+        self._comm = comm
+        self._core = comm._core
+        self._own: float | None = None  # seconds
+        self._closed = False
+        self._known: tuple[int, str] | None = None  # the number and the key in words, of a lane that was used
+
+    def __repr__(self) -> str:
+        return f"<Lane {checks.short(self.key)} of '{self.name}' rank {self.rank} of {self.size}>"
+
+    @property
+    def timeout(self) -> float | None:
+        """The deadline of operations that are given none, in seconds: the communicator's, until it is set."""
+        seconds = self._seconds
+        return None if seconds == inf else seconds
+
+    @property
+    def _seconds(self) -> float:
+        return self._comm._seconds if self._own is None else self._own
+
+    def set_timeout(self, timeout: checks.Timeout) -> None:
+        """Set the deadline of operations on this view of the lane that are given none.
+
+        :param timeout: seconds; None: they have no deadline.
+        :raises ArgumentError: it is neither None nor a number of seconds above 0.
+        """
+        self._own = checks.deadline("timeout", timeout)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed on this rank; another view of the same key may be open."""
+        return self._closed
+
+    async def aclose(self) -> None:
+        """Withdraw receives of the lane that nothing has matched, and wait until its other operations have ended.
+
+        It need not be called: a lane has nothing to release. The other ranks are told nothing. Idempotent.
+
+        :raises RuntimeError: this is not the communicator's thread.
+        """
+        core, (number, _) = self._core, self._names()
+        if get_ident() != core.thread:
+            raise wrong_thread(f"aclose of {self!r}")
+        self._closed = True
+        works = [work for work in core.in_flight if isinstance(work, LaneWork) and work.number == number]
+        for work in works:
+            if work.op.withdrawable and core.withdraw(work):
+                work.abandon(CommClosedError("the lane was closed, and the op withdrawn"))
+        for work in works:
+            await work.wait()
+
+    def __enter__(self) -> Self:
+        self._comm._follow_lanes()
+        _current.set(_Current(self, _current.get()))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        found = _current.get()
+        if found is None or found.lane is not self:
+            raise RuntimeError(f"{self!r} is not the current lane here; blocks end in the order in which they began")
+        _current.set(found.before)
+
+    def _names(self) -> tuple[int, str]:
+        """The lane's number, and its key in words."""
+        if self._known is None:
+            plain = isinstance(self.key, str) and self.key.isprintable() and len(self.key) <= LONGEST
+            self._known = number_of(self.key), str(self.key) if plain else checks.short(self.key)
+        return self._known
+
+    def _issue(self, op: Op, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT) -> Work[Any]:
+        """As a communicator does, but that its collectives are not counted, and everything goes by messages."""
+        comm, core, seq = self._comm, self._core, self._core.issued
+        number, words = self._known or self._names()
+        work: LaneWork[Any] = LaneWork(op, seq, core, hints, number=number, lane=words)
+        try:
+            seconds = self._check(op, hints, timeout)
+        except CommError as error:
+            raise error.about(comm=work._comm_name(), op=op.name, rank=self.rank) from error.__cause__
+        core.issued = seq + 1
+        recorder = core.recorder
+        recorder.lanes.append((seq, words))
+        recorder.ring.append(type(op))
+        if comm._pre_hooks:
+            comm._pre_hooks.ask(op, seq)
+        try:
+            core.router.post_within(op, work)
+        except BaseException as error:
+            raise core.not_posted(op, error, work._comm_name())  # noqa: B904 - it is this error, or caused by it
+        if not work._state:  # done(), without the call
+            return core.keep(work, seconds)
+        recorder.ring.append(monotonic() if type(op) not in PEERS else recorder.row(work))
+        if comm._post_hooks or work.fault is not None:
+            core.ended_at_once(work)
+        return work
+
+    def _check(self, op: Op, hints: Mapping[str, Any] | None, timeout: OpTimeout) -> float:
+        """Check what was asked, and return its deadline in seconds."""
+        core, debugger = self._core, self._comm._debugger
+        if core.refusing or get_ident() != core.thread:
+            raise core.life.refusal() or core.refused(op)
+        if self._closed:
+            raise CommClosedError("the lane was closed on this rank")
+        op.check(core)
+        if hints is not None:
+            checks.mapping("hints", hints)
+        if debugger is not None:
+            debugger.check_buffers(op)
+        return self._seconds if timeout is COMM_TIMEOUT else checks.deadline("timeout", timeout)

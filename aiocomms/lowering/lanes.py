@@ -1,0 +1,172 @@
+"""Lanes: collectives that are matched by a key, and in the order of the calls among those of their key alone.
+
+The collectives of a lane go by messages, whatever the transport carries natively, and each message has a tag that is
+made of the key. So nothing is ordered between lanes, and a message that comes before its receive waits for it like any
+other. Those of one lane run one after the other: then the order of the calls tells them apart, and a lane needs neither
+a number that all ranks count alike nor memory while nothing of it is under way.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any
+
+from msgspec.structs import replace
+
+from aiocomms import ops
+from aiocomms.errors import CommError, MismatchError
+from aiocomms.lowering.runs import Poster, Run, Steps
+from aiocomms.lowlevel.threads import copied
+from aiocomms.progress.inflight import LaneWork
+
+Key = str | bytes | int
+"""What the ranks call a lane by; keys of different types are different."""
+
+_ABOVE = 1 << 62
+"""Tags of lanes are at least this, and all others are less than 2**31."""
+_BITS = _ABOVE - 1
+_SPREAD = 0x9E3779B97F4A7C15
+"""Odd, and how far a lane's tags are apart: lanes whose numbers are close share none of the small ones."""
+
+
+def number_of(key: Key) -> int:
+    """The number of a lane: 62 bits of a hash of its key, the same on all ranks."""
+    if isinstance(key, str):
+        data = b"s" + key.encode("utf-8", "surrogatepass")
+    else:
+        data = b"b" + key if isinstance(key, bytes) else b"i%x" % key if key >= 0 else b"i-%x" % -key
+    return _hash(data)
+
+
+def _hash(data: bytes) -> int:
+    found: int = struct.unpack("<Q", blake2b(data, digest_size=8).digest())[0]
+    return found & _BITS
+
+
+def tag_of(number: int, tag: int) -> int:
+    """The tag that a message of a lane has in place of its user's tag."""
+    return _ABOVE | (number + tag * _SPREAD) & _BITS
+
+
+def collective_tag(number: int, op: Any) -> int:
+    """The tag of a collective's messages, which ranks that call different collectives do not share.
+
+    What differs in size or dtype has one tag, and is found when a message arrives.
+    """
+    return _ABOVE | (number + _fingerprint(op.name, getattr(op, "root", None), getattr(op, "op", None))) & _BITS
+
+
+@lru_cache(4096)
+def _fingerprint(*what: object) -> int:
+    return _hash(repr(what).encode())
+
+
+def within(op: Any, number: int) -> Any:
+    """A message, or a batch of them, as one of a lane."""
+    if isinstance(op, ops.Batch):
+        return ops.Batch(tuple(within(part, number) for part in op.parts))
+    return replace(op, tag=tag_of(number, op.tag))
+
+
+class _LaneRun(Run):
+    """Runs a collective of a lane, once it is its turn."""
+
+    __slots__ = ("_turn", "pending")
+
+    work: LaneWork[Any]
+
+    def __init__(self, comm: Poster, steps: Steps, work: LaneWork[Any], turn: _Turn) -> None:
+        super().__init__(comm, steps, work)
+        self._turn = turn
+        self.pending: Sequence[Any] = ()
+        """The messages of its step."""
+
+    def advance(self) -> None:
+        super().advance()
+        self._turn.look()
+
+    def begin(self) -> None:
+        """Start it after the one before it. Its caller has gone, so what is raised ends the communicator."""
+        self._posted = True
+        self.advance()
+
+    def part_failed(self, error: CommError) -> None:
+        super().part_failed(error)
+        self._turn.look()
+
+    def _post(self, parts: Sequence[Any]) -> bool:
+        self.pending = parts
+        return super()._post(parts)
+
+    def _give_up(self, error: CommError) -> None:
+        if isinstance(error, MismatchError):
+            error = MismatchError(f"in lane {self.work.lane}, {error.message}", peer=error.peer)
+        super()._give_up(error.about(comm=self.work._comm_name()))
+
+
+class _Turn(deque[_LaneRun]):
+    """The collectives of one lane that have not ended: the first is under way, the others wait for their turn."""
+
+    def __init__(self, turns: dict[int, _Turn], number: int) -> None:
+        super().__init__()
+        self._turns = turns
+        self._number = number
+        self._looking = False
+
+    def call(self, run: _LaneRun) -> None:
+        """Start a collective, now or when those before it have ended."""
+        self.append(run)
+        if len(self) == 1:
+            try:
+                run.advance()
+            except BaseException:  # it is the caller's, and nothing was sent
+                self.clear()
+                del self._turns[self._number]
+                raise
+
+    def look(self) -> None:
+        """Start the next one if the first has ended. Without recursion: thousands may end at once."""
+        if self._looking:
+            return
+        self._looking = True
+        try:
+            while self and self[0].work.done():
+                self.popleft()
+                if self:
+                    self[0].begin()
+        finally:
+            self._looking = False
+        if not self:
+            self._turns.pop(self._number, None)
+
+
+class Turns(dict[int, _Turn]):
+    """The lanes of one communicator that have collectives under way, by their numbers."""
+
+    def __init__(self, comm: Poster) -> None:
+        super().__init__()
+        self._comm = comm
+
+    def call(self, steps: Steps, work: LaneWork[Any]) -> None:
+        """Start a collective of a lane when it is its turn."""
+        number = work.number
+        turn = self.get(number)
+        if turn is None:
+            turn = self[number] = _Turn(self, number)
+        turn.call(_LaneRun(self._comm, steps, work, turn))
+
+    def waiting_for(self, work: LaneWork[Any]) -> list[int]:
+        """The ranks whose messages a collective waits for, or the one that is before it in its lane. Any thread."""
+        for turn in copied(self.values()):
+            runs = copied(turn)
+            if any(run.work is work for run in runs):
+                late = [part.op for part in runs[0].pending if not part.done()]
+                return sorted(
+                    {op.src for op in late if isinstance(op, ops.Recv)}
+                    or {op.dst for op in late if isinstance(op, ops.Send)}
+                )
+        return []

@@ -1,0 +1,108 @@
+"""The door through which other threads reach a communicator's loop: a queue of calls."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any
+
+from aiocomms.core import Core
+from aiocomms.errors import CommClosedError, CommError
+from aiocomms.lowlevel.waker import Waker
+from aiocomms.transport import Capabilities
+
+
+class Door:
+    """Calls from other threads, which the loop's driver serves as it does a transport; open until :meth:`close`."""
+
+    capabilities = Capabilities(frozenset())
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self._process = os.getpid()
+        self._calls: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
+        self._waker = Waker()
+        self.closed = False
+        if get_ident() == core.thread:
+            self._attach()
+        else:
+            core.driver.call_threadsafe(self._attach)
+
+    def put(self, call: Callable[..., object], *args: Any) -> None:
+        """Have something called on the loop's thread, after all that was put before; any thread.
+
+        Once the door is closed it is called here.
+        """
+        self._calls.append((call, args))
+        if not self.closed:
+            self._waker.wake()
+        if self.closed:
+            self.progress()
+
+    def elsewhere(self, what: str) -> None:
+        """Refuse what blocks, on the loop's own thread.
+
+        :raises RuntimeError: this is that thread.
+        """
+        if get_ident() == self.core.thread:
+            raise RuntimeError(
+                f"{what} on '{self.core.name}' was called on the loop's own thread, which would wait for itself; "
+                "await the communicator's own method there"
+            )
+
+    def nobody(self) -> CommError | None:
+        """Why nobody comes to make the calls; None: somebody may. The loop is told to look, in case it was not."""
+        if os.getpid() != self._process:
+            return self.refusal()
+        return None if self.core.driver.call_threadsafe(self.progress) else self.refusal()
+
+    def refusal(self) -> CommError:
+        """The error of a call that comes too late."""
+        error = self.core.life.refusal() or CommClosedError("its event loop has ended")
+        return error.about(comm=self.core.name, rank=self.core.rank)
+
+    # ---------------------------------------------------------------------------------------- on the loop's thread
+
+    def _attach(self) -> None:
+        if self.core.closed:
+            self.close()
+        elif not self.closed:
+            self.core.driver.attach(self)
+
+    def fileno(self) -> int | None:
+        """See :class:`aiocomms.progress.driver.Served`."""
+        return self._waker.fileno()
+
+    def progress(self) -> bool | None:
+        """Make the calls that wait: those that are there now, for the loop has others to serve, too."""
+        if not self.closed:
+            self._waker.clear()
+        calls = self._calls
+        try:
+            for _ in range(len(calls)):
+                try:
+                    call, args = calls.popleft()
+                except IndexError:  # once it is closed, several threads make them
+                    break
+                call(*args)
+        finally:
+            if calls and not self.closed:
+                self._waker.wake()
+        return True
+
+    def on_failure(self, error: CommError) -> None:
+        """See :class:`aiocomms.progress.driver.Served`."""
+        self.core.lose(error)
+
+    def disown(self) -> None:
+        """This is a forked child: nobody comes, and a thread that is not here may hold the waker's lock for ever."""
+        self.closed = True
+
+    def close(self) -> None:
+        """The communicator is closed: what waits is refused, and so is what comes."""
+        self.closed = True
+        self.core.driver.detach(self)
+        self.progress()
+        self._waker.close()

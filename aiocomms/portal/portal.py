@@ -1,0 +1,186 @@
+"""The class ``Portal``: the methods of a communicator, as they are on other threads than its loop's."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Self, TypeVar, cast
+
+from torch import Tensor
+
+from aiocomms.core import Core
+from aiocomms.errors import CommClosedError, CommError
+from aiocomms.families.collectives import Collectives
+from aiocomms.families.hooks import Hooked
+from aiocomms.families.issuer import Issuer
+from aiocomms.families.objects import Objects
+from aiocomms.families.p2p import PointToPoint
+from aiocomms.ops import Op, checks
+from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
+from aiocomms.portal.door import Door
+from aiocomms.portal.views import BlockingBatch, BlockingStream, BlockingWindow, started
+from aiocomms.portal.works import BlockingWork, run
+
+_T = TypeVar("_T")
+
+
+class Portal(Issuer, Hooked):
+    """A communicator's operations for all threads but its loop's, where they block; see :meth:`Communicator.portal`.
+
+    Each method has the arguments and the result of the communicator's of the same name. What returns a
+    :class:`~aiocomms.Work` there returns a :class:`BlockingWork` here; what is awaited there blocks here until it is
+    done. Calls of one thread start in their order, and those of several threads one after the other. Each sees the
+    context variables of its thread.
+
+    If Ctrl-C ends what blocks, it is cancelled, and its end is awaited; a second Ctrl-C waits for nothing.
+    """
+
+    _core: Core
+
+    def __init__(self, comm: Any) -> None:
+        self.rank, self.size, self.name, self.device = comm.rank, comm.size, comm.name, comm.device
+        self._comm, self._core = comm, comm._core
+        self._pre_hooks, self._post_hooks, self._abort_hooks = comm._pre_hooks, comm._post_hooks, comm._abort_hooks
+        self._door = Door(self._core)
+        comm._doors.append(self._door)
+
+    def __repr__(self) -> str:
+        return f"<Portal of {self._comm!r}>"
+
+    @property
+    def timeout(self) -> float | None:
+        """The deadline of ops that are given none, in seconds; None: they have none."""
+        timeout: float | None = self._comm.timeout
+        return timeout
+
+    @property
+    def transports(self) -> dict[str, str]:
+        """Which transport carries what: transport names by family (``"p2p"``, ``"collectives"``, ``"rma"``)."""
+        transports: dict[str, str] = self._comm.transports
+        return transports
+
+    @property
+    def closed(self) -> bool:
+        """Whether the communicator was closed on this rank."""
+        return self._core.closed
+
+    @property
+    def aborted(self) -> bool:
+        """Whether the communicator is poisoned: aborted, a peer died, a deadline passed, or ranks disagreed."""
+        return self._core.lost
+
+    # --------------------------------------------------------------------------------------------- operations
+
+    send = started(PointToPoint.send)
+    recv = started(PointToPoint.recv)
+
+    broadcast = started(Collectives.broadcast)
+    all_reduce = started(Collectives.all_reduce)
+    reduce = started(Collectives.reduce)
+    all_gather = started(Collectives.all_gather)
+    all_gather_v = started(Collectives.all_gather_v)
+    all_gather_single = started(Collectives.all_gather_single)
+    reduce_scatter = started(Collectives.reduce_scatter)
+    reduce_scatter_v = started(Collectives.reduce_scatter_v)
+    reduce_scatter_single = started(Collectives.reduce_scatter_single)
+    all_to_all = started(Collectives.all_to_all)
+    all_to_all_single = started(Collectives.all_to_all_single)
+    all_to_all_v_single = started(Collectives.all_to_all_v_single)
+    scatter = started(Collectives.scatter)
+    gather = started(Collectives.gather)
+    gather_single = started(Collectives.gather_single)
+    barrier = started(Collectives.barrier)
+
+    send_object = started(Objects.send_object)
+    recv_object = started(Objects.recv_object)
+    broadcast_object = started(Objects.broadcast_object)
+    all_gather_object = started(Objects.all_gather_object)
+    gather_object = started(Objects.gather_object)
+    scatter_object = started(Objects.scatter_object)
+    _parcel = Objects._parcel
+
+    def batch(self) -> BlockingBatch:
+        """Make a group of sends and receives that start together; see :meth:`Communicator.batch`."""
+        return BlockingBatch(cast("Any", self))
+
+    def new_window(self, tensor: Tensor, *, timeout: OpTimeout = COMM_TIMEOUT) -> BlockingWindow:
+        """Open a tensor to the other ranks; see :meth:`Communicator.new_window`."""
+        window = self._run("new_window", lambda: self._comm.new_window(tensor, timeout=timeout))
+        return BlockingWindow(self, window)
+
+    def open_stream(self, peer: int, capacity: int = 8, name: str = "", *, timeout: Timeout = None) -> BlockingStream:
+        """Open a stream to another rank; see :meth:`Communicator.open_stream`.
+
+        :param peer: the other rank.
+        :param capacity: the number of messages that this end holds before its program takes them.
+        :param name: distinguishes streams between the same two ranks.
+        :param timeout: seconds after which it is given up; None: as long as it takes.
+        :raises TimeoutError: the other rank did not open its end in time.
+        """
+        stream = self._run("open_stream", lambda: self._comm.open_stream(peer, capacity, name), timeout)
+        return BlockingStream(self._door, stream)
+
+    # --------------------------------------------------------------------------------------------------- life
+
+    def abort(self, reason: str | BaseException) -> None:
+        """Give up, on every rank; any thread. See :meth:`Communicator.abort`."""
+        self._comm.abort(reason)
+
+    def dump(self, folder: str | os.PathLike[str] | None = None) -> Path:
+        """Write the flight recorder to a file; any thread. See :meth:`Communicator.dump`."""
+        path: Path = self._comm.dump(folder)
+        return path
+
+    def set_timeout(self, timeout: Timeout) -> None:
+        """Set the deadline of ops that name none, of the communicator, too; any thread."""
+        self._comm.set_timeout(timeout)
+
+    def split(self, ranks: Sequence[int], name: str | None = None) -> Self | None:
+        """Form communicators of some of the ranks, with a portal each; see :meth:`Communicator.split`."""
+        child = self._run("split", lambda: self._comm.split(ranks, name))
+        return None if child is None else self._of(child)
+
+    def reconfigure(
+        self, ranks: Sequence[int] | None = None, *, size: int | None = None, timeout: float | timedelta = 10.0
+    ) -> Self:
+        """Form a communicator of the ranks that are left, with a portal; see :meth:`Communicator.reconfigure`."""
+        return self._of(self._run("reconfigure", lambda: self._comm.reconfigure(ranks, size=size, timeout=timeout)))
+
+    def close(self) -> None:
+        """Close the communicator itself, with all its portals. Idempotent. See :meth:`Communicator.aclose`.
+
+        :raises RuntimeError: this is the loop's own thread.
+        :raises CommError: a transport broke while it closed; everything else is released.
+        """
+        if not self._door.closed:
+            with contextlib.suppress(CommClosedError):  # another thread has just closed it, or its loop has ended
+                self._run("close", self._comm.aclose)
+
+    # ------------------------------------------------------------------------------------------------- inside
+
+    def _issue(  # type: ignore[override]
+        self, op: Op, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT
+    ) -> BlockingWork[Any]:
+        """Check an op, hand it to the loop, and return its work."""
+        if self._core.refusing:
+            raise self._core.refused(op)
+        self._door.elsewhere(op.name)
+        try:
+            op.check(self._core)
+            if hints is not None:
+                checks.mapping("hints", hints)
+            work: BlockingWork[Any] = BlockingWork(self._comm, self._door, op, hints, timeout)
+        except CommError as error:
+            raise error.about(comm=self.name, op=op.name, rank=self.rank) from None
+        self._door.put(work._begin)
+        return work
+
+    def _run(self, what: str, call: Callable[[], Awaitable[_T]], timeout: Timeout = None) -> _T:
+        return run(self._door, what, call, timeout)
+
+    def _of(self, comm: Any) -> Self:
+        """That of another communicator."""
+        return type(self)(comm)

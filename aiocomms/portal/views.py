@@ -1,0 +1,128 @@
+"""What is opened on a communicator, as it is on other threads than its loop's."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
+
+import anyio
+from torch import Tensor
+
+from aiocomms.errors import CommClosedError
+from aiocomms.families.p2p import Batch
+from aiocomms.families.rma import Window
+from aiocomms.families.streams import TensorStream
+from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
+from aiocomms.portal.door import Door
+from aiocomms.portal.works import BlockingWork, run
+from aiocomms.progress.work import Work
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def started(method: Callable[Concatenate[Any, _P], Work[_T]]) -> Callable[Concatenate[Any, _P], BlockingWork[_T]]:
+    """The same method, in a class whose ``_issue`` returns a :class:`BlockingWork`."""
+    return cast("Any", method)  # type: ignore[no-any-return]
+
+
+class BlockingBatch(Batch):
+    """A :class:`~aiocomms.families.p2p.Batch` that a thread can wait for."""
+
+    issue = started(Batch.issue)  # type: ignore[assignment]
+
+
+class BlockingWindow:
+    """A :class:`~aiocomms.Window` whose operations a thread can wait for."""
+
+    def __init__(self, portal: Any, window: Window) -> None:
+        self._comm, self._window, self._info = portal, window, window._info
+        self._door: Door = portal._door
+
+    @property
+    def tensor(self) -> Tensor:
+        """This rank's part."""
+        return self._window.tensor
+
+    @property
+    def sizes(self) -> list[int]:
+        """Each rank's number of elements, in rank order."""
+        return self._window.sizes
+
+    @property
+    def closed(self) -> bool:
+        """Whether the window was closed on this rank."""
+        return self._window.closed
+
+    put = started(Window.put)
+    get = started(Window.get)
+    fetch_add = started(Window.fetch_add)
+    compare_swap = started(Window.compare_swap)
+    signal = started(Window.signal)
+    wait_signal = started(Window.wait_signal)
+    flush = started(Window.flush)
+    map_remote_tensor = started(Window.map_remote_tensor)
+
+    def close(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> None:
+        """Close the window after all ranks' operations on it. Collective. Idempotent."""
+        run(self._door, "close", lambda: self._window.aclose(timeout=timeout))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        run(self._door, "close", lambda: self._window.__aexit__(kind, error, trace))
+
+
+class BlockingStream:
+    """A :class:`~aiocomms.TensorStream` whose methods block. Iterating over it receives until the other end's last."""
+
+    def __init__(self, door: Door, stream: TensorStream) -> None:
+        self._door, self._stream = door, stream
+        self.peer, self.name = stream.peer, stream.name
+
+    def send(self, item: Tensor, *, timeout: Timeout = None) -> None:
+        """Send a tensor; see :meth:`TensorStream.send`.
+
+        :param item: the tensor.
+        :param timeout: seconds after which it is given up; None: as long as it takes.
+        :raises TimeoutError: the other end had no room, or did not take it in time.
+        """
+        run(self._door, "send", lambda: self._stream.send(item), timeout)
+
+    def receive(self, *, timeout: Timeout = None) -> Tensor:
+        """Receive the next tensor; see :meth:`TensorStream.receive`.
+
+        :param timeout: seconds after which it is given up; None: as long as it takes.
+        :raises TimeoutError: nothing came in time; the next call gets what comes later.
+        :raises anyio.EndOfStream: the other end has sent its last tensor, and all of them have been received.
+        """
+        return run(self._door, "receive", self._stream.receive, timeout)
+
+    def send_eof(self) -> None:
+        """Tell the other end that this end sends nothing more; see :meth:`TensorStream.send_eof`."""
+        run(self._door, "send_eof", self._stream.send_eof)
+
+    def close(self) -> None:
+        """Close both directions, and drop what was not received. Idempotent."""
+        with contextlib.suppress(CommClosedError):  # the communicator is, and the stream with it
+            run(self._door, "close", self._stream.aclose)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while True:
+            try:
+                yield self.receive()
+            except anyio.EndOfStream:
+                return
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

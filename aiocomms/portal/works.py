@@ -1,0 +1,346 @@
+"""What a thread waits for: an op, or a coroutine function, that the loop runs for it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from _thread import LockType, allocate_lock
+from collections.abc import Awaitable, Callable, Mapping
+from contextvars import Context, copy_context
+from time import monotonic
+from typing import Any, Generic, TypeVar
+
+import anyio
+import torch
+
+from aiocomms.errors import CapturedWorkError, CommError, CommTimeoutError, WorkCancelledError
+from aiocomms.ops import Op, checks
+from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
+from aiocomms.portal.door import Door
+from aiocomms.progress.inflight import StartedWork
+from aiocomms.progress.work import UnseenError
+
+LOOK = 1.0
+"""Seconds after which a waiting thread looks again whether anybody is left to ring."""
+
+_T = TypeVar("_T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+_still: list[bool] = []
+"""Not empty when the interpreter ends."""
+
+
+def stand_still() -> None:
+    """The interpreter ends: threads that wait now, which are daemons, hear no more, and so complain of nothing."""
+    _still.append(True)
+
+
+class Pending:
+    """Something that threads wait for, and that ends on the loop's thread."""
+
+    __slots__ = ("_bells", "_door", "_over")
+
+    def __init__(self, door: Door) -> None:
+        self._door = door
+        self._over = False
+        self._bells: list[LockType] = []  # one for each waiting thread
+
+    def _block(self, patience: float | None) -> bool:
+        """Block this thread until it has ended, and return whether it has.
+
+        :param patience: seconds; None: as long as it takes.
+        """
+        ends = None if patience is None else monotonic() + patience
+        bell = allocate_lock()
+        bell.acquire()
+        self._bells.append(bell)
+        try:
+            if self._door.core.refusing:
+                self._look()
+            while not self._over:
+                left = LOOK if ends is None else min(LOOK, ends - monotonic())
+                if left <= 0:
+                    break
+                if not bell.acquire(timeout=left):
+                    self._look()
+        finally:
+            if bell in self._bells:  # it has not rung
+                self._drop(bell)
+        while _still:
+            threading.Event().wait()
+        return self._over
+
+    def _drop(self, bell: LockType) -> None:
+        with contextlib.suppress(ValueError):  # it rings just now
+            self._bells.remove(bell)
+
+    def _ring(self) -> None:
+        """It has ended: let every waiting thread go on."""
+        self._over = True
+        while self._bells:
+            try:
+                self._bells.pop().release()
+            except IndexError:  # a thread has taken its own away
+                break
+
+    def _look(self) -> None:
+        """End it here if nobody else will."""
+        error = self._door.nobody() or self._overdue()
+        if error is not None:
+            self._fail(error)
+
+    def _overdue(self) -> CommError | None:
+        """The error with which it ends while the loop stands still; None: it goes on."""
+        return None
+
+    def _fail(self, error: BaseException) -> None:
+        raise NotImplementedError
+
+
+class Call(Pending, Generic[_T]):
+    """A coroutine function that the loop runs for a thread."""
+
+    __slots__ = ("_call", "_cancelled", "_context", "_error", "_scope", "_values")
+
+    def __init__(self, door: Door, call: Callable[[], Awaitable[_T]]) -> None:
+        super().__init__(door)
+        self._call = call
+        self._context = copy_context()
+        self._scope: anyio.CancelScope | None = None
+        self._cancelled = False
+        self._values: list[_T] = []  # what it has returned
+        self._error: BaseException | None = None
+
+    def run(self, patience: float | None) -> _T:
+        """Have it run, and block this thread until it has ended; cancel it when time is up, or where Ctrl-C ends this.
+
+        :param patience: seconds; None: as long as it takes.
+        :raises TimeoutError: it was cancelled.
+        """
+        self._door.put(self._begin)
+        try:
+            if not self._block(patience):
+                self._door.put(self._cancel)
+                self._block(None)
+        except BaseException:
+            self._door.put(self._cancel)
+            self._block(None)
+            raise
+        if self._error is not None:
+            raise self._error
+        if not self._values:
+            raise TimeoutError(f"it was not done within {patience} s, and was cancelled")
+        return self._values[0]
+
+    def _begin(self) -> None:
+        if self._door.closed:
+            self._fail(self._door.refusal())
+        elif not self._over:  # given up before
+            self._door.core.driver.spawn(self._main, self._context)
+
+    async def _main(self) -> None:
+        try:
+            with anyio.CancelScope() as self._scope:
+                if self._cancelled:
+                    self._scope.cancel()
+                self._values.append(await self._call())
+        except Exception as error:
+            self._error = error
+        except BaseException:
+            self._error = self._door.refusal()
+            raise
+        finally:
+            self._ring()
+
+    def _cancel(self) -> None:
+        self._cancelled = True
+        if self._scope is not None:
+            self._scope.cancel()
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = error
+        self._ring()
+
+
+def run(door: Door, what: str, call: Callable[[], Awaitable[_T]], timeout: Timeout = None) -> _T:
+    """Run a coroutine function on the loop, and return what it returns.
+
+    :param what: the method that was called, for the error on the loop's own thread.
+    :raises TimeoutError: it took longer than ``timeout``, and was cancelled.
+    """
+    door.elsewhere(what)
+    return Call(door, call).run(None if timeout is None else checks.seconds("timeout", timeout))
+
+
+class BlockingWork(Pending, Generic[T_co]):
+    """One operation that a thread has called: wait for it, on any thread but the loop's, or leave it alone.
+
+    It completes all the same. If it fails by itself and nobody waits for it, the event loop is told.
+    """
+
+    __slots__ = ("__weakref__", "_asked", "_comm", "_error", "_seconds", "_stream", "_unseen", "_until", "_work", "op")
+
+    def __init__(self, comm: Any, door: Door, op: Op, hints: Mapping[str, Any] | None, timeout: OpTimeout) -> None:
+        super().__init__(door)
+        self._comm = comm
+        self.op = op
+        """The record of what was asked."""
+        self._seconds: float = comm._seconds if timeout is COMM_TIMEOUT else checks.deadline("timeout", timeout)
+        self._until = monotonic() + self._seconds
+        self._asked: list[tuple[Mapping[str, Any] | None, OpTimeout, Context]] = [(hints, timeout, copy_context())]
+        # The op comes after what the thread has put on its stream, which is not the current one of the loop's thread.
+        self._stream = torch.cuda.current_stream(comm.device) if comm.device.type == "cuda" else None
+        self._work: StartedWork[Any] | None = None
+        self._error: BaseException | None = None
+        self._unseen: UnseenError | None = None
+
+    def __repr__(self) -> str:
+        state = "pending" if not self._over else "done" if (error := self._outcome()) is None else f"failed {error!r}"
+        return f"<BlockingWork {self.op.name} on '{self._comm.name}' (rank {self._comm.rank}) {state}>"
+
+    def done(self) -> bool:
+        """Whether the op has completed or failed on this rank; any thread."""
+        return self._over
+
+    def wait(self, timeout: Timeout = None) -> T_co:
+        """Block this thread until the op is done, and return its result; any thread but the loop's, any number.
+
+        If the exception of a signal handler, such as ``KeyboardInterrupt``, ends the wait, a receive that nothing has
+        matched is withdrawn, as where the last awaiter of a work is cancelled.
+
+        :param timeout: the caller's patience in seconds, which 0 has none of; None: as long as it takes.
+        :returns: what awaiting the communicator's own work returns.
+        :raises TimeoutError: the op took longer; it goes on.
+        :raises CommError: the op failed; or it could not be started, or the event loop has ended.
+        :raises RuntimeError: this is the loop's own thread, which would wait for itself.
+        """
+        if not self._over:
+            self._door.elsewhere(f"wait for {self.op.name}")
+            patience = None if timeout is None else checks.seconds("timeout", timeout) if timeout else 0.0
+            try:
+                ended = self._block(patience)
+            except BaseException:
+                settled = allocate_lock()
+                settled.acquire()
+                self._door.put(self._left_alone, settled)
+                settled.acquire(timeout=LOOK)  # what the other rank sends from now on is the next receive's
+                raise
+            if not ended:
+                raise TimeoutError(f"{self!r} was not done within {timeout} s; it goes on")
+        if self._unseen is not None:
+            self._unseen.error = None
+        if self._error is not None:
+            raise self._error.about() if isinstance(self._error, CommError) else self._error
+        assert self._work is not None
+        return self._work.result()  # type: ignore[no-any-return]
+
+    def cancel(self) -> bool:
+        """Withdraw the op if that is still possible, else wait for its end.
+
+        :returns: True: the op did not happen, and the buffer is untouched. False: it ran to its end.
+        :raises RuntimeError: this is the loop's own thread, which would wait for itself.
+        """
+        if not self._over:
+            self._door.elsewhere(f"wait for {self.op.name}")
+            self._door.put(self._withdraw)
+            self._block(None)
+        return isinstance(self._outcome(), WorkCancelledError)
+
+    # --------------------------------------------------------------------------------------- on the loop's thread
+
+    def _begin(self) -> None:
+        asked = self._taken()
+        if asked is None:  # it was given up before
+            return
+        hints, timeout, context = asked
+        try:
+            with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                work = self._work = context.run(self._comm._issue, self.op, hints, timeout)
+        except BaseException as error:
+            self._fail(error)
+            if not isinstance(error, Exception):
+                raise  # it is a signal handler's
+            return
+        if work._state:
+            self._ended()
+        else:
+            self._until = monotonic() + self._seconds
+            work.forget()  # it is this one that is asked
+            work._waiting().waiting.append(_Listener(self))
+
+    def _ended(self) -> None:
+        """The op has; whoever waits goes on after the hooks."""
+        work, driver = self._work, self._door.core.driver
+        assert work is not None
+        error = work.error
+        if error is not None and not self._bells and work._unseen is None and _by_itself(work):
+            self._unseen = UnseenError(driver, error)
+        if error is not None or self._comm._post_hooks:
+            driver.call_soon(self._ring)
+        else:
+            self._ring()
+
+    def _withdraw(self) -> None:
+        if self._work is not None and not self._over:
+            self._work._withdraw()
+
+    def _left_alone(self, settled: LockType) -> None:
+        """A thread has been made to stop waiting."""
+        if not self._bells:
+            self._withdraw()
+        settled.release()
+
+    # ---------------------------------------------------------------------------------------------- on any thread
+
+    def _taken(self) -> tuple[Mapping[str, Any] | None, OpTimeout, Context] | None:
+        """What was asked, for the one who asks for it first: to start it, or to see to it that it never starts."""
+        try:
+            return self._asked.pop()
+        except IndexError:
+            return None
+
+    def _outcome(self) -> BaseException | None:
+        return self._error if self._work is None or self._error is not None else self._work.error
+
+    def _overdue(self) -> CommError | None:
+        core, now = self._door.core, monotonic()
+        if (failure := core.life.failure) is not None and now - failure.since >= LOOK:
+            return failure.error_of(self._work) if self._work is not None else self._door.refusal()
+        if now < self._until + LOOK or (self._work is not None and not self.op.withdrawable):
+            return None
+        error = CommTimeoutError("its deadline passed, and its event loop, which something blocks, has not come round")
+        if self._taken() is not None and not self.op.withdrawable:
+            core.lose(error.about(op=self.op.name, rank=core.rank))  # the other ranks wait for it
+        return error
+
+    def _fail(self, error: BaseException) -> None:
+        self._taken()
+        if isinstance(error, CommError):
+            seq = None if self._work is None else self._work.seq
+            error = error.about(comm=self._comm.name, op=self.op.name, seq=seq, rank=self._comm.rank)
+        if not self._over:
+            self._error = error
+            self._ring()
+
+
+def _by_itself(work: StartedWork[Any]) -> bool:
+    """Whether a work has failed by itself, and not with its communicator."""
+    return work.fault is not None and not isinstance(work.fault, CapturedWorkError)
+
+
+class _Listener:
+    """What a work wakes in place of a task."""
+
+    __slots__ = ("_of",)
+
+    def __init__(self, of: BlockingWork[Any]) -> None:
+        self._of = of
+
+    def done(self) -> bool:
+        """See :class:`aiocomms.progress.loops.Waiter`."""
+        return self._of._over
+
+    def set_result(self, _: None) -> None:
+        """See :class:`aiocomms.progress.loops.Waiter`."""
+        self._of._ended()

@@ -1,0 +1,333 @@
+"""Lanes: collectives and messages of one key match each other, in whatever order the ranks call lanes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, cast
+
+import anyio
+import pytest
+import torch
+from torch import Tensor
+
+from aiocomms import ReduceOp, Work, functional
+from aiocomms.communicator import Communicator
+from aiocomms.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CommTimeoutError,
+)
+from aiocomms.testing.conformance import data
+from aiocomms.testing.conformance.case import ALL_SIZES, Case, ranks
+from aiocomms.testing.conformance.trials import EVERY, Setting
+
+KEYS = ("1", b"1", 1, -1, 0, "", b"", "a", "A", "\u00e4", "\ud800", b"\xff" * 300, 2**70, -(2**70), "x" * 5000)
+SHORT = 0.2
+"""A deadline that passes, in seconds."""
+
+
+def number(comm: Communicator, value: float, count: int = 3) -> Tensor:
+    return torch.full((count,), float(value), device=comm.device)
+
+
+async def reduced(comm: Any, value: float, count: int = 3) -> None:
+    """Check an all_reduce to which rank ``r`` gives ``value + r``."""
+    tensor = await comm.all_reduce(number(comm, value + comm.rank, count))
+    want = comm.size * value + comm.size * (comm.size - 1) // 2
+    assert tensor.tolist() == [want] * count, f"{tensor[:3]} of {comm!r}, wanted {want}"
+
+
+def shuffled(case: Case, things: Any, *key: object) -> list[Any]:
+    """Another order on each rank."""
+    mixed = list(things)
+    random.Random(f"{case.seed} {case.rank} {key}").shuffle(mixed)
+    return mixed
+
+
+@ranks(*ALL_SIZES)
+async def test_every_collective_in_another_order_on_each_rank(comm: Communicator, case: Case) -> None:
+    case.need_any_order()
+    started = []
+    for i, name in shuffled(case, enumerate(EVERY)):
+        lane = cast("Communicator", comm.lane(name))
+        for k, shape in enumerate(((5,), data.SHAPES[i % len(data.SHAPES)], data.LARGE)):
+            setting = Setting(torch.float32, shape, (i + k) % comm.size, ReduceOp.SUM, (name, k))
+            started.append((name, setting, EVERY[name](lane, case, setting)))
+    for name, setting, trial in started:
+        try:
+            await trial.check()
+        except Exception as error:
+            error.add_note(f"{name}: {setting}")
+            raise
+
+
+@ranks(2, 3, 7)
+async def test_each_rank_awaits_another_lane_first(comm: Communicator, case: Case) -> None:
+    """What an order that one rank publishes would deadlock on: each rank awaits the lanes one after the other."""
+    case.need_any_order()
+
+    async def follow(key: str) -> None:
+        for k in range(3):
+            await reduced(comm.lane(key), hash_of(key) + k)
+
+    async with anyio.create_task_group() as tasks:
+        for key in shuffled(case, "abcdef"):
+            tasks.start_soon(follow, key)
+
+
+def hash_of(key: object) -> int:
+    """A small number that differs from key to key, the same on all ranks."""
+    return KEYS.index(key) if key in KEYS else sum(map(ord, str(key)))
+
+
+@ranks(1, 2, 3)
+async def test_keys_of_all_types_are_different_lanes(comm: Communicator, case: Case) -> None:
+    case.need_any_order()
+    works = {
+        key: comm.lane(key).all_reduce(number(comm, 10 * hash_of(key) + comm.rank)) for key in shuffled(case, KEYS)
+    }
+    for key, work in works.items():
+        want = comm.size * 10 * hash_of(key) + sum(range(comm.size))
+        assert (await work).tolist() == [want] * 3, key
+
+
+@ranks(2, 3)
+async def test_views_of_one_key_are_one_lane(comm: Communicator, case: Case) -> None:
+    """Also where one rank makes a new view for each call, and another one keeps its first."""
+    case.need_any_order()
+    kept = comm.lane("one")
+    for i in range(5):
+        await reduced(kept if comm.rank else comm.lane("one"), i)
+
+
+@ranks(2, 3)
+async def test_one_lane_keeps_the_order(comm: Communicator, case: Case) -> None:
+    """Small and large collectives of one lane, all called at once."""
+    case.need_any_order()
+    lane = comm.lane("ordered")
+    sizes = [(1, 20_011, 0, 300)[i % 4] for i in range(40)]
+    works = [lane.all_reduce(number(comm, i + comm.rank, n)) for i, n in enumerate(sizes)]
+    for i, (work, count) in enumerate(zip(works, sizes, strict=True)):
+        assert (await work).tolist() == [comm.size * i + sum(range(comm.size))] * count
+
+
+@ranks(2, 3)
+async def test_thousands_of_lanes_at_once(comm: Communicator, case: Case) -> None:
+    case.need_any_order()
+    works = {key: comm.lane(key).all_reduce(number(comm, key + comm.rank)) for key in shuffled(case, range(1500))}
+    for key, work in works.items():
+        assert (await work)[0].item() == comm.size * key + sum(range(comm.size))
+
+
+@ranks(2, 3)
+async def test_lanes_beside_the_communicator_itself(comm: Communicator, case: Case) -> None:
+    """Its own collectives keep their order, wherever those of lanes come between them."""
+    case.need_any_order()
+    lanes = [comm.lane(i) for i in shuffled(case, range(6))]
+    works: list[tuple[Work[Tensor], int]] = []
+    for i in range(6):
+        if comm.rank % 2:
+            works.append((comm.all_reduce(number(comm, i)), i))
+        works.append((lanes[i].all_reduce(number(comm, 100 + int(lanes[i].key))), 100 + int(lanes[i].key)))
+        if not comm.rank % 2:
+            works.append((comm.all_reduce(number(comm, i)), i))
+    for work, value in works:
+        assert (await work).tolist() == [comm.size * value] * 3
+
+
+@ranks(2, 3)
+async def test_a_rank_that_begins_late_and_awaiters_that_are_cancelled(comm: Communicator, case: Case) -> None:
+    """A cancelled await stops nothing: the lane's next collective is the next one on all ranks."""
+    case.need_any_order()
+    lane = comm.lane("late")
+    if comm.rank == 0:
+        first, second = lane.all_reduce(number(comm, 1)), lane.all_reduce(number(comm, 2))
+        for work in (first, second):
+            with anyio.CancelScope() as scope:
+                scope.cancel()
+                await work
+        await reduced(comm.lane("other"), 5)  # nor does it hold up another lane
+        case.tell("cancelled")
+    else:
+        await reduced(comm.lane("other"), 5)
+        await case.told("cancelled", 0)
+        first, second = lane.all_reduce(number(comm, 1)), lane.all_reduce(number(comm, 2))
+    await reduced(lane, 3)
+    assert first.done() and second.done()
+    assert (await first).tolist() == [comm.size] * 3 and (await second).tolist() == [2 * comm.size] * 3
+
+
+@ranks(2)
+async def test_messages_have_tags_of_their_own(comm: Communicator, case: Case) -> None:
+    """Those of a lane match neither the communicator's nor another lane's."""
+    case.need_any_order()
+    tags = (0, 1, -1, 2**31 - 1, -(2**31))
+    views: list[Any] = [comm, comm.lane("a"), comm.lane(b"a"), comm.lane(7)]
+    calls = [(v, tag) for v in range(len(views)) for tag in tags]
+    works = {}
+    for v, tag in shuffled(case, calls):
+        tensor = number(comm, 100 * v + tags.index(tag) if comm.rank == 0 else -1)
+        works[v, tag] = views[v].send(tensor, 1, tag) if comm.rank == 0 else views[v].recv(tensor, 0, tag)
+    for (v, tag), work in works.items():
+        assert (await work).tolist() == [100 * v + tags.index(tag)] * 3, (views[v], tag)
+
+
+@ranks(2)
+async def test_a_receive_is_withdrawn_alone(comm: Communicator, case: Case) -> None:
+    case.need_any_order()
+    lane = comm.lane("messages")
+    if comm.rank == 1:
+        slot = case.empty(torch.float32, (3,))
+        work = lane.recv(slot.tensor, 0, 4)
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await work
+        assert work.done()
+        with pytest.raises(CommTimeoutError, match="lane messages"):
+            await lane.recv(slot.tensor, 0, 4, timeout=SHORT)
+        slot.expect_untouched()
+        case.tell("withdrawn")
+        assert (await lane.recv(number(comm, 0), 0, 4)).tolist() == [4.0] * 3
+    else:
+        await case.told("withdrawn", 1)
+        await lane.send(number(comm, 4), 1, 4)
+    await reduced(lane, 1)
+
+
+@ranks(2, 3)
+async def test_batches_and_objects(comm: Communicator, case: Case) -> None:
+    case.need_any_order()
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+
+    async def exchange(key: int) -> None:
+        lane = comm.lane(key)
+        there = number(comm, -1)
+        await lane.batch().send(number(comm, 10 * key + comm.rank), right).recv(there, left).issue()
+        assert there.tolist() == [10 * key + left] * 3
+        sending = lane.send_object([key, "x" * 1000 * (key % 2)], right, 3)
+        assert await lane.recv_object(left, 3) == [key, "x" * 1000 * (key % 2)]
+        await sending
+        assert await lane.broadcast_object({"key": key}, key % comm.size) == {"key": key}
+        assert await lane.all_gather_object((key, comm.rank)) == [(key, r) for r in range(comm.size)]
+
+    async with anyio.create_task_group() as tasks:
+        for key in shuffled(case, range(8)):
+            tasks.start_soon(exchange, key)
+
+
+@ranks(2, 3)
+async def test_the_current_lane_of_tasks(comm: Communicator, case: Case) -> None:
+    """Layers that know of no lane: requests interleave in another way on each rank, and their results stay apart."""
+    case.need_any_order()
+    other = await case.open("other")
+
+    async def layer(value: int) -> None:
+        await reduced(comm, value)
+        if value % 2:
+            tensor = await functional.all_reduce(number(comm, value), group=comm)
+            assert tensor.tolist() == [comm.size * value] * 3
+
+    async def request(key: int) -> None:
+        with comm.lane(key) as lane:
+            assert lane.key == key
+            async with anyio.create_task_group() as children:
+                children.start_soon(layer, 100 * key)
+            with comm.lane(f"inner {key}"):
+                await layer(100 * key + 1)
+            with other.lane(key):  # which is another communicator's
+                await layer(100 * key + 2)
+            await layer(100 * key + 3)
+
+    async with anyio.create_task_group() as tasks:
+        for key in shuffled(case, range(10)):
+            tasks.start_soon(request, key)
+    await reduced(comm, 7)
+    await other.aclose()
+
+
+@ranks(2)
+async def test_what_is_matched_by_calls_stays_so(comm: Communicator, case: Case) -> None:
+    """A split, a window and a stream that are opened while a lane is the current one."""
+    case.need_any_order()
+    with comm.lane("request"):
+        child = await comm.split([0, 1])
+        assert child is not None
+        await reduced(child, 3)
+        await child.aclose()
+        stream = await comm.open_stream(1 - comm.rank)
+        await stream.send(number(comm, comm.rank))
+        assert (await stream.receive()).tolist() == [1.0 - comm.rank] * 3
+        await stream.aclose()
+        if "rma" in comm.transports:
+            window = await comm.new_window(number(comm, comm.rank))
+            await window.put(number(comm, 5), 1 - comm.rank)
+            await window.flush()
+            await comm.barrier()
+            assert window.tensor.tolist() == [5.0] * 3
+            await window.aclose()
+    await reduced(comm, 1)
+
+
+@ranks(2)
+async def test_blocks_that_end_in_another_order(comm: Communicator, case: Case) -> None:
+    case.need("p2p")
+    first, second = comm.lane(1), comm.lane(2)
+    with pytest.raises(RuntimeError, match="not the current lane"):
+        first.__exit__(None, None, None)
+    with first, second, pytest.raises(RuntimeError, match="not the current lane"):
+        first.__exit__(None, None, None)
+    await reduced(comm, 1)
+
+
+@ranks(2)
+async def test_wrong_arguments_leave_everything_usable(comm: Communicator, case: Case) -> None:
+    case.need_any_order()
+    wrong: tuple[Any, ...] = (None, 1.5, True, ["a"], ("a", 1))
+    for key in wrong:
+        with pytest.raises(ArgumentTypeError, match=r"key is .* wanted a str, bytes or an int"):
+            comm.lane(key)
+    lane = comm.lane("k")
+    calls: list[Callable[[], object]] = [
+        lambda: lane.all_reduce(cast("Tensor", "x")),
+        lambda: lane.broadcast(number(comm, 1), 9),
+        lambda: lane.send(number(comm, 1), comm.rank),
+        lambda: lane.recv(number(comm, 1), 1 - comm.rank, 2**31),
+        lambda: lane.all_reduce(number(comm, 1), timeout=-1),
+        lambda: lane.set_timeout(0),
+    ]
+    for wrong_call in calls:
+        with pytest.raises(ArgumentError):
+            wrong_call()
+    with pytest.raises(ArgumentError, match="lane k") as caught:
+        lane.broadcast(number(comm, 1), 9)
+    assert caught.value.op == "broadcast" and comm.name in str(caught.value)
+    await reduced(lane, 1)
+    await reduced(comm, 2)
+
+
+@ranks(3)
+async def test_requests_that_overtake_each_other(comm: Communicator, case: Case) -> None:
+    """Tasks with several collectives each, some of which give up waiting; every result is right."""
+    case.need_any_order()
+    mix = random.Random(f"{case.seed} {comm.rank}")
+
+    async def request(key: int) -> None:
+        lane = comm.lane(key)
+        for step in range(8):
+            for _ in range(mix.randrange(3)):
+                await anyio.lowlevel.checkpoint()
+            if mix.random() < 0.2:
+                work = lane.all_reduce(number(comm, key + step))
+                with anyio.CancelScope() as scope:
+                    scope.cancel()
+                    await work
+                await work.wait()
+                assert (await work).tolist() == [comm.size * (key + step)] * 3
+            else:
+                tensor = number(comm, key + step)
+                assert (await lane.all_reduce(tensor)).tolist() == [comm.size * (key + step)] * 3
+
+    async with anyio.create_task_group() as tasks:
+        for key in shuffled(case, range(60)):
+            tasks.start_soon(request, key)

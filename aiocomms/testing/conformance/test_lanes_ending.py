@@ -1,0 +1,132 @@
+"""How lanes end: closed, late, aborted, and where the ranks disagree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import pytest
+
+from aiocomms import ReduceOp, Work
+from aiocomms.communicator import Communicator
+from aiocomms.errors import (
+    CommAbortedError,
+    CommClosedError,
+    CommTimeoutError,
+    MismatchError,
+)
+from aiocomms.testing.conformance.case import Case, ranks
+from aiocomms.testing.conformance.test_lanes import SHORT, number, reduced, shuffled
+
+
+@ranks(2)
+async def test_closing_a_lane(comm: Communicator, case: Case) -> None:
+    """It withdraws receives, waits for collectives, and leaves other lanes and views alone."""
+    case.need_any_order()
+    lane, other = comm.lane("closing"), comm.lane("other")
+    collective = lane.all_reduce(number(comm, comm.rank))
+    receive, kept = lane.recv(number(comm, 0), 1 - comm.rank), other.recv(number(comm, 0), 1 - comm.rank)
+    await lane.aclose()
+    await lane.aclose()
+    assert lane.closed and not other.closed and not comm.lane("closing").closed
+    assert (await collective).tolist() == [1.0] * 3
+    with pytest.raises(CommClosedError, match="the lane was closed"):
+        await receive
+    with pytest.raises(CommClosedError, match="the lane was closed"):
+        lane.barrier()
+    assert not kept.done()
+    await case.meet("closed")
+    await other.send(number(comm, 6), 1 - comm.rank)
+    assert (await kept).tolist() == [6.0] * 3
+    await reduced(comm.lane("closing"), 2)
+
+
+@ranks(2, 3)
+async def test_a_late_collective_says_which_lane_and_whom_it_waits_for(comm: Communicator, case: Case) -> None:
+    case.need_any_order()
+    if comm.rank:
+        case.tell("begun")
+        with pytest.raises(TimeoutError):
+            await comm.recv(number(comm, 0), 0)
+    else:
+        lane = comm.lane("req-17")
+        assert lane.timeout == comm.timeout
+        lane.set_timeout(SHORT)
+        assert lane.timeout == SHORT != comm.timeout
+        await case.told("begun")
+        with pytest.raises(CommTimeoutError, match=r"lane req-17.*waiting for rank") as caught:
+            await lane.all_reduce(number(comm, 1))
+        assert caught.value.op == "all_reduce"
+    with pytest.raises(CommAbortedError, match="req-17"):
+        comm.lane("req-18").barrier()
+    assert comm.aborted
+
+
+@ranks(2, 3)
+async def test_sizes_that_differ_lose_the_communicator(comm: Communicator, case: Case) -> None:
+    case.need_any_order()
+    work = comm.lane("sizes").all_reduce(number(comm, 1, 4 + (comm.rank == comm.size - 1)))
+    with pytest.raises((MismatchError, CommAbortedError), match="lane sizes"):
+        await work
+    with pytest.raises(CommAbortedError, match="lane sizes"):
+        comm.lane("waits").barrier()
+    assert comm.aborted
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("what", ["operation", "root", "reduction"])
+async def test_what_differs_in_kind_never_mixes(comm: Communicator, case: Case, what: str) -> None:
+    """Of the same size, it would do so silently: no rank gets a result, and the deadline says who does what."""
+    case.need_any_order()
+    calls: dict[str, tuple[Callable[[Any], Work[Any]], Callable[[Any], Work[Any]]]] = {
+        "operation": (lambda c: c.all_reduce(number(comm, 1)), lambda c: c.broadcast(number(comm, 1), 0)),
+        "root": (lambda c: c.reduce(number(comm, 1), 0), lambda c: c.reduce(number(comm, 1), comm.size - 1)),
+        "reduction": (
+            lambda c: c.all_reduce(number(comm, 1)),
+            lambda c: c.all_reduce(number(comm, 1), ReduceOp.MAX),
+        ),
+    }
+    lane = comm.lane("differs")
+    lane.set_timeout(SHORT)
+    first = calls[what][comm.rank == comm.size - 1](lane)
+    with pytest.raises((CommTimeoutError, CommAbortedError)):
+        await first
+        await lane.barrier()  # who only sends has done its part
+    assert comm.aborted
+
+
+@ranks(2, 3)
+async def test_an_abort_ends_what_all_lanes_have_pending(comm: Communicator, case: Case) -> None:
+    case.need_any_order()
+    works: list[Work[Any]] = []
+    if comm.rank == 0:
+        for i in range(20):
+            lane = comm.lane(i)
+            works += [lane.all_reduce(number(comm, 1)), lane.barrier(), lane.recv(number(comm, 1), 1)]
+        case.tell("called")
+    else:
+        await case.told("called", 0)
+    if comm.rank == 1:
+        comm.abort("enough")
+    for work in works:
+        with pytest.raises(CommAbortedError, match="enough"):
+            await work
+    with anyio.move_on_after(case.place.deadline):
+        while not comm.aborted:
+            await anyio.lowlevel.checkpoint()
+    with pytest.raises(CommAbortedError, match=r"lane 3.*enough"):
+        comm.lane(3).barrier()
+
+
+@ranks(2, 3)
+async def test_closing_the_communicator_waits_for_lanes(comm: Communicator, case: Case) -> None:
+    case.need_any_order()
+    other = await case.open("closed")
+    works = [other.lane(key).all_reduce(number(comm, key)) for key in shuffled(case, range(20))]
+    await other.aclose()
+    assert all(work.done() for work in works)
+    for work in works:
+        await work
+    with pytest.raises(CommClosedError, match="lane 1"):
+        other.lane(1).barrier()

@@ -1,0 +1,261 @@
+"""The same operations without a loop: a portal on another thread, and a communicator of a synchronous program."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import pytest
+import torch
+
+from aiocomms import Portal, ReduceOp, blocking
+from aiocomms.communicator import Communicator
+from aiocomms.errors import ArgumentError, CommAbortedError, CommClosedError, MessageTruncatedError
+from aiocomms.testing.conformance.case import Case, ranks
+from aiocomms.testing.conformance.trials import EVERY, Setting
+
+FORMS = ["portal", "blocking"]
+
+Body = Callable[[Portal, Case], None]
+
+
+async def in_thread(body: Body, form: str, comm: Communicator, case: Case) -> None:
+    """Run a synchronous check on a thread, on a portal or on a communicator of its own."""
+    await anyio.to_thread.run_sync(functools.partial(_with_portal if form == "portal" else _alone, body, comm, case))
+
+
+def _with_portal(body: Body, comm: Communicator, case: Case) -> None:
+    body(comm.portal(), case)
+
+
+def _alone(body: Body, comm: Communicator, case: Case) -> None:
+    place = case.place
+    torch.set_num_threads(1)
+    with blocking.new_comm(
+        place.transport, place.device, store=case._store, rank=case.rank, size=case.size, name="blocking",
+        timeout=place.deadline,
+    ) as own:  # fmt: skip
+        body(own, case)
+        own.barrier().wait()
+
+
+def synchronous(body: Body) -> Any:
+    """Make a check of a synchronous function, for each form."""
+
+    @functools.wraps(body)
+    async def check(comm: Communicator, case: Case, form: str) -> None:
+        await in_thread(body, form, comm, case)
+
+    del check.__wrapped__  # whose arguments pytest would read
+    return pytest.mark.parametrize("form", FORMS)(check)
+
+
+def ones(comm: Portal, *shape: int) -> torch.Tensor:
+    return torch.ones(shape or (4,), device=comm.device)
+
+
+@ranks(2, 3)
+@synchronous
+def test_every_collective(comm: Portal, case: Case) -> None:
+    """All are called before the first is waited for, and are matched in that order."""
+    whole: Any = comm
+    trials = []
+    for index, start in enumerate(EVERY.values()):
+        setting = Setting(torch.float32, (3, 2), index % comm.size, ReduceOp.SUM, index)
+        trials.append(start(whole, case, setting))
+    barrier = comm.barrier()
+    for trial in trials:
+        trial.verify(trial.work.wait())
+    assert barrier.wait() is None and barrier.done()
+
+
+@ranks(2)
+@synchronous
+def test_calls_of_one_thread_start_in_their_order(comm: Portal, case: Case) -> None:
+    case.need("p2p")
+    peer, count = 1 - comm.rank, 200
+    got = [torch.full((1,), -1, device=comm.device) for _ in range(count)]
+    works = [comm.send(torch.tensor([i], device=comm.device), peer) for i in range(count)]
+    receives = [comm.recv(tensor, peer) for tensor in got]
+    for work in [*works, *receives]:
+        work.wait()
+    assert [int(tensor) for tensor in got] == list(range(count))
+
+
+@ranks(2)
+@synchronous
+def test_threads_share_a_communicator(comm: Portal, case: Case) -> None:
+    """Each thread has its own tag, and waits for its own works."""
+    case.need_any_order()
+    peer = 1 - comm.rank
+    failed: list[BaseException] = []
+
+    def talk(tag: int) -> None:
+        try:
+            for i in range(10):
+                sent = comm.send(torch.tensor([tag, i], device=comm.device), peer, tag)
+                got = comm.recv(torch.zeros(2, dtype=torch.int64, device=comm.device), peer, tag).wait()
+                assert got.tolist() == [tag, i]
+                sent.wait()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=talk, args=(tag,)) for tag in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed, failed
+
+
+@ranks(2)
+@synchronous
+def test_objects_and_batches(comm: Portal, case: Case) -> None:
+    case.need("p2p")
+    peer = 1 - comm.rank
+    mine = {"rank": comm.rank}
+    gathered = comm.all_gather_object(mine)
+    mine["rank"] = 7  # the call has encoded it
+    assert gathered.wait() == [{"rank": 0}, {"rank": 1}]
+    assert comm.broadcast_object([comm.rank], 1).wait() == [1]
+    buffer = torch.zeros(2, device=comm.device)
+    assert comm.batch().send(ones(comm, 2) * comm.rank, peer).recv(buffer, peer).issue().wait()[1] is buffer
+    assert buffer.tolist() == [peer, peer]
+
+
+def send_all(stream: blocking.BlockingStream, comm: Portal) -> None:
+    for i in range(5):
+        stream.send(ones(comm, i))
+    stream.send_eof()
+
+
+@ranks(2)
+@synchronous
+def test_windows_and_streams(comm: Portal, case: Case) -> None:
+    case.need("p2p")
+    peer = 1 - comm.rank
+    with comm.new_window(torch.zeros(4, device=comm.device)) as window:
+        window.put(ones(comm, 2) * (comm.rank + 1), peer, 1).wait()
+        window.signal(peer).wait()
+        window.wait_signal(peer).wait()
+        assert window.tensor.tolist() == [0, peer + 1, peer + 1, 0] and window.sizes == [4, 4]
+    assert window.closed
+    with comm.open_stream(peer, 2) as stream:
+        sender = threading.Thread(target=send_all, args=(stream, comm))
+        sender.start()
+        assert [item.numel() for item in stream] == list(range(5))
+        sender.join()
+
+
+@ranks(2)
+@synchronous
+def test_a_split(comm: Portal, case: Case) -> None:
+    half = comm.split([comm.rank], "alone")
+    assert half is not None and half.size == 1 and type(half) is type(comm)
+    assert half.all_reduce(ones(half)).wait().tolist() == [1.0] * 4
+    half.close()
+    half.close()
+    assert half.closed and not comm.closed
+
+
+@ranks(2)
+@synchronous
+def test_a_wrong_argument_is_the_calls_error(comm: Portal, case: Case) -> None:
+    with pytest.raises(ArgumentError, match="tensor is None"):
+        comm.all_reduce(None)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="root is 2"):
+        comm.broadcast(ones(comm), 2)
+    comm.barrier().wait()
+
+
+@ranks(2)
+@synchronous
+def test_an_op_that_fails(comm: Portal, case: Case) -> None:
+    """It has its own error, and the communicator goes on."""
+    case.need("p2p")
+    if comm.rank == 0:
+        comm.send(ones(comm, 9), 1).wait()
+    else:
+        with pytest.raises(MessageTruncatedError, match="recv #"):
+            comm.recv(ones(comm), 0).wait()
+    comm.barrier().wait()
+
+
+@ranks(2)
+@synchronous
+def test_patience_and_cancelling(comm: Portal, case: Case) -> None:
+    case.need_any_order()
+    if comm.rank == 1:
+        comm.recv_object(0).wait()
+        comm.send(ones(comm), 0, 1).wait()
+        return
+    work = comm.recv(ones(comm), 1, 9)
+    with pytest.raises(TimeoutError, match="it goes on"):
+        work.wait(0)
+    assert not work.done() and work.cancel() and work.done()
+    buffer = torch.zeros(4, device=comm.device)
+    work = comm.recv(buffer, 1, 1)
+    comm.send_object("go", 1).wait()
+    assert work.wait(case.place.deadline) is buffer and not work.cancel()
+    assert buffer.tolist() == [1.0] * 4
+
+
+@ranks(2)
+@pytest.mark.parametrize("form", FORMS)
+async def test_a_thread_that_waits_hears_of_an_abort(comm: Communicator, case: Case, form: str) -> None:
+    case.need("p2p")
+
+    def body(own: Portal, case: Case) -> None:
+        if case.rank == 0:
+            own.recv_object(1).wait()
+            own.abort("for the test")
+        else:
+            work = own.all_reduce(ones(own))
+            own.send_object("waits", 0)
+            with pytest.raises(CommAbortedError, match="for the test"):
+                work.wait()
+        with pytest.raises(CommAbortedError, match="for the test"):
+            own.barrier().wait()
+        raise _OverError
+
+    with pytest.raises(_OverError):
+        await in_thread(body, form, comm, case)
+
+
+@ranks(2)
+@pytest.mark.parametrize("form", FORMS)
+async def test_closed_amid_a_wait(comm: Communicator, case: Case, form: str) -> None:
+    """The thread that waits is told, and so is every later call."""
+    case.need("p2p")
+
+    def body(own: Portal, case: Case) -> None:
+        if case.rank == 1:
+            case.wait_blocking("over")
+            raise _OverError
+        work = own.recv(ones(own), 1)
+        closer = threading.Thread(target=own.close)
+        closer.start()
+        with pytest.raises(CommClosedError):
+            work.wait()
+        closer.join()
+        with pytest.raises(CommClosedError):
+            own.barrier()
+        case.tell_blocking("over")
+        raise _OverError
+
+    if form == "portal":
+        async with await case.open("other") as other:
+            with pytest.raises(_OverError):
+                await in_thread(body, form, other, case)
+    else:
+        with pytest.raises(_OverError):
+            await in_thread(body, form, comm, case)
+        await comm.barrier()
+
+
+class _OverError(Exception):
+    """A check has ended a communicator that would be used again."""

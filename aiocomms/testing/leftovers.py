@@ -1,0 +1,47 @@
+"""What a test leaves behind in its world: messages that nothing has matched, collectives that some ranks called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from aiocomms.communicator import Communicator
+from aiocomms.diagnosis.hang_report import judge
+from aiocomms.diagnosis.recorder import Item
+from aiocomms.ops import STREAM, STREAM_DATA
+from aiocomms.progress.inflight import StartedWork
+
+
+class Leftovers:
+    """The operations that are pending when a test ends.
+
+    Those are no mistakes that end while the communicators close, as a send may that nobody awaits. A stream waits for
+    messages as long as it is open, and so is passed over.
+    """
+
+    def __init__(self, world: Sequence[Communicator]) -> None:
+        looks = [(comm._core.in_flight.look(), comm._core.recorder.snapshot("the test has ended")) for comm in world]
+        self._briefs = {look.header.brief.rank: look.header.brief for _, look in looks}
+        self._pending: list[tuple[int, Item, StartedWork[Any]]] = []
+        for flying, look in looks:
+            works = {one.work.seq: one.work for one in flying}
+            for item in look.pending:
+                if item.args.get("channel") not in (STREAM, STREAM_DATA):
+                    self._pending.append((look.header.brief.rank, item, works[item.seq]))
+
+    def report(self) -> str:
+        """What has not ended by now, once the communicators are closed; empty: nothing."""
+        lines: dict[str, None] = {}
+        for rank, item, work in self._pending:
+            if work.error is None:
+                continue
+            if item.collective is None:
+                where = f", at {item.where}" if item.where else ""
+                lines[f"rank {rank} is in {item}, which nothing has matched{where}"] = None
+            else:  # said once, though several ranks are in it
+                lines[f"{item.name}: {judge(item, self._briefs)}"] = None
+        return (
+            "\n".join(("the test has ended, and these operations have not:", *map("  {}".format, lines)))
+            if lines
+            else ""
+        )

@@ -1,0 +1,108 @@
+"""Whoever waits for work in the tutorial and the examples may wait beyond the communicator's deadline.
+
+The deadlines are short when a rank begins to wait; that of another op, called later, passes; then there is work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Awaitable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from aiocomms.communicator import Communicator
+from aiocomms.errors import CommTimeoutError
+from aiocomms.testing import local_world
+
+ROOT = Path(__file__).parents[2]
+SHORT, LONG = 0.05, 30.0
+
+
+@pytest.fixture(autouse=True)
+def examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+
+
+@asynccontextmanager
+async def idle(world: list[Communicator], *waiting: Coroutine[Any, Any, Any]) -> AsyncIterator[list[asyncio.Task[Any]]]:
+    """What begins to wait here has waited beyond every rank's deadline when the body begins, and is then awaited."""
+    for comm in world:
+        comm.set_timeout(SHORT)
+    tasks = [asyncio.create_task(one) for one in waiting]
+    await asyncio.sleep(0)  # each has called what it waits with
+    for comm in world:
+        with pytest.raises(CommTimeoutError):
+            await comm.recv(torch.empty(0), (comm.rank + 1) % comm.size, tag=99)
+        comm.set_timeout(LONG)
+    assert not any(task.done() for task in tasks)
+    yield tasks
+    await asyncio.gather(*tasks)
+
+
+def each(world: list[Communicator], call: Any) -> Awaitable[list[Any]]:
+    return asyncio.gather(*map(call, world))
+
+
+async def tutorial() -> None:
+    page = (ROOT / "docs" / "tutorial.md").read_text()
+    [code] = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "async def assist" in block]
+    names: dict[str, Any] = {"torch": torch}
+    exec(code, names)
+    weight = torch.ones(8, 2)
+    async with local_world(3) as world, idle(world, *(names["assist"](comm, weight) for comm in world[1:])):
+        assert (await names["handle"](world[0], weight, torch.ones(1, 8)) == 24).all()
+        await world[0].broadcast_object(None, root=0)
+
+
+async def tensor_parallel() -> None:
+    from tensor_parallel.server import Server, assist
+
+    def model(comm: Communicator) -> Any:
+        async def embed(requests: list[list[list[int]]]) -> list[torch.Tensor]:
+            return [await comm.all_reduce(torch.tensor(texts)) for texts in requests]
+
+        return SimpleNamespace(comm=comm, embed=embed)
+
+    async with local_world(2) as world:
+        server = Server(model(world[0]))
+        async with idle(world, assist(model(world[1]))):
+            assert (await server.embed([[1, 2]])).tolist() == [[2, 4]]
+            await server.aclose()
+
+
+async def kv_cache() -> None:
+    from kv_cache.transfer import DECODE, PREFILL, Sequence, Transfer
+
+    async with local_world(2) as world:
+        transfers = await each(world, lambda comm: Transfer.open(comm, 4))
+        prefill, decode = transfers[PREFILL], transfers[DECODE]
+        async with idle(world, prefill.claim(2), decode.take_over()) as (claiming, taking):
+            await decode.grant([3, 1])
+            assert await claiming == [3, 1]
+            await prefill.hand_over(Sequence(7, 5, 2, [4], [3, 1]))
+            assert (await taking).number == 7
+        async with idle(world, prefill.aclose()):
+            await decode.aclose()
+
+
+async def embedding_server() -> None:
+    from embedding_server.pipeline import open_ring, run_stage
+
+    async with local_world(2) as world:
+        (inbound, outbound), ring = await each(world, open_ring)
+        async with idle(world, run_stage(lambda data, lengths: data * len(lengths), *ring)):
+            await outbound.send(torch.tensor([1, 5, 6]))
+            await outbound.send(torch.ones(2))
+            await outbound.send_eof()
+            assert [item.tolist() async for item in inbound] == [[1, 5, 6], [2, 2]]
+
+
+@pytest.mark.parametrize("program", [tutorial, tensor_parallel, kv_cache, embedding_server], ids=lambda f: f.__name__)
+def test_who_waits_for_work_outlives_its_deadline(program: Any) -> None:
+    asyncio.run(program())

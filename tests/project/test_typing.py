@@ -1,0 +1,54 @@
+"""What a type checker knows of the methods that are written once and typed twice."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import HANGS
+
+ROOT = Path(__file__).parents[2]
+
+PROGRAM = """
+import torch
+import aiocomms
+from aiocomms import blocking
+
+def check(portal: aiocomms.Portal, t: torch.Tensor) -> None:
+    reveal_type(portal.all_reduce(t, "sum", timeout=3))
+    reveal_type(portal.all_reduce(t).wait())
+    reveal_type(portal.all_gather_object(1).wait())
+    reveal_type(portal.batch().send(t, 1).issue().wait())
+    reveal_type(portal.new_window(t).fetch_add(0, 0, 1).wait())
+    reveal_type(blocking.new_comm("local", timeout=3).split([0]))
+    portal.all_reduce(t, rank=3)
+    portal.send(t)
+    blocking.new_comm(transports="local")
+"""
+
+WORK = "aiocomms.portal.works.BlockingWork[torch._tensor.Tensor]"
+REVEALED = [
+    WORK, "torch._tensor.Tensor", "list[Any]", "list[torch._tensor.Tensor]", "int",
+    "aiocomms.blocking.Communicator | None",
+]  # fmt: skip
+
+
+WRONG = ["Unexpected keyword argument", "Too few arguments  [call-arg]", "Unexpected keyword argument"]
+
+
+@pytest.mark.processes
+def test_a_portals_methods_have_signatures_and_results(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), "--python-version=3.11"]
+    cache = ["--cache-dir", str(ROOT / ".mypy_cache")]
+    run = subprocess.run(
+        [*command, *cache, str(tmp_path / "program.py")], cwd=ROOT, capture_output=True, text=True, timeout=HANGS,
+        check=False,
+    )  # fmt: skip
+    found = re.findall(r'Revealed type is "(.*)"', run.stdout)
+    assert [kind.replace("builtins.", "") for kind in found] == REVEALED, run.stdout
+    errors = [line.partition("error: ")[2] for line in run.stdout.splitlines() if "error: " in line]
+    assert [error.partition('"')[0].strip() for error in errors] == WRONG, run.stdout

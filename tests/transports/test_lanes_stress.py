@@ -1,0 +1,109 @@
+"""Hundreds of requests at once, each with a lane: tasks that overtake each other, give up waiting, and fail."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+from collections import Counter
+
+import pytest
+import torch
+from processes import HANGS, Rank, Run
+
+from aiocomms import Lane
+from aiocomms.communicator import Communicator
+from aiocomms.lowering import lanes
+from aiocomms.progress.inflight import LaneWork
+from aiocomms.testing import local_world
+
+REQUESTS, STEPS, SIZES = 200, 8, (2, 2, 2, 300, 20_011)
+
+
+class GivesUpError(Exception):
+    """Raised by a request's task."""
+
+
+async def request(comm: Communicator, key: int, mix: random.Random, fails: bool) -> int:
+    """Eight collectives of one lane, which the request's layers know nothing of; how many results were looked at."""
+    looked_at = 0
+    with comm.lane(f"request {key}"):
+        for step in range(STEPS):
+            for _ in range(mix.randrange(4)):
+                await asyncio.sleep(0)
+            count = SIZES[(key + step) % len(SIZES)]
+            work = comm.all_reduce(torch.full((count,), float(1000 * step + key + comm.rank)))
+            if mix.random() < 0.1:
+                waiting = asyncio.ensure_future(work)
+                await asyncio.sleep(0)
+                waiting.cancel()
+            elif mix.random() < 0.1:
+                continue  # nobody awaits it
+            else:
+                want = comm.size * (1000 * step + key) + sum(range(comm.size))
+                assert torch.equal(await work, torch.full((count,), float(want))), (key, step)
+                looked_at += 1
+        if fails:
+            raise GivesUpError(key)
+    return looked_at
+
+
+async def serve(comm: Communicator, seed: int, failing: float) -> None:
+    """All requests at once, in another order on each rank; then everything has ended, and nothing is kept."""
+    mix, same = random.Random(f"{seed} {comm.rank}"), random.Random(seed)
+    failed = {key for key in range(REQUESTS) if same.random() < failing}
+    keys = list(range(REQUESTS))
+    mix.shuffle(keys)
+    tasks = [request(comm, key, random.Random(f"{seed} {comm.rank} {key}"), key in failed) for key in keys]
+    ends = await asyncio.gather(*tasks, return_exceptions=True)
+    wrong = [end for end in ends if isinstance(end, BaseException) and not isinstance(end, GivesUpError)]
+    assert not wrong, wrong
+    assert sum(isinstance(end, GivesUpError) for end in ends) == len(failed)
+    assert sum(end for end in ends if isinstance(end, int)) > REQUESTS * STEPS // 2
+    for key in keys:  # the last collectives of those that gave up waiting
+        await comm.lane(f"request {key}").aclose()
+    await comm.barrier()
+    assert not comm._core.router.turns
+    assert not comm._core.in_flight
+
+
+async def many(place: Rank, seeds: int, failing: float) -> None:
+    torch.set_num_threads(1)  # all ranks share the processors
+    async with place.open() as comm:
+        before = living()
+        for seed in range(seeds):
+            await serve(comm, seed, failing)
+        left = living() - before
+        assert left.total() < REQUESTS // 2, left  # each request has made dozens; transports keep some frames
+
+
+def living() -> Counter[str]:
+    """How many works, lanes, schedules and tensors something still holds."""
+    gc.collect()
+    types = (Lane, LaneWork, lanes._LaneRun, lanes._Turn, torch.Tensor)
+    return Counter(type(thing).__name__ for thing in gc.get_objects() if type(thing) in types)
+
+
+SEEDS = pytest.mark.parametrize("seeds", [2, pytest.param(20, marks=pytest.mark.long)])
+FAILING = pytest.mark.parametrize("failing", [0, 0.01])
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(4 * HANGS)
+@pytest.mark.parametrize("transport", ["c10d", "ucx"])
+@SEEDS
+@FAILING
+def test_between_processes(ranks: Run, seeds: int, failing: float) -> None:
+    ranks(4, many, seeds, failing)
+
+
+@pytest.mark.timeout(4 * HANGS)
+@SEEDS
+@FAILING
+def test_in_one_process(seeds: int, failing: float) -> None:
+    async def main() -> None:
+        async with local_world(4, "local") as world:
+            for seed in range(seeds):
+                await asyncio.gather(*(serve(comm, seed, failing) for comm in world))
+
+    asyncio.run(main())

@@ -1,0 +1,235 @@
+"""A model of lanes, checked in every state that 3 ranks and 3 lanes can come to.
+
+The messages of each step are those of the real schedules. Everything else is the protocol as its docstring says it: a
+message waits for a receive of its lane and kind, oldest first; a collective begins when the one before it in its lane
+has ended on this rank; nothing else is ordered. Ranks call lanes from a task each, or one after the other in one task;
+awaiters are cancelled, and their tasks go on before the collective has ended; a rank dies, and the others hear of it
+one by one. In no state may a receive take another collective's message, and where nothing can happen any more all works
+must have ended.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from aiocomms import ops
+from aiocomms.lowering.schedules import SCHEDULES, Context
+
+RANKS = range(3)
+BARRIER, BROADCAST = ops.Barrier(), ops.Broadcast(torch.zeros(1), 1)
+PROGRAM = ((BROADCAST, BROADCAST), (BARRIER,), (BROADCAST,))
+"""The collectives of each lane."""
+LANES = range(len(PROGRAM))
+
+
+class Group(NamedTuple):
+    rank: int
+    size: int = len(RANKS)
+    device: torch.device = torch.device("cpu")
+
+
+class Message(NamedTuple):
+    """Its lane and kind are matched; the rest is what it really is, and only the checker sees it."""
+
+    src: int
+    dst: int
+    lane: int
+    kind: str
+    number: int
+    step: int
+
+
+class Place(NamedTuple):
+    """Where a rank is in a lane."""
+
+    called: int = 0
+    """How many collectives it has called."""
+    ended: int = 0
+    step: int = -1
+    """The step of the one under way; -1: none is."""
+    due: frozenset[int] = frozenset()
+    """The ranks whose messages this step still needs."""
+    patient: bool = True
+    """Whether the task waits for what it has called, and was not cancelled."""
+
+
+LOST: tuple[Place, ...] = ()
+"""The places of a rank that knows that another one has died."""
+
+
+class State(NamedTuple):
+    places: tuple[tuple[Place, ...], ...]
+    """By rank and lane."""
+    messages: tuple[Message, ...]
+    """On their way or waiting, in the order sent."""
+    dead: int | None = None
+
+
+def steps_of(op: ops.Op, rank: int) -> list[tuple[list[int], list[int]]]:
+    """Of each step of the real schedule the ranks that it sends to, and those that it receives from."""
+    steps = SCHEDULES[type(op)](Context(Group(rank), 0), op)  # type: ignore[arg-type]
+    return [
+        ([p.dst for p in step if isinstance(p, ops.Send)], [p.src for p in step if isinstance(p, ops.Recv)])
+        for step in steps
+    ]
+
+
+STEPS = {(op.name, rank): steps_of(op, rank) for op in (BARRIER, BROADCAST) for rank in RANKS}
+
+
+class Model:
+    """The protocol.
+
+    :param orders: of each rank the order in which its one task calls the lanes; empty: it has a task for each.
+    :param keyed: whether messages match by lane.
+    :param published: whether a lane begins only when those before it have ended everywhere, as an order would have it
+        that one rank publishes.
+    """
+
+    def __init__(self, orders: tuple[tuple[int, ...], ...], keyed: bool = True, published: bool = False) -> None:
+        self.orders = orders
+        self.keyed = keyed
+        self.published = published
+
+    def explore(self) -> int:
+        """Go to every state, and count them.
+
+        :raises AssertionError: a receive took a message of another collective, or works wait for ever.
+        """
+        start = State(tuple(tuple(Place() for _ in LANES) for _ in RANKS), ())
+        seen, left = {start}, [start]
+        while left:
+            state = left.pop()
+            steps = {*self.steps(state)} - {state}
+            assert steps or ended(state), f"nothing can happen any more: {state}"
+            following = (steps | {*self.faults(state)}) - seen
+            left += following
+            seen |= following
+        return len(seen)
+
+    def steps(self, state: State) -> Iterator[State]:
+        """All that happens next by itself, sooner or later."""
+        for rank in alive(state):
+            for lane, place in enumerate(state.places[rank]):
+                if self.may_call(state, rank, lane):
+                    called = placed(state, rank, lane, place._replace(called=place.called + 1, patient=True))
+                    yield self.begin(called, rank, lane)
+                if place.ended < place.called:
+                    yield self.begin(state, rank, lane)
+                for src in place.due:
+                    yield self.receive(state, rank, lane, src)
+            if state.dead is not None:  # it hears of that, and all its works end
+                yield state._replace(places=(*state.places[:rank], LOST, *state.places[rank + 1 :]))
+
+    def faults(self, state: State) -> Iterator[State]:
+        """What may happen, and cannot be waited for: an awaiter is cancelled, a rank dies."""
+        for rank in alive(state):
+            for lane, place in enumerate(state.places[rank]):
+                matters = self.orders[rank] or place.called < len(PROGRAM[lane])  # else to nobody
+                if place.ended < place.called and matters:
+                    yield placed(state, rank, lane, place._replace(patient=False))
+            if state.dead is None:
+                yield state._replace(dead=rank)
+
+    def may_call(self, state: State, rank: int, lane: int) -> bool:
+        """Whether the task that calls a lane's collectives has come to the next one."""
+        order, places = self.orders[rank], state.places[rank]
+        before = order[: order.index(lane)] if order else ()
+        idle = all(places[i].ended == places[i].called or not places[i].patient for i in (*before, lane))
+        return (
+            idle
+            and places[lane].called < len(PROGRAM[lane])
+            and all(places[i].called == len(PROGRAM[i]) for i in before)
+        )
+
+    def begin(self, state: State, rank: int, lane: int) -> State:
+        """Take the steps of a lane that need nobody: of the collective under way, or of the next one that is called."""
+        place = state.places[rank][lane]
+        if place.due or place.called == place.ended or not self.may_begin(state, lane):
+            return state
+        kind = PROGRAM[lane][place.ended].name
+        steps = STEPS[kind, rank]
+        if place.step + 1 == len(steps):
+            place = place._replace(ended=place.ended + 1, step=-1, patient=True)
+            return self.begin(placed(state, rank, lane, place), rank, lane)
+        dsts, srcs = steps[place.step + 1]
+        place = place._replace(step=place.step + 1, due=frozenset(srcs))
+        sent = [Message(rank, dst, lane, kind, place.ended, place.step) for dst in dsts]
+        messages = tuple(sorted((*state.messages, *sent), key=self.matched))  # stable: what is matched keeps its order
+        return self.begin(placed(state._replace(messages=messages), rank, lane, place), rank, lane)
+
+    def may_begin(self, state: State, lane: int) -> bool:
+        """Whether nothing holds up a lane."""
+        return not self.published or all(
+            row != LOST and row[i].ended == len(PROGRAM[i]) for row in state.places for i in range(lane)
+        )
+
+    def matched(self, message: Message) -> tuple[object, ...]:
+        """That of a message by which a receive takes it."""
+        return message[:4] if self.keyed else (message.src, message.dst, message.kind)
+
+    def receive(self, state: State, rank: int, lane: int, src: int) -> State:
+        """Take the oldest message from a rank that matches, if there is one."""
+        place = state.places[rank][lane]
+        wanted = Message(src, rank, lane, PROGRAM[lane][place.ended].name, place.ended, place.step)
+        for i, message in enumerate(state.messages):
+            if self.matched(message) == self.matched(wanted):
+                assert message == wanted, f"the wrong message: {message}, wanted {wanted}"
+                rest = state.messages[:i] + state.messages[i + 1 :]
+                place = place._replace(due=place.due - {src})
+                return self.begin(placed(state._replace(messages=rest), rank, lane, place), rank, lane)
+        return state
+
+
+def alive(state: State) -> list[int]:
+    """The ranks that live, and have not heard of a death."""
+    return [rank for rank in RANKS if rank != state.dead and state.places[rank] != LOST]
+
+
+def placed(state: State, rank: int, lane: int, place: Place) -> State:
+    """The state with a rank at another place of a lane."""
+    row = state.places[rank]
+    row = (*row[:lane], place, *row[lane + 1 :])
+    return state._replace(places=(*state.places[:rank], row, *state.places[rank + 1 :]))
+
+
+def ended(state: State) -> bool:
+    """Whether no work waits: all were called and have ended, or every rank that is left knows that one has died."""
+    if state.dead is not None:
+        return all(row == LOST for rank, row in enumerate(state.places) if rank != state.dead)
+    done = all(row[lane].ended == len(PROGRAM[lane]) for row in state.places for lane in LANES)
+    return done and not state.messages
+
+
+TASKS: tuple[tuple[int, ...], ...] = ((), ())
+"""Ranks 0 and 1 have a task for each lane."""
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        (2, 1, 0),
+        *(pytest.param(order, marks=pytest.mark.long) for order in itertools.permutations(LANES) if order != (2, 1, 0)),
+    ],
+)
+def test_every_state(order: tuple[int, ...]) -> None:
+    """Whatever rank 2 calls first, and awaits before it calls the next."""
+    states = Model((*TASKS, order)).explore()
+    print(f"{states} states")
+    assert states > 100_000, "the model is not what it was"
+
+
+def test_the_checker_finds_messages_that_mix() -> None:
+    with pytest.raises(AssertionError, match="the wrong message"):
+        Model((*TASKS, (2, 1, 0)), keyed=False).explore()
+
+
+def test_the_checker_finds_that_a_published_order_deadlocks() -> None:
+    """With a rank that awaits the lane which is second in it before it calls the first."""
+    with pytest.raises(AssertionError, match="nothing can happen any more"):
+        Model((*TASKS, (2, 1, 0)), published=True).explore()

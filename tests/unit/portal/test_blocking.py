@@ -1,0 +1,249 @@
+"""Synchronous programs, as processes: their end, Ctrl-C, forks, and what they leave behind."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from processes import HANGS
+from torch.distributed import HashStore
+
+import aiocomms
+from aiocomms import blocking
+from aiocomms.errors import ArgumentError, CommAbortedError, CommClosedError, CommTimeoutError
+
+NAME = "aiocomms blocking"
+
+
+def loops() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == NAME]
+
+
+def test_it_has_the_arguments_of_the_other_one():
+    ours, theirs = inspect.signature(blocking.new_comm), inspect.signature(aiocomms.new_comm)
+    assert list(ours.parameters) == list(theirs.parameters)
+    assert "Form a communicator" in blocking.new_comm.__doc__
+
+
+def test_a_world_of_one_and_no_thread_left():
+    with blocking.new_comm("local") as comm:
+        assert comm.all_reduce(torch.ones(2)).wait().tolist() == [1.0, 1.0]
+        assert loops() == [NAME]
+        half = comm.split([0], "half")
+        assert half.barrier().wait() is None
+        assert loops() == [NAME], "a communicator that was split off shares the loop"
+    assert comm.closed
+    assert half.barrier().wait() is None, "it is another communicator"
+    half.close()
+    half.close()
+    assert loops() == []
+    with pytest.raises(CommClosedError):
+        comm.barrier()
+
+
+def test_wrong_arguments_start_no_thread():
+    with pytest.raises(ArgumentError, match="store is missing"):
+        blocking.new_comm("local", rank=0, size=2)
+    assert loops() == []
+
+
+def test_one_that_cannot_form_leaves_no_thread():
+    with pytest.raises(CommTimeoutError):
+        blocking.new_comm("local", store=HashStore(), rank=0, size=2, timeout=0.1)
+    assert loops() == []
+
+
+def test_a_body_that_raises_aborts():
+    store = HashStore()
+    caught: list[BaseException] = []
+
+    def other() -> None:
+        with pytest.raises(CommAbortedError) as error, blocking.new_comm("local", store=store, rank=1, size=2) as comm:
+            comm.recv(torch.zeros(1), 0).wait()
+        caught.append(error.value)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with pytest.raises(KeyError), blocking.new_comm("local", store=store, rank=0, size=2):
+        raise KeyError("lost")
+    thread.join(HANGS)
+    assert "KeyError: 'lost'" in caught[0].message
+    assert loops() == []
+
+
+def test_a_hook_cannot_wait_for_its_own_loop():
+    errors: list[Exception] = []
+
+    def close(work: object) -> None:
+        try:
+            comm.close()
+        except RuntimeError as error:
+            errors.append(error)
+
+    with blocking.new_comm("local") as comm:
+        comm.register_post_hook(close)
+        comm.barrier().wait()
+    assert "close on 'world' was called on the loop's own thread" in str(errors[0])
+
+
+def run(program: str, status: int = 0, *, signals: int = 0) -> str:
+    """Run a program, which sends a line when it is to be interrupted, and return what it has printed besides."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=-1, stderr=-1, text=True, env=os.environ | {"AIOCOMMS_HEARTBEAT": "0"}
+    )
+    try:
+        for _ in range(signals):
+            assert process.stdout.readline() == "now\n"
+            process.send_signal(signal.SIGINT)
+        out, error = process.communicate(timeout=HANGS)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == status, (process.returncode, out, error)
+    return out + error
+
+
+HEAD = """
+import os, signal, sys, threading, torch
+from torch.distributed import HashStore
+from aiocomms import blocking
+from aiocomms.portal import works
+store = HashStore()
+def pair():
+    comms = [None, None]
+    def form(rank):
+        comms[rank] = blocking.new_comm("local", store=store, rank=rank, size=2)
+    thread = threading.Thread(target=form, args=(1,))
+    thread.start()
+    form(0)
+    thread.join()
+    return comms
+started = works.Pending._block
+def waiting():  # says so when the main thread waits, and not before
+    def _block(self, patience):
+        if threading.current_thread() is threading.main_thread():
+            print("now", flush=True)
+        return started(self, patience)
+    works.Pending._block = _block
+"""
+
+
+@pytest.mark.processes
+def test_ctrl_c_amid_a_wait_withdraws_the_receive():
+    program = """
+one, two = pair()
+waiting()
+try:
+    one.recv(torch.zeros(1), 1).wait()
+except KeyboardInterrupt:
+    pass
+works.Pending._block = started
+two.send(torch.ones(1), 0)
+tensor = torch.zeros(1)
+one.recv(tensor, 1).wait()
+assert tensor.item() == 1
+one.close(); two.close()
+assert threading.enumerate() == [threading.main_thread()]
+print("fine")
+"""
+    assert run(HEAD + program, signals=1) == "fine\n"
+
+
+@pytest.mark.processes
+def test_ctrl_c_in_a_with_block_aborts_and_ends_the_program_as_python_does():
+    program = """
+one, two = pair()
+waiting()
+def other():
+    try:
+        two.recv(torch.zeros(1), 0).wait()
+    except Exception as error:
+        print(type(error).__name__, "KeyboardInterrupt" in str(error), flush=True)
+    two.close()
+thread = threading.Thread(target=other)
+thread.start()
+try:
+    with one:
+        one.barrier().wait()
+finally:
+    thread.join()
+    print(threading.enumerate() == [threading.main_thread()])
+"""
+    printed = run(HEAD + program, status=-signal.SIGINT, signals=1)
+    assert "CommAbortedError True\nTrue\n" in printed.replace("now\n", "")
+    assert printed.rstrip().endswith("KeyboardInterrupt")
+
+
+@pytest.mark.processes
+def test_ctrl_c_while_it_forms():
+    program = """
+import asyncio, concurrent.futures
+result = concurrent.futures.Future.result
+def told(self, *args):
+    print("now", flush=True)
+    return result(self, *args)
+concurrent.futures.Future.result = told
+try:
+    blocking.new_comm("local", store=store, rank=0, size=2)
+except KeyboardInterrupt:
+    print([thread.name for thread in threading.enumerate() if "blocking" == thread.name.split()[-1]])
+"""
+    assert run(HEAD + program, signals=1) == "[]\n"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("how", ["", "sys.exit(3)", "raise SystemExit(3)"])
+def test_a_program_that_ends_with_communicators_open_and_threads_that_wait(how):
+    """Nothing is printed, and nothing hangs; the peers are told."""
+    program = f"""
+one, two = pair()
+work = one.recv(torch.zeros(1), 1)
+for ask in (work.wait, lambda: two.open_stream(0), lambda: one.barrier().wait()):
+    threading.Thread(target=ask, daemon=True).start()
+{how}
+"""
+    assert run(HEAD + program, status=3 if how else 0) == ""
+
+
+@pytest.mark.processes
+def test_a_forked_child_is_refused_at_once():
+    program = """
+one, two = pair()
+work = one.recv(torch.zeros(1), 1)
+child = os.fork()
+if not child:
+    for call in (work.wait, work.cancel, one.barrier, lambda: one.split([0]), two.close, one.close):
+        try:
+            call()
+            print("returned", flush=True)
+        except Exception as error:
+            print(type(error).__name__, "after a fork" in str(error), flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+two.send(torch.ones(1), 0)
+assert work.wait().item() == 1
+one.close(); two.close()
+"""
+    assert run(HEAD + program).split("\n") == [
+        "CommClosedError True", "returned", "CommClosedError True", "CommClosedError True", "returned", "returned", "",
+    ]  # fmt: skip
+
+
+@pytest.mark.processes
+def test_warnings_as_errors_see_a_program_that_closes_nothing():
+    """The warning says where it was opened, and what to write instead."""
+    program = """
+import warnings
+warnings.simplefilter("always", ResourceWarning)
+comm = blocking.new_comm("local")
+"""
+    printed = run(HEAD + program)
+    line = (HEAD + program).splitlines().index('comm = blocking.new_comm("local")') + 1
+    assert f"unclosed <Communicator 'world' rank 0 of 1 on cpu>, opened at <string>:{line}" in printed, printed
+    assert "use `with`, or call its close()" in printed

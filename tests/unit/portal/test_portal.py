@@ -1,0 +1,327 @@
+"""A portal where the loop misbehaves: order, context, and the end of the loop, with threads that wait."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import pytest
+import torch
+from concurrency import together
+from processes import HANGS
+from torch.distributed import HashStore
+
+import aiocomms
+from aiocomms.errors import ArgumentError, CommAbortedError, CommClosedError, CommTimeoutError
+from aiocomms.portal import works
+from aiocomms.testing import local_world
+
+WHERE: contextvars.ContextVar[str] = contextvars.ContextVar("where")
+
+
+class Thread(threading.Thread):
+    """A thread whose outcome is asked for."""
+
+    def __init__(self, target: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self._call, self.outcome = target, None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.outcome = self._call()
+        except BaseException as error:
+            self.outcome = error
+
+    def end(self) -> Any:
+        self.join(HANGS)
+        assert not self.is_alive(), "the thread hangs"
+        return self.outcome
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Waiting threads look for themselves at once."""
+    monkeypatch.setattr(works, "LOOK", 0.01)
+
+
+async def in_thread(call: Callable[[], Any]) -> Any:
+    return await anyio.to_thread.run_sync(call)
+
+
+def test_it_is_always_the_same(run):
+    async def main() -> None:
+        async with local_world(2) as (one, two):
+            assert one.portal() is one.portal() is await in_thread(one.portal) is not two.portal()
+
+    run(main)
+
+
+def test_calls_start_in_their_order_and_each_in_the_context_of_its_thread(run):
+    async def main() -> None:
+        async with aiocomms.new_comm("local") as comm:
+            portal, seen = comm.portal(), []
+            comm.register_pre_hook(lambda op, seq: seen.append((seq, op.tensor.item(), WHERE.get("loop"))))
+
+            def call(name: str, numbers: range) -> list[Any]:
+                WHERE.set(name)
+                return [portal.all_reduce(torch.tensor(i)) for i in numbers]
+
+            threads = [Thread(lambda n=n: call(f"thread {n}", range(100 * n, 100 * n + 100))) for n in range(3)]
+            outcomes = [thread.end() for thread in threads]  # the loop stands still meanwhile
+            assert not seen
+            for outcome in outcomes:
+                await in_thread(outcome[-1].wait)
+            assert [seq for seq, _, _ in seen] == list(range(300))
+            assert all(where == f"thread {number // 100}" for _, number, where in seen)
+            for n in range(3):
+                assert [i for _, i, _ in seen if i // 100 == n] == list(range(100 * n, 100 * n + 100))
+
+    run(main)
+
+
+def test_the_loops_own_thread_is_refused(run):
+    async def main() -> None:
+        async with local_world(2) as (one, _):
+            portal = one.portal()
+            for call in (portal.barrier, lambda: portal.split([0]), portal.close):
+                with pytest.raises(RuntimeError, match="on 'world' was called on the loop's own thread"):
+                    call()
+            work = await in_thread(lambda: portal.recv(torch.zeros(1), 1))
+            for ask in (work.wait, work.cancel):
+                with pytest.raises(RuntimeError, match="wait for recv on 'world' was called on the loop's own thread"):
+                    ask()
+            assert await in_thread(work.cancel)
+
+    run(main)
+
+
+def test_a_wrong_patience(run):
+    async def main() -> None:
+        async with local_world(2) as (one, _):
+            work = await in_thread(lambda: one.portal().recv(torch.zeros(1), 1))
+            for wrong in (-1, float("nan"), "soon"):
+                with pytest.raises(ArgumentError, match="timeout is"):
+                    await in_thread(lambda wrong=wrong: work.wait(wrong))
+            await in_thread(work.cancel)
+
+    run(main)
+
+
+def test_what_a_hook_raises_is_the_waits_error(run):
+    async def main() -> None:
+        async with aiocomms.new_comm("local") as comm:
+
+            def refuse(op: Any, seq: int) -> None:
+                raise KeyError("no")
+
+            hook = comm.register_pre_hook(refuse)
+            with pytest.raises(KeyError, match="no"):
+                await in_thread(lambda: comm.portal().barrier().wait())
+            hook.remove()
+            assert await in_thread(lambda: comm.portal().barrier().wait()) is None
+
+    run(main)
+
+
+def test_on_a_gpu_an_op_comes_after_its_threads_stream(run, monkeypatch):
+    """The current stream is each thread's own."""
+    entered: list[object] = []
+
+    @contextlib.contextmanager
+    def stream(given: object) -> Iterator[None]:
+        entered.append(given)
+        yield
+        entered.append("left")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"{threading.current_thread().name} on {device}")
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+
+    async def main() -> None:
+        async with aiocomms.new_comm("local") as comm:
+            comm.register_pre_hook(lambda op, seq: entered.append(seq))
+            comm.device = torch.device("cuda:0")
+            thread = Thread(lambda: comm.portal().barrier().wait())
+            assert await in_thread(thread.end) is None
+            assert entered == [f"{thread.name} on cuda:0", 0, "left"]
+
+    run(main)
+
+
+def test_a_thread_goes_on_after_the_hooks(run):
+    async def main() -> None:
+        async with local_world(2) as (one, two):
+            heard: list[object] = []
+            one.register_post_hook(heard.append)
+            thread = Thread(lambda: [one.portal().recv(torch.zeros(1), 1).wait(), len(heard)][1])
+            await two.send(torch.ones(1), 0)
+            assert await in_thread(thread.end) == 1
+
+    run(main)
+
+
+def test_a_failure_that_nobody_waits_for_is_reported_once(run, caplog):
+    async def main() -> None:
+        reports: list[str] = []
+        if aiocomms_loop := _asyncio_loop():
+            aiocomms_loop.set_exception_handler(lambda loop, context: reports.append(context["message"]))
+        async with local_world(2) as (one, two):
+            for asked in (True, False):
+                work = await in_thread(lambda: one.portal().recv(torch.zeros(1), 1))
+                await two.send(torch.ones(9), 0)
+                if asked:
+                    with pytest.raises(aiocomms.errors.MessageTruncatedError):
+                        await in_thread(work.wait)
+                del work
+                await anyio.wait_all_tasks_blocked()
+                gc.collect()
+                reports += [record.getMessage() for record in caplog.records]
+                caplog.clear()
+                assert len(reports) == (not asked), reports
+        assert "nobody asked for the result of a work that failed: recv" in reports[0]
+
+    run(main)
+
+
+def _asyncio_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def test_the_loop_ends_with_threads_that_wait(run):
+    """The communicator was left open; so it is closed with the loop."""
+    threads: list[Thread] = []
+
+    async def main() -> None:
+        store = HashStore()
+        one, _ = await together(*(lambda r=r: _open(store=store, rank=r, size=2) for r in range(2)))
+        waiting = await in_thread(lambda: one.portal().recv(torch.zeros(1), 1))
+        threads.append(Thread(waiting.wait))
+        threads.append(Thread(lambda: one.portal().open_stream(1)))
+        portals.append(one.portal())
+
+    portals: list[Any] = []
+    with pytest.warns(ResourceWarning, match="unclosed"):  # noqa: PT031 - what the threads keep is dropped here
+        run(main)
+        for thread in threads:
+            assert isinstance(thread.end(), (CommClosedError, CommAbortedError)), thread.outcome
+    with pytest.raises(CommClosedError):
+        portals[0].barrier()
+    portals[0].close()
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_a_loop_that_is_closed_by_hand_amid_a_wait(impatient):
+    """Nothing tells anybody."""
+    loop = asyncio.new_event_loop()
+    comm = loop.run_until_complete(_open())
+    portal = comm.portal()
+    begun = Thread(portal.barrier).end()
+    waiting = [Thread(begun.wait), Thread(lambda: portal.split([0]))]
+    loop.close()
+    for thread in waiting:
+        assert isinstance(thread.end(), CommClosedError)
+        assert "its event loop has ended" in str(thread.end())
+    late = Thread(lambda: portal.barrier().wait()).end()
+    assert isinstance(late, CommClosedError)
+    assert "barrier on 'world' (rank 0): its event loop has ended" in str(late)
+    assert Thread(portal.close).end() is None
+    comm._released()
+
+
+async def _open(**place: Any) -> aiocomms.Communicator:
+    return await aiocomms.new_comm("local", **place)
+
+
+def test_a_loop_that_stands_still_past_the_deadline(run, impatient):
+    """A call that has not begun by its deadline never begins; a collective takes the communicator with it."""
+
+    async def main() -> None:
+        async with local_world(2) as (one, _):
+            portal = one.portal()
+            late = Thread(lambda: portal.recv(torch.zeros(1), 1, timeout=0.02).wait()).end()
+            assert isinstance(late, CommTimeoutError)
+            assert "event loop" in late.message
+            assert late.op == "recv"
+            assert not one.aborted
+            late = Thread(lambda: portal.barrier(timeout=0.02).wait()).end()
+            assert isinstance(late, CommTimeoutError)
+            assert late.op == "barrier"
+            assert one.aborted
+            await anyio.wait_all_tasks_blocked()
+            assert one._core.issued == 0
+            with pytest.raises(CommAbortedError):
+                one.barrier()
+
+    run(main)
+
+
+def test_a_loop_that_stands_still_while_the_communicator_is_lost(run, impatient):
+    async def main() -> None:
+        async with local_world(2) as (one, two):
+            begun = await in_thread(lambda: one.portal().recv(torch.zeros(1), 1))
+            two.abort("for the test")
+            outcome = Thread(begun.wait).end()
+            assert isinstance(outcome, CommAbortedError)
+            assert "for the test" in outcome.message
+
+    run(main)
+
+
+def test_another_thread_may_wait_for_a_work(run):
+    async def main() -> None:
+        async with local_world(2) as (one, two):
+            work = await in_thread(lambda: one.portal().recv(torch.zeros(1), 1))
+            threads = [Thread(work.wait) for _ in range(8)]
+            await two.send(torch.ones(1), 0)
+            assert all([await in_thread(thread.end) is work.op.tensor for thread in threads])
+
+    run(main)
+
+
+def test_synchronous_code_on_the_loops_thread_serves_threads(run):
+    """``wait_blocking`` there starts what they call."""
+
+    async def main() -> None:
+        async with local_world(2) as (one, two):
+            thread = Thread(lambda: one.portal().send(torch.ones(1), 1).wait())
+            tensor = torch.zeros(1)
+            two.recv(tensor, 0).wait_blocking(HANGS)
+            assert tensor.item() == 1
+            await in_thread(thread.end)
+
+    run(main)
+
+
+def test_a_stream_gives_up_in_time_and_loses_nothing(run):
+    async def main() -> None:
+        async with local_world(2) as (one, two):
+
+            def body(comm: aiocomms.Communicator) -> None:
+                with comm.portal().open_stream(1 - comm.rank) as stream:
+                    if comm.rank:
+                        with pytest.raises(TimeoutError):
+                            stream.receive(timeout=0.01)
+                        comm.portal().barrier().wait()
+                        assert stream.receive().item() == 3
+                    else:
+                        comm.portal().barrier().wait()
+                        stream.send(torch.tensor([3]))
+                    comm.portal().barrier().wait()
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(in_thread, lambda: body(one))
+                tasks.start_soon(in_thread, lambda: body(two))
+            with pytest.raises(TimeoutError):
+                await in_thread(lambda: one.portal().open_stream(1, name="nobody", timeout=0.01))
+
+    run(main)

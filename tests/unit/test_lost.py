@@ -1,0 +1,237 @@
+"""``await comm.lost()``: a task waits for the end of a communicator, and learns why."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+
+import anyio
+import pytest
+import torch
+from concurrency import ranks, run_on, together, turns
+
+from aiocomms.errors import CommAbortedError, CommClosedError, CommTimeoutError, MismatchError, PeerDiedError
+from aiocomms.testing import local_world
+
+CAUSES = {
+    "an abort": (lambda comm: comm.abort("enough"), CommAbortedError),
+    "a deadline": (lambda comm: comm.barrier(timeout=0.05), CommTimeoutError),
+    "a death": (lambda comm: comm._core.lose(PeerDiedError("rank 1 is gone", peer=1)), PeerDiedError),
+    "a disagreement": (lambda comm: comm._core.lose(MismatchError("ranks disagree")), MismatchError),
+}
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_all_who_wait_get_the_failure_itself(run, cause):
+    lose, kind = CAUSES[cause]
+
+    async def main():
+        async with local_world(2) as world:
+            comm, heard, got = world[0], [], []
+            comm.register_abort_hook(heard.append)
+
+            async def wait():
+                got.append(await comm.lost())
+
+            async with anyio.create_task_group() as tasks:
+                for _ in range(3):
+                    tasks.start_soon(wait)
+                await turns()
+                assert not got
+                lose(comm)
+            with pytest.raises(StopIteration) as at_once:
+                comm.lost().send(None)
+            got.append(at_once.value.value)
+            assert len(got) == 4
+            assert {id(error) for error in got} == {id(heard[0])}
+            assert isinstance(got[0], kind)
+            assert comm.aborted
+            with pytest.raises(CommAbortedError) as refused:
+                comm.barrier()
+            assert refused.value.__cause__ is got[0]
+
+    run(main)
+
+
+def test_every_rank_learns_of_it(run):
+    async def main():
+        async with local_world(3) as world:
+            async with anyio.create_task_group() as tasks:
+                found = []
+
+                async def wait(comm):
+                    found.append((await comm.lost()).message)
+
+                for comm in world:
+                    tasks.start_soon(wait, comm)
+                await turns()
+                world[1].abort("enough")
+            assert found == ["aborted by rank 1: enough"] * 3
+
+    run(main)
+
+
+def test_a_communicator_that_is_closed_is_not_lost(run):
+    async def main():
+        async with local_world(2) as (one, two):
+            raised = []
+
+            async def wait():
+                try:
+                    await one.lost()
+                except CommClosedError as error:
+                    raised.append(str(error))
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(wait)
+                tasks.start_soon(wait)
+                await turns()
+                await one.aclose()
+            await wait()  # and later
+            assert raised == ["lost on 'world' (rank 0): it was closed on this rank"] * 3
+            two.abort("enough")
+            await wait()
+            assert len(raised) == 4
+
+    run(main)
+
+
+def test_one_that_was_lost_before_it_was_closed_is_lost(run):
+    async def main():
+        async with local_world(2) as (one, two):
+            one.abort("enough")
+            await one.aclose()
+            await two.aclose()
+            assert (await one.lost()).message == (await two.lost()).message == "aborted by rank 0: enough"
+
+    run(main)
+
+
+def test_one_that_is_lost_while_it_closes_is_lost(run):
+    async def main():
+        async with local_world(2) as (one, two):
+            work = one.all_reduce(torch.ones(1))
+            got = []
+
+            async def wait():
+                got.append((await one.lost()).message)
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(wait)
+                await turns()
+                tasks.start_soon(one.aclose)
+                await turns()
+                assert one.closed
+                assert not got  # what is under way may end
+                two.abort("enough")
+            assert got == ["aborted by rank 1: enough"]
+            with pytest.raises(CommAbortedError):
+                await work
+
+    run(main)
+
+
+def test_who_is_cancelled_leaves_nothing_behind(run):
+    async def main():
+        async with local_world(2) as (one, _):
+            async with anyio.create_task_group() as tasks:
+                for _ in range(100):
+                    tasks.start_soon(one.lost)
+                await turns()
+                assert len(one._core.over._waiters.waiting) == 100
+                tasks.cancel_scope.cancel()
+            assert not one._core.over._waiters.waiting
+            with anyio.move_on_after(0):
+                await one.lost()
+            assert not one._core.over._waiters.waiting
+            one.abort("enough")
+            assert (await one.lost()).message == "aborted by rank 0: enough"
+
+    run(main)
+
+
+def test_who_waits_is_awake_when_the_works_have_ended(run):
+    async def main():
+        async with local_world(2) as (one, _):
+            work, order = one.all_reduce(torch.ones(1)), []
+            work.add_done_callback(lambda work: order.append("work"))
+
+            async def wait():
+                await one.lost()
+                assert work.done()
+                order.append("lost")
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(wait)
+                await turns()
+                one.abort("enough")
+            assert sorted(order) == ["lost", "work"]
+            assert isinstance(work.exception(), CommAbortedError)
+
+    run(main)
+
+
+def test_it_is_asked_on_the_communicators_thread(run, loop):
+    async def main():
+        async with local_world(1) as (comm,):
+            raised = []
+
+            async def elsewhere():
+                with pytest.raises(RuntimeError, match=r"lost on 'world' .*thread") as caught:
+                    await comm.lost()
+                raised.append(caught)
+
+            thread = threading.Thread(target=run_on, args=(loop, elsewhere))
+            thread.start()
+            await anyio.to_thread.run_sync(thread.join)
+            assert raised
+
+    run(main)
+
+
+def test_a_forked_child_has_none(run):
+    async def main():
+        async with local_world(1) as (comm,):
+            read, write = os.pipe()
+            child = os.fork()
+            if child == 0:
+                try:
+                    comm.lost().send(None)
+                except BaseException as error:
+                    os.write(write, repr(error).encode())
+                finally:
+                    os._exit(0)
+            await anyio.to_thread.run_sync(os.waitpid, child, 0)
+            os.close(write)
+            with os.fdopen(read) as said:
+                assert said.read().startswith("CommClosedError('it was created in process")
+
+    run(main)
+
+
+def test_a_supervisor_beside_the_work(run):
+    """A task that awaits it beside others ends them, whatever they wait for."""
+
+    async def main():
+        async with local_world(2) as world:
+
+            async def supervised(comm):
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(anyio.sleep_forever)
+                    error = await comm.lost()
+                    tasks.cancel_scope.cancel()
+                return error.message
+
+            async def late():
+                await turns()
+                world[0].abort("enough")
+
+            first, second, _ = await together(lambda: supervised(world[0]), lambda: supervised(world[1]), late)
+            assert first == second == "aborted by rank 0: enough"
+            successors = await ranks(world, lambda comm: comm.reconfigure())
+            await ranks(successors, lambda comm: comm.barrier())
+            await ranks(successors, lambda comm: comm.aclose())
+        gc.collect()
+
+    run(main)
