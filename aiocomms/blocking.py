@@ -22,12 +22,14 @@ from aiocomms import communicator, opening
 from aiocomms.errors import CommError
 from aiocomms.lowlevel.ending import at_end
 from aiocomms.portal import works
+from aiocomms.portal.operations import BlockingLane
 from aiocomms.portal.portal import Portal
 from aiocomms.portal.views import BlockingBatch, BlockingStream, BlockingWindow
 from aiocomms.portal.works import BlockingWork
 
 __all__ = [
     "BlockingBatch",
+    "BlockingLane",
     "BlockingStream",
     "BlockingWindow",
     "BlockingWork",

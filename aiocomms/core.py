@@ -96,6 +96,9 @@ class Core:
         for transport in self.transports:
             transport.on_failure = self.lose  # type: ignore[method-assign]
             self.driver.attach(transport)
+        for transport in self.transports:
+            if transport.early_failure is not None:  # a peer was through with opening before this rank
+                self.lose(transport.early_failure)
 
     @property
     def closed(self) -> bool:

@@ -162,12 +162,15 @@ class Transport(ABC):
     Must not raise: nothing of the op was sent, and what is raised is its caller's.
     """
 
-    def on_failure(self, error: CommError) -> None:  # noqa: B027 - nobody need define it
+    early_failure: CommError | None = None
+    """What :meth:`on_failure` was told before there was a communicator, which asks for it when it is made."""
+
+    def on_failure(self, error: CommError) -> None:
         """To be called, on any thread, when the whole communicator is lost: a peer died or aborted. Twice is once.
 
-        The communicator puts its own in this one's place when all transports are open; a failure before that is to be
-        said again at the next :meth:`post`.
+        The communicator puts its own in this one's place when all transports are open.
         """
+        self.early_failure = self.early_failure or error
 
     @classmethod
     @abstractmethod

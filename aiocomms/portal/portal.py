@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar, overload
 
 from torch import Tensor
 
 from aiocomms.core import Core
 from aiocomms.errors import CommClosedError, CommError
-from aiocomms.families.collectives import Collectives
 from aiocomms.families.hooks import Hooked
-from aiocomms.families.issuer import Issuer
-from aiocomms.families.objects import Objects
-from aiocomms.families.p2p import PointToPoint
-from aiocomms.ops import Op, checks
+from aiocomms.families.streams import ItemStream
+from aiocomms.lowering.lanes import Key
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
 from aiocomms.portal.door import Door
-from aiocomms.portal.views import BlockingBatch, BlockingStream, BlockingWindow, started
-from aiocomms.portal.works import BlockingWork, run
+from aiocomms.portal.operations import BlockingLane, Operations
+from aiocomms.portal.views import BlockingStream, BlockingWindow
+from aiocomms.portal.works import run
 
 _T = TypeVar("_T")
 
 
-class Portal(Issuer, Hooked):
+class Portal(Operations, Hooked):
     """A communicator's operations for all threads but its loop's, where they block; see :meth:`Communicator.portal`.
 
     Each method has the arguments and the result of the communicator's of the same name. What returns a
@@ -43,6 +41,7 @@ class Portal(Issuer, Hooked):
     def __init__(self, comm: Any) -> None:
         self.rank, self.size, self.name, self.device = comm.rank, comm.size, comm.name, comm.device
         self._comm, self._core = comm, comm._core
+        self._target = comm
         self._pre_hooks, self._post_hooks, self._abort_hooks = comm._pre_hooks, comm._post_hooks, comm._abort_hooks
         self._door = Door(self._core)
         comm._doors.append(self._door)
@@ -74,60 +73,72 @@ class Portal(Issuer, Hooked):
 
     # --------------------------------------------------------------------------------------------- operations
 
-    send = started(PointToPoint.send)
-    recv = started(PointToPoint.recv)
+    def lane(self, key: Key) -> BlockingLane:
+        """Look at the communicator through a lane, whose operations match those of the same key on the other ranks.
 
-    broadcast = started(Collectives.broadcast)
-    all_reduce = started(Collectives.all_reduce)
-    reduce = started(Collectives.reduce)
-    all_gather = started(Collectives.all_gather)
-    all_gather_v = started(Collectives.all_gather_v)
-    all_gather_single = started(Collectives.all_gather_single)
-    reduce_scatter = started(Collectives.reduce_scatter)
-    reduce_scatter_v = started(Collectives.reduce_scatter_v)
-    reduce_scatter_single = started(Collectives.reduce_scatter_single)
-    all_to_all = started(Collectives.all_to_all)
-    all_to_all_single = started(Collectives.all_to_all_single)
-    all_to_all_v_single = started(Collectives.all_to_all_v_single)
-    scatter = started(Collectives.scatter)
-    gather = started(Collectives.gather)
-    gather_single = started(Collectives.gather_single)
-    barrier = started(Collectives.barrier)
+        See :meth:`Communicator.lane`.
 
-    send_object = started(Objects.send_object)
-    recv_object = started(Objects.recv_object)
-    broadcast_object = started(Objects.broadcast_object)
-    all_gather_object = started(Objects.all_gather_object)
-    gather_object = started(Objects.gather_object)
-    scatter_object = started(Objects.scatter_object)
-    _parcel = Objects._parcel
-
-    def batch(self) -> BlockingBatch:
-        """Make a group of sends and receives that start together; see :meth:`Communicator.batch`."""
-        return BlockingBatch(cast("Any", self))
+        :raises ArgumentTypeError: the key is no str, bytes or int.
+        """
+        return BlockingLane(self._door, self._comm.lane(key))
 
     def new_window(self, tensor: Tensor, *, timeout: OpTimeout = COMM_TIMEOUT) -> BlockingWindow:
         """Open a tensor to the other ranks; see :meth:`Communicator.new_window`."""
         window = self._run("new_window", lambda: self._comm.new_window(tensor, timeout=timeout))
         return BlockingWindow(self, window)
 
-    def open_stream(self, peer: int, capacity: int = 8, name: str = "", *, timeout: Timeout = None) -> BlockingStream:
+    @overload
+    def open_stream(
+        self, peer: int, capacity: int = 8, name: str = "", *, capacity_bytes: int | None = None,
+        timeout: Timeout = None,
+    ) -> BlockingStream[Tensor]: ...  # fmt: skip
+
+    @overload
+    def open_stream(
+        self, peer: int, capacity: int = 8, name: str = "", *, items: type[_T], capacity_bytes: int | None = None,
+        timeout: Timeout = None,
+    ) -> BlockingStream[_T]: ...  # fmt: skip
+
+    def open_stream(
+        self, peer: int, capacity: int = 8, name: str = "", *, items: Any = Tensor, capacity_bytes: int | None = None,
+        timeout: Timeout = None,
+    ) -> BlockingStream[Any]:  # fmt: skip
         """Open a stream to another rank; see :meth:`Communicator.open_stream`.
 
-        :param peer: the other rank.
-        :param capacity: the number of messages that this end holds before its program takes them.
-        :param name: distinguishes streams between the same two ranks.
         :param timeout: seconds after which it is given up; None: as long as it takes.
         :raises TimeoutError: the other rank did not open its end in time.
         """
-        stream = self._run("open_stream", lambda: self._comm.open_stream(peer, capacity, name), timeout)
-        return BlockingStream(self._door, stream)
+
+        def opened() -> Awaitable[ItemStream[Any]]:
+            stream: Awaitable[ItemStream[Any]] = self._comm.open_stream(
+                peer, capacity, name, items=items, capacity_bytes=capacity_bytes
+            )
+            return stream
+
+        return BlockingStream(self._door, self._run("open_stream", opened, timeout))
 
     # --------------------------------------------------------------------------------------------------- life
 
     def abort(self, reason: str | BaseException) -> None:
         """Give up, on every rank; any thread. See :meth:`Communicator.abort`."""
         self._comm.abort(reason)
+
+    def lost(self, *, timeout: Timeout = None) -> CommError:
+        """Wait until the communicator is lost, for whatever reason; see :meth:`Communicator.lost`.
+
+        :param timeout: the caller's patience in seconds; None: as long as it takes.
+        :returns: why.
+        :raises TimeoutError: it was not lost in time.
+        :raises CommClosedError: it was closed on this rank, and had not been lost by then.
+        """
+        try:
+            error: CommError = self._run("lost", self._comm.lost, timeout)
+        except CommError:
+            failure = self._core.life.failure
+            if failure is None:
+                raise
+            error = failure.error  # it is closed, too, and so nothing runs any more
+        return error
 
     def dump(self, folder: str | os.PathLike[str] | None = None) -> Path:
         """Write the flight recorder to a file; any thread. See :meth:`Communicator.dump`."""
@@ -160,23 +171,6 @@ class Portal(Issuer, Hooked):
                 self._run("close", self._comm.aclose)
 
     # ------------------------------------------------------------------------------------------------- inside
-
-    def _issue(  # type: ignore[override]
-        self, op: Op, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT
-    ) -> BlockingWork[Any]:
-        """Check an op, hand it to the loop, and return its work."""
-        if self._core.refusing:
-            raise self._core.refused(op)
-        self._door.elsewhere(op.name)
-        try:
-            op.check(self._core)
-            if hints is not None:
-                checks.mapping("hints", hints)
-            work: BlockingWork[Any] = BlockingWork(self._comm, self._door, op, hints, timeout)
-        except CommError as error:
-            raise error.about(comm=self.name, op=op.name, rank=self.rank) from None
-        self._door.put(work._begin)
-        return work
 
     def _run(self, what: str, call: Callable[[], Awaitable[_T]], timeout: Timeout = None) -> _T:
         return run(self._door, what, call, timeout)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast
 
 import anyio
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from aiocomms.errors import CommClosedError
 from aiocomms.families.p2p import Batch
 from aiocomms.families.rma import Window
-from aiocomms.families.streams import TensorStream
+from aiocomms.families.streams import ItemStream
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
 from aiocomms.portal.door import Door
 from aiocomms.portal.works import BlockingWork, run
@@ -78,33 +78,33 @@ class BlockingWindow:
         run(self._door, "close", lambda: self._window.__aexit__(kind, error, trace))
 
 
-class BlockingStream:
-    """A :class:`~aiocomms.TensorStream` whose methods block. Iterating over it receives until the other end's last."""
+class BlockingStream(Generic[_T]):
+    """An :class:`~aiocomms.ItemStream` whose methods block. Iterating over it receives until the other end's last."""
 
-    def __init__(self, door: Door, stream: TensorStream) -> None:
+    def __init__(self, door: Door, stream: ItemStream[_T]) -> None:
         self._door, self._stream = door, stream
         self.peer, self.name = stream.peer, stream.name
 
-    def send(self, item: Tensor, *, timeout: Timeout = None) -> None:
-        """Send a tensor; see :meth:`TensorStream.send`.
+    def send(self, item: _T, *, timeout: Timeout = None) -> None:
+        """Send an item; see :meth:`ItemStream.send`.
 
-        :param item: the tensor.
+        :param item: of the stream's type.
         :param timeout: seconds after which it is given up; None: as long as it takes.
         :raises TimeoutError: the other end had no room, or did not take it in time.
         """
         run(self._door, "send", lambda: self._stream.send(item), timeout)
 
-    def receive(self, *, timeout: Timeout = None) -> Tensor:
-        """Receive the next tensor; see :meth:`TensorStream.receive`.
+    def receive(self, *, timeout: Timeout = None) -> _T:
+        """Receive the next item; see :meth:`ItemStream.receive`.
 
         :param timeout: seconds after which it is given up; None: as long as it takes.
         :raises TimeoutError: nothing came in time; the next call gets what comes later.
-        :raises anyio.EndOfStream: the other end has sent its last tensor, and all of them have been received.
+        :raises anyio.EndOfStream: the other end has sent its last item, and all of them have been received.
         """
         return run(self._door, "receive", self._stream.receive, timeout)
 
     def send_eof(self) -> None:
-        """Tell the other end that this end sends nothing more; see :meth:`TensorStream.send_eof`."""
+        """Tell the other end that this end sends nothing more; see :meth:`ItemStream.send_eof`."""
         run(self._door, "send_eof", self._stream.send_eof)
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ class BlockingStream:
         with contextlib.suppress(CommClosedError):  # the communicator is, and the stream with it
             run(self._door, "close", self._stream.aclose)
 
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self) -> Iterator[_T]:
         while True:
             try:
                 yield self.receive()

@@ -276,7 +276,7 @@ class BlockingWork(Pending, Generic[T_co]):
         error = work.error
         if error is not None and not self._bells and work._unseen is None and _by_itself(work):
             self._unseen = UnseenError(driver, error)
-        if error is not None or self._comm._post_hooks:
+        if error is not None or self._door.core.post_hooks:
             driver.call_soon(self._ring)
         else:
             self._ring()

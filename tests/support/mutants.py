@@ -7,6 +7,7 @@ parts too, for a fault lies behind what a transport offers to others.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 from collections import deque
 from typing import Any
@@ -23,12 +24,15 @@ from aiocomms_local.window import Window
 
 import aiocomms.lanes as views
 import aiocomms.lowering.lanes as lanes
+import aiocomms.portal.works as blocking_works
 from aiocomms import ops
 from aiocomms.errors import CommAbortedError, CommTimeoutError
 from aiocomms.lowlevel import Waker
 from aiocomms.ops import reductions
 from aiocomms.portal.door import Door
+from aiocomms.portal.operations import BlockingLane
 from aiocomms.portal.works import BlockingWork
+from aiocomms.progress.inflight import LaneWork
 from aiocomms.transport import OP_RESULT
 
 MUTANTS: dict[str, Any] = {}
@@ -387,6 +391,22 @@ def mixed_lanes() -> None:
 
 
 @caught_by("test_lanes")
+def lanes_among_the_communicators_messages() -> None:
+    """A lane's messages have their user's tags, and so match those that are of no lane."""
+    wrap(lanes, "tag_of", lambda original, number, tag: tag)
+
+
+@caught_by("test_lanes")
+def tags_of_32_bits() -> None:
+    on_messages(lambda op: msgspec.structs.replace(op, tag=op.tag & 0xFFFFFFFF) if hasattr(op, "tag") else op)
+
+
+@caught_by("test_lanes")
+def tags_without_their_last_32_bits() -> None:
+    on_messages(lambda op: msgspec.structs.replace(op, tag=op.tag >> 32) if getattr(op, "tag", 0) >= LANES else op)
+
+
+@caught_by("test_lanes")
 def lost_lane() -> None:
     """What is sent on one lane of a hundred does not arrive."""
 
@@ -415,6 +435,32 @@ def last_of_a_lane_first() -> None:
 def no_turns() -> None:
     """The collectives of one lane run at the same time."""
     wrap(lanes._Turn, "call", lambda original, turn, run: run.advance())
+
+
+@caught_by("test_lanes")
+def lost_collective_of_a_lane() -> None:
+    """One that waits for its turn behind two others never begins on the last rank."""
+
+    def look(original: Any, turn: Any) -> None:
+        if len(turn) > 2 and turn[0].work.done() and turn[0].work._owner.rank:
+            del turn[2]
+        original(turn)
+
+    wrap(lanes._Turn, "look", look)
+
+
+@caught_by("test_lanes_ending")
+def closing_a_lane_closes_all() -> None:
+    """It withdraws the receives of other lanes, too."""
+
+    def names(original: Any, lane: Any) -> Any:
+        number, words = original(lane)
+        for work in lane._core.in_flight if lane.closed or lane.key == "closing" else ():
+            if isinstance(work, LaneWork):
+                work.number = number
+        return number, words
+
+    wrap(views.Lane, "_names", names)
 
 
 @caught_by("test_lanes")
@@ -495,6 +541,35 @@ def threads_calls_start_in_any_order() -> None:
         return original(door)
 
     wrap(Door, "progress", progress)
+
+
+@caught_by("test_portal")
+def threads_calls_start_in_the_loops_context() -> None:
+    """And not in that of the thread which has called, so that its current lane is forgotten."""
+    loops = contextvars.copy_context()
+    blocking_works.copy_context = loops.copy  # type: ignore[attr-defined]
+
+
+@caught_by("test_portal")
+def threads_do_not_wait() -> None:
+    """A thread goes on before the op has ended, with the buffer that was given."""
+
+    def wait(original: Any, work: BlockingWork[Any], *patience: Any) -> Any:
+        return work.op.result() if not work.done() and not patience else original(work, *patience)
+
+    wrap(BlockingWork, "wait", wait)
+
+
+@caught_by("test_portal")
+def threads_lanes_are_the_communicators() -> None:
+    """What a thread calls on a lane goes without it."""
+    original = BlockingLane.__init__
+
+    def make(lane: BlockingLane, door: Door, target: Any) -> None:
+        original(lane, door, target)
+        lane._target = target._comm
+
+    BlockingLane.__init__ = make  # type: ignore[method-assign]
 
 
 @caught_by("test_portal")

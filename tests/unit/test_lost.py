@@ -9,8 +9,10 @@ import threading
 import anyio
 import pytest
 import torch
+from aiocomms_local import LocalTransport
 from concurrency import ranks, run_on, together, turns
 
+import aiocomms
 from aiocomms.errors import CommAbortedError, CommClosedError, CommTimeoutError, MismatchError, PeerDiedError
 from aiocomms.testing import local_world
 
@@ -233,5 +235,27 @@ def test_a_supervisor_beside_the_work(run):
             await ranks(successors, lambda comm: comm.barrier())
             await ranks(successors, lambda comm: comm.aclose())
         gc.collect()
+
+    run(main)
+
+
+def test_one_whose_peers_gave_up_before_it_was_made_is_lost(run, install):
+    """A rank may be through with opening before another one, and abort: that has nothing to post, and waits."""
+
+    class Early(LocalTransport):
+        @classmethod
+        async def open(cls, rendezvous, options):
+            self = await super().open(rendezvous, options)
+            self.on_failure(CommAbortedError("aborted by rank 1: too early"))
+            return self
+
+    install(early=Early)
+
+    async def main():
+        async with aiocomms.new_comm("early") as comm:
+            assert comm.aborted
+            assert (await comm.lost()).message == "aborted by rank 1: too early"
+            with pytest.raises(CommAbortedError, match="too early"):
+                comm.barrier()
 
     run(main)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any, cast
@@ -18,6 +20,7 @@ from aiocomms.errors import (
     ArgumentTypeError,
     CommTimeoutError,
 )
+from aiocomms.lowering.lanes import number_of
 from aiocomms.testing.conformance import data
 from aiocomms.testing.conformance.case import ALL_SIZES, Case, ranks
 from aiocomms.testing.conformance.trials import EVERY, Setting
@@ -90,6 +93,37 @@ async def test_keys_of_all_types_are_different_lanes(comm: Communicator, case: C
     for key, work in works.items():
         want = comm.size * 10 * hash_of(key) + sum(range(comm.size))
         assert (await work).tolist() == [want] * 3, key
+
+
+@functools.cache
+def alike() -> list[int]:
+    """Keys whose lanes have numbers that agree in their last 32 bits, and keys that agree in all the others."""
+    found: list[int] = []
+    for part in (lambda number: number & 0xFFFFFFFF, lambda number: number >> 32):
+        seen: dict[int, int] = {}
+        for key in itertools.count():
+            first = seen.setdefault(part(number_of(key)), key)
+            if first != key:
+                found += [first, key]
+                break
+    return found
+
+
+@ranks(2)
+async def test_lanes_whose_tags_differ_in_few_bits(comm: Communicator, case: Case) -> None:
+    """A transport that cuts tags would mix them."""
+    case.need_any_order()
+    peer = 1 - comm.rank
+    works: dict[int, list[Work[Tensor]]] = {}
+    for key in reversed(alike()) if comm.rank else alike():
+        lane = comm.lane(key)
+        sent, buffer = number(comm, key % 1000), number(comm, -1)
+        reduced = lane.all_reduce(number(comm, key % 1000))
+        works[key] = [lane.recv(buffer, peer), lane.send(sent, peer), reduced]
+    for key, (received, sent, reduced) in works.items():
+        await sent
+        assert (await received).tolist() == [key % 1000] * 3, key
+        assert (await reduced).tolist() == [2 * (key % 1000)] * 3, key
 
 
 @ranks(2, 3)

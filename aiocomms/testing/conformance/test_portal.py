@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable
@@ -14,7 +15,14 @@ import torch
 
 from aiocomms import Portal, ReduceOp, blocking
 from aiocomms.communicator import Communicator
-from aiocomms.errors import ArgumentError, CommAbortedError, CommClosedError, MessageTruncatedError
+from aiocomms.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CommAbortedError,
+    CommClosedError,
+    CommTimeoutError,
+    MessageTruncatedError,
+)
 from aiocomms.testing.conformance.case import Case, ranks
 from aiocomms.testing.conformance.trials import EVERY, Setting
 
@@ -151,6 +159,80 @@ def test_windows_and_streams(comm: Portal, case: Case) -> None:
         sender.join()
 
 
+@dataclasses.dataclass
+class Step:
+    """An item of a stream."""
+
+    number: int
+    logits: torch.Tensor
+
+
+@ranks(2)
+@synchronous
+def test_a_stream_of_items(comm: Portal, case: Case) -> None:
+    case.need("p2p")
+    with comm.open_stream(1 - comm.rank, items=Step, capacity_bytes=1 << 20) as stream:
+        stream.send(Step(comm.rank, torch.ones(comm.rank + 1)), timeout=case.place.deadline)
+        stream.send_eof()
+        (step,) = stream
+        assert step.number == 1 - comm.rank and step.logits.numel() == step.number + 1
+
+
+@ranks(2, 3)
+@synchronous
+def test_lanes_of_threads(comm: Portal, case: Case) -> None:
+    """Each thread has its own, and they overtake each other; the last rank's begin in the reverse order."""
+    case.need_any_order()
+    failed: list[BaseException] = []
+
+    def request(key: int) -> None:
+        def value() -> torch.Tensor:
+            return ones(comm) * (key + comm.rank)
+
+        want = [float(comm.size * key + sum(range(comm.size)))] * 4
+        try:
+            lane = comm.lane(key)
+            works = [lane.all_reduce(value()) for _ in range(3)]
+            for work in works:
+                assert work.wait().tolist() == want, work
+            with comm.lane(f"inner {key}") as inner:
+                assert inner.key == f"inner {key}" and not inner.closed
+                assert comm.all_reduce(value()).wait().tolist() == want
+                assert comm.broadcast_object(key, key % comm.size).wait() == key
+            lane.close()
+            with pytest.raises(CommClosedError, match=f"lane {key}"):
+                lane.barrier().wait()
+        except BaseException as error:
+            failed.append(error)
+
+    keys = range(8) if comm.rank < comm.size - 1 else reversed(range(8))
+    threads = [threading.Thread(target=request, args=(key,)) for key in keys]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed, failed
+    comm.barrier().wait()
+
+
+@ranks(2)
+@synchronous
+def test_a_lane_of_threads_says_what_it_is(comm: Portal, case: Case) -> None:
+    case.need_any_order()
+    lane = comm.lane("req-17")
+    assert lane.rank == comm.rank and lane.size == comm.size and lane.timeout == comm.timeout
+    lane.set_timeout(0.2)
+    assert lane.timeout == 0.2 != comm.timeout and "req-17" in repr(lane)
+    with pytest.raises(ArgumentError, match="root is 2") as wrong:
+        lane.broadcast(ones(comm), 2)
+    assert "lane req-17" in str(wrong.value)
+    with pytest.raises(CommTimeoutError, match="lane req-17"):
+        lane.recv(ones(comm), 1 - comm.rank, 3).wait()
+    with pytest.raises(ArgumentTypeError, match="wanted a str, bytes or an int"):
+        comm.lane(None)  # type: ignore[arg-type]
+    comm.barrier().wait()
+
+
 @ranks(2)
 @synchronous
 def test_a_split(comm: Portal, case: Case) -> None:
@@ -218,6 +300,7 @@ async def test_a_thread_that_waits_hears_of_an_abort(comm: Communicator, case: C
             own.send_object("waits", 0)
             with pytest.raises(CommAbortedError, match="for the test"):
                 work.wait()
+            assert "for the test" in str(own.lost(timeout=case.place.deadline))
         with pytest.raises(CommAbortedError, match="for the test"):
             own.barrier().wait()
         raise _OverError

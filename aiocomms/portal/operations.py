@@ -1,0 +1,135 @@
+"""The operations of a communicator, and of a lane, as they are on other threads than its loop's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self, cast
+
+from aiocomms.core import Core
+from aiocomms.errors import CommError
+from aiocomms.families.collectives import Collectives
+from aiocomms.families.issuer import Issuer
+from aiocomms.families.objects import Objects
+from aiocomms.families.p2p import PointToPoint
+from aiocomms.lowering.lanes import Key
+from aiocomms.ops import Op, checks
+from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
+from aiocomms.portal.door import Door
+from aiocomms.portal.views import BlockingBatch, started
+from aiocomms.portal.works import BlockingWork, run
+
+
+class Operations(Issuer):
+    """The operations that a communicator and its lanes have in common, each with a work that a thread waits for."""
+
+    _core: Core
+    _door: Door
+    _target: Any
+    """The communicator or lane whose operations they are."""
+
+    send = started(PointToPoint.send)
+    recv = started(PointToPoint.recv)
+
+    broadcast = started(Collectives.broadcast)
+    all_reduce = started(Collectives.all_reduce)
+    reduce = started(Collectives.reduce)
+    all_gather = started(Collectives.all_gather)
+    all_gather_v = started(Collectives.all_gather_v)
+    all_gather_single = started(Collectives.all_gather_single)
+    reduce_scatter = started(Collectives.reduce_scatter)
+    reduce_scatter_v = started(Collectives.reduce_scatter_v)
+    reduce_scatter_single = started(Collectives.reduce_scatter_single)
+    all_to_all = started(Collectives.all_to_all)
+    all_to_all_single = started(Collectives.all_to_all_single)
+    all_to_all_v_single = started(Collectives.all_to_all_v_single)
+    scatter = started(Collectives.scatter)
+    gather = started(Collectives.gather)
+    gather_single = started(Collectives.gather_single)
+    barrier = started(Collectives.barrier)
+
+    send_object = started(Objects.send_object)
+    recv_object = started(Objects.recv_object)
+    broadcast_object = started(Objects.broadcast_object)
+    all_gather_object = started(Objects.all_gather_object)
+    gather_object = started(Objects.gather_object)
+    scatter_object = started(Objects.scatter_object)
+    _parcel = Objects._parcel
+
+    def batch(self) -> BlockingBatch:
+        """Make a group of sends and receives that start together; see :meth:`Communicator.batch`."""
+        return BlockingBatch(cast("Any", self))
+
+    def _issue(  # type: ignore[override]
+        self, op: Op, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT
+    ) -> BlockingWork[Any]:
+        """Check an op, hand it to the loop, and return its work."""
+        if self._core.refusing:
+            raise self._core.refused(op)
+        self._door.elsewhere(op.name)
+        try:
+            op.check(self._core)
+            if hints is not None:
+                checks.mapping("hints", hints)
+            work: BlockingWork[Any] = BlockingWork(self._target, self._door, op, hints, timeout)
+        except CommError as error:
+            raise error.about(comm=self._described(), op=op.name, rank=self.rank) from None
+        self._door.put(work._begin)
+        return work
+
+    def _described(self) -> str:
+        """What errors say that an op belongs to."""
+        return self.name
+
+
+class BlockingLane(Operations):
+    """A :class:`~aiocomms.Lane` for all threads but the loop's; see :meth:`Portal.lane`.
+
+    ``with comm.lane(key):`` makes it the current lane of this thread: what is called on the communicator or its portal
+    there goes by the lane.
+    """
+
+    def __init__(self, door: Door, lane: Any) -> None:
+        self.rank, self.size, self.name, self.device = lane.rank, lane.size, lane.name, lane.device
+        self.key: Key = lane.key
+        self._core, self._door, self._target = door.core, door, lane
+
+    def __repr__(self) -> str:
+        return f"<Blocking{repr(self._target)[1:]}"
+
+    @property
+    def timeout(self) -> float | None:
+        """The deadline of operations that are given none, in seconds; see :attr:`Lane.timeout`."""
+        seconds: float | None = self._target.timeout
+        return seconds
+
+    def set_timeout(self, timeout: Timeout) -> None:
+        """Set the deadline of operations on this view of the lane that are given none; see :meth:`Lane.set_timeout`."""
+        self._target.set_timeout(timeout)
+
+    @property
+    def closed(self) -> bool:
+        """Whether this view was closed on this rank."""
+        closed: bool = self._target.closed
+        return closed
+
+    def close(self) -> None:
+        """Withdraw receives of the lane that nothing has matched, and wait until its other operations have ended.
+
+        It need not be called. Idempotent. See :meth:`Lane.aclose`.
+
+        :raises RuntimeError: this is the loop's own thread.
+        """
+        run(self._door, "close", self._target.aclose)
+
+    def __enter__(self) -> Self:
+        self._target.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._target.__exit__(kind, error, trace)
+
+    def _described(self) -> str:
+        return f"{self.name}, lane {self._target._names()[1]}"
