@@ -6,9 +6,12 @@ import asyncio
 import gc
 import random
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
+from fake_cuda import FakeCuda
+from fake_nccl import FakeNccl, FakeNcclTransport
 from processes import HANGS, Rank, Run
 
 from aiocomms import Lane
@@ -97,13 +100,27 @@ def test_between_processes(ranks: Run, seeds: int, failing: float) -> None:
     ranks(4, many, seeds, failing)
 
 
+@pytest.fixture
+def nccl_fake(install: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The nccl transport over a fake GPU of this test."""
+    cuda = FakeCuda()
+    monkeypatch.setattr(FakeNcclTransport, "cuda_layer", cuda)
+    monkeypatch.setattr(FakeNcclTransport, "nccl_layer", FakeNccl(cuda))
+    install(nccl_fake=FakeNcclTransport)
+
+
+@pytest.mark.usefixtures("nccl_fake")
 @pytest.mark.timeout(4 * HANGS)
+@pytest.mark.parametrize("transport", ["local", "nccl_fake"])
 @SEEDS
 @FAILING
-def test_in_one_process(seeds: int, failing: float) -> None:
+def test_in_one_process(transport: str, seeds: int, failing: float) -> None:
     async def main() -> None:
-        async with local_world(4, "local") as world:
+        async with local_world(4, transport) as world:
+            before = living()
             for seed in range(seeds):
                 await asyncio.gather(*(serve(comm, seed, failing) for comm in world))
+            left = living() - before
+            assert left.total() < REQUESTS // 2, left
 
     asyncio.run(main())

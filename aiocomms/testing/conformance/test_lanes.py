@@ -208,6 +208,25 @@ async def test_messages_have_tags_of_their_own(comm: Communicator, case: Case) -
 
 
 @ranks(2)
+async def test_messages_of_one_lane_and_tag_keep_their_order(comm: Communicator, case: Case) -> None:
+    """Those that wait for their receives, and those that find them posted."""
+    case.need_any_order()
+    lane = comm.lane("ordered messages")
+    values = range(12)
+    if comm.rank == 0:
+        works = [lane.send(number(comm, value), 1, 3) for value in values[:6]]
+        case.tell("sent")
+        await case.told("received", 1)
+        works += [lane.send(number(comm, value), 1, 3) for value in values[6:]]
+    else:
+        await case.told("sent", 0)
+        works = [lane.recv(number(comm, -1), 0, 3) for _ in values]
+        case.tell("received")
+    for value, work in zip(values, works, strict=True):
+        assert (await work).tolist() == [value] * 3
+
+
+@ranks(2)
 async def test_a_receive_is_withdrawn_alone(comm: Communicator, case: Case) -> None:
     case.need_any_order()
     lane = comm.lane("messages")
