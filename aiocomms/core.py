@@ -288,7 +288,8 @@ class Core:
         queue, now, passed = work.queue, time.time(), time.monotonic()
         posted = None if queue is None else queue.get(work)
         if posted is not None:  # else it has become done meanwhile
-            mine = Waited(self.rank, peers(work.op)[0], called(work.op), now - (passed - posted), now)
+            what = called(work.op) + (f" in lane {work.lane}" if isinstance(work, LaneWork) else "")
+            mine = Waited(self.rank, peers(work.op)[0], what, now - (passed - posted), now)
             self._inquiry.begin(mine, lambda report: self.driver.call_threadsafe(self._expire_alone, work, report))
 
     def _expire_alone(self, work: StartedWork[Any], report: str) -> None:
@@ -360,6 +361,7 @@ class Core:
                 guarded(None, transport.abort, error)
             for work in self.in_flight:
                 work.abandon(CommClosedError("it was closed on this rank"))
+        self.router.turns.clear()  # their works have ended, and their tensors are the program's
         self.over.set()
         self.in_flight.unwatch()
         with anyio.move_on_after(CLOSE_GRACE, shield=True):

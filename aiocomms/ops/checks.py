@@ -90,7 +90,10 @@ def short(value: object) -> str:
     if isinstance(value, torch.Tensor):
         text = describe(value)
         return f"{'an' if text.startswith('int') else 'a'} {text} tensor"
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # an int of thousands of digits has none in decimal; or the object's own is broken
+        text = hex(value) if isinstance(value, int) else object.__repr__(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import weakref
 
 import anyio
 import pytest
@@ -13,6 +14,7 @@ from aiocomms_local import LocalTransport
 from concurrency import ranks, run_on, together, turns
 
 import aiocomms
+from aiocomms.diagnosis import dumps
 from aiocomms.errors import CommAbortedError, CommClosedError, CommTimeoutError, MismatchError, PeerDiedError
 from aiocomms.testing import local_world
 
@@ -257,5 +259,26 @@ def test_one_whose_peers_gave_up_before_it_was_made_is_lost(run, install):
             assert (await comm.lost()).message == "aborted by rank 1: too early"
             with pytest.raises(CommAbortedError, match="too early"):
                 comm.barrier()
+
+    run(main)
+
+
+def test_one_that_is_closed_keeps_nothing_of_what_lanes_had_under_way(run, monkeypatch):
+    monkeypatch.setattr(dumps, "in_background", lambda task: task() or True)  # else a thread has the works for a while
+
+    async def main():
+        async with local_world(2) as (one, two):
+            tensors = [torch.ones(2) for _ in range(3)]
+            kept = [weakref.ref(tensor) for tensor in tensors]
+            works = [one.lane("key").all_reduce(tensor) for tensor in tensors]
+            two.abort("enough")
+            for work in works:
+                with pytest.raises(CommAbortedError):
+                    await work
+            await one.aclose()
+            await two.aclose()
+            del work, works, tensors
+            gc.collect()
+            assert [ref() for ref in kept] == [None] * 3
 
     run(main)

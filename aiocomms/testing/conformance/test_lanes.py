@@ -25,7 +25,24 @@ from aiocomms.testing.conformance import data
 from aiocomms.testing.conformance.case import ALL_SIZES, Case, ranks
 from aiocomms.testing.conformance.trials import EVERY, Setting
 
-KEYS = ("1", b"1", 1, -1, 0, "", b"", "a", "A", "\u00e4", "\ud800", b"\xff" * 300, 2**70, -(2**70), "x" * 5000)
+KEYS = (
+    "1",
+    b"1",
+    1,
+    -1,
+    0,
+    "",
+    b"",
+    "a",
+    "A",
+    "\u00e4",
+    "\ud800",
+    b"\xff" * 300,
+    2**70,
+    -(2**70),
+    10**5000,
+    "x" * 5000,
+)
 SHORT = 0.2
 """A deadline that passes, in seconds."""
 

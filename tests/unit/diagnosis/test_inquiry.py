@@ -53,6 +53,19 @@ def test_the_last_of_a_circle_of_receives_finds_it(run, size, transport):
     run(main)
 
 
+def test_a_circle_within_a_lane_names_it(run):
+    async def main():
+        async with local_world(2) as (one, two):
+            last = one.lane("req-17").recv(torch.zeros(1), 1, tag=7, timeout=30)
+            await late(two.lane("req-17").recv(torch.zeros(1), 0, tag=8, timeout=0.05))
+            one._core.expire(last)
+            error = await late(last)
+            assert "rank 1 was late in recv(src=0, tag=8) in lane req-17: they waited in a circle" in error.message
+            assert error.comm == "world, lane req-17"
+
+    run(main)
+
+
 def test_a_chain_that_is_no_circle_and_a_circle_of_others(run):
     async def main():
         async with local_world(4) as world:
