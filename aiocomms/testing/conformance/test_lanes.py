@@ -116,10 +116,10 @@ async def test_keys_of_all_types_are_different_lanes(comm: Communicator, case: C
 def alike() -> list[int]:
     """Keys whose lanes have numbers that agree in their last 32 bits, and keys that agree in all the others."""
     found: list[int] = []
-    for part in (lambda number: number & 0xFFFFFFFF, lambda number: number >> 32):
+    for shift, mask in ((0, 2**32 - 1), (32, -1)):
         seen: dict[int, int] = {}
         for key in itertools.count():
-            first = seen.setdefault(part(number_of(key)), key)
+            first = seen.setdefault(number_of(key) >> shift & mask, key)
             if first != key:
                 found += [first, key]
                 break
@@ -134,13 +134,12 @@ async def test_lanes_whose_tags_differ_in_few_bits(comm: Communicator, case: Cas
     works: dict[int, list[Work[Tensor]]] = {}
     for key in reversed(alike()) if comm.rank else alike():
         lane = comm.lane(key)
-        sent, buffer = number(comm, key % 1000), number(comm, -1)
-        reduced = lane.all_reduce(number(comm, key % 1000))
-        works[key] = [lane.recv(buffer, peer), lane.send(sent, peer), reduced]
-    for key, (received, sent, reduced) in works.items():
+        both = lane.all_reduce(number(comm, key % 1000))
+        works[key] = [lane.recv(number(comm, -1), peer), lane.send(number(comm, key % 1000), peer), both]
+    for key, (received, sent, both) in works.items():
         await sent
         assert (await received).tolist() == [key % 1000] * 3, key
-        assert (await reduced).tolist() == [2 * (key % 1000)] * 3, key
+        assert (await both).tolist() == [2 * (key % 1000)] * 3, key
 
 
 @ranks(2, 3)

@@ -135,7 +135,7 @@ def test_objects_and_batches(comm: Portal, case: Case) -> None:
     assert buffer.tolist() == [peer, peer]
 
 
-def send_all(stream: blocking.BlockingStream, comm: Portal) -> None:
+def send_all(stream: blocking.BlockingStream[torch.Tensor], comm: Portal) -> None:
     for i in range(5):
         stream.send(ones(comm, i))
     stream.send_eof()
