@@ -93,11 +93,15 @@ class Core:
         self._ring = self.recorder.ring
         self._spinning = [t for t in self.transports if t.capabilities.spin]
         self.router = Router(self, self.by_family)
+        self._serve()
+
+    def _serve(self) -> None:
+        """Begin to hear of failures; and of those before, for a peer may be through with opening before this rank."""
         for transport in self.transports:
             transport.on_failure = self.lose  # type: ignore[method-assign]
             self.driver.attach(transport)
         for transport in self.transports:
-            if transport.early_failure is not None:  # a peer was through with opening before this rank
+            if transport.early_failure is not None:
                 self.lose(transport.early_failure)
 
     @property

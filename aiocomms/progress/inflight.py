@@ -95,7 +95,7 @@ class StartedWork(Work[T_co]):
 
     def _end(self, error: CommError, state: int) -> None:
         owner = self._owner
-        self._error = error.about(comm=self._comm_name(), op=self.op.name, seq=self.seq, rank=owner.rank)
+        self._error = error.about(comm=owner.name, op=self.op.name, seq=self.seq, rank=owner.rank)
         self._state = state
         self._notify()
 
@@ -149,6 +149,9 @@ class LaneWork(StartedWork[T_co]):
     def _comm_name(self) -> str:
         """See :meth:`Work._comm_name`."""
         return f"{self._owner.name}, lane {self.lane}"
+
+    def _end(self, error: CommError, state: int) -> None:
+        super()._end(error.about(comm=self._comm_name()), state)
 
 
 class Expirer(Protocol):

@@ -390,18 +390,18 @@ def mixed_lanes() -> None:
     on_messages(lambda op: msgspec.structs.replace(op, tag=min(op.tag, LANES)) if hasattr(op, "tag") else op)
 
 
-@caught_by("test_lanes")
+@caught_by("test_lanes_messages")
 def lanes_among_the_communicators_messages() -> None:
     """A lane's messages have their user's tags, and so match those that are of no lane."""
     wrap(lanes, "tag_of", lambda original, number, tag: tag)
 
 
-@caught_by("test_lanes")
+@caught_by("test_lanes_messages")
 def tags_of_32_bits() -> None:
     on_messages(lambda op: msgspec.structs.replace(op, tag=op.tag & 0xFFFFFFFF) if hasattr(op, "tag") else op)
 
 
-@caught_by("test_lanes")
+@caught_by("test_lanes_messages")
 def tags_without_their_last_32_bits() -> None:
     on_messages(lambda op: msgspec.structs.replace(op, tag=op.tag >> 32) if getattr(op, "tag", 0) >= LANES else op)
 
@@ -417,7 +417,7 @@ def lost_lane() -> None:
     wrap(Matcher, "send", send)
 
 
-@caught_by("test_lanes")
+@caught_by("test_lanes_messages")
 def last_of_a_lane_first() -> None:
     """A message overtakes those of its lane that nobody has received yet."""
 

@@ -1,0 +1,79 @@
+"""Messages of lanes: each matches those of its own lane and tag, in the order in which they were sent."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+from torch import Tensor
+
+from aiocomms import Work
+from aiocomms.communicator import Communicator
+from aiocomms.lowering.lanes import number_of
+from aiocomms.testing.conformance.case import Case, ranks
+from aiocomms.testing.conformance.test_lanes import number, shuffled
+
+
+@functools.cache
+def alike() -> list[int]:
+    """Keys whose lanes have numbers that agree in their last 32 bits, and keys that agree in all the others."""
+    found: list[int] = []
+    for shift, mask in ((0, 2**32 - 1), (32, -1)):
+        seen: dict[int, int] = {}
+        for key in itertools.count():
+            first = seen.setdefault(number_of(key) >> shift & mask, key)
+            if first != key:
+                found += [first, key]
+                break
+    return found
+
+
+@ranks(2)
+async def test_lanes_whose_tags_differ_in_few_bits(comm: Communicator, case: Case) -> None:
+    """A transport that cuts tags would mix them."""
+    case.need_any_order()
+    peer = 1 - comm.rank
+    works: dict[int, list[Work[Tensor]]] = {}
+    for key in reversed(alike()) if comm.rank else alike():
+        lane = comm.lane(key)
+        both = lane.all_reduce(number(comm, key % 1000))
+        works[key] = [lane.recv(number(comm, -1), peer), lane.send(number(comm, key % 1000), peer), both]
+    for key, (received, sent, both) in works.items():
+        await sent
+        assert (await received).tolist() == [key % 1000] * 3, key
+        assert (await both).tolist() == [2 * (key % 1000)] * 3, key
+
+
+@ranks(2)
+async def test_messages_have_tags_of_their_own(comm: Communicator, case: Case) -> None:
+    """Those of a lane match neither the communicator's nor another lane's."""
+    case.need_any_order()
+    tags = (0, 1, -1, 2**31 - 1, -(2**31))
+    views: list[Any] = [comm, comm.lane("a"), comm.lane(b"a"), comm.lane(7)]
+    calls = [(v, tag) for v in range(len(views)) for tag in tags]
+    works = {}
+    for v, tag in shuffled(case, calls):
+        tensor = number(comm, 100 * v + tags.index(tag) if comm.rank == 0 else -1)
+        works[v, tag] = views[v].send(tensor, 1, tag) if comm.rank == 0 else views[v].recv(tensor, 0, tag)
+    for (v, tag), work in works.items():
+        assert (await work).tolist() == [100 * v + tags.index(tag)] * 3, (views[v], tag)
+
+
+@ranks(2)
+async def test_messages_of_one_lane_and_tag_keep_their_order(comm: Communicator, case: Case) -> None:
+    """Those that wait for their receives, and those that find them posted."""
+    case.need_any_order()
+    lane = comm.lane("ordered messages")
+    values = range(12)
+    if comm.rank == 0:
+        works = [lane.send(number(comm, value), 1, 3) for value in values[:6]]
+        case.tell("sent")
+        await case.told("received", 1)
+        works += [lane.send(number(comm, value), 1, 3) for value in values[6:]]
+    else:
+        await case.told("sent", 0)
+        works = [lane.recv(number(comm, -1), 0, 3) for _ in values]
+        case.tell("received")
+    for value, work in zip(values, works, strict=True):
+        assert (await work).tolist() == [value] * 3
