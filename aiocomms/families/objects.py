@@ -123,6 +123,7 @@ def _send(g: Context, op: SendObject) -> Steps:
         yield from parcel.prepared()
         first = []
     yield first + [ops.Send(message, op.dst, parcel.tag, ops.OBJECT_DATA) for message in parcel.messages]
+    yield from parcel.released()
 
 
 @schedule(RecvObject)
@@ -153,10 +154,16 @@ def _broadcast(g: Context, op: BroadcastObject) -> Steps:
         yield from broadcast_tree(g, body, op.root)
     if mine:
         yield from mine.prepared()
-    for message in mine.messages if mine else arrival.unpack():
-        yield from broadcast_tree(g, message, op.root)
+    yield from _spread(g, mine.messages if mine else arrival.unpack(), op.root)
     yield from own_copy(mine, arrival) if mine else arrival.settled()
+    if mine:
+        yield from mine.released()
     return _opened(arrival, op)
+
+
+def _spread(g: Context, messages: Sequence[Tensor], root: int) -> Steps:
+    for message in messages:
+        yield from broadcast_tree(g, message, root)
 
 
 @schedule(AllGatherObject)
@@ -172,6 +179,7 @@ def _all_gather(g: Context, op: AllGatherObject) -> Steps:
     yield from ring_gather(g, [mine.messages if r == g.rank else a.unpack() for r, a in enumerate(arrivals)])
     for r, arrival in enumerate(arrivals):
         yield from own_copy(mine, arrival) if r == g.rank else arrival.settled()
+    yield from mine.released()
     return [_opened(arrival, op) for arrival in arrivals]
 
 
@@ -215,6 +223,8 @@ def _pass_on(g: Context, parcels: Mapping[int, Parcel]) -> Steps:
     for parcel in parcels.values():
         yield from parcel.prepared()
     yield [g.send(t, r) for r, parcel in parcels.items() for t in (parcel.header, parcel.body, *parcel.messages)]
+    for parcel in parcels.values():
+        yield from parcel.released()
 
 
 class Objects(Issuer):

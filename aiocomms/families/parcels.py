@@ -33,7 +33,7 @@ _tags = itertools.count()
 class Parcel:
     """An encoded object: its header, its encoding if that does not fit into the header, and what travels apart."""
 
-    __slots__ = ("_device", "_items", "body", "header", "nbytes", "tag", "tensors")
+    __slots__ = ("_copied", "_device", "_items", "body", "header", "nbytes", "tag", "tensors")
 
     def __init__(self, obj: Any, device: torch.device, *, pickle: bool) -> None:
         items: codec.Apart = []
@@ -48,6 +48,7 @@ class Parcel:
         self.tensors = [item for item in items if isinstance(item, Tensor)]
         """The program's tensors that are sent from their own memory."""
         self._device = device
+        self._copied = False
         # A copy from a GPU keeps the order of the caller's stream; one on the CPU is left to a thread.
         self._items = [apart.message(i, device) if _at_once(i, device) else i for i in items if apart.size_of(i)]
 
@@ -63,6 +64,7 @@ class Parcel:
 
     def prepare(self) -> None:
         """Copy what is not contiguous, or elsewhere than on the communicator's device. Blocks."""
+        self._copied = True
         self._items = [apart.message(item, self._device) for item in self._items]
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
@@ -71,6 +73,16 @@ class Parcel:
         """The step in which that is done, if it has to be."""
         if self.late:
             yield [Offload(self.prepare)]
+
+    def let_go(self) -> None:
+        """Free the copies. Blocks: to give back 64 MiB takes the kernel some milliseconds."""
+        self._items = []
+
+    def released(self) -> Steps:
+        """The step in which that is done, if there are any, once all has been sent."""
+        if self._copied:
+            yield [Offload(int)]  # a turn of the loop later those are gone who called here, and had the last message
+            yield [Offload(self.let_go)]
 
 
 class Arrival:

@@ -353,6 +353,36 @@ def test_copies_are_made_by_a_thread(run, monkeypatch):
     assert made == [False, False]
 
 
+@pytest.mark.parametrize("call", ["send", "broadcast", "all_gather", "gather", "scatter"])
+def test_copies_are_freed_by_a_thread(run, monkeypatch, call):
+    """Nothing else has them by then: to give memory back may take the kernel longer than a turn of the loop may."""
+    freed, let_go = [], parcels.Parcel.let_go
+
+    def noted(parcel):
+        memory = parcel.messages[0].untyped_storage()._weak_ref()
+        let_go(parcel)
+        on_loop = threading.current_thread() is threading.main_thread()
+        freed.append((on_loop, torch.UntypedStorage._expired(memory)))
+        torch.UntypedStorage._free_weak_ref(memory)
+
+    monkeypatch.setattr(parcels.Parcel, "let_go", noted)
+
+    async def main():
+        async with local_world(2) as (one, two):
+            obj = torch.arange(40_000.0).view(100, 400).T
+            calls = {
+                "send": [lambda: one.send_object(obj, 1), lambda: two.recv_object(0)],
+                "broadcast": [lambda: one.broadcast_object(obj, 0), lambda: two.broadcast_object(None, 0)],
+                "all_gather": [lambda: one.all_gather_object(obj), lambda: two.all_gather_object(None)],
+                "gather": [lambda: one.gather_object(obj, 1), lambda: two.gather_object(None, 1)],
+                "scatter": [lambda: one.scatter_object([None, obj], 0), lambda: two.scatter_object(None, 0)],
+            }
+            await together(*calls[call])
+
+    run(main)
+    assert freed == [(False, True)]
+
+
 @pytest.mark.parametrize("end", ["close", "close of the sender", "abort"])
 @pytest.mark.parametrize("came", ["header", "one tensor"])
 def test_the_end_amid_an_objects_tensors(run, monkeypatch, end, came):
