@@ -37,6 +37,7 @@ from aiocomms.families.open_stream import Streams
 from aiocomms.families.p2p import PointToPoint
 from aiocomms.families.rma import OneSided
 from aiocomms.lanes import Lane, current
+from aiocomms.lowering.lane_ends import as_reason
 from aiocomms.lowering.lanes import Key
 from aiocomms.ops import Op, checks
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
@@ -159,9 +160,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
 
         :param reason: why; the peers are told.
         """
-        if isinstance(reason, BaseException):
-            reason = f"{type(reason).__name__}: {reason}" if str(reason) else type(reason).__name__
-        self._core.abort(reason)
+        self._core.abort(as_reason(reason))
 
     async def lost(self) -> CommError:
         """Wait until the communicator is lost, for whatever reason: an abort, a death, a deadline, ranks that disagree.

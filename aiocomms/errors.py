@@ -20,6 +20,7 @@ __all__ = [
     "CommError",
     "CommTimeoutError",
     "ConcurrentCollectivesError",
+    "LaneAbortedError",
     "MessageTruncatedError",
     "MismatchError",
     "PeerDiedError",
@@ -123,6 +124,14 @@ class ConcurrentCollectivesError(CommError):
     """Raised in debug mode when two tasks have collectives under way at once, whose order may differ from rank to rank.
 
     Nothing was sent; the communicator stays usable.
+    """
+
+
+class LaneAbortedError(CommError):
+    """Raised when a rank has given up the operation's lane. The communicator stays usable, and so do its other lanes.
+
+    The key stays given up for as long as the communicator lives: nobody can tell which of the lane's operations a rank
+    has called before it heard of that.
     """
 
 

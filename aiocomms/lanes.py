@@ -20,6 +20,7 @@ from aiocomms.families.collectives import Collectives
 from aiocomms.families.hooks import Hooks
 from aiocomms.families.objects import Objects
 from aiocomms.families.p2p import PointToPoint
+from aiocomms.lowering.lane_ends import as_reason
 from aiocomms.lowering.lanes import Key, number_of
 from aiocomms.ops import Op, checks
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
@@ -74,6 +75,8 @@ class Lane(PointToPoint, Collectives, Objects):
 
     ``with comm.lane(key):`` makes it the current lane of the task, and of the tasks and threads that are started
     within: there ``comm.all_reduce(x)`` goes by it, as do all collectives, messages and objects of the communicator.
+    An exception that leaves the block gives the lane up on all ranks, see :meth:`abort`: the others may be waiting for
+    operations that this rank will never call.
     """
 
     _core: Core
@@ -115,6 +118,25 @@ class Lane(PointToPoint, Collectives, Objects):
         """Whether it was closed on this rank; another view of the same key may be open."""
         return self._closed
 
+    def abort(self, reason: str | BaseException) -> None:
+        """Give the lane up, on every rank: what is pending in it there fails with :class:`LaneAbortedError`.
+
+        So does every later operation of the key, on all views of it: use another key. The communicator and its other
+        lanes go on. An operation that is under way ends when the transport uses its tensors no more. It may be called
+        on any thread; the first reason stays. Nothing happens if the communicator is lost or closed.
+
+        :param reason: why; the other ranks are told.
+        """
+        core, why = self._core, as_reason(reason)
+        if get_ident() == core.thread:
+            self._give_up(why)
+        else:
+            core.driver.call_threadsafe(self._give_up, why)
+
+    def _give_up(self, why: str) -> None:
+        if not self._core.refusing:
+            self._core.lane_ends.give_up(*self._names(), why)
+
     async def aclose(self) -> None:
         """Withdraw receives of the lane that nothing has matched, and wait until its other operations have ended.
 
@@ -145,6 +167,8 @@ class Lane(PointToPoint, Collectives, Objects):
         if found is None or found.lane is not self:
             raise RuntimeError(f"{self!r} is not the current lane here; blocks end in the order in which they began")
         _current.set(found.before)
+        if error is not None:
+            self.abort(error)  # the other ranks may be waiting for ops that this rank will never call
 
     def _names(self) -> tuple[int, str]:
         """The lane's number, and its key in words."""
@@ -186,6 +210,11 @@ class Lane(PointToPoint, Collectives, Objects):
             raise core.life.refusal() or core.refused(op)
         if self._closed:
             raise CommClosedError("the lane was closed on this rank")
+        ends = core.lane_ends
+        if not ends.listening:
+            ends.listen()
+        if ends.given_up and (given_up := ends.given_up.get(self._names()[0])) is not None:
+            raise given_up.about()
         op.check(core)
         if hints is not None:
             checks.mapping("hints", hints)

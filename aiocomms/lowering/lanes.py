@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Sequence
-from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
@@ -29,6 +27,9 @@ Key = str | bytes | int
 _ABOVE = 1 << 62
 """Tags of lanes are at least this, and all others are less than 2**31."""
 _BITS = _ABOVE - 1
+GIVEN_UP = 1 << 61
+"""The tag under which ranks tell each other of lanes that are given up, on the channel of collectives."""
+_MOST_FINGERPRINTS = 4096
 _SPREAD = 0x9E3779B97F4A7C15
 """Odd, and how far a lane's tags are apart: lanes whose numbers are close share none of the small ones."""
 
@@ -57,12 +58,22 @@ def collective_tag(number: int, op: Any) -> int:
 
     What differs in size or dtype has one tag, and is found when a message arrives.
     """
-    return _ABOVE | (number + _fingerprint(op.name, getattr(op, "root", None), getattr(op, "op", None))) & _BITS
+    what = (op.name, getattr(op, "root", None), getattr(op, "op", None))
+    fingerprint = _fingerprints.get(what)
+    if fingerprint is None:
+        if len(_fingerprints) == _MOST_FINGERPRINTS:
+            _fingerprints.clear()
+        fingerprint = _fingerprints[what] = _hash(repr(what).encode())
+    return _ABOVE | (number + fingerprint) & _BITS
 
 
-@lru_cache(4096)
-def _fingerprint(*what: object) -> int:
-    return _hash(repr(what).encode())
+_fingerprints: dict[tuple[object, ...], int] = {}
+"""Of the kinds of collectives that this process has called on lanes."""
+
+
+def collective_tags(number: int) -> list[int]:
+    """The tags of a lane's collectives, of all kinds that this process has called."""
+    return [_ABOVE | (number + fingerprint) & _BITS for fingerprint in _fingerprints.values()]
 
 
 def within(op: Any, number: int) -> Any:
@@ -75,15 +86,13 @@ def within(op: Any, number: int) -> Any:
 class _LaneRun(Run):
     """Runs a collective of a lane, once it is its turn."""
 
-    __slots__ = ("_turn", "pending")
+    __slots__ = ("_turn",)
 
     work: LaneWork[Any]
 
     def __init__(self, comm: Poster, steps: Steps, work: LaneWork[Any], turn: _Turn) -> None:
         super().__init__(comm, steps, work)
         self._turn = turn
-        self.pending: Sequence[Any] = ()
-        """The messages of its step."""
 
     def advance(self) -> None:
         super().advance()
@@ -97,10 +106,6 @@ class _LaneRun(Run):
     def part_failed(self, error: CommError) -> None:
         super().part_failed(error)
         self._turn.look()
-
-    def _post(self, parts: Sequence[Any]) -> bool:
-        self.pending = parts
-        return super()._post(parts)
 
     def _give_up(self, error: CommError) -> None:
         if isinstance(error, MismatchError):
@@ -164,9 +169,16 @@ class Turns(dict[int, _Turn]):
         for turn in copied(self.values()):
             runs = copied(turn)
             if any(run.work is work for run in runs):
-                late = [part.op for part in runs[0].pending if not part.done()]
-                return sorted(
-                    {op.src for op in late if isinstance(op, ops.Recv)}
-                    or {op.dst for op in late if isinstance(op, ops.Send)}
-                )
+                return runs[0].waits_for()
         return []
+
+    def stop(self, number: int, error: CommError) -> list[ops.Send]:
+        """End the collectives of one lane; see :meth:`Run.stop`.
+
+        :returns: the messages that nothing may have matched yet.
+        """
+        runs = list(self.pop(number, ()))
+        left = [send for run in runs for send in run.unfinished_sends()]
+        for run in reversed(runs):  # none of them begins when the one before it ends
+            run.stop(error)
+        return left

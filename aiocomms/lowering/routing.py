@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from aiocomms import ops
-from aiocomms.errors import UnsupportedOperation
+from aiocomms.errors import CommError, UnsupportedOperation
 from aiocomms.lowering.lanes import Turns, collective_tag, within
 from aiocomms.lowering.runs import BatchRun, Offload, Poster, Run, Steps
 from aiocomms.lowering.schedules import SCHEDULES, Context
@@ -27,7 +27,7 @@ class Router(dict[type[ops.Op], Route]):
         self._transports = transports
         self[Offload] = comm.offload  # type: ignore[assignment]
         self._runs: weakref.WeakKeyDictionary[Completion, weakref.ref[Run]] = weakref.WeakKeyDictionary()
-        """The schedules of lowered ops that may be withdrawn. A schedule's messages keep it alive, and it its work."""
+        """The schedules of lowered ops that may be withdrawn or stopped. Messages keep them alive, and they their works."""
         self.turns = Turns(comm)
 
     def __missing__(self, cls: type[ops.Op]) -> Route:
@@ -41,6 +41,18 @@ class Router(dict[type[ops.Op], Route]):
             return guarded(False, self._transports[work.op.family].try_cancel, work)
         run = lowered()
         return run is not None and run.withdraw()
+
+    def stop(self, number: int, error: CommError) -> list[ops.Send]:
+        """End all that is pending in a lane; see :meth:`Run.stop`.
+
+        :returns: the messages that nothing may have matched yet.
+        """
+        left = self.turns.stop(number, error)
+        for work, ref in list(self._runs.items()):
+            if isinstance(work, LaneWork) and work.number == number and (run := ref()) is not None:
+                left += run.unfinished_sends()
+                run.stop(error)
+        return left
 
     def carrier(self, op: ops.Op) -> Transport | None:
         """The transport that carries an op natively, if one does."""
@@ -85,7 +97,7 @@ class Router(dict[type[ops.Op], Route]):
 
     def _run(self, steps: Steps, op: ops.Op, work: Completion) -> None:
         run = (BatchRun if isinstance(op, ops.Batch) else Run)(self._comm, steps, work)
-        if op.withdrawable:
+        if op.withdrawable or isinstance(work, LaneWork):
             self._runs[work] = weakref.ref(run)
         run.advance()
 

@@ -6,13 +6,15 @@ arrived is finished inside ``post``.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
 from aiocomms import ops
 from aiocomms.errors import CommError, MessageTruncatedError, MismatchError
+from aiocomms.progress.inflight import StartedWork
 from aiocomms.transport import OP_RESULT, Completion, conclude
 
 Steps = Generator[list[ops.Op], None, Any]
@@ -59,7 +61,7 @@ class AloneError(Exception):
 class Run:
     """Runs one schedule from step to step."""
 
-    __slots__ = ("__weakref__", "_comm", "_left", "_only", "_posted", "_steps", "work")
+    __slots__ = ("__weakref__", "_comm", "_left", "_only", "_parts", "_posted", "_steps", "_stopped", "work")
 
     def __init__(self, comm: Poster, steps: Steps, work: Completion) -> None:
         self._comm = comm
@@ -67,6 +69,8 @@ class Run:
         self._left = 0
         self._posted = False  # whether a message has been
         self._only: _Part | None = None  # the first step's only message, until it is complete
+        self._parts: Sequence[weakref.ref[_Part]] = ()  # the step's messages, which the transport keeps
+        self._stopped: CommError | None = None
         self.work = work
 
     def advance(self) -> None:
@@ -98,10 +102,19 @@ class Run:
             self._left -= 1
             if self._left:
                 return
+            if self._stopped is not None:
+                self._end_stopped()
+                return
+            self._parts = ()
 
     def _post(self, parts: Sequence[_Part]) -> bool:
         """Post messages; False if one cannot be, which has ended the op and the communicator."""
+        self._parts = [weakref.ref(part) for part in parts]
         for part in parts:
+            if self._stopped is not None:  # by what another part's post has brought
+                part.ended = True
+                self._left -= 1
+                continue
             try:
                 self._comm.post(part.op, part)
             except Exception as error:
@@ -113,6 +126,7 @@ class Run:
     def _break_off(self, error: Exception) -> None:
         """The op cannot go on. Some of its messages may be under way, so nobody can tell what the others wait for."""
         self._steps.close()
+        self._parts = ()
         if not self._posted:
             raise error
         why = error.message if isinstance(error, CommError) else f"{type(error).__name__}: {error}"
@@ -131,11 +145,19 @@ class Run:
         self._only = None
         self._left -= 1
         if not self._left:
-            self.advance()
+            self._parts = ()
+            if self._stopped is None:
+                self.advance()
+            else:
+                self._end_stopped()
 
     def part_failed(self, error: CommError) -> None:
         """End the op with the failure of one message of the current step."""
+        if self._stopped is not None:
+            self.part_done()
+            return
         self._steps.close()
+        self._parts = ()
         if self.work.done():
             return
         if self.work.op.family != "collectives":
@@ -144,6 +166,40 @@ class Run:
         if isinstance(error, MessageTruncatedError):
             error = MismatchError(f"ranks disagree on the size of this collective: {error.message}", peer=error.peer)
         self._give_up(error)
+
+    def stop(self, error: CommError) -> None:
+        """Take no further step, and end the op with ``error`` once the transport uses none of its tensors any more."""
+        if self.work.done() or self._stopped is not None:
+            return
+        self._steps.close()
+        self._stopped = error
+        self._withdraw_parts()
+        if not self._left:
+            self._end_stopped()
+
+    def _end_stopped(self) -> None:
+        self._parts = ()
+        assert self._stopped is not None
+        cast("StartedWork[Any]", self.work).abandon(self._stopped)
+
+    def _withdraw_parts(self) -> None:
+        for part in self._unfinished():
+            if part.op.withdrawable and self._comm.withdraw(part):
+                part.ended = True
+                self._left -= 1
+
+    def _unfinished(self) -> list[_Part]:
+        return [part for ref in self._parts if (part := ref()) is not None and not part.ended]
+
+    def waits_for(self) -> list[int]:
+        """The ranks of the messages that it waits for. Any thread."""
+        late = [part.op for part in self._unfinished()]
+        senders = {op.src for op in late if isinstance(op, ops.Recv)}
+        return sorted(senders or {op.dst for op in late if isinstance(op, ops.Send)})
+
+    def unfinished_sends(self) -> list[ops.Send]:
+        """The messages of its step that nothing may have matched yet."""
+        return [part.op for part in self._unfinished() if isinstance(part.op, ops.Send)]
 
     def withdraw(self) -> bool:
         """Withdraw the op if all it has done is to post one receive that is still unmatched; else return False."""
@@ -156,15 +212,15 @@ class Run:
 class BatchRun(Run):
     """Runs a batch. It fails only when the transport uses none of its tensors any more."""
 
-    __slots__ = ("_all_posted", "_fault", "_parts")
+    __slots__ = ("_all_posted", "_fault")
 
     def advance(self) -> None:
         """Post all parts of the batch."""
         self._fault: CommError | None = None
         self._all_posted = False
-        self._parts = [_Part(self, op) for op in next(self._steps)]
-        self._left = len(self._parts) + 1
-        if not self._post(self._parts):
+        parts = [_Part(self, op) for op in next(self._steps)]
+        self._left = len(parts) + 1
+        if not self._post(parts):
             return
         self._all_posted = True
         if self._fault is not None:
@@ -175,8 +231,11 @@ class BatchRun(Run):
         """Note that one message is complete, and end the batch after the last one."""
         self._left -= 1
         if not self._left:
-            self._parts = []
-            conclude(self.work, OP_RESULT if self._fault is None else self._fault)
+            self._parts = ()
+            if self._stopped is not None:
+                self._end_stopped()
+            else:
+                conclude(self.work, OP_RESULT if self._fault is None else self._fault)
 
     def part_failed(self, error: CommError) -> None:
         """Note that one message has failed, and withdraw the unmatched receives: they must not take later messages."""
@@ -188,20 +247,15 @@ class BatchRun(Run):
                 self._withdraw_parts()
         self.part_done()
 
-    def _withdraw_parts(self) -> None:
-        for part in self._parts:
-            if part.op.withdrawable and not part.done() and self._comm.withdraw(part):
-                self._left -= 1
-
 
 class _Part:
     """One message of a schedule: the completion that the transport is given for it."""
 
-    __slots__ = ("__weakref__", "_done", "_run", "op")
+    __slots__ = ("__weakref__", "_run", "ended", "op")
 
     def __init__(self, run: Run, op: ops.Op) -> None:
         self._run = run
-        self._done = False
+        self.ended = False  # whether the transport is done with it
         self.op = op
 
     @property
@@ -209,14 +263,14 @@ class _Part:
         return self._run.work.hints
 
     def done(self) -> bool:
-        return self._done or self._run.work.done()
+        return self.ended or self._run.work.done()
 
     def complete(self, value: Any = OP_RESULT) -> None:
-        if self._done:
+        if self.ended:
             raise RuntimeError(f"the transport completed a {self.op.name} of {self._run.work!r} twice")
-        self._done = True
+        self.ended = True
         self._run.part_done()
 
     def fail(self, error: CommError) -> None:
-        self._done = True
+        self.ended = True
         self._run.part_failed(error)

@@ -1,0 +1,212 @@
+"""The end of a lane that a rank gives up: all ranks give it up, and the communicator and its other lanes go on.
+
+The rank tells every other one, and so does each that hears of it, once per lane. What a rank has pending in the lane
+ends when the transport uses none of its tensors any more: receives that nothing has matched are withdrawn, and nothing
+new is sent. Between two ranks messages keep their order, so that when a rank has heard from another one, no message of
+the lane is still to come from there: it takes what has come and throws it away, which also lets the sender's
+tensors go.
+
+A rank listens from its first operation on a lane on. What it is told before waits for that like any other message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from aiocomms import ops
+from aiocomms.errors import CommError, LaneAbortedError, MessageTruncatedError, MismatchError, ProtocolError
+from aiocomms.lowering.lanes import GIVEN_UP, collective_tags
+from aiocomms.lowering.runs import Poster
+from aiocomms.lowlevel.versions import Dialect
+from aiocomms.ops import codec
+from aiocomms.transport import OP_RESULT
+
+REMEMBERED: Final = 2**16
+"""How many lanes that were given up are known; of older ones no operation is refused."""
+
+_DIALECT: Final = Dialect("ends of lanes", b"aioL", 1)
+_BYTES: Final = 1024
+_LONGEST_LANE, _LONGEST_REASON = 60, 120
+"""Characters that the other ranks are told of a key, and of a reason."""
+_MOST_TAGS: Final = 16
+"""Messages that may be under way to a rank and that it is told of."""
+
+
+class _GivenUp(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """What ranks tell each other."""
+
+    number: int
+    lane: str
+    reason: str
+    first: int
+    """The rank that gave the lane up first."""
+    tags: list[tuple[int, int]]
+    """Channels and tags of messages to the rank that is told, which nothing may have matched yet."""
+
+
+_decoder = msgspec.msgpack.Decoder(_GivenUp)
+
+
+class Stopping(Protocol):
+    """What ends the ops of a lane."""
+
+    def stop(self, number: int, error: CommError) -> list[ops.Send]:
+        """End all that is pending in a lane, and return the messages that nothing may have matched yet."""
+
+
+class LaneEnds:
+    """The lanes of one communicator that were given up, and what the ranks tell each other of them."""
+
+    def __init__(self, comm: Poster, router: Stopping) -> None:
+        self._comm = comm
+        self._router = router
+        self.given_up: dict[int, LaneAbortedError] = {}
+        """The errors of lanes, by their numbers."""
+        self.listening = False
+        self._ears: list[_Ear] = []
+
+    def listen(self) -> None:
+        """Hear from now on which lanes other ranks give up. Idempotent."""
+        if not self.listening:
+            self.listening = True
+            self._ears = [_Ear(self, rank) for rank in self._others()]
+            for ear in self._ears:
+                self._await_word(ear)
+
+    def close(self) -> None:
+        """Hear nothing any more."""
+        self.listening = True
+        ears, self._ears = self._ears, []
+        for ear in ears:
+            if not ear.done():
+                self._comm.withdraw(ear)
+
+    def give_up(self, number: int, lane: str, reason: str) -> None:
+        """Give a lane up on all ranks."""
+        self.listen()
+        self._end(_GivenUp(number, lane, reason, self._comm.rank, []))
+
+    def _others(self) -> Iterator[int]:
+        return (rank for rank in range(self._comm.size) if rank != self._comm.rank)
+
+    def _await_word(self, ear: _Ear) -> None:
+        ear.buffer = torch.empty(_BYTES, dtype=torch.uint8, device=self._comm.device)
+        self._post(ear, ops.Recv(ear.buffer, ear.rank, GIVEN_UP, ops.COLLECTIVE))
+
+    def _post(self, message: _Message, op: ops.Op) -> None:
+        message.op = op
+        message.ended = False
+        try:
+            self._comm.post(op, message)
+        except CommError:  # that rank has closed, or the communicator is lost: nobody is to be told
+            message.ended = True
+
+    def heard(self, ear: _Ear) -> None:
+        """A rank has given a lane up."""
+        data = codec.to_bytes(ear.buffer)
+        try:
+            told = _understand(data, ear.rank)
+        except ProtocolError as error:
+            self._comm.lose(error)
+            return
+        if ear in self._ears:
+            self._await_word(ear)
+        self._end(told)
+        for channel, tag in {*told.tags, *((ops.COLLECTIVE, tag) for tag in collective_tags(told.number))}:
+            self._drop(ear.rank, channel, tag)
+
+    def _end(self, told: _GivenUp) -> None:
+        """Give a lane up on this rank, and tell the others, if that has not happened yet."""
+        number = told.number
+        if number in self.given_up:
+            return
+        error = LaneAbortedError(f"the lane was given up by rank {told.first}: {told.reason}", peer=told.first)
+        if len(self.given_up) >= REMEMBERED:
+            del self.given_up[next(iter(self.given_up))]
+        self.given_up[number] = error
+        left = self._router.stop(number, error)
+        for rank in self._others():
+            tags = [(send.channel, send.tag) for send in left if send.dst == rank]
+            told = msgspec.structs.replace(told, tags=tags[:_MOST_TAGS])
+            self._post(_Message(), ops.Send(_tell(told, self._comm.device), rank, GIVEN_UP, ops.COLLECTIVE))
+
+    def _drop(self, src: int, channel: int, tag: int) -> None:
+        """Throw away what a rank has sent and nothing has matched: a receive of no bytes takes any message."""
+        while True:
+            sink = _Message()
+            self._post(sink, ops.Recv(torch.empty(0, dtype=torch.uint8, device=self._comm.device), src, tag, channel))
+            if sink.ended:
+                if not sink.took:
+                    return
+            elif self._comm.withdraw(sink):
+                return
+
+
+class _Message:
+    """A message that no user waits for."""
+
+    __slots__ = ("__weakref__", "ended", "op", "took")
+
+    hints: Mapping[str, Any] | None = None
+
+    def __init__(self) -> None:
+        self.op: ops.Op = ops.Barrier()
+        self.ended = self.took = False
+
+    def done(self) -> bool:
+        """See :meth:`aiocomms.transport.Completion.done`."""
+        return self.ended
+
+    def complete(self, value: Any = OP_RESULT) -> None:
+        """See :meth:`aiocomms.transport.Completion.complete`."""
+        self.ended = self.took = True
+
+    def fail(self, error: CommError) -> None:
+        """See :meth:`aiocomms.transport.Completion.fail`. One of another size or dtype was taken all the same."""
+        self.ended = True
+        self.took = isinstance(error, (MessageTruncatedError, MismatchError))
+
+
+class _Ear(_Message):
+    """Waits for what one rank tells."""
+
+    __slots__ = ("_ends", "buffer", "rank")
+
+    def __init__(self, ends: LaneEnds, rank: int) -> None:
+        super().__init__()
+        self._ends = ends
+        self.rank = rank
+        self.buffer: Tensor
+
+    def complete(self, value: Any = OP_RESULT) -> None:
+        """See :meth:`aiocomms.transport.Completion.complete`."""
+        super().complete(value)
+        self._ends.heard(self)
+
+
+def _tell(told: _GivenUp, device: torch.device) -> Tensor:
+    short = msgspec.structs.replace(told, lane=told.lane[:_LONGEST_LANE], reason=told.reason[:_LONGEST_REASON])
+    body = msgspec.msgpack.encode(short)
+    data = _DIALECT.head + len(body).to_bytes(2, "little") + body
+    return codec.to_tensor(data.ljust(_BYTES, b"\0"), device)
+
+
+def _understand(data: bytes, rank: int) -> _GivenUp:
+    body = _DIALECT.check(data, f"rank {rank}", rank)
+    try:
+        told = _decoder.decode(body[2 : 2 + int.from_bytes(body[:2], "little")])
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"rank {rank} gave up a lane in words that make no sense: {error}", peer=rank) from error
+    return told
+
+
+def as_reason(reason: str | BaseException) -> str:
+    """Why, in words."""
+    if not isinstance(reason, BaseException):
+        return reason
+    return f"{type(reason).__name__}: {reason}" if str(reason) else type(reason).__name__

@@ -1,0 +1,180 @@
+"""Lanes that one rank gives up: all ranks do, nothing waits, and the communicator and its other lanes go on."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import anyio
+import pytest
+
+from aiocomms import Work
+from aiocomms.communicator import Communicator
+from aiocomms.errors import LaneAbortedError
+from aiocomms.testing.conformance.case import Case, ranks
+from aiocomms.testing.conformance.test_lanes import number, reduced, shuffled
+
+LARGE = 40_000
+"""Elements of a tensor that no transport sends before its receive."""
+
+
+async def goes_on(comm: Communicator, case: Case) -> None:
+    """Check that the communicator and its other lanes are as before, on all ranks."""
+    await reduced(comm.lane("another"), 3)
+    await reduced(comm, 4)
+    assert not comm.aborted
+    await case.meet("it goes on")
+
+
+async def refused(comm: Communicator, key: Any, why: str) -> None:
+    """Check that a lane ends, at the call or later, with what its first rank to give it up said."""
+    with pytest.raises(LaneAbortedError, match=why) as caught:
+        await comm.lane(key).barrier()
+    assert f"lane {key}" in str(caught.value)
+
+
+@ranks(2, 3, 4)
+async def test_what_waits_on_the_other_ranks_ends(comm: Communicator, case: Case) -> None:
+    case.need_any_order()
+    lane = comm.lane("req 7")
+    if comm.rank == 0:
+        for rank in range(1, comm.size):
+            await case.told("called", rank)
+        lane.abort(ValueError("a bad request"))
+    else:
+        works: list[Work[Any]] = [lane.all_reduce(number(comm, 1)), lane.barrier(), lane.recv(number(comm, 0), 0)]
+        works.append(lane.recv_object(0))
+        case.tell("called")
+        for work in works:
+            with pytest.raises(LaneAbortedError, match="given up by rank 0: ValueError: a bad request") as caught:
+                await work
+            assert caught.value.peer == 0
+            assert "lane req 7" in str(caught.value)
+    await refused(comm, "req 7", "by rank 0: ValueError: a bad request")
+    await goes_on(comm, case)
+
+
+@ranks(2, 3)
+async def test_an_exception_that_leaves_the_block(comm: Communicator, case: Case) -> None:
+    case.need_any_order()
+
+    async def handle() -> None:
+        with comm.lane("failing"):
+            await reduced(comm, 1)
+            if comm.rank == comm.size - 1:
+                raise KeyError("no such model")
+            await reduced(comm, 2)
+
+    wanted: type[Exception] = KeyError if comm.rank == comm.size - 1 else LaneAbortedError
+    with pytest.raises(wanted, match="no such model"):
+        await handle()
+    await goes_on(comm, case)
+
+
+@ranks(2, 3)
+async def test_a_task_that_is_cancelled_in_the_block(comm: Communicator, case: Case) -> None:
+    """As when a client goes away: what the other ranks do for its request ends, too."""
+    case.need_any_order()
+    others = range(1, comm.size)
+    if comm.rank == 0:
+        with anyio.CancelScope() as scope:
+            with comm.lane("gone"):
+                for rank in others:
+                    await case.told("called", rank)
+                scope.cancel()
+                await anyio.lowlevel.checkpoint()
+        assert scope.cancelled_caught
+    else:
+        with pytest.raises(LaneAbortedError, match="given up by rank 0"), comm.lane("gone"):
+            work = comm.all_reduce(number(comm, 1))
+            case.tell("called")
+            await work
+    await goes_on(comm, case)
+
+
+@ranks(2, 3)
+async def test_what_nobody_receives_is_let_go(comm: Communicator, case: Case) -> None:
+    """A large message waits for its receiver, which will not come any more."""
+    case.need_any_order()
+    lane, last = comm.lane("large"), comm.size - 1
+    works: list[Work[Any]] = []
+    if comm.rank == 0:
+        works = [lane.send(number(comm, 1, LARGE), last), lane.broadcast(number(comm, 1, LARGE), 0)]
+        works += [lane.broadcast(number(comm, k, LARGE), 0) for k in range(3)]
+        works.append(lane.send_object({"of": "some", "size": number(comm, 1, LARGE)}, last))
+    await case.meet("sent")
+    if comm.rank == last:
+        lane.abort("nobody wants it")
+    for work in works:
+        with pytest.raises(LaneAbortedError, match="nobody wants it"):
+            await work
+    await refused(comm, "large", "nobody wants it")
+    await goes_on(comm, case)
+
+
+@ranks(2, 3)
+async def test_a_rank_that_has_used_no_lane_yet(comm: Communicator, case: Case) -> None:
+    """It learns of it when it uses its first."""
+    case.need_any_order()
+    if comm.rank == 0:
+        comm.lane("early").abort("before anybody called")
+    await case.meet("aborted")
+    await refused(comm, "early", "before anybody called")
+    await goes_on(comm, case)
+
+
+@ranks(2, 3)
+async def test_all_ranks_give_it_up_at_once(comm: Communicator, case: Case) -> None:
+    """Who calls late hears of it there. What had begun on all ranks may have its result on some. Nobody waits."""
+    case.need_any_order()
+    lane = comm.lane("all")
+    try:
+        work = lane.all_reduce(number(comm, 1, LARGE))
+        lane.abort("one reason")
+        lane.abort("another reason")
+        await work
+    except LaneAbortedError as error:
+        assert "one reason" in str(error)
+    await refused(comm, "all", "one reason")
+    await goes_on(comm, case)
+
+
+@ranks(2, 3)
+async def test_on_another_thread(comm: Communicator, case: Case) -> None:
+    case.need_any_order()
+    lane = comm.lane("thread")
+    if comm.rank == 0:
+        await anyio.to_thread.run_sync(lane.abort, "from a thread")
+    with pytest.raises(LaneAbortedError, match="from a thread"):
+        await lane.all_reduce(number(comm, 1))
+    await goes_on(comm, case)
+
+
+@ranks(2, 3)
+async def test_requests_that_fail_among_others(comm: Communicator, case: Case) -> None:
+    """Every fifth request fails on one rank, before one of its collectives. All others are right, and nothing is kept."""
+    case.need_any_order()
+    same = random.Random(case.seed)
+    plan = {key: (same.randrange(comm.size), same.randrange(4)) for key in range(0, 60, 5)}
+
+    async def serve(key: int) -> None:
+        fails_on, fails_before = plan.get(key, (-1, -1))
+        count = (2, 5000, LARGE)[key % 3]
+        try:
+            with comm.lane(f"request {key}"):
+                for step in range(4):
+                    if (comm.rank, step) == (fails_on, fails_before):
+                        raise ValueError(f"request {key} is bad")
+                    await reduced(comm, key + step, count)
+        except (ValueError, LaneAbortedError) as error:
+            assert f"request {key} is bad" in str(error)
+            assert key in plan
+        else:
+            assert key not in plan
+
+    async with anyio.create_task_group() as tasks:
+        for key in shuffled(case, range(60)):
+            tasks.start_soon(serve, key)
+    await goes_on(comm, case)
+    assert not comm._core.in_flight
+    assert not comm._core.router.turns
