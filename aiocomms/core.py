@@ -23,7 +23,7 @@ from aiocomms import lifecycle, ops
 from aiocomms.bootstrap.registry import close_transports
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.diagnosis import dumps
-from aiocomms.diagnosis.inquiry import Inquiry, Waited
+from aiocomms.diagnosis.inquiry import Inquiry, Late
 from aiocomms.diagnosis.postmortem import PostMortem
 from aiocomms.diagnosis.recorder import UNMATCHED, Recorder, called, peers
 from aiocomms.errors import (
@@ -291,12 +291,12 @@ class Core:
 
     def _inquire(self, work: StartedWork[Any]) -> None:
         """A receive or wait is late: find out what the rank that it waits for has waited for, and let it expire."""
-        queue, now, passed = work.queue, time.time(), time.monotonic()
+        queue, now = work.queue, time.monotonic()
         posted = None if queue is None else queue.get(work)
         if posted is not None:  # else it has become done meanwhile
             what = called(work.op) + (f" in lane {work.lane}" if isinstance(work, LaneWork) else "")
-            mine = Waited(self.rank, peers(work.op)[0], what, now - (passed - posted), now)
-            self._inquiry.begin(mine, lambda report: self.driver.call_threadsafe(self._expire_alone, work, report))
+            late = Late(self.rank, peers(work.op)[0], what, now - posted)
+            self._inquiry.begin(late, lambda report: self.driver.call_threadsafe(self._expire_alone, work, report))
 
     def _expire_alone(self, work: StartedWork[Any], report: str) -> None:
         """A receive or wait is late: it fails alone, or with everything else if something has matched it."""

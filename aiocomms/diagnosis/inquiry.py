@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -24,6 +24,16 @@ PERIOD: Final = 0.5
 _LATE: Final = "late"
 _LARGEST: Final = 1024
 """Bytes of what another rank says."""
+
+
+class Late(NamedTuple):
+    """A receive of this rank whose deadline has just passed."""
+
+    rank: int
+    peer: int
+    what: str
+    age: float
+    """Seconds since it was called."""
 
 
 class Waited(msgspec.Struct, array_like=True):
@@ -47,7 +57,7 @@ class Inquiry:
         self._size = size
         self._not_before = float("-inf")
 
-    def begin(self, mine: Waited, end: Callable[[str], object]) -> None:
+    def begin(self, late: Late, end: Callable[[str], object]) -> None:
         """Leave word of a late receive, and follow it from rank to rank; on the watchdog's thread.
 
         :param end: called once, on any thread, with what is to be added to the error.
@@ -55,6 +65,8 @@ class Inquiry:
         now = time.monotonic()
         if self._size > 1 and self._board.store is not None and now >= self._not_before:
             self._not_before = now + PERIOD
+            until = time.time()  # the ranks' hosts have no other clock in common
+            mine = Waited(late.rank, late.peer, late.what, until - late.age, until)
             if dumps.in_background(lambda: end(in_time(PATIENCE, "", lambda: self._follow(mine)))):
                 return
         end("")

@@ -27,7 +27,7 @@ class Router(dict[type[ops.Op], Route]):
         self._transports = transports
         self[Offload] = comm.offload  # type: ignore[assignment]
         self._runs: weakref.WeakKeyDictionary[Completion, weakref.ref[Run]] = weakref.WeakKeyDictionary()
-        """The schedules of lowered ops that may be withdrawn or stopped. Messages keep them alive, and they their works."""
+        """The schedules of lowered ops that may be withdrawn or stopped. Messages keep them, and they their works."""
         self.turns = Turns(comm)
 
     def __missing__(self, cls: type[ops.Op]) -> Route:

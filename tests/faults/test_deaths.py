@@ -375,7 +375,13 @@ async def run_out_of_memory(place: Rank) -> float:
 
 @pytest.mark.fault(9)
 def test_no_memory(ranks: Run, notice: Notice) -> None:
-    notice(ranks(3, run_out_of_memory))
+    notice(ranks(3, run_out_of_memory, before=one_arena))
+
+
+def one_arena(rank: int) -> None:
+    """Address space that glibc keeps for a thread's own allocations, 64 MiB each, is no room within the limit."""
+    m_arena_max = -8
+    ctypes.CDLL(None).mallopt(m_arena_max, 1)
 
 
 # ------------------------------------------------------------------------------------------------- 10: beginning

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import re
 import sys
+import threading
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -23,6 +25,7 @@ import trio
 from concurrency import run_on, turns
 
 from aiocomms import Work
+from aiocomms.blocking import BlockingWindow, BlockingWork
 from aiocomms.errors import CommTimeoutError, WorkCancelledError
 from aiocomms.testing import local_world
 
@@ -176,6 +179,36 @@ async def wait_blocking(post: Post) -> None:
         post().wait_blocking(timeout=0)
 
 
+async def wait_in_a_thread(post: Post) -> None:
+    def wait() -> Any:
+        work = post(portal=True)
+        with pytest.raises(TimeoutError):
+            work.wait(0)
+        return work
+
+    work = await asyncio.to_thread(wait)
+    while work._work is None:  # the loop has not come round to starting it
+        await turns()
+
+
+async def interrupted_in_a_thread(post: Post) -> None:
+    """What Ctrl-C raises in the main thread is raised in the one that waits."""
+    works: list[Any] = []
+    threads: list[int] = []
+
+    def wait() -> None:
+        threads.append(threading.get_ident())
+        works.append(post(portal=True))
+        with pytest.raises(KeyboardInterrupt):
+            works[0].wait()
+
+    waiting = asyncio.ensure_future(asyncio.to_thread(wait))
+    while not works or not works[0]._bells:
+        await turns()
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(threads[0]), ctypes.py_object(KeyboardInterrupt))
+    await waiting
+
+
 async def dropped(post: Post) -> None:
     post()
     gc.collect()
@@ -199,6 +232,8 @@ ASYNCIO: dict[str, Case] = {
     "`await work.cancel()`": cancel,
     "its own deadline, `timeout=`": deadline,
     "`work.wait_blocking(timeout=0)`": wait_blocking,
+    "`wait(0)` of a portal's work": wait_in_a_thread,
+    "Ctrl-C ends the `wait()` of a portal's work, and no other thread waits for it": interrupted_in_a_thread,
     "nobody awaits it, and the program drops it": dropped,
 }
 EITHER: dict[str, tuple[Case, Case]] = {  # on asyncio by anyio, and on trio
@@ -230,9 +265,9 @@ class Messages:
         self._lost = torch.zeros(1)
         self._next = [torch.zeros(1), torch.zeros(1)]
 
-    def post(self, **more: Any) -> Work[Any]:
+    def post(self, portal: bool = False, **more: Any) -> Any:
         """The op that is lost."""
-        return self._comm.recv(self._lost, 0, **more)
+        return (self._comm.portal() if portal else self._comm).recv(self._lost, 0, **more)
 
     def send(self, peer: Any, number: int) -> Work[Any]:
         return peer.send(torch.full((1,), float(number)), 1)
@@ -248,8 +283,8 @@ class Messages:
 
 
 class Objects(Messages):
-    def post(self, **more: Any) -> Work[Any]:
-        return self._comm.recv_object(0, **more)
+    def post(self, portal: bool = False, **more: Any) -> Any:
+        return (self._comm.portal() if portal else self._comm).recv_object(0, **more)
 
     def send(self, peer: Any, number: int) -> Work[Any]:
         return peer.send_object(number, 1)
@@ -271,8 +306,9 @@ class Signals(Objects):
         super().__init__(comm)
         self._windows = windows
 
-    def post(self, **more: Any) -> Work[Any]:
-        return self._windows[1].wait_signal(0, **more)
+    def post(self, portal: bool = False, **more: Any) -> Any:
+        window = self._windows[1]
+        return (BlockingWindow(self._comm.portal(), window) if portal else window).wait_signal(0, **more)
 
     def send(self, peer: Any, number: int) -> Work[Any]:
         return self._windows[0].signal(1)
@@ -286,9 +322,9 @@ class Signals(Objects):
 
 async def lose(peer: Any, comm: Any, messages: Messages, case: Case, outcome: str) -> None:
     """Lose interest in an op, and see who gets the messages."""
-    before, posted = comm._core.issued, list[Work[Any]]()
+    before, posted = comm._core.issued, list[Any]()
 
-    def post(**more: Any) -> Work[Any]:
+    def post(**more: Any) -> Any:
         work = messages.post(**more)
         if outcome == "withdrawn":
             posted.append(work)  # nothing depends on whether anybody still has it
@@ -307,7 +343,9 @@ async def lose(peer: Any, comm: Any, messages: Messages, case: Case, outcome: st
         messages.check(await first, 1)
         messages.check(await second, 2)
         messages.check_lost(0)
-        assert all(isinstance(work.exception(), (WorkCancelledError, CommTimeoutError)) for work in posted)
+        for work in posted:
+            error = work._outcome() if isinstance(work, BlockingWork) else work.exception()
+            assert isinstance(error, (WorkCancelledError, CommTimeoutError))
     del kept
 
 

@@ -66,11 +66,11 @@ def test_an_object_collective(run: Callable[..., Any], transport: str, name: str
     """The first rank to read a header cannot make sense of it, while others wait for what it was to send or take."""
     whole, refusing = objects.Arrival, [True]
 
-    def arrival(header: torch.Tensor) -> Any:
+    def arrival(header: bytes, device: torch.device) -> Any:
         if refusing:
             refusing.clear()
             raise ProtocolError("an object's header makes no sense")
-        return whole(header)
+        return whole(header, device)
 
     monkeypatch.setattr(objects, "Arrival", arrival)
 
