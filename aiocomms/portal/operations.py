@@ -27,6 +27,8 @@ class Operations(Issuer):
     _door: Door
     _target: Any
     """The communicator or lane whose operations they are."""
+    _where: str
+    """What errors call that."""
 
     send = started(PointToPoint.send)
     recv = started(PointToPoint.recv)
@@ -71,15 +73,11 @@ class Operations(Issuer):
             op.check(self._core)
             if hints is not None:
                 checks.mapping("hints", hints)
-            work: BlockingWork[Any] = BlockingWork(self._target, self._door, op, hints, timeout)
+            work: BlockingWork[Any] = BlockingWork(self._target, self._where, self._door, op, hints, timeout)
         except CommError as error:
-            raise error.about(comm=self._described(), op=op.name, rank=self.rank) from None
+            raise error.about(comm=self._where, op=op.name, rank=self.rank) from None
         self._door.put(work._begin)
         return work
-
-    def _described(self) -> str:
-        """What errors say that an op belongs to."""
-        return self.name
 
 
 class BlockingLane(Operations):
@@ -93,6 +91,7 @@ class BlockingLane(Operations):
         self.rank, self.size, self.name, self.device = lane.rank, lane.size, lane.name, lane.device
         self.key: Key = lane.key
         self._core, self._door, self._target = door.core, door, lane
+        self._where = f"{lane.name}, lane {lane._names()[1]}"
 
     def __repr__(self) -> str:
         return f"<Blocking{repr(self._target)[1:]}"
@@ -130,6 +129,3 @@ class BlockingLane(Operations):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._target.__exit__(kind, error, trace)
-
-    def _described(self) -> str:
-        return f"{self.name}, lane {self._target._names()[1]}"

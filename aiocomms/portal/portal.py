@@ -41,7 +41,7 @@ class Portal(Operations, Hooked):
     def __init__(self, comm: Any) -> None:
         self.rank, self.size, self.name, self.device = comm.rank, comm.size, comm.name, comm.device
         self._comm, self._core = comm, comm._core
-        self._target = comm
+        self._target, self._where = comm, comm.name
         self._pre_hooks, self._post_hooks, self._abort_hooks = comm._pre_hooks, comm._post_hooks, comm._abort_hooks
         self._door = Door(self._core)
         comm._doors.append(self._door)

@@ -179,11 +179,20 @@ class BlockingWork(Pending, Generic[T_co]):
     It completes all the same. If it fails by itself and nobody waits for it, the event loop is told.
     """
 
-    __slots__ = ("__weakref__", "_asked", "_comm", "_error", "_seconds", "_stream", "_unseen", "_until", "_work", "op")
+    __slots__ = (
+        "__weakref__", "_asked", "_comm", "_error", "_seconds", "_stream", "_unseen", "_until", "_where", "_work", "op",
+    )  # fmt: skip
 
-    def __init__(self, comm: Any, door: Door, op: Op, hints: Mapping[str, Any] | None, timeout: OpTimeout) -> None:
+    def __init__(
+        self, comm: Any, where: str, door: Door, op: Op, hints: Mapping[str, Any] | None, timeout: OpTimeout
+    ) -> None:
+        """Note what was called.
+
+        :param comm: the communicator or lane that it was called on.
+        :param where: the same in words.
+        """
         super().__init__(door)
-        self._comm = comm
+        self._comm, self._where = comm, where
         self.op = op
         """The record of what was asked."""
         self._seconds: float = comm._seconds if timeout is COMM_TIMEOUT else checks.deadline("timeout", timeout)
@@ -197,7 +206,7 @@ class BlockingWork(Pending, Generic[T_co]):
 
     def __repr__(self) -> str:
         state = "pending" if not self._over else "done" if (error := self._outcome()) is None else f"failed {error!r}"
-        return f"<BlockingWork {self.op.name} on '{self._comm.name}' (rank {self._comm.rank}) {state}>"
+        return f"<BlockingWork {self.op.name} on '{self._where}' (rank {self._comm.rank}) {state}>"
 
     def done(self) -> bool:
         """Whether the op has completed or failed on this rank; any thread."""
@@ -318,7 +327,7 @@ class BlockingWork(Pending, Generic[T_co]):
         self._taken()
         if isinstance(error, CommError):
             seq = None if self._work is None else self._work.seq
-            error = error.about(comm=self._comm.name, op=self.op.name, seq=seq, rank=self._comm.rank)
+            error = error.about(comm=self._where, op=self.op.name, seq=seq, rank=self._comm.rank)
         if not self._over:
             self._error = error
             self._ring()

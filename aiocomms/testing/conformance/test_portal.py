@@ -226,8 +226,10 @@ def test_a_lane_of_threads_says_what_it_is(comm: Portal, case: Case) -> None:
     with pytest.raises(ArgumentError, match="root is 2") as wrong:
         lane.broadcast(ones(comm), 2)
     assert "lane req-17" in str(wrong.value)
+    work = lane.recv(ones(comm), 1 - comm.rank, 3)
+    assert "lane req-17" in repr(work)
     with pytest.raises(CommTimeoutError, match="lane req-17"):
-        lane.recv(ones(comm), 1 - comm.rank, 3).wait()
+        work.wait()
     with pytest.raises(ArgumentTypeError, match="wanted a str, bytes or an int"):
         comm.lane(None)  # type: ignore[arg-type]
     comm.barrier().wait()

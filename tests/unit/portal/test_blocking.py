@@ -128,7 +128,8 @@ started = works.Pending._block
 def waiting():  # says so when the main thread waits, and not before
     def _block(self, patience):
         if threading.current_thread() is threading.main_thread():
-            print("now", flush=True)
+            sys.stdout.write("now" + chr(10))  # in one piece, for other threads may write, too
+            sys.stdout.flush()
         return started(self, patience)
     works.Pending._block = _block
 """
@@ -164,7 +165,7 @@ def other():
     try:
         two.recv(torch.zeros(1), 0).wait()
     except Exception as error:
-        print(type(error).__name__, "KeyboardInterrupt" in str(error), flush=True)
+        sys.stdout.write(f"{type(error).__name__} {'KeyboardInterrupt' in str(error)}" + chr(10))
     two.close()
 thread = threading.Thread(target=other)
 thread.start()
