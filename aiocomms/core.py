@@ -311,8 +311,9 @@ class Core:
         op = work.op
         transport = self.by_family.get(op.family)
         absent: Sequence[int] = ()
-        if isinstance(work, LaneWork) and op.family == "collectives":
-            absent = self.router.turns.waiting_for(work)
+        lowered = self.router.turns.waiting_for(work) if isinstance(work, LaneWork) else None
+        if lowered is not None:
+            absent = lowered
         elif transport is not None:
             absent = list(guarded((), transport.waiting_for, work))
         absent = absent or peers(op)

@@ -178,8 +178,8 @@ class Lane(PointToPoint, Collectives, Objects):
         return self._known
 
     def _issue(self, op: Op, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT) -> Work[Any]:
-        """As a communicator does, but that its collectives are not counted, and everything goes by messages."""
-        comm, core, seq = self._comm, self._core, self._core.issued
+        """As a communicator does, but that its collectives are not counted."""
+        comm, core, seq, kind = self._comm, self._core, self._core.issued, type(op)
         number, words = self._known or self._names()
         work: LaneWork[Any] = LaneWork(op, seq, core, hints, number=number, lane=words)
         try:
@@ -189,16 +189,16 @@ class Lane(PointToPoint, Collectives, Objects):
         core.issued = seq + 1
         recorder = core.recorder
         recorder.lanes.append((seq, words))
-        recorder.ring.append(type(op))
+        recorder.ring.append(kind)
         if comm._pre_hooks:
             comm._pre_hooks.ask(op, seq)
         try:
-            core.router.post_within(op, work)
+            at = core.router.within[kind](op, number, work)
         except BaseException as error:
             raise core.not_posted(op, error, work._comm_name())  # noqa: B904 - it is this error, or caused by it
         if not work._state:  # done(), without the call
             return core.keep(work, seconds)
-        recorder.ring.append(monotonic() if type(op) not in PEERS else recorder.row(work))
+        recorder.ring.append((at or monotonic()) if kind not in PEERS else recorder.row(work))
         if comm._post_hooks or work.fault is not None:
             core.ended_at_once(work)
         return work

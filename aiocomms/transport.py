@@ -122,6 +122,8 @@ class Capabilities(msgspec.Struct, frozen=True):
     :param in_process: whether all ranks may be tasks of one process.
     :param detects_mismatch: whether ranks that call different collectives are told so before any of them completes one.
     :param rounds_each_step: dtypes whose sums it rounds after each rank's contribution, and not only at the end.
+    :param lanes: the collectives that it takes in :meth:`Transport.post_in_lane`; those of lanes that are not among them
+        go by messages.
     :param spin: how many turns of the loop it is worth asking :meth:`Transport.progress` before parking on the
         descriptor; 0 where completions come from another thread or from the peer's own call.
     """
@@ -133,6 +135,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     in_process: bool = False
     detects_mismatch: bool = True
     rounds_each_step: frozenset[torch.dtype] = frozenset()
+    lanes: frozenset[type[ops.Op]] = frozenset()
     spin: int = 0
 
     def reduces(self, op: ReduceOp, dtype: torch.dtype) -> bool:
@@ -242,6 +245,21 @@ class Transport(ABC):
         :returns: when it ended, by :func:`time.monotonic`, if it has and the transport knows: it spares a look at the
             clock.
         """
+
+    def post_in_lane(self, op: ops.Op, lane: int, work: Completion) -> float | None:
+        """Start a collective that matches those of the same lane on the other ranks, and nothing else.
+
+        Called for the ops in :attr:`Capabilities.lanes`, with the contract of :meth:`post`. Within a lane all ranks call
+        the same collectives in the same order, and these run one after the other. Nothing is ordered between lanes, nor
+        between a lane and what :meth:`post` is given: any rank may call any of them first, and await it before it calls
+        another. Ten thousand lanes may have something under way at once. A lane at rest keeps nothing.
+
+        Ranks that call different things in a lane are found out as those of :meth:`post` are, with a
+        :class:`MismatchError`; :meth:`waiting_for` is asked for these works, too.
+
+        :param lane: 62 bits, the same on all ranks.
+        """
+        raise NotImplementedError
 
     def wait_stream(self, work: Completion, stream: Any) -> None:
         """Make a CUDA stream wait for an op, which may be captured, or done already.

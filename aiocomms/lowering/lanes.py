@@ -1,7 +1,7 @@
 """Lanes: collectives that are matched by a key, and in the order of the calls among those of their key alone.
 
-The collectives of a lane go by messages, whatever the transport carries natively, and each message has a tag that is
-made of the key. So nothing is ordered between lanes, and a message that comes before its receive waits for it like any
+Where the transport does not carry them itself, they go by messages, and each message has a tag that is made of the key.
+So nothing is ordered between lanes, and a message that comes before its receive waits for it like any
 other. Those of one lane run one after the other: then the order of the calls tells them apart, and a lane needs neither
 a number that all ranks count alike nor memory while nothing of it is under way.
 """
@@ -16,7 +16,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from aiocomms import ops
-from aiocomms.errors import CommError, MismatchError
+from aiocomms.errors import CommError
 from aiocomms.lowering.runs import Poster, Run, Steps
 from aiocomms.lowlevel.threads import copied
 from aiocomms.progress.inflight import LaneWork
@@ -108,9 +108,7 @@ class _LaneRun(Run):
         self._turn.look()
 
     def _give_up(self, error: CommError) -> None:
-        if isinstance(error, MismatchError):
-            error = MismatchError(f"in lane {self.work.lane}, {error.message}", peer=error.peer)
-        super()._give_up(error.about(comm=self.work._comm_name()))
+        super()._give_up(self.work.in_lane(error).about(comm=self.work._comm_name()))
 
 
 class _Turn(deque[_LaneRun]):
@@ -164,13 +162,16 @@ class Turns(dict[int, _Turn]):
             turn = self[number] = _Turn(self, number)
         turn.call(_LaneRun(self._comm, steps, work, turn))
 
-    def waiting_for(self, work: LaneWork[Any]) -> list[int]:
-        """The ranks whose messages a collective waits for, or the one that is before it in its lane. Any thread."""
+    def waiting_for(self, work: LaneWork[Any]) -> list[int] | None:
+        """The ranks whose messages a collective waits for, or the one that is before it in its lane. Any thread.
+
+        :returns: None: the collective is not made of messages.
+        """
         for turn in copied(self.values()):
             runs = copied(turn)
             if any(run.work is work for run in runs):
                 return runs[0].waits_for()
-        return []
+        return None
 
     def stop(self, number: int, error: CommError) -> list[ops.Send]:
         """End the collectives of one lane; see :meth:`Run.stop`.

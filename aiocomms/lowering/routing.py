@@ -19,6 +19,10 @@ Route = Callable[[ops.Op, Completion], float | None]
 """A function that starts an op, with the contract of :meth:`aiocomms.transport.Transport.post`."""
 
 
+LaneRoute = Callable[[ops.Op, int, LaneWork[Any]], float | None]
+"""The same of a lane, with the contract of :meth:`aiocomms.transport.Transport.post_in_lane`."""
+
+
 class Router(dict[type[ops.Op], Route]):
     """The routes of one communicator by op type. A route is decided when the first op of its type is called."""
 
@@ -29,6 +33,7 @@ class Router(dict[type[ops.Op], Route]):
         self._runs: weakref.WeakKeyDictionary[Completion, weakref.ref[Run]] = weakref.WeakKeyDictionary()
         """The schedules of lowered ops that may be withdrawn or stopped. Messages keep them, and they their works."""
         self.turns = Turns(comm)
+        self.within = LaneRoutes(self, transports)
 
     def __missing__(self, cls: type[ops.Op]) -> Route:
         route = self[cls] = self._decide(cls)
@@ -74,15 +79,15 @@ class Router(dict[type[ops.Op], Route]):
 
         return reduce
 
-    def post_within(self, op: ops.Op, work: LaneWork[Any]) -> None:
-        """Start an op of a lane: a message, or several; or a collective, when it is its turn."""
+    def lower_within(self, op: ops.Op, lane: int, work: LaneWork[Any]) -> None:
+        """Start an op of a lane by messages: one, or several; or a collective, when it is its turn."""
         if not self._has_messages():
             self._refuse(op, work)
         if op.family == "collectives":
-            context = Context(self._comm, collective_tag(work.number, op))
+            context = Context(self._comm, collective_tag(lane, op))
             self.turns.call(SCHEDULES[type(op)](context, op), work)
         else:
-            self._messages(within(op, work.number), work)
+            self._messages(within(op, lane), work)
 
     def _has_messages(self) -> bool:
         p2p = self._transports.get("p2p")
@@ -109,3 +114,29 @@ class Router(dict[type[ops.Op], Route]):
             op=op.name,
             rank=self._comm.rank,
         )
+
+
+class LaneRoutes(dict[type[ops.Op], LaneRoute]):
+    """The routes of ops of lanes by op type: to the transport where it carries them so, else to messages."""
+
+    def __init__(self, router: Router, transports: Mapping[ops.Family, Transport]) -> None:
+        self._lower: LaneRoute = router.lower_within
+        self._transports = transports
+
+    def __missing__(self, cls: type[ops.Op]) -> LaneRoute:
+        route = self[cls] = self._decide(cls)
+        return route
+
+    def _decide(self, cls: type[ops.Op]) -> LaneRoute:
+        transport = self._transports.get(cls.family)
+        if transport is None or cls not in transport.capabilities.lanes:
+            return self._lower
+        capabilities, post, fallback = transport.capabilities, transport.post_in_lane, self._lower
+        if capabilities.reductions is None or "op" not in cls.__struct_fields__:
+            return post
+
+        def reduce(op: Any, lane: int, work: LaneWork[Any]) -> float | None:
+            dtype = op.writes()[0][1].dtype
+            return (post if capabilities.reduces(op.op, dtype) else fallback)(op, lane, work)
+
+        return reduce

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from torch import Tensor, UntypedStorage
 
-from aiocomms.errors import CapturedWorkError, CommError, WorkCancelledError
+from aiocomms.errors import CapturedWorkError, CommError, MismatchError, WorkCancelledError
 from aiocomms.lowlevel import memory
 from aiocomms.progress.deadlines import watchdog
 from aiocomms.progress.driver import Driver, Promise
@@ -152,6 +152,16 @@ class LaneWork(StartedWork[T_co]):
 
     def _end(self, error: CommError, state: int) -> None:
         super()._end(error.about(comm=self._comm_name()), state)
+
+    def fail(self, error: CommError) -> None:
+        """See :meth:`aiocomms.transport.Completion.fail`."""
+        super().fail(self.in_lane(error))
+
+    def in_lane(self, error: CommError) -> CommError:
+        """Name the lane in what all ranks are told when some disagree."""
+        if not isinstance(error, MismatchError) or error.message.startswith("in lane "):
+            return error
+        return MismatchError(f"in lane {self.lane}, {error.message}", peer=error.peer)
 
 
 class Expirer(Protocol):

@@ -110,6 +110,7 @@ class CudaUcxTransport(UcxTransport):
         UcxTransport.capabilities,
         ops=frozenset({ops.Send, ops.Recv, ops.Barrier}) | (ops.RMA - {ops.FetchAdd, ops.CompareSwap}),
         in_process=False,
+        lanes=frozenset(),
     )
     fast_check = None
     windows = CudaWindows

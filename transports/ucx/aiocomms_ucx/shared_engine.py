@@ -16,13 +16,16 @@ from aiocomms_ucx import wire
 from aiocomms_ucx._engine import Engine, NoticeKind
 
 if TYPE_CHECKING:
+    from aiocomms_ucx.lanes import LaneCollectives
     from aiocomms_ucx.transport import UcxTransport
 
 _GOODBYE: Final = 2.0
 """Seconds in which the peers' engines must confirm that they have received everything, without their loops."""
 
-Entry = tuple["UcxTransport", Completion, int]
-"""An op's transport, which is told the outcome, and its work; and the number of a collective."""
+_OF_LANES: Final = frozenset({NoticeKind.LANE_DISAGREES, NoticeKind.LANE_LEFT})
+
+Entry = tuple["UcxTransport | LaneCollectives", Completion, int]
+"""Who is told the outcome of an op, its work, and the number of a collective or of its lane."""
 
 
 class SharedEngine:
@@ -63,8 +66,8 @@ class SharedEngine:
         for ticket, status, a, b in outcomes:
             entry = pop(ticket, None)
             if entry is not None:  # else a signal handler has interrupted its post, and its caller knows
-                transport, work, index = entry
-                transport.finish(work, index, status, a, b)
+                owner, work, index = entry
+                owner.finish(work, index, status, a, b)
         for kind, peer, group, detail, raw in notices:
             self._handle_notice(kind, peer, group, detail, raw)
         return True
@@ -88,6 +91,8 @@ class SharedEngine:
             transport = self.transports[group]
             if kind == NoticeKind.FAILED:
                 transport.failed(raw.decode(errors="replace"))
+            elif kind in _OF_LANES:
+                (transport.lanes.left if kind == NoticeKind.LANE_LEFT else transport.lanes.disagrees)(peer, detail)
             else:
                 (transport.left if kind == NoticeKind.LEFT else transport.disagrees)(peer, detail)
 

@@ -18,6 +18,7 @@ from aiocomms_ucx import wire
 from aiocomms_ucx._engine import TURNS, is_plain
 from aiocomms_ucx.bringup import no_cuda_in_ucx, open_shared_engine
 from aiocomms_ucx.collectives import START, describe
+from aiocomms_ucx.lanes import LaneCollectives
 from aiocomms_ucx.meeting import meet
 from aiocomms_ucx.shared_engine import SharedEngine
 from aiocomms_ucx.side_channel import UcxSideChannel
@@ -39,6 +40,7 @@ class UcxTransport(Transport):
     capabilities = Capabilities(
         ops=(ops.P2P - {ops.Batch}) | ops.COLLECTIVES | ops.RMA,
         devices=frozenset({"cpu", "cuda"}),
+        lanes=ops.COLLECTIVES,
         in_process=True,
         spin=TURNS,
     )
@@ -65,6 +67,8 @@ class UcxTransport(Transport):
         self._fd = os.dup(self.engine.fileno())
         self._numbers = [0] * self.size
         self._windows = self.windows(self)
+        self.lanes = LaneCollectives(self)
+        self.post_in_lane = self.lanes.post  # type: ignore[method-assign]
         self._calls = 0  # how many collectives were posted
         self._collectives: dict[int, Completion] = {}  # the collectives that are not done, by number
         self._left: dict[int, int] = {}  # the ranks that have closed, and how many collectives each had done
@@ -255,8 +259,11 @@ class UcxTransport(Transport):
         peer = peer_of(work.op)
         if peer is not None:
             return [peer]
+        owner, _, index = self.shared.pending.get(id(work), (self, work, PLAIN))
         with self._ending:
-            return () if self._closed else self.engine.missing(self.group)
+            if self._closed:
+                return ()
+            return self.lanes.waiting_for(index) if owner is self.lanes else self.engine.missing(self.group)
 
     def last_heard(self) -> Sequence[float]:
         """See :meth:`Transport.last_heard`. The engines' threads ask and answer, over the control connections."""
@@ -310,6 +317,7 @@ class UcxTransport(Transport):
         self.gone.add(rank)
         for index in list(self._collectives):
             self._reconsider(index)
+        self.lanes.reconsider()
 
     def disagrees(self, rank: int, index: int) -> None:
         """Tell all ranks what this rank calls, because the engine has found that a rank calls something else."""
@@ -325,6 +333,8 @@ class UcxTransport(Transport):
         if isinstance(said, wire.Dispute):
             self._disputes.setdefault(said.index, []).append((rank, said.text))
             self._reconsider(said.index)
+        elif isinstance(said, wire.LaneDispute):
+            self.lanes.hear(rank, said)
         elif isinstance(said, wire.Note):
             self.notes[rank] = said.text
         else:
@@ -358,6 +368,11 @@ class UcxTransport(Transport):
         """Report that the communicator is lost. The first error stays the reason."""
         self._failure = self._failure or error
         self.on_failure(self._failure)
+
+    def tell_of_lane(self, lane: int, text: str) -> None:
+        """Tell all ranks what this rank calls in a lane."""
+        for rank in range(self.size):
+            self._tell(rank, wire.LaneDispute(self._numbers[rank], lane, text))
 
     def _tell(self, rank: int, frame: wire.Frame) -> None:
         if rank != self.rank:

@@ -9,7 +9,7 @@ import msgspec
 from aiocomms.errors import ProtocolError
 from aiocomms.lowlevel import Dialect, Reason
 
-VERSION: Final = 7
+VERSION: Final = 8
 """Of all that the two sides of this transport tell each other, the engine's messages included."""
 _PREFIX: Final = b"\x01"  # the engine has no frames of its own with this prefix
 _LONGEST: Final = 2000
@@ -21,6 +21,14 @@ class Dispute(msgspec.Struct, tag=True, array_like=True):
 
     group: int
     index: int
+    text: str
+
+
+class LaneDispute(msgspec.Struct, tag=True, array_like=True):
+    """The sender describes what it calls in a lane; an empty text: nothing."""
+
+    group: int
+    lane: int
     text: str
 
 
@@ -43,7 +51,7 @@ class Note(msgspec.Struct, tag=True, array_like=True):
             raise ValueError("a note is too long")
 
 
-Frame = Dispute | Abort | Note
+Frame = Dispute | LaneDispute | Abort | Note
 _decoder = msgspec.msgpack.Decoder(Frame)
 
 

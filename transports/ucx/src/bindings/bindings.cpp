@@ -16,6 +16,7 @@
 
 #include <bit>
 #include <cstring>
+#include <type_traits>
 
 #include "bindings/tensors.hpp"
 #include "collectives/collectives.hpp"
@@ -110,89 +111,112 @@ struct Reducing {
   }
 };
 
+// A communicator's lanes, on which collectives are called by the lane's number, as on an engine by the communicator's.
+struct InLanes {
+  Engine& engine;
+  std::uint32_t group;
+
+  template <typename Make>
+  double collective(Ticket ticket, std::uint64_t lane, std::uint64_t fingerprint, const Make& make) {
+    return engine.lane_collective(ticket, group, lane, fingerprint, make);
+  }
+};
+
 // The tensors are looked at first, for that takes the GIL; what follows does not.
+// place: an Engine, or InLanes; number: the communicator's, or the lane's;
 // form: which operation it is, as a number.
-double barrier_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, std::uint64_t detail) {
+template <typename Place>
+using Number = std::conditional_t<std::is_same_v<Place, InLanes>, std::uint64_t, std::uint32_t>;
+
+template <typename Place>
+double barrier_op(Place& place, Ticket ticket, Number<Place> number, int form, std::uint64_t detail) {
   Unlocked unlocked;
-  return engine.collective(ticket, group, fingerprint_of(form, detail),
-                           [](Group& it, Unequal&) { return run_barrier(it); });
+  return place.collective(ticket, number, fingerprint_of(form, detail),
+                          [](auto& it, Unequal&) { return run_barrier(it); });
 }
 
-double broadcast_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, nb::handle tensor, int root) {
+template <typename Place>
+double broadcast_op(Place& place, Ticket ticket, Number<Place> number, int form, nb::handle tensor, int root) {
   const View data = view_of(tensor);
   Unlocked unlocked;
-  return engine.collective(ticket, group, fingerprint_of(form, root, static_cast<int>(data.dtype), data.bytes()),
-                           [&](Group& it, Unequal&) { return run_broadcast(it, root, data.data, data.bytes()); });
+  return place.collective(ticket, number, fingerprint_of(form, root, static_cast<int>(data.dtype), data.bytes()),
+                          [&](auto& it, Unequal&) { return run_broadcast(it, root, data.data, data.bytes()); });
 }
 
-double all_reduce_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, nb::handle tensor, int op,
+template <typename Place>
+double all_reduce_op(Place& place, Ticket ticket, Number<Place> number, int form, nb::handle tensor, int op,
                      double factor) {
   const View data = view_of(tensor);
   const Reducing how(data.dtype, op, factor);
   Unlocked unlocked;
-  return engine.collective(
-      ticket, group, fingerprint_of(form, how.fingerprint(), data.count),
-      [&](Group& it, Unequal&) { return run_all_reduce(it, how.reduction, data.data, data.count); });
+  return place.collective(ticket, number, fingerprint_of(form, how.fingerprint(), data.count),
+                          [&](auto& it, Unequal&) { return run_all_reduce(it, how.reduction, data.data, data.count); });
 }
 
-double reduce_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, nb::handle tensor, int op, double factor,
+template <typename Place>
+double reduce_op(Place& place, Ticket ticket, Number<Place> number, int form, nb::handle tensor, int op, double factor,
                  int root) {
   const View data = view_of(tensor);
   const Reducing how(data.dtype, op, factor);
   Unlocked unlocked;
-  return engine.collective(
-      ticket, group, fingerprint_of(form, how.fingerprint(), data.count, root),
-      [&](Group& it, Unequal&) { return run_reduce(it, how.reduction, root, data.data, data.count); });
+  return place.collective(
+      ticket, number, fingerprint_of(form, how.fingerprint(), data.count, root),
+      [&](auto& it, Unequal&) { return run_reduce(it, how.reduction, root, data.data, data.count); });
 }
 
-double reduce_scatter_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, std::size_t size,
+template <typename Place>
+double reduce_scatter_op(Place& place, Ticket ticket, Number<Place> number, int form, std::size_t size,
                          nb::handle tensors, nb::handle output, int op, double factor) {
   const Blocks ins = blocks_of(tensors, size);
   const View out = view_of(output);
   const Reducing how(out.dtype, op, factor);
   Unlocked unlocked;
   const std::uint64_t fingerprint = fingerprint_of_list(fingerprint_of(form, how.fingerprint()), ins.counts);
-  return engine.collective(ticket, group, fingerprint, [&](Group& it, Unequal&) {
+  return place.collective(ticket, number, fingerprint, [&](auto& it, Unequal&) {
     return run_reduce_scatter(it, how.reduction, ins.inputs(), ins.counts, out.data);
   });
 }
 
-double all_gather_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, std::size_t size, nb::handle input,
+template <typename Place>
+double all_gather_op(Place& place, Ticket ticket, Number<Place> number, int form, std::size_t size, nb::handle input,
                      nb::handle tensors) {
   const View in = view_of(input);
   const Blocks outs = blocks_of(tensors, size);
   Unlocked unlocked;
-  return engine.collective(ticket, group, fingerprint_of_list(fingerprint_of(form, outs.dtype), outs.bytes),
-                           [&](Group& it, Unequal&) { return run_all_gather(it, in.data, outs.data, outs.bytes); });
+  return place.collective(ticket, number, fingerprint_of_list(fingerprint_of(form, outs.dtype), outs.bytes),
+                          [&](auto& it, Unequal&) { return run_all_gather(it, in.data, outs.data, outs.bytes); });
 }
 
-double gather_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, nb::handle input, nb::handle tensors,
+template <typename Place>
+double gather_op(Place& place, Ticket ticket, Number<Place> number, int form, nb::handle input, nb::handle tensors,
                  int root) {
   const View in = view_of(input);
   const Blocks outs = blocks_of(tensors, 1);
   Unlocked unlocked;
-  return engine.collective(ticket, group, fingerprint_of(form, static_cast<int>(in.dtype), in.bytes(), root),
-                           [&](Group& it, Unequal&) { return run_gather(it, root, in.data, outs.data, in.bytes()); });
+  return place.collective(ticket, number, fingerprint_of(form, static_cast<int>(in.dtype), in.bytes(), root),
+                          [&](auto& it, Unequal&) { return run_gather(it, root, in.data, outs.data, in.bytes()); });
 }
 
-double scatter_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, nb::handle tensors, nb::handle output,
+template <typename Place>
+double scatter_op(Place& place, Ticket ticket, Number<Place> number, int form, nb::handle tensors, nb::handle output,
                   int root) {
   const Blocks ins = blocks_of(tensors, 1);
   const View out = view_of(output);
   Unlocked unlocked;
-  return engine.collective(
-      ticket, group, fingerprint_of(form, static_cast<int>(out.dtype), out.bytes(), root),
-      [&](Group& it, Unequal&) { return run_scatter(it, root, ins.inputs(), out.data, out.bytes()); });
+  return place.collective(
+      ticket, number, fingerprint_of(form, static_cast<int>(out.dtype), out.bytes(), root),
+      [&](auto& it, Unequal&) { return run_scatter(it, root, ins.inputs(), out.data, out.bytes()); });
 }
 
 // Blocks of one tensor are of one size everywhere; lists may differ, and it is seen then.
-double all_to_all_op(Engine& engine, Ticket ticket, std::uint32_t group, int form, std::size_t size, nb::handle inputs,
+template <typename Place>
+double all_to_all_op(Place& place, Ticket ticket, Number<Place> number, int form, std::size_t size, nb::handle inputs,
                      nb::handle outputs) {
   const bool equal = !is_list(inputs);
   const Blocks ins = blocks_of(inputs, size), outs = blocks_of(outputs, size);
   Unlocked unlocked;
   const std::uint64_t fingerprint = fingerprint_of(form, ins.dtype, equal ? ins.bytes[0] : 0);
-  return engine.collective(ticket, group, fingerprint, [&](Group& it, Unequal& unequal) {
+  return place.collective(ticket, number, fingerprint, [&](auto& it, Unequal& unequal) {
     return run_all_to_all(it, ins.inputs(), ins.bytes, outs.data, outs.bytes, equal, unequal);
   });
 }
@@ -294,6 +318,40 @@ nb::object progress(Engine& engine) {
   }
 }
 
+template <typename Place>
+void define_collectives(nb::class_<Place>& place) {
+  place
+      .def("barrier", &barrier_op<Place>,
+           nb::sig("def barrier(self, ticket: int, number: int, form: int, detail: int, /) -> float"))
+      .def("broadcast", &broadcast_op<Place>,
+           nb::sig("def broadcast(self, ticket: int, number: int, form: int, tensor: torch.Tensor, root: int, /) -> "
+                   "float"))
+      .def("all_reduce", &all_reduce_op<Place>,
+           nb::sig("def all_reduce(self, ticket: int, number: int, form: int, tensor: torch.Tensor, op: int, factor: "
+                   "float, /) -> float"))
+      .def(
+          "reduce", &reduce_op<Place>,
+          nb::sig("def reduce(self, ticket: int, number: int, form: int, tensor: torch.Tensor, op: int, factor: float, "
+                  "root: int, /) -> float"))
+      .def("reduce_scatter", &reduce_scatter_op<Place>,
+           nb::sig("def reduce_scatter(self, ticket: int, number: int, form: int, size: int, "
+                   "inputs: torch.Tensor | Sequence[torch.Tensor], output: torch.Tensor, op: int, factor: float, /) "
+                   "-> float"))
+      .def("all_gather", &all_gather_op<Place>,
+           nb::sig("def all_gather(self, ticket: int, number: int, form: int, size: int, input: torch.Tensor, "
+                   "outputs: torch.Tensor | Sequence[torch.Tensor], /) -> float"))
+      .def("gather", &gather_op<Place>,
+           nb::sig("def gather(self, ticket: int, number: int, form: int, input: torch.Tensor, "
+                   "outputs: Sequence[torch.Tensor], root: int, /) -> float"))
+      .def("scatter", &scatter_op<Place>,
+           nb::sig("def scatter(self, ticket: int, number: int, form: int, inputs: Sequence[torch.Tensor], "
+                   "output: torch.Tensor, root: int, /) -> float"))
+      .def("all_to_all", &all_to_all_op<Place>,
+           nb::sig("def all_to_all(self, ticket: int, number: int, form: int, size: int, "
+                   "inputs: torch.Tensor | Sequence[torch.Tensor], outputs: torch.Tensor | Sequence[torch.Tensor], /) "
+                   "-> float"));
+}
+
 }  // namespace
 }  // namespace aiocomms
 
@@ -323,7 +381,9 @@ NB_MODULE(_engine, module) {
       .value("LEFT", Notice::kLeft)
       .value("DISAGREES", Notice::kDisagrees)
       .value("MISLED", Notice::kMisled)
-      .value("FAILED", Notice::kFailed);
+      .value("FAILED", Notice::kFailed)
+      .value("LANE_DISAGREES", Notice::kLaneDisagrees)
+      .value("LANE_LEFT", Notice::kLaneLeft);
   nb::enum_<Operator>(module, "Operator", nb::is_arithmetic())
       .value("SUM", Operator::Sum)
       .value("PRODUCT", Operator::Product)
@@ -337,7 +397,11 @@ NB_MODULE(_engine, module) {
   module.def("dtype_names", &dtype_names, nb::sig("def dtype_names() -> tuple[str, ...]"));
   module.def("create_segment", &Segment::create, nb::arg("ranks"), Released());
 
-  nb::class_<Engine>(module, "Engine")
+  nb::class_<InLanes> lanes(module, "Lanes");
+  define_collectives(lanes);
+  nb::class_<Engine> engine(module, "Engine");
+  define_collectives(engine);
+  engine
       .def(
           "__init__",
           [](Engine* engine, int rank, int size, const std::vector<std::pair<std::string, std::string>>& options,
@@ -375,6 +439,10 @@ NB_MODULE(_engine, module) {
       .def("signs", &Engine::signs, Released())
       .def("has_let_go", &Engine::has_let_go, nb::arg("group"), nb::arg("rank"), Released())
       .def("missing", &Engine::missing, nb::arg("group"), Released())
+      .def("missing_in_lane", &Engine::missing_in_lane, nb::arg("group"), nb::arg("lane"), Released())
+      .def(
+          "lanes", [](Engine& engine, std::uint32_t group) { return InLanes{engine, group}; }, nb::arg("group"),
+          nb::keep_alive<0, 1>())
       .def("send", &send_op,
            nb::sig("def send(self, ticket: int, group: int, tensor: torch.Tensor, dst: int, channel: int, tag: int, /) "
                    "-> bool"))
@@ -387,34 +455,6 @@ NB_MODULE(_engine, module) {
       .def(
           "head", [](Engine& engine, Ticket ticket) { return released_bytes([&] { return engine.head(ticket); }); },
           nb::arg("ticket"))
-      .def("barrier", &barrier_op,
-           nb::sig("def barrier(self, ticket: int, group: int, form: int, detail: int, /) -> float"))
-      .def("broadcast", &broadcast_op,
-           nb::sig("def broadcast(self, ticket: int, group: int, form: int, tensor: torch.Tensor, root: int, /) -> "
-                   "float"))
-      .def("all_reduce", &all_reduce_op,
-           nb::sig("def all_reduce(self, ticket: int, group: int, form: int, tensor: torch.Tensor, op: int, factor: "
-                   "float, /) -> float"))
-      .def("reduce", &reduce_op,
-           nb::sig("def reduce(self, ticket: int, group: int, form: int, tensor: torch.Tensor, op: int, factor: float, "
-                   "root: int, /) -> float"))
-      .def("reduce_scatter", &reduce_scatter_op,
-           nb::sig("def reduce_scatter(self, ticket: int, group: int, form: int, size: int, "
-                   "inputs: torch.Tensor | Sequence[torch.Tensor], output: torch.Tensor, op: int, factor: float, /) "
-                   "-> float"))
-      .def("all_gather", &all_gather_op,
-           nb::sig("def all_gather(self, ticket: int, group: int, form: int, size: int, input: torch.Tensor, "
-                   "outputs: torch.Tensor | Sequence[torch.Tensor], /) -> float"))
-      .def("gather", &gather_op,
-           nb::sig("def gather(self, ticket: int, group: int, form: int, input: torch.Tensor, "
-                   "outputs: Sequence[torch.Tensor], root: int, /) -> float"))
-      .def("scatter", &scatter_op,
-           nb::sig("def scatter(self, ticket: int, group: int, form: int, inputs: Sequence[torch.Tensor], "
-                   "output: torch.Tensor, root: int, /) -> float"))
-      .def("all_to_all", &all_to_all_op,
-           nb::sig("def all_to_all(self, ticket: int, group: int, form: int, size: int, "
-                   "inputs: torch.Tensor | Sequence[torch.Tensor], outputs: torch.Tensor | Sequence[torch.Tensor], /) "
-                   "-> float"))
       .def("map_window", &map_window,
            nb::sig("def map_window(self, group: int, window: int, tensor: torch.Tensor, remote: bool, /) -> bytes"))
       .def(

@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstring>
 #include <memory>
+#include <numeric>
 
 #include "collectives/message_collectives.hpp"
 
@@ -106,27 +108,27 @@ Task barrier_across(Group& group) {
 }
 
 // The rest keep the arrays that their schedules read.
-Task reduce_scatter_across(Group& group, Reduction reduction, Inputs ins, Bytes counts, void* out) {
-  Task task = reduce_scatter(*group.wire, reduction, ins.data(), counts.data(), out);
+Task reduce_scatter_across(Messages& wire, Reduction reduction, Inputs ins, Bytes counts, void* out) {
+  Task task = reduce_scatter(wire, reduction, ins.data(), counts.data(), out);
   co_await task;
 }
 
-Task all_gather_across(Group& group, const void* in, Outputs outs, Bytes bytes) {
-  Task task = all_gather(*group.wire, in, outs.data(), bytes.data());
+Task all_gather_across(Messages& wire, const void* in, Outputs outs, Bytes bytes) {
+  Task task = all_gather(wire, in, outs.data(), bytes.data());
   co_await task;
 }
 
-Task gather_across(Group& group, int root, const void* in, Outputs outs, std::size_t bytes) {
-  Task task = gather(*group.wire, root, in, outs.data(), bytes);
+Task gather_across(Messages& wire, int root, const void* in, Outputs outs, std::size_t bytes) {
+  Task task = gather(wire, root, in, outs.data(), bytes);
   co_await task;
 }
 
-Task scatter_across(Group& group, int root, Inputs ins, void* out, std::size_t bytes) {
-  Task task = scatter(*group.wire, root, ins.data(), out, bytes);
+Task scatter_across(Messages& wire, int root, Inputs ins, void* out, std::size_t bytes) {
+  Task task = scatter(wire, root, ins.data(), out, bytes);
   co_await task;
 }
 
-Task all_to_all_across(Group& group, Inputs ins, Bytes in_bytes, Outputs outs, Bytes out_bytes, bool equal,
+Task all_to_all_across(Messages& wire, Inputs ins, Bytes in_bytes, Outputs outs, Bytes out_bytes, bool equal,
                        Unequal& unequal) {
   if (!equal) {
     // Blocks that do not fit each other would not be received as they were sent: compare their sizes first.
@@ -138,7 +140,7 @@ Task all_to_all_across(Group& group, Inputs ins, Bytes in_bytes, Outputs outs, B
       given[rank] = &in_bytes[rank];
       taken[rank] = &theirs[rank];
     }
-    Task sizes = all_to_all(*group.wire, given.data(), each.data(), taken.data(), each.data(), true);
+    Task sizes = all_to_all(wire, given.data(), each.data(), taken.data(), each.data(), true);
     co_await sizes;
     for (std::size_t rank = 0; rank < ranks; ++rank) {
       if (theirs[rank] != out_bytes[rank]) {
@@ -147,7 +149,7 @@ Task all_to_all_across(Group& group, Inputs ins, Bytes in_bytes, Outputs outs, B
       }
     }
   }
-  Task task = all_to_all(*group.wire, ins.data(), in_bytes.data(), outs.data(), out_bytes.data(), equal);
+  Task task = all_to_all(wire, ins.data(), in_bytes.data(), outs.data(), out_bytes.data(), equal);
   co_await task;
 }
 
@@ -171,21 +173,21 @@ Task run_reduce(Group& group, Reduction reduction, int root, void* data, std::si
 
 Task run_reduce_scatter(Group& group, Reduction reduction, Inputs ins, Bytes counts, void* out) {
   return one_host(group) ? shared_reduce_scatter(*group.shared, reduction, std::move(ins), std::move(counts), out)
-                         : reduce_scatter_across(group, reduction, std::move(ins), std::move(counts), out);
+                         : reduce_scatter_across(*group.wire, reduction, std::move(ins), std::move(counts), out);
 }
 
 Task run_all_gather(Group& group, const void* in, Outputs outs, Bytes bytes) {
   return one_host(group) ? shared_spread(*group.shared, in, std::move(outs), std::move(bytes))
-                         : all_gather_across(group, in, std::move(outs), std::move(bytes));
+                         : all_gather_across(*group.wire, in, std::move(outs), std::move(bytes));
 }
 
 Task run_gather(Group& group, int root, const void* in, Outputs outs, std::size_t bytes) {
   return one_host(group) ? shared_spread(*group.shared, in, std::move(outs), Bytes(group.peers.size(), bytes))
-                         : gather_across(group, root, in, std::move(outs), bytes);
+                         : gather_across(*group.wire, root, in, std::move(outs), bytes);
 }
 
 Task run_scatter(Group& group, int root, Inputs ins, void* out, std::size_t bytes) {
-  if (!one_host(group)) return scatter_across(group, root, std::move(ins), out, bytes);
+  if (!one_host(group)) return scatter_across(*group.wire, root, std::move(ins), out, bytes);
   const std::size_t ranks = group.peers.size();
   Bytes given(ranks, group.rank == root ? bytes : 0), taken(ranks, 0);
   taken[root] = bytes;
@@ -196,8 +198,8 @@ Task run_scatter(Group& group, int root, Inputs ins, void* out, std::size_t byte
 Task run_all_to_all(Group& group, Inputs ins, Bytes in_bytes, Outputs outs, Bytes out_bytes, bool equal,
                     Unequal& unequal) {
   if (!one_host(group)) {
-    return all_to_all_across(group, std::move(ins), std::move(in_bytes), std::move(outs), std::move(out_bytes), equal,
-                             unequal);
+    return all_to_all_across(*group.wire, std::move(ins), std::move(in_bytes), std::move(outs), std::move(out_bytes),
+                             equal, unequal);
   }
   if (!equal) {
     return shared_exchange_v(*group.shared, std::move(ins), std::move(in_bytes), std::move(outs), std::move(out_bytes),
@@ -206,6 +208,156 @@ Task run_all_to_all(Group& group, Inputs ins, Bytes in_bytes, Outputs outs, Byte
   const std::size_t block = in_bytes[0];
   return shared_exchange(*group.shared, std::move(ins), std::move(in_bytes), std::move(outs), std::move(out_bytes),
                          block);
+}
+
+// ------------------------------------------------------------------------------------------------------------- of
+// lanes
+
+namespace {
+
+bool small(std::size_t bytes) { return bytes <= Board::kLargest; }
+
+Task in_turn(LaneCalls& lane, Task task) {
+  co_await lane.turn();
+  co_await task;
+}
+
+Task meet_in_barrier(LaneCalls& lane) { co_await lane.meet(nullptr, 0); }
+
+Task reduce_given(LaneCalls& lane, Reduction reduction, int root, void* data, std::size_t count) {
+  co_await lane.meet(data, count * size_of(reduction.dtype));
+  if (root >= 0 && root != lane.rank()) co_return;
+  Shared& shared = lane.slots();
+  for (int rank = 0; rank < lane.ranks(); ++rank) shared.inputs[rank] = lane.given(rank);
+  reduce(reduction, data, shared.inputs.data(), lane.ranks(), count);
+}
+
+// Each rank r gives bytes[r] to all that take; `outs` is empty on a rank that takes nothing.
+Task spread_given(LaneCalls& lane, const void* in, Outputs outs, Bytes bytes) {
+  co_await lane.meet(in, bytes[lane.rank()]);
+  for (std::size_t rank = 0; rank < outs.size(); ++rank) {
+    const void* given = lane.given(static_cast<int>(rank));
+    if (bytes[rank] && outs[rank] != given) std::memcpy(outs[rank], given, bytes[rank]);
+  }
+}
+
+// Each rank that gives has a block for each, all of one size; it gives all of them to all. gives, takes: by rank.
+std::unique_ptr<std::byte[]> joined(const Inputs& ins, std::size_t block) {
+  auto all = std::make_unique_for_overwrite<std::byte[]>(ins.size() * block);
+  for (std::size_t rank = 0; block && rank < ins.size(); ++rank)
+    std::memcpy(all.get() + rank * block, ins[rank], block);
+  return all;
+}
+
+const std::byte* block_of(const LaneCalls& lane, int rank, std::size_t block) {
+  return static_cast<const std::byte*>(lane.given(rank)) + static_cast<std::size_t>(lane.rank()) * block;
+}
+
+Task exchange_given(LaneCalls& lane, Inputs ins, Outputs outs, std::size_t block) {
+  const auto all = joined(ins, block);
+  co_await lane.meet(all.get(), ins.size() * block);
+  for (std::size_t rank = 0; block && rank < outs.size(); ++rank) {
+    std::memcpy(outs[rank], block_of(lane, static_cast<int>(rank), block), block);
+  }
+}
+
+Task scatter_given(LaneCalls& lane, int root, Inputs ins, void* out, std::size_t block) {
+  const auto all = joined(ins, block);
+  co_await lane.meet(all.get(), ins.size() * block);
+  if (block) std::memcpy(out, block_of(lane, root, block), block);
+}
+
+Task reduce_scatter_given(LaneCalls& lane, Reduction reduction, Inputs ins, Bytes counts, void* out) {
+  const std::size_t size = size_of(reduction.dtype), me = static_cast<std::size_t>(lane.rank());
+  const std::size_t whole = std::accumulate(counts.begin(), counts.end(), std::size_t{0}) * size;
+  const std::size_t before = std::accumulate(counts.begin(), counts.begin() + lane.rank(), std::size_t{0}) * size;
+  const auto all = std::make_unique_for_overwrite<std::byte[]>(whole);
+  for (std::size_t rank = 0, done = 0; rank < ins.size(); done += counts[rank++] * size) {
+    if (counts[rank]) std::memcpy(all.get() + done, ins[rank], counts[rank] * size);
+  }
+  co_await lane.meet(all.get(), whole);
+  Shared& shared = lane.slots();
+  for (int rank = 0; rank < lane.ranks(); ++rank) {
+    shared.inputs[rank] = static_cast<const std::byte*>(lane.given(rank)) + before;
+  }
+  reduce(reduction, out, shared.inputs.data(), lane.ranks(), counts[me]);
+}
+
+Bytes only(const LaneCalls& lane, int rank, std::size_t bytes) {
+  Bytes sizes(static_cast<std::size_t>(lane.ranks()), 0);
+  sizes[rank] = bytes;
+  return sizes;
+}
+
+}  // namespace
+
+Task run_barrier(LaneCalls& lane) { return lane.messages() ? barrier(*lane.messages()) : meet_in_barrier(lane); }
+
+Task run_broadcast(LaneCalls& lane, int root, void* data, std::size_t bytes) {
+  if (lane.messages()) return broadcast(*lane.messages(), root, data, bytes);
+  Outputs outs(lane.rank() == root ? 0 : static_cast<std::size_t>(lane.ranks()), data);
+  if (small(bytes)) return spread_given(lane, data, std::move(outs), only(lane, root, bytes));
+  return in_turn(lane, shared_spread(lane.slots(), data, std::move(outs), only(lane, root, bytes)));
+}
+
+Task run_all_reduce(LaneCalls& lane, Reduction reduction, void* data, std::size_t count) {
+  if (lane.messages()) return all_reduce(*lane.messages(), reduction, data, count);
+  if (small(count * size_of(reduction.dtype))) return reduce_given(lane, reduction, -1, data, count);
+  return in_turn(lane, shared_reduce(lane.slots(), reduction, -1, data, data, count));
+}
+
+Task run_reduce(LaneCalls& lane, Reduction reduction, int root, void* data, std::size_t count) {
+  if (lane.messages()) return reduce(*lane.messages(), reduction, root, data, data, count);
+  if (small(count * size_of(reduction.dtype))) return reduce_given(lane, reduction, root, data, count);
+  return in_turn(lane, shared_reduce(lane.slots(), reduction, root, data, data, count));
+}
+
+Task run_reduce_scatter(LaneCalls& lane, Reduction reduction, Inputs ins, Bytes counts, void* out) {
+  if (lane.messages()) {
+    return reduce_scatter_across(*lane.messages(), reduction, std::move(ins), std::move(counts), out);
+  }
+  if (small(std::accumulate(counts.begin(), counts.end(), std::size_t{0}) * size_of(reduction.dtype))) {
+    return reduce_scatter_given(lane, reduction, std::move(ins), std::move(counts), out);
+  }
+  return in_turn(lane, shared_reduce_scatter(lane.slots(), reduction, std::move(ins), std::move(counts), out));
+}
+
+Task run_all_gather(LaneCalls& lane, const void* in, Outputs outs, Bytes bytes) {
+  if (lane.messages()) return all_gather_across(*lane.messages(), in, std::move(outs), std::move(bytes));
+  const bool fits = small(*std::max_element(bytes.begin(), bytes.end()));
+  return fits ? spread_given(lane, in, std::move(outs), std::move(bytes))
+              : in_turn(lane, shared_spread(lane.slots(), in, std::move(outs), std::move(bytes)));
+}
+
+Task run_gather(LaneCalls& lane, int root, const void* in, Outputs outs, std::size_t bytes) {
+  if (lane.messages()) return gather_across(*lane.messages(), root, in, std::move(outs), bytes);
+  return run_all_gather(lane, in, std::move(outs), Bytes(static_cast<std::size_t>(lane.ranks()), bytes));
+}
+
+Task run_scatter(LaneCalls& lane, int root, Inputs ins, void* out, std::size_t bytes) {
+  if (lane.messages()) return scatter_across(*lane.messages(), root, std::move(ins), out, bytes);
+  const std::size_t ranks = static_cast<std::size_t>(lane.ranks());
+  if (small(bytes * ranks)) return scatter_given(lane, root, std::move(ins), out, bytes);
+  Bytes given(ranks, lane.rank() == root ? bytes : 0);
+  if (ins.empty()) ins.assign(ranks, nullptr);
+  return in_turn(lane, shared_exchange(lane.slots(), std::move(ins), std::move(given), Outputs(ranks, out),
+                                       only(lane, root, bytes), bytes));
+}
+
+Task run_all_to_all(LaneCalls& lane, Inputs ins, Bytes in_bytes, Outputs outs, Bytes out_bytes, bool equal,
+                    Unequal& unequal) {
+  if (lane.messages()) {
+    return all_to_all_across(*lane.messages(), std::move(ins), std::move(in_bytes), std::move(outs),
+                             std::move(out_bytes), equal, unequal);
+  }
+  if (!equal) {
+    return in_turn(lane, shared_exchange_v(lane.slots(), std::move(ins), std::move(in_bytes), std::move(outs),
+                                           std::move(out_bytes), &unequal));
+  }
+  const std::size_t block = in_bytes[0];
+  if (small(block * ins.size())) return exchange_given(lane, std::move(ins), std::move(outs), block);
+  return in_turn(lane, shared_exchange(lane.slots(), std::move(ins), std::move(in_bytes), std::move(outs),
+                                       std::move(out_bytes), block));
 }
 
 }  // namespace aiocomms

@@ -11,6 +11,8 @@
 #include <string>
 #include <system_error>
 
+#include "collectives/board.hpp"
+
 namespace aiocomms {
 namespace {
 
@@ -33,7 +35,7 @@ std::size_t Segment::bytes(int ranks) {
 
 int Segment::create(int ranks) {
   // No name, so nobody else can open it and nothing is left behind; pages exist once they are touched.
-  const auto size = static_cast<off_t>(bytes(ranks));
+  const auto size = static_cast<off_t>(2 * bytes(ranks) + Board::bytes(ranks));
   int fd = memfd_create("aiocomms", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) fail("memfd_create");
   if (fchmod(fd, 0600) != 0 || ftruncate(fd, size) != 0 ||
@@ -46,17 +48,17 @@ int Segment::create(int ranks) {
   return fd;
 }
 
-Segment::Segment(int fd, int rank, int ranks) : rank_(rank), ranks_(ranks), bytes_(bytes(ranks)) {
+Segment::Segment(int fd, int rank, int ranks, std::size_t offset) : rank_(rank), ranks_(ranks), bytes_(bytes(ranks)) {
   if (rank < 0 || rank >= ranks) {
     throw std::invalid_argument("rank " + std::to_string(rank) + " of " + std::to_string(ranks));
   }
   struct stat status;
   if (fstat(fd, &status) != 0) fail("fstat");
-  if (static_cast<std::size_t>(status.st_size) < bytes_) {
+  if (static_cast<std::size_t>(status.st_size) < offset + bytes_) {
     errno = EINVAL;
     fail("shared memory of another size than expected");
   }
-  memory_ = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  memory_ = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, static_cast<off_t>(offset));
   if (memory_ == MAP_FAILED) fail("mmap");
   owners_ = static_cast<Owner*>(memory_);
   slots_ = static_cast<std::byte*>(memory_) + up(sizeof(Owner) * static_cast<std::size_t>(ranks));

@@ -30,12 +30,13 @@ class Segment {
   static constexpr int kMostRanks = static_cast<int>(kSlot / sizeof(Line));
 
   static std::size_t bytes(int ranks);
-  // A descriptor of fresh, private, anonymous shared memory. Throws std::system_error; std::invalid_argument: there
-  // are more than kMostRanks ranks, or none.
+  // A descriptor of fresh, private, anonymous shared memory: for a segment, another one, and a Board, as lanes need
+  // them. Throws std::system_error; std::invalid_argument: there are more than kMostRanks ranks, or none.
   static int create(int ranks);
 
-  // Maps a descriptor, and does not close it. Throws the same, std::system_error also if it is too small.
-  Segment(int fd, int rank, int ranks);
+  // Maps a descriptor from `offset` on, and does not close it. Throws the same, std::system_error also if it is too
+  // small.
+  Segment(int fd, int rank, int ranks, std::size_t offset = 0);
   ~Segment();
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;

@@ -63,6 +63,7 @@ void Engine::open_group(std::uint32_t id, std::vector<std::uint32_t> their_ids, 
     return std::make_unique<Wire>(sender_, inbox_, schedules_, group, std::move(ranks));
   };
   auto wire = wire_between(std::move(all));
+  auto keyed = std::make_unique<Lanes>(group, count == 1 ? segment : -1, sender_, inbox_, schedules_, reports_);
   if (local.front() == group.rank) group.leaders = wire_between(std::move(leaders));
   // Who may not read another's memory takes no offers, so nobody of this host makes any.
   if (!readable) {
@@ -71,6 +72,7 @@ void Engine::open_group(std::uint32_t id, std::vector<std::uint32_t> their_ids, 
   // From here on nothing throws: it is open, or it is not.
   group.wire = std::move(wire);
   group.shared = std::move(shared);
+  group.keyed = std::move(keyed);
   group.their_ids = std::move(their_ids);
   group.local = std::move(local);
   group.leader_of = std::move(hosts);
@@ -101,6 +103,12 @@ std::vector<int> Engine::missing(std::uint32_t id) {
   return ranks;
 }
 
+std::vector<int> Engine::missing_in_lane(std::uint32_t id, std::uint64_t lane) {
+  std::lock_guard lock(lock_);
+  const Group& group = present(id);
+  return group.keyed ? group.keyed->missing(lane) : std::vector<int>();
+}
+
 void Engine::lose_group(std::uint32_t id) {
   std::lock_guard lock(lock_);
   lose(groups_.at(id));
@@ -108,6 +116,7 @@ void Engine::lose_group(std::uint32_t id) {
 
 void Engine::lose(Group& group) noexcept {
   if (group.shared) group.shared->segment.let_go();  // before anybody hears that an op of it has ended
+  if (group.keyed) group.keyed->let_go();
   release(group);
 }
 
@@ -178,6 +187,7 @@ void Engine::handle_departure(Group& group, int rank, std::uint64_t collectives)
   group.left[rank] = 1 + collectives;
   inbox_.end_receives(group, rank);
   windows_.end_waits(group, rank);
+  if (group.keyed) group.keyed->end_with(rank);
   reports_.notify({Notice::kLeft, rank, group.id, collectives, {}});
 }
 

@@ -27,6 +27,7 @@
 #include "engine/closing.hpp"
 #include "engine/groups.hpp"
 #include "engine/inbox.hpp"
+#include "engine/lanes.hpp"
 #include "engine/messages.hpp"
 #include "engine/offers.hpp"
 #include "engine/pacer.hpp"
@@ -75,6 +76,7 @@ class Engine : private Inbox::Owner {
   std::vector<std::uint64_t> signs();
   bool has_let_go(std::uint32_t group, int rank);  // whether a rank of this host has lost the communicator
   std::vector<int> missing(std::uint32_t group);   // the ranks that the collective under way waits for
+  std::vector<int> missing_in_lane(std::uint32_t group, std::uint64_t lane);
 
   // ------------------------------------------------------------------------------------------------------------ ops
   // True: done, and nothing else is to be told. False: the outcome follows, under the ticket that the caller gave it.
@@ -96,6 +98,24 @@ class Engine : private Inbox::Owner {
     Task task = make(group, op->unequal);
     const std::uint64_t began = now_ns();
     schedules_.begin(group, {std::move(task), fingerprint, op.get()});
+    return static_cast<double>(finish_post(op.release(), began)) * 1e-9;
+  }
+  // The same of a lane, which all ranks call by the same number. make: Task make(LaneCalls&, Unequal&).
+  template <typename Make>
+  double lane_collective(Ticket ticket, std::uint32_t id, std::uint64_t number, std::uint64_t fingerprint,
+                         const Make& make) {
+    std::lock_guard lock(lock_);
+    Group& group = opened(id);
+    reports_.make_room();
+    auto op = std::make_unique<Operation>(reports_, group, ticket);
+    LaneCalls& lane = group.keyed->at(number);
+    const std::uint64_t began = now_ns();
+    try {
+      group.keyed->begin(lane, {make(lane, op->unequal), fingerprint, op.get()});
+    } catch (...) {
+      group.keyed->forget(lane);
+      throw;
+    }
     return static_cast<double>(finish_post(op.release(), began)) * 1e-9;
   }
 

@@ -18,6 +18,8 @@
 
 namespace aiocomms {
 
+class LaneCalls;
+class Lanes;
 class Operation;
 class Request;
 struct Lane;
@@ -46,6 +48,7 @@ struct Window {
 
 struct Group {
   Group(std::uint32_t the_id, int the_rank, std::vector<int> the_peers);
+  ~Group();
 
   std::uint32_t id;
   int rank;
@@ -65,9 +68,11 @@ struct Group {
   std::uint64_t collectives = 0;  // done so far
   // Of collectives to come: who has begun one, and its fingerprint.
   std::map<std::uint64_t, std::pair<int, std::uint64_t>> fingerprints;
-  int disagrees = -1;  // the rank that does something else than this one
-  bool lost = false;   // nothing moves any more
-  Failure failure;     // why it cannot go on, if it cannot
+  int disagrees = -1;            // the rank that does something else than this one
+  std::unique_ptr<Lanes> keyed;  // the collectives of lanes; null until it is opened
+  std::size_t lane_calls = 0;    // of which so many have not ended
+  bool lost = false;             // nothing moves any more
+  Failure failure;               // why it cannot go on, if it cannot
   bool failure_told = false;
   std::size_t users = 0;  // requests and sends that are not done
   std::unordered_map<std::uint64_t, Window> windows;
@@ -98,7 +103,7 @@ struct Group {
   void drop_schedules() noexcept;
 
   // Of one that is lost: UCX has something of it in its hands.
-  bool held() const { return users > schedules.size(); }
+  bool held() const { return users > schedules.size() + lane_calls; }
   // Where a rank is among those of this host with whom this one shares memory, or -1.
   int place(int of) const {
     const auto found = std::find(local.begin(), local.end(), of);

@@ -94,7 +94,7 @@ bool Inbox::is_sensible(const Group& group, int peer, const Header& header, cons
   if (header.source >= group.peers.size() || group.peers[header.source] != peer || header.channel >= kChannels) {
     return false;
   }
-  if (header.channel > kSchedule) return !descriptor && !(header.dtype & kOffered);
+  if (header.channel > kLane) return !descriptor && !(header.dtype & kOffered);
   if (header.dtype & kVouched && peers_[peer].pid != 0) return false;  // only those of other hosts vouch
   if (is_on_device(header)) return (descriptor || header.bytes == 0) && !(header.dtype & kOffered);
   return !(header.dtype & kOffered) || peers_[peer].readable != 0;  // else there would be nobody to copy it from
@@ -103,8 +103,8 @@ bool Inbox::is_sensible(const Group& group, int peer, const Header& header, cons
 void Inbox::match(Group& group, const Header& header, const void* payload, Descriptor& descriptor) {
   if (header.channel >= kSchedule) {
     if (header.channel == kVouch) return accept_vouch(group, header);
-    if (header.channel != kSchedule) return owner_.handle(group, header, payload);
-    if (!owner_.agrees(group, header)) return;
+    if (header.channel > kLane) return owner_.handle(group, header, payload);
+    if (header.channel == kSchedule && !owner_.agrees(group, header)) return;
   }
   if (header.dtype & kVouched && !group.vouches.try_emplace({header.source, header.order}).second) {
     // One of 2^32 messages ago has not been received yet: nobody could tell for which of the two a vouch is.
@@ -146,6 +146,7 @@ void Inbox::accept_message(Request* receive, const Header& header, const void* p
 
 void Inbox::take(Request* receive, const Header& header, const void* payload, Descriptor& descriptor) {
   if (put_back_if_stale(receive, header)) return;
+  if (header.channel == kLane && header.value != receive->fingerprint) return receive->end(Status::kDtype);
   const std::uint8_t dtype = header.dtype & ~(kOffered | kVouched);
   if (dtype != receive->dtype || header.bytes != receive->bytes) {
     receive->status = dtype != receive->dtype ? Status::kDtype : Status::kTruncated;
@@ -234,8 +235,9 @@ void Inbox::accept_vouch(Group& group, const Header& header) noexcept {
 
 void Inbox::end_receives(Group& group, int rank) noexcept {
   const auto source = static_cast<std::uint64_t>(rank);
-  group.mail.drain_receives([&](const Key& key) { return key.source() == rank && key.channel() < kUserChannels; },
-                            [&](Request* receive) { receive->end(Status::kClosed, source); });
+  group.mail.drain_receives(
+      [&](const Key& key) { return key.source() == rank && (key.channel() < kUserChannels || key.channel() == kLane); },
+      [&](Request* receive) { receive->end(Status::kClosed, source); });
   // What the rank has offered and nobody has taken is not there any more.
   group.mail.drain_messages([&](const Key& key) { return key.source() == rank; },
                             [](const Message& message) { return (message.header.dtype & kOffered) != 0; },

@@ -20,7 +20,7 @@ class Inbox {
   // Whoever takes what is not for a user's receive.
   class Owner {
    public:
-    // A message on a channel of the engine's own, other than kSchedule and kVouch.
+    // A message on a channel of the engine's own, other than kSchedule, kLane and kVouch.
     virtual void handle(Group& group, const Header& header, const void* payload) = 0;
     // A message of a collective. False: the ranks disagree, and the message is of no use.
     virtual bool agrees(Group& group, const Header& header) = 0;

@@ -5,6 +5,8 @@
 #include <memory>
 #include <utility>
 
+#include "engine/lanes.hpp"
+
 namespace aiocomms {
 namespace {
 
@@ -82,7 +84,10 @@ namespace {
 // A schedule's send.
 class ScheduleSend final : public Pending, public Awaited {
  public:
-  ScheduleSend(Group& group, Events& events, Event& event) : Awaited(group, event), events_(events) { ++whose.users; }
+  ScheduleSend(Group& group, Events& events, Event& event, LaneCalls* of_lane)
+      : Awaited(group, event, of_lane), events_(events) {
+    ++whose.users;
+  }
   ~ScheduleSend() override { --whose.users; }
   void finished(ucs_status_t status) noexcept override {
     if (!whose.lost && status == UCS_OK) return events_.push(this);
@@ -93,13 +98,41 @@ class ScheduleSend final : public Pending, public Awaited {
   Events& events_;
 };
 
+// A receive of a lane's schedule. Its message may be of another collective, or never come.
+class LaneReceive final : public Request, public Awaited {
+ public:
+  LaneReceive(Schedules& schedules, int source, LaneCalls& of_lane, Event& event)
+      : Request(of_lane.group), Awaited(of_lane.group, event, &of_lane), schedules_(schedules), source_(source) {
+    lane->awaited.push_back(source);
+  }
+  ~LaneReceive() override { lane->awaited.erase(std::ranges::find(lane->awaited, source_)); }
+  void finished(ucs_status_t result) noexcept override {
+    if (!group.lost && result == UCS_OK && status == Status::kDone) return schedules_.events().push(this);
+    delete this;
+  }
+  void end(Status how, std::uint64_t, std::uint64_t) noexcept override {
+    schedules_.attempt(group, [&] {
+      if (how == Status::kDtype) group.keyed->report_mismatch(*lane, source_);
+      if (how == Status::kClosed) group.keyed->report_left(*lane, source_);
+    });
+    delete this;
+  }
+  void drop() noexcept override { delete this; }
+  bool ends_when_peer_closes() const override { return true; }
+
+ private:
+  Schedules& schedules_;
+  const int source_;
+};
+
 }  // namespace
 
-Wire::Wire(Sender& sender, Inbox& inbox, Schedules& schedules, Group& group, std::vector<int> ranks)
+Wire::Wire(Sender& sender, Inbox& inbox, Schedules& schedules, Group& group, std::vector<int> ranks, LaneCalls* lane)
     : sender_(sender),
       inbox_(inbox),
       schedules_(schedules),
       group_(group),
+      lane_(lane),
       ranks_(std::move(ranks)),
       me_(static_cast<int>(std::find(ranks_.begin(), ranks_.end(), group.rank) - ranks_.begin())) {}
 
@@ -109,10 +142,12 @@ void Wire::send(int dst, const void* data, std::size_t bytes, Event& event) noex
 
 void Wire::start_send(int dst, const void* data, std::size_t bytes, Event& event) {
   const int rank = ranks_[dst];
-  Header header = group_.header_to(rank, kSchedule, static_cast<std::int64_t>(group_.collectives));
+  if (lane_ && group_.left[rank]) return group_.keyed->report_left(*lane_, rank);
+  Header header = lane_ ? group_.header_to(rank, kLane, static_cast<std::int64_t>(lane_->number))
+                        : group_.header_to(rank, kSchedule, static_cast<std::int64_t>(group_.collectives));
   header.bytes = bytes;
-  header.value = group_.schedules.front().fingerprint;
-  auto pending = std::make_unique<ScheduleSend>(group_, schedules_.events(), event);
+  header.value = (lane_ ? lane_->calls : group_.schedules).front().fingerprint;
+  auto pending = std::make_unique<ScheduleSend>(group_, schedules_.events(), event, lane_);
   const ucs_status_t status = sender_.send(group_, rank, header, data, pending.get());
   if (status == UCS_INPROGRESS) {
     static_cast<void>(pending.release());  // it is told of the end
@@ -124,14 +159,24 @@ void Wire::start_send(int dst, const void* data, std::size_t bytes, Event& event
 }
 
 void Wire::recv(int src, void* data, std::size_t bytes, Event& event) noexcept {
-  schedules_.attempt(group_, [&] {
-    auto receive = std::make_unique<ScheduleReceive>(group_, schedules_.events(), event);
-    receive->data = data;
-    receive->bytes = bytes;
-    const Key key(static_cast<std::uint16_t>(ranks_[src]), kSchedule, static_cast<std::int64_t>(group_.collectives));
-    inbox_.post(receive.get(), key);
-    static_cast<void>(receive.release());  // it waits, or has ended
-  });
+  schedules_.attempt(group_, [&] { start_recv(src, data, bytes, event); });
+}
+
+void Wire::start_recv(int src, void* data, std::size_t bytes, Event& event) {
+  const auto source = static_cast<std::uint16_t>(ranks_[src]);
+  std::unique_ptr<Request> receive;
+  Key key(source, kSchedule, static_cast<std::int64_t>(group_.collectives));
+  if (lane_) {
+    receive = std::make_unique<LaneReceive>(schedules_, source, *lane_, event);
+    receive->fingerprint = lane_->calls.front().fingerprint;
+    key = Key(source, kLane, static_cast<std::int64_t>(lane_->number));
+  } else {
+    receive = std::make_unique<ScheduleReceive>(group_, schedules_.events(), event);
+  }
+  receive->data = data;
+  receive->bytes = bytes;
+  inbox_.post(receive.get(), key);
+  static_cast<void>(receive.release());  // it waits, or has ended
 }
 
 }  // namespace aiocomms

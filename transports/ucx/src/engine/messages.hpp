@@ -32,10 +32,12 @@ class Sender {
   Offers& offers_;
 };
 
-// The messages of a schedule between some ranks of a group; see Messages.
+// The messages of a schedule between some ranks of a group; see Messages. lane: of whose collectives; null: of the
+// communicator's own.
 class Wire final : public Messages {
  public:
-  Wire(Sender& sender, Inbox& inbox, Schedules& schedules, Group& group, std::vector<int> ranks);
+  Wire(Sender& sender, Inbox& inbox, Schedules& schedules, Group& group, std::vector<int> ranks,
+       LaneCalls* lane = nullptr);
   int rank() const override { return me_; }
   int size() const override { return static_cast<int>(ranks_.size()); }
   void send(int dst, const void* data, std::size_t bytes, Event& event) noexcept override;
@@ -43,11 +45,13 @@ class Wire final : public Messages {
 
  private:
   void start_send(int dst, const void* data, std::size_t bytes, Event& event);
+  void start_recv(int src, void* data, std::size_t bytes, Event& event);
 
   Sender& sender_;
   Inbox& inbox_;
   Schedules& schedules_;
   Group& group_;
+  LaneCalls* lane_;
   std::vector<int> ranks_;
   int me_;
 };

@@ -28,10 +28,10 @@ struct Outcome {
 
 // What the loop is told unasked.
 struct Notice {
-  enum Kind : int { kFrame, kLost, kLeft, kDisagrees, kMisled, kFailed } kind;
+  enum Kind : int { kFrame, kLost, kLeft, kDisagrees, kMisled, kFailed, kLaneDisagrees, kLaneLeft } kind;
   int peer;  // an engine's number, or, with a group, a rank
   std::uint32_t group;
-  std::uint64_t detail;  // how many collectives it had done; or which one it disagrees on
+  std::uint64_t detail;  // how many collectives it had done; or which one it disagrees on; or a lane
   std::string frame;     // or why this rank cannot go on
 };
 

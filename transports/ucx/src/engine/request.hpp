@@ -41,6 +41,7 @@ class Request : public Pending {
   void* data = nullptr;
   std::size_t bytes = 0;
   std::uint8_t dtype = 0;
+  std::uint64_t fingerprint = 0;         // of a lane's collective
   Beginning beginning{};                 // of a message that is too long
   std::unique_ptr<std::byte[]> staging;  // where the beginning goes if the buffer is a device's
 };
@@ -77,11 +78,13 @@ class Operation final : public Request {
 // A message that a schedule waits for. Once UCX has finished it, it is among the Events until its schedule goes on,
 // which it does outside UCX's calls.
 struct Awaited {
-  Awaited(Group& the_group, Event& the_event) : whose(the_group), event(the_event) {}
+  Awaited(Group& the_group, Event& the_event, LaneCalls* the_lane = nullptr)
+      : whose(the_group), event(the_event), lane(the_lane) {}
   virtual ~Awaited() = default;
 
   Group& whose;
   Event& event;
+  LaneCalls* lane;  // null: it is of the communicator's own collectives
   Awaited* next = nullptr;
 };
 using Events = Queue<Awaited>;

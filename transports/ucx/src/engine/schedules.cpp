@@ -1,7 +1,8 @@
 #include "engine/schedules.hpp"
 
-#include <algorithm>
 #include <utility>
+
+#include "engine/lanes.hpp"
 
 namespace aiocomms {
 namespace {
@@ -19,7 +20,7 @@ void Schedules::begin_next(Group& group) {
   if (group.running || group.schedules.empty() || group.lost) return;
   Schedule& schedule = group.schedules.front();
   group.running = true;
-  if (std::find(active_.begin(), active_.end(), &group) == active_.end()) active_.push_back(&group);
+  activate(group);
   if (group.shared) {
     group.shared->fingerprint = schedule.fingerprint;
     group.shared->slice_ends = &slice_ends_;
@@ -52,7 +53,8 @@ void Schedules::end_finished(Group& group) {
 }
 
 bool Schedules::poll_group(Group& group) {
-  if (!group.running || !group.shared) return false;
+  const bool of_lanes = group.lane_calls > 0 && group.keyed->poll();
+  if (!group.running || !group.shared) return of_lanes;
   const bool moved = group.shared->poll();
   if (moved) {
     wake_peers(group);
@@ -61,7 +63,7 @@ bool Schedules::poll_group(Group& group) {
   if (group.shared->disagrees >= 0) {
     report_mismatch(group, group.local[std::exchange(group.shared->disagrees, -1)], group.collectives);
   }
-  return moved;
+  return moved || of_lanes;
 }
 
 bool Schedules::resume() noexcept {
@@ -72,15 +74,15 @@ bool Schedules::resume() noexcept {
     moved = true;
     attempt(group, [&] {
       ended->event.complete();
+      if (ended->lane) return group.keyed->go_on(*ended->lane);
       wake_peers(group);
       end_finished(group);
     });
   }
-  std::erase_if(active_, [](Group* group) { return !group->running; });
+  std::erase_if(active_, [](Group* group) { return !group->running && group->lane_calls == 0; });
   return moved;
 }
 
-// The other ranks of this host may sleep until this one publishes something.
 void Schedules::wake_peers(Group& group) {
   if (!group.shared || !group.shared->published_any) return;
   group.shared->published_any = false;

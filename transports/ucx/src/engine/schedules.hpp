@@ -1,6 +1,7 @@
 // The collectives of all communicators, one after the other within each, and whether the ranks agree on what they do.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <vector>
@@ -30,6 +31,13 @@ class Schedules {
   bool resume() noexcept;
 
   bool idle() const { return active_.empty(); }
+  // Something of the communicator is under way.
+  void activate(Group& group) {
+    if (std::find(active_.begin(), active_.end(), &group) == active_.end()) active_.push_back(&group);
+  }
+  // The other ranks of this host may sleep until this one publishes something.
+  void wake_peers(Group& group);
+  const std::uint64_t& slice_ends() const { return slice_ends_; }
   // To the other ranks of this host: whoever publishes something rings.
   void announce_sleep(bool asleep);
   Events& events() { return events_; }
@@ -52,13 +60,12 @@ class Schedules {
   bool poll_group(Group& group);
   void begin_next(Group& group);
   void end_finished(Group& group);
-  void wake_peers(Group& group);
   void report_mismatch(Group& group, int source, std::uint64_t collective);
 
   Reports& reports_;
   const std::uint64_t& slice_ends_;  // see Shared::slice_ends
   std::function<void(int)> wake_peer_;
-  std::vector<Group*> active_;  // those whose schedule has begun
+  std::vector<Group*> active_;  // those with schedules that have begun
   Events events_;
 };
 

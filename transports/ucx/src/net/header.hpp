@@ -12,9 +12,9 @@ struct Header {
   std::uint8_t channel = 0;  // whose message: a channel of aiocomms.ops, or one of the engine's own, below
   std::uint8_t dtype = 0;    // and flags, below
   std::uint32_t peer = 0;    // the sender's number in the engine's family
-  std::int64_t tag = 0;      // the user's, or the number of a collective, of a window, of an offer or an atomic
-  std::uint64_t bytes = 0;   // of the payload
-  std::uint64_t value = 0;   // a collective's fingerprint; what an atomic has found
+  std::int64_t tag = 0;  // the user's, or the number of a collective, of a lane, of a window, of an offer or an atomic
+  std::uint64_t bytes = 0;  // of the payload
+  std::uint64_t value = 0;  // a collective's fingerprint; what an atomic has found
   // What only this pair of ranks knows; Worker sets it, and takes no message without it. UCX lets anybody send who has
   // the worker's address.
   std::uint64_t cookie = 0;
@@ -24,6 +24,7 @@ struct Header {
 enum Channel : std::uint8_t {
   kUserChannels = 16,
   kSchedule = 16,  // a message of a collective between hosts
+  kLane,           // the same of a lane, whose number is the tag
   kSignal,         // of a window
   kAtomic,         // on an element of a window; an Atomic
   kAnswer,         // to an offer: the receiver has the message

@@ -1,0 +1,126 @@
+"""The collectives of a communicator's lanes: the engine carries them, and here is what becomes of each."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from aiocomms import ops
+from aiocomms.errors import CommError, MismatchError
+from aiocomms.lowlevel import closed_by
+from aiocomms.transport import Completion
+from aiocomms_ucx import wire
+from aiocomms_ucx.collectives import START, describe
+from aiocomms_ucx.status import DONE, DROPPED, error_of
+
+if TYPE_CHECKING:
+    from aiocomms_ucx.transport import UcxTransport
+
+_NOTHING: Final = ""
+"""What a rank says that has nothing under way in a lane."""
+
+
+class LaneCollectives:
+    """The lanes of one communicator, by their numbers. Those without a collective under way are not known."""
+
+    def __init__(self, transport: UcxTransport) -> None:
+        self._transport = transport
+        self._size = transport.size
+        self._calls = transport.engine.lanes(transport.group)
+        self._pending: dict[int, deque[Completion]] = {}  # the collectives that are not done, in the order of the calls
+        self._told: set[int] = set()  # lanes of which this rank has told what it calls
+        self._disagreeing: dict[int, int] = {}  # lanes in which a rank calls something else than this one, and which
+        self._said: dict[tuple[int, int], str] = {}  # what ranks say that they call, by lane and rank
+
+    def post(self, op: ops.Op, lane: int, work: Completion) -> float | None:
+        """See :meth:`Transport.post_in_lane`."""
+        start, form = START[type(op)]
+        try:
+            if at := start(self._calls, id(work), lane, self._size, op, form):
+                work.complete()
+                return at
+        except CommError:
+            raise
+        except BaseException:  # of a signal handler, perhaps: the engine may have the op, and use its memory
+            if not work.done():
+                self._transport.shared.pending.setdefault(id(work), (self, work, lane))
+            raise
+        self._follow(work, lane)
+        return None
+
+    def _follow(self, work: Completion, lane: int) -> None:
+        """Keep a collective until it is done."""
+        transport = self._transport
+        self._pending.setdefault(lane, deque()).append(work)
+        transport.shared.pending[id(work)] = (self, work, lane)
+        if transport.failure is not None:
+            transport.on_failure(transport.failure)
+        if transport.engine.ready:
+            transport.shared.progress()
+
+    def finish(self, work: Completion, lane: int, status: int, a: int, b: int) -> None:
+        """Complete a collective that has ended. Its work may be done already: the engine also reports abandoned ops."""
+        pending = self._pending.get(lane)
+        if pending is not None:
+            pending.remove(work)
+            if not pending:
+                del self._pending[lane]
+        if work.done() or status == DROPPED:
+            return  # if the work is not done yet, the communicator ends it
+        if status == DONE:
+            work.complete()
+        else:
+            work.fail(error_of(work.op, status, a, b, self._transport.rank, self._size))
+
+    def waiting_for(self, lane: int) -> list[int]:
+        """Return the ranks that the collective under way in a lane waits for."""
+        return self._transport.engine.missing_in_lane(self._transport.group, lane)
+
+    def _first(self, lane: int) -> Completion | None:
+        """The collective that is under way in a lane."""
+        pending = self._pending.get(lane)
+        return None if pending is None or pending[0].done() else pending[0]
+
+    # ----------------------------------------------------------------------------- what cannot complete any more
+
+    def left(self, rank: int, lane: int) -> None:
+        """Handle that a rank has closed the communicator which the collective under way in a lane needs."""
+        work = self._first(lane)
+        if work is not None:
+            work.fail(closed_by(rank))
+
+    def disagrees(self, rank: int, lane: int) -> None:
+        """Handle that a rank calls something else in a lane than this one; it will say what."""
+        self._disagreeing[lane] = rank
+        self._tell(lane)
+        self._reconsider(lane)
+
+    def hear(self, rank: int, said: wire.LaneDispute) -> None:
+        """Note what a rank calls in a lane, and answer."""
+        self._said[said.lane, rank] = said.text
+        self._tell(said.lane)
+        self._reconsider(said.lane)
+
+    def reconsider(self) -> None:
+        """A rank has gone, from which an answer may have been expected."""
+        for lane in list(self._disagreeing):
+            self._reconsider(lane)
+
+    def _tell(self, lane: int) -> None:
+        """Tell all ranks once what this one calls in a lane."""
+        if lane not in self._told:
+            self._told.add(lane)
+            work = self._first(lane)
+            self._transport.tell_of_lane(lane, _NOTHING if work is None else describe(work.op))
+
+    def _reconsider(self, lane: int) -> None:
+        """Fail the collective of a lane in which a rank calls something else, once it is known what."""
+        rank, work = self._disagreeing.get(lane), self._first(lane)
+        if rank is None or work is None:
+            return
+        theirs = self._said.get((lane, rank))
+        if theirs is None and rank not in self._transport.gone:
+            return
+        mine = describe(work.op)
+        calls = f"calls {theirs}" if theirs and theirs != mine else "has called another collective"
+        work.fail(MismatchError(f"rank {rank} {calls}, and rank {self._transport.rank} calls {mine}", peer=rank))
