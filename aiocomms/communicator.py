@@ -326,9 +326,14 @@ class _Following(Communicator):
 
     def _issue(self, op: Op, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT) -> Work[Any]:
         lane = current(self._core)
-        if lane is None or op.family == "rma" or getattr(op, "channel", ops.USER) != ops.USER:
+        if lane is None or (op.family != "collectives" and not _follows(op)):
             return self._issue_in_order(op, hints, timeout)
         return lane._issue(op, hints, timeout)
+
+
+def _follows(op: Op) -> bool:
+    """Whether an op other than a collective goes by the current lane."""
+    return op.family != "rma" and getattr(op, "channel", ops.USER) == ops.USER
 
 
 def _broken_off(error: BaseException) -> CommError:

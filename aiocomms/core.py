@@ -37,7 +37,6 @@ from aiocomms.errors import (
 )
 from aiocomms.families.hooks import Hooks
 from aiocomms.lifecycle import Action, Failure, Life, failure_of
-from aiocomms.lowering.lane_ends import LaneEnds
 from aiocomms.lowering.routing import Router
 from aiocomms.lowering.runs import Offload
 from aiocomms.lowering.windows import TwoSided
@@ -94,7 +93,8 @@ class Core:
         self._ring = self.recorder.ring
         self._spinning = [t for t in self.transports if t.capabilities.spin]
         self.router = Router(self, self.by_family)
-        self.lane_ends = LaneEnds(self, self.router)
+        self.given_up = self.router.lane_ends.given_up
+        """The lanes that are refused, by their numbers, and why."""
         self._serve()
 
     def _serve(self) -> None:
@@ -350,7 +350,7 @@ class Core:
         if Action.WITHDRAW not in actions:
             return
         assert self.life.closed is not None
-        self.lane_ends.close()
+        self.router.lane_ends.close()
         for work in self.in_flight:
             if work.op.withdrawable and self.withdraw(work):
                 work.abandon(CommClosedError("the communicator was closed, and the op withdrawn"))

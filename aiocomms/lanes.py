@@ -98,12 +98,8 @@ class Lane(PointToPoint, Collectives, Objects):
     @property
     def timeout(self) -> float | None:
         """The deadline of operations that are given none, in seconds: the communicator's, until it is set."""
-        seconds = self._seconds
+        seconds = self._comm._seconds if self._own is None else self._own
         return None if seconds == inf else seconds
-
-    @property
-    def _seconds(self) -> float:
-        return self._comm._seconds if self._own is None else self._own
 
     def set_timeout(self, timeout: checks.Timeout) -> None:
         """Set the deadline of operations on this view of the lane that are given none.
@@ -135,7 +131,7 @@ class Lane(PointToPoint, Collectives, Objects):
 
     def _give_up(self, why: str) -> None:
         if not self._core.refusing:
-            self._core.lane_ends.give_up(*self._names(), why)
+            self._core.router.lane_ends.give_up(*self._names(), why)
 
     async def aclose(self) -> None:
         """Withdraw receives of the lane that nothing has matched, and wait until its other operations have ended.
@@ -179,13 +175,19 @@ class Lane(PointToPoint, Collectives, Objects):
 
     def _issue(self, op: Op, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT) -> Work[Any]:
         """As a communicator does, but that its collectives are not counted."""
-        comm, core, seq, kind = self._comm, self._core, self._core.issued, type(op)
+        comm, core = self._comm, self._core
         number, words = self._known or self._names()
-        work: LaneWork[Any] = LaneWork(op, seq, core, hints, number=number, lane=words)
+        seq, kind = core.issued, type(op)
         try:
-            seconds = self._check(op, hints, timeout)
+            if core.refusing or self._closed or number in core.given_up or get_ident() != core.thread:
+                raise self._refused(op)
+            op.check(core)
+            seconds = comm._seconds if self._own is None else self._own
+            if hints is not None or timeout is not COMM_TIMEOUT or comm._debugger is not None:
+                seconds = self._check_more(op, hints, timeout, seconds)
         except CommError as error:
-            raise error.about(comm=work._comm_name(), op=op.name, rank=self.rank) from error.__cause__
+            raise error.about(comm=f"{comm.name}, lane {words}", op=op.name, rank=self.rank) from error.__cause__
+        work: LaneWork[Any] = LaneWork(op, seq, core, hints, number=number, lane=words)
         core.issued = seq + 1
         recorder = core.recorder
         recorder.lanes.append((seq, words))
@@ -203,21 +205,20 @@ class Lane(PointToPoint, Collectives, Objects):
             core.ended_at_once(work)
         return work
 
-    def _check(self, op: Op, hints: Mapping[str, Any] | None, timeout: OpTimeout) -> float:
-        """Check what was asked, and return its deadline in seconds."""
-        core, debugger = self._core, self._comm._debugger
-        if core.refusing or get_ident() != core.thread:
-            raise core.life.refusal() or core.refused(op)
-        if self._closed:
-            raise CommClosedError("the lane was closed on this rank")
-        ends = core.lane_ends
-        if not ends.listening:
-            ends.listen()
-        if ends.given_up and (given_up := ends.given_up.get(self._names()[0])) is not None:
-            raise given_up.about()
-        op.check(core)
+    def _check_more(self, op: Op, hints: Mapping[str, Any] | None, timeout: OpTimeout, seconds: float) -> float:
+        """Check what is seldom given, and return the deadline in seconds."""
+        if timeout is not COMM_TIMEOUT:
+            seconds = checks.deadline("timeout", timeout)
         if hints is not None:
             checks.mapping("hints", hints)
-        if debugger is not None:
-            debugger.check_buffers(op)
-        return self._seconds if timeout is COMM_TIMEOUT else checks.deadline("timeout", timeout)
+        if self._comm._debugger is not None:
+            self._comm._debugger.check_buffers(op)
+        return seconds
+
+    def _refused(self, op: Op) -> Exception:
+        """Why an op cannot be called now, or not here."""
+        core = self._core
+        if core.refusing or get_ident() != core.thread:
+            return core.life.refusal() or core.refused(op)
+        given_up = core.given_up.get(self._names()[0])
+        return CommClosedError("the lane was closed on this rank") if given_up is None else given_up.about()

@@ -112,6 +112,10 @@ class SideChannel(Protocol):
         """Whether a rank is on another host."""
 
 
+OpTypes = frozenset[type[ops.Op]]
+"""Some types of ops."""
+
+
 class Capabilities(msgspec.Struct, frozen=True):
     """What a transport can carry. What it cannot carry is lowered to what it can, or refused.
 
@@ -122,20 +126,19 @@ class Capabilities(msgspec.Struct, frozen=True):
     :param in_process: whether all ranks may be tasks of one process.
     :param detects_mismatch: whether ranks that call different collectives are told so before any of them completes one.
     :param rounds_each_step: dtypes whose sums it rounds after each rank's contribution, and not only at the end.
-    :param lanes: the collectives that it takes in :meth:`Transport.post_in_lane`; those of lanes that are not among them
-        go by messages.
+    :param lanes: the collectives that it takes in :meth:`Transport.post_in_lane`; the others of lanes go by messages.
     :param spin: how many turns of the loop it is worth asking :meth:`Transport.progress` before parking on the
         descriptor; 0 where completions come from another thread or from the peer's own call.
     """
 
-    ops: frozenset[type[ops.Op]]
+    ops: OpTypes
     devices: frozenset[str] = frozenset({"cpu"})
     reductions: Mapping[torch.dtype, frozenset[str]] | None = None
     fifo: bool = False
     in_process: bool = False
     detects_mismatch: bool = True
     rounds_each_step: frozenset[torch.dtype] = frozenset()
-    lanes: frozenset[type[ops.Op]] = frozenset()
+    lanes: OpTypes = frozenset()
     spin: int = 0
 
     def reduces(self, op: ReduceOp, dtype: torch.dtype) -> bool:
@@ -249,10 +252,10 @@ class Transport(ABC):
     def post_in_lane(self, op: ops.Op, lane: int, work: Completion) -> float | None:
         """Start a collective that matches those of the same lane on the other ranks, and nothing else.
 
-        Called for the ops in :attr:`Capabilities.lanes`, with the contract of :meth:`post`. Within a lane all ranks call
-        the same collectives in the same order, and these run one after the other. Nothing is ordered between lanes, nor
-        between a lane and what :meth:`post` is given: any rank may call any of them first, and await it before it calls
-        another. Ten thousand lanes may have something under way at once. A lane at rest keeps nothing.
+        Called for the ops in :attr:`Capabilities.lanes`, with the contract of :meth:`post`. Within a lane all ranks
+        call the same collectives in the same order, and these run one after the other. Nothing is ordered between
+        lanes, nor between a lane and what :meth:`post` is given: any rank may call any of them first, and await it
+        before it calls another. Ten thousand lanes may have something under way at once. A lane at rest keeps nothing.
 
         Ranks that call different things in a lane are found out as those of :meth:`post` are, with a
         :class:`MismatchError`; :meth:`waiting_for` is asked for these works, too.

@@ -8,6 +8,7 @@ from typing import Any
 
 from aiocomms import ops
 from aiocomms.errors import CommError, UnsupportedOperation
+from aiocomms.lowering.lane_ends import LaneEnds
 from aiocomms.lowering.lanes import Turns, collective_tag, within
 from aiocomms.lowering.runs import BatchRun, Offload, Poster, Run, Steps
 from aiocomms.lowering.schedules import SCHEDULES, Context
@@ -33,6 +34,7 @@ class Router(dict[type[ops.Op], Route]):
         self._runs: weakref.WeakKeyDictionary[Completion, weakref.ref[Run]] = weakref.WeakKeyDictionary()
         """The schedules of lowered ops that may be withdrawn or stopped. Messages keep them, and they their works."""
         self.turns = Turns(comm)
+        self.lane_ends = LaneEnds(comm, self)
         self.within = LaneRoutes(self, transports)
 
     def __missing__(self, cls: type[ops.Op]) -> Route:
@@ -121,9 +123,11 @@ class LaneRoutes(dict[type[ops.Op], LaneRoute]):
 
     def __init__(self, router: Router, transports: Mapping[ops.Family, Transport]) -> None:
         self._lower: LaneRoute = router.lower_within
+        self._listen = router.lane_ends.listen
         self._transports = transports
 
     def __missing__(self, cls: type[ops.Op]) -> LaneRoute:
+        self._listen()  # with the first op of a lane, at the latest
         route = self[cls] = self._decide(cls)
         return route
 

@@ -77,8 +77,7 @@ async def test_sizes_that_differ_lose_the_communicator(comm: Communicator, case:
 @ranks(2, 3)
 @pytest.mark.parametrize("what", ["operation", "root", "reduction"])
 async def test_what_differs_in_kind_never_mixes(comm: Communicator, case: Case, what: str) -> None:
-    """Of the same size, it would do so silently: no rank gets a result, and the first message that comes, or the
-    deadline, says who does what."""
+    """Of the same size, it would do so silently: no rank gets a result, and a message, or the deadline, says why."""
     case.need_any_order()
     calls: dict[str, tuple[Callable[[Any], Work[Any]], Callable[[Any], Work[Any]]]] = {
         "operation": (lambda c: c.all_reduce(number(comm, 1)), lambda c: c.broadcast(number(comm, 1), 0)),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from aiocomms import ops
-from aiocomms_ucx._engine import Engine, Operator
+from aiocomms_ucx._engine import Engine, Lanes, Operator
 
 _OPERATORS: Final = {operator.name.lower(): int(operator) for operator in Operator}
 
@@ -14,53 +14,54 @@ COLLECTIVE: Final[frozenset[type[ops.Op]]] = ops.COLLECTIVES | {ops.WindowOpen, 
 FORMS: Final = {cls: number for number, cls in enumerate(sorted(COLLECTIVE, key=lambda cls: cls.name))}
 """The number of each type of operation, for its fingerprint. The numbers are the same on all ranks."""
 
-Start = Callable[[Engine, int, int, int, Any, int], float]
+Start = Callable[[Engine | Lanes, int, int, int, Any, int], float]
 """A function that starts a collective.
 
-Its arguments are the engine, a ticket, the communicator's number, its size, the op and the op's form. It returns the
-time at which the collective was done, by :func:`time.monotonic`; 0 if it is not done."""
+Its arguments are the engine, a ticket, the communicator's number, its size, the op and the op's form; or a
+communicator's lanes in place of the engine, and the lane's number in place of the communicator's. It returns the time at
+which the collective was done, by :func:`time.monotonic`; 0 if it is not done."""
 
 
-def _barrier(engine: Engine, ticket: int, group: int, size: int, op: ops.Barrier, form: int) -> float:
-    return engine.barrier(ticket, group, form, 0)
+def _barrier(engine: Engine | Lanes, ticket: int, number: int, size: int, op: ops.Barrier, form: int) -> float:
+    return engine.barrier(ticket, number, form, 0)
 
 
-def _broadcast(engine: Engine, ticket: int, group: int, size: int, op: ops.Broadcast, form: int) -> float:
-    return engine.broadcast(ticket, group, form, op.tensor, op.root)
+def _broadcast(engine: Engine | Lanes, ticket: int, number: int, size: int, op: ops.Broadcast, form: int) -> float:
+    return engine.broadcast(ticket, number, form, op.tensor, op.root)
 
 
-def _all_reduce(engine: Engine, ticket: int, group: int, size: int, op: ops.AllReduce, form: int) -> float:
+def _all_reduce(engine: Engine | Lanes, ticket: int, number: int, size: int, op: ops.AllReduce, form: int) -> float:
     how = op.op
-    return engine.all_reduce(ticket, group, form, op.tensor, _OPERATORS[how.kind], how.factor)
+    return engine.all_reduce(ticket, number, form, op.tensor, _OPERATORS[how.kind], how.factor)
 
 
-def _reduce(engine: Engine, ticket: int, group: int, size: int, op: ops.Reduce, form: int) -> float:
+def _reduce(engine: Engine | Lanes, ticket: int, number: int, size: int, op: ops.Reduce, form: int) -> float:
     how = op.op
-    return engine.reduce(ticket, group, form, op.tensor, _OPERATORS[how.kind], how.factor, op.root)
+    return engine.reduce(ticket, number, form, op.tensor, _OPERATORS[how.kind], how.factor, op.root)
 
 
-def _reduce_scatter(engine: Engine, ticket: int, group: int, size: int, op: Any, form: int) -> float:
+def _reduce_scatter(engine: Engine | Lanes, ticket: int, number: int, size: int, op: Any, form: int) -> float:
     ins, how = op.input if isinstance(op, ops.ReduceScatterSingle) else op.inputs, op.op
-    return engine.reduce_scatter(ticket, group, form, size, ins, op.output, _OPERATORS[how.kind], how.factor)
+    return engine.reduce_scatter(ticket, number, form, size, ins, op.output, _OPERATORS[how.kind], how.factor)
 
 
-def _all_gather(engine: Engine, ticket: int, group: int, size: int, op: Any, form: int) -> float:
+def _all_gather(engine: Engine | Lanes, ticket: int, number: int, size: int, op: Any, form: int) -> float:
     outs = op.output if isinstance(op, ops.AllGatherSingle) else op.outputs
-    return engine.all_gather(ticket, group, form, size, op.input, outs)
+    return engine.all_gather(ticket, number, form, size, op.input, outs)
 
 
-def _gather(engine: Engine, ticket: int, group: int, size: int, op: Any, form: int) -> float:
-    return engine.gather(ticket, group, form, op.input, op.outs(size), op.root)
+def _gather(engine: Engine | Lanes, ticket: int, number: int, size: int, op: Any, form: int) -> float:
+    return engine.gather(ticket, number, form, op.input, op.outs(size), op.root)
 
 
-def _scatter(engine: Engine, ticket: int, group: int, size: int, op: ops.Scatter, form: int) -> float:
-    return engine.scatter(ticket, group, form, op.ins(size), op.output, op.root)
+def _scatter(engine: Engine | Lanes, ticket: int, number: int, size: int, op: ops.Scatter, form: int) -> float:
+    return engine.scatter(ticket, number, form, op.ins(size), op.output, op.root)
 
 
-def _all_to_all(engine: Engine, ticket: int, group: int, size: int, op: Any, form: int) -> float:
+def _all_to_all(engine: Engine | Lanes, ticket: int, number: int, size: int, op: Any, form: int) -> float:
     if isinstance(op, ops.AllToAllSingle):
-        return engine.all_to_all(ticket, group, form, size, op.input, op.output)
-    return engine.all_to_all(ticket, group, form, size, op.ins(size), op.outs(size))
+        return engine.all_to_all(ticket, number, form, size, op.input, op.output)
+    return engine.all_to_all(ticket, number, form, size, op.ins(size), op.outs(size))
 
 
 _START: Final[dict[str, Start]] = {
