@@ -18,8 +18,8 @@ Start = Callable[[Engine | Lanes, int, int, int, Any, int], float]
 """A function that starts a collective.
 
 Its arguments are the engine, a ticket, the communicator's number, its size, the op and the op's form; or a
-communicator's lanes in place of the engine, and the lane's number in place of the communicator's. It returns the time at
-which the collective was done, by :func:`time.monotonic`; 0 if it is not done."""
+communicator's lanes in place of the engine, and the lane's number in place of the communicator's. It returns the time
+at which the collective was done, by :func:`time.monotonic`; 0 if it is not done."""
 
 
 def _barrier(engine: Engine | Lanes, ticket: int, number: int, size: int, op: ops.Barrier, form: int) -> float:

@@ -111,7 +111,8 @@ class LaneCollectives:
         if lane not in self._told:
             self._told.add(lane)
             work = self._first(lane)
-            self._transport.tell_of_lane(lane, _NOTHING if work is None else describe(work.op))
+            text = _NOTHING if work is None else describe(work.op)
+            self._transport.tell_all(lambda number: wire.LaneDispute(number, lane, text))
 
     def _reconsider(self, lane: int) -> None:
         """Fail the collective of a lane in which a rank calls something else, once it is known what."""

@@ -261,9 +261,8 @@ class UcxTransport(Transport):
             return [peer]
         owner, _, index = self.shared.pending.get(id(work), (self, work, PLAIN))
         with self._ending:
-            if self._closed:
-                return ()
-            return self.lanes.waiting_for(index) if owner is self.lanes else self.engine.missing(self.group)
+            missing = self.lanes.waiting_for if owner is self.lanes else self.engine.missing
+            return () if self._closed else missing(index if owner is self.lanes else self.group)
 
     def last_heard(self) -> Sequence[float]:
         """See :meth:`Transport.last_heard`. The engines' threads ask and answer, over the control connections."""
@@ -324,8 +323,7 @@ class UcxTransport(Transport):
         work = self._collectives.get(index)
         if work is not None:
             text = describe(work.op)
-            for other in range(self.size):
-                self._tell(other, wire.Dispute(self._numbers[other], index, text))
+            self.tell_all(lambda number: wire.Dispute(number, index, text))
             self._reconsider(index)
 
     def hear(self, rank: int, said: wire.Frame) -> None:
@@ -369,10 +367,10 @@ class UcxTransport(Transport):
         self._failure = self._failure or error
         self.on_failure(self._failure)
 
-    def tell_of_lane(self, lane: int, text: str) -> None:
-        """Tell all ranks what this rank calls in a lane."""
-        for rank in range(self.size):
-            self._tell(rank, wire.LaneDispute(self._numbers[rank], lane, text))
+    def tell_all(self, frame: Callable[[int], wire.Frame]) -> None:
+        """Send all ranks a frame that is made of their number of this communicator."""
+        for rank, number in enumerate(self._numbers):
+            self._tell(rank, frame(number))
 
     def _tell(self, rank: int, frame: wire.Frame) -> None:
         if rank != self.rank:
@@ -389,8 +387,7 @@ class UcxTransport(Transport):
             if isinstance(error, PeerDiedError):  # the peer may be silent although its connection is open
                 self.shared.broken = True
             reason = Reason.of(error, self.rank)
-            for rank in range(self.size):
-                self._tell(rank, wire.Abort(self._numbers[rank], reason, self._disputed))
+            self.tell_all(lambda number: wire.Abort(number, reason, self._disputed))
             self.engine.lose_group(self.group)
 
     async def aclose(self) -> None:

@@ -5,6 +5,8 @@
 #include <functional>
 #include <memory>
 #include <numeric>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "collectives/collectives.hpp"
@@ -46,7 +48,8 @@ struct Comm {
   std::uint32_t group;
   int me;
   std::uint64_t round = 0;
-  Ints given, taken, reduced;  // by what is lost, and what UCX may hold until the engine is closed
+  std::optional<std::uint64_t> lane;  // on which its collectives are called; none: those of the communicator itself
+  Ints given, taken, reduced;         // by what is lost, and what UCX may hold until the engine is closed
 
   Comm(Rank& the_rank, std::vector<int> the_members)
       : rank(the_rank),
@@ -58,11 +61,14 @@ struct Comm {
   Ticket collective(std::uint64_t mark, Make make) {
     return rank.post([&](Ticket ticket) {
       Counting counting;
+      if (lane) return rank.engine->lane_collective(ticket, group, *lane, mark, make) != 0;
       return rank.engine->collective(ticket, group, mark, make) != 0;
     });
   }
   void barrier() {
-    rank.finish(collective(1, [](Group& it, Unequal&) { return run_barrier(it); }), "barrier");
+    const auto called = std::exchange(lane, std::nullopt);
+    rank.finish(collective(1, [](auto& it, Unequal&) { return run_barrier(it); }), "barrier");
+    lane = called;
   }
 };
 
@@ -74,7 +80,7 @@ inline Op post_broadcast(Comm& comm, Random& common, std::uint64_t round) {
   const int root = static_cast<int>(common.below(comm.size()));
   const std::size_t count = common.of(kCounts);
   auto data = std::make_shared<Ints>(comm.me == root ? filled(root, count, round) : Ints(count));
-  const auto make = [&](Group& it, Unequal&) { return run_broadcast(it, root, data->data(), count * 4); };
+  const auto make = [&](auto& it, Unequal&) { return run_broadcast(it, root, data->data(), count * 4); };
   return {comm.collective(10 + root, make), [=] { matches(*data, root, round, "broadcast"); }};
 }
 
@@ -95,7 +101,7 @@ inline Op post_reduce(Comm& comm, Random& common, std::uint64_t round) {
   auto data = std::make_shared<Ints>(filled(comm.me, count, round));
   const int me = comm.me, size = comm.size();
   return {comm.collective(30 + root,
-                          [&](Group& it, Unequal&) {
+                          [&](auto& it, Unequal&) {
                             return root < 0 ? run_all_reduce(it, kSum, data->data(), count)
                                             : run_reduce(it, kSum, root, data->data(), count);
                           }),
@@ -122,7 +128,7 @@ inline Op post_reduce_scatter(Comm& comm, Random& common, std::uint64_t round) {
     offset += share;
   }
   const int size = comm.size();
-  const auto make = [&](Group& it, Unequal&) { return run_reduce_scatter(it, kSum, ins, counts, out->data()); };
+  const auto make = [&](auto& it, Unequal&) { return run_reduce_scatter(it, kSum, ins, counts, out->data()); };
   return {comm.collective(40, make), [=] { matches_sum(*out, size, round, "reduce_scatter", before), (void)in; }};
 }
 
@@ -141,7 +147,7 @@ inline Op post_gather(Comm& comm, Random& common, std::uint64_t round) {
   auto in = std::make_shared<Ints>(filled(me, bytes[me] / 4, round));
   if (root >= 0 && root != me) places.clear();
   return {comm.collective(50 + root,
-                          [&](Group& it, Unequal&) {
+                          [&](auto& it, Unequal&) {
                             return root < 0 ? run_all_gather(it, in->data(), places, bytes)
                                             : run_gather(it, root, in->data(), places, bytes[0]);
                           }),
@@ -160,7 +166,7 @@ inline Op post_scatter(Comm& comm, Random& common, std::uint64_t round) {
   auto out = std::make_shared<Ints>(count);
   Inputs ins;
   for (int rank = 0; rank < comm.size() && me == root; ++rank) ins.push_back(in->data() + count * rank);
-  const auto make = [&](Group& it, Unequal&) { return run_scatter(it, root, ins, out->data(), count * 4); };
+  const auto make = [&](auto& it, Unequal&) { return run_scatter(it, root, ins, out->data(), count * 4); };
   return {comm.collective(60 + root, make), [=] { matches(*out, root, round, "scatter", count * me), (void)in; }};
 }
 
@@ -184,7 +190,7 @@ inline Op post_all_to_all(Comm& comm, Random& common, std::uint64_t round) {
     outs.push_back((*out)[rank].data());
   }
   return {comm.collective(70 + equal,
-                          [&](Group& it, Unequal& unequal) {
+                          [&](auto& it, Unequal& unequal) {
                             return run_all_to_all(it, ins, in_bytes, outs, out_bytes, equal, unequal);
                           }),
           [=] {

@@ -58,7 +58,7 @@ inline void post_window_ops(Comm& comm, std::vector<Op>& posted) {
   post(&Engine::flush, -1);
 }
 
-constexpr int kMemorySteps = 11;
+constexpr int kWindowStep = 16, kMemorySteps = 17;
 
 inline void post_step(Comm& comm, std::vector<Op>& posted, int step) {
   using Post = Op (*)(Comm&, Random&, std::uint64_t);
@@ -67,7 +67,9 @@ inline void post_step(Comm& comm, std::vector<Op>& posted, int step) {
   Random common(comm.rank.world.seed * 1000 + static_cast<std::uint64_t>(step));
   if (step < 8) return posted.push_back(kCollectives[step % 6](comm, common, 7));
   if (step < 10) return post_messages(comm, posted, step == 8 ? 5 : 100'000);
-  post_window_ops(comm, posted);
+  if (step == kWindowStep) return post_window_ops(comm, posted);
+  comm.lane = 9;  // small ones and large ones, by the seed
+  posted.push_back(kCollectives[step - 10](comm, common, 7));
 }
 
 // One step whose n-th allocation fails. Returns whether there were so many.
@@ -77,9 +79,9 @@ inline bool fails_at(Comm& comm, int step, long n, std::atomic<bool>& failed, st
   std::vector<Op> posted;
   const std::size_t told = rank.notices.size();
   if (comm.me == 0) failed = false, ended = 0;
-  if (comm.me == 0 && step < 10) allocations_until_failure = n;
+  if (comm.me == 0 && step != kWindowStep) allocations_until_failure = n;
   meeting.arrive_and_wait();
-  if (comm.me == 0 && step >= 10) allocations_until_failure = n;
+  if (comm.me == 0 && step == kWindowStep) allocations_until_failure = n;
   try {
     post_step(comm, posted, step);
   } catch (const std::bad_alloc&) {

@@ -11,6 +11,7 @@
 
 #include "engine_collectives.hpp"
 #include "engine_hostile.hpp"
+#include "engine_lanes.hpp"
 #include "engine_memory.hpp"
 #include "engine_worker.hpp"
 
@@ -278,8 +279,8 @@ void losses(Comm& lost, Comm& other) {
   if (lost.me != last) {                      // which never does its part
     tickets.push_back(post_recv(lost, lost.taken, last, 1));
     tickets.push_back(lost.collective(
-        1, [&](Group& it, Unequal&) { return run_all_reduce(it, kSum, lost.reduced.data(), lost.reduced.size()); }));
-    tickets.push_back(lost.collective(1, [&](Group& it, Unequal&) { return run_barrier(it); }));
+        1, [&](auto& it, Unequal&) { return run_all_reduce(it, kSum, lost.reduced.data(), lost.reduced.size()); }));
+    tickets.push_back(lost.collective(1, [&](auto& it, Unequal&) { return run_barrier(it); }));
     tickets.push_back(post_send(lost, lost.given, last, 2));
     std::this_thread::sleep_for(std::chrono::microseconds(rank.random.below(2000)));
   } else if (in_order) {
@@ -369,7 +370,7 @@ void changes_of_mind_amid(Comm& comm) {
 
 // Ranks that disagree find out: some by themselves, who tell the others.
 void quarrels(Comm& comm) {
-  const Ticket ticket = comm.collective(comm.me == 0 ? 5 : 6, [](Group& it, Unequal&) { return run_barrier(it); });
+  const Ticket ticket = comm.collective(comm.me == 0 ? 5 : 6, [](auto& it, Unequal&) { return run_barrier(it); });
   const Notice notice = comm.rank.wait_for(
       [](const Notice& it) { return it.kind == Notice::kDisagrees || it.kind == Notice::kFrame; }, "a disagreement");
   if (notice.kind == Notice::kDisagrees) {
@@ -423,7 +424,7 @@ void death(Comm& comm) {
     comm.reduced = filled(comm.me, 100'000, 1);
     post_recv(comm, comm.taken, last, 1);
     comm.collective(
-        1, [&](Group& it, Unequal&) { return run_all_reduce(it, kSum, comm.reduced.data(), comm.reduced.size()); });
+        1, [&](auto& it, Unequal&) { return run_all_reduce(it, kSum, comm.reduced.data(), comm.reduced.size()); });
     const Notice lost = rank.wait_for([](const Notice& it) { return it.kind == Notice::kLost; }, "a death");
     expect(lost.peer != rank.number, "a rank hears of its own death");  // others may have followed the last one
   }
@@ -437,8 +438,9 @@ void live(Rank& rank, std::vector<Part>& parts, bool dies) {
   std::iota(all.begin(), all.end(), 0);
   std::vector<int> reversed(all.rbegin(), all.rend());
   Comm comm(rank, all), other(rank, reversed), doomed(rank, all), regretted(rank, all), recanted(rank, all),
-      disputed(rank, all);
+      disputed(rank, all), unlike(rank, all), forsaken(rank, all), left(rank, all);
   collectives(comm, other, 12);
+  lanes(comm, other, 8);
   messages(comm, 6);
   floods(comm);
   pours(comm);
@@ -449,6 +451,9 @@ void live(Rank& rank, std::vector<Part>& parts, bool dies) {
   changes_of_mind(regretted);
   changes_of_mind_amid(recanted);
   quarrels(disputed);
+  quarrels_in_a_lane(unlike);
+  losses_in_lanes(forsaken);
+  departures_from_lanes(left);
   collectives(other, comm, 4);
   rank.engine->close_group(other.group);
   dies ? death(comm) : farewell(comm);

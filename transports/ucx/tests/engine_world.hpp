@@ -108,6 +108,10 @@ class Rank {
     done_.erase(ticket);
     return outcome;
   }
+  // The same, and its outcome is asked for later.
+  void wait_until_ended(Ticket ticket, const char* what) {
+    until([&] { return ended(ticket); }, what);
+  }
   // An op that is expected to end well.
   void finish(Ticket ticket, const char* what) {
     const Outcome outcome = wait(ticket, what);

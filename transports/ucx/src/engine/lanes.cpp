@@ -43,12 +43,12 @@ Shared& LaneCalls::slots() { return *group.keyed->slots_; }
 
 Lanes::Lanes(Group& group, int fd, Sender& sender, Inbox& inbox, Schedules& schedules, Reports& reports)
     : group_(group), sender_(sender), inbox_(inbox), schedules_(schedules), reports_(reports) {
+  spare_.reserve(kSpare);  // so that what ends needs no memory
   if (fd < 0) return;
   const int ranks = static_cast<int>(group.peers.size());
   slots_ = std::make_unique<Shared>(fd, group.rank, ranks, Segment::bytes(ranks));
   board_ = std::make_unique<Board>(fd, 2 * Segment::bytes(ranks), group.rank, ranks);
   slots_->slice_ends = &schedules.slice_ends();
-  spare_.reserve(kSpare);  // so that what ends needs no memory
 }
 
 LaneCalls& Lanes::at(std::uint64_t number) {

@@ -69,12 +69,14 @@ bool Schedules::poll_group(Group& group) {
 bool Schedules::resume() noexcept {
   bool moved = false;
   while (!events_.empty()) {
-    const std::unique_ptr<Awaited> ended(events_.pop());
+    std::unique_ptr<Awaited> ended(events_.pop());
     Group& group = ended->whose;
+    LaneCalls* lane = ended->lane;
     moved = true;
     attempt(group, [&] {
       ended->event.complete();
-      if (ended->lane) return group.keyed->go_on(*ended->lane);
+      ended.reset();  // before its lane, which may be forgotten
+      if (lane) return group.keyed->go_on(*lane);
       wake_peers(group);
       end_finished(group);
     });
