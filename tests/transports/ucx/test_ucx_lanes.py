@@ -1,0 +1,215 @@
+"""Lanes whose collectives the engine carries: where ranks disagree, leave or die, and what is kept afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from inside import transport_of
+from processes import KILLED, Rank, Run, death
+
+from aiocomms import Work
+from aiocomms.communicator import Communicator
+from aiocomms.errors import CommAbortedError, CommTimeoutError, MismatchError, PeerDiedError
+from aiocomms.testing import local_world
+
+SMALL, LARGE = 3, 100_000
+"""Elements of a collective that each rank writes on its board, and of one that takes its turn in the slots."""
+SHORT = 0.2
+"""A deadline that passes, in seconds."""
+
+
+@pytest.fixture
+def transport() -> str:
+    return "ucx"
+
+
+Call = Callable[[Any], Work[Any]]
+
+
+def ones(count: int = SMALL, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(count, dtype=dtype)
+
+
+MISMATCHES: dict[str, tuple[Call, Call, str]] = {
+    "op": (lambda c: c.all_reduce(ones()), lambda c: c.broadcast(ones(), 0), "broadcast"),
+    "operator": (lambda c: c.all_reduce(ones()), lambda c: c.all_reduce(ones(), "max"), "max"),
+    "size": (lambda c: c.all_reduce(ones()), lambda c: c.all_reduce(ones(4)), r"\(4,\)"),
+    "small and large": (lambda c: c.all_reduce(ones()), lambda c: c.all_reduce(ones(LARGE)), f"{LARGE}"),
+    "large": (lambda c: c.broadcast(ones(LARGE), 1), lambda c: c.broadcast(ones(LARGE), 2), "broadcast"),
+    "dtype": (lambda c: c.all_reduce(ones()), lambda c: c.all_reduce(ones(dtype=torch.int32)), "int32"),
+    "root": (lambda c: c.reduce(ones(), 0), lambda c: c.reduce(ones(), 1), "reduce"),
+    "barrier": (lambda c: c.barrier(), lambda c: c.all_gather_single(ones(9), ones()), "all_gather"),
+}
+
+
+async def disagree(place: Rank, what: str) -> str:
+    async with place.open() as comm:
+        usual, other, _ = MISMATCHES[what]
+        lane = comm.lane("disputed")
+        await comm.lane("fine").all_reduce(ones())
+        work = (other if place.rank == 2 else usual)(lane)
+        with pytest.raises((MismatchError, CommAbortedError), match=r"in lane disputed, rank . calls ") as caught:
+            await work
+        assert comm.aborted
+        with pytest.raises(CommAbortedError, match="in lane disputed"):
+            comm.lane("fine").barrier()
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("what", MISMATCHES)
+def test_ranks_that_disagree_in_a_lane(ranks: Run, what: str) -> None:
+    """All are told at once which lane it was and what they call, and no rank gets a result."""
+    told = ranks(3, disagree, what)
+    assert any("rank 2 calls" in text for text in told) or any("and rank 2 calls" in text for text in told), told
+
+
+async def come_late(place: Rank) -> None:
+    """Rank 1 calls a lane long after the others, whose boards and orders have gone round many times since."""
+    async with place.open() as comm:
+        late = [comm.lane("late small"), comm.lane("late large")]
+        works = (
+            [] if place.rank == 1 else [lane.all_reduce(ones(n)) for lane, n in zip(late, (SMALL, LARGE), strict=True)]
+        )
+        for i in range(300):
+            assert (await comm.lane(i % 7).all_reduce(ones(1000)))[0].item() == comm.size
+            if i % 30 == 0:
+                assert (await comm.lane(i % 7).all_reduce(ones(LARGE)))[-1].item() == comm.size
+                await comm.barrier()
+        if place.rank == 1:
+            works = [lane.all_reduce(ones(n)) for lane, n in zip(late, (SMALL, LARGE), strict=True)]
+        for work in works:
+            assert (await work)[-1].item() == comm.size
+        await comm.barrier()
+        lanes = transport_of(comm, "collectives").lanes
+        assert not lanes._pending
+        assert not transport_of(comm).shared.pending
+
+
+def test_a_lane_that_one_rank_calls_long_after_the_others(ranks: Run) -> None:
+    ranks(3, come_late)
+
+
+async def wait_in_another_order(place: Rank, count: int) -> None:
+    """Rank 0 awaits each lane before it calls the next, in an order that is the others' backwards."""
+    async with place.open() as comm:
+        for _ in range(5):
+            keys = [f"key {i}" for i in range(12)]
+            if place.rank == 0:
+                for i, key in enumerate(keys):
+                    tensor = await comm.lane(key).all_reduce(ones(count if i % 2 else SMALL))
+                    assert tensor[-1].item() == comm.size
+            else:
+                calls = [(i, comm.lane(key)) for i, key in enumerate(keys)]
+                works = [lane.all_reduce(ones(count if i % 2 else SMALL)) for i, lane in reversed(calls)]
+                for work in works:
+                    assert (await work)[-1].item() == comm.size
+
+
+@pytest.mark.parametrize("count", [SMALL, LARGE])
+def test_a_rank_that_awaits_a_lane_before_it_calls_the_next(ranks: Run, count: int) -> None:
+    ranks(3, wait_in_another_order, count)
+
+
+async def die_amid(place: Rank, victim: int) -> bool:
+    comm = await place.open()
+
+    async def follow(key: int) -> None:
+        while True:
+            await comm.lane(key).all_reduce(ones(LARGE if key % 2 else SMALL))
+
+    pending = [] if place.rank == victim else [comm.lane("never").all_reduce(ones(n)) for n in (SMALL, LARGE)]
+    await comm.barrier()
+    if place.rank == victim:
+        threading.Timer(0.05, place.die).start()
+    error = await death(asyncio.gather(*(follow(key) for key in range(8))))
+    for work in pending:
+        with pytest.raises(PeerDiedError, match="lane never"):
+            await work
+    await comm.aclose()
+    return error.peer == victim
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_death_amid_lanes(ranks: Run, victim: int) -> None:
+    """Also that of the rank which makes the order."""
+    results = ranks(3, die_amid, victim)
+    assert results == [KILLED if rank == victim else True for rank in range(3)]
+
+
+async def leave(place: Rank, count: int) -> None:
+    async with place.open() as comm:
+        assert (await comm.lane("first").all_reduce(ones(count)))[0].item() == comm.size
+        if place.rank == 1:
+            return
+        before = comm.lane("not called").all_reduce(ones(count))
+        with pytest.raises(CommAbortedError, match="rank 1") as caught:
+            await before
+        assert "lane not called" in str(caught.value)
+        assert comm.aborted
+
+
+@pytest.mark.parametrize("count", [SMALL, LARGE])
+def test_a_rank_that_closes_before_it_calls_a_lane(ranks: Run, count: int) -> None:
+    ranks(2, leave, count)
+
+
+async def wait_in_vain(place: Rank, count: int) -> None:
+    async with place.open() as comm:
+        for key in range(3):
+            await comm.lane(key).all_reduce(ones(count))
+        if place.rank == 1:
+            await comm.lost()
+            return
+        works = [comm.lane(key).all_reduce(ones(count), timeout=SHORT) for key in range(3)]
+        for key, work in enumerate(works):
+            with pytest.raises(CommTimeoutError, match=f"lane {key}") as caught:
+                await work
+            assert "waiting for rank 1" in str(caught.value) or key, caught.value
+
+
+@pytest.mark.parametrize("count", [SMALL, LARGE])
+def test_a_deadline_names_the_lane_and_the_rank_that_is_missing(ranks: Run, count: int) -> None:
+    ranks(2, wait_in_vain, count)
+
+
+async def lose_its_memory(place: Rank) -> None:
+    """What is under way when all is lost keeps its tensors until the communicator is closed; nothing is kept then."""
+    comm = await place.open()
+    if place.rank == 0:
+        works = [comm.lane(key).all_reduce(ones(LARGE if key % 2 else SMALL)) for key in range(20)]
+        comm.abort("enough")
+        for work in works:
+            with pytest.raises(CommAbortedError, match=r"lane \d+.*enough|enough"):
+                await work
+    else:
+        assert "enough" in str(await comm.lost())
+    shared = transport_of(comm).shared
+    await comm.aclose()
+    assert not shared.pending
+
+
+def test_what_is_lost_with_lanes_under_way_is_let_go(ranks: Run) -> None:
+    ranks(2, lose_its_memory)
+
+
+def test_lanes_of_communicators_that_are_split() -> None:
+    """The same key on each of them is another lane, on one engine."""
+
+    async def of(comm: Communicator) -> None:
+        child = await comm.split([1, 0])
+        assert child is not None
+        async with child:
+            order = [comm, child] if comm.rank else [child, comm]
+            works = {it: it.lane("same").all_reduce(torch.full((SMALL,), float(1 + (it is child)))) for it in order}
+            assert [(await works[it])[0].item() for it in (comm, child)] == [2.0, 4.0]
+
+    async def main() -> None:
+        async with local_world(2, "ucx") as world:
+            await asyncio.gather(*map(of, world))
+
+    asyncio.run(main())
