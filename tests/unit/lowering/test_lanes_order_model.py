@@ -2,9 +2,10 @@
 
 The protocol is that of a transport whose ranks share memory: a rank tells the first rank that it has called a lane's
 next collective when it is that one's turn in its lane; when the first rank has heard that of all, it appends the
-collective to an order; each rank reads the order, and runs what stands in it one after the other. A collective ends on a
-rank when all ranks have begun it. What is told is heard, and what is written is read, at any later time: so a collective
-is appended at any time after all have called it, and begun at any time after it was appended. Ranks call lanes from a task each, or one after the other in one task; awaiters are cancelled, and their tasks go on; a rank dies,
+collective to an order; each rank reads the order, and runs what stands in it one after the other. A collective ends on
+a rank when all ranks have begun it. What is told is heard, and what is written is read, at any later time: so a
+collective is appended at any time after all have called it, and begun at any time after it was appended. Ranks call
+lanes from a task each, or one after the other in one task; awaiters are cancelled, and their tasks go on; a rank dies,
 and the others hear of it one by one. Where nothing can happen any more all works must have ended.
 """
 
