@@ -72,9 +72,13 @@ class LaneCollectives:
         else:
             work.fail(error_of(work.op, status, a, b, self._transport.rank, self._size))
 
-    def waiting_for(self, lane: int) -> list[int]:
-        """Return the ranks that the collective under way in a lane waits for."""
-        return self._transport.engine.missing_in_lane(self._transport.group, lane)
+    def waiting_for(self, work: Completion) -> list[int]:
+        """Return the ranks that a collective waits for, or the one before it in its lane; also where it is of none."""
+        transport = self._transport
+        owner, _, lane = transport.shared.pending.get(id(work), (None, work, 0))
+        if owner is self:
+            return transport.engine.missing_in_lane(transport.group, lane)
+        return transport.engine.missing(transport.group)
 
     def _first(self, lane: int) -> Completion | None:
         """The collective that is under way in a lane."""

@@ -259,10 +259,8 @@ class UcxTransport(Transport):
         peer = peer_of(work.op)
         if peer is not None:
             return [peer]
-        owner, _, index = self.shared.pending.get(id(work), (self, work, PLAIN))
         with self._ending:
-            missing = self.lanes.waiting_for if owner is self.lanes else self.engine.missing
-            return () if self._closed else missing(index if owner is self.lanes else self.group)
+            return () if self._closed else self.lanes.waiting_for(work)
 
     def last_heard(self) -> Sequence[float]:
         """See :meth:`Transport.last_heard`. The engines' threads ask and answer, over the control connections."""
