@@ -173,21 +173,33 @@ class Lane(PointToPoint, Collectives, Objects):
             self._known = number_of(self.key), str(self.key) if plain else checks.short(self.key)
         return self._known
 
+    def _begin(self) -> tuple[int, str]:
+        """Hear which lanes other ranks have given up, before the first op of this one."""
+        core = self._core
+        if get_ident() == core.thread and not core.refusing:
+            core.router.lane_ends.listen()
+        return self._names()
+
     def _issue(self, op: Op, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT) -> Work[Any]:
         """As a communicator does, but that its collectives are not counted."""
         comm, core = self._comm, self._core
-        number, words = self._known or self._names()
+        number, words = self._known or self._begin()
         seq, kind = core.issued, type(op)
         try:
             if core.refusing or self._closed or number in core.given_up or get_ident() != core.thread:
                 raise self._refused(op)
             op.check(core)
             seconds = comm._seconds if self._own is None else self._own
-            if hints is not None or timeout is not COMM_TIMEOUT or comm._debugger is not None:
-                seconds = self._check_more(op, hints, timeout, seconds)
+            if hints is not None or timeout is not COMM_TIMEOUT:
+                seconds = self._check_more(hints, timeout, seconds)
         except CommError as error:
             raise error.about(comm=f"{comm.name}, lane {words}", op=op.name, rank=self.rank) from error.__cause__
         work: LaneWork[Any] = LaneWork(op, seq, core, hints, number=number, lane=words)
+        if comm._debugger is not None:
+            try:
+                work = comm._debugger.start_within(work)
+            except CommError as error:
+                raise error.about(comm=work._comm_name(), op=op.name, rank=self.rank) from None
         core.issued = seq + 1
         recorder = core.recorder
         recorder.lanes.append((seq, words))
@@ -205,14 +217,13 @@ class Lane(PointToPoint, Collectives, Objects):
             core.ended_at_once(work)
         return work
 
-    def _check_more(self, op: Op, hints: Mapping[str, Any] | None, timeout: OpTimeout, seconds: float) -> float:
+    @staticmethod
+    def _check_more(hints: Mapping[str, Any] | None, timeout: OpTimeout, seconds: float) -> float:
         """Check what is seldom given, and return the deadline in seconds."""
         if timeout is not COMM_TIMEOUT:
             seconds = checks.deadline("timeout", timeout)
         if hints is not None:
             checks.mapping("hints", hints)
-        if self._comm._debugger is not None:
-            self._comm._debugger.check_buffers(op)
         return seconds
 
     def _refused(self, op: Op) -> Exception:

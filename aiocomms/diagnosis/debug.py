@@ -6,7 +6,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from aiocomms.diagnosis.places import Place, caller
 from aiocomms.errors import (
@@ -17,7 +17,7 @@ from aiocomms.errors import (
     ConcurrentCollectivesError,
 )
 from aiocomms.ops import Op, WindowClose, WindowOpen, checks
-from aiocomms.progress.inflight import InFlight, StartedWork
+from aiocomms.progress.inflight import InFlight, LaneWork, StartedWork
 from aiocomms.progress.work import Owner, T_co
 from aiocomms.transport import OP_RESULT
 
@@ -45,23 +45,29 @@ class Forgotten:
             )  # fmt: skip
 
 
+if TYPE_CHECKING:
+    _Started = StartedWork[Any]
+else:
+    _Started = object  # a struct has one base with fields
+
 _said: dict[str | tuple[str, type[Warning], int], int] = {}
 """Where :mod:`warnings` notes what it has said, for by default it says everything once."""
 
 
-class WatchedWork(StartedWork[T_co]):
-    """A work of debug mode: it knows which line and task have started it, and whether anybody has asked for it."""
+class Watched(_Started):
+    """What works of debug mode do besides: they know who has started them, and whether anybody has asked for them."""
 
-    place: Place | None = None
-    task: tuple[str, object] | None = None
-    """The name and the coroutine of the task, until the op has ended; None: a callback."""
-    _forgotten: Forgotten | None = None
+    __slots__ = ()
+    if TYPE_CHECKING:
+        place: Place | None = None
+        task: tuple[str, object] | None = None
+        _forgotten: Forgotten | None = None
 
     def watch(self, place: Place) -> None:
         """Warn if it ends well, and nobody has asked for it when it is collected."""
         owner = self._owner
         self.place = place
-        self._forgotten = Forgotten(f"{self.op.name} on '{owner.name}' (rank {owner.rank})", place)
+        self._forgotten = Forgotten(f"{self.op.name} on '{self._comm_name()}' (rank {owner.rank})", place)
 
     def forget(self) -> None:
         """See :meth:`aiocomms.Work.forget`."""
@@ -85,7 +91,7 @@ class WatchedWork(StartedWork[T_co]):
 
 def _asks(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def ask(self: WatchedWork[Any], *args: Any, **kwargs: Any) -> Any:
+    def ask(self: Watched, *args: Any, **kwargs: Any) -> Any:
         self.forget()
         return method(self, *args, **kwargs)
 
@@ -97,7 +103,24 @@ _ASKING: Final = (
     "_never_awaited",
 )  # fmt: skip
 for _name in _ASKING:
-    setattr(WatchedWork, _name, _asks(getattr(WatchedWork, _name)))
+    setattr(Watched, _name, _asks(getattr(StartedWork, _name)))
+
+
+class WatchedWork(Watched, StartedWork[T_co]):
+    """A work of debug mode: it knows which line and task have started it, and whether anybody has asked for it."""
+
+    place: Place | None = None
+    task: tuple[str, object] | None = None
+    """The name and the coroutine of the task, until the op has ended; None: a callback."""
+    _forgotten: Forgotten | None = None
+
+
+class WatchedLaneWork(Watched, LaneWork[T_co]):
+    """The same of a lane."""
+
+    place: Place | None = None
+    task: tuple[str, object] | None = None
+    _forgotten: Forgotten | None = None
 
 
 CURE: Final = (
@@ -125,19 +148,35 @@ class Debugger:
         :raises BufferBusyError: an unfinished op still writes a buffer of this one, or this one would write its.
         :raises ConcurrentCollectivesError: it is a collective, and one of another task is under way.
         """
-        self.check_buffers(op)
-        place, task = caller(), owner.driver.task()
-        if task is not None and _collective(op):
-            self._check_tasks(op, place, *task)
         work: WatchedWork[Any] = WatchedWork(op, seq, owner, hints)
-        work.task = task
-        work.watch(place)
+        self._watch(work, None)
         return work
 
-    def _check_tasks(self, op: Op, place: Place, name: str, coroutine: object) -> None:
+    def start_within(self, work: LaneWork[Any]) -> WatchedLaneWork[Any]:
+        """The same of a lane, whose collectives are a hazard to each other alone.
+
+        :param work: it, as it would be without debug mode.
+        """
+        watched: WatchedLaneWork[Any] = WatchedLaneWork(
+            work.op, work.seq, work._owner, work.hints, number=work.number, lane=work.lane
+        )
+        self._watch(watched, work.number)
+        return watched
+
+    def _watch(self, work: Watched, lane: int | None) -> None:
+        self.check_buffers(work.op)
+        place, task = caller(), work._owner.driver.task()
+        if task is not None and _collective(work.op):
+            self._check_tasks(work.op, lane, place, *task)
+        work.task = task
+        work.watch(place)
+
+    def _check_tasks(self, op: Op, lane: int | None, place: Place, name: str, coroutine: object) -> None:
         """A collective that another task has begun is no hazard once that task has ended: then the order is certain."""
         for work in self._in_flight:
-            if not isinstance(work, WatchedWork) or work.task is None or not _collective(work.op):
+            if not isinstance(work, Watched) or work.task is None or not _collective(work.op):
+                continue
+            if getattr(work, "number", None) != lane:
                 continue
             other, others = work.task
             if others is not coroutine and not _ended(others):

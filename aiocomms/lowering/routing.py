@@ -123,11 +123,9 @@ class LaneRoutes(dict[type[ops.Op], LaneRoute]):
 
     def __init__(self, router: Router, transports: Mapping[ops.Family, Transport]) -> None:
         self._lower: LaneRoute = router.lower_within
-        self._listen = router.lane_ends.listen
         self._transports = transports
 
     def __missing__(self, cls: type[ops.Op]) -> LaneRoute:
-        self._listen()  # with the first op of a lane, at the latest
         route = self[cls] = self._decide(cls)
         return route
 

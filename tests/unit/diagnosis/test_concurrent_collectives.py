@@ -54,6 +54,23 @@ def test_both_tasks_are_shown_and_nothing_is_sent(run, loop, transport):
     run(main)
 
 
+def test_two_tasks_of_one_lane_are_a_hazard_and_those_of_two_lanes_none(run):
+    async def main():
+        async with local_world(2) as (one, two), anyio.create_task_group() as tasks:
+            tasks.start_soon(reduce, one.lane("a"))
+            tasks.start_soon(reduce, one.lane("b"))
+            tasks.start_soon(reduce, one)
+            await turns()
+            with pytest.raises(ConcurrentCollectivesError, match=r"world, lane a.*: two tasks have") as caught:
+                one.lane("a").barrier()
+            assert f" at {HERE}:{line_of('the first')}, and task" in str(caught.value)
+            for view in (two, two.lane("b"), two.lane("a")):
+                assert await reduce(view) == [2, 2]
+            assert await ranks([one.lane("a"), two.lane("a")], reduce) == [[2, 2]] * 2
+
+    run(main)
+
+
 def test_it_stays_usable_and_numbers_stay_the_same_on_all_ranks(run):
     async def main():
         async with local_world(2) as (one, two), anyio.create_task_group() as tasks:

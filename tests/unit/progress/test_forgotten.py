@@ -47,6 +47,24 @@ def line_of(text):
 # ------------------------------------------------------------------------------------------------ never awaited
 
 
+def test_a_work_of_a_lane_that_nobody_awaits_is_reported(run, debug):
+    async def main():
+        async with local_world(2) as (one, two):
+            with heard() as said:
+                one.lane("req-17").send(torch.ones(2), 1)  # forgotten on a lane
+                with one.lane("req-18"):
+                    one.all_reduce(torch.ones(1))  # forgotten within a lane
+                await two.lane("req-17").recv(torch.zeros(2), 0)
+                await two.lane("req-18").all_reduce(torch.ones(1))
+                await turns()
+            lines = {warning.lineno: str(warning.message) for warning in said}
+            assert "send on 'world, lane req-17' (rank 0) was never" in lines[line_of("forgotten on a lane")]
+            assert "all_reduce on 'world, lane req-18' (rank 0) was" in lines[line_of("forgotten within a lane")]
+            assert len(said) == 2
+
+    run(main)
+
+
 def test_a_work_that_nobody_awaits_is_reported_with_the_line_that_started_it(run, debug):
     async def main():
         async with local_world(2) as (one, two):
