@@ -98,8 +98,12 @@ class Lane(PointToPoint, Collectives, Objects):
     @property
     def timeout(self) -> float | None:
         """The deadline of operations that are given none, in seconds: the communicator's, until it is set."""
-        seconds = self._comm._seconds if self._own is None else self._own
+        seconds = self._seconds
         return None if seconds == inf else seconds
+
+    @property
+    def _seconds(self) -> float:
+        return self._comm._seconds if self._own is None else self._own
 
     def set_timeout(self, timeout: checks.Timeout) -> None:
         """Set the deadline of operations on this view of the lane that are given none.
