@@ -14,7 +14,7 @@ import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from aiocomms import blocking, cuda, errors, functional, ops, testing
+    from aiocomms import blocking, cuda, errors, functional, ops, serving, testing
     from aiocomms.communicator import Communicator
     from aiocomms.diagnosis.on_signal import dump_on_signal
     from aiocomms.errors import CommError
@@ -54,6 +54,7 @@ __all__ = [
     "get_comm",
     "new_comm",
     "ops",
+    "serving",
     "testing",
 ]
 
@@ -77,7 +78,7 @@ _HOME = {
     "get_comm": "opening",
     "new_comm": "opening",
 }
-_MODULES = frozenset({"blocking", "cuda", "errors", "functional", "ops", "testing"})
+_MODULES = frozenset({"blocking", "cuda", "errors", "functional", "ops", "serving", "testing"})
 
 
 if os.environ.get("AIOCOMMS_RECORDER_SIGNAL"):  # a signal may come before anything else is loaded

@@ -70,6 +70,7 @@ class Core:
         self.driver = Driver.current()
         self.thread = self.driver.thread
         self.issued = self.calls = 0  # ops and collectives called; of collectives all ranks call the same number
+        self.laned = 0  # how many of the ops were a lane's
         self.by_family = dict(by_family)
         if "rma" not in self.by_family and "p2p" in self.by_family:
             self.by_family["rma"] = TwoSided(self)

@@ -24,10 +24,12 @@ __all__ = [
     "MessageTruncatedError",
     "MismatchError",
     "PeerDiedError",
+    "PlanLostError",
     "ProtocolError",
     "StoreLostError",
     "UnsupportedOperation",
     "WorkCancelledError",
+    "WorkerError",
 ]
 
 
@@ -171,6 +173,20 @@ class MismatchError(CommError):
 
 class StoreLostError(CommError):
     """Raised when the rendezvous store is gone. Established communicators stay usable."""
+
+
+class WorkerError(CommError):
+    """Raised on rank 0 when another rank failed to carry out a plan: ``peer`` did, and the cause has its traceback.
+
+    The communicator stays usable, unless the plan was run in order and had begun to communicate.
+    """
+
+
+class PlanLostError(CommError):
+    """Raised when a rank was lost while a plan was under way, or has not been replaced yet; the cause says why.
+
+    The communicator is poisoned. The plan may be given out again, if carrying it out twice does no harm.
+    """
 
 
 class ProtocolError(CommError):

@@ -205,6 +205,7 @@ class Lane(PointToPoint, Collectives, Objects):
             except CommError as error:
                 raise error.about(comm=work._comm_name(), op=op.name, rank=self.rank) from None
         core.issued = seq + 1
+        core.laned += 1
         recorder = core.recorder
         recorder.lanes.append((seq, words))
         recorder.ring.append(kind)

@@ -1,0 +1,49 @@
+"""The class ``CurrentComm``: what the layers of a model hold in place of a communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from aiocomms.communicator import Communicator
+from aiocomms.families.collectives import Collectives
+from aiocomms.families.objects import Objects
+from aiocomms.families.p2p import PointToPoint
+from aiocomms.lanes import Lane
+from aiocomms.lowering.lanes import Key
+from aiocomms.ops import Op
+from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
+from aiocomms.portal.portal import Portal
+from aiocomms.progress.work import Work
+
+
+class CurrentComm(PointToPoint, Collectives, Objects):
+    """The communicator that a service has at the moment, for layers to hold: it stays valid when a new one is formed.
+
+    The communicator itself is ``current``, and has what this lacks. Windows and streams belong to one communicator:
+    open them on ``current``, and anew when that is another.
+    """
+
+    current: Communicator
+
+    def __init__(self, comm: Communicator) -> None:
+        self.turn_to(comm)
+
+    def __repr__(self) -> str:
+        return f"<CurrentComm {self.current!r}>"
+
+    def portal(self) -> Portal:
+        """Return the operations for other threads; ask for it at each call, for it belongs to one communicator."""
+        return self.current.portal()
+
+    def lane(self, key: Key) -> Lane:
+        """See :meth:`Communicator.lane`."""
+        return self.current.lane(key)
+
+    def turn_to(self, comm: Communicator) -> None:
+        """Stand for another communicator from now on; for the service."""
+        self.current, self._core = comm, comm._core
+        self.name, self.rank, self.size, self.device = comm.name, comm.rank, comm.size, comm.device
+
+    def _issue(self, op: Op, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT) -> Work[Any]:
+        return self.current._issue(op, hints, timeout)

@@ -1,0 +1,603 @@
+"""A driver and its workers, with all ranks in one process: plans, errors, drain, loss and re-entry."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import signal
+from collections.abc import Awaitable, Callable
+
+import anyio
+import anyio.to_thread
+import pytest
+import torch
+from concurrency import ranks, together, turns
+
+from aiocomms.errors import (
+    ArgumentError,
+    CommAbortedError,
+    CommClosedError,
+    CommTimeoutError,
+    PlanLostError,
+    WorkerError,
+)
+from aiocomms.serving import CurrentComm, Driver, Service, stop_signals
+from aiocomms.testing import local_world
+
+Make = Callable[[CurrentComm], Callable[..., Awaitable[object]]]
+
+
+async def serve(world, make: Make, body: Callable[[Driver], Awaitable[object]], recover=None) -> None:
+    """Run ``body(driver)`` on rank 0 of a service whose ranks carry out plans by ``make(comm)``."""
+
+    await ranks(world, lambda comm: serve_one(comm, make, body, recover))
+
+
+async def serve_one(comm, make: Make, body: Callable[[Driver], Awaitable[object]], recover=None) -> None:
+    async with Service(comm, recover) as service:
+        execute = make(service.comm)
+        if service.comm.rank:
+            await service.work(execute)
+        else:
+            async with service.drive(execute) as driver:
+                await body(driver)
+
+
+def summing(comm):
+    """A plan is how often to sum up its tensor over all ranks."""
+
+    async def execute(plan):
+        times, x = plan
+        x = x + comm.rank
+        for _ in range(times):
+            await comm.all_reduce(x)
+        return x
+
+    return execute
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("how", ["run", "run_in_order"])
+def test_every_rank_carries_out_plans(run, size, how):
+    async def body(driver):
+        give = getattr(driver, how)
+        large = torch.arange(20_000.0)  # a message of its own
+        results = await together(*(lambda n=n: give((n, large + n)) for n in range(4)))
+        for n, x in enumerate(results):
+            want = large + n if n == 0 else (size * (large + n) + size * (size - 1) / 2) * size ** (n - 1)
+            assert torch.equal(x, want)
+
+    async def main():
+        async with local_world(size) as world:
+            await serve(world, summing, body)
+
+    run(main)
+
+
+def test_plans_overtake_each_other_in_different_orders_on_each_rank(run):
+    """Each rank holds back another one of the two plans until the other has ended there."""
+
+    def make(comm):
+        first = anyio.Event()
+
+        async def execute(plan):
+            if plan == comm.rank:
+                await first.wait()
+            with contextlib.suppress(WorkerError):
+                x = await comm.all_reduce(torch.tensor([plan * 10 + 1.0]))
+            first.set()
+            return x.item()
+
+        return execute
+
+    async def body(driver):
+        # Rank 0 starts plan 1 first, and rank 1 plan 0. Were they one lane, the sums would mix.
+        started = []
+        async with anyio.create_task_group() as tasks:
+
+            async def one(plan):
+                started.append((plan, await driver.run(plan)))
+
+            for plan in (0, 1, 2):
+                tasks.start_soon(one, plan)
+        assert sorted(started) == [(0, 2.0), (1, 22.0), (2, 42.0)]
+
+    async def main():
+        async with local_world(2) as world:
+            await serve(world, make, body)
+
+    run(main)
+
+
+def test_in_order_means_one_after_the_other_on_every_rank(run):
+    seen = {rank: [] for rank in range(3)}
+
+    def make(comm):
+        async def execute(plan):
+            seen[comm.rank].append(("begin", plan))
+            await turns(3 * (comm.rank + plan) % 5)
+            await comm.all_reduce(torch.ones(1))
+            seen[comm.rank].append(("end", plan))
+
+        return execute
+
+    async def body(driver):
+        await together(*(lambda n=n: driver.run_in_order(n) for n in range(5)))
+
+    async def main():
+        async with local_world(3) as world:
+            issued = world[0]._core.calls
+            await serve(world, make, body)
+            assert world[0]._core.calls == issued + 5  # the communicator's own collectives
+
+    run(main)
+    order = [plan for what, plan in seen[0] if what == "begin"]
+    assert sorted(order) == list(range(5))
+    assert all(events == [(what, n) for n in order for what in ("begin", "end")] for events in seen.values())
+
+
+def test_a_workers_error_reaches_its_request_and_the_others_go_on(run):
+    """Rank 1 fails amid the collectives of its plan: rank 0 and rank 2 wait for it there, and give up."""
+    cleaned = []
+
+    def make(comm):
+        async def execute(plan):
+            try:
+                for turn in range(3):
+                    if plan == "bad" and turn == 1 and comm.rank == 1:
+                        await steady.wait()
+                        raise ValueError("no such expert")
+                    x = await comm.all_reduce(torch.ones(4))
+                    if plan != "bad" and turn == 1:
+                        await over.wait()
+            except BaseException:
+                cleaned.append(comm.rank)
+                raise
+            return x.sum().item()
+
+        return execute
+
+    async def main():
+        nonlocal steady, over
+        steady, over = anyio.Event(), anyio.Event()
+
+        async def body(driver):
+            async def bad():
+                with pytest.raises(WorkerError, match="rank 1: ValueError: no such expert") as caught:
+                    await driver.run("bad")
+                assert caught.value.peer == 1
+                assert 'raise ValueError("no such expert")' in str(caught.value.__cause__)
+                over.set()
+
+            async def good():
+                assert await driver.run("good") == 12.0
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(good)
+                tasks.start_soon(bad)
+                await turns(50)
+                steady.set()
+            assert sorted(cleaned) == [0, 1, 2]
+            for _ in range(20):
+                assert await driver.run("good") == 12.0
+            assert driver.failure is None
+
+        async with local_world(3) as world:
+            await serve(world, make, body)
+            assert not any(comm.aborted for comm in world)
+            assert not any(comm._core.router.turns for comm in world)
+
+    steady = over = None
+    run(main)
+
+
+def test_an_error_here_is_raised_as_it_is(run):
+    def make(comm):
+        async def execute(plan):
+            if comm.rank == 0:
+                raise KeyError(plan)
+            await comm.all_reduce(torch.ones(1))
+
+        return execute
+
+    async def body(driver):
+        with pytest.raises(KeyError, match="nothing"):
+            await driver.run("nothing")
+        assert driver.failure is None
+
+    async def main():
+        async with local_world(3) as world:
+            await serve(world, make, body)
+
+    run(main)
+
+
+def test_a_plan_in_order_that_fails_before_any_op_fails_alone(run):
+    def make(comm):
+        async def execute(plan):
+            if plan == "bad":
+                raise ValueError(plan)
+            return (await comm.all_reduce(torch.ones(1))).item()
+
+        return execute
+
+    async def body(driver):
+        async def bad():
+            with pytest.raises((WorkerError, ValueError), match="bad"):
+                await driver.run_in_order("bad")
+
+        await together(bad, lambda: driver.run_in_order("good"), bad)
+        assert await driver.run_in_order("good") == 2.0
+
+    async def main():
+        async with local_world(2) as world:
+            await serve(world, make, body)
+
+    run(main)
+
+
+def test_a_plan_in_order_that_fails_amid_its_ops_takes_the_communicator_and_it_recovers(run):
+    """Its collectives have no lane: the next plan's would meet those that rank 0 has begun."""
+
+    def make(comm):
+        async def execute(plan):
+            x = await comm.all_reduce(torch.ones(1))
+            if plan == "bad" and comm.rank == 1:
+                raise ValueError(plan)
+            return (await comm.all_reduce(x)).item()
+
+        return execute
+
+    async def body(driver):
+        assert await driver.run_in_order("good") == 4.0
+        with pytest.raises(WorkerError, match="bad"):
+            await driver.run_in_order("bad")
+        await driver.ready()
+        assert await driver.run_in_order("good") == 4.0
+
+    async def main():
+        async with local_world(2) as world:
+            await serve(world, make, body, lambda lost: lost.reconfigure(size=2))
+
+    run(main)
+
+
+def test_layers_and_the_driver_go_on_after_a_rank_is_lost(run):
+    """The layer holds what it was given at first; the request under way and those meanwhile fail, and say so."""
+
+    class Layer:
+        def __init__(self, comm):
+            self.comm = comm
+
+        async def forward(self, x):
+            return await self.comm.all_reduce(x)
+
+    def make(comm):
+        layer = Layer(comm)
+
+        async def execute(plan):
+            if plan == "hold" and comm.rank:
+                await anyio.sleep_forever()
+            return (await layer.forward(torch.ones(1))).item(), comm.size, comm.name
+
+        return execute
+
+    recovering, go_on = [], None
+
+    async def recover(lost):
+        recovering.append(lost.rank)
+        await go_on.wait()
+        return await lost.reconfigure(ranks=[0, 1])
+
+    async def main():
+        nonlocal go_on
+        go_on = anyio.Event()
+        async with local_world(3) as world:
+
+            async def body(driver):
+                async def held():
+                    with pytest.raises(PlanLostError, match="out of memory") as caught:
+                        await driver.run("hold")
+                    assert isinstance(caught.value.__cause__, CommAbortedError)
+
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(held)
+                    await turns(50)
+                    world[2].abort("out of memory")
+                assert "out of memory" in str(driver.failure)
+                with pytest.raises(PlanLostError, match="out of memory"):
+                    await driver.run("too early")
+                go_on.set()
+                await driver.ready()
+                assert await driver.run("again") == (2.0, 2, "world@2")
+
+            async def third():
+                with pytest.raises(CommAbortedError):
+                    async with Service(world[2]) as service:
+                        await service.work(make(service.comm))
+
+            await together(lambda: serve(world[:2], make, body, recover), third)
+        assert sorted(recovering) == [0, 1]
+
+    run(main)
+    gc.collect()
+
+
+def test_without_recover_a_loss_is_the_end_and_is_told_everywhere(run):
+    async def body(driver):
+        with pytest.raises(PlanLostError, match="enough"):
+            await driver.run((1, torch.ones(1)))
+        with pytest.raises(PlanLostError, match="enough"):
+            await driver.run((1, torch.ones(1)))
+
+    def make(comm):
+        async def execute(plan):
+            if comm.rank == 1:
+                comm.current.abort("enough")
+            await comm.all_reduce(plan[1])
+
+        return execute
+
+    async def main():
+        async with local_world(2) as world:
+            ended = []
+
+            async def one(comm):
+                with pytest.raises(CommAbortedError, match="enough"):
+                    await serve_one(comm, make, body)
+                ended.append(comm.rank)
+
+            await ranks(world, one)
+            assert sorted(ended) == [0, 1]
+
+    run(main)
+
+
+def test_the_end_waits_for_plans_under_way_and_takes_no_more(run):
+    order = []
+
+    def make(comm):
+        async def execute(plan):
+            if comm.rank:
+                await turns(30)
+            await comm.all_reduce(torch.ones(1))
+            order.append(comm.rank)
+            return plan
+
+        return execute
+
+    async def main():
+        async with local_world(3) as world:
+
+            async def one(comm):
+                async with Service(comm) as service:
+                    if comm.rank:
+                        await service.work(make(service.comm))
+                        order.append(f"left {comm.rank}")
+                        return
+                    async with anyio.create_task_group() as tasks:
+
+                        async def request(driver):
+                            order.append(await driver.run("answer"))
+
+                        async with service.drive(make(service.comm)) as driver:
+                            tasks.start_soon(request, driver)
+                            await turns(5)
+                        order.append("drained")
+                        with pytest.raises(CommClosedError, match="ending"):
+                            await driver.run("late")
+
+            await ranks(world, one)
+
+    run(main)
+    assert sorted(order[:3]) == [0, 1, 2]
+    assert set(order[3:]) == {"answer", "drained", "left 1", "left 2"}
+
+
+def test_a_cancelled_caller_leaves_the_plan_to_its_end(run):
+    ended = []
+
+    def make(comm):
+        async def execute(plan):
+            await go_on.wait()
+            ended.append((await comm.all_reduce(torch.ones(1))).item())
+
+        return execute
+
+    go_on = None
+
+    async def main():
+        nonlocal go_on
+        go_on = anyio.Event()
+
+        async def body(driver):
+            with anyio.move_on_after(0):
+                await driver.run("x")
+            assert not ended
+            go_on.set()
+
+        async with local_world(2) as world:
+            await serve(world, make, body)
+        assert ended == [2.0, 2.0]
+
+    run(main)
+
+
+def test_driving_again_and_working_again(run):
+    async def main():
+        async with local_world(2) as world:
+
+            async def one(comm):
+                async with Service(comm) as service:
+                    execute = summing(service.comm)
+                    for _ in range(3):
+                        if comm.rank:
+                            await service.work(execute)
+                            continue
+                        async with service.drive(execute) as driver:
+                            assert (await driver.run((1, torch.ones(1)))).item() == 3.0
+
+            await ranks(world, one)
+
+    run(main)
+
+
+def test_idle_beyond_the_deadline(run):
+    """The deadline of another op that is called later passes; then there is work."""
+
+    async def body(driver):
+        world[0].set_timeout(0.05)
+        with pytest.raises(CommTimeoutError):
+            await world[0].recv(torch.empty(0), 1, tag=99)
+        world[0].set_timeout(30)
+        assert (await driver.run((1, torch.ones(1)))).item() == 3.0
+
+    async def main():
+        nonlocal world
+        async with local_world(2, timeout=0.05) as world:
+            world[1].set_timeout(0.05)
+            await serve(world, summing, body)
+
+    world = None
+    run(main)
+
+
+def test_a_model_in_a_thread_gives_up_with_its_plan(run):
+    """A thread cannot be cancelled: it ends by the error of the operation that it waits for."""
+    ended = []
+
+    def make(comm):
+        def forward(plan):
+            x = torch.ones(1)
+            try:
+                comm.portal().all_reduce(x).wait()
+                if plan == "bad" and comm.rank == 1:
+                    raise ValueError(plan)
+                return comm.portal().all_reduce(x).wait().item()
+            except CommAbortedError as error:
+                ended.append(error.message)
+                raise
+
+        async def execute(plan):
+            return await anyio.to_thread.run_sync(forward, plan)
+
+        return execute
+
+    async def body(driver):
+        assert await driver.run("good") == 4.0
+        with pytest.raises(WorkerError, match="bad"):
+            await driver.run("bad")
+        assert ended == ["the lane was given up: it failed on rank 1"]
+        assert await driver.run("good") == 4.0
+
+    async def main():
+        async with local_world(2) as world:
+            await serve(world, make, body)
+
+    run(main)
+
+
+def test_a_worker_that_leaves_is_a_loss(run):
+    async def body(driver):
+        with pytest.raises(PlanLostError, match="rank 1"):
+            await driver.run((1, torch.ones(1)))
+
+    async def main():
+        async with local_world(2) as world:
+
+            async def leaves():
+                async with Service(world[1]):
+                    pass
+
+            async def drives():
+                with pytest.raises(CommAbortedError, match="rank 1"):
+                    await serve_one(world[0], summing, body)
+
+            await together(leaves, drives)
+
+    run(main)
+
+
+def test_what_the_body_raises_goes_on_as_it_is_and_ends_the_workers(run):
+    async def main():
+        async with local_world(2) as world:
+
+            async def drives():
+                with pytest.raises(ZeroDivisionError):
+                    async with Service(world[0]) as service, service.drive(summing(service.comm)):
+                        raise ZeroDivisionError
+
+            async def works():
+                with pytest.raises(CommAbortedError, match="ZeroDivisionError"):
+                    async with Service(world[1]) as service:
+                        await service.work(summing(service.comm))
+
+            await together(drives, works)
+
+    run(main)
+
+
+def test_a_plan_that_cannot_be_sent_is_refused(run):
+    async def body(driver):
+        with pytest.raises(ArgumentError, match="object"):
+            await driver.run(object())
+        assert (await driver.run((1, torch.ones(1)))).item() == 3.0
+
+    async def main():
+        async with local_world(2) as world:
+            await serve(world, summing, body)
+
+    run(main)
+
+
+def test_rank_0_drives_and_the_others_work(run):
+    async def main():
+        async with local_world(2) as world:
+            with pytest.raises(ArgumentError, match="rank 0 drives"):
+                await Service(world[0]).work(summing(world[0]))
+            with pytest.raises(ArgumentError, match="rank 0 drives"):
+                async with Service(world[1]).drive(summing(world[1])):
+                    pass
+
+    run(main)
+
+
+def test_signals_set_the_event_and_are_given_back(run):
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+
+    async def main():
+        within = signal.getsignal(signal.SIGINT)
+        with stop_signals() as outer, stop_signals() as inner:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.raise_signal(number)
+            await outer.wait()
+            await inner.wait()
+        assert signal.getsignal(signal.SIGINT) == within
+
+    run(main)
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+@pytest.mark.parametrize("what", ["all_reduce", "recv_object", "broadcast_object"])
+def test_a_lane_that_is_given_up_ends_what_is_pending_and_refuses_more(run, what):
+    async def main():
+        async with local_world(2) as world:
+            calls = {
+                "all_reduce": lambda lane: lane.all_reduce(torch.ones(20_000)),
+                "recv_object": lambda lane: lane.recv_object(1),
+                "broadcast_object": lambda lane: lane.broadcast_object(None, root=1),
+            }
+            lane = world[0].lane("x")
+            works = [calls[what](lane) for _ in range(3)]
+            lane.abort("enough")
+            for work in works:
+                with pytest.raises(CommAbortedError, match="given up: enough"):
+                    await work
+            with pytest.raises(CommAbortedError, match="given up: enough"):
+                lane.barrier()
+            assert lane.closed
+            assert not world[0]._core.router.turns
+            await ranks(world, lambda comm: comm.lane("y").all_reduce(torch.ones(1)))
+            assert not world[0].aborted
+
+    run(main)
