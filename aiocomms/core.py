@@ -69,8 +69,8 @@ class Core:
         self.name, self.device = rendezvous.name, rendezvous.device
         self.driver = Driver.current()
         self.thread = self.driver.thread
-        self.issued = self.calls = 0  # ops and collectives called; of collectives all ranks call the same number
-        self.laned = 0  # how many of the ops were a lane's
+        # Ops, a lane's ops, and collectives called; of the last all ranks call the same number.
+        self.issued = self.laned = self.calls = 0
         self.by_family = dict(by_family)
         if "rma" not in self.by_family and "p2p" in self.by_family:
             self.by_family["rma"] = TwoSided(self)

@@ -109,10 +109,12 @@ class Driver:
             await request.over.wait()
             if request.error is not None:
                 raise request.error
-        except CommError as error:
-            if isinstance(error, WorkerError) or not comm.aborted:
+        except Exception as error:
+            if not comm.aborted:
                 raise
             await down.wait()  # so that ready() waits, too
+            if isinstance(error, WorkerError) or not isinstance(error, CommError):
+                raise
             raise PlanLostError(f"the plan was lost: {error}", comm=comm.name, rank=0) from error
         return request.result
 
@@ -203,6 +205,8 @@ class Driver:
         self._draining = anyio.Event()
         self._look()
         await self._draining.wait()
+        if self._comm.current.aborted:
+            await self._down.wait()
         await self.ready()
         comm = self._comm.current
         with contextlib.suppress(CommError):  # it is lost now, and nothing was

@@ -1,0 +1,157 @@
+"""A driver and its workers as real processes: one is killed amid requests, and the service goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from processes import KILLED, Rank, Run
+
+import aiocomms
+from aiocomms.errors import PeerDiedError, PlanLostError
+from aiocomms.serving import Service
+
+LARGE = 300_000
+"""Elements: what is sent of it waits for the other end."""
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(params=["c10d", "ucx"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def model(service: Service, place: Rank) -> Callable[..., Any]:
+    """Sums up as often as a plan says; its layer holds what it was given at first."""
+    comm = service.comm
+
+    async def execute(plan: dict[str, Any]) -> Any:
+        x = plan["x"] + comm.rank
+        for turn in range(plan["times"]):
+            if plan.get("dies") == comm.rank and turn == 1:
+                place.die()
+            if plan.get("fails") == comm.rank and turn == 1:
+                raise ValueError("no such expert")
+            await comm.all_reduce(x)
+        return x[:2].tolist()
+
+    return execute
+
+
+def wanted(x: float, times: int, size: int) -> list[float]:
+    return [(size * x + size * (size - 1) / 2) * size ** (times - 1)] * 2
+
+
+async def stay(place: Rank, drive: Callable[..., Any]) -> Any:
+    """A rank that works, or drives; those that are left go on without the dead."""
+    comm = await place.open()
+    async with Service(comm, lambda lost: lost.reconfigure(timeout=20)) as service:
+        execute = model(service, place)
+        if comm.rank:
+            return await service.work(execute)
+        async with service.drive(execute) as driver:
+            return await drive(driver, service)
+
+
+async def _die_amid_requests(driver: Any, service: Service) -> list[str]:
+    x = torch.ones(LARGE)
+    assert await driver.run({"x": x, "times": 3}) == wanted(1, 3, 3)
+    requests = [driver.run({"x": x, "times": 3, "dies": 1 if i == 5 else None}) for i in range(10)]
+    results = await asyncio.gather(*requests, return_exceptions=True)
+    lost = [error for error in results if not isinstance(error, list)]
+    assert lost
+    for error in lost:
+        assert isinstance(error, PlanLostError), error
+        assert isinstance(error.__cause__, aiocomms.CommError)
+    assert all(result == wanted(1, 3, 3) for result in results if isinstance(result, list))
+    await driver.ready()
+    assert service.comm.size == 2
+    again = await asyncio.gather(*(driver.run({"x": x, "times": 3}) for _ in range(10)))
+    assert again == [wanted(1, 3, 2)] * 10
+    assert await driver.run_in_order({"x": x, "times": 2}) == wanted(1, 2, 2)
+    return ["served"]
+
+
+async def killed(place: Rank) -> Any:
+    return await stay(place, _die_amid_requests)
+
+
+def test_a_worker_is_killed_amid_requests_and_the_others_go_on(ranks: Run) -> None:
+    assert ranks(3, killed) == [["served"], KILLED, None]
+
+
+async def replaced(place: Rank) -> Any:
+    """Rank 1 dies; what was rank 2's process until then takes its place, as a new rank 1."""
+
+    async def recover(lost: Any) -> Any:
+        return await lost.reconfigure(size=2, timeout=30)
+
+    async def drive(driver: Any, service: Service) -> str:
+        with pytest.raises(PlanLostError) as caught:
+            await driver.run({"x": torch.ones(4), "times": 2, "dies": 1})
+        assert "rank 1" in str(caught.value)
+        await driver.ready()
+        assert await driver.run({"x": torch.ones(4), "times": 2}) == wanted(1, 2, 2)
+        return service.comm.name
+
+    if place.rank == 2:
+        await place.all_told("open", 0)
+        comm = await aiocomms.new_comm(place.transport, store=place.store(), rank=1, size=2, join=True, timeout=30)
+    else:
+        comm = await place.open(ranks=[0, 1])
+        place.tell(f"open {place.rank}")
+    async with Service(comm, recover) as service:
+        execute = model(service, place)
+        if comm.rank:
+            return await service.work(execute)
+        async with service.drive(execute) as driver:
+            return await drive(driver, service)
+
+
+def test_a_newcomer_takes_the_place_of_the_dead(ranks: Run) -> None:
+    assert ranks(3, replaced) == ["world@2", KILLED, None]
+
+
+async def _fail_amid_collectives(driver: Any, service: Service) -> str:
+    """The failing rank leaves the others in collectives that it never calls; nobody else's request notices."""
+    x = torch.ones(LARGE)
+    for _ in range(5):
+        requests = [driver.run({"x": x, "times": 4, "fails": 1 if i % 3 == 1 else None}) for i in range(9)]
+        results = await asyncio.gather(*requests, return_exceptions=True)
+        for i, result in enumerate(results):
+            if i % 3 == 1:
+                assert isinstance(result, aiocomms.errors.WorkerError), result
+                assert result.peer == 1
+            else:
+                assert result == wanted(1, 4, 3)
+    assert driver.failure is None
+    return service.comm.name
+
+
+async def failing(place: Rank) -> Any:
+    return await stay(place, _fail_amid_collectives)
+
+
+def test_errors_amid_collectives_concern_their_own_request(ranks: Run) -> None:
+    assert ranks(3, failing) == ["world", None, None]
+
+
+async def orphaned(place: Rank) -> Any:
+    """Rank 0 dies: the workers end, and say why."""
+    comm = await place.open()
+    if comm.rank == 0:
+        await place.all_told("works", 1, 2)
+        place.die()
+    async with Service(comm) as service:
+        place.tell(f"works {comm.rank}")
+        with pytest.raises(PeerDiedError, match="rank 0"):
+            await service.work(model(service, place))
+        return "ended"
+
+
+def test_workers_end_when_the_driver_dies(ranks: Run) -> None:
+    assert ranks(3, orphaned) == [KILLED, "ended", "ended"]
