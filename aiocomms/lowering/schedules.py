@@ -16,6 +16,7 @@ from torch import Tensor
 from aiocomms import ops
 from aiocomms.lowering.runs import Poster, Steps
 from aiocomms.ops import reductions
+from aiocomms.ops.writing import write
 
 OpT = TypeVar("OpT", bound=ops.Op)
 
@@ -184,7 +185,7 @@ def reduce_scatter(g: Context, op: ops.ReduceScatter) -> Steps:
 def all_gather(g: Context, op: ops.AllGather) -> Steps:
     """Gather around the ring."""
     outs = [t.view(-1) for t in op.outs(g.size)]
-    outs[g.rank].copy_(op.input.detach().view(-1))
+    write(outs[g.rank], op.input)
     yield from ring_gather(g, [[out] for out in outs])
 
 
@@ -192,7 +193,7 @@ def all_gather(g: Context, op: ops.AllGather) -> Steps:
 def all_to_all(g: Context, op: ops.AllToAll) -> Steps:
     """Exchange pairwise: in step k each rank sends to the rank k ahead and receives from the rank k behind."""
     ins, outs = op.ins(g.size), op.outs(g.size)
-    outs[g.rank].copy_(ins[g.rank].detach().view(outs[g.rank].shape))
+    write(outs[g.rank], ins[g.rank])
     for k in range(1, g.size):
         dst, src = (g.rank + k) % g.size, (g.rank - k) % g.size
         yield [g.send(ins[dst], dst), g.recv(outs[src], src)]
@@ -205,7 +206,7 @@ def gather(g: Context, op: ops.Gather) -> Steps:
         yield [g.send(op.input, op.root)]
         return
     outs = op.outs(g.size)
-    outs[g.rank].copy_(op.input.detach().view(outs[g.rank].shape))
+    write(outs[g.rank], op.input)
     yield [g.recv(out, r) for r, out in enumerate(outs) if r != g.rank]
 
 
@@ -216,5 +217,5 @@ def scatter(g: Context, op: ops.Scatter) -> Steps:
         yield [g.recv(op.output, op.root)]
         return
     ins = op.ins(g.size)
-    op.output.copy_(ins[g.rank].detach())
+    write(op.output, ins[g.rank])
     yield [g.send(t, r) for r, t in enumerate(ins) if r != g.rank]

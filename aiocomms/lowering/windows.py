@@ -19,6 +19,7 @@ from aiocomms import ops
 from aiocomms.errors import CommError, ProtocolError, UnsupportedOperation
 from aiocomms.lowering.runs import AloneError, Poster, Run, Steps
 from aiocomms.ops import codec
+from aiocomms.ops.writing import write
 from aiocomms.transport import OP_RESULT, Capabilities, Completion, Rendezvous, Transport
 
 _REQUEST = struct.Struct("<B7xqqq")  # kind of operation, offset, count or first operand, second operand
@@ -167,9 +168,9 @@ class TwoSided(Transport):
         """Carry out an operation on this rank's own part."""
         what, offset, first, second = _REQUEST.unpack(self._packed(op))
         if isinstance(op, ops.Put):
-            window.span(offset, first).copy_(op.tensor.detach().view(-1))
+            write(window.span(offset, first), op.tensor)
         elif isinstance(op, ops.Get):
-            op.tensor.view(-1).copy_(window.span(offset, first))
+            write(op.tensor, window.span(offset, first))
         elif isinstance(op, ops.Signal):
             window.signal(self._comm.rank)
         elif isinstance(op, (ops.FetchAdd, ops.CompareSwap)):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from aiocomms.errors import ProtocolError
+from aiocomms.ops.writing import write
 
 APART_BYTES = 32 * 1024
 """The size in bytes from which on a tensor, bytes or ASCII string is a message of its own."""
@@ -62,7 +63,7 @@ def is_message(item: Item, device: torch.device) -> bool:
 def copy(messages: Sequence[Tensor], into: Sequence[Tensor]) -> None:
     """Copy messages, as for the rank itself that sends them."""
     for source, target in zip(messages, into, strict=True):
-        target.copy_(source)
+        write(target, source)
 
 
 def new_tensor(dtype: torch.dtype, shape: Sequence[int], device: torch.device | None = None) -> Tensor:
@@ -135,7 +136,7 @@ class Landing:
         :raises ProtocolError: a string is not ASCII.
         """
         for source, target in self._staged:
-            target.copy_(source)
+            write(target, source)
         for text in self._texts:
             if text.numel() and int(text.max()) > _ASCII:
                 raise ProtocolError("an object's bytes make no sense: a string of them is not ASCII")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from aiocomms.errors import ArgumentError, ArgumentTypeError
 from aiocomms.ops.checks import short, wrong_type
+from aiocomms.ops.writing import write, writing
 
 # What is missing here is only carried: float8 types, whose sums mean nothing without a scale, and unsigned integers of
 # more than 8 bits, for which torch lacks most operators.
@@ -135,21 +136,23 @@ def lift(op: ReduceOp, tensor: Tensor) -> Tensor:
 
 def combine(op: ReduceOp, accumulator: Tensor, tensor: Tensor) -> None:
     """Compute ``accumulator = accumulator op tensor``. Both come from :func:`lift`."""
-    _COMBINE[op.kind](accumulator, tensor, out=accumulator)
+    with writing(accumulator):
+        _COMBINE[op.kind](accumulator, tensor, out=accumulator)
 
 
 def lower(op: ReduceOp, accumulator: Tensor, size: int, out: Tensor) -> None:
     """Finish a reduction over ``size`` ranks, and write the result to ``out``."""
     if op.kind == "avg":
-        accumulator.div_(size)
-    out.copy_(accumulator.view(out.shape))
+        with writing(accumulator):
+            accumulator.div_(size)
+    write(out, accumulator)
 
 
 def reduce(op: ReduceOp, tensors: Sequence[Tensor], out: Tensor) -> None:
     """Reduce one tensor per rank, in rank order, into ``out``, which may be one of these tensors."""
     if len(tensors) == 1 and op.kind != "premul_sum":
         if out.data_ptr() != tensors[0].data_ptr():
-            out.copy_(tensors[0].detach().view(out.shape))
+            write(out, tensors[0])
         return
     accumulator = lift(op, tensors[0])
     for tensor in tensors[1:]:

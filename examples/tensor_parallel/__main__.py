@@ -12,6 +12,7 @@ import json
 import os
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,9 +21,9 @@ from torch import Tensor
 
 import aiocomms
 from aiocomms.errors import CommError
+from aiocomms.serving import Driver, Service
 
 from .model import MODEL, TensorParallelModel
-from .server import Server, assist
 
 SENTENCES = Path(__file__).parents[1] / "embedding_server" / "sentences.txt"
 HANDLERS = (1, 4, 16)  # how many are under way at a time, one row of the table each
@@ -46,25 +47,26 @@ async def main() -> None:
     parser.add_argument("--sentences", type=Path, default=SENTENCES, help="a file with one on each line")
     parser.add_argument("--json", type=Path, help="write the vectors to this file")
     options = parser.parse_args()
-    async with aiocomms.new_comm("auto", choose_device()) as comm:
+    async with Service(await aiocomms.new_comm("auto", choose_device())) as service:
+        comm = service.current
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // comm.size))
-        model = await asyncio.to_thread(TensorParallelModel, comm)
+        model = await asyncio.to_thread(TensorParallelModel, service.comm)
+        embed = partial(asyncio.to_thread, model.embed)
         if comm.rank > 0:
-            await assist(model)
+            await service.work(embed)
             return
         sentences = [line for line in options.sentences.read_text("utf-8").splitlines() if line]
         expected = await asyncio.to_thread(unsplit_vectors, sentences)
         print(f"{comm.size} ranks, {comm.device}, {comm.transports['collectives']}\n")
         print("handlers  requests/s   p50 ms   heartbeat late by (p99)   max difference to the unsplit model")
-        server = Server(model)
-        for handlers in HANDLERS:
-            vectors = await measure(server, sentences, handlers, expected)
-        await server.aclose()
+        async with service.drive(embed) as driver:
+            for handlers in HANDLERS:
+                vectors = await measure(driver, sentences, handlers, expected)
         if options.json:
             options.json.write_text(json.dumps(vectors.tolist()))
 
 
-async def measure(server: Server, sentences: list[str], handlers: int, expected: Tensor) -> Tensor:
+async def measure(driver: Driver, sentences: list[str], handlers: int, expected: Tensor) -> Tensor:
     """Embed every sentence by a request of its own, so many at a time; print a row and return the vectors.
 
     :raises SystemExit: a vector is wrong
@@ -80,7 +82,7 @@ async def measure(server: Server, sentences: list[str], handlers: int, expected:
     async def handler() -> None:
         for index, sentence in work:
             began = time.perf_counter()
-            [vectors[index]] = await server.embed([tokenizer.encode(sentence).ids])
+            [vectors[index]] = await driver.run([tokenizer.encode(sentence).ids])
             latencies.append(1e3 * (time.perf_counter() - began))
 
     heart = asyncio.create_task(beat(late))

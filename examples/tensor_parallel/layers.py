@@ -19,7 +19,7 @@ from torch.nn import functional
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aiocomms import Communicator
+    from aiocomms.serving import CurrentComm
 
     Read = Callable[[str, slice, slice], Tensor]
     """Reads some rows and columns of a weight from the file, so that a rank never has the whole of it."""
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ALL = slice(None)
 
 
-def share(features: int, comm: Communicator) -> slice:
+def share(features: int, comm: CurrentComm) -> slice:
     """Which of the features are this rank's: a contiguous part, of one size on all ranks."""
     if features % comm.size:
         raise ValueError(f"{features} features cannot be split evenly over {comm.size} ranks")
@@ -41,7 +41,7 @@ class ColumnParallelLinear(nn.Module):
     :param features: output features of the whole layer; a weight of torch has them as rows
     """
 
-    def __init__(self, read: Read, name: str, features: int, comm: Communicator) -> None:
+    def __init__(self, read: Read, name: str, features: int, comm: CurrentComm) -> None:
         super().__init__()
         mine = share(features, comm)
         self.weight = nn.Parameter(read(f"{name}.weight", mine, ALL), requires_grad=False)
@@ -53,18 +53,20 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Computes all output features from this rank's part of the input: a summand, the ranks' sum is the output.
+    """Computes all output features from this rank's part of the input: the sum of what the ranks compute.
 
     :param features: input features of the whole layer
+    :param comm: what the layer holds; it stays valid when ranks are lost and replaced
     """
 
-    def __init__(self, read: Read, name: str, features: int, comm: Communicator) -> None:
+    def __init__(self, read: Read, name: str, features: int, comm: CurrentComm) -> None:
         super().__init__()
+        self.comm = comm
         self.weight = nn.Parameter(read(f"{name}.weight", ALL, share(features, comm)), requires_grad=False)
         bias = read(f"{name}.bias", ALL, ALL)
         # It is to be added once, so one rank adds it to its summand.
         self.bias = nn.Parameter(bias, requires_grad=False) if comm.rank == 0 else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Take `[..., this rank's input features]` to a summand of `[..., all output features]`."""
-        return functional.linear(x, self.weight, self.bias)
+        """Take `[..., this rank's input features]` to `[..., all output features]`; on a thread, which waits."""
+        return self.comm.portal().all_reduce(functional.linear(x, self.weight, self.bias)).wait()

@@ -155,3 +155,40 @@ async def orphaned(place: Rank) -> Any:
 
 def test_workers_end_when_the_driver_dies(ranks: Run) -> None:
     assert ranks(3, orphaned) == [KILLED, "ended", "ended"]
+
+
+async def inferring(place: Rank) -> str:
+    """What a model makes in torch's inference mode may be written by any op, which ends outside of it."""
+    comm = await place.open()
+    lane, other = comm.lane("x"), 1 - comm.rank
+    for count in (5, LARGE):
+        for way in (comm, lane):
+            with torch.inference_mode():
+                x, into = torch.ones(count) + comm.rank, [torch.zeros(count) for _ in range(4)]
+                rows = [torch.zeros(count) for _ in range(2)]
+                works = [
+                    way.all_reduce(into[0].add_(x)),
+                    way.broadcast(into[1] if comm.rank else x, 0),
+                    way.all_gather(rows, x),
+                    way.send(x, other),
+                    way.recv(into[2], other),
+                    way.reduce_scatter(into[3], [x, x], "mean"),
+                ]
+            for work in works:
+                await work
+            assert [t[-1].item() for t in (into[0], rows[0], rows[1], into[2], into[3])] == [3, 1, 2, 1 + other, 1.5]
+    with torch.inference_mode():
+        window = await comm.new_window(torch.zeros(4))
+    await window.put(torch.ones(2), other)
+    await window.flush(other)
+    await comm.barrier()
+    with torch.inference_mode():
+        mine = torch.zeros(2)
+    await window.get(mine, other)
+    assert mine.tolist() == [1, 1]
+    await comm.aclose()
+    return "inferred"
+
+
+def test_inference_mode(ranks: Run) -> None:
+    assert ranks(2, inferring) == ["inferred"] * 2

@@ -537,6 +537,31 @@ def test_what_the_body_raises_goes_on_as_it_is_and_ends_the_workers(run):
     run(main)
 
 
+def test_a_model_in_inference_mode(run):
+    """Its tensors may be written in that mode only; collectives end on the loop, which is in none."""
+
+    def make(comm):
+        def forward(plan):
+            with torch.inference_mode():
+                return comm.portal().all_reduce(torch.ones(plan)).wait().sum().item()
+
+        async def execute(plan):
+            return await anyio.to_thread.run_sync(forward, plan)
+
+        return execute
+
+    async def body(driver):
+        for n in (1, 5, 50_000):
+            assert await driver.run(n) == 3 * n
+            assert await driver.run_in_order(n) == 3 * n
+
+    async def main():
+        async with local_world(3) as world:
+            await serve(world, make, body)
+
+    run(main)
+
+
 def test_a_plan_that_cannot_be_sent_is_refused(run):
     async def body(driver):
         with pytest.raises(ArgumentError, match="object"):

@@ -11,6 +11,7 @@ from torch import Tensor
 from aiocomms import ops
 from aiocomms.ops import reductions
 from aiocomms.ops.reductions import ReduceOp
+from aiocomms.ops.writing import ordinary, write
 from aiocomms_c10d.control import FOREVER
 from aiocomms_c10d.group import Group
 from aiocomms_c10d.wire import flat
@@ -71,7 +72,7 @@ class _Broadcast(Plan):
 
     def finish(self, parts: Parts) -> None:
         if self.rank != self.op.root:
-            flat(self.op.tensor).copy_(parts[self.op.root])
+            write(flat(self.op.tensor), parts[self.op.root])
 
     def start(self, group: Group) -> list[Any]:
         return [group.broadcast(flat(self.op.tensor), self.op.root)]
@@ -100,13 +101,13 @@ class _AllReduce(Plan):
     def start(self, group: Group) -> list[Any]:
         op = self.op
         if group.reduces(op.op, op.tensor.dtype):
-            return [group.all_reduce(op.tensor.detach(), op.op)]
+            return [group.all_reduce(ordinary(op.tensor).detach(), op.op)]
         self._whole, piece = _reduce_scatter(group, op.op, op.tensor)
         return [group.all_gather(flat(self._whole), flat(piece))]
 
     def end(self) -> None:
         if self._whole is not None:
-            self.op.tensor.view(-1).copy_(self._whole[: self.op.tensor.numel()])
+            write(self.op.tensor, self._whole[: self.op.tensor.numel()])
 
 
 class _Reduce(_AllReduce):
@@ -224,7 +225,7 @@ class _AllToAll(Plan):
     def end(self) -> None:
         if self._got is not None:
             for out, got in zip(self._outs, torch.split(self._got, self._gets), strict=True):
-                out.copy_(got)
+                write(out, got)
 
 
 class _ReduceScatter(Plan):
@@ -272,7 +273,7 @@ def _fill(outs: Sequence[Tensor], parts: Parts, rank: int, own: Tensor) -> None:
     for src, out in enumerate(outs):
         part = flat(own) if src == rank else parts[src]
         if out.data_ptr() != part.data_ptr():
-            out.copy_(part)
+            write(out, part)
 
 
 def _reduce(plan: Plan, parts: Parts, own: Tensor | None, out: Tensor) -> None:

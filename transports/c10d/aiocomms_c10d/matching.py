@@ -20,6 +20,7 @@ from torch import Tensor
 from aiocomms import ops
 from aiocomms.errors import CommError, MessageTruncatedError, ProtocolError
 from aiocomms.lowlevel import Inbox, misfit
+from aiocomms.ops.writing import write
 from aiocomms.transport import OP_RESULT, Completion, conclude
 from aiocomms_c10d.control import FOREVER, ControlConnection
 from aiocomms_c10d.wire import CODES, CREDIT, CTS, DATA, DONE, EAGER, INLINE, RTS, VOID, Frame, Header, flat, pack, void
@@ -177,7 +178,7 @@ class Matcher:
         if header.kind == RTS:
             return self._request_data(header.ident, buffer[:n], op, work, outcome)
         assert payload is not None
-        buffer[:n].copy_(payload[:n])
+        write(buffer[:n], payload[:n])
         self._credit_owed += header.nbytes + _OVERHEAD
         if self._credit_owed >= _CREDIT // 4:
             self._connection.send(pack(Header(CREDIT, ident=self._credit_owed)))

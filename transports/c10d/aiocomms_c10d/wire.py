@@ -14,6 +14,7 @@ from torch import Tensor
 
 from aiocomms.errors import CommError, ProtocolError
 from aiocomms.lowlevel import Reason
+from aiocomms.ops.writing import ordinary
 
 VERSION: Final = 5
 
@@ -157,6 +158,9 @@ def unpack(buffer: bytearray, tensor: Tensor) -> Frame:
 
 def flat(tensor: Tensor) -> Tensor:
     """Return a contiguous tensor's memory as bytes."""
+    if tensor.is_inference():
+        with torch.inference_mode(False):
+            return ordinary(tensor).view(-1).view(torch.uint8)
     return tensor.detach().view(-1).view(torch.uint8)
 
 

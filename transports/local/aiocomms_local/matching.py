@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from aiocomms import ops
 from aiocomms.errors import CommError, MessageTruncatedError, MismatchError
 from aiocomms.lowlevel import closed_by, disagreement, misfit
+from aiocomms.ops.writing import write, writing
 from aiocomms.transport import OP_RESULT, Completion
 from aiocomms_local.semantics import perform
 from aiocomms_local.window import Window
@@ -168,11 +169,12 @@ def _transfer(send: ops.Send, recv: ops.Recv, src: int) -> Any:
         given = given.detach()
     error = misfit(src, given.dtype, given.nbytes, wanted, given.shape)
     if error is None:
-        wanted.copy_(given.view(wanted.shape))
+        with writing(wanted):
+            wanted.copy_(given.view(wanted.shape))
         return OP_RESULT
     if isinstance(error, MessageTruncatedError):
         n = min(given.numel(), wanted.numel())
-        wanted.view(-1)[:n].copy_(given.view(-1)[:n])
+        write(wanted.view(-1)[:n], given.view(-1)[:n])
     return error
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from aiocomms.errors import MismatchError
 from aiocomms.ops import reductions
+from aiocomms.ops.writing import writing
 
 Records = Sequence[Any]
 
@@ -27,7 +28,8 @@ def _copy(out: Tensor, source: Tensor) -> None:
     if source.requires_grad:  # an autograd graph does not reach from one rank to another
         source = source.detach()
     if out.data_ptr() != source.data_ptr():
-        out.view(-1).copy_(source.view(-1))
+        with writing(out):
+            out.view(-1).copy_(source.view(-1))
 
 
 def _barrier(records: Records) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from aiocomms import ops
+from aiocomms.ops.writing import write
 from aiocomms.transport import OP_RESULT, Completion
 
 
@@ -28,9 +29,9 @@ class Window:
         """
         match op:
             case ops.Put():
-                self._span(op.dst, op.offset, op.tensor).copy_(op.tensor.detach().view(-1))
+                write(self._span(op.dst, op.offset, op.tensor), op.tensor)
             case ops.Get():
-                op.tensor.view(-1).copy_(self._span(op.src, op.offset, op.tensor))
+                write(op.tensor, self._span(op.src, op.offset, op.tensor))
             case ops.FetchAdd():
                 element = self.tensors[op.dst].view(-1)[op.offset]
                 before = int(element.item())

@@ -1,0 +1,34 @@
+"""How a program's tensors are written, which it may have made in torch's inference mode.
+
+Such a tensor may be written in that mode only, and what ends an operation runs on the loop, outside of it. Not all of
+that may run inside: what it allocates, such as an object's tensors, would be such a tensor in turn.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+_AS_IT_IS = nullcontext()
+
+
+def writing(tensor: Tensor) -> AbstractContextManager[object]:
+    """Within it the tensor may be written, whatever mode it was made in."""
+    return torch.inference_mode() if tensor.is_inference() else _AS_IT_IS
+
+
+def ordinary(tensor: Tensor) -> Tensor:
+    """Return the tensor or, if it was made in inference mode, another one of the same memory that was not."""
+    if not tensor.is_inference():
+        return tensor
+    with torch.inference_mode(False):
+        other = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return other.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def write(out: Tensor, source: Tensor) -> None:
+    """Copy the elements of ``source`` into ``out``, whatever the shape of either."""
+    with writing(out):
+        out.copy_(source.detach().view(out.shape))
