@@ -12,7 +12,6 @@ import json
 import os
 import statistics
 import time
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -51,15 +50,14 @@ async def main() -> None:
         comm = service.current
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // comm.size))
         model = await asyncio.to_thread(TensorParallelModel, service.comm)
-        embed = partial(asyncio.to_thread, model.embed)
         if comm.rank > 0:
-            await service.work(embed)
+            await service.work(model.execute)
             return
         sentences = [line for line in options.sentences.read_text("utf-8").splitlines() if line]
         expected = await asyncio.to_thread(unsplit_vectors, sentences)
         print(f"{comm.size} ranks, {comm.device}, {comm.transports['collectives']}\n")
         print("handlers  requests/s   p50 ms   heartbeat late by (p99)   max difference to the unsplit model")
-        async with service.drive(embed) as driver:
+        async with service.drive(model.execute) as driver:
             for handlers in HANDLERS:
                 vectors = await measure(driver, sentences, handlers, expected)
         if options.json:

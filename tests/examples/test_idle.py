@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ import torch
 
 from aiocomms.communicator import Communicator
 from aiocomms.errors import CommTimeoutError
+from aiocomms.serving import Service
 from aiocomms.testing import local_world
 
 ROOT = Path(__file__).parents[2]
@@ -61,19 +62,14 @@ async def tutorial() -> None:
 
 
 async def tensor_parallel() -> None:
-    from tensor_parallel.server import Server, assist
+    from tensor_parallel.layers import RowParallelLinear
 
-    def model(comm: Communicator) -> Any:
-        async def embed(requests: list[list[list[int]]]) -> list[torch.Tensor]:
-            return [await comm.all_reduce(torch.tensor(texts)) for texts in requests]
-
-        return SimpleNamespace(comm=comm, embed=embed)
-
-    async with local_world(2) as world:
-        server = Server(model(world[0]))
-        async with idle(world, assist(model(world[1]))):
-            assert (await server.embed([[1, 2]])).tolist() == [[2, 4]]
-            await server.aclose()
+    async with local_world(2) as world, AsyncExitStack() as stack:
+        services = [await stack.enter_async_context(Service(comm)) for comm in world]
+        layers = [RowParallelLinear(lambda *_: torch.ones(1, 1), "", 2, service.comm) for service in services]
+        worker = services[1].work(partial(asyncio.to_thread, layers[1]))
+        async with idle(world, worker), services[0].drive(partial(asyncio.to_thread, layers[0])) as driver:
+            assert (await driver.run(torch.tensor([[2.0]]))).item() == 5
 
 
 async def kv_cache() -> None:

