@@ -1,4 +1,4 @@
-"""Rank 0's two ends of the pipeline: requests become micro-batches, micro-batches become answers."""
+"""Requests become micro-batches, micro-batches become plans, and plans become answers; on rank 0."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING
 import anyio
 import torch
 from anyio import to_thread
-from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+
+from aiocomms.errors import CommError
 
 from .model import load_tokenizer
 
 if TYPE_CHECKING:
-    from anyio.abc import ObjectStream
+    from collections.abc import Iterable
+
+    from aiocomms.serving import Driver
 
 MICRO_BATCH_TOKENS = 1024
 """Most tokens in one micro-batch, padding included: about a tenth of a second of work for a stage."""
@@ -41,29 +44,25 @@ class Batcher:
     No request waits for others to come: whenever the pipeline has room for another micro-batch, all that is
     waiting by then goes into it, as far as it fits.
 
+    :param driver: gives out the plans
     :param stages: length of the pipeline; one micro-batch more than that is kept in flight
+    :param lost: what clients are told while a stage is lost, as a sentence
     """
 
-    def __init__(self, stages: int) -> None:
-        self.down: str | None = "The pipeline has not been opened."
-        """Why the pipeline cannot answer, as a sentence; None while it can."""
-        self.opened = anyio.Event()
-        """Set when there is, or was, a pipeline."""
-        self._stages = stages
-        self._numbers = itertools.count()  # of micro-batches; not one is used twice, on whatever pipeline
+    def __init__(self, driver: Driver, stages: int, lost: str) -> None:
+        self._driver = driver
+        self._lost = lost
+        self._stopping: str | None = None
         self._tokenizer = load_tokenizer()
         self._waiting: deque[Text] = deque()
-        self._in_flight: dict[int, list[Text]] = {}
+        self._in_flight: list[list[Text]] = []
         self._news = anyio.Event()
-        self._closing = False
         self._room = anyio.Semaphore(stages + 1)
 
-    def open(self) -> None:
-        """Begin with a new pipeline, in which nothing is under way."""
-        self.down = None
-        self._in_flight.clear()
-        self._room = anyio.Semaphore(self._stages + 1)
-        self.opened.set()
+    @property
+    def down(self) -> str | None:
+        """Why the pipeline cannot answer, as a sentence; None while it can."""
+        return self._stopping or (self._lost if self._driver.failure is not None else None)
 
     async def embed(self, texts: list[str]) -> list[list[float]]:
         """Return one vector per text. When cancelled, texts that have not left yet do not leave any more.
@@ -79,57 +78,59 @@ class Batcher:
         self._news.set()
         return await asyncio.gather(*(text.vector for text in batch))
 
-    async def feed(self, pipeline: ObjectStream[Tensor]) -> None:
-        """Send what is waiting into the pipeline, micro-batch by micro-batch, until `close` is called."""
-        for number in self._numbers:
-            await self._room.acquire()
-            batch = await self._next_batch()
-            if not batch:
-                break
-            self._in_flight[number] = batch
-            await pipeline.send(torch.tensor([number, *(len(text.tokens) for text in batch)]))
-            await pipeline.send(pad_sequence([torch.tensor(text.tokens) for text in batch], batch_first=True))
-        await pipeline.send_eof()
+    async def feed(self) -> None:
+        """Give out what is waiting, micro-batch by micro-batch, until cancelled."""
+        async with anyio.create_task_group() as batches:
+            while True:
+                await self._room.acquire()
+                batches.start_soon(self._carry_out, await self._next_batch())
 
-    async def collect(self, pipeline: ObjectStream[Tensor]) -> None:
-        """Hand out the vectors that come back from the pipeline, until its stream ends."""
-        async for header in pipeline:
-            vectors = await pipeline.receive()
-            batch = self._in_flight.pop(int(header[0]))
-            for text, vector in zip(batch, vectors.tolist(), strict=True):
+    async def _carry_out(self, batch: list[Text]) -> None:
+        lengths = torch.tensor([len(text.tokens) for text in batch])
+        ids = pad_sequence([torch.tensor(text.tokens) for text in batch], batch_first=True)
+        self._in_flight.append(batch)
+        try:
+            vectors = (await self._driver.run((ids, lengths))).tolist()
+        except CommError:
+            refuse(batch, self._lost)
+        else:
+            for text, vector in zip(batch, vectors, strict=True):
                 if not text.vector.done():  # a request may have been given up meanwhile
                     text.vector.set_result(vector)
+        finally:
+            self._in_flight.remove(batch)
             self._room.release()
 
-    def close(self) -> None:
-        """Let `feed` end the stream once nothing is waiting."""
-        self._closing = True
-        self._news.set()
+    def stop(self, reason: str) -> None:
+        """Give up on every text, those still to come included.
 
-    def fail(self, reason: str) -> None:
-        """Give up on every text, those still to come included, until there is a new pipeline.
-
-        :param reason: a sentence for the client; the first one stays
+        :param reason: a sentence for the client
         """
-        self.down = self.down or reason
-        for text in itertools.chain(self._waiting, *self._in_flight.values()):
-            if not text.vector.done():
-                text.vector.set_exception(PipelineDownError(self.down))
+        self._stopping = reason
+        for batch in (self._waiting, *self._in_flight):
+            refuse(batch, reason)
         self._waiting.clear()
 
     def statistics(self) -> dict[str, int]:
         """Return how many texts wait to be sent, and how many are under way through the pipeline."""
         waiting, in_flight = (
             sum(not text.vector.done() for text in texts)
-            for texts in (self._waiting, itertools.chain(*self._in_flight.values()))
+            for texts in (self._waiting, itertools.chain(*self._in_flight))
         )
         return {"waiting": waiting, "in_flight": in_flight}
 
     async def _next_batch(self) -> list[Text]:
-        while not (batch := take_batch(self._waiting)) and not self._closing:
+        while not (batch := take_batch(self._waiting)):
             self._news = anyio.Event()
             await self._news.wait()
         return batch
+
+
+def refuse(texts: Iterable[Text], reason: str) -> None:
+    """Tell the requests of these texts that there will be no answer."""
+    for text in texts:
+        if not text.vector.done():
+            text.vector.set_exception(PipelineDownError(reason))
 
 
 def take_batch(waiting: deque[Text]) -> list[Text]:

@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import signal
 import socket
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,21 +20,18 @@ from anyio import to_thread
 
 import aiocomms
 from aiocomms.errors import CommError, PeerDiedError
+from aiocomms.serving import Service
 
 from .batcher import Batcher
 from .model import Stage
-from .pipeline import loopback, open_ring, run_stage
+from .pipeline import Pipeline
 from .server import create_app
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Generator, Iterator
-
-    from anyio.abc import ObjectStream
-    from torch import Tensor
+    from collections.abc import Callable, Generator, Iterator
 
     from aiocomms import Communicator
 
-    Work = Callable[[ObjectStream[Tensor], ObjectStream[Tensor]], Awaitable[None]]
     Tell = Callable[[int | None], None]
 
 RECOVERY = 30.0  # seconds in which those that are left, and those that take the place of the dead, find each other
@@ -55,17 +52,15 @@ async def run(listen: Callable[[], socket.socket], tell: Tell | None = None, joi
     failure: BaseException | None = None
     try:
         with ending_on_signals() as stopping:
-            async with aiocomms.new_comm(timeout=RECOVERY, join=True) if join else aiocomms.new_comm() as comm:
-                rank, size = comm.rank, comm.size
-                torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
-                stage = await to_thread.run_sync(Stage, rank, size)
-                if rank == 0:
-                    batcher = Batcher(size)
-                    work = partial(run_pipeline, batcher, stage, tell)
-                    await serve(listen(), batcher, stopping, partial(outlive, comm, work, tell, stopping))
+            comm = await (aiocomms.new_comm(timeout=RECOVERY, join=True) if join else aiocomms.new_comm())
+            async with Service(comm, None if tell is None else partial(recover, tell, stopping)) as service:
+                torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // comm.size))
+                pipeline = Pipeline(service.comm, await to_thread.run_sync(Stage, comm.rank, comm.size))
+                if comm.rank == 0:
+                    await serve(service, pipeline, listen(), stopping, tell)
                 else:
-                    await outlive(comm, partial(run_stage, stage), tell, stopping)
-            print(f"rank {rank} has ended", flush=True)
+                    await service.work(pipeline.execute)
+            print(f"rank {comm.rank} has ended", flush=True)
     except* CommError as errors:
         failure = errors
     while isinstance(failure, BaseExceptionGroup):
@@ -74,28 +69,21 @@ async def run(listen: Callable[[], socket.socket], tell: Tell | None = None, joi
         raise SystemExit(f"{type(failure).__name__}: {failure}")
 
 
-async def outlive(comm: Communicator, work: Work, tell: Tell | None, stopping: anyio.Event) -> None:
-    """Do this rank's work on a ring; when a rank is lost, go on on a new one, with the process that takes its place."""
-
-    def report(error: CommError) -> None:
-        logging.warning("%s", error)
-        if tell is not None and isinstance(error, PeerDiedError) and error.peer is not None:
-            tell(error.peer)
-
-    while True:
-        async with comm:
-            comm.register_abort_hook(report)
-            try:
-                await work(*await open_ring(comm))
-                if not comm.aborted:
-                    await comm.barrier()  # leave together: whoever leaves early is missed by those still at work
-            except Exception:
-                if tell is None or not comm.aborted:
-                    raise
-            if tell is None or stopping.is_set() or not comm.aborted:
-                return
-            successor = await comm.reconfigure(size=comm.size, timeout=RECOVERY)
-        comm = successor
+async def recover(tell: Tell, stopping: anyio.Event, lost: Communicator) -> Communicator:
+    """When a rank is lost, go on with the process that takes its place: every rank that is left does this."""
+    reason = await lost.lost()
+    if isinstance(reason, PeerDiedError) and reason.peer is not None:
+        tell(reason.peer)
+    try:
+        if stopping.is_set():
+            raise reason
+        comm = await lost.reconfigure(size=lost.size, timeout=RECOVERY)
+    except CommError:
+        stopping.set()  # rank 0 ends, too, and the supervisor starts another
+        raise
+    if comm.rank == 0:
+        tell(None)
+    return comm
 
 
 @contextmanager
@@ -121,6 +109,8 @@ def ending_on_signals() -> Iterator[anyio.Event]:
         if (supervisor := multiprocessing.parent_process()) is not None:
             loop.add_reader(supervisor.sentinel, orphaned, supervisor.sentinel)
         yield stopping
+    if scope.cancelled_caught:
+        logging.warning("it was held up, and left after %g s with something unfinished", GRACE)
 
 
 class Server(uvicorn.Server):
@@ -132,42 +122,23 @@ class Server(uvicorn.Server):
 
 
 async def serve(
-    listener: socket.socket, batcher: Batcher, stopping: anyio.Event, pipeline: Callable[[], Awaitable[None]]
+    service: Service, pipeline: Pipeline, listener: socket.socket, stopping: anyio.Event, tell: Tell | None
 ) -> None:
-    """Serve HTTP until `stopping` is set, then end the streams of all ranks."""
-    config = uvicorn.Config(create_app(batcher), lifespan="off", log_level="warning", limit_concurrency=1000)
-    server = Server(config)
-    async with anyio.create_task_group() as background:
-        background.start_soon(pipeline)
-        await batcher.opened.wait()
-        print(f"serving on http://{listener.getsockname()[0]}:{listener.getsockname()[1]}", flush=True)
-        async with anyio.create_task_group() as http:
-            http.start_soon(drain, server, batcher, stopping)
-            await server.serve(sockets=[listener])
-            http.cancel_scope.cancel()
-        batcher.close()  # the end of the stream now travels round the ring and ends `run_pipeline`
-
-
-async def run_pipeline(
-    batcher: Batcher, stage: Stage, tell: Tell | None, inbound: ObjectStream[Tensor], outbound: ObjectStream[Tensor]
-) -> None:
-    """Run rank 0's part of the ring until it ends or breaks, and fail what is then left without an answer."""
-    entrance = loopback()
-    batcher.open()
-    if tell is not None:
-        tell(None)
-    try:
-        async with anyio.create_task_group() as parts:
-            parts.start_soon(batcher.feed, entrance)
-            parts.start_soon(run_stage, stage, entrance, outbound)
-            parts.start_soon(batcher.collect, inbound)
-    except* Exception:
-        if tell is not None:
-            raise
-        logging.exception("the pipeline broke")  # and rank 0 goes on saying so
-    finally:
-        end = " and cannot answer." if tell is None else "; another process is about to take its place."
-        batcher.fail(f"The model lost one of its stages{end}")
+    """Serve HTTP until `stopping` is set; then what is under way ends, and the other ranks leave."""
+    end = " and cannot answer." if tell is None else "; another process is about to take its place."
+    with suppress(*(CommError,) if tell is None else ()):  # every client has been told
+        async with service.drive(pipeline.execute) as driver:
+            batcher = Batcher(driver, service.comm.size, f"The model lost one of its stages{end}")
+            config = uvicorn.Config(create_app(batcher), lifespan="off", log_level="warning", limit_concurrency=1000)
+            server = Server(config)
+            if tell is not None:
+                tell(None)
+            print(f"serving on http://{listener.getsockname()[0]}:{listener.getsockname()[1]}", flush=True)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(batcher.feed)
+                tasks.start_soon(drain, server, batcher, stopping)
+                await server.serve(sockets=[listener])
+                tasks.cancel_scope.cancel()
 
 
 async def drain(server: uvicorn.Server, batcher: Batcher, stopping: anyio.Event) -> None:
@@ -175,7 +146,7 @@ async def drain(server: uvicorn.Server, batcher: Batcher, stopping: anyio.Event)
     await stopping.wait()
     server.should_exit = True
     await anyio.sleep(DRAIN)
-    batcher.fail("The server is stopping.")
+    batcher.stop("The server is stopping.")
     for connection in server.server_state.connections:
         # The others uvicorn closes by itself, when their answers are written.
         if connection.cycle is not None and connection.cycle.more_body:

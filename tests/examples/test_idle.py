@@ -88,15 +88,13 @@ async def kv_cache() -> None:
 
 
 async def embedding_server() -> None:
-    from embedding_server.pipeline import open_ring, run_stage
+    from embedding_server.pipeline import Pipeline
 
-    async with local_world(2) as world:
-        (inbound, outbound), ring = await each(world, open_ring)
-        async with idle(world, run_stage(lambda data, lengths: data * len(lengths), *ring)):
-            await outbound.send(torch.tensor([1, 5, 6]))
-            await outbound.send(torch.ones(2))
-            await outbound.send_eof()
-            assert [item.tolist() async for item in inbound] == [[1, 5, 6], [2, 2]]
+    async with local_world(2) as world, AsyncExitStack() as stack:
+        services = [await stack.enter_async_context(Service(comm)) for comm in world]
+        first, last = (Pipeline(service.comm, lambda data, lengths: data * len(lengths)) for service in services)
+        async with idle(world, services[1].work(last.execute)), services[0].drive(first.execute) as driver:
+            assert (await driver.run((torch.ones(2), torch.tensor([5, 6])))).tolist() == [4, 4]
 
 
 @pytest.mark.parametrize("program", [tutorial, tensor_parallel, kv_cache, embedding_server], ids=lambda f: f.__name__)

@@ -186,6 +186,7 @@ async def inferring(place: Rank) -> str:
         mine = torch.zeros(2)
     await window.get(mine, other)
     assert mine.tolist() == [1, 1]
+    await comm.barrier()  # nobody closes before the other has read
     await comm.aclose()
     return "inferred"
 
