@@ -11,10 +11,12 @@ from collections.abc import AsyncIterator, Awaitable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from anyio import CapacityLimiter
 
 from aiocomms.communicator import Communicator
 from aiocomms.errors import CommTimeoutError
@@ -73,18 +75,18 @@ async def tensor_parallel() -> None:
 
 
 async def kv_cache() -> None:
-    from kv_cache.transfer import DECODE, PREFILL, Sequence, Transfer
+    from kv_cache.__main__ import decode, prefill
+    from kv_cache.model import VOCABULARY
+    from kv_cache.transfer import Transfer
 
-    async with local_world(2) as world:
-        transfers = await each(world, lambda comm: Transfer.open(comm, 4))
-        prefill, decode = transfers[PREFILL], transfers[DECODE]
-        async with idle(world, prefill.claim(2), decode.take_over()) as (claiming, taking):
-            await decode.grant([3, 1])
-            assert await claiming == [3, 1]
-            await prefill.hand_over(Sequence(7, 5, 2, [4], [3, 1]))
-            assert (await taking).number == 7
-        async with idle(world, prefill.aclose()):
-            await decode.aclose()
+    model: Any = SimpleNamespace(extend=lambda *_: torch.ones(VOCABULARY))
+    async with local_world(2) as world, AsyncExitStack() as stack:
+        services = [await stack.enter_async_context(Service(comm)) for comm in world]
+        first, last = await each(world, lambda comm: Transfer.open(services[comm.rank].comm, 4))
+        worker = services[1].work(partial(decode, last, model, CapacityLimiter(1)))
+        async with idle(world, worker), services[0].drive(partial(prefill, first, model)) as driver:
+            tokens, _ = await driver.run(([1, 2, 3], 2))
+            assert tokens == [0, 0]
 
 
 async def embedding_server() -> None:

@@ -9,17 +9,20 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from anyio import CapacityLimiter
 from processes import HANGS
 from torch import Tensor
 from torch.nn import functional
 
-from aiocomms.errors import CommAbortedError
+from aiocomms.errors import CommAbortedError, PlanLostError
+from aiocomms.serving import Service
 from aiocomms.testing import local_world
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -93,28 +96,32 @@ def test_it_takes_two_ranks() -> None:
     assert "there are 1 ranks, and it takes 2" in done.stderr
 
 
-async def both(example: ModuleType, blocks: int, sequences: int) -> dict[int, Any]:
+async def both(example: ModuleType, blocks: int, sequences: int) -> list[Any]:
     """Both ranks in this process, without a comparison."""
     model, prompts = example.Model(torch.device("cpu")), example.make_prompts(sequences)
 
     async def rank(comm: Any) -> Any:
-        transfer = await example.Transfer.open(comm, blocks)
-        if comm.rank == 0:
-            await example.prefill(transfer, model, prompts)
-        done = await example.decode(transfer, model) if comm.rank == 1 else None
-        await transfer.aclose()
-        return done
+        async with Service(comm) as service:
+            transfer = await example.Transfer.open(service.comm, blocks)
+            if comm.rank == 1:
+                await service.work(partial(example.decode, transfer, model, CapacityLimiter(1)))
+                assert sorted(transfer._free) == list(range(blocks))
+                return await transfer.window.aclose()
+            async with service.drive(partial(example.prefill, transfer, model)) as driver:
+                done = await asyncio.gather(*(driver.run(prompt) for prompt in prompts))
+            await transfer.window.aclose()
+            return done
 
     async with local_world(2) as comms, asyncio.timeout(HANGS):
-        _, done = await asyncio.gather(*(rank(comm) for comm in comms))
+        done, _ = await asyncio.gather(*(rank(comm) for comm in comms))
     return done
 
 
 @pytest.mark.parametrize("blocks", [NEED, 11, 40])
 def test_both_ranks_in_one_process(example: ModuleType, blocks: int) -> None:
-    """Long enough for both rings to go round."""
+    """Long enough for every block to be used again."""
     done = asyncio.run(both(example, blocks, 30))
-    assert_right(example, [done[number].tokens for number in range(30)])
+    assert_right(example, [tokens for tokens, _ in done])
 
 
 def test_the_comparison_finds_a_block_in_the_wrong_place(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,19 +133,27 @@ def test_the_comparison_finds_a_block_in_the_wrong_place(example: ModuleType, mo
 
 
 def test_a_lost_prefill_rank_ends_decode(example: ModuleType) -> None:
-    """With sequences in flight and none."""
+    """With sequences in flight, and some that wait for blocks."""
 
     async def main() -> None:
         model = example.Model(torch.device("cpu"))
         async with local_world(2) as comms, asyncio.timeout(HANGS):
-            prefill, decode = await asyncio.gather(*(example.Transfer.open(comm, 20) for comm in comms))
-            decoding = asyncio.ensure_future(example.decode(decode, model))
-            table = await prefill.claim(9)
-            await prefill.hand_over(example.Sequence(0, 3, 140, [1], table))
-            comms[0].abort("out of memory")
-            with pytest.raises(ExceptionGroup) as caught:
+            first, last = Service(comms[0]), Service(comms[1])
+            prefill, decode = await asyncio.gather(*(example.Transfer.open(one.comm, 20) for one in (first, last)))
+            decoding = asyncio.ensure_future(last.work(partial(example.decode, decode, model, CapacityLimiter(1))))
+            with pytest.raises(CommAbortedError, match="out of memory"):
+                await drive(first, partial(example.prefill, prefill, model), decode)
+            with pytest.raises(CommAbortedError, match="out of memory"):
                 await decoding
-        assert all(isinstance(error, CommAbortedError) for error in caught.value.exceptions)
-        assert "out of memory" in str(caught.value.exceptions)
+
+    async def drive(service: Service, execute: Any, decode: Any) -> None:
+        async with service.drive(execute) as driver:
+            requests = [asyncio.ensure_future(driver.run(([1, 2, 3], 140))) for _ in range(5)]
+            while decode.most < 2:  # noqa: ASYNC110 - a signal from the other rank makes it so
+                await asyncio.sleep(0)
+            service.current.abort("out of memory")
+            for request in requests:
+                with pytest.raises(PlanLostError, match="out of memory"):
+                    await request
 
     asyncio.run(main())
