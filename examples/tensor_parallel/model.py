@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MODEL = get_model_path()
 CONFIG = json.loads((MODEL / "config.json").read_text())
 WIDTH, HEADS = CONFIG["hidden_size"], CONFIG["num_attention_heads"]
-THREADS = 4
+THREADS = 2
 """Requests that are in the model at the same time; the others wait for a thread, in the same order on all ranks."""
 
 
