@@ -113,7 +113,7 @@ class Driver:
             if not comm.aborted:
                 raise
             await down.wait()  # so that ready() waits, too
-            if isinstance(error, WorkerError) or not isinstance(error, CommError):
+            if isinstance(error, (WorkerError, CommClosedError)) or not isinstance(error, CommError):
                 raise
             raise PlanLostError(f"the plan was lost: {error}", comm=comm.name, rank=0) from error
         return request.result
@@ -140,9 +140,9 @@ class Driver:
             plan.give_up(f"it failed on rank {rank}")
             with contextlib.suppress(CommError):  # it is lost, which fails the request
                 self._tell(comm, request.waiting - {0}, plan.number)
+        if request.error is not None and not (request.in_step and plan.in_step()):  # a thread may wait for ever there
+            comm.abort(f"plan {plan.number} failed amid its operations, and ran in no lane: {request.error}")
         if not request.waiting and self._requests.pop(plan.number, None) is not None:
-            if request.error is not None and not request.in_step:
-                comm.abort(f"plan {plan.number} failed amid its operations, and ran in no lane: {request.error}")
             request.over.set()
             self._look()
 
@@ -174,7 +174,9 @@ class Driver:
             self._last, self.failure, self._recovered = None, failure, anyio.Event()
             self._down.set()
             for request in list(self._requests.values()):
-                if not isinstance(request.error, WorkerError):
+                if request.error is None or (
+                    isinstance(request.error, CommError) and not isinstance(request.error, WorkerError)
+                ):
                     request.error = failure.about()
                 request.plan.give_up("the communicator is lost")
                 request.over.set()
@@ -191,6 +193,15 @@ class Driver:
             if error is not failure:
                 _log.exception("the service cannot go on")
                 self.failure = error if isinstance(error, CommError) else CommError(f"recovery failed: {error!r}")
+        self._recovered.set()
+
+    def _end(self) -> None:
+        """Take no more plans, and wait for none: the block was left, perhaps by an error."""
+        self._draining = anyio.Event()
+        for request in self._requests.values():
+            request.error = CommClosedError("the driver ended before the plan did", op="run", rank=0)
+            request.over.set()
+        self._down.set()
         self._recovered.set()
 
     def _look(self) -> None:

@@ -29,13 +29,13 @@ class Plan:
 
     def __init__(self, number: int, in_order: bool, comm: Communicator) -> None:
         self.number = number
-        self.given_up = False
         self.over = anyio.Event()
         """Set when it has ended on this rank."""
         self._comm = comm
         self._lane = None if in_order else comm.lane(f"aiocomms.serving plan {number}")
         self._scope = anyio.CancelScope()
-        self._begun: int | None = None
+        self._begun: int | None = None  # how many ops had been called outside of lanes
+        self._ended: int | None = None
 
     async def run(self, execute: Execute, plan: Any, before: Plan | None) -> Any:
         """Carry it out, behind the plan ``before`` it; None if it is given up."""
@@ -51,18 +51,19 @@ class Plan:
             self.give_up(f"this rank raised {type(error).__name__}")
             raise
         finally:
+            self._ended = self._outside()  # before the next one begins
             self.over.set()
 
     def give_up(self, reason: str) -> None:
         """End it on this rank, the ops of its lane included; a thread that waits for one of these gets an error."""
-        self.given_up = True
         self._scope.cancel()
         if self._lane is not None:
             self._lane.abort(reason)
 
     def in_step(self) -> bool:
         """Whether it has called nothing that another rank may wait for in vain, or in whose place a later op comes."""
-        return self._lane is not None or self._begun in (None, self._outside())
+        now = self._outside() if self._ended is None else self._ended
+        return self._lane is not None or self._begun in (None, now)
 
     def _outside(self) -> int:
         """How many ops were called outside of lanes."""

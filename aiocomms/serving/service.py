@@ -74,6 +74,8 @@ class Service:
                 raise
             except BaseException as error:  # raised below, for the group would put it into another
                 failure = error
+            finally:
+                driver._end()
             tasks.cancel_scope.cancel()
         if failure is not None:
             raise failure

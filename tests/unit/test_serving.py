@@ -236,13 +236,23 @@ def test_a_plan_in_order_that_fails_before_any_op_fails_alone(run):
     run(main)
 
 
-def test_a_plan_in_order_that_fails_amid_its_ops_takes_the_communicator_and_it_recovers(run):
-    """Its collectives have no lane: the next plan's would meet those that rank 0 has begun."""
+@pytest.mark.parametrize("where", ["loop", "thread"])
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_plan_in_order_that_fails_amid_its_ops_takes_the_communicator_and_it_recovers(run, culprit, where):
+    """Its collectives have no lane: the next plan's would meet those that the other rank has begun."""
 
     def make(comm):
+        def forward(plan):
+            x = comm.portal().all_reduce(torch.ones(1)).wait()
+            if plan == "bad" and comm.rank == culprit:
+                raise ValueError(plan)
+            return comm.portal().all_reduce(x).wait().item()
+
         async def execute(plan):
+            if where == "thread":
+                return await anyio.to_thread.run_sync(forward, plan)
             x = await comm.all_reduce(torch.ones(1))
-            if plan == "bad" and comm.rank == 1:
+            if plan == "bad" and comm.rank == culprit:
                 raise ValueError(plan)
             return (await comm.all_reduce(x)).item()
 
@@ -250,7 +260,7 @@ def test_a_plan_in_order_that_fails_amid_its_ops_takes_the_communicator_and_it_r
 
     async def body(driver):
         assert await driver.run_in_order("good") == 4.0
-        with pytest.raises(WorkerError, match="bad"):
+        with pytest.raises(WorkerError if culprit else ValueError, match="bad"):
             await driver.run_in_order("bad")
         await driver.ready()
         assert await driver.run_in_order("good") == 4.0
@@ -558,6 +568,45 @@ def test_a_model_in_inference_mode(run):
     async def main():
         async with local_world(3) as world:
             await serve(world, make, body)
+
+    run(main)
+
+
+def test_who_waits_for_a_plan_learns_that_the_driver_has_ended(run):
+    """The block is left by an error, while tasks outside of it wait."""
+
+    def make(comm):
+        async def execute(plan):
+            await anyio.sleep_forever()
+
+        return execute
+
+    async def drives(comm):
+        async with anyio.create_task_group() as tasks:
+            drivers = []
+
+            async def body(driver):
+                drivers.append(driver)
+                for _ in range(3):
+                    tasks.start_soon(told, driver)
+                await turns()
+                raise ZeroDivisionError
+
+            with pytest.raises(ZeroDivisionError):
+                await serve_one(comm, make, body)
+            await told(drivers[0])
+
+    async def told(driver):
+        with pytest.raises(CommClosedError):
+            await driver.run("x")
+
+    async def works(comm):
+        with pytest.raises(CommAbortedError, match="ZeroDivisionError"):
+            await serve_one(comm, make, drives)
+
+    async def main():
+        async with local_world(2) as world:
+            await together(lambda: drives(world[0]), lambda: works(world[1]))
 
     run(main)
 
