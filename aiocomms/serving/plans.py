@@ -16,7 +16,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from aiocomms.communicator import Communicator
-from aiocomms.errors import CommError
+from aiocomms.errors import CommError, LaneAbortedError
 
 Execute = Callable[[Any], Awaitable[Any]]
 """Carries out a plan on one rank; what it returns on rank 0 is the plan's result."""
@@ -38,7 +38,7 @@ class Plan:
         self._ended: int | None = None
 
     async def run(self, execute: Execute, plan: Any, before: Plan | None) -> Any:
-        """Carry it out, behind the plan ``before`` it; None if it is given up."""
+        """Carry it out, behind the plan ``before`` it; None if it is given up here, or by a rank that says why."""
         try:
             with self._scope:
                 if before is not None:
@@ -46,6 +46,10 @@ class Plan:
                 self._begun = self._outside()
                 with self._lane or contextlib.nullcontext():
                     return await execute(plan)
+            return None
+        except LaneAbortedError as error:
+            if error.peer in (None, self._comm.rank) or self._lane is None:
+                raise
             return None
         except Exception as error:
             self.give_up(f"this rank raised {type(error).__name__}")
@@ -55,7 +59,7 @@ class Plan:
             self.over.set()
 
     def give_up(self, reason: str) -> None:
-        """End it on this rank, the ops of its lane included; a thread that waits for one of these gets an error."""
+        """End it, and the ops of its lane on all ranks; a thread that waits for one of these gets an error."""
         self._scope.cancel()
         if self._lane is not None:
             self._lane.abort(reason)

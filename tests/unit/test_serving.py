@@ -18,6 +18,7 @@ from aiocomms.errors import (
     CommAbortedError,
     CommClosedError,
     CommTimeoutError,
+    LaneAbortedError,
     PlanLostError,
     WorkerError,
 )
@@ -484,7 +485,7 @@ def test_a_model_in_a_thread_gives_up_with_its_plan(run):
                 if plan == "bad" and comm.rank == 1:
                     raise ValueError(plan)
                 return comm.portal().all_reduce(x).wait().item()
-            except CommAbortedError as error:
+            except LaneAbortedError as error:
                 ended.append(error.message)
                 raise
 
@@ -497,7 +498,7 @@ def test_a_model_in_a_thread_gives_up_with_its_plan(run):
         assert await driver.run("good") == 4.0
         with pytest.raises(WorkerError, match="bad"):
             await driver.run("bad")
-        assert ended == ["the lane was given up: it failed on rank 1"]
+        assert ended == ["the lane was given up by rank 1: ValueError: bad"]
         assert await driver.run("good") == 4.0
 
     async def main():
