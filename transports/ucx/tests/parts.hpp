@@ -26,6 +26,7 @@ inline void check(bool holds, const char* what, const char* file, int line) {
 #define CHECK(condition) check((condition), #condition, __FILE__, __LINE__)
 
 // The tests of each part, one file each.
+void test_board();
 void test_pacer();
 void test_inbox();
 void test_offers();

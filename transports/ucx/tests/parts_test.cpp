@@ -34,7 +34,7 @@ void farewells_wait_for_messages() {
 
 int main() {
   using namespace aiocomms;
-  for (auto test : {test_pacer, test_inbox, test_offers, test_windows, farewells_wait_for_messages}) test();
+  for (auto test : {test_board, test_pacer, test_inbox, test_offers, test_windows, farewells_wait_for_messages}) test();
   std::printf("%u checks, %u failures\n", checks, failures);
   return failures ? 1 : 0;
 }

@@ -8,18 +8,6 @@
 #include <system_error>
 
 namespace aiocomms {
-namespace {
-
-std::size_t up(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) / unit * unit; }
-
-std::size_t part_for(int ranks) {
-  const std::size_t counters = up(static_cast<std::size_t>(ranks) * sizeof(std::uint64_t), sizeof(Board::Cell));
-  return Board::kCells * sizeof(Board::Cell) + Board::kRoom + counters;
-}
-
-}  // namespace
-
-std::size_t Board::bytes(int ranks) { return up(static_cast<std::size_t>(ranks) * part_for(ranks), 4096); }
 
 Board::Board(int fd, std::size_t offset, int rank, int ranks)
     : rank_(rank), ranks_(ranks), part_(part_for(ranks)), readers_(static_cast<std::size_t>(ranks)) {

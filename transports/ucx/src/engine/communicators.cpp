@@ -106,7 +106,7 @@ std::vector<int> Engine::missing(std::uint32_t id) {
 std::vector<int> Engine::missing_in_lane(std::uint32_t id, std::uint64_t lane) {
   std::lock_guard lock(lock_);
   const Group& group = present(id);
-  return group.keyed ? group.keyed->missing(lane) : std::vector<int>();
+  return group.keyed ? lanes_of(group).missing(lane) : std::vector<int>();
 }
 
 void Engine::lose_group(std::uint32_t id) {
@@ -116,7 +116,7 @@ void Engine::lose_group(std::uint32_t id) {
 
 void Engine::lose(Group& group) noexcept {
   if (group.shared) group.shared->segment.let_go();  // before anybody hears that an op of it has ended
-  if (group.keyed) group.keyed->let_go();
+  if (group.keyed) lanes_of(group).let_go();
   release(group);
 }
 
@@ -187,7 +187,7 @@ void Engine::handle_departure(Group& group, int rank, std::uint64_t collectives)
   group.left[rank] = 1 + collectives;
   inbox_.end_receives(group, rank);
   windows_.end_waits(group, rank);
-  if (group.keyed) group.keyed->end_with(rank);
+  if (group.keyed) lanes_of(group).end_with(rank);
   reports_.notify({Notice::kLeft, rank, group.id, collectives, {}});
 }
 

@@ -108,12 +108,12 @@ class Engine : private Inbox::Owner {
     Group& group = opened(id);
     reports_.make_room();
     auto op = std::make_unique<Operation>(reports_, group, ticket);
-    LaneCalls& lane = group.keyed->at(number);
+    LaneCalls& lane = lanes_of(group).at(number);
     const std::uint64_t began = now_ns();
     try {
-      group.keyed->begin(lane, {make(lane, op->unequal), fingerprint, op.get()});
+      lanes_of(group).begin(lane, {make(lane, op->unequal), fingerprint, op.get()});
     } catch (...) {
-      group.keyed->forget(lane);
+      lanes_of(group).forget(lane);
       throw;
     }
     return static_cast<double>(finish_post(op.release(), began)) * 1e-9;

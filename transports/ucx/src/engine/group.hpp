@@ -19,7 +19,6 @@
 namespace aiocomms {
 
 class LaneCalls;
-class Lanes;
 class Operation;
 class Request;
 struct Lane;
@@ -30,6 +29,13 @@ struct Schedule {
   Task task;
   std::uint64_t fingerprint;
   Operation* op;
+};
+
+// The collectives of lanes: lanes_of() in lanes.hpp.
+class LaneSchedules {
+ public:
+  virtual ~LaneSchedules() = default;
+  virtual void drop_schedules() noexcept = 0;
 };
 
 // A tensor that the others may read and write, and theirs.
@@ -48,7 +54,6 @@ struct Window {
 
 struct Group {
   Group(std::uint32_t the_id, int the_rank, std::vector<int> the_peers);
-  ~Group();
 
   std::uint32_t id;
   int rank;
@@ -68,11 +73,11 @@ struct Group {
   std::uint64_t collectives = 0;  // done so far
   // Of collectives to come: who has begun one, and its fingerprint.
   std::map<std::uint64_t, std::pair<int, std::uint64_t>> fingerprints;
-  int disagrees = -1;            // the rank that does something else than this one
-  std::unique_ptr<Lanes> keyed;  // the collectives of lanes; null until it is opened
-  std::size_t lane_calls = 0;    // of which so many have not ended
-  bool lost = false;             // nothing moves any more
-  Failure failure;               // why it cannot go on, if it cannot
+  int disagrees = -1;                    // the rank that does something else than this one
+  std::unique_ptr<LaneSchedules> keyed;  // of its lanes; null until it is opened
+  std::size_t lane_calls = 0;            // collectives of lanes that have not ended
+  bool lost = false;                     // nothing moves any more
+  Failure failure;                       // why it cannot go on, if it cannot
   bool failure_told = false;
   std::size_t users = 0;  // requests and sends that are not done
   std::unordered_map<std::uint64_t, Window> windows;

@@ -1,14 +1,11 @@
 #include "engine/groups.hpp"
 
-#include "engine/lanes.hpp"
 #include "engine/request.hpp"
 
 namespace aiocomms {
 
 Group::Group(std::uint32_t the_id, int the_rank, std::vector<int> the_peers)
     : id(the_id), rank(the_rank), peers(std::move(the_peers)), left(peers.size(), 0) {}
-
-Group::~Group() = default;
 
 void Group::drop_schedules() noexcept {
   if (keyed) keyed->drop_schedules();

@@ -24,12 +24,12 @@ void Contributions::clear() {
 
 LaneCalls::Wait LaneCalls::meet(const void* data, std::size_t bytes) {
   mine_ = data;
-  group.keyed->tell({Board::kGives, this, data, bytes});
+  lanes_of(group).tell({Board::kGives, this, data, bytes});
   return {*this, Waits::kMeeting};
 }
 
 LaneCalls::Wait LaneCalls::turn() {
-  group.keyed->tell({Board::kGives, this, nullptr, 0});
+  lanes_of(group).tell({Board::kGives, this, nullptr, 0});
   return {*this, Waits::kTurn};
 }
 
@@ -37,7 +37,7 @@ const void* LaneCalls::given(int rank) const {
   return rank == group.rank ? mine_ : now.of[static_cast<std::size_t>(rank)].data();
 }
 
-Shared& LaneCalls::slots() { return *group.keyed->slots_; }
+Shared& LaneCalls::slots() { return *lanes_of(group).slots_; }
 
 // --------------------------------------------------------------------------------------------------------- the lanes
 

@@ -102,7 +102,7 @@ class LaneCalls {
 };
 
 // The lanes of a communicator that have collectives under way.
-class Lanes {
+class Lanes final : public LaneSchedules {
  public:
   // fd: the memory of this host's ranks, if they are all that there are; else -1.
   Lanes(Group& group, int fd, Sender& sender, Inbox& inbox, Schedules& schedules, Reports& reports);
@@ -125,7 +125,7 @@ class Lanes {
   void let_go() {
     if (slots_) slots_->segment.let_go();
   }
-  void drop_schedules() noexcept;
+  void drop_schedules() noexcept override;
 
  private:
   friend class LaneCalls;
@@ -165,5 +165,8 @@ class Lanes {
   std::deque<LaneCalls*> order_;       // the first of them has the slots
   bool left_ = false;                  // some rank has
 };
+
+// Of a communicator that is open.
+inline Lanes& lanes_of(const Group& group) { return static_cast<Lanes&>(*group.keyed); }
 
 }  // namespace aiocomms

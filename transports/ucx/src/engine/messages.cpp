@@ -112,8 +112,8 @@ class LaneReceive final : public Request, public Awaited {
   }
   void end(Status how, std::uint64_t, std::uint64_t) noexcept override {
     schedules_.attempt(group, [&] {
-      if (how == Status::kDtype) group.keyed->report_mismatch(*lane, source_);
-      if (how == Status::kClosed) group.keyed->report_left(*lane, source_);
+      if (how == Status::kDtype) lanes_of(group).report_mismatch(*lane, source_);
+      if (how == Status::kClosed) lanes_of(group).report_left(*lane, source_);
     });
     delete this;
   }
@@ -142,7 +142,7 @@ void Wire::send(int dst, const void* data, std::size_t bytes, Event& event) noex
 
 void Wire::start_send(int dst, const void* data, std::size_t bytes, Event& event) {
   const int rank = ranks_[dst];
-  if (lane_ && group_.left[rank]) return group_.keyed->report_left(*lane_, rank);
+  if (lane_ && group_.left[rank]) return lanes_of(group_).report_left(*lane_, rank);
   Header header = lane_ ? group_.header_to(rank, kLane, static_cast<std::int64_t>(lane_->number))
                         : group_.header_to(rank, kSchedule, static_cast<std::int64_t>(group_.collectives));
   header.bytes = bytes;

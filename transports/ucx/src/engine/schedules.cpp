@@ -53,7 +53,7 @@ void Schedules::end_finished(Group& group) {
 }
 
 bool Schedules::poll_group(Group& group) {
-  const bool of_lanes = group.lane_calls > 0 && group.keyed->poll();
+  const bool of_lanes = group.lane_calls > 0 && lanes_of(group).poll();
   if (!group.running || !group.shared) return of_lanes;
   const bool moved = group.shared->poll();
   if (moved) {
@@ -76,7 +76,7 @@ bool Schedules::resume() noexcept {
     attempt(group, [&] {
       ended->event.complete();
       ended.reset();  // before its lane, which may be forgotten
-      if (lane) return group.keyed->go_on(*lane);
+      if (lane) return lanes_of(group).go_on(*lane);
       wake_peers(group);
       end_finished(group);
     });

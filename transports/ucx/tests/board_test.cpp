@@ -1,0 +1,84 @@
+// Boards of three ranks in one memory: entries come in order and whole, and where one reader is late there is no room.
+#include "collectives/board.hpp"
+
+#include <unistd.h>
+
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "collectives/segment.hpp"
+#include "parts.hpp"
+
+namespace aiocomms {
+namespace {
+
+struct Boards {
+  int fd = Segment::create(3);
+  std::vector<std::unique_ptr<Board>> of;
+  Boards() {
+    for (int rank = 0; rank < 3; ++rank) {
+      of.push_back(std::make_unique<Board>(fd, 2 * Segment::bytes(3), rank, 3));
+    }
+  }
+  ~Boards() { close(fd); }
+};
+
+std::vector<std::byte> bytes_of(std::uint64_t number, std::size_t count) {
+  std::vector<std::byte> bytes(count);
+  for (std::size_t at = 0; at < count; ++at) bytes[at] = static_cast<std::byte>(number * 31 + at);
+  return bytes;
+}
+
+// Sizes that fit an entry, that do not, and that do not fit what is left before the end of the room.
+std::size_t size_of_entry(std::uint64_t number) {
+  constexpr std::size_t kSizes[] = {0, 8, Board::kInline, Board::kInline + 1, 1000, 4000, Board::kLargest};
+  return kSizes[number * 5 % std::size(kSizes)];
+}
+
+bool takes(Board& board, int writer, std::uint64_t number) {
+  const Board::Entry entry = board.next(writer);
+  if (entry.cell == nullptr) return false;
+  const auto bytes = bytes_of(number, size_of_entry(number));
+  CHECK(entry.cell->lane == number && entry.cell->fingerprint == ~number && entry.cell->bytes == bytes.size());
+  CHECK(entry.cell->kind == (number % 2 ? Board::kGives : Board::kOrders));
+  CHECK(bytes.empty() || std::memcmp(entry.data, bytes.data(), bytes.size()) == 0);
+  board.take(writer);
+  return true;
+}
+
+bool writes(Board& board, std::uint64_t number) {
+  const auto bytes = bytes_of(number, size_of_entry(number));
+  return board.write(number % 2 ? Board::kGives : Board::kOrders, number, ~number, bytes.data(), bytes.size());
+}
+
+void entries_come_in_order() {
+  Boards boards;
+  std::uint64_t written = 0, read[3] = {};
+  for (int round = 0; round < 200; ++round) {
+    while (writes(*boards.of[0], written)) ++written;
+    CHECK(written - read[2] <= Board::kCells && written > read[2]);
+    while (takes(*boards.of[1], 0, read[1])) ++read[1];
+    CHECK(read[1] == written && !writes(*boards.of[0], written));  // the other one is late
+    for (int some = 0; some <= round % 7 * 5 && takes(*boards.of[2], 0, read[2]); ++some) ++read[2];
+  }
+  CHECK(written > 20 * Board::kCells);
+}
+
+void small_ones_fill_all_cells() {
+  Boards boards;
+  for (std::uint64_t number = 0; number < Board::kCells; ++number) {
+    CHECK(boards.of[1]->write(Board::kGives, number, 1, &number, sizeof number));
+  }
+  CHECK(!boards.of[1]->write(Board::kGives, 0, 1, nullptr, 0));
+  CHECK(boards.of[0]->next(2).cell == nullptr);
+}
+
+}  // namespace
+
+void test_board() {
+  entries_come_in_order();
+  small_ones_fill_all_cells();
+}
+
+}  // namespace aiocomms
