@@ -43,16 +43,20 @@ class LaneCollectives:
             raise
         except BaseException:  # of a signal handler, perhaps: the engine may have the op, and use its memory
             if not work.done():
-                self._transport.shared.pending.setdefault(id(work), (self, work, lane))
+                self._keep(work, lane)
             raise
         self._follow(work, lane)
         return None
 
-    def _follow(self, work: Completion, lane: int) -> None:
-        """Keep a collective until it is done."""
-        transport = self._transport
+    def _keep(self, work: Completion, lane: int) -> None:
+        """Keep a collective, and with it its tensors, until it is done."""
         self._pending.setdefault(lane, deque()).append(work)
-        transport.shared.pending[id(work)] = (self, work, lane)
+        self._transport.shared.pending[id(work)] = (self, work, lane)
+
+    def _follow(self, work: Completion, lane: int) -> None:
+        """Keep a collective that was handed to the engine, and look what has happened meanwhile."""
+        transport = self._transport
+        self._keep(work, lane)
         if transport.failure is not None:
             transport.on_failure(transport.failure)
         if transport.engine.ready:
@@ -62,7 +66,8 @@ class LaneCollectives:
         """Complete a collective that has ended. Its work may be done already: the engine also reports abandoned ops."""
         pending = self._pending.get(lane)
         if pending is not None:
-            pending.remove(work)
+            if work in pending:
+                pending.remove(work)
             if not pending:
                 del self._pending[lane]
         if work.done() or status == DROPPED:
