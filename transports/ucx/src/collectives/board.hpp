@@ -18,7 +18,7 @@ class Board {
   static constexpr std::uint64_t kCells = 128;       // entries of a rank that not all others have taken
   static constexpr std::size_t kInline = 32;         // bytes that travel in an entry itself
   static constexpr std::size_t kRoom = 64 * 1024;    // of a rank, for what does not
-  static constexpr std::size_t kLargest = 4 * 1024;  // bytes of an entry; see docs/benchmarks/cpu.md
+  static constexpr std::size_t kLargest = 4 * 1024;  // bytes of an entry; see docs/ucx.md
 
   enum Kind : std::uint32_t { kGives, kOrders };
 
