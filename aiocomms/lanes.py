@@ -200,10 +200,7 @@ class Lane(PointToPoint, Collectives, Objects):
             raise error.about(comm=f"{comm.name}, lane {words}", op=op.name, rank=self.rank) from error.__cause__
         work: LaneWork[Any] = LaneWork(op, seq, core, hints, number=number, lane=words)
         if comm._debugger is not None:
-            try:
-                work = comm._debugger.start_within(work)
-            except CommError as error:
-                raise error.about(comm=work._comm_name(), op=op.name, rank=self.rank) from None
+            work = self._watched(work, comm._debugger)
         core.issued = seq + 1
         core.laned += 1
         recorder = core.recorder
@@ -221,6 +218,13 @@ class Lane(PointToPoint, Collectives, Objects):
         if comm._post_hooks or work.fault is not None:
             core.ended_at_once(work)
         return work
+
+    def _watched(self, work: LaneWork[Any], debugger: Debugger) -> LaneWork[Any]:
+        """The same work as one of debug mode."""
+        try:
+            return debugger.start_within(work)
+        except CommError as error:
+            raise error.about(comm=work._comm_name(), op=work.op.name, rank=self.rank) from None
 
     @staticmethod
     def _check_more(hints: Mapping[str, Any] | None, timeout: OpTimeout, seconds: float) -> float:
