@@ -193,18 +193,15 @@ class Lane(PointToPoint, Collectives, Objects):
             if core.refusing or self._closed or number in core.given_up or get_ident() != core.thread:
                 raise self._refused(op)
             op.check(core)
-            seconds = comm._seconds if self._own is None else self._own
-            if hints is not None or timeout is not COMM_TIMEOUT:
-                seconds = self._check_more(hints, timeout, seconds)
+            own = comm._seconds if self._own is None else self._own
+            seconds = own if hints is None and timeout is COMM_TIMEOUT else self._asked(hints, timeout)
         except CommError as error:
             raise error.about(comm=f"{comm.name}, lane {words}", op=op.name, rank=self.rank) from error.__cause__
         work: LaneWork[Any] = LaneWork(op, seq, core, hints, number=number, lane=words)
         if comm._debugger is not None:
             work = self._watched(work, comm._debugger)
-        core.issued = seq + 1
-        core.laned += 1
-        recorder = core.recorder
-        recorder.lanes.append((seq, words))
+        core.issued, core.laned = seq + 1, core.laned + 1
+        (recorder := core.recorder).lanes.append((seq, words))
         recorder.ring.append(kind)
         if comm._pre_hooks:
             comm._pre_hooks.ask(op, seq)
@@ -226,14 +223,11 @@ class Lane(PointToPoint, Collectives, Objects):
         except CommError as error:
             raise error.about(comm=work._comm_name(), op=work.op.name, rank=self.rank) from None
 
-    @staticmethod
-    def _check_more(hints: Mapping[str, Any] | None, timeout: OpTimeout, seconds: float) -> float:
+    def _asked(self, hints: Mapping[str, Any] | None, timeout: OpTimeout) -> float:
         """Check what is seldom given, and return the deadline in seconds."""
-        if timeout is not COMM_TIMEOUT:
-            seconds = checks.deadline("timeout", timeout)
         if hints is not None:
             checks.mapping("hints", hints)
-        return seconds
+        return self._seconds if timeout is COMM_TIMEOUT else checks.deadline("timeout", timeout)
 
     def _refused(self, op: Op) -> Exception:
         """Why an op cannot be called now, or not here."""
