@@ -264,6 +264,23 @@ class Transport(ABC):
         """
         raise NotImplementedError
 
+    def give_up_lane(self, lane: int, error: CommError) -> None:  # noqa: B027 - nobody need define it
+        """End what is pending in a lane on this rank, which gives it up. Nothing of it is posted any more.
+
+        Each work fails with ``error``, now or later: once no rank reads or writes its tensors any more, nor can complete
+        with what the program writes into them then. What all ranks have called may run to its end first. The other
+        ranks are told, and give the lane up, too; nothing of it waits but for that. Other lanes notice nothing.
+
+        Called for a transport with :attr:`Capabilities.lanes`, once per lane. Raising: the transport is broken.
+        """
+
+    def forget_lane(self, lane: int, rank: int) -> None:  # noqa: B027 - nobody need define it
+        """Forget what has come of a lane from another rank, which has given it up: nothing more of it comes from there.
+
+        Called after :meth:`give_up_lane`, once for each rank that lives. What that rank has done of the lane before it
+        gave it up is known here, as if it had been sent as a message. Raising: the transport is broken.
+        """
+
     def wait_stream(self, work: Completion, stream: Any) -> None:
         """Make a CUDA stream wait for an op, which may be captured, or done already.
 

@@ -58,6 +58,9 @@ class Stopping(Protocol):
     def stop(self, number: int, error: CommError) -> list[ops.Send]:
         """End all that is pending in a lane, and return the messages that nothing may have matched yet."""
 
+    def forget(self, number: int, rank: int) -> None:
+        """Forget what has come of a lane from a rank, from which nothing more of it comes."""
+
 
 class LaneEnds:
     """The lanes of one communicator that were given up, and what the ranks tell each other of them."""
@@ -117,6 +120,7 @@ class LaneEnds:
         if ear in self._ears:
             self._await_word(ear)
         self._end(told)
+        self._router.forget(told.number, ear.rank)
         for channel, tag in {*told.tags, *((ops.COLLECTIVE, tag) for tag in collective_tags(told.number))}:
             self._drop(ear.rank, channel, tag)
 

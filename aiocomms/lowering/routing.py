@@ -50,7 +50,7 @@ class Router(dict[type[ops.Op], Route]):
         return run is not None and run.withdraw()
 
     def stop(self, number: int, error: CommError) -> list[ops.Send]:
-        """End all that is pending in a lane; see :meth:`Run.stop`.
+        """End all that is pending in a lane; see :meth:`Run.stop` and :meth:`Transport.give_up_lane`.
 
         :returns: the messages that nothing may have matched yet.
         """
@@ -59,7 +59,18 @@ class Router(dict[type[ops.Op], Route]):
             if isinstance(work, LaneWork) and work.number == number and (run := ref()) is not None:
                 left += run.unfinished_sends()
                 run.stop(error)
+        if (transport := self._lane_carrier()) is not None:
+            guarded(None, transport.give_up_lane, number, error)
         return left
+
+    def forget(self, number: int, rank: int) -> None:
+        """Nothing of a lane comes from a rank any more; see :meth:`Transport.forget_lane`."""
+        if (transport := self._lane_carrier()) is not None:
+            guarded(None, transport.forget_lane, number, rank)
+
+    def _lane_carrier(self) -> Transport | None:
+        transport = self._transports.get("collectives")
+        return transport if transport is not None and transport.capabilities.lanes else None
 
     def carrier(self, op: ops.Op) -> Transport | None:
         """The transport that carries an op natively, if one does."""

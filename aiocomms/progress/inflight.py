@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from torch import Tensor, UntypedStorage
 
-from aiocomms.errors import CapturedWorkError, CommError, MismatchError, WorkCancelledError
+from aiocomms.errors import CapturedWorkError, CommError, LaneAbortedError, MismatchError, WorkCancelledError
 from aiocomms.lowlevel import memory
 from aiocomms.progress.deadlines import watchdog
 from aiocomms.progress.driver import Driver, Promise
@@ -155,7 +155,10 @@ class LaneWork(StartedWork[T_co]):
 
     def fail(self, error: CommError) -> None:
         """See :meth:`aiocomms.transport.Completion.fail`."""
-        super().fail(self.in_lane(error))
+        if isinstance(error, LaneAbortedError):  # on purpose: who does not ask for the result is not warned
+            self.abandon(error)
+        else:
+            super().fail(self.in_lane(error))
 
     def in_lane(self, error: CommError) -> CommError:
         """Name the lane in what all ranks are told when some disagree."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from aiocomms import ops
 from aiocomms.errors import CommError, MismatchError
 from aiocomms.lowlevel import closed_by
-from aiocomms.transport import Completion
+from aiocomms.transport import Completion, Transport, conclude
 from aiocomms_ucx import wire
 from aiocomms_ucx.collectives import START, describe
 from aiocomms_ucx.status import DONE, DROPPED, error_of
@@ -28,6 +28,7 @@ class LaneCollectives:
         self._size = transport.size
         self._calls = transport.engine.lanes(transport.group)
         self._pending: dict[int, deque[Completion]] = {}  # the collectives that are not done, in the order of the calls
+        self._given_up: dict[int, CommError] = {}  # why, of lanes whose collectives the engine has not dropped yet
         self._told: set[int] = set()  # lanes of which this rank has told what it calls
         self._disagreeing: dict[int, int] = {}  # lanes in which a rank calls something else than this one, and which
         self._said: dict[tuple[int, int], str] = {}  # what ranks say that they call, by lane and rank
@@ -64,18 +65,38 @@ class LaneCollectives:
 
     def finish(self, work: Completion, lane: int, status: int, a: int, b: int) -> None:
         """Complete a collective that has ended. Its work may be done already: the engine also reports abandoned ops."""
+        given_up = self._given_up.get(lane)
         pending = self._pending.get(lane)
         if pending is not None:
             if work in pending:
                 pending.remove(work)
             if not pending:
                 del self._pending[lane]
+                self._given_up.pop(lane, None)
+        if given_up is not None:
+            conclude(work, given_up)
         if work.done() or status == DROPPED:
             return  # if the work is not done yet, the communicator ends it
         if status == DONE:
             work.complete()
         else:
             work.fail(error_of(work.op, status, a, b, self._transport.rank, self._size))
+
+    def give_up(self, lane: int, error: CommError) -> None:
+        """See :meth:`Transport.give_up_lane`. The engine drops what is pending, or ends it, and its works end then."""
+        transport = self._transport
+        if lane in self._pending:
+            self._given_up[lane] = error
+            transport.engine.give_up_lane(transport.group, lane)
+            if transport.engine.ready:
+                transport.shared.progress()
+
+    def forget(self, lane: int, rank: int) -> None:
+        """See :meth:`Transport.forget_lane`."""
+        transport = self._transport
+        transport.engine.forget_lane(transport.group, lane, rank)
+        if transport.engine.ready:
+            transport.shared.progress()
 
     def waiting_for(self, work: Completion) -> list[int]:
         """Return the ranks that a collective waits for, or the one before it in its lane; also where it is of none."""
@@ -95,7 +116,7 @@ class LaneCollectives:
     def left(self, rank: int, lane: int) -> None:
         """Handle that a rank has closed the communicator which the collective under way in a lane needs."""
         work = self._first(lane)
-        if work is not None:
+        if work is not None and lane not in self._given_up:
             work.fail(closed_by(rank))
 
     def disagrees(self, rank: int, lane: int) -> None:
@@ -134,3 +155,17 @@ class LaneCollectives:
         mine = describe(work.op)
         calls = f"calls {theirs}" if theirs and theirs != mine else "has called another collective"
         work.fail(MismatchError(f"rank {rank} {calls}, and rank {self._transport.rank} calls {mine}", peer=rank))
+
+
+class LaneCarrier(Transport):
+    """The part of a transport that passes on what becomes of lanes."""
+
+    lanes: LaneCollectives
+
+    def give_up_lane(self, lane: int, error: CommError) -> None:
+        """See :meth:`Transport.give_up_lane`."""
+        self.lanes.give_up(lane, error)
+
+    def forget_lane(self, lane: int, rank: int) -> None:
+        """See :meth:`Transport.forget_lane`."""
+        self.lanes.forget(lane, rank)

@@ -13,12 +13,12 @@ import torch
 from aiocomms import ops
 from aiocomms.errors import ArgumentError, CommError, PeerDiedError, ProtocolError
 from aiocomms.lowlevel import Reason, closed_by, disagreement, gone
-from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport
+from aiocomms.transport import Capabilities, Completion, Rendezvous
 from aiocomms_ucx import wire
 from aiocomms_ucx._engine import TURNS, is_plain
 from aiocomms_ucx.bringup import no_cuda_in_ucx, open_shared_engine
 from aiocomms_ucx.collectives import START, describe
-from aiocomms_ucx.lanes import LaneCollectives
+from aiocomms_ucx.lanes import LaneCarrier, LaneCollectives
 from aiocomms_ucx.meeting import meet
 from aiocomms_ucx.shared_engine import SharedEngine
 from aiocomms_ucx.side_channel import UcxSideChannel
@@ -34,7 +34,7 @@ _STEPS: Final = frozenset({ops.WindowOpen, ops.WindowClose, ops.FetchAdd, ops.Co
 """Ops that need another step, or have a value, when the engine is done with the step that it was given."""
 
 
-class UcxTransport(Transport):
+class UcxTransport(LaneCarrier):
     """Messages and one-sided operations over UCX; collectives in shared memory on a host, over UCX between hosts."""
 
     capabilities = Capabilities(

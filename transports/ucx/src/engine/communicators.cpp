@@ -109,6 +109,23 @@ std::vector<int> Engine::missing_in_lane(std::uint32_t id, std::uint64_t lane) {
   return group.keyed ? lanes_of(group).missing(lane) : std::vector<int>();
 }
 
+template <typename Step>
+void Engine::change_lanes(std::uint32_t id, const Step& step) {
+  std::lock_guard lock(lock_);
+  Group* group = stopping_ ? nullptr : groups_.find_open(id);
+  if (group == nullptr || !group->keyed) return;
+  schedules_.attempt(*group, [&] { step(*group->keyed); });
+  if (pacer_.thread_is_late(is_quiet())) wake_thread();
+}
+
+void Engine::give_up_lane(std::uint32_t id, std::uint64_t lane) {
+  change_lanes(id, [&](Lanes& lanes) { lanes.give_up(lane); });
+}
+
+void Engine::forget_lane(std::uint32_t id, std::uint64_t lane, int rank) {
+  change_lanes(id, [&](Lanes& lanes) { lanes.forget_rank(lane, rank); });
+}
+
 void Engine::lose_group(std::uint32_t id) {
   std::lock_guard lock(lock_);
   lose(groups_.at(id));

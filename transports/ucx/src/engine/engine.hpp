@@ -77,6 +77,9 @@ class Engine : private Inbox::Owner {
   bool has_let_go(std::uint32_t group, int rank);  // whether a rank of this host has lost the communicator
   std::vector<int> missing(std::uint32_t group);   // the ranks that the collective under way waits for
   std::vector<int> missing_in_lane(std::uint32_t group, std::uint64_t lane);
+  // See Lanes. Of a communicator that is closed or lost there is nothing to do.
+  void give_up_lane(std::uint32_t group, std::uint64_t lane);
+  void forget_lane(std::uint32_t group, std::uint64_t lane, int rank);
 
   // ------------------------------------------------------------------------------------------------------------ ops
   // True: done, and nothing else is to be told. False: the outcome follows, under the ticket that the caller gave it.
@@ -159,6 +162,8 @@ class Engine : private Inbox::Owner {
 
   Group& present(std::uint32_t id);  // of an engine that is not closed
   Group& opened(std::uint32_t id);   // the same, and the other ranks are known
+  template <typename Step>
+  void change_lanes(std::uint32_t id, const Step& step);  // Step: void (Lanes&)
 
   // A post starts its op, and has it finished if that takes no longer than a moment.
   template <typename Start>

@@ -133,6 +133,22 @@ Request* Inbox::withdraw(Group& group, const Key& key, Ticket ticket) {
   return group.mail.withdraw(key, [&](const Request& receive) { return receive.ticket == ticket; });
 }
 
+void Inbox::drop_receives(Group& group, const Key& key) noexcept {
+  while (Request* receive = group.mail.withdraw(key, [](const Request&) { return true; })) receive->drop();
+}
+
+void Inbox::drop_messages(Group& group, const Key& key) {
+  while (Message* found = group.mail.message_for(key)) {
+    const std::unique_ptr<Message> message(found);
+    const Descriptor descriptor(network_, message->descriptor);
+    group.vouches.erase({message->header.source, message->header.order});
+    if (!(message->header.dtype & kOffered)) continue;
+    Offer offer;
+    std::memcpy(&offer, message->payload.get(), sizeof offer);
+    group.tell(network_, message->header.source, kAnswer, offer.number);
+  }
+}
+
 // A receive has matched a message.
 void Inbox::accept_message(Request* receive, const Header& header, const void* payload,
                            Descriptor& descriptor) noexcept {

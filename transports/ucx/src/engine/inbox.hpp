@@ -51,6 +51,11 @@ class Inbox {
   // Take back a receive that nothing has matched; null if something has.
   Request* withdraw(Group& group, const Key& key, Ticket ticket);
 
+  // A lane is given up: its receives that nothing has matched are dropped; and, once nothing of it comes from a rank
+  // any more, what has come. Its sender is told, where it waits for that.
+  void drop_receives(Group& group, const Key& key) noexcept;
+  void drop_messages(Group& group, const Key& key);
+
   // A rank has closed the communicator: receives from it end.
   void end_receives(Group& group, int rank) noexcept;
   // The communicator is lost: what waits is dropped.

@@ -13,11 +13,14 @@ constexpr std::size_t kSpare = 64;
 }  // namespace
 
 void Contributions::clear() {
-  for (Contribution& one : of) {
-    one.come = false;
-    one.more.reset();
-  }
-  come = 0;
+  for (int rank = 0; rank < static_cast<int>(of.size()); ++rank) clear(rank);
+}
+
+void Contributions::clear(int rank) {
+  Contribution& one = of[static_cast<std::size_t>(rank)];
+  come -= one.come;
+  one.come = false;
+  one.more.reset();
 }
 
 // ------------------------------------------------------------------------------------------------ for the schedules
@@ -76,7 +79,8 @@ LaneCalls& Lanes::at(std::uint64_t number) {
 
 // Nothing is kept of a lane at rest.
 void Lanes::forget(LaneCalls& lane) noexcept {
-  if (!lane.calls.empty() || lane.now.come > 0) return;
+  if (!lane.calls.empty() || lane.now.come > 0 || lane.next.come > 0) return;
+  lane.given_up = false;
   Map::node_type node = lanes_.extract(lane.number);
   if (spare_.size() < spare_.capacity()) spare_.push_back(std::move(node));
 }
@@ -106,7 +110,8 @@ void Lanes::start(LaneCalls& lane) {
 
 // As far as a lane can go now.
 void Lanes::go_on(LaneCalls& lane) {
-  while (!lane.calls.empty() && !lane.stuck) {
+  if (is_free(lane)) drop_first(lane);
+  while (!lane.calls.empty() && !lane.stuck && !(lane.given_up && lane.wire)) {
     if (!lane.running) {
       start(lane);
     } else if (lane.calls.front().task.done()) {
@@ -123,7 +128,7 @@ void Lanes::go_on(LaneCalls& lane) {
 bool Lanes::resume(LaneCalls& lane) {
   if (lane.waits_ == LaneCalls::Waits::kNothing || !met(lane)) return false;
   if (lane.waits_ == LaneCalls::Waits::kTurn) {
-    if (group_.rank == 0 && !lane.ordered) append(lane);
+    if (group_.rank == 0 && !lane.ordering) append(lane);
     if (order_.empty() || order_.front() != &lane) return false;
     slots_->fingerprint = lane.calls.front().fingerprint;
   }
@@ -139,6 +144,7 @@ void Lanes::end(LaneCalls& lane) {
   --group_.lane_calls;
   lane.running = false;
   if (std::exchange(lane.ordered, false)) order_.pop_front();
+  lane.ordering = false;
   lane.now.clear();
   std::swap(lane.now, lane.next);
   const Unequal& unequal = schedule.op->unequal;
@@ -149,11 +155,10 @@ void Lanes::end(LaneCalls& lane) {
   }
 }
 
-// Every rank has called it.
+// Every rank has called it. It is in the order once that is written.
 void Lanes::append(LaneCalls& lane) {
+  lane.ordering = true;
   tell({Board::kOrders, &lane, nullptr, 0});
-  order_.push_back(&lane);
-  lane.ordered = true;
 }
 
 // ------------------------------------------------------------------------------------------------ messages of lanes
@@ -183,6 +188,9 @@ bool Lanes::write(const Entry& entry) {
     mine.come = true;
     mine.fingerprint = fingerprint;
     ++lane.now.come;
+  } else {
+    order_.push_back(&lane);
+    lane.ordered = true;
   }
   return true;
 }
@@ -276,8 +284,9 @@ void Lanes::end_with(int rank) {
   left_ = true;
   if (!board_) return;
   take_from(rank);
+  forget_left(rank);
   for (auto& [number, lane] : lanes_) {
-    if (lane->running && !lane->now.of[static_cast<std::size_t>(rank)].come) report_left(*lane, rank);
+    if (lane->running && !lane->given_up && !lane->now.of[static_cast<std::size_t>(rank)].come) report_left(*lane, rank);
   }
 }
 
@@ -287,6 +296,7 @@ std::vector<int> Lanes::missing(std::uint64_t number) const {
   if (found == lanes_.end()) return ranks;
   const LaneCalls& lane = *found->second;
   if (!board_) return lane.awaited;
+  if (lane.given_up && !lane.ordered) return {0};
   for (int rank = 0; rank < lane.ranks(); ++rank) {
     if (lane.running && !lane.now.of[static_cast<std::size_t>(rank)].come) ranks.push_back(rank);
   }

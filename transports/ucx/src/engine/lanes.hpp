@@ -11,6 +11,14 @@
 // never come to call it. The slots are others than those of the communicator's own collectives, whose order is that of
 // the calls: in one sequence these could wait for a lane that is called after they are awaited.
 //
+// A rank may give a lane up, which all others do when they hear of it. Then a small collective ends at once: what this
+// rank has given to it was copied. So does a large one that the first rank has not written into the order; and as that
+// rank stops to append what it has given up, it is known once the rank has been heard. What is in the order runs to its
+// end, on every rank: all have called it, and none drops it. So what has been said above of the head of the order holds
+// there, too, and nobody waits for it longer than that takes; a large one that is not in the order waits for nothing
+// but the first rank's word, which waits for no lane. Order is what is written on the first rank's board, and no less:
+// an entry that has no room yet is taken back, and nobody would have seen it.
+//
 // Everywhere else they are schedules of messages, whose tag is the lane's number; those that come early wait in the
 // inbox, and as a lane's collectives run one after the other, it needs no other number. The header carries the
 // fingerprint, so that ranks that disagree find out when a message and its receive meet.
@@ -46,6 +54,7 @@ struct Contributions {
   std::vector<Contribution> of;
   int come = 0;
   void clear();
+  void clear(int rank);
 };
 
 // One lane: its collectives that have not ended, of which the first runs, and what the others have given.
@@ -58,9 +67,12 @@ class LaneCalls {
   std::deque<Schedule> calls;
   bool running = false;  // the first of them has begun
   bool stuck = false;    // it cannot end: ranks disagree, or one has left, as the loop is told
-  bool ordered = false;  // it is in the order
+  bool ordered = false;   // it is in the order
+  bool ordering = false;  // this rank is about to write that it is
+  bool given_up = false;  // the first ends when nobody needs it any more, and there is no other
   Contributions now, next;
   std::vector<int> awaited;  // the ranks whose messages it waits for
+  int under_way = 0;         // messages of it that have not ended
   std::unique_ptr<Wire> wire;
 
   // ------------------------------------------------------------------------------------ for the schedules
@@ -120,6 +132,11 @@ class Lanes final : public LaneSchedules {
   void end_with(int rank);
   void report_mismatch(LaneCalls& lane, int rank);
   void report_left(LaneCalls& lane, int rank);
+  // This rank gives a lane up: what it has under way there is dropped, as soon as nobody uses its memory, or has ended
+  // before. Nothing of the lane begins any more.
+  void give_up(std::uint64_t number);
+  // A rank has given a lane up, as this one has, and nothing of it comes from there any more: what has is forgotten.
+  void forget_rank(std::uint64_t number, int rank);
   // The ranks that a lane's collective waits for.
   std::vector<int> missing(std::uint64_t number) const;
   void let_go() {
@@ -149,7 +166,15 @@ class Lanes final : public LaneSchedules {
   void append(LaneCalls& lane);
   bool resume(LaneCalls& lane);
   void follow_order();
-  bool met(const LaneCalls& lane) const { return lane.now.come == lane.ranks(); }
+  // What is in the order all ranks have called, though their entries of a lane that was given up may be gone.
+  bool met(const LaneCalls& lane) const {
+    return lane.now.come == lane.ranks() || (lane.given_up && lane.ordered);
+  }
+  bool may_be_ordered(const LaneCalls& lane) const;
+  bool is_free(const LaneCalls& lane) const;
+  void drop_last(LaneCalls& lane) noexcept;
+  void drop_first(LaneCalls& lane) noexcept;
+  void forget_left(int rank);
 
   Group& group_;
   Sender& sender_;

@@ -87,10 +87,14 @@ class ScheduleSend final : public Pending, public Awaited {
   ScheduleSend(Group& group, Events& events, Event& event, LaneCalls* of_lane)
       : Awaited(group, event, of_lane), events_(events) {
     ++whose.users;
+    if (lane) ++lane->under_way;
   }
-  ~ScheduleSend() override { --whose.users; }
+  ~ScheduleSend() override {
+    --whose.users;
+    if (lane) --lane->under_way;
+  }
   void finished(ucs_status_t status) noexcept override {
-    if (!whose.lost && status == UCS_OK) return events_.push(this);
+    if (!whose.lost && (status == UCS_OK || (lane && lane->given_up))) return events_.push(this);
     delete this;
   }
 
@@ -104,13 +108,19 @@ class LaneReceive final : public Request, public Awaited {
   LaneReceive(Schedules& schedules, int source, LaneCalls& of_lane, Event& event)
       : Request(of_lane.group), Awaited(of_lane.group, event, &of_lane), schedules_(schedules), source_(source) {
     lane->awaited.push_back(source);
+    ++lane->under_way;
   }
-  ~LaneReceive() override { lane->awaited.erase(std::ranges::find(lane->awaited, source_)); }
+  ~LaneReceive() override {
+    lane->awaited.erase(std::ranges::find(lane->awaited, source_));
+    --lane->under_way;
+  }
   void finished(ucs_status_t result) noexcept override {
-    if (!group.lost && result == UCS_OK && status == Status::kDone) return schedules_.events().push(this);
+    const bool well = result == UCS_OK && status == Status::kDone;
+    if (!group.lost && (well || lane->given_up)) return schedules_.events().push(this);
     delete this;
   }
   void end(Status how, std::uint64_t, std::uint64_t) noexcept override {
+    if (lane->given_up) return schedules_.events().push(this);  // its outcome is all the same
     schedules_.attempt(group, [&] {
       if (how == Status::kDtype) lanes_of(group).report_mismatch(*lane, source_);
       if (how == Status::kClosed) lanes_of(group).report_left(*lane, source_);

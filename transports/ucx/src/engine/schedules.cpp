@@ -74,7 +74,7 @@ bool Schedules::resume() noexcept {
     LaneCalls* lane = ended->lane;
     moved = true;
     attempt(group, [&] {
-      ended->event.complete();
+      if (!lane || !lane->given_up) ended->event.complete();  // else nothing goes on there
       ended.reset();  // before its lane, which may be forgotten
       if (lane) return lanes_of(group).go_on(*lane);
       wake_peers(group);
