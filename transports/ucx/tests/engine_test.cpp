@@ -10,6 +10,7 @@
 #include <numeric>
 
 #include "engine_collectives.hpp"
+#include "engine_given_up.hpp"
 #include "engine_hostile.hpp"
 #include "engine_lanes.hpp"
 #include "engine_memory.hpp"
@@ -441,6 +442,7 @@ void live(Rank& rank, std::vector<Part>& parts, bool dies) {
       disputed(rank, all), unlike(rank, all), forsaken(rank, all), left(rank, all);
   collectives(comm, other, 12);
   lanes(comm, other, 8);
+  lanes_given_up(comm, 4);
   messages(comm, 6);
   floods(comm);
   pours(comm);

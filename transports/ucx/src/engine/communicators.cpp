@@ -114,7 +114,7 @@ void Engine::change_lanes(std::uint32_t id, const Step& step) {
   std::lock_guard lock(lock_);
   Group* group = stopping_ ? nullptr : groups_.find_open(id);
   if (group == nullptr || !group->keyed) return;
-  schedules_.attempt(*group, [&] { step(*group->keyed); });
+  schedules_.attempt(*group, [&] { step(lanes_of(*group)); });
   if (pacer_.thread_is_late(is_quiet())) wake_thread();
 }
 

@@ -154,6 +154,8 @@ class Engine : private Inbox::Owner {
   void halt() noexcept;
 
  private:
+  friend struct EngineInside;  // of the tests
+
   // What the inbox hands on.
   void handle(Group& group, const Header& header, const void* payload) override;
   bool agrees(Group& group, const Header& header) override;

@@ -146,6 +146,7 @@ class Lanes final : public LaneSchedules {
 
  private:
   friend class LaneCalls;
+  friend struct EngineInside;  // of the tests
 
   // What this rank has to tell of a lane's first collective.
   struct Entry {
