@@ -267,9 +267,9 @@ class Transport(ABC):
     def give_up_lane(self, lane: int, error: CommError) -> None:  # noqa: B027 - nobody need define it
         """End what is pending in a lane on this rank, which gives it up. Nothing of it is posted any more.
 
-        Each work fails with ``error``, now or later: once no rank reads or writes its tensors any more, nor can complete
-        with what the program writes into them then. What all ranks have called may run to its end first. The other
-        ranks are told, and give the lane up, too; nothing of it waits but for that. Other lanes notice nothing.
+        Each work fails with ``error``, now or later: once no rank reads or writes its tensors any more, nor can
+        complete with what the program writes into them then. What all ranks have called may run to its end first. The
+        other ranks are told, and give the lane up, too. Other lanes notice nothing.
 
         Called for a transport with :attr:`Capabilities.lanes`, once per lane. Raising: the transport is broken.
         """

@@ -102,6 +102,8 @@ async def test_what_nobody_receives_is_let_go(comm: Communicator, case: Case) ->
         works = [lane.send(number(comm, 1, LARGE), last), lane.broadcast(number(comm, 1, LARGE), 0)]
         works += [lane.broadcast(number(comm, k, LARGE), 0) for k in range(3)]
         works.append(lane.send_object({"of": "some", "size": number(comm, 1, LARGE)}, last))
+    elif comm.rank != last:
+        works.append(lane.recv(number(comm, 0), last))
     await case.meet("sent")
     if comm.rank == last:
         lane.abort("nobody wants it")
