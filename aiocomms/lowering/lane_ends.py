@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from aiocomms import ops
-from aiocomms.errors import CommError, LaneAbortedError, MessageTruncatedError, MismatchError, ProtocolError
+from aiocomms.errors import CommError, LaneAbortedError, ProtocolError
 from aiocomms.lowering.lanes import GIVEN_UP, collective_tags
 from aiocomms.lowering.runs import Poster
 from aiocomms.lowlevel.versions import Dialect
@@ -57,6 +57,9 @@ class Stopping(Protocol):
 
     def stop(self, number: int, error: CommError) -> list[ops.Send]:
         """End all that is pending in a lane, and return the messages that nothing may have matched yet."""
+
+    def discard(self, op: ops.Recv) -> None:
+        """Throw away what has come for a receive of no bytes."""
 
     def forget(self, number: int, rank: int) -> None:
         """Forget what has come of a lane from a rank, from which nothing more of it comes."""
@@ -122,7 +125,8 @@ class LaneEnds:
         self._end(told)
         self._router.forget(told.number, ear.rank)
         for channel, tag in {*told.tags, *((ops.COLLECTIVE, tag) for tag in collective_tags(told.number))}:
-            self._drop(ear.rank, channel, tag)
+            nothing = torch.empty(0, dtype=torch.uint8, device=self._comm.device)
+            self._router.discard(ops.Recv(nothing, ear.rank, tag, channel))
 
     def _end(self, told: _GivenUp) -> None:
         """Give a lane up on this rank, and tell the others, if that has not happened yet."""
@@ -139,28 +143,17 @@ class LaneEnds:
             told = msgspec.structs.replace(told, tags=tags[:_MOST_TAGS])
             self._post(_Message(), ops.Send(_tell(told, self._comm.device), rank, GIVEN_UP, ops.COLLECTIVE))
 
-    def _drop(self, src: int, channel: int, tag: int) -> None:
-        """Throw away what a rank has sent and nothing has matched: a receive of no bytes takes any message."""
-        while True:
-            sink = _Message()
-            self._post(sink, ops.Recv(torch.empty(0, dtype=torch.uint8, device=self._comm.device), src, tag, channel))
-            if sink.ended:
-                if not sink.took:
-                    return
-            elif self._comm.withdraw(sink):
-                return
-
 
 class _Message:
     """A message that no user waits for."""
 
-    __slots__ = ("__weakref__", "ended", "op", "took")
+    __slots__ = ("__weakref__", "ended", "op")
 
     hints: Mapping[str, Any] | None = None
 
     def __init__(self) -> None:
         self.op: ops.Op = ops.Barrier()
-        self.ended = self.took = False
+        self.ended = False
 
     def done(self) -> bool:
         """See :meth:`aiocomms.transport.Completion.done`."""
@@ -168,12 +161,11 @@ class _Message:
 
     def complete(self, value: Any = OP_RESULT) -> None:
         """See :meth:`aiocomms.transport.Completion.complete`."""
-        self.ended = self.took = True
+        self.ended = True
 
     def fail(self, error: CommError) -> None:
-        """See :meth:`aiocomms.transport.Completion.fail`. One of another size or dtype was taken all the same."""
+        """See :meth:`aiocomms.transport.Completion.fail`."""
         self.ended = True
-        self.took = isinstance(error, (MessageTruncatedError, MismatchError))
 
 
 class _Ear(_Message):

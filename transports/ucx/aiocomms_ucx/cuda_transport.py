@@ -15,7 +15,7 @@ from aiocomms import ops
 from aiocomms.cuda import Completions, Cuda, TorchCuda
 from aiocomms.errors import CommError, ProtocolError, UnsupportedOperation
 from aiocomms.lowlevel import Waker
-from aiocomms.transport import Completion, Rendezvous
+from aiocomms.transport import Completion, Rendezvous, discard
 from aiocomms_ucx._engine import CUDA, TURNS
 from aiocomms_ucx.bringup import open_shared_engine
 from aiocomms_ucx.shared_engine import SharedEngine
@@ -153,6 +153,10 @@ class CudaUcxTransport(UcxTransport):
         waiting = _Waiting(op, work)
         self._queue.append(waiting)
         self.completions.add(self.cuda.current_stream(), waiting.fire)
+
+    def discard(self, op: ops.Recv) -> None:
+        """See :meth:`Transport.discard`. What takes no byte waits for no stream."""
+        discard(op, self.hand_over, super().try_cancel)
 
     def progress(self) -> bool | None:
         """See :meth:`Transport.progress`. While the current stream is being captured, everything waits."""
