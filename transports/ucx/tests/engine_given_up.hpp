@@ -117,13 +117,62 @@ inline bool settle(Comm& comm, std::vector<Risked>& risked, const GivingUp& ends
     }
     it.over = true;
     const Status status = comm.rank.wait(it.ticket).status;
-    if (status == Status::kDone && it.root < 0) matches_sum(*it.data, comm.size(), it.round, "a lane among some that end");
-    if (status == Status::kDone && it.root >= 0) matches(*it.data, it.root, it.round, "a lane among some that end");
-    if (status == Status::kDone) continue;
+    if (status == Status::kDone) {
+      constexpr const char* kWhat = "a lane among some that end";
+      if (it.root < 0) matches_sum(*it.data, comm.size(), it.round, kWhat);
+      if (it.root >= 0) matches(*it.data, it.root, it.round, kWhat);
+      continue;
+    }
     expect(status == Status::kDropped && ends.gave_up(it.lane), "it ends with %d", static_cast<int>(status));
     it.data->assign(it.data->size(), -1);
   }
   return all;
+}
+
+// All words have come, and nothing is kept.
+inline void leave_nothing(Comm& comm, GivingUp& ends) {
+  Rank& rank = comm.rank;
+  ends.close();
+  rank.until([&] { return EngineInside::users(*rank.engine, comm.group) == 0; }, "what nobody uses any more");
+  rank.world.meeting.arrive_and_wait();
+  const std::size_t kept = EngineInside::lanes(*rank.engine, comm.group);
+  expect(kept == 0, "%zu lanes are kept", kept);
+  rank.world.meeting.arrive_and_wait();
+}
+
+// The first rank gives up lanes of which it has more under way than its board has room for, while the last one, which
+// has nothing under way, reads none of it.
+inline void crowds_given_up(Comm& comm) {
+  constexpr std::int32_t kLanes = 3 * static_cast<std::int32_t>(Board::kCells);
+  Rank& rank = comm.rank;
+  const auto doomed = [](std::int32_t lane) { return lane % 3 == 0; };
+  GivingUp ends(comm);
+  std::vector<Risked> risked;
+  const auto call = [&] {
+    for (std::int32_t lane = 0; lane < kLanes; ++lane) {
+      Random same(rank.world.seed * 15'485'863 + static_cast<std::uint64_t>(lane));
+      if (!ends.gave_up(1000 + lane)) {
+        risked.push_back(post_risked(comm, 1000 + lane, same, 1 + static_cast<std::uint64_t>(lane)));
+      }
+    }
+  };
+  const bool late = comm.me == comm.size() - 1;
+  if (!late) call();
+  for (std::int32_t lane = 0; lane < kLanes && comm.me == 0; ++lane) {
+    if (doomed(lane)) ends.give_up(1000 + lane);
+  }
+  rank.turn();
+  settle(comm, risked, ends);
+  rank.world.meeting.arrive_and_wait();
+  if (late) call();
+  const std::size_t words = static_cast<std::size_t>(kLanes / 3) * static_cast<std::size_t>(comm.size() - 1);
+  rank.until(
+      [&] {
+        ends.hear();
+        return settle(comm, risked, ends) && ends.heard() == words;
+      },
+      "lanes for which a board has no room");
+  leave_nothing(comm, ends);
 }
 
 inline void lanes_given_up(Comm& comm, int rounds) {
@@ -166,11 +215,7 @@ inline void lanes_given_up(Comm& comm, int rounds) {
         "lanes of which some are given up");
     comm.barrier();
   }
-  ends.close();
-  rank.until([&] { return EngineInside::users(*rank.engine, comm.group) == 0; }, "what nobody uses any more");
-  rank.world.meeting.arrive_and_wait();
-  expect(EngineInside::lanes(*rank.engine, comm.group) == 0, "%zu lanes are kept", EngineInside::lanes(*rank.engine, comm.group));
-  rank.world.meeting.arrive_and_wait();
+  leave_nothing(comm, ends);
 }
 
 }  // namespace aiocomms

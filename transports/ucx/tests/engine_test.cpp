@@ -443,6 +443,7 @@ void live(Rank& rank, std::vector<Part>& parts, bool dies) {
   collectives(comm, other, 12);
   lanes(comm, other, 8);
   lanes_given_up(comm, 4);
+  crowds_given_up(comm);
   messages(comm, 6);
   floods(comm);
   pours(comm);

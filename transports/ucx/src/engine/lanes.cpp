@@ -286,7 +286,8 @@ void Lanes::end_with(int rank) {
   take_from(rank);
   forget_left(rank);
   for (auto& [number, lane] : lanes_) {
-    if (lane->running && !lane->given_up && !lane->now.of[static_cast<std::size_t>(rank)].come) report_left(*lane, rank);
+    if (lane->running && !lane->given_up && !lane->now.of[static_cast<std::size_t>(rank)].come)
+      report_left(*lane, rank);
   }
 }
 

@@ -65,8 +65,8 @@ class LaneCalls {
   Group& group;
   std::uint64_t number = 0;
   std::deque<Schedule> calls;
-  bool running = false;  // the first of them has begun
-  bool stuck = false;    // it cannot end: ranks disagree, or one has left, as the loop is told
+  bool running = false;   // the first of them has begun
+  bool stuck = false;     // it cannot end: ranks disagree, or one has left, as the loop is told
   bool ordered = false;   // it is in the order
   bool ordering = false;  // this rank is about to write that it is
   bool given_up = false;  // the first ends when nobody needs it any more, and there is no other
@@ -168,9 +168,7 @@ class Lanes final : public LaneSchedules {
   bool resume(LaneCalls& lane);
   void follow_order();
   // What is in the order all ranks have called, though their entries of a lane that was given up may be gone.
-  bool met(const LaneCalls& lane) const {
-    return lane.now.come == lane.ranks() || (lane.given_up && lane.ordered);
-  }
+  bool met(const LaneCalls& lane) const { return lane.now.come == lane.ranks() || (lane.given_up && lane.ordered); }
   bool may_be_ordered(const LaneCalls& lane) const;
   bool is_free(const LaneCalls& lane) const;
   void drop_last(LaneCalls& lane) noexcept;

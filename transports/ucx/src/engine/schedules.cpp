@@ -75,7 +75,7 @@ bool Schedules::resume() noexcept {
     moved = true;
     attempt(group, [&] {
       if (!lane || !lane->given_up) ended->event.complete();  // else nothing goes on there
-      ended.reset();  // before its lane, which may be forgotten
+      ended.reset();                                          // before its lane, which may be forgotten
       if (lane) return lanes_of(group).go_on(*lane);
       wake_peers(group);
       end_finished(group);
