@@ -14,7 +14,7 @@ from processes import KILLED, Rank, Run, death
 
 from aiocomms import Work
 from aiocomms.communicator import Communicator
-from aiocomms.errors import CommAbortedError, CommTimeoutError, MismatchError, PeerDiedError
+from aiocomms.errors import CommAbortedError, CommTimeoutError, LaneAbortedError, MismatchError, PeerDiedError
 from aiocomms.testing import local_world
 
 SMALL, LARGE = 3, 100_000
@@ -195,6 +195,43 @@ async def lose_its_memory(place: Rank) -> None:
 
 def test_what_is_lost_with_lanes_under_way_is_let_go(ranks: Run) -> None:
     ranks(2, lose_its_memory)
+
+
+async def give_up_amid(place: Rank) -> int:
+    """Half of the lanes are given up, each by another rank, while small and large collectives are under way there.
+
+    :returns: how many collectives of those ended well on this rank.
+    """
+    done = 0
+    async with place.open() as comm:
+
+        async def follow(key: int) -> None:
+            nonlocal done
+            count, lane = (SMALL, LARGE)[key // 2 % 2], comm.lane(key)
+            for step in range(4):
+                if key % 2 and (comm.rank, step) == (key // 4 % comm.size, key % 3):
+                    lane.abort(f"request {key} failed")
+                tensor = ones(count)
+                try:
+                    await lane.all_reduce(tensor)
+                except LaneAbortedError as error:
+                    assert key % 2 and f"request {key} failed" in str(error)
+                    tensor.fill_(-1.0)  # which no other rank may see
+                    return
+                assert tensor.eq(comm.size).all()
+                done += key % 2
+
+        await asyncio.gather(*(follow(key) for key in range(48)))
+        await comm.barrier()
+        lanes = transport_of(comm, "collectives").lanes
+        assert not lanes._pending
+        assert not lanes._given_up
+        assert not comm._core.in_flight
+    return done
+
+
+def test_lanes_that_are_given_up_among_others(ranks: Run) -> None:
+    assert all(done < 24 * 4 for done in ranks(3, give_up_amid))
 
 
 def test_lanes_of_communicators_that_are_split() -> None:
