@@ -14,7 +14,7 @@ import torch
 from torch.distributed import Store
 
 from aiocomms import ops
-from aiocomms.errors import CommError, MessageTruncatedError, MismatchError, UnsupportedOperation
+from aiocomms.errors import CommError, UnsupportedOperation
 from aiocomms.ops.reductions import ReduceOp
 
 OP_RESULT = object()
@@ -56,48 +56,6 @@ def conclude(work: Completion, outcome: Any = OP_RESULT) -> None:
         work.fail(outcome)
     else:
         work.complete(outcome)
-
-
-class _Sink:
-    """Completes a receive that throws a message away."""
-
-    __slots__ = ("__weakref__", "ended", "op", "took")
-
-    hints: Mapping[str, Any] | None = None
-
-    def __init__(self, op: ops.Recv) -> None:
-        self.op: ops.Op = op
-        self.ended = self.took = False
-
-    def done(self) -> bool:
-        return self.ended
-
-    def complete(self, value: Any = OP_RESULT) -> None:
-        self.ended = self.took = True
-
-    def fail(self, error: CommError) -> None:
-        """One of another size or dtype was taken all the same."""
-        self.ended = True
-        self.took = isinstance(error, (MessageTruncatedError, MismatchError))
-
-
-def discard(op: ops.Recv, post: Callable[[ops.Op, Completion], object], withdraw: Callable[[Completion], bool]) -> None:
-    """Throw messages away: post receives of no bytes until one finds nothing, and withdraw that one.
-
-    :param op: a receive of no bytes; no other one of its source, channel and tag is pending.
-    :param post: as :meth:`Transport.post`, but that it matches what is there within the call.
-    :param withdraw: as :meth:`Transport.try_cancel`.
-    """
-    while True:
-        sink = _Sink(op)
-        try:
-            post(op, sink)
-        except CommError:  # that rank has closed, or the communicator is lost
-            return
-        if sink.ended and not sink.took:
-            return
-        if not sink.ended and withdraw(sink):
-            return
 
 
 class Rendezvous(Protocol):
@@ -306,12 +264,12 @@ class Transport(ABC):
         """
         raise NotImplementedError
 
-    def discard(self, op: ops.Recv) -> None:
-        """Throw away what has come for a receive of no bytes, and nothing has matched. Their sends end.
+    def post_at_once(self, op: ops.Recv, work: Completion) -> None:
+        """Post a receive of no bytes, which throws away what it matches, and look for that within the call.
 
-        Define it where :meth:`post` does not look for a match within the call.
+        Define it where :meth:`post` does so later.
         """
-        discard(op, self.post, self.try_cancel)
+        self.post(op, work)
 
     def give_up_lane(self, lane: int, error: CommError) -> None:  # noqa: B027 - nobody need define it
         """End what is pending in a lane on this rank, which gives it up. Nothing of it is posted any more.

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from aiocomms import ops
-from aiocomms.errors import CommError, LaneAbortedError, ProtocolError
+from aiocomms.errors import CommError, LaneAbortedError, MessageTruncatedError, MismatchError, ProtocolError
 from aiocomms.lowering.lanes import GIVEN_UP, collective_tags
 from aiocomms.lowering.runs import Poster
 from aiocomms.lowlevel.versions import Dialect
 from aiocomms.ops import codec
-from aiocomms.transport import OP_RESULT
+from aiocomms.transport import OP_RESULT, Completion
 
 REMEMBERED: Final = 2**16
 """How many lanes that were given up are known; of older ones no operation is refused."""
@@ -58,8 +58,8 @@ class Stopping(Protocol):
     def stop(self, number: int, error: CommError) -> list[ops.Send]:
         """End all that is pending in a lane, and return the messages that nothing may have matched yet."""
 
-    def discard(self, op: ops.Recv) -> None:
-        """Throw away what has come for a receive of no bytes."""
+    def post_at_once(self, op: ops.Recv, work: Completion) -> None:
+        """See :meth:`aiocomms.transport.Transport.post_at_once`."""
 
     def forget(self, number: int, rank: int) -> None:
         """Forget what has come of a lane from a rank, from which nothing more of it comes."""
@@ -104,6 +104,20 @@ class LaneEnds:
         ear.buffer = torch.empty(_BYTES, dtype=torch.uint8, device=self._comm.device)
         self._post(ear, ops.Recv(ear.buffer, ear.rank, GIVEN_UP, ops.COLLECTIVE))
 
+    def _drop(self, src: int, channel: int, tag: int) -> None:
+        """Throw away what a rank has sent and nothing has matched: a receive of no bytes takes any message."""
+        op = ops.Recv(torch.empty(0, dtype=torch.uint8, device=self._comm.device), src, tag, channel)
+        while True:
+            sink = _Sink(op)
+            try:
+                self._router.post_at_once(op, sink)
+            except CommError:  # that rank has closed, or the communicator is lost
+                return
+            if sink.ended and not sink.took:
+                return
+            if not sink.ended and self._comm.withdraw(sink):
+                return
+
     def _post(self, message: _Message, op: ops.Op) -> None:
         message.op = op
         message.ended = False
@@ -125,8 +139,7 @@ class LaneEnds:
         self._end(told)
         self._router.forget(told.number, ear.rank)
         for channel, tag in {*told.tags, *((ops.COLLECTIVE, tag) for tag in collective_tags(told.number))}:
-            nothing = torch.empty(0, dtype=torch.uint8, device=self._comm.device)
-            self._router.discard(ops.Recv(nothing, ear.rank, tag, channel))
+            self._drop(ear.rank, channel, tag)
 
     def _end(self, told: _GivenUp) -> None:
         """Give a lane up on this rank, and tell the others, if that has not happened yet."""
@@ -166,6 +179,26 @@ class _Message:
     def fail(self, error: CommError) -> None:
         """See :meth:`aiocomms.transport.Completion.fail`."""
         self.ended = True
+
+
+class _Sink(_Message):
+    """A receive that throws a message away."""
+
+    __slots__ = ("took",)
+
+    def __init__(self, op: ops.Recv) -> None:
+        super().__init__()
+        self.op = op
+        self.took = False
+
+    def complete(self, value: Any = OP_RESULT) -> None:
+        """See :meth:`aiocomms.transport.Completion.complete`."""
+        self.ended = self.took = True
+
+    def fail(self, error: CommError) -> None:
+        """See :meth:`aiocomms.transport.Completion.fail`. One of another size or dtype was taken all the same."""
+        self.ended = True
+        self.took = isinstance(error, (MessageTruncatedError, MismatchError))
 
 
 class _Ear(_Message):

@@ -63,9 +63,9 @@ class Router(dict[type[ops.Op], Route]):
             guarded(None, transport.give_up_lane, number, error)
         return left
 
-    def discard(self, op: ops.Recv) -> None:
-        """Throw away messages; see :meth:`Transport.discard`."""
-        guarded(None, self._transports["p2p"].discard, op)
+    def post_at_once(self, op: ops.Recv, work: Completion) -> None:
+        """See :meth:`Transport.post_at_once`."""
+        self._transports["p2p"].post_at_once(op, work)
 
     def forget(self, number: int, rank: int) -> None:
         """Nothing of a lane comes from a rank any more; see :meth:`Transport.forget_lane`."""

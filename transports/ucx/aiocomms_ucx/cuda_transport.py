@@ -15,7 +15,7 @@ from aiocomms import ops
 from aiocomms.cuda import Completions, Cuda, TorchCuda
 from aiocomms.errors import CommError, ProtocolError, UnsupportedOperation
 from aiocomms.lowlevel import Waker
-from aiocomms.transport import Completion, Rendezvous, discard
+from aiocomms.transport import Completion, Rendezvous
 from aiocomms_ucx._engine import CUDA, TURNS
 from aiocomms_ucx.bringup import open_shared_engine
 from aiocomms_ucx.shared_engine import SharedEngine
@@ -154,9 +154,9 @@ class CudaUcxTransport(UcxTransport):
         self._queue.append(waiting)
         self.completions.add(self.cuda.current_stream(), waiting.fire)
 
-    def discard(self, op: ops.Recv) -> None:
-        """See :meth:`Transport.discard`. What takes no byte waits for no stream."""
-        discard(op, self.hand_over, super().try_cancel)
+    def post_at_once(self, op: ops.Recv, work: Completion) -> None:
+        """See :meth:`Transport.post_at_once`. What takes no byte waits for no stream."""
+        self.hand_over(op, work)
 
     def progress(self) -> bool | None:
         """See :meth:`Transport.progress`. While the current stream is being captured, everything waits."""
