@@ -111,7 +111,7 @@ def living() -> Counter[str]:
 
 
 SEEDS = pytest.mark.parametrize("seeds", [2, pytest.param(20, marks=pytest.mark.long)])
-FAILING = pytest.mark.parametrize("failing", [0, 0.01, pytest.param(0.1, marks=pytest.mark.long)])
+FAILING = pytest.mark.parametrize("failing", [0, 0.01])
 
 
 @pytest.mark.processes
