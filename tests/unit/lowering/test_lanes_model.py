@@ -10,17 +10,17 @@ must have ended.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import lane_models
 import pytest
 import torch
+from lane_models import FIRST, RANKS, TASKS, alive, called, every_order, lost, placed
 
 from aiocomms import ops
 from aiocomms.lowering.schedules import SCHEDULES, Context
 
-RANKS = range(3)
 BARRIER, BROADCAST = ops.Barrier(), ops.Broadcast(torch.zeros(1), 1)
 PROGRAM = ((BROADCAST, BROADCAST), (BARRIER,), (BROADCAST,))
 """The collectives of each lane."""
@@ -58,10 +58,6 @@ class Place(NamedTuple):
     """Whether the task waits for what it has called, and was not cancelled."""
 
 
-LOST: tuple[Place, ...] = ()
-"""The places of a rank that knows that another one has died."""
-
-
 class State(NamedTuple):
     places: tuple[tuple[Place, ...], ...]
     """By rank and lane."""
@@ -82,70 +78,38 @@ def steps_of(op: ops.Op, rank: int) -> list[tuple[list[int], list[int]]]:
 STEPS = {(op.name, rank): steps_of(op, rank) for op in (BARRIER, BROADCAST) for rank in RANKS}
 
 
-class Model:
+class Model(lane_models.Model):
     """The protocol.
 
-    :param orders: of each rank the order in which its one task calls the lanes; empty: it has a task for each.
     :param keyed: whether messages match by lane.
     :param published: whether a lane begins only when those before it have ended everywhere, as an order would have it
         that one rank publishes.
     """
 
+    counts = tuple(map(len, PROGRAM))
+    start = State(tuple(tuple(Place() for _ in LANES) for _ in RANKS), ())
+
     def __init__(self, orders: tuple[tuple[int, ...], ...], keyed: bool = True, published: bool = False) -> None:
-        self.orders = orders
+        super().__init__(orders)
         self.keyed = keyed
         self.published = published
-
-    def explore(self) -> int:
-        """Go to every state, and count them.
-
-        :raises AssertionError: a receive took a message of another collective, or works wait for ever.
-        """
-        start = State(tuple(tuple(Place() for _ in LANES) for _ in RANKS), ())
-        seen, left = {start}, [start]
-        while left:
-            state = left.pop()
-            steps = {*self.steps(state)} - {state}
-            assert steps or ended(state), f"nothing can happen any more: {state}"
-            following = (steps | {*self.faults(state)}) - seen
-            left += following
-            seen |= following
-        return len(seen)
 
     def steps(self, state: State) -> Iterator[State]:
         """All that happens next by itself, sooner or later."""
         for rank in alive(state):
             for lane, place in enumerate(state.places[rank]):
                 if self.may_call(state, rank, lane):
-                    called = placed(state, rank, lane, place._replace(called=place.called + 1, patient=True))
-                    yield self.begin(called, rank, lane)
+                    yield self.begin(called(state, rank, lane), rank, lane)
                 if place.ended < place.called:
                     yield self.begin(state, rank, lane)
                 for src in place.due:
                     yield self.receive(state, rank, lane, src)
-            if state.dead is not None:  # it hears of that, and all its works end
-                yield state._replace(places=(*state.places[:rank], LOST, *state.places[rank + 1 :]))
+            if state.dead is not None:
+                yield lost(state, rank)
 
-    def faults(self, state: State) -> Iterator[State]:
-        """What may happen, and cannot be waited for: an awaiter is cancelled, a rank dies."""
-        for rank in alive(state):
-            for lane, place in enumerate(state.places[rank]):
-                matters = self.orders[rank] or place.called < len(PROGRAM[lane])  # else to nobody
-                if place.ended < place.called and matters:
-                    yield placed(state, rank, lane, place._replace(patient=False))
-            if state.dead is None:
-                yield state._replace(dead=rank)
-
-    def may_call(self, state: State, rank: int, lane: int) -> bool:
-        """Whether the task that calls a lane's collectives has come to the next one."""
-        order, places = self.orders[rank], state.places[rank]
-        before = order[: order.index(lane)] if order else ()
-        idle = all(places[i].ended == places[i].called or not places[i].patient for i in (*before, lane))
-        return (
-            idle
-            and places[lane].called < len(PROGRAM[lane])
-            and all(places[i].called == len(PROGRAM[i]) for i in before)
-        )
+    def ended(self, state: State) -> bool:
+        """As every protocol; and no message is left, if nobody has died."""
+        return super().ended(state) and (state.dead is not None or not state.messages)
 
     def begin(self, state: State, rank: int, lane: int) -> State:
         """Take the steps of a lane that need nobody: of the collective under way, or of the next one that is called."""
@@ -166,7 +130,7 @@ class Model:
     def may_begin(self, state: State, lane: int) -> bool:
         """Whether nothing holds up a lane."""
         return not self.published or all(
-            row != LOST and row[i].ended == len(PROGRAM[i]) for row in state.places for i in range(lane)
+            row != lane_models.LOST and row[i].ended == len(PROGRAM[i]) for row in state.places for i in range(lane)
         )
 
     def matched(self, message: Message) -> tuple[object, ...]:
@@ -186,37 +150,7 @@ class Model:
         return state
 
 
-def alive(state: State) -> list[int]:
-    """The ranks that live, and have not heard of a death."""
-    return [rank for rank in RANKS if rank != state.dead and state.places[rank] != LOST]
-
-
-def placed(state: State, rank: int, lane: int, place: Place) -> State:
-    """The state with a rank at another place of a lane."""
-    row = state.places[rank]
-    row = (*row[:lane], place, *row[lane + 1 :])
-    return state._replace(places=(*state.places[:rank], row, *state.places[rank + 1 :]))
-
-
-def ended(state: State) -> bool:
-    """Whether no work waits: all were called and have ended, or every rank that is left knows that one has died."""
-    if state.dead is not None:
-        return all(row == LOST for rank, row in enumerate(state.places) if rank != state.dead)
-    done = all(row[lane].ended == len(PROGRAM[lane]) for row in state.places for lane in LANES)
-    return done and not state.messages
-
-
-TASKS: tuple[tuple[int, ...], ...] = ((), ())
-"""Ranks 0 and 1 have a task for each lane."""
-
-
-@pytest.mark.parametrize(
-    "order",
-    [
-        (2, 1, 0),
-        *(pytest.param(order, marks=pytest.mark.long) for order in itertools.permutations(LANES) if order != (2, 1, 0)),
-    ],
-)
+@every_order
 def test_every_state(order: tuple[int, ...]) -> None:
     """Whatever rank 2 calls first, and awaits before it calls the next."""
     states = Model((*TASKS, order)).explore()
@@ -226,10 +160,10 @@ def test_every_state(order: tuple[int, ...]) -> None:
 
 def test_the_checker_finds_messages_that_mix() -> None:
     with pytest.raises(AssertionError, match="the wrong message"):
-        Model((*TASKS, (2, 1, 0)), keyed=False).explore()
+        Model((*TASKS, FIRST), keyed=False).explore()
 
 
 def test_the_checker_finds_that_a_published_order_deadlocks() -> None:
     """With a rank that awaits the lane which is second in it before it calls the first."""
     with pytest.raises(AssertionError, match="nothing can happen any more"):
-        Model((*TASKS, (2, 1, 0)), published=True).explore()
+        Model((*TASKS, FIRST), published=True).explore()

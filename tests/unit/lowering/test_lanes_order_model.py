@@ -11,13 +11,13 @@ and the others hear of it one by one. Where nothing can happen any more all work
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import lane_models
 import pytest
+from lane_models import FIRST, LOST, RANKS, TASKS, alive, called, every_order, lost, placed
 
-RANKS = range(3)
 PROGRAM = (2, 1, 1)
 """How many collectives each lane has."""
 LANES = range(len(PROGRAM))
@@ -33,8 +33,6 @@ class Place(NamedTuple):
     """Whether the task waits for what it has called, and was not cancelled."""
 
 
-LOST: tuple[Place, ...] = ()
-"""The places of a rank that knows that another one has died."""
 Call = tuple[int, int]
 """A lane, and the number of a collective in it."""
 
@@ -49,61 +47,30 @@ class State(NamedTuple):
     dead: int | None = None
 
 
-class Model:
+class Model(lane_models.Model):
     """The protocol.
 
-    :param orders: of each rank the order in which its one task calls the lanes; empty: it has a task for each.
     :param callers: how many ranks must have called a collective before it is appended; right are all.
     """
 
+    counts = PROGRAM
+    start = State(tuple(tuple(Place() for _ in LANES) for _ in RANKS))
+
     def __init__(self, orders: tuple[tuple[int, ...], ...], callers: int = len(RANKS)) -> None:
-        self.orders = orders
+        super().__init__(orders)
         self.callers = callers
-
-    def explore(self) -> int:
-        """Go to every state, and count them.
-
-        :raises AssertionError: ranks run different collectives at the same time, or works wait for ever.
-        """
-        start = State(tuple(tuple(Place() for _ in LANES) for _ in RANKS))
-        seen, left = {start}, [start]
-        while left:
-            state = left.pop()
-            steps = {*self.steps(state)}
-            assert steps or ended(state), f"nothing can happen any more: {state}"
-            following = (steps | {*self.faults(state)}) - seen
-            left += following
-            seen |= following
-        return len(seen)
 
     def steps(self, state: State) -> Iterator[State]:
         """All that happens next by itself, sooner or later."""
         for rank in alive(state):
-            for lane, place in enumerate(state.places[rank]):
+            for lane in LANES:
                 if self.may_call(state, rank, lane):
-                    yield placed(state, rank, lane, place._replace(called=place.called + 1, patient=True))
+                    yield called(state, rank, lane)
             if rank == 0:
                 yield from self.append(state)
             yield from self.run(state, rank)
-            if state.dead is not None:  # it hears of that, and all its works end
-                yield state._replace(places=(*state.places[:rank], LOST, *state.places[rank + 1 :]))
-
-    def faults(self, state: State) -> Iterator[State]:
-        """What may happen, and cannot be waited for: an awaiter is cancelled, a rank dies."""
-        for rank in alive(state):
-            for lane, place in enumerate(state.places[rank]):
-                matters = self.orders[rank] or place.called < PROGRAM[lane]  # else to nobody
-                if place.ended < place.called and matters:
-                    yield placed(state, rank, lane, place._replace(patient=False))
-            if state.dead is None:
-                yield state._replace(dead=rank)
-
-    def may_call(self, state: State, rank: int, lane: int) -> bool:
-        """Whether the task that calls a lane's collectives has come to the next one."""
-        order, places = self.orders[rank], state.places[rank]
-        before = order[: order.index(lane)] if order else ()
-        idle = all(places[i].ended == places[i].called or not places[i].patient for i in (*before, lane))
-        return idle and places[lane].called < PROGRAM[lane] and all(places[i].called == PROGRAM[i] for i in before)
+            if state.dead is not None:
+                yield lost(state, rank)
 
     def append(self, state: State) -> Iterator[State]:
         """The first rank appends what enough ranks have called, when it is its turn in its lane."""
@@ -136,36 +103,7 @@ def more(counts: tuple[int, ...], rank: int) -> tuple[int, ...]:
     return (*counts[:rank], counts[rank] + 1, *counts[rank + 1 :])
 
 
-def alive(state: State) -> list[int]:
-    """The ranks that live, and have not heard of a death."""
-    return [rank for rank in RANKS if rank != state.dead and state.places[rank] != LOST]
-
-
-def placed(state: State, rank: int, lane: int, place: Place) -> State:
-    """The state with a rank at another place of a lane."""
-    row = state.places[rank]
-    row = (*row[:lane], place, *row[lane + 1 :])
-    return state._replace(places=(*state.places[:rank], row, *state.places[rank + 1 :]))
-
-
-def ended(state: State) -> bool:
-    """Whether no work waits: all were called and have ended, or every rank that is left knows that one has died."""
-    if state.dead is not None:
-        return all(row == LOST for rank, row in enumerate(state.places) if rank != state.dead)
-    return all(row[lane].ended == PROGRAM[lane] for row in state.places for lane in LANES)
-
-
-TASKS: tuple[tuple[int, ...], ...] = ((), ())
-"""Ranks 0 and 1 have a task for each lane."""
-
-
-@pytest.mark.parametrize(
-    "order",
-    [
-        (2, 1, 0),
-        *(pytest.param(order, marks=pytest.mark.long) for order in itertools.permutations(LANES) if order != (2, 1, 0)),
-    ],
-)
+@every_order
 def test_every_state(order: tuple[int, ...]) -> None:
     """Whatever rank 2 calls first, and awaits before it calls the next."""
     states = Model((*TASKS, order)).explore()
@@ -177,4 +115,4 @@ def test_every_state(order: tuple[int, ...]) -> None:
 def test_the_checker_finds_that_an_order_of_what_some_have_called_deadlocks(callers: int) -> None:
     """With a rank that awaits the lane which is second in it before it calls the first."""
     with pytest.raises(AssertionError, match="nothing can happen any more"):
-        Model((*TASKS, (2, 1, 0)), callers).explore()
+        Model((*TASKS, FIRST), callers).explore()
