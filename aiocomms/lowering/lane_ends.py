@@ -219,7 +219,8 @@ class _Ear(_Message):
 
 
 def _tell(told: _GivenUp, device: torch.device) -> Tensor:
-    short = msgspec.structs.replace(told, lane=told.lane[:_LONGEST_LANE], reason=told.reason[:_LONGEST_REASON])
+    reason = told.reason.encode(errors="backslashreplace").decode()  # an exception's text may be no UTF-8
+    short = msgspec.structs.replace(told, lane=told.lane[:_LONGEST_LANE], reason=reason[:_LONGEST_REASON])
     body = msgspec.msgpack.encode(short)
     data = _DIALECT.head + len(body).to_bytes(2, "little") + body
     return codec.to_tensor(data.ljust(_BYTES, b"\0"), device)

@@ -143,6 +143,16 @@ async def test_all_ranks_give_it_up_at_once(comm: Communicator, case: Case) -> N
 
 
 @ranks(2, 3)
+async def test_a_reason_that_is_long_and_no_utf_8(comm: Communicator, case: Case) -> None:
+    case.need_any_order()
+    if comm.rank == 0:
+        comm.lane("odd").abort(ValueError("\ud800 is no character" + "\ud801\U0001f600" * 500))
+    await case.meet("aborted")
+    await refused(comm, "odd", "ValueError: .*is no character")
+    await goes_on(comm, case)
+
+
+@ranks(2, 3)
 async def test_on_another_thread(comm: Communicator, case: Case) -> None:
     case.need_any_order()
     lane = comm.lane("thread")
