@@ -12,7 +12,7 @@ A rank listens from its first operation on a lane on. What it is told before wai
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, Protocol
+from typing import Annotated, Any, Final, Protocol
 
 import msgspec
 import torch
@@ -37,15 +37,19 @@ _MOST_TAGS: Final = 16
 """Messages that may be under way to a rank and that it is told of."""
 
 
+_Channel = Annotated[int, msgspec.Meta(ge=0, le=ops.RMA_REPLY)]
+_Tag = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+
+
 class _GivenUp(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """What ranks tell each other."""
 
-    number: int
+    number: Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
     lane: str
     reason: str
-    first: int
+    first: Annotated[int, msgspec.Meta(ge=0)]
     """The rank that gave the lane up first."""
-    tags: list[tuple[int, int]]
+    tags: list[tuple[_Channel, _Tag]]
     """Channels and tags of messages to the rank that is told, which nothing may have matched yet."""
 
 

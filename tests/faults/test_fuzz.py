@@ -29,6 +29,7 @@ from aiocomms.bootstrap import launchers
 from aiocomms.errors import ArgumentError, ProtocolError
 from aiocomms.families import parcels
 from aiocomms.families.items import Tensors
+from aiocomms.lowering import lane_ends
 from aiocomms.lowlevel import Reason
 from aiocomms.lowlevel.auth import Seal
 from aiocomms.ops import codec
@@ -84,6 +85,10 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
     "objects": (codec.decode, codec.encode({"a": [1, (2.5, torch.arange(3))], b"b": torch.Size([1]), 3: torch.int8})),
     "object headers": (_object, parcels.Parcel([1, "x"], torch.device("cpu"), pickle=False).header.numpy().tobytes()),
     "tensors' descriptions": (codec.parse_tensor, codec.describe_tensor(torch.zeros(2, 3))),
+    "ends of lanes": (
+        lambda data: lane_ends._understand(data, 1),
+        bytes(lane_ends._tell(lane_ends._GivenUp(2**61, "a", "why", 1, [(1, 2**62)]), torch.device("cpu")).tolist()),
+    ),
     "signed records": (lambda data: SIGNED.verify("k", 1, data), SIGNED.sign("k", 1, b"value")),
     "plain records": (lambda data: PLAIN.verify("k", 1, data), PLAIN.sign("k", 1, b"value")),
     "frames of c10d": (_c10d_frame, bytes(C10D_FRAME.tolist())),
