@@ -234,7 +234,7 @@ def _understand(data: bytes, rank: int) -> _GivenUp:
     body = _DIALECT.check(data, f"rank {rank}", rank)
     try:
         told = _decoder.decode(body[2 : 2 + int.from_bytes(body[:2], "little")])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ProtocolError(f"rank {rank} gave up a lane in words that make no sense: {error}", peer=rank) from error
     return told
 
