@@ -15,6 +15,7 @@ from aiocomms.bootstrap.records import read, write
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.errors import CommAbortedError, CommTimeoutError, MismatchError, ProtocolError
 from aiocomms.lowlevel.auth import Seal, read_token
+from aiocomms.lowlevel.failures import UNREADABLE
 from aiocomms.lowlevel.stores import store_errors
 
 _T = TypeVar("_T")
@@ -117,5 +118,5 @@ def decoded(value: bytes, kind: type[_T]) -> _T:
     """
     try:
         return msgspec.msgpack.decode(value, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise ProtocolError(f"what the ranks have decided makes no sense: {error}") from None

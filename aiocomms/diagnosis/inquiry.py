@@ -17,6 +17,7 @@ from aiocomms.bootstrap.board import Board
 from aiocomms.diagnosis import dumps
 from aiocomms.diagnosis.postmortem import ASKED, PATIENCE, in_time, printable
 from aiocomms.errors import CommError
+from aiocomms.lowlevel.failures import UNREADABLE
 
 PERIOD: Final = 0.5
 """Seconds between two inquiries of a communicator: a program that polls by short deadlines is not to load the store."""
@@ -95,7 +96,7 @@ class Inquiry:
             return None
         try:
             found = _waited.decode(said)
-        except msgspec.DecodeError:
+        except UNREADABLE:
             return None
         found.what = printable(found.what)
         return found if found.rank == rank and 0 <= found.peer < self._size else None

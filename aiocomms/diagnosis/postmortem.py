@@ -23,6 +23,7 @@ from aiocomms.diagnosis.hang_report import judge
 from aiocomms.diagnosis.recorder import LONGEST, SHOWN, Brief, Item, Snapshot
 from aiocomms.errors import StoreLostError
 from aiocomms.lifecycle import Failure
+from aiocomms.lowlevel.failures import UNREADABLE
 
 T = TypeVar("T")
 
@@ -156,7 +157,7 @@ def read_brief(said: bytes | None, rank: int) -> Brief | None:
         return None
     try:
         brief = _brief.decode(said)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return None
     tidy(brief)
     return brief if brief.rank == rank else None

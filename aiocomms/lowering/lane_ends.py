@@ -22,6 +22,7 @@ from aiocomms import ops
 from aiocomms.errors import CommError, LaneAbortedError, MessageTruncatedError, MismatchError, ProtocolError
 from aiocomms.lowering.lanes import GIVEN_UP, collective_tags
 from aiocomms.lowering.runs import Poster
+from aiocomms.lowlevel.failures import UNREADABLE
 from aiocomms.lowlevel.versions import Dialect
 from aiocomms.ops import codec
 from aiocomms.transport import OP_RESULT, Completion
@@ -234,7 +235,7 @@ def _understand(data: bytes, rank: int) -> _GivenUp:
     body = _DIALECT.check(data, f"rank {rank}", rank)
     try:
         told = _decoder.decode(body[2 : 2 + int.from_bytes(body[:2], "little")])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise ProtocolError(f"rank {rank} gave up a lane in words that make no sense: {error}", peer=rank) from error
     return told
 

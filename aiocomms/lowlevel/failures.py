@@ -60,6 +60,10 @@ def disagreement(index: int, peer: int, theirs: str, rank: int, mine: str) -> Mi
     return MismatchError(f"in collective {index} rank {peer} calls {theirs}, and rank {rank} calls {mine}", peer=peer)
 
 
+UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises of bytes that make no sense."""
+
+
 class Reason(msgspec.Struct, array_like=True, frozen=True):
     """Why a rank gives up, as it tells the others: small enough for a control message, and checked when it comes."""
 
@@ -88,7 +92,7 @@ class Reason(msgspec.Struct, array_like=True, frozen=True):
         """
         try:
             return msgspec.msgpack.decode(data, type=cls)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except UNREADABLE as error:
             raise ProtocolError(f"a rank's reason makes no sense: {error}") from None
 
     def to_error(self) -> CommError:

@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from aiocomms.errors import ArgumentError, CommTimeoutError, ProtocolError
-from aiocomms.lowlevel import LOOPBACK, host_id, reachable_address, tune
+from aiocomms.lowlevel import LOOPBACK, UNREADABLE, host_id, reachable_address, tune
 from aiocomms.transport import Rendezvous
 from aiocomms_nccl import wire
 from aiocomms_nccl.nccl import SEVERAL_RANKS_PER_GPU, Nccl, readable
@@ -70,7 +70,7 @@ async def exchange_hellos(rendezvous: Rendezvous, mine: Hello) -> list[Hello]:
     records = [wire.dialect().check(value, f"rank {peer}", peer) for peer, value in enumerate(raw)]
     try:
         hellos = [msgspec.msgpack.decode(value, type=Hello) for value in records]
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise ProtocolError(f"a rank's greeting makes no sense: {error}") from None
     check(hellos)
     return hellos

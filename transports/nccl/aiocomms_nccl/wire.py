@@ -7,7 +7,7 @@ from typing import Final
 import msgspec
 
 from aiocomms.errors import ProtocolError
-from aiocomms.lowlevel import Dialect, Reason
+from aiocomms.lowlevel import UNREADABLE, Dialect, Reason
 from aiocomms.ops.checks import DTYPES
 
 VERSION: Final = 4
@@ -101,7 +101,7 @@ def unpack(buffer: bytearray) -> list[Frame]:
             break
         try:
             frames.append(_decoder.decode(memoryview(buffer)[at + 4 : at + 4 + size]))
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise ProtocolError(f"a control frame makes no sense: {error}") from None
         at += 4 + size
     del buffer[:at]

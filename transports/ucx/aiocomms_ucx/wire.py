@@ -7,7 +7,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from aiocomms.errors import ProtocolError
-from aiocomms.lowlevel import Dialect, Reason
+from aiocomms.lowlevel import UNREADABLE, Dialect, Reason
 
 VERSION: Final = 8
 """Of all that the two sides of this transport tell each other, the engine's messages included."""
@@ -65,7 +65,7 @@ def record(rank: int, raw: bytes, kind: type[_Record]) -> _Record:
     """
     try:
         return msgspec.msgpack.decode(raw, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise ProtocolError(f"rank {rank} does not introduce itself as this version does: {error}", peer=rank) from None
 
 
@@ -89,5 +89,5 @@ def unpack(frame: bytes) -> Frame:
             raise msgspec.DecodeError("unknown kind")
         decoded: Frame = _decoder.decode(frame[1:])
         return decoded
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise ProtocolError(f"a control frame makes no sense: {error}") from None
