@@ -10,9 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import multiprocessing
 import statistics
-import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -22,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 import aiocomms
+from benchmarks.processes import in_two_processes
 
 MIB = 64
 OPS = 8
@@ -93,27 +92,13 @@ def summary(late: list[float], took: list[float]) -> dict[str, float]:
     }
 
 
-def rank_main(rank: int, folder: str, transport: str, results: Any) -> None:
-    """A process's main."""
-    torch.set_num_threads(1)
-    results.put((rank, asyncio.run(run_rank(rank, folder, transport))))
-
-
 def main() -> None:
     """Start both ranks, print rank 0's table, and write JSON if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--transport", default="c10d")
     args = parser.parse_args()
-    spawn = multiprocessing.get_context("spawn")
-    results = spawn.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [spawn.Process(target=rank_main, args=(r, folder, args.transport, results)) for r in range(2)]
-        for rank in ranks:
-            rank.start()
-        rows = dict(results.get(timeout=300) for _ in ranks)[0]
-        for rank in ranks:
-            rank.join(30)
+    rows = in_two_processes(run_rank, args.transport)[0]
     print(f"\nlateness of a 1 ms heartbeat during {MIB} MiB float32 all_reduces between 2 processes (rank 0)")
     print(f"{'':26}{'median':>10}{'p99':>10}{'max':>10}{'beats':>8}{'all_reduce':>13}")
     for name, row in rows.items():

@@ -9,13 +9,10 @@ tenth tells more where others load the machine: a call that loses its core measu
 from __future__ import annotations
 
 import argparse
-import asyncio
-import multiprocessing
 import os
 import platform
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import aiocomms
+from benchmarks.processes import in_two_processes
 
 SIZES = {8: 200, 64 * 1024: 60, 1024 * 1024: 20}
 """Bytes, and the calls of a subject in a round."""
@@ -87,12 +85,6 @@ async def measure(rank: int, folder: str, transport: str, rounds: int) -> dict[i
     return samples
 
 
-def rank_main(rank: int, folder: str, transport: str, rounds: int, results: Any) -> None:
-    """A process's main."""
-    torch.set_num_threads(1)
-    results.put((rank, asyncio.run(measure(rank, folder, transport, rounds))))
-
-
 def show(size: int, row: Row) -> None:
     """Print one table."""
     print(
@@ -124,19 +116,9 @@ def main() -> None:
     parser.add_argument("--transport", default="ucx")
     parser.add_argument("--rounds", type=int, default=40)
     args = parser.parse_args()
-    spawn = multiprocessing.get_context("spawn")
-    results = spawn.Queue()
     where = f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {where}, transport {args.transport}")
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            spawn.Process(target=rank_main, args=(r, folder, args.transport, args.rounds, results)) for r in range(2)
-        ]
-        for rank in ranks:
-            rank.start()
-        rows = dict(results.get(timeout=600) for _ in ranks)[0]
-        for rank in ranks:
-            rank.join(30)
+    rows = in_two_processes(measure, args.transport, args.rounds)[0]
     for size, row in rows.items():
         show(size, row)
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import multiprocessing
 import statistics
-import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -20,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import aiocomms
+from benchmarks.processes import in_two_processes
 
 MIB = 63  # the description is part of an object's 64 MiB
 ROUNDS = 15
@@ -92,26 +91,12 @@ async def run_rank(rank: int, folder: str, transport: str) -> dict[str, list[tup
         return figures
 
 
-def rank_main(rank: int, folder: str, transport: str, results: Any) -> None:
-    """A process's main."""
-    torch.set_num_threads(1)
-    results.put((rank, asyncio.run(run_rank(rank, folder, transport))))
-
-
 def main() -> None:
     """Start both ranks, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transport", default="ucx")
     args = parser.parse_args()
-    spawn = multiprocessing.get_context("spawn")
-    results = spawn.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [spawn.Process(target=rank_main, args=(r, folder, args.transport, results)) for r in range(2)]
-        for rank in ranks:
-            rank.start()
-        figures = dict(results.get(timeout=600) for _ in ranks)
-        for rank in ranks:
-            rank.join(30)
+    figures = in_two_processes(run_rank, args.transport)
     print(f"\n{MIB} MiB between 2 processes over {args.transport}, median of {ROUNDS}, in ms")
     print(f"{'':24}{'sender: CPU':>12}{'wall':>8}{'receiver: CPU':>16}{'wall':>8}{'took':>8}   (the longest turn)")
     for name in figures[0]:

@@ -1,0 +1,38 @@
+"""Two ranks, each in a new process with an event loop of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import tempfile
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import torch
+
+PATIENCE = 600
+"""Seconds that a benchmark may take."""
+
+Measure = Callable[..., Coroutine[Any, Any, Any]]
+
+
+def in_two_processes(measure: Measure, *args: Any) -> list[Any]:
+    """Run ``await measure(rank, folder, *args)`` in two new processes, and return what each returned.
+
+    :param measure: an async function of a module. ``folder`` is a new one, where the ranks can meet.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    results = spawn.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [spawn.Process(target=_main, args=(measure, rank, folder, args, results)) for rank in range(2)]
+        for rank in ranks:
+            rank.start()
+        found = dict(results.get(timeout=PATIENCE) for _ in ranks)
+        for rank in ranks:
+            rank.join(30)
+    return [found[rank] for rank in range(2)]
+
+
+def _main(measure: Measure, rank: int, folder: str, args: tuple[Any, ...], results: Any) -> None:
+    torch.set_num_threads(1)
+    results.put((rank, asyncio.run(measure(rank, folder, *args))))
