@@ -14,7 +14,7 @@ from aiocomms.lowering.runs import BatchRun, Offload, Poster, Run, Steps
 from aiocomms.lowering.schedules import SCHEDULES, Context
 from aiocomms.progress.guard import guarded
 from aiocomms.progress.inflight import LaneWork
-from aiocomms.transport import Completion, Transport
+from aiocomms.transport import Capabilities, Completion, Transport
 
 Route = Callable[[ops.Op, Completion], float | None]
 """A function that starts an op, with the contract of :meth:`aiocomms.transport.Transport.post`."""
@@ -35,7 +35,7 @@ class Router(dict[type[ops.Op], Route]):
         """The schedules of lowered ops that may be withdrawn or stopped. Messages keep them, and they their works."""
         self.turns = Turns(comm)
         self.lane_ends = LaneEnds(comm, self)
-        self.within = LaneRoutes(self, transports)
+        self.within = LaneRoutes(self.decide_within)
 
     def __missing__(self, cls: type[ops.Op]) -> Route:
         route = self[cls] = self._decide(cls)
@@ -86,20 +86,18 @@ class Router(dict[type[ops.Op], Route]):
         fallback = self._lower if cls in SCHEDULES and self._has_messages() else self._refuse
         if transport is None or cls not in transport.capabilities.ops:
             return fallback
-        if transport.capabilities.reductions is None or "op" not in cls.__struct_fields__:
-            return transport.post
-        capabilities, post = transport.capabilities, transport.post
+        return _where_it_reduces(cls, transport.capabilities, transport.post, fallback)
 
-        def reduce(op: Any, work: Completion) -> float | None:
-            dtype = op.writes()[0][1].dtype
-            return (post if capabilities.reduces(op.op, dtype) else fallback)(op, work)
+    def decide_within(self, cls: type[ops.Op]) -> LaneRoute:
+        """The route of a type of op on lanes."""
+        transport = self._transports.get(cls.family)
+        fallback = self._lower_within if self._has_messages() else self._refuse_within
+        if transport is None or cls not in transport.capabilities.lanes:
+            return fallback
+        return _where_it_reduces(cls, transport.capabilities, transport.post_in_lane, fallback)
 
-        return reduce
-
-    def lower_within(self, op: ops.Op, lane: int, work: LaneWork[Any]) -> None:
+    def _lower_within(self, op: ops.Op, lane: int, work: LaneWork[Any]) -> None:
         """Start an op of a lane by messages: one, or several; or a collective, when it is its turn."""
-        if not self._has_messages():
-            self._refuse(op, work)
         if op.family == "collectives":
             context = Context(self._comm, collective_tag(lane, op))
             self.turns.call(SCHEDULES[type(op)](context, op), work)
@@ -123,6 +121,9 @@ class Router(dict[type[ops.Op], Route]):
             self._runs[work] = weakref.ref(run)
         run.advance()
 
+    def _refuse_within(self, op: ops.Op, lane: int, work: LaneWork[Any]) -> None:
+        self._refuse(op, work)
+
     def _refuse(self, op: ops.Op, work: Completion) -> None:
         carriers = {family: type(transport).__name__ for family, transport in self._transports.items()}
         raise UnsupportedOperation(
@@ -136,24 +137,26 @@ class Router(dict[type[ops.Op], Route]):
 class LaneRoutes(dict[type[ops.Op], LaneRoute]):
     """The routes of ops of lanes by op type: to the transport where it carries them so, else to messages."""
 
-    def __init__(self, router: Router, transports: Mapping[ops.Family, Transport]) -> None:
-        self._lower: LaneRoute = router.lower_within
-        self._transports = transports
+    def __init__(self, decide: Callable[[type[ops.Op]], LaneRoute]) -> None:
+        self._decide = decide
 
     def __missing__(self, cls: type[ops.Op]) -> LaneRoute:
         route = self[cls] = self._decide(cls)
         return route
 
-    def _decide(self, cls: type[ops.Op]) -> LaneRoute:
-        transport = self._transports.get(cls.family)
-        if transport is None or cls not in transport.capabilities.lanes:
-            return self._lower
-        capabilities, post, fallback = transport.capabilities, transport.post_in_lane, self._lower
-        if capabilities.reductions is None or "op" not in cls.__struct_fields__:
-            return post
 
-        def reduce(op: Any, lane: int, work: LaneWork[Any]) -> float | None:
-            dtype = op.writes()[0][1].dtype
-            return (post if capabilities.reduces(op.op, dtype) else fallback)(op, lane, work)
+def _where_it_reduces(
+    cls: type[ops.Op],
+    capabilities: Capabilities,
+    post: Callable[..., float | None],
+    fallback: Callable[..., float | None],
+) -> Callable[..., float | None]:
+    """``post``; or, for a type of op whose operator a transport may lack for a dtype, what looks at that first."""
+    if capabilities.reductions is None or "op" not in cls.__struct_fields__:
+        return post
 
-        return reduce
+    def reduce(op: Any, *rest: Any) -> float | None:
+        dtype = op.writes()[0][1].dtype
+        return (post if capabilities.reduces(op.op, dtype) else fallback)(op, *rest)
+
+    return reduce

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from aiocomms import ReduceOp, ops
-from aiocomms.lowering.routing import LaneRoutes, Router
+from aiocomms.lowering.routing import Router
 from aiocomms.transport import Capabilities, Transport
 
 SUMS = {torch.float32: frozenset({"sum"})}
@@ -18,12 +18,19 @@ SUMS = {torch.float32: frozenset({"sum"})}
 def way_of(op: ops.Op, capabilities: Capabilities | None) -> tuple[str, int]:
     """How an op of lane 5 is carried, and the lane that its carrier is told."""
     ways: list[tuple[str, int]] = []
-    router = SimpleNamespace(lower_within=lambda op, lane, work: ways.append(("messages", lane)))
+
+    class Lowering(Router):
+        def _has_messages(self) -> bool:
+            return True
+
+        def _lower_within(self, op: ops.Op, lane: int, work: Any) -> None:
+            ways.append(("messages", lane))
+
     transport = SimpleNamespace(
         capabilities=capabilities, post_in_lane=lambda op, lane, work: ways.append(("transport", lane))
     )
     family = {op.family: cast("Transport", transport)} if capabilities is not None else {}
-    routes = LaneRoutes(cast("Router", router), family)
+    routes = Lowering(cast("Any", SimpleNamespace(offload=None)), family).within
     for _ in range(2):  # decided, and found again
         routes[type(op)](op, 5, cast("Any", None))
     assert ways[0] == ways[1]
