@@ -28,6 +28,7 @@ from aiocomms.errors import (
     CommError,
     MismatchError,
     StoreLostError,
+    as_reason,
     wrong_thread,
 )
 from aiocomms.families.collectives import Collectives
@@ -37,7 +38,6 @@ from aiocomms.families.open_stream import Streams
 from aiocomms.families.p2p import PointToPoint
 from aiocomms.families.rma import OneSided
 from aiocomms.lanes import Lane, current
-from aiocomms.lowering.lane_ends import as_reason
 from aiocomms.lowering.lanes import Key
 from aiocomms.ops import Op, checks
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout

@@ -214,3 +214,10 @@ def closed_by(rank: int) -> CommAbortedError:
 def gone(rank: int | None, why: str = "its connection broke without a goodbye") -> PeerDiedError:
     """What the communicator is lost with when a rank has died; None: it cannot be told which one."""
     return PeerDiedError(f"{'a rank' if rank is None else f'rank {rank}'} is gone: {why}", peer=rank)
+
+
+def as_reason(reason: str | BaseException) -> str:
+    """Why something was given up, in words."""
+    if not isinstance(reason, BaseException):
+        return reason
+    return f"{type(reason).__name__}: {reason}" if str(reason) else type(reason).__name__

@@ -15,12 +15,11 @@ import torch
 from aiocomms.core import Core
 from aiocomms.diagnosis.debug import Debugger
 from aiocomms.diagnosis.recorder import PEERS
-from aiocomms.errors import CommClosedError, CommError, wrong_thread
+from aiocomms.errors import CommClosedError, CommError, as_reason, wrong_thread
 from aiocomms.families.collectives import Collectives
 from aiocomms.families.hooks import Hooks
 from aiocomms.families.objects import Objects
 from aiocomms.families.p2p import PointToPoint
-from aiocomms.lowering.lane_ends import as_reason
 from aiocomms.lowering.lanes import Key, number_of
 from aiocomms.ops import Op, checks
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout

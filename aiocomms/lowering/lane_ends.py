@@ -78,22 +78,21 @@ class LaneEnds:
         self._router = router
         self.given_up: dict[int, LaneAbortedError] = {}
         """The errors of lanes, by their numbers."""
-        self.listening = False
-        self._ears: list[_Ear] = []
+        self._listening = self._closed = False
+        self._ears: dict[int, _Ear] = {}
+        """What waits for the next word of each rank."""
 
     def listen(self) -> None:
         """Hear from now on which lanes other ranks give up. Idempotent."""
-        if not self.listening:
-            self.listening = True
-            self._ears = [_Ear(self, rank) for rank in self._others()]
-            for ear in self._ears:
-                self._await_word(ear)
+        if not self._listening:
+            self._listening = True
+            for rank in self._others():
+                self._await_word(rank)
 
     def close(self) -> None:
         """Hear nothing any more."""
-        self.listening = True
-        ears, self._ears = self._ears, []
-        for ear in ears:
+        self._listening = self._closed = True
+        for ear in self._ears.values():
             if not ear.done():
                 self._comm.withdraw(ear)
 
@@ -105,9 +104,10 @@ class LaneEnds:
     def _others(self) -> Iterator[int]:
         return (rank for rank in range(self._comm.size) if rank != self._comm.rank)
 
-    def _await_word(self, ear: _Ear) -> None:
-        ear.buffer = torch.empty(_BYTES, dtype=torch.uint8, device=self._comm.device)
-        self._post(ear, ops.Recv(ear.buffer, ear.rank, GIVEN_UP, ops.COLLECTIVE))
+    def _await_word(self, rank: int) -> None:
+        buffer = torch.empty(_BYTES, dtype=torch.uint8, device=self._comm.device)
+        ear = self._ears[rank] = _Ear(ops.Recv(buffer, rank, GIVEN_UP, ops.COLLECTIVE), self)
+        self._post(ear)
 
     def _drop(self, src: int, channel: int, tag: int) -> None:
         """Throw away what a rank has sent and nothing has matched: a receive of no bytes takes any message."""
@@ -123,28 +123,25 @@ class LaneEnds:
             if not sink.ended and self._comm.withdraw(sink):
                 return
 
-    def _post(self, message: _Message, op: ops.Op) -> None:
-        message.op = op
-        message.ended = False
+    def _post(self, message: _Message) -> None:
         try:
-            self._comm.post(op, message)
+            self._comm.post(message.op, message)
         except CommError:  # that rank has closed, or the communicator is lost: nobody is to be told
             message.ended = True
 
-    def heard(self, ear: _Ear) -> None:
+    def heard(self, rank: int, words: Tensor) -> None:
         """A rank has given a lane up."""
-        data = codec.to_bytes(ear.buffer)
         try:
-            told = _understand(data, ear.rank)
+            told = _understand(codec.to_bytes(words), rank)
         except ProtocolError as error:
             self._comm.lose(error)
             return
-        if ear in self._ears:
-            self._await_word(ear)
+        if not self._closed:
+            self._await_word(rank)
         self._end(told)
-        self._router.forget(told.number, ear.rank)
+        self._router.forget(told.number, rank)
         for channel, tag in {*told.tags, *((ops.COLLECTIVE, tag) for tag in collective_tags(told.number))}:
-            self._drop(ear.rank, channel, tag)
+            self._drop(rank, channel, tag)
 
     def _end(self, told: _GivenUp) -> None:
         """Give a lane up on this rank, and tell the others, if that has not happened yet."""
@@ -159,7 +156,7 @@ class LaneEnds:
         for rank in self._others():
             tags = [(send.channel, send.tag) for send in left if send.dst == rank]
             told = msgspec.structs.replace(told, tags=tags[:_MOST_TAGS])
-            self._post(_Message(), ops.Send(_tell(told, self._comm.device), rank, GIVEN_UP, ops.COLLECTIVE))
+            self._post(_Message(ops.Send(_tell(told, self._comm.device), rank, GIVEN_UP, ops.COLLECTIVE)))
 
 
 class _Message:
@@ -169,8 +166,8 @@ class _Message:
 
     hints: Mapping[str, Any] | None = None
 
-    def __init__(self) -> None:
-        self.op: ops.Op = ops.Barrier()
+    def __init__(self, op: ops.Send | ops.Recv) -> None:
+        self.op = op
         self.ended = False
 
     def done(self) -> bool:
@@ -192,8 +189,7 @@ class _Sink(_Message):
     __slots__ = ("took",)
 
     def __init__(self, op: ops.Recv) -> None:
-        super().__init__()
-        self.op = op
+        super().__init__(op)
         self.took = False
 
     def complete(self, value: Any = OP_RESULT) -> None:
@@ -207,20 +203,20 @@ class _Sink(_Message):
 
 
 class _Ear(_Message):
-    """Waits for what one rank tells."""
+    """Waits for the next word of one rank."""
 
-    __slots__ = ("_ends", "buffer", "rank")
+    __slots__ = ("_ends",)
 
-    def __init__(self, ends: LaneEnds, rank: int) -> None:
-        super().__init__()
+    op: ops.Recv
+
+    def __init__(self, op: ops.Recv, ends: LaneEnds) -> None:
+        super().__init__(op)
         self._ends = ends
-        self.rank = rank
-        self.buffer: Tensor
 
     def complete(self, value: Any = OP_RESULT) -> None:
         """See :meth:`aiocomms.transport.Completion.complete`."""
         super().complete(value)
-        self._ends.heard(self)
+        self._ends.heard(self.op.src, self.op.tensor)
 
 
 def _tell(told: _GivenUp, device: torch.device) -> Tensor:
@@ -238,10 +234,3 @@ def _understand(data: bytes, rank: int) -> _GivenUp:
     except UNREADABLE as error:
         raise ProtocolError(f"rank {rank} gave up a lane in words that make no sense: {error}", peer=rank) from error
     return told
-
-
-def as_reason(reason: str | BaseException) -> str:
-    """Why, in words."""
-    if not isinstance(reason, BaseException):
-        return reason
-    return f"{type(reason).__name__}: {reason}" if str(reason) else type(reason).__name__
