@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from math import inf
 from pathlib import Path
@@ -43,7 +43,7 @@ from aiocomms.ops import Op, checks
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
 from aiocomms.portal.door import Door
 from aiocomms.portal.portal import Portal
-from aiocomms.progress.inflight import StartedWork
+from aiocomms.progress.inflight import LaneWork, StartedWork
 from aiocomms.progress.work import Work
 from aiocomms.transport import Transport
 
@@ -67,8 +67,9 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         self._portal: Portal | None = None
         self._doors: list[Door] = []  # of portals
         self._pre_hooks, self._post_hooks, self._abort_hooks = Hooks(), core.post_hooks, core.abort_hooks
-        self._debugger = Debugger(core.in_flight) if debug.asked_for() else None
-        self._start = StartedWork if self._debugger is None else self._debugger.start
+        debugger = Debugger(core.in_flight) if debug.asked_for() else None
+        self._start = StartedWork if debugger is None else debugger.start
+        self._start_within: Callable[..., LaneWork[Any]] = LaneWork if debugger is None else debugger.start_within
         self._guard = LeakGuard(self)
         dumps.register(core.recorder)
         directory.register(self)

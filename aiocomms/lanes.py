@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from math import inf
 from threading import get_ident
@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, Protocol, Self
 import torch
 
 from aiocomms.core import Core
-from aiocomms.diagnosis.debug import Debugger
 from aiocomms.diagnosis.recorder import PEERS
 from aiocomms.errors import CommClosedError, CommError, as_reason, wrong_thread
 from aiocomms.families.collectives import Collectives
@@ -39,7 +38,7 @@ class Viewed(Protocol):
     device: torch.device
     _core: Core
     _seconds: float
-    _debugger: Debugger | None
+    _start_within: Callable[..., LaneWork[Any]]
     _pre_hooks: Hooks
     _post_hooks: Hooks
 
@@ -89,7 +88,7 @@ class Lane(PointToPoint, Collectives, Objects):
         self._core = comm._core
         self._own: float | None = None  # seconds
         self._closed = False
-        self._known: tuple[int, str] | None = None  # the number and the key in words, of a lane that was used
+        self._known: tuple[int, str] | None = None  # the number and the key in words, once it has begun
 
     def __repr__(self) -> str:
         return f"<Lane {checks.short(self.key)} of '{self.name}' rank {self.rank} of {self.size}>"
@@ -171,17 +170,18 @@ class Lane(PointToPoint, Collectives, Objects):
 
     def _names(self) -> tuple[int, str]:
         """The lane's number, and its key in words."""
-        if self._known is None:
-            plain = isinstance(self.key, str) and self.key.isprintable() and len(self.key) <= LONGEST
-            self._known = number_of(self.key), str(self.key) if plain else checks.short(self.key)
-        return self._known
+        if self._known is not None:
+            return self._known
+        plain = isinstance(self.key, str) and self.key.isprintable() and len(self.key) <= LONGEST
+        return number_of(self.key), str(self.key) if plain else checks.short(self.key)
 
     def _begin(self) -> tuple[int, str]:
-        """Hear which lanes other ranks have given up, before the first op of this one."""
-        core = self._core
+        """Before the first op: hear which lanes other ranks have given up, and keep what the lane is called."""
+        core, names = self._core, self._names()
         if get_ident() == core.thread and not core.refusing:
             core.router.lane_ends.listen()
-        return self._names()
+            self._known = names
+        return names
 
     def _issue(self, op: Op, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT) -> Work[Any]:
         """As a communicator does, but that its collectives are not counted."""
@@ -194,11 +194,9 @@ class Lane(PointToPoint, Collectives, Objects):
             op.check(core)
             own = comm._seconds if self._own is None else self._own
             seconds = own if hints is None and timeout is COMM_TIMEOUT else self._asked(hints, timeout)
+            work: LaneWork[Any] = comm._start_within(op, seq, core, hints, number=number, lane=words)
         except CommError as error:
             raise error.about(comm=f"{comm.name}, lane {words}", op=op.name, rank=self.rank) from error.__cause__
-        work: LaneWork[Any] = LaneWork(op, seq, core, hints, number=number, lane=words)
-        if comm._debugger is not None:
-            work = self._watched(work, comm._debugger)
         core.issued, core.laned = seq + 1, core.laned + 1
         (recorder := core.recorder).lanes.append((seq, words))
         recorder.ring.append(kind)
@@ -214,13 +212,6 @@ class Lane(PointToPoint, Collectives, Objects):
         if comm._post_hooks or work.fault is not None:
             core.ended_at_once(work)
         return work
-
-    def _watched(self, work: LaneWork[Any], debugger: Debugger) -> LaneWork[Any]:
-        """The same work as one of debug mode."""
-        try:
-            return debugger.start_within(work)
-        except CommError as error:
-            raise error.about(comm=work._comm_name(), op=work.op.name, rank=self.rank) from None
 
     def _asked(self, hints: Mapping[str, Any] | None, timeout: OpTimeout) -> float:
         """Check what is seldom given, and return the deadline in seconds."""

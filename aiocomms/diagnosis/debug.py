@@ -152,16 +152,17 @@ class Debugger:
         self._watch(work, None)
         return work
 
-    def start_within(self, work: LaneWork[Any]) -> WatchedLaneWork[Any]:
+    def start_within(
+        self, op: Op, seq: int, owner: Owner, hints: Mapping[str, Any] | None, *, number: int, lane: str
+    ) -> WatchedLaneWork[Any]:
         """The same of a lane, whose collectives are a hazard to each other alone.
 
-        :param work: it, as it would be without debug mode.
+        :param number: the lane's.
+        :param lane: its key, in words.
         """
-        watched: WatchedLaneWork[Any] = WatchedLaneWork(
-            work.op, work.seq, work._owner, work.hints, number=work.number, lane=work.lane
-        )
-        self._watch(watched, work.number)
-        return watched
+        work: WatchedLaneWork[Any] = WatchedLaneWork(op, seq, owner, hints, number=number, lane=lane)
+        self._watch(work, number)
+        return work
 
     def _watch(self, work: Watched, lane: int | None) -> None:
         self.check_buffers(work.op)

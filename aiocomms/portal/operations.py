@@ -112,6 +112,10 @@ class BlockingLane(Operations):
         closed: bool = self._target.closed
         return closed
 
+    def abort(self, reason: str | BaseException) -> None:
+        """Give the lane up, on every rank; any thread. See :meth:`Lane.abort`."""
+        self._target.abort(reason)
+
     def close(self) -> None:
         """Withdraw receives of the lane that nothing has matched, and wait until its other operations have ended.
 

@@ -21,6 +21,7 @@ from aiocomms.errors import (
     CommAbortedError,
     CommClosedError,
     CommTimeoutError,
+    LaneAbortedError,
     MessageTruncatedError,
 )
 from aiocomms.testing.conformance.case import Case, ranks
@@ -309,6 +310,28 @@ async def test_a_thread_that_waits_hears_of_an_abort(comm: Communicator, case: C
 
     with pytest.raises(_OverError):
         await in_thread(body, form, comm, case)
+
+
+@ranks(2)
+@pytest.mark.parametrize("form", FORMS)
+async def test_a_thread_that_waits_hears_that_a_lane_is_given_up(comm: Communicator, case: Case, form: str) -> None:
+    case.need("p2p")
+    case.need_any_order()
+
+    def body(own: Portal, case: Case) -> None:
+        lane = own.lane("given up")
+        if case.rank == 0:
+            own.recv_object(1).wait()
+            lane.abort("by a thread")
+        else:
+            work = lane.all_reduce(ones(own))
+            own.send_object("waits", 0).wait()
+            with pytest.raises(LaneAbortedError, match="by rank 0: by a thread"):
+                work.wait()
+        assert own.lane("another").all_reduce(ones(own)).wait().tolist() == [2.0] * 4
+
+    await in_thread(body, form, comm, case)
+    assert not comm.aborted
 
 
 @ranks(2)
