@@ -210,9 +210,9 @@ inline Op post_collective(Comm& comm) {
   return common.of(kPosts)(comm, common, round);
 }
 
-inline void end(Rank& rank, std::vector<Op>& ops) {
+inline void end(Rank& rank, std::vector<Op>& ops, Where where = Where::current()) {
   for (Op& op : ops) {
-    rank.finish(op.ticket, "an op");
+    rank.finish(op.ticket, "an op", where);
     op.check();
   }
   ops.clear();

@@ -22,6 +22,7 @@
 #include <memory>
 #include <new>
 #include <optional>
+#include <source_location>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -81,6 +82,8 @@ enum class Hosts { kOne, kEach, kPairs };
 
 class World;
 
+using Where = std::source_location;  // of whoever waits
+
 // One rank. All is called on its thread, which stands for its loop's.
 class Rank {
  public:
@@ -102,27 +105,27 @@ class Rank {
   }
   bool ended(Ticket ticket) const { return done_.contains(ticket); }
   const Outcome& outcome(Ticket ticket) const { return done_.at(ticket); }
-  Outcome wait(Ticket ticket, const char* what = "an op") {
-    until([&] { return ended(ticket); }, what);
+  Outcome wait(Ticket ticket, const char* what = "an op", Where where = Where::current()) {
+    until([&] { return ended(ticket); }, what, where);
     const Outcome outcome = done_.at(ticket);
     done_.erase(ticket);
     return outcome;
   }
   // The same, and its outcome is asked for later.
-  void wait_until_ended(Ticket ticket, const char* what) {
-    until([&] { return ended(ticket); }, what);
+  void wait_until_ended(Ticket ticket, const char* what, Where where = Where::current()) {
+    until([&] { return ended(ticket); }, what, where);
   }
   // An op that is expected to end well.
-  void finish(Ticket ticket, const char* what) {
-    const Outcome outcome = wait(ticket, what);
+  void finish(Ticket ticket, const char* what, Where where = Where::current()) {
+    const Outcome outcome = wait(ticket, what, where);
     expect(outcome.status == Status::kDone, "%s of rank %d ends with status %d, %llu", what, number,
            static_cast<int>(outcome.status), static_cast<unsigned long long>(outcome.details[0]));
   }
   // The first notice that `is`.
   template <class Is>
-  Notice wait_for(Is is, const char* what) {
+  Notice wait_for(Is is, const char* what, Where where = Where::current()) {
     auto find = [&] { return std::find_if(notices.begin(), notices.end(), is); };
-    until([&] { return find() != notices.end(); }, what);
+    until([&] { return find() != notices.end(); }, what, where);
     return *find();
   }
 
@@ -136,7 +139,7 @@ class Rank {
 
   // As a loop does: a few turns, then it parks. At times it polls on, at times it is away, busy with something else.
   template <class Is>
-  void until(Is is, const char* what) {
+  void until(Is is, const char* what, Where where = Where::current()) {
     constexpr int kPatience = 60'000;  // ms
     const std::uint64_t ends = now_ns() + kPatience * 1'000'000ull;
     const std::uint64_t manner = random.below(4);
@@ -150,7 +153,7 @@ class Rank {
         pollfd readable{engine->fileno(), POLLIN, 0};
         if (is() || engine->ready() || poll(&readable, 1, kPatience) > 0) continue;
       }
-      expect(false, "rank %d waits in vain for %s", number, what);
+      expect(false, "rank %d waits in vain for %s at %s:%u", number, what, where.file_name(), where.line());
       std::abort();  // with everybody's stack, for whoever debugs it
     }
   }

@@ -29,12 +29,56 @@ void farewells_wait_for_messages() {
   CHECK(farewells.all_acknowledged());
 }
 
+// A message of a communicator that is in UCX's hands.
+struct InUcxsHands final : Pending {
+  explicit InUcxsHands(Group& the_group) : group(the_group) { ++group.users; }
+  ~InUcxsHands() override { --group.users; }
+  void finished(ucs_status_t) noexcept override { delete this; }
+  Group& group;
+};
+
+// The collectives of a lost communicator end once UCX has let go of its messages, whether it is closed by then or not.
+void what_is_lost_ends_when_ucx_lets_go(bool closed_before, bool closed_at_once) {
+  Desk desk;
+  Group& group = desk.groups.at(desk.groups.add(0, {0, 1}));
+  desk.reports.make_room();
+  auto op = new Operation(desk.reports, group, 1);
+  op->leave_post();
+  group.schedules.push_back({Task(), 0, op});
+  auto message = new InUcxsHands(group);
+  desk.groups.lose(group);
+  if (closed_before) {
+    desk.groups.lose(group);  // as closing does
+    desk.groups.close(group);
+  }
+  desk.groups.reap();
+  CHECK(desk.outcomes().empty());
+  message->finished(UCS_OK);
+  if (closed_at_once) {
+    desk.groups.lose(group);
+    desk.groups.close(group);
+  }
+  desk.groups.reap();
+  const std::vector<Outcome> ended = desk.outcomes();
+  CHECK(ended.size() == 1 && ended[0].ticket == 1 && ended[0].status == Status::kDropped);
+  desk.groups.reap();
+}
+
+void what_is_lost_ends() {
+  what_is_lost_ends_when_ucx_lets_go(false, false);
+  what_is_lost_ends_when_ucx_lets_go(true, false);
+  what_is_lost_ends_when_ucx_lets_go(false, true);
+}
+
 }  // namespace
 }  // namespace aiocomms
 
 int main() {
   using namespace aiocomms;
-  for (auto test : {test_board, test_pacer, test_inbox, test_offers, test_windows, farewells_wait_for_messages}) test();
+  for (auto test : {test_board, test_pacer, test_inbox, test_offers, test_windows, farewells_wait_for_messages,
+                    what_is_lost_ends}) {
+    test();
+  }
   std::printf("%u checks, %u failures\n", checks, failures);
   return failures ? 1 : 0;
 }

@@ -145,7 +145,7 @@ void Engine::release(Group& group) noexcept {
   offers_.release(group);
   windows_.release(group);
   inbox_.release(group);
-  if (!group.held()) group.drop_schedules();  // else once UCX has let go of it
+  groups_.lose(group);
 }
 
 void Engine::close_group(std::uint32_t id) {

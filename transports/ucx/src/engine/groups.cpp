@@ -17,10 +17,18 @@ void Group::drop_schedules() noexcept {
 }
 
 std::uint32_t Groups::add(int rank, std::vector<int> peers) {
-  closed_.reserve(groups_.size() + closed_.size() + 1);  // so that closing needs no memory
+  const std::size_t most = groups_.size() + closed_.size() + 1;
+  held_.reserve(most);  // so that the end of one needs no memory
+  closed_.reserve(most);
   const std::uint32_t id = next_++;  // never used again: a late message must not find another communicator
   groups_.emplace(id, std::make_unique<Group>(id, rank, std::move(peers)));
   return id;
+}
+
+void Groups::lose(Group& group) noexcept {
+  std::erase(held_, &group);
+  if (group.held()) return held_.push_back(&group);
+  group.drop_schedules();
 }
 
 void Groups::close(Group& group) noexcept {
@@ -28,12 +36,16 @@ void Groups::close(Group& group) noexcept {
   if (group.users > 0) closed_.push_back(std::move(node.mapped()));
 }
 
-void Groups::reap_closed() noexcept {
-  std::erase_if(closed_, [](const std::unique_ptr<Group>& group) {
+void Groups::reap_held() noexcept {
+  std::erase_if(held_, [](Group* group) {
     if (group->held()) return false;
     group->drop_schedules();
     return true;
   });
+}
+
+void Groups::reap_closed() noexcept {
+  std::erase_if(closed_, [](const std::unique_ptr<Group>& group) { return group->users == 0; });
 }
 
 void Groups::drop_schedules() noexcept {

@@ -31,19 +31,24 @@ class Groups {
     for (auto& [id, group] : groups_) each(*group);
   }
 
-  // One that is released is closed. It stays as long as UCX holds something of it.
+  // One that is lost. Its collectives end as soon as UCX holds nothing of it any more, which is now or at a reap().
+  void lose(Group& group) noexcept;
+  // One that is lost is closed. It stays as long as UCX holds something of it.
   void close(Group& group) noexcept;
-  // Forget the closed ones of which UCX holds nothing any more.
-  void reap() {
+  // Look whether UCX has let go of some.
+  void reap() noexcept {
+    if (!held_.empty()) reap_held();
     if (!closed_.empty()) reap_closed();
   }
   // UCX is gone, and holds nothing any more.
   void drop_schedules() noexcept;
 
  private:
+  void reap_held() noexcept;
   void reap_closed() noexcept;
 
   std::unordered_map<std::uint32_t, std::unique_ptr<Group>> groups_;
+  std::vector<Group*> held_;  // lost ones, whose collectives have not ended
   std::vector<std::unique_ptr<Group>> closed_;
   std::uint32_t next_ = 0;
 };
