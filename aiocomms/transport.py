@@ -311,6 +311,9 @@ class Transport(ABC):
     def fileno(self) -> int | None:
         """A descriptor that is readable when :meth:`progress` has something to do; None if nothing comes by itself.
 
+        Transports of several communicators that have one descriptor are moved on as one: only one of them is asked for
+        progress, and if that raises, all are broken.
+
         Asked once, when the communicator is formed; it stays open until :meth:`aclose`. Raising: the
         transport is broken, and the communicator is lost as soon as it is formed.
         """

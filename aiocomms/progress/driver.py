@@ -7,6 +7,7 @@ whole milliseconds, so there is no timer here at all.
 
 from __future__ import annotations
 
+import functools
 import select
 import threading
 import time
@@ -50,6 +51,16 @@ class Waited(Protocol):
         """Have ``fn`` called on the loop when it has ended."""
 
 
+class _Source:
+    """What moves on the transports that share a descriptor: to ask one of them is to ask all."""
+
+    __slots__ = ("fd", "transports")
+
+    def __init__(self, fd: int | None) -> None:
+        self.fd = fd
+        self.transports: list[Served] = []
+
+
 class Driver:
     """Turns "something happened below" into completed works, for one event loop."""
 
@@ -62,8 +73,9 @@ class Driver:
         self.tasks_of = loop.tasks_of
         self.task = loop.task
         self.spawn = loop.spawn
-        self._fds: dict[Served, int | None] = {}
-        self._turns: dict[Served, int] = {}  # how many more turns each transport is polled
+        self._sources: dict[Served, _Source] = {}
+        self._watched: dict[int, _Source] = {}
+        self._turns: dict[_Source, int] = {}  # how many more turns each source is polled
         self._scheduled = False
         self._calls: deque[tuple[Callable[..., object], tuple[object, ...]]] = deque()  # from other threads
         self._blocked: Waker | None = None  # while the loop's thread waits in block()
@@ -81,28 +93,43 @@ class Driver:
         return driver
 
     def attach(self, transport: Served) -> None:
-        """Serve a transport from now on."""
-        fd = self._fds[transport] = guarded(None, transport.fileno)
-        if fd is not None:
-            self._loop.watch(fd, lambda: self._ready(transport))
+        """Serve a transport from now on. Those that have one descriptor are served as one."""
+        fd = guarded(None, transport.fileno)
+        source = None if fd is None else self._watched.get(fd)
+        if source is None:
+            source = _Source(fd)
+            if fd is not None:
+                self._watched[fd] = source
+                self._loop.watch(fd, functools.partial(self._ready, source))
+        source.transports.append(transport)
+        self._sources[transport] = source
 
     def detach(self, transport: Served) -> None:
-        """Stop serving a transport. Twice is once."""
-        fd = self._fds.pop(transport, None)
-        self._turns.pop(transport, None)
-        if fd is not None:
-            self._loop.unwatch(fd)
-        if not self._fds and getattr(_local, "driver", None) is self:
+        """Stop serving a transport. Idempotent."""
+        source = self._sources.pop(transport, None)
+        if source is None:
+            return
+        source.transports.remove(transport)
+        if not source.transports:
+            self._turns.pop(source, None)
+            if source.fd is not None:
+                del self._watched[source.fd]
+                self._loop.unwatch(source.fd)
+        if not self._sources and getattr(_local, "driver", None) is self:
             _local.driver = None
 
     def poll_soon(self, transport: Served) -> None:
         """Something is pending on a transport: poll it for as many turns as it says it is worth."""
         spin = transport.capabilities.spin
-        if spin:
-            self._turns[transport] = spin
-            if not self._scheduled:
-                self._scheduled = True
-                self.call_soon(self._turn)
+        source = self._sources.get(transport)
+        if spin and source is not None:
+            self._poll(source, spin)
+
+    def _poll(self, source: _Source, spin: int) -> None:
+        self._turns[source] = spin
+        if not self._scheduled:
+            self._scheduled = True
+            self.call_soon(self._turn)
 
     def call_threadsafe(self, fn: Callable[..., object], *args: object) -> bool:
         """Call ``fn`` on the loop's thread, from any thread or signal handler, also while that thread blocks in here.
@@ -140,18 +167,17 @@ class Driver:
     def _block_here(self, work: Waited, deadline: float | None) -> None:
         poller = select.poll()
         waker = self._blocked = Waker()
-        for fd in (waker.fileno(), *self._fds.values()):
-            if fd is not None:
-                poller.register(fd, select.POLLIN)
+        for fd in (waker.fileno(), *self._watched):
+            poller.register(fd, select.POLLIN)
         try:
             while not work.done():
                 waker.clear()
                 while self._calls:
                     self._call()
-                for transport in list(self._fds):
+                for source in dict.fromkeys(self._sources.values()):
                     # As often as on the loop: only then is its descriptor what to wait for.
-                    turns = max(1, transport.capabilities.spin)
-                    while turns and self._progress(transport) is False and not work.done():
+                    turns = max(1, _spin(source))
+                    while turns and self._progress(source) is False and not work.done():
                         turns -= 1
                 left = None if deadline is None else deadline - time.monotonic()
                 if work.done() or (left is not None and left <= 0):
@@ -161,35 +187,44 @@ class Driver:
             self._blocked = None
             waker.close()
 
-    def _ready(self, transport: Served) -> None:
-        if self._progress(transport):
-            self.poll_soon(transport)  # where one thing has happened, the next is near
+    def _ready(self, source: _Source) -> None:
+        if self._progress(source) and (spin := _spin(source)):
+            self._poll(source, spin)  # where one thing has happened, the next is near
 
     def _turn(self) -> None:
         turns = self._turns
         try:
-            for transport in list(turns):
-                moved = self._progress(transport)
+            for source in list(turns):
+                moved = self._progress(source)
                 if moved:
-                    turns[transport] = transport.capabilities.spin
-                elif moved is not None and turns.get(transport, 0) > 1:
-                    turns[transport] -= 1
+                    turns[source] = _spin(source)
+                elif moved is not None and turns.get(source, 0) > 1:
+                    turns[source] -= 1
                 else:
-                    turns.pop(transport, None)
+                    turns.pop(source, None)
         finally:  # also where a signal handler raises
             self._scheduled = bool(turns)
             if turns:
                 self.call_soon(self._turn)
 
-    def _progress(self, transport: Served) -> bool | None:
+    def _progress(self, source: _Source) -> bool | None:
+        transports = source.transports
+        if not transports:  # what was asked before it has ended them
+            return None
         try:
-            return transport.progress()
+            return transports[0].progress()
         except Exception as error:
-            self.detach(transport)  # its descriptor may stay readable for ever
-            failure = broken(transport, "progress", error)
-            self.report(failure.message, error)
-            transport.on_failure(failure)
+            for transport in list(transports):
+                self.detach(transport)  # the descriptor may stay readable for ever
+                failure = broken(transport, "progress", error)
+                self.report(failure.message, error)
+                transport.on_failure(failure)
             return False
+
+
+def _spin(source: _Source) -> int:
+    """How many turns of the loop a source is polled; it may have no transport any more."""
+    return source.transports[0].capabilities.spin if source.transports else 0
 
 
 class Waiters(msgspec.Struct, eq=False):

@@ -459,3 +459,95 @@ print("parent")
 """
     result = python("import warnings; warnings.simplefilter('ignore', DeprecationWarning)" + script)
     assert (result.returncode, result.stdout, result.stderr) == (0, "child 42\nparent\n", "")
+
+
+# ------------------------------------------------------------------------------------------- one descriptor for several
+
+
+class Shared:
+    """One of several that have one descriptor; whichever is asked takes what has come for all."""
+
+    capabilities = Capabilities(ops=frozenset(), spin=3)
+
+    def __init__(self, waker, asked):
+        self.waker, self.asked = waker, asked
+        self.breaks, self.failures = None, []
+
+    def fileno(self):
+        return self.waker.fileno()
+
+    def progress(self):
+        self.waker.clear()
+        self.asked.append(self)
+        if self.breaks is not None:
+            raise self.breaks
+        return False
+
+    def on_failure(self, error):
+        self.failures.append(error)
+
+
+@pytest.fixture
+def several():
+    """A function that returns several, and the list of who was asked; called on a loop."""
+    wakers = []
+
+    def make(count=150):
+        wakers.append(Waker())
+        asked = []
+        return [Shared(wakers[-1], asked) for _ in range(count)], asked
+
+    yield make
+    for waker in wakers:
+        waker.close()
+
+
+def test_those_that_have_one_descriptor_are_served_as_one(run, several):
+    async def main():
+        driver = Driver.current()
+        those, asked = several()
+        for one in those:
+            driver.attach(one)
+        those[0].waker.wake()
+        await turns(20)
+        assert len(asked) == 1
+        asked.clear()
+        for one in those:
+            driver.poll_soon(one)
+        await turns(20)
+        assert len(asked) == 3
+        asked.clear()
+        for one in those[:-1]:  # the last of them is served still
+            driver.detach(one)
+        those[0].waker.wake()
+        driver.poll_soon(those[0])
+        await turns(20)
+        assert asked == [those[-1]]
+        driver.detach(those[-1])
+        those[0].waker.wake()
+        await turns(20)
+        assert len(asked) == 1
+
+    run(main)
+
+
+def test_what_breaks_one_of_them_breaks_all(run, loop, several, caplog):
+    async def main():
+        if loop != "trio":
+            asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        driver = Driver.current()
+        those, asked = several(3)
+        for one in those:
+            driver.attach(one)
+            one.breaks = ValueError("boom")
+        those[0].waker.wake()
+        await turns(20)
+        assert len(asked) == 1
+        for one in those:
+            (failure,) = one.failures
+            assert str(failure).endswith("the transport Shared is broken: progress() raised ValueError: boom")
+        driver.poll_soon(those[0])
+        await turns(20)
+        assert len(asked) == 1
+
+    run(main)

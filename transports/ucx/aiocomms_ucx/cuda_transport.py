@@ -124,7 +124,7 @@ class CudaUcxTransport(UcxTransport):
         self.completions = Completions(self.cuda, self._waker.wake, TURNS, self)
         self._queue: deque[_Waiting] = deque()
         self._epoll = select.epoll()
-        for fd in (self._fd, self._waker.fileno()):
+        for fd in (self.engine.fileno(), self._waker.fileno()):
             self._epoll.register(fd, select.EPOLLIN)
 
     @classmethod

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Self, cast
@@ -64,7 +63,6 @@ class UcxTransport(LaneCarrier):
         self.rank = self.peers.index(shared.rank)
         self.size = len(self.peers)
         self.group = self.engine.add_group(self.rank, self.peers)
-        self._fd = os.dup(self.engine.fileno())
         self._numbers = [0] * self.size
         self._windows = self.windows(self)
         self.lanes = LaneCollectives(self)
@@ -240,8 +238,8 @@ class UcxTransport(LaneCarrier):
         return self.shared.progress()
 
     def fileno(self) -> int | None:
-        """See :meth:`Transport.fileno`."""
-        return self._fd
+        """See :meth:`Transport.fileno`. It is the engine's, and so the same for all that share it."""
+        return self.engine.fileno()
 
     def try_cancel(self, work: Completion) -> bool:
         """See :meth:`Transport.try_cancel`."""
@@ -394,6 +392,5 @@ class UcxTransport(LaneCarrier):
             if self._closed:
                 return
             self._closed = True
-        os.close(self._fd)
         self._windows.close()
         await self.shared.leave(self.group)
