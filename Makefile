@@ -17,7 +17,7 @@ WHEELS ?=
 GPU_PIP := $(GPU_BIN)/python -m pip install --quiet --disable-pip-version-check \
 	$(if $(WHEELS),--no-index --find-links $(abspath $(WHEELS)))
 # What `make bench` compares with, beside gloo, which comes with torch.
-PEERS := mpi4py mpich ucxx-cu13
+PEERS := mpi4py mpich ucxx-cu13 pyzmq nixl-cu13
 UCX := transports/ucx
 UCX_NATIVE := $(wildcard $(UCX)/src/*/*) $(UCX)/CMakeLists.txt $(UCX)/pyproject.toml
 SOURCES := aiocomms transports tests examples benchmarks
@@ -208,11 +208,13 @@ $(BENCH_VENV)/ucx.stamp: $(BENCH_VENV)/setup.stamp $(UCX_NATIVE) $(wildcard $(UC
 	$(BENCH_BIN)/python -m pip install --quiet --disable-pip-version-check $(PEERS) ./$(UCX)
 	touch $@
 
-## Ours and its peers side by side (tables, build/bench/compare.{json,md,png}), then what the core costs.
+## Ours and its peers side by side (tables, build/bench/compare.{json,md,png}), then what the core costs, KV blocks, splits.
 bench: $(BENCH_VENV)/ucx.stamp
 	$(BENCH_BIN)/python -m benchmarks.compare
 	$(BENCH_BIN)/python -m benchmarks.core
 	$(BENCH_BIN)/python -m benchmarks.heartbeat --transport ucx
+	$(BENCH_BIN)/python -m benchmarks.kv
+	$(BENCH_BIN)/python -m benchmarks.many
 
 ## How the code is built, in figures, as a table; make structure BEFORE=folder of another checkout puts both side by side.
 structure: $(VENV)/ucx.stamp
