@@ -306,7 +306,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         """
         core, failure = self._core, self._core.life.failure
         reason = None if failure is None else failure.error
-        old = recovery.Lost(self._rendezvous, self._plan, core.transports, self._seconds, reason, self.closed)
+        old = recovery.Lost(self._rendezvous, self._plan, core.notes, self._seconds, reason, self.closed)
         return await recovery.replace(self, Communicator(*await recovery.form_again(old, ranks, size, timeout)))
 
     def dump(self, folder: str | os.PathLike[str] | None = None) -> Path:

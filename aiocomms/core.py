@@ -20,10 +20,11 @@ from typing import Any
 import anyio
 
 from aiocomms import lifecycle, ops
+from aiocomms.bootstrap.notes import Notes
 from aiocomms.bootstrap.registry import close_transports
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.diagnosis import dumps
-from aiocomms.diagnosis.inquiry import Inquiry, Late
+from aiocomms.diagnosis.inquiry import Inquiry, Wait
 from aiocomms.diagnosis.postmortem import PostMortem
 from aiocomms.diagnosis.recorder import UNMATCHED, Recorder, called, peers
 from aiocomms.errors import (
@@ -81,7 +82,8 @@ class Core:
         """Whether ops are refused: the one thing that an op which starts needs to know."""
         self.life = Life()
         self._lock = RLock()  # guards every step; a signal handler may abort what it interrupts
-        self._rendezvous, self._inquiry = rendezvous, Inquiry(rendezvous, self.size)
+        self.notes = Notes(self.transports, self.size)
+        self._rendezvous, self._inquiry = rendezvous, Inquiry(self, self.notes)
         self._postmortem: PostMortem | None = None
         self._ended = False
         """Whether the works that were pending when it was lost have ended."""
@@ -102,6 +104,7 @@ class Core:
         """Begin to hear of failures; and of those before, for a peer may be through with opening before this rank."""
         for transport in self.transports:
             transport.on_failure = self.lose  # type: ignore[method-assign]
+            transport.on_note = self.notes.hear  # type: ignore[method-assign]
             self.driver.attach(transport)
         for transport in self.transports:
             if transport.early_failure is not None:
@@ -291,12 +294,12 @@ class Core:
             self._expire_all(work)
 
     def _inquire(self, work: StartedWork[Any]) -> None:
-        """A receive or wait is late: find out what the rank that it waits for has waited for, and let it expire."""
+        """A receive or wait is late: find out what the rank that it waits for is doing, and let it expire."""
         queue, now = work.queue, time.monotonic()
         posted = None if queue is None else queue.get(work)
         if posted is not None:  # else it has become done meanwhile
             what = called(work.op) + (f" in lane {work.lane}" if isinstance(work, LaneWork) else "")
-            late = Late(self.rank, peers(work.op)[0], what, now - posted)
+            late = Wait(peers(work.op)[0], posted, now, what)
             self._inquiry.begin(late, lambda report: self.driver.call_threadsafe(self._expire_alone, work, report))
 
     def _expire_alone(self, work: StartedWork[Any], report: str) -> None:
@@ -309,21 +312,20 @@ class Core:
                 self._expire_all(work)
 
     def _expire_all(self, work: StartedWork[Any]) -> None:
-        op = work.op
-        transport = self.by_family.get(op.family)
-        absent: Sequence[int] = ()
-        lowered = self.router.turns.waiting_for(work) if isinstance(work, LaneWork) else None
-        if lowered is not None:
-            absent = lowered
-        elif transport is not None:
-            absent = list(guarded((), transport.waiting_for, work))
-        absent = absent or peers(op)
+        op, absent = work.op, self.waiting_for(work)
         what = "" if op.family == "collectives" else f": {called(op)}"
         who = f"; waiting for rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}" if absent else ""
         error = CommTimeoutError(
             f"its deadline passed{what}{who}", comm=work._comm_name(), op=op.name, seq=work.seq, rank=self.rank
         )
         self.lose(error, absent)
+
+    def waiting_for(self, work: StartedWork[Any]) -> Sequence[int]:
+        """The ranks that a pending op waits for, as far as that is known; any thread."""
+        absent = self.router.turns.waiting_for(work) if isinstance(work, LaneWork) else None
+        if absent is None and (transport := self.by_family.get(work.op.family)) is not None:
+            absent = list(guarded((), transport.waiting_for, work))
+        return absent or peers(work.op)
 
     # ---------------------------------------------------------------------------------------------- closing
 

@@ -97,13 +97,7 @@ class Rendezvous(Protocol):
 
 
 class SideChannel(Protocol):
-    """What the ranks of a lost communicator can still say to each other, without the store; any thread."""
-
-    def say(self, rank: int, note: bytes) -> None:
-        """Leave a note of at most 1 KiB with a rank, in place of an earlier one; nothing happens if it is gone."""
-
-    def note_of(self, rank: int) -> bytes | None:
-        """The note that a rank has left here."""
+    """What is known of the ranks of a lost communicator that :meth:`Transport.say` still reaches; any thread."""
 
     def gone(self, rank: int) -> bool:
         """Whether the connection to a rank has ended."""
@@ -149,8 +143,8 @@ class Capabilities(msgspec.Struct, frozen=True):
 class Transport(ABC):
     """Carries ops between the ranks of one communicator.
 
-    :meth:`abort`, :meth:`waiting_for` and :meth:`last_heard` are called on any thread, everything else on the thread of
-    the loop that opened it.
+    :meth:`abort`, :meth:`waiting_for`, :meth:`last_heard` and :meth:`say` are called on any thread, everything else on
+    the thread of the loop that opened it.
 
     Each method says what raising from it means. Where it says that the transport is *broken*, the communicator is lost
     with a :class:`CommError` that names the transport, the method and what was raised, and the peers are told; no
@@ -177,6 +171,12 @@ class Transport(ABC):
         The communicator puts its own in this one's place when all transports are open.
         """
         self.early_failure = self.early_failure or error
+
+    def on_note(self, rank: int, note: bytes) -> None:  # noqa: B027 - what comes before there is a communicator is lost
+        """To be called, on any thread, with what another rank has given to its :meth:`say`. It waits for nothing.
+
+        The communicator puts its own in this one's place when all transports are open.
+        """
 
     @classmethod
     @abstractmethod
@@ -368,8 +368,19 @@ class Transport(ABC):
         """
         return None
 
+    def say(self, rank: int, note: bytes) -> bool:
+        """Give a note to another rank, for its :meth:`on_note`; on any thread, and never blocking.
+
+        So a rank is asked what it is doing. It should hear that also while its loop is busy, and no thread of it may
+        wake before. Best effort: nobody is told if the rank is gone. Raising: the transport is broken.
+
+        :param note: at most 2 KiB.
+        :returns: False: the transport carries no notes, or none any more.
+        """
+        return False
+
     def side_channel(self) -> SideChannel | None:
-        """What is left to the ranks after :meth:`abort`, until :meth:`aclose`; None: nothing but the store.
+        """Who is left after :meth:`abort`, until :meth:`aclose`, if :meth:`say` still reaches the ranks; None: not so.
 
         Raising: there is none, and the log says so.
         """

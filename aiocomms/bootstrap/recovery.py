@@ -23,6 +23,7 @@ from torch.distributed import Store
 from aiocomms import ops
 from aiocomms.bootstrap.board import Board
 from aiocomms.bootstrap.newcomers import Claims, Invitation, decoded
+from aiocomms.bootstrap.notes import Notes, Place
 from aiocomms.bootstrap.registry import Plan, open_transports
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.errors import (
@@ -73,7 +74,7 @@ class Lost(NamedTuple):
 
     rendezvous: StoreRendezvous
     plan: Plan
-    transports: Sequence[Transport]
+    notes: Notes
     timeout: float
     reason: CommError | None
     """Why nothing can be started any more; None: it is not lost."""
@@ -136,7 +137,7 @@ class Recovery:
         self._seconds = seconds
         self._ends = time.monotonic() + seconds
         self._reason = _check(lost, self._ranks, size)
-        side_channels = (guarded(None, transport.side_channel) for transport in lost.transports)
+        side_channels = (guarded(None, transport.side_channel) for transport in lost.notes.transports)
         self._line: SideChannel | None = next((line for line in side_channels if line is not None), None)
         self._moved = False  # to a new store
 
@@ -196,14 +197,14 @@ class Recovery:
         """Where the lowest rank that lives says; the others take its turn if it does not."""
         rank = self._old.rank
         alive = [it for it in range(self._old.size) if not self._dead(it)]
-        notes = (line.note_of(it) for it in alive if it != rank)
-        note = next((note for note in notes if note is not None), None)
+        places = (self._lost.notes.places.get(it) for it in alive if it != rank)
+        note = next((place for place in places if place is not None), None)
         if note is None and self._seconds - self._left() < alive.index(rank) * self._seconds / 4:
             return None
         if note is None:
             note, place = await self._lead(line)
             for other in alive:
-                line.say(other, note)
+                self._lost.notes.say(other, Place(note))
             return place
         root = self._old.root
         if note == _OLD and root is not None:

@@ -16,7 +16,7 @@ import msgspec
 from aiocomms.diagnosis.dumps import LARGEST
 from aiocomms.diagnosis.hang_report import instead_of, judge
 from aiocomms.diagnosis.postmortem import printable, tidied, tidy
-from aiocomms.diagnosis.recorder import FORMAT, LONGEST, MOST, SHOWN, UNMATCHED, Format, Header, Item
+from aiocomms.diagnosis.recorder import FORMAT, LONGEST, MOST, SHOWN, UNMATCHED, Brief, Format, Header, Item
 
 _APART = 60.0
 """The difference in seconds between the ranks' files above which they may come from different runs."""
@@ -173,6 +173,7 @@ class _Wait(NamedTuple):
 def _waited(ranks: Ranks) -> Iterator[str]:
     """Say which ranks waited for each other in a circle when the deadline of a receive passed that is now withdrawn."""
     ahead = _clocks(ranks)
+    briefs = {rank: record.header.brief for rank, record in ranks.items()}
     waits: dict[int, list[_Wait]] = {}
     for rank, (_, header, items) in ranks.items():
         late = [item for item in items if item.state == "pending" or (item.finished and UNMATCHED in item.error)]
@@ -180,7 +181,7 @@ def _waited(ranks: Ranks) -> Iterator[str]:
         waits[rank] = [
             _Wait(peer, begin + ahead[rank], end + ahead[rank], item)
             for item, begin, end in spans
-            for peer in _peers(item)
+            for peer in _awaited(item, briefs)
         ]
     ends = [[wait.end for wait in found if wait.item.error] for found in waits.values()]
     for moment in sorted((max(found) for found in ends if found), reverse=True):
@@ -195,8 +196,15 @@ def _waited(ranks: Ranks) -> Iterator[str]:
 
 
 def _peers(item: Item) -> list[int]:
-    """The ranks that an op waits for."""
+    """The ranks that a message or wait is for."""
     return [item.args[name] for name in ("src", "dst") if name in item.args]
+
+
+def _awaited(item: Item, briefs: Mapping[int, Brief]) -> list[int]:
+    """The same; a collective waits for the ranks that are neither in it nor done with it."""
+    if item.collective is None:
+        return _peers(item)
+    return [rank for rank, brief in briefs.items() if instead_of(item, brief)]
 
 
 def _arrows(circle: Sequence[int]) -> str:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Final
 
 from aiocomms.diagnosis.recorder import Brief, Item
+
+NO_ANSWER: Final = "not answer: dead, stopped or busy"
+"""What a rank does, that was asked what it is doing."""
 
 
 def judge(late: Item, briefs: Mapping[int, Brief], silent: Iterable[int] = ()) -> str:
@@ -28,7 +32,7 @@ def judge(late: Item, briefs: Mapping[int, Brief], silent: Iterable[int] = ()) -
         *([f"{_ranks(inside, 'is', 'are')} in it{number}"] if inside else []),
         *([f"{_ranks(done, 'is', 'are')} done with it"] if done else []),
         *rest,
-        *([f"{_ranks(quiet, 'does', 'do')} not answer: dead, stopped or busy"] if (quiet := sorted(silent)) else []),
+        *([f"{_ranks(quiet, 'does', 'do')} {NO_ANSWER}"] if (quiet := sorted(silent)) else []),
     ]
     return ", ".join(parts)
 

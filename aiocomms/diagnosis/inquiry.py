@@ -1,114 +1,199 @@
-"""What a rank learns of those for which it has waited, when the deadline of a receive passes.
+"""What a rank learns of those that it has waited for, when a receive is late and the communicator goes on.
 
-The communicator goes on, so nobody is asked. Each rank leaves word of its own late receives, and looks for that of the
-rank which it has waited for, and of the rank which that one has waited for, and so on. The last rank of a circle finds
-it whole. What cannot be learnt leaves the error as it was.
+The rank asks the one that it has waited for what that is doing, by a note of the transport; then the one that this rank
+waits for, or has waited for until a deadline; and so on, until a rank waits for nobody, or one closes a circle. Who is
+asked answers on a thread in the background, so that a busy loop does not hide what it is doing. What cannot be learnt
+leaves the error as it was.
 """
 
 from __future__ import annotations
 
+import itertools
+import queue
+import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
-import msgspec
-
-from aiocomms.bootstrap.board import Board
+from aiocomms.bootstrap.notes import Answer, Late, Notes, Question, Waiting
 from aiocomms.diagnosis import dumps
-from aiocomms.diagnosis.postmortem import ASKED, PATIENCE, in_time, printable
-from aiocomms.errors import CommError
-from aiocomms.lowlevel.failures import UNREADABLE
+from aiocomms.diagnosis.hang_report import NO_ANSWER, doing
+from aiocomms.diagnosis.postmortem import PATIENCE, printable
+from aiocomms.diagnosis.recorder import LONGEST, SHOWN, Recorder
+from aiocomms.progress.inflight import InFlight, StartedWork
 
 PERIOD: Final = 0.5
-"""Seconds between two inquiries of a communicator: a program that polls by short deadlines is not to load the store."""
+"""Seconds between two inquiries of a communicator: who polls by short deadlines is not to load the others."""
+_ROOM: Final = 1200
+"""Bytes of what a rank says it is doing; what is more is cut off."""
+_LOOKED_AT: Final = 64
+"""Pending ops, the oldest ones, whose ranks are told."""
 
-_LATE: Final = "late"
-_LARGEST: Final = 1024
-"""Bytes of what another rank says."""
 
+class Wait(NamedTuple):
+    """A wait for another rank; times are of this rank's monotonic clock."""
 
-class Late(NamedTuple):
-    """A receive of this rank whose deadline has just passed."""
-
-    rank: int
     peer: int
-    what: str
-    age: float
-    """Seconds since it was called."""
-
-
-class Waited(msgspec.Struct, array_like=True):
-    """A receive whose deadline has passed. Times are seconds of the wall clock."""
-
-    rank: int
-    peer: int
-    what: str
     since: float
     until: float
+    """The deadline of a receive that was late; of an op that is pending, when its rank was asked."""
+    what: str = ""
+    """The receive that was late."""
 
 
-_waited = msgspec.json.Decoder(Waited)
+class Asked(Protocol):
+    """The communicator of which a rank is asked what it is doing."""
+
+    rank: int
+    size: int
+    recorder: Recorder
+    in_flight: InFlight
+
+    def waiting_for(self, work: StartedWork[Any]) -> Sequence[int]:
+        """The ranks that a pending op waits for."""
 
 
 class Inquiry:
-    """Finds out for one communicator, a rank of which has waited too long, whom that rank has waited for."""
+    """Asks for one communicator what the others are doing, and answers when this rank is asked."""
 
-    def __init__(self, board: Board, size: int) -> None:
-        self._board = board
-        self._size = size
+    def __init__(self, comm: Asked, notes: Notes) -> None:
+        self._comm = comm
+        self._notes = notes
+        notes.on_word = self.hear
         self._not_before = float("-inf")
+        self._late: Wait | None = None
+        self._numbers = itertools.count(1)
+        self._asked: dict[int, tuple[int, queue.SimpleQueue[Answer]]] = {}
+        """Of each question that has no answer yet the rank that was asked, and where its answer is waited for."""
+        self._lock = threading.Lock()
+        self._askers: dict[int, int] = {}
+        """The ranks that wait for an answer, and the number of each one's last question."""
 
-    def begin(self, late: Late, end: Callable[[str], object]) -> None:
-        """Leave word of a late receive, and follow it from rank to rank; on the watchdog's thread.
+    # ------------------------------------------------------------------------------------------------------- asking
+
+    def begin(self, late: Wait, end: Callable[[str], object]) -> None:
+        """Follow a late receive from rank to rank; on the watchdog's thread.
 
         :param end: called once, on any thread, with what is to be added to the error.
         """
+        self._late = late
         now = time.monotonic()
-        if self._size > 1 and self._board.store is not None and now >= self._not_before:
+        if self._comm.size > 1 and now >= self._not_before:
             self._not_before = now + PERIOD
-            until = time.time()  # the ranks' hosts have no other clock in common
-            mine = Waited(late.rank, late.peer, late.what, until - late.age, until)
-            if dumps.in_background(lambda: end(in_time(PATIENCE, "", lambda: self._follow(mine)))):
+            if dumps.in_background(lambda: self._inquire(late, end)):
                 return
         end("")
 
-    def _follow(self, mine: Waited) -> str:
-        chain, following = [mine], mine.peer
-        since, until = mine.since, mine.until
+    def _inquire(self, late: Wait, end: Callable[[str], object]) -> None:
+        report = ""
         try:
-            self._board.tell(_LATE, msgspec.json.encode(mine))
-            while following not in [one.rank for one in chain] and len(chain) <= ASKED:
-                found = self._read(self._board.told(_LATE, following), following)
-                if found is None:
-                    break
-                since, until = max(since, found.since), min(until, found.until)
-                if since > until:  # all of them must have waited at one time
-                    break
-                chain.append(found)
-                following = found.peer
-        except CommError:
-            return ""
-        return _report(chain, following)
+            report = self._follow(late)
+        finally:
+            end(report)
 
-    def _read(self, said: bytes | None, rank: int) -> Waited | None:
-        """What a rank said; None if it said nothing, or nothing that makes sense."""
-        if said is None or len(said) > _LARGEST:
-            return None
+    def _follow(self, wait: Wait) -> str:
+        """Ask one rank after the other, and say what they do, and whether they wait in a circle."""
+        ends = time.monotonic() + PATIENCE
+        chain, words = [self._comm.rank], list[str]()
+        while wait.peer not in chain:
+            rank, asked = wait.peer, time.monotonic()
+            answer = self._ask(rank, ends)
+            if isinstance(answer, str):
+                # Who was asked late has had no time to answer.
+                words += [f"rank {rank} {answer}"] if answer and ends - asked > PATIENCE / 2 else []
+                return _report(words)
+            chain.append(rank)
+            following = _following(answer, wait, chain, asked, time.monotonic())
+            late = following.what if following else ""
+            words.append(f"rank {rank} {f'was late in {late}' if late else answer.doing}")
+            if following is None:
+                return _report(words)
+            wait = following
+        return _report(words, [*chain[chain.index(wait.peer) :], wait.peer])
+
+    def _ask(self, rank: int, ends: float) -> Answer | str:
+        """Ask a rank what it is doing, and wait for its answer until ``ends``, by the monotonic clock.
+
+        :returns: the answer; or what is said of a rank that gives none: nothing where no rank can be asked.
+        """
+        number, reply = next(self._numbers), queue.SimpleQueue[Answer]()
+        self._asked[number] = rank, reply
         try:
-            found = _waited.decode(said)
-        except UNREADABLE:
-            return None
-        found.what = printable(found.what)
-        return found if found.rank == rank and 0 <= found.peer < self._size else None
+            if not self._notes.say(rank, Question(number)):
+                return ""
+            return reply.get(timeout=max(0.0, ends - time.monotonic()))
+        except queue.Empty:
+            return f"does {NO_ANSWER}"
+        finally:
+            del self._asked[number]
+
+    # ---------------------------------------------------------------------------------------------------- answering
+
+    def hear(self, rank: int, said: Question | Answer) -> None:
+        """A rank has asked, or has answered; on any thread. It waits for nothing."""
+        if isinstance(said, Answer):
+            asked, reply = self._asked.get(said.number, (None, None))
+            if reply is not None and asked == rank:
+                said.doing = printable(said.doing, 4 * LONGEST)
+                reply.put(said)
+            return
+        with self._lock:  # one thread answers all who ask before it has looked
+            first = not self._askers
+            self._askers[rank] = said.number
+        if first and not dumps.in_background(self._answer):
+            self._askers.clear()
+
+    def _answer(self) -> None:
+        """Tell all who have asked what this rank is doing."""
+        try:
+            text, waits, late, now = self._look()
+        finally:
+            with self._lock:
+                askers, self._askers = self._askers, {}
+        told = None if late is None else Late(late.peer, now - late.since, _cut(late.what, LONGEST), now - late.until)
+        for rank, number in askers.items():
+            few = sorted(waits, key=lambda wait: wait.rank != rank)[:SHOWN]  # with the asker this may be a circle
+            self._notes.say(rank, Answer(number, text, few, told))
+
+    def _look(self) -> tuple[str, list[Waiting], Wait | None, float]:
+        """What this rank is doing, whom it waits for, the receive that was late last, and the time."""
+        comm, late = self._comm, self._late
+        flying = sorted(comm.in_flight.look(), key=lambda one: one.posted)
+        now = time.monotonic()
+        waits: dict[int, float] = {}
+        for work, posted, _ in flying[:_LOOKED_AT]:
+            for peer in comm.waiting_for(work):
+                waits.setdefault(peer, max(0.0, now - posted))
+        text = doing(comm.recorder.describe(comm.recorder.look(flying), "").header.brief)
+        return _cut(text, _ROOM), [Waiting(peer, age) for peer, age in waits.items() if peer != comm.rank], late, now
 
 
-def _report(chain: Sequence[Waited], following: int) -> str:
-    """Say what the others have waited for; and whether in a circle: whether the last one has waited for one of them."""
-    if len(chain) == 1:
+def _following(answer: Answer, wait: Wait, chain: Sequence[int], asked: float, heard: float) -> Wait | None:
+    """For whom a rank waits, or did until a deadline, at a time at which all before it have waited, too.
+
+    Of several one that closes a circle, or else the oldest that is pending.
+
+    :param wait: the time at which all before it have waited.
+    :param asked: between then and when it was ``heard`` the rank has counted its seconds. Nobody is said to have waited
+        who may not have.
+    """
+    found = [Wait(one.rank, heard - one.age, asked) for one in answer.waits]
+    if (late := answer.late) is not None:
+        found.append(Wait(late.rank, heard - late.age, asked - late.ago, printable(late.what)))
+    both = [one._replace(since=max(one.since, wait.since), until=min(one.until, wait.until)) for one in found]
+    fitting = [one for one in both if one.since <= one.until]
+    return next((one for one in fitting if one.peer in chain), fitting[0] if fitting else None)
+
+
+def _report(words: Sequence[str], circle: Sequence[int] = ()) -> str:
+    """Put together what is said of the others, and the circle that they wait in."""
+    if not words:
         return ""
-    others = ", ".join(f"rank {one.rank} was late in {one.what}" for one in chain[1:])
-    ranks = [one.rank for one in chain]
-    if following not in ranks:
-        return f": {others}"
-    circle = " -> ".join(f"rank {rank}" for rank in (*ranks[ranks.index(following) :], following))
-    return f": {others}: they waited in a circle: {circle}"
+    more = [f"and {len(words) - SHOWN} more"] if len(words) > SHOWN else []
+    report = f": {', '.join([*words[:SHOWN], *more])}"
+    arrows = " -> ".join(f"rank {rank}" for rank in circle)
+    return f"{report}: they waited in a circle: {arrows}" if circle else report
+
+
+def _cut(text: str, room: int) -> str:
+    return text.encode(errors="replace")[:room].decode(errors="ignore")

@@ -25,7 +25,7 @@ from aiocomms_ucx import wire as ucx_wire
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiocomms.bootstrap import launchers
+from aiocomms.bootstrap import launchers, notes
 from aiocomms.errors import ArgumentError, ProtocolError
 from aiocomms.families import parcels
 from aiocomms.families.items import Tensors
@@ -97,6 +97,11 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
         c10d_bringup.hello(adopt=True, left=9.0),
     ),
     "frames of ucx": (ucx_wire.unpack, ucx_wire.pack(ucx_wire.Abort(0, Reason("PeerDiedError", "why", 1), -1))),
+    "notes": (
+        lambda data: notes.read(data, 3),
+        notes.pack(notes.Answer(1, "is in barrier", [notes.Waiting(2, 1.5)], notes.Late(0, 3.5, "recv(src=0)", 0.5))),
+    ),
+    "notes of ucx": (ucx_wire.unpack, ucx_wire.pack(ucx_wire.Note(0, b"a note"))),
     "hellos of ucx": (_ucx_hello, ucx_wire.dialect().head + msgspec.msgpack.encode(HELLO)),
     "places of ucx": (
         lambda data: ucx_wire.record(1, data, ucx_bringup.Place),

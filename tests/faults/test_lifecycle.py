@@ -522,14 +522,13 @@ def wall_clocks(path: Path) -> Iterator[str]:
 
 @pytest.mark.fault(61)
 def test_no_clock_that_can_be_set() -> None:
-    """But for what is written into files for people, and what ranks of several hosts tell each other."""
+    """But for what is written into files for people."""
     sources = [*(ROOT / "aiocomms").rglob("*.py"), *(ROOT / "transports").rglob("*.py")]
     sources += [path for path in (ROOT / "transports").rglob("*.?pp") if "build" not in path.parts]
     found = [where for path in sources for where in wall_clocks(path)]
     assert {where.partition(":")[0] for where in found} <= {
         "aiocomms/diagnosis/recorder.py",
         "aiocomms/diagnosis/dumps.py",
-        "aiocomms/diagnosis/inquiry.py",
     }, found
 
 

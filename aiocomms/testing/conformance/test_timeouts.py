@@ -23,6 +23,9 @@ SHAPE = (6,)
 
 SHORT = 0.1
 """A deadline, in seconds."""
+ASKED_AGAIN = 0.6
+"""A deadline that passes when the other ranks may be asked again what they are doing."""
+ATTEMPTS = 20
 CALLED = 2.0
 """A deadline before which each rank has heard who has called a collective, also on a busy machine."""
 
@@ -143,6 +146,64 @@ async def test_who_is_missing(comm: Communicator, case: Case) -> None:
         await comm.barrier(timeout=CALLED)
     case.tell("failed")
     assert f"waiting for rank {last}" in str(caught.value), caught.value
+
+
+async def expect_in_timeout(comm: Communicator, *expected: str) -> None:
+    """Wait for rank 1 in vain, some times: the error says what is expected, unless a busy machine answers too late."""
+    for _ in range(ATTEMPTS):
+        error = await expect_timeout(comm.timeout, lambda: comm.recv(ones(comm), 1, 9, timeout=ASKED_AGAIN))
+        assert "recv(src=1, tag=9)" in error.message
+        assert error.peer == 1
+        if all(part in error.message for part in expected):
+            return
+    raise AssertionError(f"the error does not say {expected}: {error}")
+
+
+def need_notes(case: Case) -> None:
+    case.need("p2p")
+    if case.carrier("p2p").say is Transport.say:
+        raise unittest.SkipTest(f"{case.place.transport} does not carry notes")
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("what", ["a collective", "nothing"])
+async def test_a_late_receive_says_what_the_other_rank_is_doing(comm: Communicator, case: Case, what: str) -> None:
+    need_notes(case)
+    if comm.rank > 0:
+        barrier = comm.barrier() if what == "a collective" else None
+        await case.meet("called")
+        await case.told("said", 0)
+        await (comm.barrier() if barrier is None else barrier)
+        return
+    await case.meet("called")
+    doing = "no operation" if what == "nothing" else "barrier"
+    await expect_in_timeout(comm, "rank 1 has finished ", f" and is in {doing}")
+    case.tell("said")
+    await comm.barrier()
+    assert not comm.aborted
+
+
+@ranks(3)
+async def test_a_late_receive_says_that_ranks_wait_in_a_circle(comm: Communicator, case: Case) -> None:
+    """The other ranks' receives have no deadline."""
+    need_notes(case)
+    slot = case.empty(torch.float32, (4,))
+    if comm.rank == 0:
+        await case.told("waiting")
+        circle = "they waited in a circle: rank 0 -> rank 1 -> rank 2 -> rank 0"
+        await expect_in_timeout(comm, "is in recv(src=2, tag=3)", "is in recv_object(src=0, tag=4)", circle)
+        await comm.send_object("go on", 2, 4)
+    elif comm.rank == 1:
+        work = comm.recv(slot.tensor, 2, 3, timeout=None)
+        case.tell("waiting")
+        await work
+    else:
+        object_work = comm.recv_object(0, 4, timeout=None)
+        case.tell("waiting")
+        assert await object_work == "go on"
+        await comm.send(ones(comm), 1, 3)
+    await comm.barrier()
+    assert not comm.aborted
 
 
 @ranks(2)

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 
 import pytest
 import torch
-from concurrency import ranks
+from aiocomms_local import LocalTransport
+from concurrency import ranks, together
+from hypothesis import given
+from hypothesis import strategies as st
 from processes import PATIENCE, no_threads
 
-from aiocomms.bootstrap.rendezvous import StoreRendezvous
+from aiocomms.bootstrap import notes
+from aiocomms.bootstrap.notes import Answer, Late, Notes, Question, Waiting
 from aiocomms.diagnosis import inquiry
-from aiocomms.diagnosis.inquiry import Inquiry, Waited
-from aiocomms.errors import CommTimeoutError, StoreLostError
+from aiocomms.diagnosis.inquiry import Inquiry, Wait
+from aiocomms.errors import CommTimeoutError
 from aiocomms.testing import local_world
+from aiocomms.transport import Transport
 
 ALONE = "nothing matched recv(src=1, tag=7) before its deadline; it was withdrawn"
+IDLE = "has finished no collective and is in no operation"
+LONG = 0.4
+"""Seconds that several ranks wait at the same time, also on a busy machine."""
 
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
-    """The store of a busy machine may take longer than a program would wait."""
+    """A rank on a busy machine may take longer to answer than a program would wait."""
     monkeypatch.setattr(inquiry, "PATIENCE", PATIENCE)
+    monkeypatch.setattr(inquiry, "PERIOD", 0.0)
 
 
 async def late(work):
@@ -30,18 +41,58 @@ async def late(work):
     return caught.value
 
 
-@pytest.mark.parametrize("transport", ["local", "c10d"])
+def receive(comm, src, timeout=0.05):
+    return comm.recv(torch.zeros(1), src, tag=7, timeout=timeout)
+
+
+EVERY = pytest.mark.parametrize("transport", ["local", "c10d", "ucx"])
+
+
+@EVERY
+def test_a_rank_that_is_in_a_collective_or_in_nothing(run, transport):
+    async def main():
+        async with local_world(3, transport) as world:
+            error = await late(receive(world[0], 1))
+            assert error.message == f"{ALONE}: rank 1 {IDLE}"
+            assert error.peer == 1
+            await ranks(world, lambda comm: comm.barrier())
+            barrier = world[1].barrier(timeout=30)
+            said = (await late(receive(world[0], 1))).message
+            assert said.startswith(f"{ALONE}: rank 1 has finished collective 1 (barrier #")
+            assert ") and is in barrier: they waited in a circle: rank 0 -> rank 1 -> rank 0" in said
+            await ranks([world[0], world[2]], lambda comm: comm.barrier())
+            await barrier
+
+    run(main)
+
+
+@EVERY
+def test_a_circle_of_receives_of_which_one_has_a_deadline(run, transport):
+    async def main():
+        async with local_world(3, transport) as world:
+            others = [receive(world[1], 2, 30), world[2].recv_object(0, tag=8, timeout=None)]
+            assert (await late(receive(world[0], 1))).message == (
+                f"{ALONE}: rank 1 has finished no collective and is in recv(src=2, tag=7), "
+                "rank 2 has finished no collective and is in recv_object(src=0, tag=8): "
+                "they waited in a circle: rank 0 -> rank 1 -> rank 2 -> rank 0"
+            )
+            await world[0].send_object("go on", 2, tag=8)
+            await world[2].send(torch.zeros(1), 1, tag=7)
+            for work in others:
+                await work
+
+    run(main)
+
+
+@pytest.mark.parametrize("transport", ["local", "c10d", "ucx"])
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_the_last_of_a_circle_of_receives_finds_it(run, size, transport):
+def test_a_circle_of_receives_that_were_late_before(run, size, transport):
     async def main():
         async with local_world(size, transport) as world:
-
-            def receive(comm, timeout):
-                return comm.recv(torch.zeros(1), (comm.rank + 1) % size, tag=7, timeout=timeout)
-
-            last = receive(world[0], 30)
-            for work in [receive(comm, 0.05) for comm in world[1:]]:
-                assert (await late(work)).peer == (work.op.src)
+            last = receive(world[0], 1, 30)
+            works = [receive(comm, (comm.rank + 1) % size, LONG) for comm in world[1:]]
+            for work in works:
+                await late(work)
             world[0]._core.expire(last)  # as the watchdog does, when the others' deadlines have passed
             error = await late(last)
             others = ", ".join(f"rank {r} was late in recv(src={(r + 1) % size}, tag=7)" for r in range(1, size))
@@ -53,15 +104,31 @@ def test_the_last_of_a_circle_of_receives_finds_it(run, size, transport):
     run(main)
 
 
+def test_all_of_a_long_circle_find_it(run):
+    """What is said of each rank is for the first few, and the circle whole."""
+
+    async def main():
+        async with local_world(12) as world:
+            works = [receive(comm, (comm.rank + 1) % 12, LONG) for comm in world]
+            for work in works:
+                said = (await late(work)).message
+                assert "), and 3 more: they waited in a circle: rank" in said
+                assert said.count(" -> ") == 12
+
+    run(main)
+
+
 def test_a_circle_within_a_lane_names_it(run):
     async def main():
         async with local_world(2) as (one, two):
             last = one.lane("req-17").recv(torch.zeros(1), 1, tag=7, timeout=30)
-            await late(two.lane("req-17").recv(torch.zeros(1), 0, tag=8, timeout=0.05))
+            await late(two.lane("req-17").recv(torch.zeros(1), 0, tag=8, timeout=LONG))
             one._core.expire(last)
             error = await late(last)
             assert "rank 1 was late in recv(src=0, tag=8) in lane req-17: they waited in a circle" in error.message
             assert error.comm == "world, lane req-17"
+            two.lane("b").recv(torch.zeros(1), 0, tag=8)
+            assert "is in recv(src=0, tag=8) in lane b" in (await late(receive(one, 1))).message
 
     run(main)
 
@@ -69,14 +136,14 @@ def test_a_circle_within_a_lane_names_it(run):
 def test_a_chain_that_is_no_circle_and_a_circle_of_others(run):
     async def main():
         async with local_world(4) as world:
-            last = world[0].recv(torch.zeros(1), 1, tag=7, timeout=30)
-            await late(world[1].recv_object(2, tag=3, timeout=0.05))
+            last = receive(world[0], 1, 30)
+            await late(world[1].recv_object(2, tag=3, timeout=LONG))
             world[0]._core.expire(last)
-            assert (await late(last)).message == f"{ALONE}: rank 1 was late in recv_object(src=2, tag=3)"
+            said = f"rank 1 was late in recv_object(src=2, tag=3), rank 2 {IDLE}"
+            assert (await late(last)).message == f"{ALONE}: {said}"
         async with local_world(4) as world:
-            last = world[0].recv(torch.zeros(1), 1, tag=7, timeout=30)
-            works = [world[1].recv_object(2, timeout=0.05), world[2].recv_object(1, timeout=0.05)]
-            for work in works:
+            last = receive(world[0], 1, 30)
+            for work in [world[1].recv_object(2, timeout=LONG), world[2].recv_object(1, timeout=LONG)]:
                 await late(work)
             world[0]._core.expire(last)
             assert (await late(last)).message.endswith("they waited in a circle: rank 1 -> rank 2 -> rank 1")
@@ -84,12 +151,60 @@ def test_a_chain_that_is_no_circle_and_a_circle_of_others(run):
     run(main)
 
 
-def test_who_waited_at_another_time_is_not_named(run):
+def test_who_waited_at_another_time_is_in_no_circle(run):
     async def main():
         async with local_world(2) as world:
-            await late(world[1].recv(torch.zeros(1), 0, tag=7, timeout=0.05))
-            error = await late(world[0].recv(torch.zeros(1), 1, tag=7, timeout=0.05))
-            assert error.message == ALONE
+            await late(receive(world[1], 0))
+            assert (await late(receive(world[0], 1))).message == f"{ALONE}: rank 1 {IDLE}"
+
+    run(main)
+
+
+@EVERY
+def test_a_busy_loop_does_not_hide_where_it_stands(run, transport):
+    """Both ranks live in one loop, which is blocked until the answer is there; only the error waits for it."""
+
+    async def main():
+        async with local_world(2, transport) as world:
+            heard = threading.Event()
+            hear = world[0]._core.notes.on_word
+            world[0]._core.notes.on_word = lambda rank, word: (hear(rank, word), heard.set())
+            work = receive(world[0], 1)
+            assert heard.wait(PATIENCE)  # and the loop does not turn meanwhile
+            assert not work.done()
+            assert (await late(work)).message == f"{ALONE}: rank 1 {IDLE}"
+
+    run(main)
+
+
+def test_who_does_not_answer(run, monkeypatch):
+    monkeypatch.setattr(inquiry, "PATIENCE", 0.05)
+    monkeypatch.setattr(Inquiry, "_answer", lambda self: None)
+
+    async def main():
+        async with local_world(2) as world:
+            said = f"{ALONE}: rank 1 does not answer: dead, stopped or busy"
+            assert (await late(receive(world[0], 1))).message == said
+
+    run(main)
+
+
+@pytest.mark.parametrize("why", ["no thread", "no notes"])
+def test_what_cannot_be_learnt_leaves_the_error(run, monkeypatch, why):
+    if why == "no notes":
+        monkeypatch.setattr(LocalTransport, "say", Transport.say)
+
+    async def main():
+        async with local_world(2) as world:
+            for comm in world:
+                comm.recv(torch.zeros(1), 1 - comm.rank, tag=8, timeout=30)  # there is a watchdog
+            work = receive(world[0], 1, 30)
+            if why == "no thread":
+                with no_threads():
+                    world[0]._core.expire(work)
+            else:
+                world[0]._core.expire(work)
+            assert (await late(work)).message == ALONE
 
     run(main)
 
@@ -100,7 +215,7 @@ def test_a_message_that_comes_meanwhile_is_taken(run, monkeypatch):
     async def main():
         asked, go_on = threading.Event(), threading.Event()
 
-        def follow(self, mine):
+        def follow(self, wait):
             asked.set()
             assert go_on.wait(PATIENCE)
             return ""
@@ -117,83 +232,166 @@ def test_a_message_that_comes_meanwhile_is_taken(run, monkeypatch):
     run(main)
 
 
+@pytest.mark.parametrize("who", ["the asker", "the asked"])
+@EVERY
+def test_a_rank_that_closes_while_it_is_asked(run, monkeypatch, who, transport):
+    """The answer comes when both communicators are closed."""
+    monkeypatch.setattr(inquiry, "PATIENCE", 0.05)
+
+    async def main():
+        asked, closed, ended = threading.Event(), threading.Event(), threading.Event()
+        answer, look = Inquiry._answer, Inquiry._look
+
+        def slow(self):
+            asked.set()
+            assert closed.wait(PATIENCE)
+            return look(self)
+
+        def ends(self):
+            answer(self)
+            ended.set()
+
+        monkeypatch.setattr(Inquiry, "_look", slow)
+        monkeypatch.setattr(Inquiry, "_answer", ends)
+        async with local_world(2, transport) as world:
+            work = receive(world[0], 1)
+            assert asked.wait(PATIENCE)
+            await together(*(comm.aclose for comm in (world if who == "the asker" else reversed(world))))
+            closed.set()
+            assert ended.wait(PATIENCE)
+            await work.wait()
+            assert work.exception() is not None
+
+    run(main)
+
+
 def test_who_polls_asks_now_and_then(run, monkeypatch):
     async def main():
         followed = []
-        monkeypatch.setattr(Inquiry, "_follow", lambda self, mine: followed.append(mine) or "")
+        monkeypatch.setattr(Inquiry, "_follow", lambda self, wait: followed.append(wait) or "")
         monkeypatch.setattr(inquiry, "PERIOD", 1000.0)
         async with local_world(2) as world:
             for _ in range(10):
-                assert (await late(world[0].recv(torch.zeros(1), 1, tag=7, timeout=0.001))).message == ALONE
+                assert (await late(receive(world[0], 1, 0.001))).message == ALONE
             assert len(followed) == 1
 
     run(main)
 
 
-@pytest.mark.parametrize("why", ["no thread", "no store", "the store is gone", "it hangs"])
-def test_what_cannot_be_learnt_leaves_the_error(run, monkeypatch, why):
+def test_one_thread_answers_all_who_ask(run, monkeypatch):
     async def main():
-        hangs = threading.Event()
+        looks, go_on, answered = [], threading.Event(), threading.Event()
+        look, heard = Inquiry._look, []
 
-        def told(self, key, rank):
-            if why == "it hangs":
-                hangs.wait(PATIENCE)
-            raise StoreLostError("gone")
+        def slow(self):
+            looks.append(self)
+            assert go_on.wait(PATIENCE)
+            return look(self)
 
-        if why in ("the store is gone", "it hangs"):
-            monkeypatch.setattr(StoreRendezvous, "told", told)
-            monkeypatch.setattr(inquiry, "PATIENCE", 0.2)
-        async with local_world(2) as world:
-            for comm in world:
-                comm.recv(torch.zeros(1), 1 - comm.rank, tag=8, timeout=30)  # there is a watchdog
-            if why == "no store":
-                world[0]._rendezvous.leave()
-            work = world[0].recv(torch.zeros(1), 1, tag=7, timeout=30)
-            if why == "no thread":
-                with no_threads():
-                    world[0]._core.expire(work)
-            else:
-                world[0]._core.expire(work)
-            assert (await late(work)).message == ALONE
-            hangs.set()
+        monkeypatch.setattr(Inquiry, "_look", slow)
+        async with local_world(8) as world:
+            for comm in world[1:]:
+                comm._core.notes.on_word = lambda rank, word: (heard.append(word), len(heard) == 7 and answered.set())
+                for number in range(100):
+                    assert comm._core.notes.say(0, Question(number))
+            go_on.set()
+            assert answered.wait(PATIENCE)
+            assert len(looks) == 1
+            assert {word.number for word in heard} == {99}
 
     run(main)
 
 
-NOW = 1000.0
-SAID = [
-    b"", b"null", b"[]", b"[1,0,7,1.0,2.0]", b'["1",0,"recv",1.0,2.0]', b'[0,1,"recv",999.0,1000.0]',
-    b'[1,2,"recv",999.0,1000.0]', b'[1,-1,"recv",999.0,1000.0]', b'[1,0,"recv",1e999,1.0]', b"\xff" * 50,
-    b'[1,0,"\xff\xfe",999.0,1000.0]',
-    b'[1,0,"' + b"x" * 2000 + b'",999.0,1000.0]', b'[1,0,"recv",1000.5,1000.0]',
-]  # fmt: skip
+def test_a_lost_rank_is_asked_nothing_more(run):
+    """Its own error says more."""
+
+    async def main():
+        async with local_world(2, "c10d") as world:
+            world[0].abort("enough")
+            assert not world[0]._core.notes.say(1, Question(1))
+
+    run(main)
 
 
-@pytest.mark.parametrize("said", SAID)
-def test_what_makes_no_sense_is_not_believed(said):
-    class Board:
-        store = True
+# ------------------------------------------------------------------------------------------------------- what is said
 
-        def tell(self, key, value):
-            self.mine = value
 
-        def told(self, key, rank):
-            return said if rank == 1 else self.mine
+class Telling:
+    """Rank 0's transport: rank 1 answers at once."""
 
-    mine = Waited(0, 1, "recv(src=1, tag=7)", NOW - 1, NOW)
-    assert Inquiry(Board(), 2)._follow(mine) == ""
+    def __init__(self, answer):
+        self.answer = answer
+
+    def say(self, rank, note):
+        question = notes.read(note, 2)
+        assert type(question) is Question
+        self.on_note(rank, self.answer(question.number))
+        return True
+
+
+class Comm:
+    rank, size = 0, 2
+
+
+def follow(answer):
+    transport = Telling(answer)
+    told = Notes([transport], 2)
+    transport.on_note = told.hear
+    asking, now = Inquiry(Comm(), told), time.monotonic()
+    return asking._follow(Wait(1, now - 5.0, now, "recv(src=1, tag=7)"))
+
+
+def packed(number, **changed):
+    fields = {"doing": "is in barrier", "waits": [Waiting(0, 9.0)], "late": Late(0, 9.0, "recv(src=0)", 1.0)}
+    return notes.pack(Answer(number, **{**fields, **changed}))
+
+
+def test_a_forged_answer_that_makes_sense_is_understood():
+    """Else the next test would find nothing."""
+    assert follow(packed) == ": rank 1 is in barrier: they waited in a circle: rank 0 -> rank 1 -> rank 0"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda number: packed(number + 1),
+        lambda number: packed(number)[:-1],
+        lambda number: packed(number, doing="x" * 2000),
+        lambda number: packed(number, waits=[Waiting(2, 9.0)]),
+        lambda number: packed(number, waits=[Waiting(-1, 9.0)]),
+        lambda number: packed(number, waits=[Waiting(2**63, 9.0)]),
+        lambda number: packed(number, waits=[Waiting(0, math.inf)]),
+        lambda number: packed(number, waits=[Waiting(0, math.nan)]),
+        lambda number: packed(number, waits=[Waiting(0, -1.0)]),
+        lambda number: packed(number, late=Late(2, 9.0, "recv", 1.0)),
+        lambda number: packed(number, late=Late(0, 9.0, "recv", math.nan)),
+        lambda number: packed(number).replace(b"is in", b"is \xff\xfe"),
+        lambda number: b"",
+        lambda number: b"\xdd\xff\xff\xff\xff" * 3,
+    ],
+)
+def test_what_makes_no_sense_is_not_believed(monkeypatch, answer):
+    monkeypatch.setattr(inquiry, "PATIENCE", 0.01)
+    assert follow(answer) == ": rank 1 does not answer: dead, stopped or busy"
+
+
+def test_who_was_not_asked_does_not_answer_for_another(monkeypatch):
+    monkeypatch.setattr(inquiry, "PATIENCE", 0.01)
+    transport = Telling(packed)
+    told = Notes([transport], 3)
+    transport.on_note = lambda rank, note: told.hear(2, note)
+    said = Inquiry(Comm(), told)._follow(Wait(1, 0.0, time.monotonic()))
+    assert said == ": rank 1 does not answer: dead, stopped or busy"
 
 
 def test_what_others_say_is_fit_for_a_message():
-    class Board:
-        store = True
+    assert follow(lambda number: packed(number, doing="is\x1b in\n", waits=[], late=None)) == ": rank 1 is? in?"
+    said = follow(lambda number: packed(number, waits=[], late=Late(0, 9.0, "re\x1bcv\n", 1.0)))
+    assert said.startswith(": rank 1 was late in re?cv?: they")
 
-        def tell(self, key, value):
-            pass
 
-        def told(self, key, rank):
-            return b'[1,0,"re\\u001bcv\\n",999.0,1000.0]'
-
-    mine = Waited(0, 1, "recv(src=1, tag=7)", NOW - 1, NOW)
-    said = Inquiry(Board(), 2)._follow(mine)
-    assert said == ": rank 1 was late in re?cv?: they waited in a circle: rank 0 -> rank 1 -> rank 0"
+@given(st.text(), st.text(), st.lists(st.tuples(st.integers(0, 10**6), st.floats(0, 1e300)), max_size=8))
+def test_whatever_a_rank_does_fits_in_a_note(doing, what, waits):
+    cut = Answer(2**63, inquiry._cut(doing * 100, inquiry._ROOM), [Waiting(*one) for one in waits], None)
+    cut.late = Late(10**6, 1e300, inquiry._cut(what * 100, inquiry.LONGEST), 1e300)
+    assert notes.read(notes.pack(cut), 10**6 + 1) == cut

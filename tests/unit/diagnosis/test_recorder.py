@@ -665,6 +665,25 @@ def test_a_circle_of_receives_is_known_after_their_deadlines(run, size, records,
     assert f"they waited in a circle, until a deadline passed: {circle}" in said
 
 
+def test_a_circle_of_a_withdrawn_receive_and_a_collective(run, records, capsys):
+    async def main():
+        async with local_world(2) as (one, two):
+            barrier = two.barrier()
+            with pytest.raises(CommTimeoutError):
+                await one.recv(torch.zeros(1), 1, tag=7, timeout=0.05)
+            one.dump()
+            two.dump()
+            await one.barrier()
+            await barrier
+
+    run(main)
+    assert command(["trace", str(records)]) == 1
+    said = capsys.readouterr().out
+    assert re.search(r"rank 0 waited for rank 1: recv\(src=1, tag=7\), for 0\.\d s", said)
+    assert re.search(r"rank 1 waited for rank 0: barrier, for \d\.\d s", said)
+    assert "they waited in a circle, until a deadline passed: rank 0 -> rank 1 -> rank 0" in said
+
+
 @pytest.mark.parametrize("second", ["later", "answered"])
 def test_what_was_no_circle(run, second, records, capsys):
     """Receives that did not wait at the same time, or that were matched."""

@@ -168,6 +168,12 @@ class C10dTransport(Transport):
             return [op.src]
         return [op.dst] if isinstance(op, ops.Send) else self._agreement.waiting_for(work)
 
+    def say(self, rank: int, note: bytes) -> bool:
+        """See :meth:`Transport.say`. The reader's thread hears it, whatever the loop is doing."""
+        if not self._lost.is_set() and rank in self._connections:
+            self._connections[rank].send(wire.pack(Header(wire.NOTE), note))
+        return not self._lost.is_set()
+
     # ---------------------------------------------------------------------------------------- on a reader's thread
 
     def _handle_frame(self, peer: int, frame: Frame) -> None:
@@ -185,6 +191,8 @@ class C10dTransport(Transport):
             self._fail_if_needed(peer)
         elif kind == wire.BYE_ACK:
             self._connections[peer].flushed.set()
+        elif kind == wire.NOTE:
+            self.on_note(peer, frame.text)
         else:
             self._matchers[peer].handle(frame)
 

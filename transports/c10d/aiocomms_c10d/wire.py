@@ -16,15 +16,16 @@ from aiocomms.errors import CommError, ProtocolError
 from aiocomms.lowlevel import Reason
 from aiocomms.ops.writing import ordinary
 
-VERSION: Final = 5
+VERSION: Final = 6
 
-EAGER, RTS, CTS, DATA, VOID, DONE, CREDIT, CALL, LANDED, ABORT, BYE, BYE_ACK, ACK = range(13)
+EAGER, RTS, CTS, DATA, VOID, DONE, CREDIT, CALL, LANDED, ABORT, BYE, BYE_ACK, ACK, NOTE = range(14)
 """The kinds of frames.
 
 EAGER carries a message with its payload. A large message is announced (RTS), requested (CTS), sent (DATA), invalidated
 while it is being sent (VOID), and received (DONE). CREDIT gives back room for eager messages. CALL is one rank's
 announcement of a collective, and LANDED says that gloo is done with that rank's tensors. ABORT ends the communicator
-for a reason, BYE without one, and BYE_ACK confirms a BYE. ACK says how many frames have arrived."""
+for a reason, BYE without one, and BYE_ACK confirms a BYE. ACK says how many frames have arrived. NOTE is what the core
+of one rank says to the other's."""
 
 INLINE: Final = 64 * 1024
 """Most bytes of payload that a frame carries. Larger tensors travel outside of frames."""
@@ -144,7 +145,7 @@ def unpack(buffer: bytearray, tensor: Tensor) -> Frame:
     start = _HEADER.size + header.text + 8 * header.sizes
     if (
         magic != _MAGIC
-        or header.kind > ACK
+        or header.kind > NOTE
         or header.dtype >= len(_DTYPES)
         or header.nbytes < 0
         or header.text > TEXT

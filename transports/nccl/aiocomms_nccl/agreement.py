@@ -112,11 +112,21 @@ class Agreement:
 
     # -------------------------------------------------------------------------------------------- frames of the others
 
-    def handle(self, frames: Sequence[tuple[int, wire.Frame | ProtocolError | None]]) -> None:
-        """Act on the frames and errors that :meth:`Control.poll` has returned."""
+    def handle(
+        self,
+        frames: Sequence[tuple[int, wire.Frame | ProtocolError | None]],
+        on_note: Callable[[int, bytes], object],
+    ) -> None:
+        """Act on the frames and errors that :meth:`Control.poll` has returned.
+
+        :param on_note: called with a rank and the note that it has sent.
+        """
         for peer, frame in frames:
             try:
-                self._handle(peer, frame)
+                if isinstance(frame, wire.Note):
+                    on_note(peer, frame.text)
+                else:
+                    self._handle(peer, frame)
             except ProtocolError as error:
                 self._fail(error)
 

@@ -11,10 +11,25 @@ from torch import Tensor
 
 from aiocomms import ops
 from aiocomms.cuda import Cuda, Stream
+from aiocomms.errors import CommError
 from aiocomms.transport import Rendezvous
 from aiocomms_nccl import nccl
 from aiocomms_nccl.dtypes import Reduction, reduction
 from aiocomms_nccl.nccl import Nccl, NcclComm
+
+CAPTURED: Final = (
+    "it is part of a CUDA graph now: work.wait_stream() joins it to the capture; behind graph.replay(), "
+    "await aiocomms.cuda.recorded()"
+)
+"""What the work of a captured op says."""
+
+
+def no_memory(what: str, error: Exception) -> CommError:
+    """The error of an op that needs memory of the GPU beside its tensors, and gets none."""
+    return CommError(
+        f"there is no GPU memory for what {what} needs beside its tensors; nothing was sent on this rank. "
+        f"Free some, and call it again: {str(error).partition(chr(10))[0]}"
+    )
 
 
 class CommStream:

@@ -21,11 +21,12 @@ from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport
 from aiocomms_nccl import bringup
 from aiocomms_nccl.agreement import Agreement
 from aiocomms_nccl.bringup import Hello
-from aiocomms_nccl.collectives import START, CommStream, Start, open_comm_stream
+from aiocomms_nccl.collectives import CAPTURED, START, CommStream, Start, no_memory, open_comm_stream
 from aiocomms_nccl.control import Control
 from aiocomms_nccl.dtypes import HALVES, REDUCTIONS
 from aiocomms_nccl.matching import Matcher
 from aiocomms_nccl.nccl import CudaBrokenError, CupyNccl, Nccl, NcclComm, end_all, explain, guarded, no_cupy, status_of
+from aiocomms_nccl.wire import Note
 
 HIGH_PRIORITY: Final = "high_priority_stream"
 """The hint that gives a communicator's streams high priority."""
@@ -33,10 +34,6 @@ _IN_PROGRESS: Final = 7
 _PATIENCE: Final = 1.0
 """Seconds that closing waits for NCCL, and for each rank to receive its last frames."""
 _NONE: Final = -1
-_CAPTURED: Final = (
-    "it is part of a CUDA graph now: work.wait_stream() joins it to the capture; behind graph.replay(), "
-    "await aiocomms.cuda.recorded()"
-)
 
 
 class NcclTransport(Transport):
@@ -218,10 +215,7 @@ class NcclTransport(Transport):
             if not self.call_nccl(op.name, functools.partial(start, comm_stream, op)):
                 return
         except torch.OutOfMemoryError as error:
-            raise CommError(
-                f"there is no GPU memory for what {op.name} needs beside its tensors; nothing was sent on this rank. "
-                f"Free some, and call it again: {str(error).partition(chr(10))[0]}"
-            ) from error
+            raise no_memory(op.name, error) from error
         kept = comm_stream.taken()
         if captured:
             end = self.cuda.event()
@@ -229,7 +223,7 @@ class NcclTransport(Transport):
             self._captured.append((op, after, end, kept))
             self._ends[work] = end
             self._agreement.call(op, None)
-            work.fail(CapturedWorkError(_CAPTURED))
+            work.fail(CapturedWorkError(CAPTURED))
         else:
             index = self._agreement.call(op, work)
             finish = functools.partial(self._finish_collective, work, index, after, kept)
@@ -261,7 +255,7 @@ class NcclTransport(Transport):
             return bool(self.completions)  # True makes the loop ask again: nothing tells when a capture ends
         frames = self.control.poll()
         did = self._poll_events() or bool(frames)  # first: what was done before a rank aborted is done
-        self._agreement.handle(frames)
+        self._agreement.handle(frames, self.on_note)
         with self._ending:  # a communicator that gets its lane now is aborted with the others
             while self._inbox and not self.aborted:  # _end() handles what comes after an abort
                 did = True
@@ -302,10 +296,14 @@ class NcclTransport(Transport):
 
     def waiting_for(self, work: Completion) -> Sequence[int]:
         """See :meth:`Transport.waiting_for`."""
-        op = work.op
-        if isinstance(op, (ops.Recv, ops.Send)):
-            return [op.src if isinstance(op, ops.Recv) else op.dst]
-        return self._agreement.waiting_for(work)
+        if isinstance(op := work.op, ops.Recv):
+            return [op.src]
+        return [op.dst] if isinstance(op, ops.Send) else self._agreement.waiting_for(work)
+
+    def say(self, rank: int, note: bytes) -> bool:
+        """See :meth:`Transport.say`. The other rank hears it when its loop comes round."""
+        self.control.send(rank, Note(note))
+        return not self.aborted
 
     def _fail_cuda(self, error: RuntimeError) -> None:
         """Lose the communicator: after a kernel has failed, every later CUDA call fails with torch's error."""

@@ -10,7 +10,7 @@ from aiocomms.errors import ProtocolError
 from aiocomms.lowlevel import UNREADABLE, Dialect, Reason
 from aiocomms.ops.checks import DTYPES
 
-VERSION: Final = 4
+VERSION: Final = 5
 LONGEST: Final = 64 * 1024
 """Most bytes of a frame."""
 
@@ -69,7 +69,13 @@ class Abort(msgspec.Struct, tag=5, array_like=True):
     index: int
 
 
-Frame = Announce | Take | Lane | Calls | Bye | Abort
+class Note(msgspec.Struct, tag=6, array_like=True):
+    """What the core of the sender says to the receiver's."""
+
+    text: bytes
+
+
+Frame = Announce | Take | Lane | Calls | Bye | Abort | Note
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Frame)

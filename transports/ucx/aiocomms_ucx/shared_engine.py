@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Final
 from torch import Tensor
 
 from aiocomms.cuda import Cuda
-from aiocomms.errors import ProtocolError
+from aiocomms.errors import CommError, ProtocolError
 from aiocomms.lowlevel import Unshared, at_end, register, run_in_thread
 from aiocomms.transport import Completion
 from aiocomms_ucx import wire
 from aiocomms_ucx._engine import Engine, NoticeKind
+from aiocomms_ucx.listener import Listener
 
 if TYPE_CHECKING:
     from aiocomms_ucx.lanes import LaneCollectives
@@ -29,7 +30,7 @@ Entry = tuple["UcxTransport | LaneCollectives", Completion, int]
 
 
 class SharedEngine:
-    """One rank's engine, and the communicators that share it. Every method is called on the loop's thread."""
+    """One rank's engine, and the communicators that share it. What is not marked is called on the loop's thread."""
 
     def __init__(self, engine: Engine, rank: int, unshared: Unshared, cuda: Cuda | None = None) -> None:
         """Start without communicators.
@@ -49,6 +50,11 @@ class SharedEngine:
         """
         self.broken = False
         register(self)
+        try:
+            self._listener = Listener(engine.notes_fileno(), self.hear_notes)
+        except (RuntimeError, OSError) as error:
+            engine.close(False, 0.0)
+            raise CommError(f"what other ranks say cannot be heard: {error}") from error
         self._unshared = unshared
         unshared.belongs_to(self)
         _open_engines.add(self)
@@ -96,6 +102,11 @@ class SharedEngine:
             else:
                 (transport.left if kind == NoticeKind.LEFT else transport.disagrees)(peer, detail)
 
+    def hear_notes(self) -> None:
+        """Hand on what other ranks say to this one's core; on the listener's thread."""
+        for peer, raw in self.engine.take_notes():
+            self._handle_frame(peer, raw)
+
     def _handle_frame(self, peer: int, raw: bytes) -> None:
         try:
             frame = wire.unpack(raw)
@@ -127,6 +138,7 @@ class SharedEngine:
         if self.cuda is not None:
             self.cuda.activate()
         self.engine.close(not self.broken, _GOODBYE)
+        self._listener.join()
 
 
 _open_engines: weakref.WeakSet[SharedEngine] = weakref.WeakSet()

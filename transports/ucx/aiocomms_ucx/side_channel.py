@@ -1,4 +1,4 @@
-"""The side channel: ranks of a lost communicator send each other notes over their control connections."""
+"""The side channel: what is known of the ranks of a lost communicator, which still send each other notes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,6 @@ class UcxSideChannel:
 
     def __init__(self, transport: UcxTransport) -> None:
         self._transport = transport
-
-    def say(self, rank: int, note: bytes) -> None:
-        """See :meth:`aiocomms.transport.SideChannel.say`."""
-        self._transport.leave_note(rank, note)
-
-    def note_of(self, rank: int) -> bytes | None:
-        """See :meth:`aiocomms.transport.SideChannel.note_of`."""
-        return self._transport.notes.get(rank)
 
     def gone(self, rank: int) -> bool:
         """See :meth:`aiocomms.transport.SideChannel.gone`."""

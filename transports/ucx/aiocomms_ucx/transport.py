@@ -75,8 +75,6 @@ class UcxTransport(LaneCarrier):
         self._failure: CommError | None = None
         self._ending = threading.RLock()  # the engine must not be closed while another thread uses it
         self._aborted = self._closed = False
-        self.notes: dict[int, bytes] = {}
-        """The notes that ranks have sent to this rank, for :meth:`side_channel`."""
         self.gone: set[int] = set()
         """The ranks that have closed, or whose connection has broken."""
         shared.transports[self.group] = self
@@ -269,14 +267,15 @@ class UcxTransport(LaneCarrier):
         return [math.inf if peer == self.shared.rank else signs[peer] / 1e9 for peer in self.peers]
 
     def side_channel(self) -> UcxSideChannel:
-        """See :meth:`Transport.side_channel`. It uses the control connections to ranks that are alive."""
+        """See :meth:`Transport.side_channel`. The control connections to ranks that are alive stay."""
         return UcxSideChannel(self)
 
-    def leave_note(self, rank: int, text: bytes) -> None:
-        """Send a note to a rank although the communicator is lost."""
+    def say(self, rank: int, note: bytes) -> bool:
+        """See :meth:`Transport.say`. It goes over the control connections, to a thread that waits for nothing else."""
         with self._ending:
             if not self._closed:
-                self._tell(rank, wire.Note(self._numbers[rank], text))
+                self._tell(rank, wire.Note(self._numbers[rank], note))
+            return not self._closed
 
     # ---------------------------------------------------------------------------------------------- frames and notices
 
@@ -323,14 +322,14 @@ class UcxTransport(LaneCarrier):
             self._reconsider(index)
 
     def hear(self, rank: int, said: wire.Frame) -> None:
-        """Handle a frame from a rank."""
+        """Handle a frame from a rank; a note on any thread."""
         if isinstance(said, wire.Dispute):
             self._disputes.setdefault(said.index, []).append((rank, said.text))
             self._reconsider(said.index)
         elif isinstance(said, wire.LaneDispute):
             self.lanes.hear(rank, said)
         elif isinstance(said, wire.Note):
-            self.notes[rank] = said.text
+            self.on_note(rank, said.text)
         else:
             error = said.reason.to_error()
             self._disputed = said.index  # so that the abort that this rank passes on names it too

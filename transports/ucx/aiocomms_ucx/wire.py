@@ -9,11 +9,10 @@ import msgspec
 from aiocomms.errors import ProtocolError
 from aiocomms.lowlevel import UNREADABLE, Dialect, Reason
 
-VERSION: Final = 8
+VERSION: Final = 9
 """Of all that the two sides of this transport tell each other, the engine's messages included."""
 _PREFIX: Final = b"\x01"  # the engine has no frames of its own with this prefix
-_LONGEST: Final = 2000
-"""Most bytes of a note."""
+_NOTE: Final = b"N"  # the engine does not give these to the loop
 
 
 class Dispute(msgspec.Struct, tag=True, array_like=True):
@@ -41,14 +40,10 @@ class Abort(msgspec.Struct, tag=True, array_like=True):
 
 
 class Note(msgspec.Struct, tag=True, array_like=True):
-    """A note from the sender, sent although the communicator is lost."""
+    """What the core of the sender says to the receiver's. Whatever the loop is doing, it is heard."""
 
     group: int
     text: bytes
-
-    def __post_init__(self) -> None:
-        if len(self.text) > _LONGEST:
-            raise ValueError("a note is too long")
 
 
 Frame = Dispute | LaneDispute | Abort | Note
@@ -76,7 +71,7 @@ def dialect() -> Dialect:
 
 def pack(frame: Frame) -> bytes:
     """Encode a frame."""
-    return _PREFIX + msgspec.msgpack.encode(frame)
+    return (_NOTE if isinstance(frame, Note) else _PREFIX) + msgspec.msgpack.encode(frame)
 
 
 def unpack(frame: bytes) -> Frame:
@@ -85,9 +80,9 @@ def unpack(frame: bytes) -> Frame:
     :raises ProtocolError: the bytes are not a frame.
     """
     try:
-        if frame[:1] != _PREFIX:
-            raise msgspec.DecodeError("unknown kind")
         decoded: Frame = _decoder.decode(frame[1:])
+        if frame[:1] != (_NOTE if isinstance(decoded, Note) else _PREFIX):
+            raise msgspec.DecodeError("unknown kind")
         return decoded
     except UNREADABLE as error:
         raise ProtocolError(f"a control frame makes no sense: {error}") from None

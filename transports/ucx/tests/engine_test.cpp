@@ -369,8 +369,28 @@ void changes_of_mind_amid(Comm& comm) {
   rank.engine->close_group(comm.group);
 }
 
+// What the ranks say that is not for the loops is heard although none of these comes round.
+void leave_notes(Comm& comm) {
+  Engine& engine = *comm.rank.engine;
+  for (int other : comm.members) {
+    if (other != comm.rank.number) engine.send_frame(other, kNote + std::to_string(comm.rank.number));
+  }
+  for (std::size_t heard = 1; heard < comm.members.size();) {
+    constexpr int kPatience = 60'000;  // ms
+    pollfd readable{engine.notes_fileno(), POLLIN, 0};
+    std::uint64_t added = 0;
+    if (poll(&readable, 1, kPatience) <= 0) return expect(false, "notes of %zu ranks never come", heard);
+    [[maybe_unused]] ssize_t got = read(engine.notes_fileno(), &added, sizeof added);
+    for (const auto& [peer, frame] : engine.take_notes()) {
+      expect(frame == kNote + std::to_string(peer), "a strange note of %d", peer);
+      ++heard;
+    }
+  }
+}
+
 // Ranks that disagree find out: some by themselves, who tell the others.
 void quarrels(Comm& comm) {
+  leave_notes(comm);
   const Ticket ticket = comm.collective(comm.me == 0 ? 5 : 6, [](auto& it, Unequal&) { return run_barrier(it); });
   const Notice notice = comm.rank.wait_for(
       [](const Notice& it) { return it.kind == Notice::kDisagrees || it.kind == Notice::kFrame; }, "a disagreement");

@@ -4,6 +4,7 @@
 #include <cstdio>
 
 #include "engine/closing.hpp"
+#include "engine/notes.hpp"
 
 namespace aiocomms {
 namespace {
@@ -27,6 +28,21 @@ void farewells_wait_for_messages() {
   CHECK(!farewells.all_acknowledged());
   farewells.expect_acknowledgement(1, false);
   CHECK(farewells.all_acknowledged());
+}
+
+void notes_wait_to_be_taken() {
+  Notes notes;
+  std::uint64_t added = 0;
+  notes.add(1, "N");
+  notes.add(2, "Nothing else");
+  notes.add(2, "N" + std::string(4096, 'o'));  // too long
+  CHECK(read(notes.fileno(), &added, sizeof added) == sizeof added && added == 2);
+  CHECK((notes.take() == std::vector<Notes::Note>{{1, "N"}, {2, "Nothing else"}}) && notes.take().empty());
+  for (int peer = 0; peer < 5000; ++peer) notes.add(peer, "N");
+  const std::vector<Notes::Note> taken = notes.take();
+  CHECK(taken.size() == 4096 && taken.back().first == 4095);
+  notes.add(7, "N");
+  CHECK(notes.take().size() == 1);
 }
 
 // A message of a communicator that is in UCX's hands.
@@ -76,7 +92,7 @@ void what_is_lost_ends() {
 int main() {
   using namespace aiocomms;
   for (auto test : {test_board, test_pacer, test_inbox, test_offers, test_windows, farewells_wait_for_messages,
-                    what_is_lost_ends}) {
+                    notes_wait_to_be_taken, what_is_lost_ends}) {
     test();
   }
   std::printf("%u checks, %u failures\n", checks, failures);

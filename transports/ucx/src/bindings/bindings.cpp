@@ -2,11 +2,12 @@
 // the outcome.
 //
 // The rule of the interpreter's lock: a function either keeps it, and then takes no other lock, waits for nothing and
-// makes no call of UCX (`explain`, `is_plain`, `dtype_names`, `fileno`, `ready`, `bulk`, `reads_all`); or it lets go of
-// it around its call of the engine, and touches Python's objects before and after that alone: a tensor is looked at,
-// and bytes are copied, before. So nobody waits for the engine's lock who has the interpreter's, and nobody for the
-// interpreter's who has the engine's, whose thread never asks for it. Python's threads call the engine at any time, all
-// at once: the engine's own lock keeps them apart. (Python deletes an engine with the lock held; by then it is closed.)
+// makes no call of UCX (`explain`, `is_plain`, `dtype_names`, `fileno`, `notes_fileno`, `ready`, `bulk`, `reads_all`);
+// or it lets go of it around its call of the engine, and touches Python's objects before and after that alone: a tensor
+// is looked at, and bytes are copied, before. So nobody waits for the engine's lock who has the interpreter's, and
+// nobody for the interpreter's who has the engine's, whose thread never asks for it. Python's threads call the engine
+// at any time, all at once: the engine's own lock keeps them apart. (Python deletes an engine with the lock held; by
+// then it is closed.)
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
@@ -291,6 +292,14 @@ bool send_frame(Engine& engine, int peer, const nb::bytes& frame) {
   return released([&] { return engine.send_frame(peer, copy); });
 }
 
+// (peer, frame)
+nb::object take_notes(Engine& engine) {
+  const auto notes = released([&] { return engine.take_notes(); });
+  nb::list taken;
+  for (const auto& [peer, frame] : notes) taken.append(nb::make_tuple(peer, nb::bytes(frame.data(), frame.size())));
+  return taken;
+}
+
 // (ticket, status, detail, detail) and (kind, peer, group, detail, frame).
 nb::object told_of(const std::vector<Outcome>& outcomes, const std::vector<Notice>& notices) {
   nb::list done, told;
@@ -430,6 +439,8 @@ NB_MODULE(_engine, module) {
           },
           nb::sig("def halt(self) -> None"))
       .def("send_frame", &send_frame, nb::arg("peer"), nb::arg("frame"))
+      .def("notes_fileno", &Engine::notes_fileno)
+      .def("take_notes", &take_notes, nb::sig("def take_notes(self) -> list[tuple[int, bytes]]"))
       .def("add_group", &Engine::add_group, nb::arg("rank"), nb::arg("peers"), Released())
       .def("open_group", &Engine::open_group, nb::arg("group"), nb::arg("their_ids"), nb::arg("segment"),
            nb::arg("hosts"), nb::arg("readable"), Released())

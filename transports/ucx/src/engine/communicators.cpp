@@ -84,6 +84,11 @@ bool Engine::send_frame(int peer, const std::string& frame) {
   return control_->send(peer, frame);
 }
 
+std::vector<Notes::Note> Engine::take_notes() {
+  std::lock_guard lock(lock_);
+  return notes_.take();
+}
+
 std::vector<std::uint64_t> Engine::signs() {
   std::lock_guard lock(lock_);
   return control_->signs();
@@ -173,6 +178,8 @@ void Engine::handle_frame(int peer, std::string frame) {
   Farewell farewell;
   if (!frame.empty() && frame[0] == kAcknowledgement) {
     farewells_.expect_acknowledgement(peer, false);
+  } else if (!frame.empty() && frame[0] == kNote) {
+    notes_.add(peer, std::move(frame));
   } else if (Farewell::unpack(frame, farewell)) {
     farewells_.add(peer, farewell);
     while (advance()) {

@@ -29,6 +29,7 @@
 #include "engine/inbox.hpp"
 #include "engine/lanes.hpp"
 #include "engine/messages.hpp"
+#include "engine/notes.hpp"
 #include "engine/offers.hpp"
 #include "engine/pacer.hpp"
 #include "engine/peer.hpp"
@@ -73,6 +74,9 @@ class Engine : private Inbox::Owner {
   void lose_group(std::uint32_t group);                 // nothing of it is moved on any more
   void close_group(std::uint32_t group);                // and the others are told
   bool send_frame(int peer, const std::string& frame);
+  // See Notes: of what the other ranks say, that which is not for the loop.
+  int notes_fileno() const { return notes_.fileno(); }
+  std::vector<Notes::Note> take_notes();
   std::vector<std::uint64_t> signs();
   bool has_let_go(std::uint32_t group, int rank);  // whether a rank of this host has lost the communicator
   std::vector<int> missing(std::uint32_t group);   // the ranks that the collective under way waits for
@@ -208,6 +212,7 @@ class Engine : private Inbox::Owner {
   PriorityLock lock_;
   Pacer pacer_;
   Reports reports_{pacer_};
+  Notes notes_;
   std::unique_ptr<Worker> worker_;
   std::unique_ptr<Control> control_;
   Groups groups_;

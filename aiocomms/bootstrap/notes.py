@@ -1,0 +1,114 @@
+"""What the ranks of one communicator say to each other beside their ops, by :meth:`Transport.say`.
+
+Recovery and diagnosis use it. What a rank has sent is one of the records that stand here, or it is ignored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import msgspec
+
+from aiocomms.lowlevel.failures import UNREADABLE
+from aiocomms.progress.guard import guarded
+from aiocomms.transport import Transport
+
+LARGEST: Final = 2048
+"""Bytes of a note."""
+
+
+class Question(msgspec.Struct, tag=0, array_like=True):
+    """What are you doing? ``number`` identifies it among the sender's questions."""
+
+    number: int
+
+
+class Waiting(msgspec.Struct, array_like=True):
+    """A wait of the sender for another rank."""
+
+    rank: int
+    age: float
+    """Seconds since the op was called."""
+
+
+class Late(Waiting, array_like=True):
+    """The last receive of the sender whose deadline has passed."""
+
+    what: str
+    ago: float
+    """Seconds since its deadline."""
+
+
+class Answer(msgspec.Struct, tag=1, array_like=True):
+    """The answer to a question."""
+
+    number: int
+    doing: str
+    waits: list[Waiting]
+    late: Late | None
+
+
+class Place(msgspec.Struct, tag=2, array_like=True):
+    """The survivors of a lost communicator meet there."""
+
+    where: bytes
+
+
+Note = Question | Answer | Place
+_decoder = msgspec.msgpack.Decoder(Note)
+
+
+class Notes:
+    """What one rank says to the others, and hears of them; any thread."""
+
+    def __init__(self, transports: Sequence[Transport], size: int) -> None:
+        """Begin with nothing heard.
+
+        :param transports: the communicator's, which give what they hear to :meth:`hear`.
+        """
+        self.transports = transports
+        self.places: dict[int, bytes] = {}
+        """Where ranks have said that the survivors meet."""
+        self.on_word: Callable[[int, Question | Answer], object] = lambda rank, word: None
+        """Called with what else a rank has said. It waits for nothing."""
+        self._size = size
+
+    def say(self, rank: int, note: Note) -> bool:
+        """Send a rank a note, by the first transport that carries notes; False: none does."""
+        data = pack(note)
+        return any(guarded(False, transport.say, rank, data) for transport in self.transports)
+
+    def hear(self, rank: int, note: bytes) -> None:
+        """See :meth:`Transport.on_note`."""
+        found = read(note, self._size)
+        if isinstance(found, Place):
+            self.places[rank] = found.where
+        elif found is not None:
+            self.on_word(rank, found)
+
+
+def pack(note: Note) -> bytes:
+    """Encode a note."""
+    return msgspec.msgpack.encode(note)
+
+
+def read(note: bytes, size: int) -> Note | None:
+    """Decode what a rank has said; None if it makes no sense.
+
+    :param size: the ranks there are.
+    """
+    if len(note) > LARGEST:
+        return None
+    try:
+        found: Note = _decoder.decode(note)
+    except UNREADABLE:
+        return None
+    if isinstance(found, Answer):
+        late = [found.late] if found.late else []
+        ages = [wait.age for wait in (*found.waits, *late)] + [one.ago for one in late]
+        ranks = [wait.rank for wait in (*found.waits, *late)]
+        if not all(0 <= rank < size for rank in ranks) or not all(0 <= age < math.inf for age in ages):
+            return None
+    return found

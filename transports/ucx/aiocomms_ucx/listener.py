@@ -1,0 +1,63 @@
+"""A thread that waits for what other ranks say to this one's core, for the loop may be busy when they do."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Final
+
+NAME: Final = "aiocomms ucx hears notes"
+_log = logging.getLogger("aiocomms")
+
+
+class Listener:
+    """Calls a method whenever an eventfd was written to. It does not keep the method's object alive, and ends with it.
+
+    It sleeps in the kernel meanwhile, and costs nothing.
+    """
+
+    def __init__(self, fd: int, hear: Callable[[], object]) -> None:
+        """Start the thread.
+
+        :param fd: the eventfd, of which a copy is made.
+        :param hear: a bound method.
+        :raises RuntimeError: no thread can be started.
+        :raises OSError: there is no descriptor left.
+        """
+        self._fd = os.dup(fd)
+        self._ended = False
+        self._hear = weakref.WeakMethod(hear, lambda _: self.end())
+        self._thread = threading.Thread(target=self._run, name=NAME, daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._ended = True
+            os.close(self._fd)
+            raise
+
+    def end(self) -> None:
+        """Let the thread end. Idempotent: the descriptor is closed afterwards."""
+        if not self._ended:
+            self._ended = True
+            os.eventfd_write(self._fd, 1)
+
+    def join(self) -> None:
+        """Wait for its end."""
+        self.end()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended:
+            os.eventfd_read(self._fd)
+            hear = self._hear()
+            if hear is None:
+                break
+            try:
+                hear()
+            except Exception:  # what one rank has said keeps none of the others from being heard
+                _log.exception("what another rank has said was not understood")
+            del hear
+        os.close(self._fd)
