@@ -11,6 +11,7 @@ from typing import Final
 
 import msgspec
 
+from aiocomms.errors import ProtocolError
 from aiocomms.lowlevel.failures import UNREADABLE
 from aiocomms.progress.guard import guarded
 from aiocomms.transport import Transport
@@ -82,10 +83,13 @@ class Notes:
 
     def hear(self, rank: int, note: bytes) -> None:
         """See :meth:`Transport.on_note`."""
-        found = read(note, self._size)
+        try:
+            found = read(note, self._size)
+        except ProtocolError:
+            return
         if isinstance(found, Place):
             self.places[rank] = found.where
-        elif found is not None:
+        else:
             self.on_word(rank, found)
 
 
@@ -94,21 +98,22 @@ def pack(note: Note) -> bytes:
     return msgspec.msgpack.encode(note)
 
 
-def read(note: bytes, size: int) -> Note | None:
-    """Decode what a rank has said; None if it makes no sense.
+def read(note: bytes, size: int) -> Note:
+    """Decode what a rank has said.
 
     :param size: the ranks there are.
+    :raises ProtocolError: it makes no sense.
     """
-    if len(note) > LARGEST:
-        return None
     try:
+        if len(note) > LARGEST:
+            raise msgspec.DecodeError(f"it has {len(note)} bytes")
         found: Note = _decoder.decode(note)
-    except UNREADABLE:
-        return None
+    except UNREADABLE as error:
+        raise ProtocolError(f"a note makes no sense: {error}") from None
     if isinstance(found, Answer):
         late = [found.late] if found.late else []
         ages = [wait.age for wait in (*found.waits, *late)] + [one.ago for one in late]
         ranks = [wait.rank for wait in (*found.waits, *late)]
         if not all(0 <= rank < size for rank in ranks) or not all(0 <= age < math.inf for age in ages):
-            return None
+            raise ProtocolError(f"a note makes no sense: it tells of ranks {ranks}, and {ages} s")
     return found

@@ -163,3 +163,35 @@ def stop_and_go(pid: int, back: threading.Event) -> None:
 @pytest.mark.fault(13)
 def test_stopped_for_a_moment(ranks: Run) -> None:
     ranks(3, stop_for_a_moment)
+
+
+async def ask_who_is_stopped(place: Rank) -> None:
+    """Rank 1 is stopped while a receive of rank 0 waits for it; then it goes on, and answers."""
+    async with oracle(place):
+        comm = await place.open(hints={"heartbeat": 20.0})
+        pids = await processes(comm)
+        if place.rank == 0:
+            os.kill(pids[1], signal.SIGSTOP)
+            try:
+                error = await late_receive(comm)
+            finally:
+                os.kill(pids[1], signal.SIGCONT)
+            assert "; it was withdrawn: rank 1 does not answer: dead, stopped or busy" in error
+            while "is in recv(src=0, tag=3): they waited in a circle: rank 0 -> rank 1 -> rank 0" not in error:
+                error = await late_receive(comm)
+            await comm.send(torch.ones(1), 1, 3)
+        else:
+            await comm.recv(torch.zeros(1), 0, 3)
+        await exchange(comm, 1000)
+        await comm.aclose()
+
+
+async def late_receive(comm: Communicator) -> str:
+    with pytest.raises(CommTimeoutError) as caught:
+        await comm.recv(torch.zeros(1), 1, 9, timeout=0.6)  # when ranks may be asked again
+    return caught.value.message
+
+
+@pytest.mark.fault(13)
+def test_who_is_stopped_does_not_say_what_it_is_doing(ranks: Run) -> None:
+    ranks(2, ask_who_is_stopped)

@@ -146,7 +146,7 @@ class Agreement:
             self._handle_calls(peer, frame)
         elif isinstance(frame, wire.Bye):
             self._handle_bye(peer, frame)
-        else:
+        elif isinstance(frame, wire.Abort):
             self._dispute(frame.index, frame.reason.to_error())
 
     def _handle_calls(self, peer: int, frame: wire.Calls) -> None:

@@ -379,7 +379,10 @@ void leave_notes(Comm& comm) {
     constexpr int kPatience = 60'000;  // ms
     pollfd readable{engine.notes_fileno(), POLLIN, 0};
     std::uint64_t added = 0;
-    if (poll(&readable, 1, kPatience) <= 0) return expect(false, "notes of %zu ranks never come", heard);
+    if (poll(&readable, 1, kPatience) <= 0) {
+      expect(false, "rank %d has heard %zu ranks, and waits for the others' notes in vain", comm.rank.number, heard);
+      return;
+    }
     [[maybe_unused]] ssize_t got = read(engine.notes_fileno(), &added, sizeof added);
     for (const auto& [peer, frame] : engine.take_notes()) {
       expect(frame == kNote + std::to_string(peer), "a strange note of %d", peer);

@@ -419,6 +419,7 @@ void Engine::tear_down(bool sound, const std::function<bool()>& patient) noexcep
   worker_.reset();  // before what its callbacks may still want to touch
   groups_.drop_schedules();
   reports_.close();
+  notes_.close();
 }
 
 // Stay until everybody has got all that was sent to them: their engines acknowledge it without their loops.

@@ -26,7 +26,7 @@ class Notes {
   Notes() : fd_(eventfd(0, EFD_CLOEXEC)) {
     if (fd_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
   }
-  ~Notes() { close(fd_); }
+  ~Notes() { close(); }
   Notes(const Notes&) = delete;
   Notes& operator=(const Notes&) = delete;
 
@@ -37,15 +37,18 @@ class Notes {
   void add(int peer, std::string frame) {
     constexpr std::size_t kMost = 4096;
     constexpr std::size_t kLongest = 4096;  // bytes
-    if (notes_.size() == kMost || frame.size() > kLongest) return;
+    if (fd_ < 0 || notes_.size() == kMost || frame.size() > kLongest) return;
     notes_.emplace_back(peer, std::move(frame));
     std::uint64_t one = 1;
     [[maybe_unused]] ssize_t written = write(fd_, &one, sizeof one);
   }
   std::vector<Note> take() { return std::exchange(notes_, {}); }
+  void close() {  // idempotent
+    if (fd_ >= 0) ::close(std::exchange(fd_, -1));
+  }
 
  private:
-  const int fd_;
+  int fd_;
   std::vector<Note> notes_;
 };
 
