@@ -578,6 +578,23 @@ def threads_that_wait_are_forgotten() -> None:
     wrap(BlockingWork, "_ended", lambda original, work: None if work._work.error is not None else original(work))
 
 
+@caught_by("test_timeouts")
+def notes_are_lost() -> None:
+    """And the transport says that it carries them."""
+    wrap(LocalTransport, "say", lambda original, transport, rank, note: True)
+
+
+@caught_by("test_timeouts")
+def notes_come_from_another_rank() -> None:
+    def say(original: Any, transport: LocalTransport, rank: int, note: bytes) -> bool:
+        matcher, sender = transport._matcher, (transport._rank + 1) % transport._matcher.size
+        if (other := matcher.ranks[rank]) is not None:
+            other.on_note(sender, note)
+        return True
+
+    wrap(LocalTransport, "say", say)
+
+
 def wrap_semantics(kind: str, replacement: Any) -> None:
     """Replace what a kind of collective means."""
     original = semantics._SEMANTICS[kind]
