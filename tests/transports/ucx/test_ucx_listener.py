@@ -1,0 +1,70 @@
+"""The thread that hears what other ranks say while the loop is busy."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from aiocomms_ucx.listener import NAME, Listener
+from processes import PATIENCE, no_threads
+
+
+class Hearing:
+    """What a listener calls; one word is one semaphore's release."""
+
+    def __init__(self, fd):
+        self.heard = threading.Semaphore(0)
+        self.threads = []
+        self.listener = Listener(fd, self.hear)
+
+    def hear(self):
+        self.threads.append(threading.current_thread().name)
+        self.heard.release()
+        if len(self.threads) == 1:
+            raise RuntimeError("of this test")
+
+
+@pytest.fixture
+def fd():
+    found = os.eventfd(0)
+    yield found
+    os.close(found)
+
+
+def descriptors():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_it_hears_again_and_again_also_after_an_error(fd, caplog):
+    before = descriptors()
+    hearing = Hearing(fd)
+    for _ in range(3):
+        os.eventfd_write(fd, 1)
+        assert hearing.heard.acquire(timeout=PATIENCE)
+    assert hearing.threads == [NAME] * 3
+    hearing.listener.join()
+    hearing.listener.join()
+    assert descriptors() == before
+    assert [str(record.exc_info[1]) for record in caplog.records] == ["of this test"]
+
+
+def test_it_ends_with_its_object(fd):
+    before = descriptors()
+    hearing = Hearing(fd)
+    thread = hearing.listener._thread
+    del hearing
+    gc.collect()
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+    assert descriptors() == before
+
+
+def test_no_thread_can_be_started(fd):
+    before = descriptors()
+    with no_threads(), pytest.raises(RuntimeError):
+        Hearing(fd)
+    gc.collect()
+    assert descriptors() == before
