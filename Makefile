@@ -27,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo serve demo-tensor-parallel demo-kv-cache check test test-long core rules examples suites unit long \
 	conformance-local conformance-in-process conformance-in-processes conformance-loops faults-quick faults soak chaos \
-	test-sanitizers lint format conformance conformance-ucxx test-cupy bench structure gpu-check gpu-wheels docs clean
+	test-sanitizers lint format conformance conformance-ucxx test-cupy bench bench-scale structure gpu-check gpu-wheels docs clean
 
 $(VENV)/setup.stamp: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -215,6 +215,10 @@ bench: $(BENCH_VENV)/ucx.stamp
 	$(BENCH_BIN)/python -m benchmarks.heartbeat --transport ucx
 	$(BENCH_BIN)/python -m benchmarks.kv
 	$(BENCH_BIN)/python -m benchmarks.many
+
+## What grows with the number of ranks while a communicator forms: processes, ranks of one loop, calls of the store.
+bench-scale: $(VENV)/ucx.stamp
+	$(BIN)/python -m benchmarks.scale
 
 ## How the code is built, in figures, as a table; make structure BEFORE=folder of another checkout puts both side by side.
 structure: $(VENV)/ucx.stamp

@@ -1,33 +1,45 @@
 """How ranks find each other on a store that may hold an earlier run's keys.
 
 A store may keep the keys of a crashed run: the store of a launcher that restarts the ranks, or a file that is used
-again. Each rank therefore gives every arrival a random name, and writes it down in place of its last one. It writes
-down which arrivals of the other ranks it sees, and goes on when all ranks see the same. The keys of a process that is
-gone are not taken for a rank, nor is what somebody writes without the job's token. These records have this shape in
-every version, so that ranks of two versions can say so.
+again. Each rank therefore gives every arrival a random name, and writes it down in place of its last one. What is
+written under such a name was written since, by somebody who is, or was, there with it. So
+
+1. rank 0 writes down its name, and each rank that finds it adds its own to a list under it;
+2. when that has a name of every rank, rank 0 signs what they are, and who finds itself among them has met the others.
+
+A list of a rank 0 that is gone misses nobody, for nobody signs it. Whoever waits for long calls the roll: who answers
+under the name of that call is there, whether or not rank 0 is. The keys of a process that is gone are not taken for a
+rank, nor is what somebody writes without the job's token. Names, lists and what rank 0 says have this shape in every
+version from 3 on, so that ranks of two versions can say so.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import math
 import re
 import secrets
 import threading
-from typing import Final
+import time
+from collections.abc import Generator
+from typing import Final, NoReturn
 
 from torch.distributed import Store
 
-from aiocomms.bootstrap.records import fetch, read, write
-from aiocomms.errors import ArgumentError
+from aiocomms.bootstrap.records import append, believed, fetch, last_look, listed, pauses, write
+from aiocomms.errors import ArgumentError, AuthError, ProtocolError
 from aiocomms.lowlevel.auth import Seal, claimed
 from aiocomms.lowlevel.stores import store_errors
 
-FIRST_PAUSE: Final = 0.0005
-LONGEST_PAUSE: Final = 0.05
-"""Seconds between two looks at the store: short at first, and longer later so as not to load the store."""
-
 _NAME: Final = re.compile(r"[0-9a-f]{16}")
-_NOBODY: Final = "-"
+_LENGTH: Final = 16
+_NOBODY: Final = "-" * _LENGTH
+_BORED: Final = 2.0
+"""Seconds after which a rank calls the roll, if nobody has since it came."""
+_CALLS: Final = 8
+"""Calls of the roll, the last ones, whose answers a rank reads before it gives up."""
+_LEADER: Final = "came/0"
 
 
 class Arrival:
@@ -43,62 +55,185 @@ class Arrival:
         self._size = size
         self._seal = seal
         self.present: set[int] = {rank}
-        """The ranks that see this rank's arrival."""
-        self._agreed: set[int] = {rank}
+        """The ranks of which this one knows that they have come."""
+        self._mine = secrets.token_hex(_LENGTH // 2)
+        self._came = f"came/{rank}"
+        self._answered = ""
+        self._refused = self._seen = b""
 
     @store_errors()
-    def meet(self, given_up: threading.Event) -> str:
-        """Wait until all ranks see the same arrivals, or until ``given_up`` is set.
+    def meet(self, given_up: threading.Event, seconds: float = math.inf) -> str:
+        """Wait until rank 0 has seen all ranks, or until ``given_up`` is set.
 
-        :returns: a text that is the same on all ranks, and differs from that of all other arrivals on this store.
+        :param seconds: after which it will be.
+        :returns: a text that is the same on all ranks, and differs from that of all other arrivals on this store; an
+            empty one if ``given_up`` was set.
         :raises ArgumentError: another process has come as this rank.
         :raises AuthError: what a rank has written that sees this rank is not signed, or this rank's own name is not.
         :raises ProtocolError: a rank that sees this rank is of another version.
         :raises StoreLostError: the store is gone.
         """
-        mine, came = secrets.token_hex(8), f"came/{self._rank}"
-        view = [_NOBODY] * self._size
-        view[self._rank] = mine
-        write(self._store, self._seal, "came", self._rank, came, mine.encode())
-        pause = FIRST_PAUSE
-        while not given_up.is_set():
-            if self._look(view):
-                self._agreed = {self._rank}
-                write(self._store, self._seal, f"sees {mine}", self._rank, f"sees/{self._rank}/{mine}", _text(view))
-            for rank in set(range(self._size)) - self._agreed:
-                self._read_view(rank, view)
-            if len(self._agreed) == self._size:
+        steps = self.steps(seconds)
+        while True:
+            try:
+                pause = next(steps)
+            except StopIteration as end:
+                return str(end.value)
+            if given_up.wait(pause):
+                return ""
+
+    def steps(self, seconds: float) -> Generator[float, None, str]:
+        """Do what :meth:`meet` does, but wait: yields the seconds to wait before each further step."""
+        write(self._store, self._seal, "came", self._rank, self._came, self._mine.encode())
+        roll, key = _Roll(self._store, self._rank, self._size, self._seal, seconds), ""
+        if self._rank == 0:
+            self._answer(self._mine)
+        else:
+            self._store.compare_set(_LEADER, "", _NOBODY)  # so that it can be read at once with others
+        for pause in pauses(self._size):
+            key = self._lead(roll) if self._rank == 0 else self._follow(roll)
+            if key:
                 break
-            if read(self._store, self._seal, "came", self._rank, came) != mine.encode():
-                raise ArgumentError(
-                    f"another process has come as rank {self._rank} while this one waited: was a rank started twice, "
-                    "or do two jobs use one store and one name?"
-                )
-            given_up.wait(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
-        return hashlib.sha256(_text(view)).hexdigest()[:16]
+            yield min(pause, roll.patience)
+        return key
 
-    def _look(self, view: list[str]) -> bool:
-        """Read the other ranks' arrivals, except of those that have agreed; return whether any has changed."""
-        before = list(view)
-        for rank in set(range(self._size)) - self._agreed:
-            name = claimed(fetch(self._store, f"came/{rank}") or b"").decode(errors="replace")
-            view[rank] = name if _NAME.fullmatch(name) else _NOBODY
-        return view != before
+    # ----------------------------------------------------------------------------------------------------- rank 0
 
-    def _read_view(self, rank: int, view: list[str]) -> None:
-        """Read which arrivals a rank sees, and note whether it sees this rank's, and whether it agrees on all.
+    def _lead(self, roll: _Roll) -> str:
+        """Look who has come; when all have, say so. The meeting's key, or an empty text."""
+        where = self._list(self._mine)
+        came, here, called = self._store.multi_get([_LEADER, where, roll.KEY])
+        if self._seal.verify("came", 0, came) != self._mine.encode():
+            self._taken()
+        roll.heard(called)
+        if here == self._seen:
+            return ""
+        self._seen = here
+        records = listed(here, self._size, where)
+        self.present |= set(records)
+        names = {rank: _name(claimed(theirs[-1])) for rank, theirs in records.items()}
+        text = "".join(names.get(rank, _NOBODY) for rank in range(self._size)).encode()
+        try:
+            for rank, theirs in records.items():
+                names[rank] = _name(believed(self._seal, where, rank, theirs))
+        except ProtocolError as error:  # AuthError is one; the others wait for what is said now
+            self._say(text, f"{type(error) is AuthError:d} {error.peer} {error.message}")
+            raise
+        if _NOBODY in names.values() or len(names) < self._size:
+            return ""
+        text = "".join(names[rank] for rank in range(self._size)).encode()
+        self._say(text, "")
+        return _digest(text)
 
-        Whoever names this arrival is there, and no process that is gone. So only then is it an error that it has
+    def _say(self, names: bytes, trouble: str) -> None:
+        self._store.set(f"met/{self._mine}", names)  # type: ignore[arg-type]  # bytes are fine
+        said = f"{self._mine} {_digest(names)} {trouble}"
+        write(self._store, self._seal, "came", 0, _LEADER, said.encode())
+
+    # -------------------------------------------------------------------------------------------------- the others
+
+    def _follow(self, roll: _Roll) -> str:
+        """Answer rank 0, if another one has come, and look what it says. The meeting's key, or an empty text."""
+        leader, came, called = self._store.multi_get([_LEADER, self._came, roll.KEY])
+        name, _, said = claimed(leader).decode(errors="replace").partition(" ")
+        if name != self._answered and _NAME.fullmatch(name):
+            self._answer(name)
+        elif said and leader != self._refused:
+            names = fetch(self._store, f"met/{name}") or b""
+            if names[_LENGTH * self._rank :][:_LENGTH] == self._mine.encode():
+                return self._heard(leader, names)
+            self._refused = leader  # it is gone, or knows another process as this rank
+        if self._seal.verify("came", self._rank, came) != self._mine.encode():
+            self._taken()
+        roll.heard(called)
+        roll.look()
+        self.present |= roll.present
+        return ""
+
+    def _heard(self, leader: bytes, names: bytes) -> str:
+        """The key of the meeting that rank 0 says has come about, or the error that it has found.
+
+        It names this arrival, so it is there, and no process that is gone. So only now is it an error that it has
         another token or another version.
         """
-        name = view[rank]
-        record = None if name == _NOBODY else fetch(self._store, f"sees/{rank}/{name}")
-        if record is not None and view[self._rank].encode() in claimed(record).split():
-            self.present.add(rank)
-            if self._seal.verify(f"sees {name}", rank, record) == _text(view):
-                self._agreed.add(rank)
+        _, digest, trouble = self._seal.verify("came", 0, leader).decode(errors="replace").split(" ", 2)
+        if digest != _digest(names):
+            raise ProtocolError("what rank 0 has left in the store of who has come makes no sense", peer=0)
+        if trouble:
+            unsigned, peer, message = trouble.split(" ", 2)
+            raise (AuthError if unsigned == "1" else ProtocolError)(message, peer=int(peer))
+        return digest
+
+    def _answer(self, leader: str) -> None:
+        where = self._list(leader)
+        append(self._store, self._seal, where, self._rank, where, self._mine.encode())
+        self._answered = leader
+
+    def _list(self, leader: str) -> str:
+        """Where those are who have seen this arrival of rank 0. Ranks that take the size for another do not meet."""
+        return f"here/{self._size}/{leader}"
+
+    def _taken(self) -> NoReturn:
+        raise ArgumentError(
+            f"another process has come as rank {self._rank} while this one waited: was a rank started twice, "
+            "or do two jobs use one store and one name?"
+        )
 
 
-def _text(view: list[str]) -> bytes:
-    return " ".join(view).encode()
+class _Roll:
+    """Who answers while this rank waits: its error names who has not come, also where rank 0 is one of them."""
+
+    KEY: Final = "roll"
+
+    def __init__(self, store: Store, rank: int, size: int, seal: Seal, seconds: float) -> None:
+        """Begin.
+
+        :param seconds: for which this rank waits.
+        """
+        self._store, self._rank, self._size, self._seal = store, rank, size, seal
+        self.present: set[int] = set()
+        now, last = time.monotonic(), last_look(size, seconds)
+        self.patience: float = last / 8
+        """The most seconds between two looks, so that each rank answers in time."""
+        self._calls = [now + min(_BORED, seconds / 4), now + seconds - last]
+        self._look = now + seconds - last / 2
+        self._before = store.compare_set(self.KEY, "", _NOBODY)
+        self._known = b""
+        self._heard: list[str] = []  # calls since this rank came: who answers those is there
+
+    def heard(self, called: bytes) -> None:
+        """Answer a call, if it is another one than the last."""
+        name = _name(called)
+        if called == self._known or name == _NOBODY:
+            return
+        append(self._store, self._seal, f"roll/{name}", self._rank, f"roll/{name}", b"")
+        self._known = called
+        if called != self._before:
+            self._heard.append(name)
+
+    def look(self) -> None:
+        """Call the roll, or note who has answered, if it is time for that."""
+        now = time.monotonic()
+        if self._calls and now >= self._calls[0]:
+            self._calls.pop(0)
+            if not self._heard or not self._calls:
+                self._store.set(self.KEY, secrets.token_hex(_LENGTH // 2))
+        if now >= self._look:
+            for name in self._heard[-_CALLS:]:
+                self._note(name, fetch(self._store, f"roll/{name}") or b"")
+
+    def _note(self, name: str, answers: bytes) -> None:
+        where = f"roll/{name}"
+        for rank, records in listed(answers, self._size, where).items():
+            with contextlib.suppress(ProtocolError):  # AuthError is one: somebody else's
+                believed(self._seal, where, rank, records)
+                self.present.add(rank)
+
+
+def _name(text: bytes) -> str:
+    name = text.decode(errors="replace")
+    return name if _NAME.fullmatch(name) else _NOBODY
+
+
+def _digest(names: bytes) -> str:
+    return hashlib.sha256(names).hexdigest()[: 2 * _LENGTH]

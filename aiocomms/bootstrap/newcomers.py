@@ -10,8 +10,7 @@ from typing import TypeVar
 import msgspec
 from torch.distributed import PrefixStore, Store
 
-from aiocomms.bootstrap.generations import FIRST_PAUSE, LONGEST_PAUSE
-from aiocomms.bootstrap.records import read, write
+from aiocomms.bootstrap.records import pauses, read, write
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.errors import CommAbortedError, CommTimeoutError, MismatchError, ProtocolError
 from aiocomms.lowlevel.auth import Seal, read_token
@@ -71,15 +70,16 @@ class Claims:
         :raises CommAbortedError: another process has claimed the same rank since.
         :raises AuthError: who answers does not belong to the job.
         """
-        mine, pause = secrets.token_hex(8), FIRST_PAUSE
+        mine = secrets.token_hex(8)
         write(self._store, self._seal, "claim", rank, f"join/{rank}", mine.encode())
-        while not given_up.wait(pause):
+        for pause in pauses(1):
+            if given_up.wait(pause):
+                break
             answer = read(self._store, self._seal, f"join {mine}", rank, f"join/{rank}/{mine}")
             if answer is not None:
                 return decoded(answer, Invitation)
             if self._claim(rank) != mine:
                 raise CommAbortedError(f"another process has asked since to become rank {rank}")
-            pause = min(2 * pause, LONGEST_PAUSE)
         return None
 
     def _claim(self, rank: int) -> str | None:

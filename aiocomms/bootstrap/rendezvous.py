@@ -8,8 +8,7 @@ import os
 import secrets
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Final
 
 import anyio
@@ -18,7 +17,7 @@ from torch.distributed import PrefixStore, Store
 
 from aiocomms.bootstrap.board import Board
 from aiocomms.bootstrap.generations import Arrival
-from aiocomms.bootstrap.records import read, write
+from aiocomms.bootstrap.records import append, believed, last_look, listed, number, pauses
 from aiocomms.errors import CommTimeoutError, StoreLostError
 from aiocomms.lowlevel.auth import Seal, read_token
 from aiocomms.lowlevel.stores import store_errors
@@ -26,8 +25,6 @@ from aiocomms.lowlevel.threads import run_in_thread
 
 FORMING: Final = 600.0
 """Seconds to form in for a communicator whose ops have no deadline: a rank that never comes must be named some day."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
-"""Seconds between looking for a rank that has not come: soon at first, and later without loading the store."""
 
 
 class StoreRendezvous(Board):
@@ -92,7 +89,7 @@ class StoreRendezvous(Board):
             self.store = PrefixStore(secrets.token_hex(8), here)
             return
         arrival, given_up = Arrival(here, self.rank, self.size, self._seal), threading.Event()
-        key = await self._meeting("all at once", lambda: arrival.meet(given_up), arrival.present, given_up)
+        key = await self._meeting("all at once", lambda: arrival.meet(given_up, self.left()), arrival.present, given_up)
         self.store, self._seal = PrefixStore(key, here), self._seal.child(key)
 
     def leave(self) -> None:
@@ -134,23 +131,37 @@ class StoreRendezvous(Board):
 
     @store_errors()
     def _meet(self, store: Store, key: str, got: dict[int, bytes], given_up: threading.Event) -> None:
-        """Leave this rank's value, and look for the other ranks' until all are there.
+        """Take the steps of an exchange.
 
         Never waits in the store: a connection carries one call at a time, so other communicators that form over it at
         once would wait too, and for a wait that was given up as long as for any other.
         """
-        write(store, self._seal, key, self.rank, f"{key}/{self.rank}", got[self.rank])
-        left = deque(rank for rank in range(self.size) if rank != self.rank)
-        pause = _FIRST_PAUSE
-        while left and not given_up.is_set():
-            rank = left.popleft()
-            value = read(store, self._seal, key, rank, f"{key}/{rank}")
-            if value is not None:
-                got[rank] = value
-            else:
-                left.append(rank)  # the others first, so that an error names those who are missing and nobody else
-                given_up.wait(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE)
+        for pause in self.steps(store, key, got):
+            if given_up.wait(pause):
+                return
+
+    def steps(self, store: Store, key: str, got: dict[int, bytes]) -> Iterator[float]:
+        """Append this rank's value to the list of all, count it, and read the list when all are counted.
+
+        Whoever can write to the store can raise the counter, so the list says who is there. Before it is complete only
+        a rank whose time is nearly up reads it: if all did, they would move the square of what they do.
+
+        :param got: gets the values by rank.
+        :returns: the seconds to wait before each further step.
+        :raises ProtocolError: a record makes no sense; AuthError is one.
+        :raises RuntimeError: as torch's stores raise it.
+        """
+        append(store, self._seal, key, self.rank, key, got[self.rank])
+        counted, seen, last = store.add(f"{key}/count", 1), 0, last_look(self.size, self.timeout)
+        for pause in pauses(self.size):
+            if counted != seen and (counted >= self.size or self.left() < last):
+                seen = counted
+                for rank, records in listed(store.get(key), self.size, key).items():
+                    got[rank] = believed(self._seal, key, rank, records)
+            if len(got) == self.size:
+                return
+            yield min(pause, last / 8)
+            counted = number(store.get(f"{key}/count"), f"{key}/count")
 
     def left(self) -> float:
         """See :meth:`aiocomms.transport.Rendezvous.left`."""

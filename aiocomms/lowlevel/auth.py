@@ -15,7 +15,7 @@ from aiocomms.lowlevel.versions import HEAD_BYTES, Dialect
 MAX_RECORD: Final = 64 * 1024
 """Most bytes of what a rank tells the others through the store."""
 
-RENDEZVOUS = Dialect("the rendezvous", b"aioR", 2)
+RENDEZVOUS = Dialect("the rendezvous", b"aioR", 3)
 """How ranks meet in a store: what is written there, and what they agree on by it."""
 
 _TOKEN: Final = "AIOCOMMS_TOKEN"  # noqa: S105 - a variable's name

@@ -86,11 +86,22 @@ class JobStore(Store):
 
     def get(self, key: str) -> bytes:
         """See ``torch.distributed.Store.get``; waits for the key."""
-        self.wait([key])
         value: bytes | None = self._ask("get", key)
-        if value is None:
-            raise DistStoreError(f"the key {key!r} was deleted")
-        return value
+        return self.multi_get([key])[0] if value is None else value
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """See ``torch.distributed.Store.multi_get``; waits for the keys."""
+        values: list[bytes | None] = self._ask("multi_get", keys)
+        if None in values:
+            self.wait(keys)
+            values = self._ask("multi_get", keys)
+        if None in values:
+            raise DistStoreError(f"some of the keys {keys} were deleted")
+        return values  # type: ignore[return-value]  # none is None
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """See ``torch.distributed.Store.append``, which takes bytes as well."""
+        self._ask("append", key, _raw(value))
 
     def add(self, key: str, amount: int) -> int:
         """See ``torch.distributed.Store.add``."""

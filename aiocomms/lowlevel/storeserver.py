@@ -66,9 +66,11 @@ def perform(kept: HashStore, what: str, args: Sequence[Any]) -> Any:
                 return kept.get(*args) if kept.check(list(args)) else None
             except RuntimeError:  # it was deleted meanwhile
                 return None
+        case "multi_get":
+            return [perform(kept, "get", [key]) for key in args[0]]
         case "check":
             return kept.check(*args)
-        case "set" | "add" | "compare_set" | "delete_key" | "num_keys":
+        case "set" | "append" | "add" | "compare_set" | "delete_key" | "num_keys":
             return getattr(kept, what)(*args)
     raise ValueError(f"{what!r} is no request")
 

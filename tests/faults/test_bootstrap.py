@@ -157,7 +157,7 @@ async def speak_in_another_shape(place: Rank) -> str:
         sign, dialect = Seal.sign, RENDEZVOUS._replace(version=4711)
 
         def signs(self: Seal, key: str, rank: int, value: bytes) -> bytes:
-            shape = slice(HEAD_BYTES, None) if key.startswith(("came", "sees")) else slice(-3, None)
+            shape = slice(HEAD_BYTES, None) if key.startswith(("came", "here", "roll")) else slice(-3, None)
             return dialect.head + sign(self, key, rank, value)[shape]
 
         Seal.sign = signs  # type: ignore[method-assign]

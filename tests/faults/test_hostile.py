@@ -37,6 +37,7 @@ from torch.distributed import PrefixStore
 import aiocomms
 from aiocomms import ops
 from aiocomms.bootstrap.generations import Arrival
+from aiocomms.bootstrap.records import framed
 from aiocomms.communicator import Communicator
 from aiocomms.errors import ArgumentError, AuthError, CommAbortedError, CommError, CommTimeoutError, ProtocolError
 from aiocomms.lowlevel.auth import Seal
@@ -267,7 +268,9 @@ async def impersonated(place: Rank) -> str:
     key = {"c10d": "c10d", "ucx": "ucx"}[place.transport]
     here = PrefixStore("aiocomms/world", store)
     meeting = Arrival(here, 1, 2, Seal(TOKEN.encode(), "world")).meet(threading.Event())
-    here.set(f"{meeting}/{key}/1", b"\x02" + bytes(32) + b"\x96whatever")
+    record = b"\x02" + bytes(32) + b"\x96whatever"
+    here.append(f"{meeting}/{key}", framed(1, record))
+    here.add(f"{meeting}/{key}/count", 1)
     return ""
 
 
@@ -290,7 +293,7 @@ async def forged_arrival(place: Rank, what: str) -> str:
 @pytest.mark.parametrize("what", ["a counter", "a name", "a long name", "an arrival"])
 def test_a_forged_arrival(ranks: Run, transport: str, what: str) -> None:
     """Who shows that it sees this rank, and no token, is an error at once; a name that anybody may write is nobody."""
-    wanted = r"rank 1's record 'sees \w+' in the store is not signed" if what == "an arrival" else "had not come: 1"
+    wanted = r"rank 1's record 'here/2/\w+' in the store is not signed" if what == "an arrival" else "had not come: 1"
     assert re.search(wanted, ranks(2, forged_arrival, what, before=in_job)[0])
 
 

@@ -12,6 +12,7 @@ import torch
 from concurrency import together
 from torch.distributed import HashStore
 
+from aiocomms.bootstrap.records import framed, listed
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.bootstrap.stores import connect_store
 from aiocomms.errors import ArgumentError, AuthError, CommTimeoutError, ProtocolError
@@ -187,7 +188,7 @@ def test_ranks_with_one_token_meet(run):
         assert len({it.secret("p") for it in children}) == 1
         assert children[0].secret("p") != both[0].secret("p")
         assert await together(*(lambda it=it: it.exchange("k", b"w") for it in children)) == [[b"w", b"w"]] * 2
-        assert TOKEN.encode() not in b"".join(store.get(f"k/{rank}") for rank in range(2))
+        assert TOKEN.encode() not in store.get("k")
 
     run(main)
 
@@ -206,7 +207,8 @@ def test_a_forged_decision_is_refused(record):
 def test_a_forged_record_names_its_rank(record):
     async def main():
         store = HashStore()
-        store.set("k/1", record)
+        store.append("k", framed(1, record))
+        store.add("k/count", 1)
         with pytest.raises(ProtocolError, match="rank 1") as caught:
             await meeting(store, 0).exchange("k", b"mine")
         assert caught.value.peer == 1
@@ -228,7 +230,9 @@ def test_a_record_of_an_earlier_generation_is_not_believed(monkeypatch):
         for both in (first, second):
             await together(*(lambda it=it: it.arrive(root) for it in both))
         await together(*(lambda it=it: it.exchange("k", b"v") for it in first))
-        second[1].store.set("k/1", first[1].store.get("k/1"))
+        (earlier,) = listed(first[1].store.get("k"), 2, "k")[1]
+        second[1].store.append("k", framed(1, earlier))
+        second[1].store.add("k/count", 1)
         with pytest.raises(AuthError, match="rank 1's record 'k'") as caught:
             await second[0].exchange("k", b"v")
         assert caught.value.peer == 1

@@ -17,6 +17,7 @@ from processes import PATIENCE
 from torch.distributed import HashStore
 
 from aiocomms.bootstrap import generations
+from aiocomms.bootstrap.records import framed
 from aiocomms.errors import AuthError, CommTimeoutError, ProtocolError
 from aiocomms.families import parcels
 from aiocomms.lowlevel import Dialect, Gate, gate, handshake
@@ -104,23 +105,29 @@ def record(text: str) -> bytes:
 
 
 @pytest.mark.fault(105)
-def test_a_rank_that_came_in_another_version_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("other", range(2))
+def test_a_rank_that_came_in_another_version_is_told_so(monkeypatch: pytest.MonkeyPatch, other: int) -> None:
     """It has seen this rank, so it is no process that is gone; and it did come."""
-    store, name = HashStore(), "1" * 16
-    monkeypatch.setattr(generations.secrets, "token_hex", lambda _: "0" * 16)
-    store.set("came/1", record(name))
-    store.set(f"sees/1/{name}", record(f"{'0' * 16} {name} whatever"))
-    error = arrive(store, 0)
+    store, mine, theirs = HashStore(), "0" * 16, "1" * 16
+    monkeypatch.setattr(generations.secrets, "token_hex", lambda _: mine)
+    store.set(f"came/{other}", record(theirs if other else f"{theirs} digest "))
+    store.set(f"met/{theirs}", theirs + mine)
+    store.append(f"here/2/{mine}", framed(1, record(theirs)))  # type: ignore[attr-defined]  # torch has it
+    error = arrive(store, 1 - other)
     assert isinstance(error, ProtocolError)
-    assert f"rank 1 speaks version {OTHER} of the rendezvous, this rank version {RENDEZVOUS.version}" in error.message
-    assert error.peer == 1
+    ours = RENDEZVOUS.version
+    assert f"rank {other} speaks version {OTHER} of the rendezvous, this rank version {ours}" in error.message
+    assert error.peer == other
 
 
 @pytest.mark.fault(105)
-def test_a_process_of_another_version_that_is_gone_is_nobody() -> None:
-    store, name = HashStore(), "1" * 16
-    store.set("came/1", record(name))
-    store.set(f"sees/1/{name}", record(f"- {name}"))  # it did not see rank 0
+@pytest.mark.parametrize("other", range(2))
+def test_a_process_of_another_version_that_is_gone_is_nobody(other: int) -> None:
+    """It did not see the rank that is there now."""
+    store, theirs = HashStore(), "1" * 16
+    store.set(f"came/{other}", record(theirs if other else f"{theirs} digest "))
+    store.set(f"met/{theirs}", theirs + "2" * 16)
+    store.append(f"here/2/{theirs}", framed(1, record("2" * 16)))  # type: ignore[attr-defined]  # torch has it
     results: list[BaseException | str] = []
     threads = [threading.Thread(target=lambda r=r: results.append(arrive(store, r))) for r in range(2)]
     for thread in threads:

@@ -1,0 +1,232 @@
+"""What a rank asks of the store while it meets the others, for any number of them; and what others may write there."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from concurrency import in_threads
+from processes import PATIENCE
+from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
+
+from aiocomms.bootstrap import generations
+from aiocomms.bootstrap.generations import Arrival
+from aiocomms.bootstrap.records import framed, listed, pauses
+from aiocomms.bootstrap.rendezvous import StoreRendezvous
+from aiocomms.errors import AuthError, ProtocolError
+from aiocomms.lowlevel.auth import Seal
+from aiocomms.lowlevel.stores import reach_store, serve_store
+from benchmarks import scale
+
+TOKEN = b"a token of these tests"
+
+
+def place(store, rank, size, token=TOKEN):
+    where = {"name": "world", "device": torch.device("cpu"), "timeout": 30.0, "seal": Seal(token, "world")}
+    return StoreRendezvous(store, rank, size, **where)
+
+
+def exchanging(store, rank, size, token=TOKEN):
+    """The steps of a rank whose value is its number, the first of them taken; and what it gets."""
+    got = {rank: b"%d" % rank}
+    steps = place(store, rank, size, token).steps(store, "k", got)
+    next(steps, None)
+    return steps, got
+
+
+# ------------------------------------------------------------------------------------------------------------ calls
+
+
+@pytest.mark.parametrize("size", [2, 10, 300])
+def test_calls_do_not_grow_with_the_ranks(size):
+    assert max(rank.calls for rank in scale.exchanging(size, size)) == 4
+    assert max(rank.calls for rank in scale.arriving(size)) == 8
+
+
+@pytest.mark.parametrize("size", [2, 300])
+def test_a_look_is_one_call(size):
+    """It waits for a rank that does not come, and so do all others that have."""
+    store = scale.CountingStore()
+    arrivals = [scale.Steps(store, Arrival(store, r, size, Seal(None, "w")).steps(3600)) for r in range(size - 1)]
+    left = (place(store, rank, size) for rank in range(size - 1))
+    exchanges = [scale.Steps(store, it.steps(store, "key", {it.rank: b""})) for it in left]
+    for waits in (arrivals, exchanges):
+        for _ in range(3):  # in the second one those that came before rank 0 answer it
+            assert not any(rank.step() for rank in waits)
+        before = [rank.calls for rank in waits]
+        assert not any(rank.step() for rank in waits)
+        assert [rank.calls for rank in waits] == [calls + 1 for calls in before]
+
+
+def test_all_ranks_together_spare_the_store():
+    def looks(size):
+        waits = pauses(size)
+        return size / [next(waits) for _ in range(30)][-1]
+
+    assert looks(2) == 40
+    assert looks(400) == looks(100_000) == 8000
+
+
+@pytest.fixture
+def stores(tmp_path):
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    own, port = serve_store("127.0.0.1", 20.0)
+    return {
+        "hash": HashStore(), "file": FileStore(str(tmp_path / "store"), -1), "tcp": server,
+        "prefix": PrefixStore("mine", server), "job's, served here": own,
+        "job's, served elsewhere": reach_store("127.0.0.1", port, 1, 20.0),
+    }  # fmt: skip
+
+
+KINDS = ["hash", "file", "tcp", "prefix", "job's, served here", "job's, served elsewhere"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_go_over_any_store(stores, kind):
+    store = stores[kind]
+    values = [bytes(range(256)) * 256, b"", b"\0"]  # the first one is as long as any may be
+
+    def exchange(rank):
+        got = {rank: values[rank]}
+        for pause in place(store, rank, 3).steps(store, "k", got):
+            threading.Event().wait(pause)
+        return [got[peer] for peer in range(3)]
+
+    assert in_threads(*(lambda r=r: exchange(r) for r in range(3))) == [values] * 3
+
+
+@pytest.mark.parametrize("kind", KINDS[4:])
+def test_what_is_got_from_a_jobs_store_waits_for_its_keys(stores, kind):
+    store, there = PrefixStore("mine", stores[kind]), threading.Event()
+
+    def write():
+        store.set("a", "1")
+        there.set()
+        store.append("b", b"\xff")
+        store.append("b", b"\0")
+
+    def read():
+        there.wait(PATIENCE)
+        return store.multi_get(["a", "b"])
+
+    a, b = in_threads(write, read)[1]
+    assert (a, b[:1]) == (b"1", b"\xff")
+    assert store.get("b") == b"\xff\0"
+
+
+# -------------------------------------------------------------------------------------------- what others may write
+
+
+def test_a_counter_that_somebody_raises_is_no_rank():
+    store = HashStore()
+    store.add("k/count", 7)
+    steps, got = exchanging(store, 0, 2)
+    assert got == {0: b"0"}
+    _, theirs = exchanging(store, 1, 2)
+    assert list(steps) == []
+    assert got == theirs == {0: b"0", 1: b"1"}
+
+
+@pytest.mark.parametrize("order", ["before", "behind"])
+def test_a_forged_record_does_not_hide_the_ranks_own(order):
+    store, forged = HashStore(), framed(1, Seal(b"another token").sign("k", 1, b"forged"))
+    if order == "before":
+        store.append("k", forged)
+    first, second = exchanging(store, 0, 3), exchanging(store, 1, 3)
+    if order == "behind":
+        store.append("k", forged)
+    third = exchanging(store, 2, 3)
+    for steps, got in (first, second, third):
+        assert list(steps) == []
+        assert got == {0: b"0", 1: b"1", 2: b"2"}
+
+
+@pytest.mark.parametrize("data", [b"\0", framed(1, b"abc")[:-1], framed(0, b"") + b"x" * 8], ids=len)
+def test_a_list_that_makes_no_sense(data):
+    with pytest.raises(ProtocolError, match="the list 'k' in the store makes no sense"):
+        listed(data, 2, "k")
+
+
+def test_records_of_ranks_that_there_are_not_are_left_out():
+    assert listed(framed(2, b"a") + framed(1, b"b") + framed(1, b"c"), 2, "k") == {1: [b"b", b"c"]}
+
+
+@pytest.mark.parametrize("data", ["", "-1", "x", "1" * 5000], ids=len)
+def test_a_counter_that_makes_no_sense(data):
+    store = HashStore()
+    steps, _ = exchanging(store, 0, 2)
+    store.set("k/count", data)
+    with pytest.raises(ProtocolError, match="the counter 'k/count' in the store makes no sense"):
+        next(steps)
+
+
+# -------------------------------------------------------------------------------------------------------- who came
+
+
+def arriving(store, rank, size, token=TOKEN, seconds=3600.0):
+    arrival = Arrival(store, rank, size, Seal(token, "world"))
+    return arrival, arrival.steps(seconds)
+
+
+def ended(steps):
+    """Take the rank's steps to their end, which is near where all others have come."""
+    for _ in range(9):
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+    raise AssertionError("it goes on looking")
+
+
+def test_all_are_told_who_has_another_token():
+    """Rank 0 alone reads what the others have signed."""
+    store = HashStore()
+    ranks = [arriving(store, r, 3, b"another token" if r == 1 else TOKEN)[1] for r in range(3)]
+    for steps in ranks:
+        next(steps)
+    peers = []
+    for steps in ranks:
+        with pytest.raises(AuthError, match="is not signed") as caught:
+            ended(steps)
+        peers.append(caught.value.peer)
+    assert peers == [1, 0, 1]
+
+
+def test_who_answers_is_known_to_be_there_where_rank_0_is_not(monkeypatch):
+    """The store has the keys of ranks that are gone, as if all had come."""
+    now = [0.0]
+    monkeypatch.setattr(generations.time, "monotonic", lambda: now[0])
+    store = HashStore()
+    gone = [arriving(store, r, 5)[1] for r in range(4)]
+    for steps in gone + gone:
+        next(steps)
+    ranks = [arriving(store, r, 5, seconds=60.0) for r in (1, 3)]
+    for now[0] in (0.0, 3.0, 3.1, 59.0, 59.1, 59.9):
+        for _, steps in ranks:
+            next(steps)
+    assert [arrival.present for arrival, _ in ranks] == [{1, 3}, {1, 3}]
+
+
+def test_what_rank_0_says_has_to_be_what_it_has_signed():
+    store = HashStore()
+    (leader, leads), (_, follows) = arriving(store, 0, 2), arriving(store, 1, 2)
+    next(leads)
+    next(follows)
+    ended(leads)
+    names = store.get(f"met/{leader._mine}")
+    store.set(f"met/{leader._mine}", (b"0" * 16 + names[16:]).decode())
+    with pytest.raises(ProtocolError, match="what rank 0 has left in the store") as caught:
+        ended(follows)
+    assert caught.value.peer == 0
+
+
+def test_a_rank_0_that_comes_again_is_answered_again():
+    store = HashStore()
+    first, follows = arriving(store, 0, 2)[1], arriving(store, 1, 2)[1]
+    next(first)
+    next(follows)
+    second = arriving(store, 0, 2)[1]
+    next(second)
+    next(follows)
+    assert ended(second) == ended(follows) != ""
