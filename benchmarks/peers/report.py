@@ -35,9 +35,10 @@ def figures(results: dict[str, Any]) -> str:
         for f in row["figures"]:
             bandwidth = "" if f["gb_per_s"] is None else f"{f['gb_per_s']:.2f}"
             ratio = "" if ours is None else f"{f['median_us'] / ours:.2f}"
-            rows.append([title, f["name"], duration(f["median_us"]), duration(f["p99_us"]), bandwidth, ratio])
+            times = [duration(f.get(key)) for key in ("median_us", "mean_us", "p99_us", "cpu_us")]
+            rows.append([title, f["name"], *times, bandwidth, ratio])
             title = ""
-    return table(["operation", "by", "median", "p99", "GB/s", "time / ours"], rows, 2)
+    return table(["operation", "by", "median", "mean", "p99", "CPU", "GB/s", "time / ours"], rows, 2)
 
 
 def number(value: float, unit: str) -> str:

@@ -16,6 +16,8 @@ class Versus(NamedTuple):
     against: str
     must: float | None = None
     aim: float | None = None
+    of: str = "median"
+    """Which of the figures is compared: the median of the rounds, the mean of them, or p99 of all iterations."""
 
 
 class Row(NamedTuple):
@@ -25,6 +27,12 @@ class Row(NamedTuple):
     case: Case
     targets: tuple[Versus, ...]
     size: int = 2
+    bound: bool = True
+    """Whether each rank has a core of its own, where there are as many cores."""
+    neighbours: int = 0
+    """How many processes beside the ranks want a core all the time."""
+    patience: int = 1
+    """How many times as long as usual a trial takes: where the scheduler decides, a stall is of 4 ms."""
 
 
 def reducing(nbytes: int, title: str) -> Row:
@@ -37,6 +45,15 @@ def crowded(nbytes: int, title: str) -> Row:
     """An all_reduce with more ranks than cores."""
     targets = (Versus(GLOO, must=1 / 15), Versus(MPICH, must=1.5, aim=0.6))
     return Row(f"all_reduce {title}, 4 ranks on 2 cores", Case("all_reduce", nbytes), targets, size=4)
+
+
+def contended(title: str, size: int = 2, neighbours: int = 0) -> Row:
+    """An all_reduce of 8 B where the scheduler decides who runs: no median tells of a stall, so the mean counts."""
+    mean = 1.3 if size > 2 else 2.0 if neighbours else 1.5
+    targets = [Versus(MPICH, must=mean, aim=1.2 if neighbours else 1.0, of="mean")]
+    if size == 2:
+        targets.append(Versus(MPICH, must=4.0, aim=2.0, of="p99"))
+    return Row(f"all_reduce 8 B, {title}", Case("all_reduce", 8), tuple(targets), size, False, neighbours, 5)
 
 
 def moving(kind: str) -> Row:
@@ -83,4 +100,9 @@ def rows(transport: str) -> list[Row]:
         Row("get 8 MiB", Case("get", 8 * MIB), (Versus(PERFTEST, must=1 / 0.8, aim=1 / 0.95),)),
         crowded(8, "8 B"),
         crowded(MIB, "1 MiB"),
+        contended("not bound"),
+        contended("not bound, 1 busy neighbour", neighbours=1),
+        contended("not bound, 2 busy neighbours", neighbours=2),
+        contended("8 ranks on 2 cores", size=8),
+        contended("16 ranks on 2 cores", size=16),
     ]

@@ -1,4 +1,4 @@
-"""One rank of one contender: ``python -m benchmarks.peers.worker KIND SOCKET STORE_PORT SIZE TRANSPORT [RANK]``.
+"""One rank of one contender: ``python -m benchmarks.peers.worker KIND SOCKET STORE_PORT SIZE TRANSPORT BOUND [RANK]``.
 
 It does what the driver says, and in between waits in a blocking read.
 """
@@ -22,14 +22,26 @@ CORES = 2
 """How many cores are used, however many there are."""
 
 
-def pin(rank: int, size: int) -> None:
-    """Bind this process, and the threads that it will have, to the rank's core.
+def cores() -> list[int]:
+    """The cores that are used."""
+    return sorted(os.sched_getaffinity(0))[:CORES]
 
-    Where there are more ranks than cores, to all the cores: bound to one with another rank, MPICH's ranks wait for the
-    end of each other's time slices, and a small all_reduce takes 1 to 2 ms instead of 13 to 70 µs.
+
+def pin(rank: int, size: int, bound: bool) -> None:
+    """Bind this process, and the threads that it will have, to the rank's core; or, not bound, to all the cores.
+
+    Where there are more ranks than cores, to all in any case: bound to one with another rank, MPICH's ranks wait for
+    the end of each other's time slices, and a small all_reduce takes 1 to 2 ms instead of 13 to 70 µs.
     """
-    cores = sorted(os.sched_getaffinity(0))[:CORES]
-    os.sched_setaffinity(0, {cores[rank % len(cores)]} if size <= len(cores) else cores)
+    used = cores()
+    os.sched_setaffinity(0, {used[rank % len(used)]} if bound and size <= len(used) else used)
+
+
+def keep_busy() -> None:
+    """Want a core all the time, as a program does that has nothing to do with the ranks."""
+    os.sched_setaffinity(0, cores())
+    while True:
+        pass
 
 
 def die_with_parent() -> None:
@@ -151,9 +163,9 @@ async def run(kind: str, driver: Connection, store_port: int, rank: int, size: i
 def main() -> None:
     """Pin first, import afterwards: threads keep the binding of the one that starts them."""
     die_with_parent()
-    kind, path, store_port, size, transport, *rest = sys.argv[1:]
+    kind, path, store_port, size, transport, bound, *rest = sys.argv[1:]
     rank = int(rest[0] if rest else os.environ["PMI_RANK"])
-    pin(rank, int(size))
+    pin(rank, int(size), bound == "bound")
     door = socket.socket(socket.AF_UNIX)
     door.connect(path)
     driver = Connection(door.detach())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import socket
@@ -16,7 +17,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from benchmarks.peers.worker import die_with_parent
+from benchmarks.peers.worker import die_with_parent, keep_busy
 
 PATIENCE = 60.0
 """Seconds that a contender may take to answer."""
@@ -26,10 +27,42 @@ class ContenderFailedError(Exception):
     """A contender did not come up, went wrong or did not answer."""
 
 
+class Neighbours:
+    """Processes that want a core all the time, beside any contender's ranks; they stand still but while awake."""
+
+    def __init__(self, count: int) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._processes = [spawn.Process(target=keep_busy, daemon=True) for _ in range(count)]
+        for process in self._processes:
+            process.start()
+        self._signal(signal.SIGSTOP)
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Have them want their cores."""
+        self._signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def kill(self) -> None:
+        """At once."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            assert process.pid is not None
+            os.kill(process.pid, number)
+
+
 class World:
     """The processes of one contender."""
 
-    def __init__(self, kind: str, size: int, transport: str = "") -> None:
+    def __init__(self, kind: str, size: int, transport: str = "", *, bound: bool = True) -> None:
+        """Start them; ``bound``: each to a core of its own, where there are as many."""
         self.kind, self.size = kind, size
         self.pids: dict[int, int] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="aiocomms-bench-")
@@ -38,19 +71,19 @@ class World:
         self._ranks: dict[int, Connection] = {}
         self._processes: list[subprocess.Popen[bytes]] = []
         try:
-            self._start(transport)
+            self._start(transport, "bound" if bound else "free")
         except BaseException:
             self.kill()
             raise
 
-    def _start(self, transport: str) -> None:
+    def _start(self, transport: str, bound: str) -> None:
         path = f"{self._folder.name}/driver"
         with socket.socket(socket.AF_UNIX) as door:
             door.bind(path)
             door.listen(self.size)
             door.settimeout(PATIENCE)
             command = [sys.executable, "-m", "benchmarks.peers.worker", self.kind, path, str(self._store.port)]
-            command += [str(self.size), transport]
+            command += [str(self.size), transport, bound]
             mpiexec = [str(Path(sys.executable).parent / "mpiexec"), "-bind-to", "none", "-n", str(self.size)]
             ranks = [[*mpiexec, *command]] if self.kind == "mpich" else [[*command, str(r)] for r in range(self.size)]
             # One thread each, and loopback: every contender is given the same.
@@ -98,6 +131,11 @@ class World:
         self._signal(signal.SIGCONT)
         yield
         self.freeze()
+
+    def seconds_on_cores(self) -> float:
+        """The time that all threads of its processes have had a core, so far."""
+        tasks = (task for pid in self.pids.values() for task in Path(f"/proc/{pid}/task").iterdir())
+        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) * 1e-9
 
     def freeze(self) -> None:
         """Stop its processes until they are wanted."""
