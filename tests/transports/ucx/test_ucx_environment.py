@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from aiocomms_ucx.circumstances import usable_cores
 from processes import Rank, Run, exchange, listening, runner
 
 from aiocomms.errors import ArgumentError, CommError, PeerDiedError
@@ -179,3 +180,23 @@ def test_who_is_gone_is_not_who_cannot_be_reached() -> None:
     for status in (3, 24, 25, 80):
         assert isinstance(error_of(op, BROKEN, status, 0, 0, 2), PeerDiedError)
         assert type(error_of(op, BROKEN, status, 0, 0, 2, lives=True)) is CommError
+
+
+def test_time_of_a_cgroup_counts_as_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least that the process's cgroup and those around it allow, and one core at least."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {7, 2, 5, 3})
+    own = tmp_path / "cgroup"
+    own.write_text("1:cpu:/elsewhere\n0::/pod/container\n")
+    pod = tmp_path / "sys/pod"
+    (pod / "container").mkdir(parents=True)
+    cores = lambda: usable_cores(tmp_path / "sys", own)  # noqa: E731
+    assert cores() == [2, 3, 5, 7], "nothing limits it"
+    (pod / "cpu.max").write_text("350000 100000\n")
+    assert cores() == [2, 3, 5]
+    (pod / "container/cpu.max").write_text("max 100000\n")
+    assert cores() == [2, 3, 5]
+    (pod / "container/cpu.max").write_text("20000 100000\n")
+    assert cores() == [2]
+    own.write_text("1:cpu:/pod/container\n")
+    assert cores() == [2, 3, 5, 7], "a cgroup of the first version has no cpu.max"
+    assert usable_cores(tmp_path / "sys", tmp_path / "none") == [2, 3, 5, 7]

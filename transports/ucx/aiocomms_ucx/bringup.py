@@ -30,7 +30,7 @@ from aiocomms.lowlevel import (
 from aiocomms.transport import Rendezvous
 from aiocomms_ucx import wire
 from aiocomms_ucx._engine import NO_DEVICE, Engine, UcxError
-from aiocomms_ucx.circumstances import circumstances, hindrances
+from aiocomms_ucx.circumstances import circumstances, hindrances, usable_cores
 from aiocomms_ucx.shared_engine import SharedEngine
 
 _NONCE: Final = 32
@@ -165,8 +165,7 @@ def _start(engine: Engine, *arguments: Any) -> None:
 def _introduction() -> Hello:
     host = f"{host_id('net', 'pid')}/{os.getuid()}"
     path, nonce = f"\0aiocomms-{secrets.token_hex(16)}", secrets.token_bytes(_NONCE)
-    cores = sorted(os.sched_getaffinity(0))
-    return Hello(sys.byteorder, host, socket.gethostname(), os.getpid(), cores, path, nonce)
+    return Hello(sys.byteorder, host, socket.gethostname(), os.getpid(), usable_cores(), path, nonce)
 
 
 def _engine(rank: int, size: int, outside: str | None, cuda: Cuda | None, memory: int) -> Engine:

@@ -1,4 +1,4 @@
-"""What of a process's environment may be why UCX does not do what it should: variables, limits, shared memory."""
+"""What of an environment may be why UCX does not do what it should: variables, limits, shared memory; and its cores."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import resource
+from pathlib import Path
 from typing import Final
 
 _FEW: Final = 32
@@ -39,6 +40,31 @@ def hindrances() -> list[str]:
         if (free := state.f_bavail * state.f_frsize) < _LITTLE:
             found.append(f"{free} bytes left in {_SHM}")
     return found
+
+
+def usable_cores(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
+    """Return the cores that this process may use, and no more of them than its cgroups give it time for (``cpu.max``).
+
+    Ranks of one container name the same ones, so that whoever counts them finds the container's share.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    share = float(len(cores))
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        line = next(line for line in own.read_text().splitlines() if line.startswith("0::"))
+        place = cgroups / line.removeprefix("0::").lstrip("/")
+        for group in (place, *place.parents):
+            if group.is_relative_to(cgroups):
+                share = min(share, _cores_worth(group / "cpu.max"))
+    return cores[: max(1, int(share))]
+
+
+def _cores_worth(limit: Path) -> float:
+    """Return how many cores' time a cgroup may use; infinite where nothing limits it."""
+    try:
+        quota, period = limit.read_text().split()
+    except OSError:
+        return float("inf")
+    return float("inf") if quota == "max" else int(quota) / int(period)
 
 
 def _next_descriptor(most: int) -> int:

@@ -14,58 +14,89 @@ using Next = Pacer::Next;
 using Rest = Pacer::Rest;
 constexpr std::uint64_t kStart = 1'000'000'000;
 
+// No rank that is waited for has this core; or one has.
+constexpr auto kFree = [] { return false; };
+constexpr auto kWanted = [] { return true; };
+
 // A post that spins in vain from `began` on; returns for how long.
 std::uint64_t spin_in_vain(Pacer& pacer, std::uint64_t began) {
   Pacer::Spin spin = pacer.begin_post(began);
   std::uint64_t now = began;
-  while (pacer.after_look(spin, false, now) != Next::kStop) now += 100;
+  while (pacer.after_look(spin, false, now, kFree) != Next::kStop) now += 100;
   pacer.end_post(spin, false);
   return now - began;
+}
+
+// Posts that come one upon the other spin ever less, down to `least`.
+void spins_ever_less(Pacer& pacer, std::uint64_t most, std::uint64_t least) {
+  std::uint64_t now = kStart;
+  for (std::uint64_t budget = most; budget > least; budget /= 2) {
+    const std::uint64_t spun = spin_in_vain(pacer, now);
+    CHECK(spun >= budget && spun < budget + 100);
+    now += spun;
+  }
+  CHECK(pacer.spin_budget() == least);
 }
 
 void pacer_spins() {
   Pacer pacer;
   pacer.configure(true, false);
-  CHECK(spin_in_vain(pacer, kStart) == Pacer::kSpin);
-  CHECK(spin_in_vain(pacer, kStart) == Pacer::kSpin / 2);
-  CHECK(pacer.spin_budget() == Pacer::kSpin / 4);
-  // An outcome soon after its post has returned: it would have been worth it.
-  pacer.note_outcome(kStart + Pacer::kSpin - 1);
-  CHECK(pacer.spin_budget() == Pacer::kSpin / 2 + 1000);
-  pacer.note_outcome(kStart + Pacer::kSpin);
-  CHECK(pacer.spin_budget() == Pacer::kSpin / 2 + 1000);  // not any more so late
-  for (int i = 0; i < 100; ++i) pacer.note_outcome(kStart);
-  CHECK(pacer.spin_budget() == Pacer::kSpin);
-  for (int i = 0; i < 100; ++i) spin_in_vain(pacer, kStart);
-  CHECK(pacer.spin_budget() == 0);
-  pacer.end_post(pacer.begin_post(kStart), true);
+  spins_ever_less(pacer, Pacer::kSpin, 0);
+  pacer.end_post(pacer.begin_post(kStart), true);  // an op that is done within its post
   CHECK(pacer.spin_budget() == Pacer::kSpin);
   CHECK(!pacer.bulk());
+}
+
+// One stall does not have every later op park.
+void pacer_spins_again() {
+  Pacer pacer;
+  pacer.configure(true, false);
+  spins_ever_less(pacer, Pacer::kSpin, 0);
+  pacer.note_outcome(kStart, kStart + Pacer::kWorth * Pacer::kSpin);  // its peer was long in coming
+  CHECK(pacer.spin_budget() == 0);
+  pacer.note_outcome(kStart, kStart + Pacer::kWorth * Pacer::kSpin - 1);
+  CHECK(pacer.spin_budget() == Pacer::kSpin);
+  // And where nothing ends soon, a post tries again, so seldom that it costs less than 1 % of a core.
+  spins_ever_less(pacer, Pacer::kSpin, 0);
+  const std::uint64_t stalled = kStart + 10'000'000'000;
+  CHECK(spin_in_vain(pacer, stalled) == Pacer::kSpin);
+  const std::uint64_t next = stalled + Pacer::kSpin + Pacer::kProbes * Pacer::kSpin;
+  CHECK(spin_in_vain(pacer, next - 1) == 0);
+  CHECK(spin_in_vain(pacer, next) == Pacer::kSpin);  // however many came meanwhile
+}
+
+void pacer_gives_the_core_to_who_is_waited_for() {
+  Pacer pacer;
+  pacer.configure(true, false);
+  Pacer::Spin spin = pacer.begin_post(kStart);
+  CHECK(pacer.after_look(spin, true, kStart, kWanted) == Next::kLook);
+  CHECK(pacer.after_look(spin, false, kStart, kFree) == Next::kRelax);
+  CHECK(pacer.after_look(spin, false, kStart, kWanted) == Next::kYield);
+  CHECK(pacer.after_look(spin, false, kStart + Pacer::kSpin, kWanted) == Next::kStop);
 }
 
 void pacer_waits_as_long_as_it_has_worked() {
   Pacer pacer;
   pacer.configure(true, false);
   Pacer::Spin spin = pacer.begin_post(kStart);
-  CHECK(pacer.after_look(spin, true, kStart + 100'000) == Next::kLook);
-  CHECK(pacer.after_look(spin, false, kStart + 110'000) == Next::kRelax);
-  CHECK(pacer.after_look(spin, false, kStart + 219'999) == Next::kRelax);
-  CHECK(pacer.after_look(spin, false, kStart + 220'000) == Next::kStop);
+  CHECK(pacer.after_look(spin, true, kStart + 150'000, kFree) == Next::kLook);
+  CHECK(pacer.after_look(spin, false, kStart + 160'000, kFree) == Next::kRelax);
+  CHECK(pacer.after_look(spin, false, kStart + 319'999, kFree) == Next::kRelax);
+  CHECK(pacer.after_look(spin, false, kStart + 320'000, kFree) == Next::kStop);
   // Never beyond the slice.
   spin = pacer.begin_post(kStart);
-  CHECK(pacer.after_look(spin, true, kStart + Pacer::kSlice - 2) == Next::kLook);
-  CHECK(pacer.after_look(spin, false, kStart + Pacer::kSlice - 1) == Next::kRelax);
-  CHECK(pacer.after_look(spin, false, kStart + Pacer::kSlice) == Next::kStop);
+  CHECK(pacer.after_look(spin, true, kStart + Pacer::kSlice - 2, kFree) == Next::kLook);
+  CHECK(pacer.after_look(spin, false, kStart + Pacer::kSlice - 1, kFree) == Next::kRelax);
+  CHECK(pacer.after_look(spin, false, kStart + Pacer::kSlice, kFree) == Next::kStop);
 }
 
 void pacer_in_a_crowd() {
   Pacer pacer;
   pacer.configure(true, true);
   Pacer::Spin spin = pacer.begin_post(kStart);
-  CHECK(pacer.after_look(spin, false, kStart) == Next::kYield);
+  CHECK(pacer.after_look(spin, false, kStart, kFree) == Next::kYield);
   CHECK(pacer.slice_ends() == kStart + Pacer::kCrowdedSlice);
-  for (int i = 0; i < 100; ++i) spin_in_vain(pacer, kStart);
-  CHECK(pacer.spin_budget() == Pacer::kCrowdedSpin / 4);
+  spins_ever_less(pacer, Pacer::kCrowdedSpin, Pacer::kLeastCrowdedSpin);
   CHECK(pacer.end_visit(false, false) == Pacer::Visit::kYields);
   CHECK(pacer.end_visit(false, true) == Pacer::Visit::kDone);
   Pacer shared;  // with another rank in this process
@@ -77,7 +108,7 @@ void pacer_hands_over() {
   Pacer pacer;
   pacer.configure(true, false);
   Pacer::Spin spin = pacer.begin_post(kStart);
-  CHECK(pacer.after_look(spin, true, kStart + Pacer::kSlice) == Next::kStop);
+  CHECK(pacer.after_look(spin, true, kStart + Pacer::kSlice, kFree) == Next::kStop);
   pacer.end_post(spin, false);  // something still moves: it is bulk
   CHECK(pacer.bulk() && pacer.thread_is_late(true));
   CHECK(pacer.spin_budget() == Pacer::kSpin);
@@ -174,6 +205,8 @@ void pacer_on_two_threads() {
 
 void test_pacer() {
   pacer_spins();
+  pacer_spins_again();
+  pacer_gives_the_core_to_who_is_waited_for();
   pacer_waits_as_long_as_it_has_worked();
   pacer_in_a_crowd();
   pacer_hands_over();

@@ -117,7 +117,7 @@ struct Desk : Inbox::Owner {
   Operation* operation() {
     reports.make_room();
     auto op = new Operation(reports, group, ++last_ticket);
-    op->leave_post();
+    op->leave_post(0);
     return op;
   }
   Operation* receive(void* data, std::size_t bytes, std::int64_t tag, std::uint8_t dtype = 4) {

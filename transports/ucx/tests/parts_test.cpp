@@ -59,7 +59,7 @@ void what_is_lost_ends_when_ucx_lets_go(bool closed_before, bool closed_at_once)
   Group& group = desk.groups.at(desk.groups.add(0, {0, 1}));
   desk.reports.make_room();
   auto op = new Operation(desk.reports, group, 1);
-  op->leave_post();
+  op->leave_post(0);
   group.schedules.push_back({Task(), 0, op});
   auto message = new InUcxsHands(group);
   desk.groups.lose(group);

@@ -65,11 +65,27 @@ class Segment {
 
   // A rank that is about to sleep says so first, then looks again; one that publishes looks who sleeps afterwards. All
   // of it sequentially consistent, so that one of the two sees the other (Dekker's way).
-  void sleep(bool asleep) { owners_[rank_].asleep.round.store(asleep, std::memory_order_seq_cst); }
+  void sleep(bool asleep) {
+    if (asleep) owners_[rank_].core.round.store(0, std::memory_order_relaxed);
+    owners_[rank_].asleep.round.store(asleep, std::memory_order_seq_cst);
+  }
   // Whether `rank` slept; whoever is told so wakes it.
   bool claim_wake(int rank) {
     std::atomic<std::uint64_t>& asleep = owners_[rank].asleep.round;
     return asleep.load(std::memory_order_seq_cst) && asleep.exchange(0, std::memory_order_seq_cst);
+  }
+
+  // The core that this rank last posted from, for ranks that wait for it: one that has the same core must give it away
+  // first. A rank that sleeps has none. Nothing is ordered by it, and one that is out of date costs a turn.
+  void note_core(std::uint64_t core) {
+    std::atomic<std::uint64_t>& mine = owners_[rank_].core.round;
+    if (mine.load(std::memory_order_relaxed) != core + 1) mine.store(core + 1, std::memory_order_relaxed);
+  }
+  bool shares_core(std::uint64_t core) const {
+    for (int rank = 0; rank < ranks_; ++rank) {
+      if (rank != rank_ && owners_[rank].core.round.load(std::memory_order_relaxed) == core + 1) return true;
+    }
+    return false;
   }
 
   // The communicator is lost on this rank: its program may do as it likes with memory that is still to be sent, or read
@@ -113,6 +129,7 @@ class Segment {
     Line second[kDepth];
     Line done;
     Line asleep;
+    Line core;  // 1 + its number; 0: none
     Line gone;
     Line read, emptied;  // as a receiver
     Line filled;         // as a sender

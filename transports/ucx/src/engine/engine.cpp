@@ -22,6 +22,9 @@ void relax() {
 #endif
 }
 
+// The core that this thread is on; glibc reads it from the thread's own memory (rseq).
+std::uint64_t core() { return static_cast<std::uint64_t>(sched_getcpu()); }
+
 // Whether this process may read another's memory: reading where nothing is fails in another way if it may not.
 bool may_read(pid_t pid) {
   std::byte byte;
@@ -121,16 +124,23 @@ std::uint64_t Engine::finish_post(Operation* op, std::uint64_t began) noexcept {
     return ended;
   }
   const bool done = op->done();
-  op->leave_post();
+  op->leave_post(began);
   if (!done && pacer_.thread_is_late(is_quiet())) wake_thread();
   return 0;
 }
 
 std::uint64_t Engine::spin(const Operation& op, std::uint64_t began) noexcept {
   Pacer::Spin spin = pacer_.begin_post(began);
+  Segment* segment = op.group.shared ? &op.group.shared->segment : nullptr;
+  if (segment != nullptr) segment->note_core(core());
+  auto wanted = [&] {
+    if (segment == nullptr) return false;
+    segment->note_core(core());  // the scheduler may have moved this rank
+    return segment->shares_core(core());
+  };
   while (!op.done()) {
     const bool moved = advance();
-    const Pacer::Next next = pacer_.after_look(spin, moved, now_ns());
+    const Pacer::Next next = pacer_.after_look(spin, moved, now_ns(), wanted);
     if (next == Pacer::Next::kStop) break;
     if (next == Pacer::Next::kRelax) relax();
     if (next == Pacer::Next::kYield) sched_yield();

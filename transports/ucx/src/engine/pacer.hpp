@@ -13,11 +13,18 @@ namespace aiocomms {
 
 class Pacer {
  public:
-  // A post spins for so long in vain before it returns: a few times what a small op takes between two running ranks,
-  // and below what anybody notices on an event loop.
-  static constexpr std::uint64_t kSpin = 30'000;
-  // With more ranks than cores a peer may have to be given the core first.
-  static constexpr std::uint64_t kCrowdedSpin = 200'000;
+  // A post spins for so long in vain before it returns: about what it costs to park and to be woken where others want
+  // the cores too, and below what anybody notices on an event loop.
+  static constexpr std::uint64_t kSpin = 100'000;
+  // With more ranks than cores the peers have to be given the core first, one after the other.
+  static constexpr std::uint64_t kCrowdedSpin = 1'000'000;
+  static constexpr std::uint64_t kLeastCrowdedSpin = 50'000;
+  // An op that is done within so many times the spin of its post's call would be done sooner had nobody parked: of the
+  // time that it took, most is then what parking costs.
+  static constexpr std::uint64_t kWorth = 4;
+  // However seldom spinning has paid lately, a post spins in full again once in so many times the spin: what is spent
+  // in vain stays below 1 % of a core.
+  static constexpr std::uint64_t kProbes = 100;
   // A post may work on a large collective for so long; then the thread goes on with it.
   static constexpr std::uint64_t kSlice = 400'000;
   // The same where ranks outnumber cores: most of that time is then the other ranks'.
@@ -41,7 +48,7 @@ class Pacer {
   void configure(bool alone, bool crowded) {
     crowded_ = crowded;
     spin_now_ = spin_most_ = !alone ? 0 : crowded ? kCrowdedSpin : kSpin;
-    spin_least_ = alone && crowded ? kCrowdedSpin / 4 : 0;
+    spin_least_ = alone && crowded ? kLeastCrowdedSpin : 0;
   }
 
   bool crowded() const { return crowded_; }
@@ -57,6 +64,7 @@ class Pacer {
   // One post that spins until its op is done.
   struct Spin {
     std::uint64_t began;
+    std::uint64_t budget;          // that it may spin in vain
     std::uint64_t now = began;     // when it last looked at the clock
     std::uint64_t idle_since = 0;  // 0: something has moved since
   };
@@ -65,13 +73,15 @@ class Pacer {
   Spin begin_post(std::uint64_t now) {
     slice_ends_ = now + (crowded_ ? kCrowdedSlice : kSlice);
     loop_seen_.store(now, std::memory_order_relaxed);
-    last_post_ = now;
     turns_in_vain_ = 0;
-    return {now};
+    return {now, now - in_vain_ >= kProbes * spin_most_ ? spin_most_ : spin_now_};
   }
 
-  // What the post does after it has looked at everything, and something has moved or nothing has.
-  Next after_look(Spin& spin, bool moved, std::uint64_t now) const {
+  // What the post does after it has looked at everything, and something has moved or nothing has. wanted: bool (),
+  // asked where nothing has: whether a rank that may be waited for has this core. If so it is given the core at once,
+  // for it cannot go on without; a stranger that wants it is not, for he would keep it until the scheduler's next tick.
+  template <typename Wanted>
+  Next after_look(Spin& spin, bool moved, std::uint64_t now, const Wanted& wanted) const {
     spin.now = now;
     if (moved) {
       spin.idle_since = 0;
@@ -80,9 +90,9 @@ class Pacer {
     if (spin.idle_since == 0) spin.idle_since = now;
     // It may wait for as long as it has worked: the peers have as much to copy. (Karlin, Li, Manasse, Owicki:
     // "Empirical Studies of Competitive Spinning for a Shared-Memory Multiprocessor", SOSP 1991.)
-    const std::uint64_t budget = std::max(spin_now_, spin.idle_since - spin.began);
+    const std::uint64_t budget = std::max(spin.budget, spin.idle_since - spin.began);
     if (now - spin.idle_since >= budget || slice_is_over(now)) return Next::kStop;
-    return crowded_ ? Next::kYield : Next::kRelax;  // the rank that is waited for may be waiting for this core
+    return crowded_ || wanted() ? Next::kYield : Next::kRelax;
   }
 
   void end_post(const Spin& spin, bool done) {
@@ -92,12 +102,14 @@ class Pacer {
       bulk_ = true;
     } else {
       spin_now_ = std::max(spin_now_ / 2, spin_least_);  // where spinning has been in vain lately it probably is again
+      if (spin.budget == spin_most_) in_vain_ = spin.now;
     }
   }
 
-  // An op is done whose post has returned. A little more spinning would have been worth it.
-  void note_outcome(std::uint64_t now) {
-    if (now - last_post_ < spin_most_) spin_now_ = std::min(spin_most_, 2 * spin_now_ + 1000);
+  // An op is done whose post, of that time, has returned. Without this, one stall would have every later op park: two
+  // ranks that park and wake each other take longer than any of them spins.
+  void note_outcome(std::uint64_t posted, std::uint64_t now) {
+    if (now - posted < kWorth * spin_most_) spin_now_ = spin_most_;
   }
 
   // -------------------------------------------------------------------------------------------------- the loop's visit
@@ -188,7 +200,7 @@ class Pacer {
   std::uint64_t spin_most_ = 0;  // that a post may spin in vain
   std::uint64_t spin_now_ = 0;   // that has proved worth it lately
   std::uint64_t spin_least_ = 0;
-  std::uint64_t last_post_ = 0;
+  std::uint64_t in_vain_ = 0;                 // when a post last spun in full, in vain
   std::atomic<std::uint64_t> loop_seen_ = 0;  // when the loop last came by
   std::atomic<bool> bulk_ = false;
   int turns_in_vain_ = 0;

@@ -22,9 +22,9 @@ void Reports::close() {
   if (fd_ >= 0) ::close(std::exchange(fd_, -1));
 }
 
-void Reports::add(Outcome outcome) noexcept {
+void Reports::add(Outcome outcome, std::uint64_t began) noexcept {
   --pending_;
-  pacer_.note_outcome(now_ns());
+  pacer_.note_outcome(began, now_ns());
   outcomes_.push_back(outcome);  // for which there is room
   ready_.store(true, std::memory_order_relaxed);
 }

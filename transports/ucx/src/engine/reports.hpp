@@ -58,8 +58,8 @@ class Reports {
   }
   void expect_outcome() noexcept { ++pending_; }
   void withdraw() noexcept { --pending_; }
-  // The outcome of a ticket that is expected.
-  void add(Outcome outcome) noexcept;
+  // The outcome of a ticket that is expected, whose post began at `began`, ns.
+  void add(Outcome outcome, std::uint64_t began) noexcept;
   void notify(Notice notice);
   // In a handler of an exception: a communicator, or all of them, cannot go on. See failure.hpp.
   void fail(Group& group) noexcept;

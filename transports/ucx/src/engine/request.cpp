@@ -28,14 +28,15 @@ void Operation::end(Status how, std::uint64_t a, std::uint64_t b) noexcept {
   if (posted_) report();
 }
 
-void Operation::leave_post() noexcept {
+void Operation::leave_post(std::uint64_t began) noexcept {
   reports_.expect_outcome();
+  began_ = began;
   posted_ = true;
   if (done_) report();
 }
 
 void Operation::report() noexcept {
-  reports_.add({ticket, status, {details[0], details[1]}});
+  reports_.add({ticket, status, {details[0], details[1]}}, began_);
   delete this;
 }
 

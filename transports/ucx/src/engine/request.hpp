@@ -61,8 +61,9 @@ class Operation final : public Request {
   bool done() const { return done_; }
   // Whether it went well, and the caller needs to know no more than that.
   bool is_plain_success() const { return done_ && status == Status::kDone && !answers; }
-  // Its post returns: from now on the outcome goes to the reports, and this is deleted then.
-  void leave_post() noexcept;
+  // Its post, which began at `began` (ns), returns: from now on the outcome goes to the reports, and this is deleted
+  // then.
+  void leave_post(std::uint64_t began) noexcept;
 
   bool answers = false;  // its outcome is of interest even if it went well
   Unequal unequal;       // an all-to-all's
@@ -71,7 +72,8 @@ class Operation final : public Request {
   void report() noexcept;
 
   Reports& reports_;
-  bool posted_ = false;  // its post has returned
+  std::uint64_t began_ = 0;  // its post
+  bool posted_ = false;      // its post has returned
   bool done_ = false;
 };
 
