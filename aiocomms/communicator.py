@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import types
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from math import inf
@@ -10,7 +12,7 @@ from pathlib import Path
 from threading import get_ident
 from time import monotonic
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import anyio
 
@@ -32,7 +34,7 @@ from aiocomms.errors import (
     wrong_thread,
 )
 from aiocomms.families.collectives import Collectives
-from aiocomms.families.hooks import Hooked, Hooks
+from aiocomms.families.hooks import Hooked
 from aiocomms.families.objects import AllGatherObject, Objects
 from aiocomms.families.open_stream import Streams
 from aiocomms.families.p2p import PointToPoint
@@ -55,6 +57,8 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
     event loop, thread and process that made it; :meth:`abort` and :meth:`dump` may be called on any thread.
     """
 
+    __slots__ = ("_shortcuts",)
+
     _core: Core
 
     def __init__(self, rendezvous: StoreRendezvous, plan: Plan, transports: Mapping[ops.Family, Transport]) -> None:
@@ -66,7 +70,10 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         self._children = 0  # communicators split off
         self._portal: Portal | None = None
         self._doors: list[Door] = []  # of portals
-        self._pre_hooks, self._post_hooks, self._abort_hooks = Hooks(), core.post_hooks, core.abort_hooks
+        self._pre_hooks, self._post_hooks, self._abort_hooks = core.pre_hooks, core.post_hooks, core.abort_hooks
+        self._shortcuts = core.shortcuts
+        if core.shortcuts is not None:
+            self.__class__ = _hastened(core.shortcuts.method)
         debugger = Debugger(core.in_flight) if debug.asked_for() else None
         self._start = StartedWork if debugger is None else debugger.start
         self._start_within: Callable[..., LaneWork[Any]] = LaneWork if debugger is None else debugger.start_within
@@ -137,6 +144,24 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
 
     _issue_in_order = _issue
 
+    def _posted(self, work: StartedWork[Any], look_after: Callable[[int], object], index: int) -> Work[Any]:
+        """Go on as :meth:`_issue` does with an op that a shortcut has posted, and that has not ended by then.
+
+        :param look_after: the rest of the transport's ``post``, which is called with ``index``.
+        """
+        core, kind = self._core, type(work.op)
+        try:
+            look_after(index)
+        except BaseException as error:
+            raise core.post_raised(work.op, error)  # noqa: B904 - it is this error, or caused by it
+        if not work._state:
+            return core.keep(work, self._seconds)
+        if (trace := self._trace) is not None:
+            trace.append(monotonic() if kind not in PEERS else core.recorder.row(work))
+        if self._post_hooks or work.fault is not None:
+            core.ended_at_once(work)
+        return work
+
     def lane(self, key: Key) -> Lane:
         """Look at this communicator through a lane, whose operations match those of the same key on the other ranks.
 
@@ -150,6 +175,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
     def _follow_lanes(self) -> None:
         """From now on look whether a lane is current; who makes none the current one pays nothing for it."""
         self.__class__ = _Following
+        self._shortcuts = None
 
     # ------------------------------------------------------------------------------------- aborting and closing
 
@@ -320,6 +346,16 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
             return dumps.write(self._core.recorder.snapshot("asked for"), folder)
         except OSError as error:
             raise CommError(f"the dump cannot be written: {error}", comm=self.name, rank=self.rank) from error
+
+
+@functools.cache
+def _hastened(method: Callable[[type, Callable[..., Any]], Callable[..., Any]]) -> type[Communicator]:
+    """Communicators of which native code starts plain ops; see :class:`aiocomms.shortcuts.Shortcuts`."""
+    found = {name: getattr(Communicator, name) for name in dir(Communicator) if not name.startswith("_")}
+    members: dict[str, Any] = {name: method(Communicator, it) for name, it in found.items() if callable(it)}
+    members |= {"__doc__": Communicator.__doc__, "__module__": __name__}
+    made = types.new_class("Communicator", (Communicator,), exec_body=lambda body: body.update(members))
+    return cast("type[Communicator]", made)
 
 
 class _Following(Communicator):

@@ -23,10 +23,10 @@ from aiocomms import lifecycle, ops
 from aiocomms.bootstrap.notes import Notes
 from aiocomms.bootstrap.registry import close_transports
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
-from aiocomms.diagnosis import dumps
+from aiocomms.diagnosis import debug, dumps
 from aiocomms.diagnosis.inquiry import Inquiry, Wait
 from aiocomms.diagnosis.postmortem import PostMortem
-from aiocomms.diagnosis.recorder import UNMATCHED, Recorder, called, peers
+from aiocomms.diagnosis.recorder import UNMATCHED, Recorder, called, capacity, peers
 from aiocomms.errors import (
     CommAbortedError,
     CommClosedError,
@@ -40,12 +40,14 @@ from aiocomms.families.hooks import Hooks
 from aiocomms.lifecycle import Action, Failure, Life, failure_of
 from aiocomms.lowering.routing import Router
 from aiocomms.lowering.runs import Offload
+from aiocomms.lowering.shortcuts import find_shortcuts
 from aiocomms.lowering.windows import TwoSided
 from aiocomms.lowlevel.threads import call_in_thread
 from aiocomms.progress.driver import Driver, Promise
 from aiocomms.progress.guard import broken, guarded
 from aiocomms.progress.heartbeat import Heartbeat
 from aiocomms.progress.inflight import AGAIN, InFlight, LaneWork, StartedWork
+from aiocomms.shortcuts import Counted
 from aiocomms.transport import Completion, Transport
 
 CLOSE_GRACE = 5.0
@@ -55,7 +57,7 @@ _POISONS = (CommTimeoutError, MismatchError, PeerDiedError)
 """Errors of one op that end its communicator."""
 
 
-class Core:
+class Core(Counted):
     """One communicator from the inside; made once its transports are open."""
 
     def __init__(
@@ -70,17 +72,14 @@ class Core:
         self.name, self.device = rendezvous.name, rendezvous.device
         self.driver = Driver.current()
         self.thread = self.driver.thread
-        # Ops, a lane's ops, and collectives called; of the last all ranks call the same number.
-        self.issued = self.laned = self.calls = 0
+        self.issued = self.laned = self.calls = 0  # ops, those of lanes, and collectives called
         self.by_family = dict(by_family)
         if "rma" not in self.by_family and "p2p" in self.by_family:
             self.by_family["rma"] = TwoSided(self)
         self.transports = list(dict.fromkeys(self.by_family.values()))
         """Each transport once: one may carry several families."""
         self.fast_check = next((t.fast_check for t in self.transports if t.fast_check is not None), None)
-        self.refusing = False
-        """Whether ops are refused: the one thing that an op which starts needs to know."""
-        self.life = Life()
+        self.refusing, self.life = False, Life()
         self._lock = RLock()  # guards every step; a signal handler may abort what it interrupts
         self.notes = Notes(self.transports, self.size)
         self._rendezvous, self._inquiry = rendezvous, Inquiry(self, self.notes)
@@ -90,9 +89,11 @@ class Core:
         self._closing: Promise | None = None
         self.over = Promise(self.driver)
         """Set when it is known what has become of it: it was lost and its works have ended, or it was closed."""
-        self.post_hooks, self.abort_hooks = Hooks(), Hooks()
+        self.pre_hooks, self.post_hooks, self.abort_hooks = Hooks(), Hooks(), Hooks()
         self.in_flight = InFlight(self, Heartbeat(self.transports, options, self.lose))
-        self.recorder = Recorder(self, self.in_flight)
+        entries = 2 * capacity()
+        self.shortcuts = None if debug.asked_for() else find_shortcuts(self, self.transports, entries)
+        self.recorder = Recorder(self, self.in_flight, entries, None if self.shortcuts is None else self.shortcuts.ring)
         self._ring = self.recorder.ring
         self._spinning = [t for t in self.transports if t.capabilities.spin]
         self.router = Router(self, self.by_family)

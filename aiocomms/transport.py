@@ -16,6 +16,7 @@ from torch.distributed import Store
 from aiocomms import ops
 from aiocomms.errors import CommError, UnsupportedOperation
 from aiocomms.ops.reductions import ReduceOp
+from aiocomms.shortcuts import Line, Shortcuts
 
 OP_RESULT = object()
 """Given to :meth:`Completion.complete` in place of a value: the result is the op's own."""
@@ -161,6 +162,16 @@ class Transport(ABC):
     conjugate or negation, and, if it is to be written to, not tracked by autograd. False: perhaps not; the core looks.
     Must not raise: nothing of the op was sent, and what is raised is its caller's.
     """
+
+    def shortcuts(self, line: Line, entries: int) -> Shortcuts | None:
+        """Native code that starts plain ops of the communicator, where there is some; asked once, before the first op.
+
+        Asked of a transport that carries all families of its communicator. Raising: the communicator is not formed.
+
+        :param line: the communicator, as the code sees it.
+        :param entries: how many the ring keeps.
+        """
+        return None
 
     early_failure: CommError | None = None
     """What :meth:`on_failure` was told before there was a communicator, which asks for it when it is made."""

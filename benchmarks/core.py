@@ -44,9 +44,9 @@ async def batch(call: Callable[[], Awaitable[Any]], n: int) -> float:
     return (time.perf_counter() - start) / n
 
 
-async def finished_in_post() -> dict[str, Any]:
+async def finished_in_post(transport: str) -> dict[str, Any]:
     """An op that completes inside ``post``: a world of one, all_reduce of 8 bytes, against ``sleep(0)``."""
-    async with aiocomms.new_comm("local") as comm:
+    async with aiocomms.new_comm(transport) as comm:
         tensor = torch.ones(2)
         subjects = {
             "sleep(0)": lambda: asyncio.sleep(0),
@@ -66,14 +66,16 @@ async def finished_in_post() -> dict[str, Any]:
     return rows
 
 
-async def recorded() -> dict[str, Any]:
+async def recorded(transport: str) -> dict[str, Any]:
     """What the flight recorder adds to an op that completes inside ``post``: with and without it, in turn."""
     tensor = torch.ones(2)
     samples: dict[str, list[float]] = {name: [] for name in ("with", "without")}
-    async with aiocomms.new_comm("local") as comm:
+    async with aiocomms.new_comm(transport) as comm:
         traces = {"with": comm._trace, "without": None}
         for _ in range(4 * ROUNDS):
             for name, comm._trace in traces.items():
+                if comm._shortcuts is not None:
+                    comm._shortcuts.record(name == "with")
                 samples[name].append(await batch(lambda: comm.all_reduce(tensor), BATCH))
     rows = {f"all_reduce 8 B, {name} recorder": quantiles(values) for name, values in samples.items()}
     for name, values in zip(rows, samples.values(), strict=True):
@@ -183,19 +185,22 @@ def idle(seconds: float = 2.0) -> dict[str, Any]:
 
 def run_all(run: Callable[..., Any]) -> dict[str, Any]:
     """The timed subjects, on one kind of loop."""
-    return {**run(finished_in_post()), **run(recorded()), **run(message_between_tasks()), **run(many_receives())}
+    native = {**run(finished_in_post("ucx")), **run(recorded("ucx"))}
+    rows = {f"{name}, ucx": row for name, row in native.items()}
+    rows |= {**run(finished_in_post("local")), **run(recorded("local"))}
+    return {**rows, **run(message_between_tasks()), **run(many_receives())}
 
 
 def show(title: str, rows: dict[str, Any]) -> None:
     """Print one table."""
-    print(f"\n{title}\n{'':32}{'median':>10}{'p99':>10}{'ratio':>8}")
+    print(f"\n{title}\n{'':36}{'median':>10}{'p99':>10}{'ratio':>8}")
     for name, row in rows.items():
         if "median_us" in row:
             extra = f"   {row['bytes_each']:.0f} bytes each" if "bytes_each" in row else ""
             extra += f"   the recorder: {row['recorder_ns']:.0f} ns" if "recorder_ns" in row else ""
-            print(f"{name:32}{row['median_us']:>7.2f} µs{row['p99_us']:>7.2f} µs{row['ratio']:>8.2f}{extra}")
+            print(f"{name:36}{row['median_us']:>7.2f} µs{row['p99_us']:>7.2f} µs{row['ratio']:>8.2f}{extra}")
         else:
-            print(f"{name:32}{row['wake_ups_per_s']:>7.2f} wake-ups per second")
+            print(f"{name:36}{row['wake_ups_per_s']:>7.2f} wake-ups per second")
 
 
 def main() -> None:

@@ -30,6 +30,7 @@ from aiocomms.lowlevel.threads import copied
 from aiocomms.ops import USER, Batch, Op
 from aiocomms.progress.driver import Driver
 from aiocomms.progress.inflight import Flying, InFlight, LaneWork, StartedWork
+from aiocomms.shortcuts import Ring
 
 FORMAT = "aiocomms recorder 1"
 DEFAULT, MOST = 512, 65536
@@ -191,16 +192,21 @@ def _nothing(op: Op) -> None:
 class Recorder:
     """The ops of one communicator."""
 
-    def __init__(self, comm: Recorded, in_flight: InFlight) -> None:
+    def __init__(self, comm: Recorded, in_flight: InFlight, entries: int, ring: Ring | None = None) -> None:
+        """Record nothing yet.
+
+        :param entries: how many the ring keeps, two for each op.
+        :param ring: one that native code appends to, too; None: there is no such code.
+        """
         self._comm = comm
         self._in_flight = in_flight
-        self.size = capacity()
-        self.ring: deque[Entry] = deque(maxlen=2 * self.size)
+        self.size = entries // 2
+        self.ring: Ring = deque(maxlen=entries) if ring is None else ring
         """Of each op its type, when it is called; and when it has ended the time, or, if it was pending, or failed, or
         has numbers, a :meth:`row`."""
         self.lanes: deque[tuple[int, str]] = deque(maxlen=self.size)
         """Of each op of a lane its number and the lane's key, in words."""
-        self.trace: deque[Entry] | None = self.ring
+        self.trace: Ring | None = self.ring
         """Where ops that end within their call are recorded. A benchmark sets the communicator's reference to None, to
         measure what that costs."""
         _learn(Op)

@@ -124,6 +124,8 @@ async def overhead(comm: Communicator, _: Ready, nbytes: int, ops: int, bare: bo
     assert child is not None
     if bare:
         child._trace = None
+        if child._shortcuts is not None:
+            child._shortcuts.record(False)
     tensor = torch.zeros(nbytes // 4)
     async with child:
         for count in (ops // 4, ops):  # the first ones warm up

@@ -24,7 +24,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("transport_*/"))
 # The order of imports is written once, in docs/design.md: a room may import from those before it.
 ORDER = re.search(r"^errors < .*$", (ROOT / "docs" / "design.md").read_text(), re.MULTILINE).group()
 LAYERS = [set(rooms.split(", ")) for rooms in ORDER.split(" < ")]
-FOR_TRANSPORTS = {"errors", "ops", "transport", "lowlevel", "cuda"}
+FOR_TRANSPORTS = {"errors", "ops", "shortcuts", "transport", "lowlevel", "cuda"}
 
 MODULE_LINES = 400
 FUNCTION_LINES = 30

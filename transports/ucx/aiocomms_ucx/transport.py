@@ -20,6 +20,7 @@ from aiocomms_ucx.collectives import START, describe
 from aiocomms_ucx.lanes import LaneCarrier, LaneCollectives
 from aiocomms_ucx.meeting import meet
 from aiocomms_ucx.shared_engine import SharedEngine
+from aiocomms_ucx.shortcuts import Hastened
 from aiocomms_ucx.side_channel import UcxSideChannel
 from aiocomms_ucx.status import BROKEN, DONE, DROPPED, UNEQUAL, error_of, has_ended, peer_of
 from aiocomms_ucx.windows import Windows
@@ -33,7 +34,7 @@ _STEPS: Final = frozenset({ops.WindowOpen, ops.WindowClose, ops.FetchAdd, ops.Co
 """Ops that need another step, or have a value, when the engine is done with the step that it was given."""
 
 
-class UcxTransport(LaneCarrier):
+class UcxTransport(LaneCarrier, Hastened):
     """Messages and one-sided operations over UCX; collectives in shared memory on a host, over UCX between hosts."""
 
     capabilities = Capabilities(
@@ -179,9 +180,7 @@ class UcxTransport(LaneCarrier):
         if done:
             return work.complete()
         self.shared.pending[id(work)] = (self, work, PLAIN)
-        if self.engine.ready:
-            self.shared.progress()
-        return None
+        return self.look_after(PLAIN)
 
     def follow_collective(self, work: Completion, done: bool) -> None:
         """Number a collective that was handed to the engine. Complete it if it is done; else keep it until it is."""
@@ -191,11 +190,7 @@ class UcxTransport(LaneCarrier):
             return self.finish(work, index, DONE, 0, 0)
         self._collectives[index] = work
         self.shared.pending[id(work)] = (self, work, index)
-        if self.engine.ready:
-            self.shared.progress()
-        if self._left or self._disputes:
-            self._reconsider(index)
-        return None
+        return self.look_after(index)
 
     def finish(self, work: Completion, index: int, status: int, a: int, b: int) -> None:
         """Complete an op that has ended. Its work may be done already: the engine also reports abandoned ops."""

@@ -64,6 +64,8 @@ class Handle:
 class Windows:
     """The windows of one communicator."""
 
+    __slots__ = ("__dict__", "__weakref__", "behind")  # the last for shortcuts
+
     record: int = 2048
     """Bytes of the record in which a rank describes its part. UCX's keys take a few hundred bytes at most."""
     unshared = "was in use when the window was opened, or is no memory of torch's own (from_numpy, frombuffer)"

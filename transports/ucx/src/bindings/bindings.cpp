@@ -13,14 +13,13 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
-#include <unistd.h>
 
-#include <bit>
-#include <cstring>
 #include <type_traits>
 
+#include "bindings/calls.hpp"
+#include "bindings/shortcuts.hpp"
 #include "bindings/tensors.hpp"
-#include "collectives/collectives.hpp"
+#include "bindings/unlocked.hpp"
 #include "engine/engine.hpp"
 
 namespace nb = nanobind;
@@ -30,87 +29,19 @@ namespace {
 
 constexpr int kNoDevice = -1;
 
-// Lets go of the interpreter's lock. Whoever wants it back once the interpreter has ended stands still for ever, as in
-// Python from 3.14 on: before, CPython unwinds that thread's stack, and C++ ends the process where a destructor is in
-// it.
-class Unlocked {
- public:
-  Unlocked() = default;
-  Unlocked(const Unlocked&) = delete;
-  Unlocked& operator=(const Unlocked&) = delete;
-  ~Unlocked() {
-    try {
-      PyEval_RestoreThread(state_);
-    } catch (...) {  // nothing but that unwinding, which must not end here
-      for (;;) pause();
-    }
-  }
-
- private:
-  PyThreadState* state_ = PyEval_SaveThread();
-};
-
 using Released = nb::call_guard<Unlocked>;
-
-// What each rank sends or gets: a tensor per rank, or one tensor that is cut into equal blocks, in rank order.
-struct Blocks {
-  std::vector<void*> data;
-  Bytes counts, bytes;
-  int dtype = 0;
-
-  Inputs inputs() const { return Inputs(data.begin(), data.end()); }
-  void add(void* block, std::size_t count, DType type) {
-    data.push_back(block);
-    counts.push_back(count);
-    bytes.push_back(count * size_of(type));
-    dtype = static_cast<int>(type);
-  }
-};
 
 bool is_list(nb::handle given) { return nb::isinstance<nb::tuple>(given) || nb::isinstance<nb::list>(given); }
 
 Blocks blocks_of(nb::handle given, std::size_t size) {
+  if (!is_list(given)) return cut(view_of(given), size);
   Blocks blocks;
-  if (is_list(given)) {
-    for (nb::handle tensor : given) {
-      const View view = view_of(tensor);
-      blocks.add(view.data, view.count, view.dtype);
-    }
-  } else {
-    const View view = view_of(given);
-    const std::size_t count = view.count / size;
-    for (std::size_t i = 0; i < size; ++i) {
-      blocks.add(static_cast<std::byte*>(view.data) + i * count * size_of(view.dtype), count, view.dtype);
-    }
+  for (nb::handle tensor : given) {
+    const View view = view_of(tensor);
+    blocks.add(view.data, view.count, view.dtype);
   }
   return blocks;
 }
-
-// The fingerprint of a collective: what all ranks must agree on. (Mixed as in Vigna's splitmix64.)
-template <typename... Parts>
-std::uint64_t fingerprint_of(Parts... parts) {
-  std::uint64_t fingerprint = 0x9E3779B97F4A7C15u;
-  auto mix = [&](std::uint64_t part) {
-    fingerprint = (fingerprint ^ part) * 0xBF58476D1CE4E5B9u;
-    fingerprint ^= fingerprint >> 29;
-  };
-  (mix(static_cast<std::uint64_t>(parts)), ...);
-  return fingerprint;
-}
-
-std::uint64_t fingerprint_of_list(std::uint64_t fingerprint, const Bytes& sizes) {
-  for (std::size_t size : sizes) fingerprint = fingerprint_of(fingerprint, size);
-  return fingerprint;
-}
-
-struct Reducing {
-  Reduction reduction;
-  Reducing(DType dtype, int op, double factor) : reduction{static_cast<Operator>(op), dtype, factor} {}
-  std::uint64_t fingerprint() const {
-    return fingerprint_of(static_cast<int>(reduction.dtype), static_cast<int>(reduction.op),
-                          std::bit_cast<std::uint64_t>(reduction.factor));
-  }
-};
 
 // A communicator's lanes, on which collectives are called by the lane's number, as on an engine by the communicator's.
 struct InLanes {
@@ -132,16 +63,14 @@ using Number = std::conditional_t<std::is_same_v<Place, InLanes>, std::uint64_t,
 template <typename Place>
 double barrier_op(Place& place, Ticket ticket, Number<Place> number, int form, std::uint64_t detail) {
   Unlocked unlocked;
-  return place.collective(ticket, number, fingerprint_of(form, detail),
-                          [](auto& it, Unequal&) { return run_barrier(it); });
+  return call_barrier(place, ticket, number, form, detail);
 }
 
 template <typename Place>
 double broadcast_op(Place& place, Ticket ticket, Number<Place> number, int form, nb::handle tensor, int root) {
   const View data = view_of(tensor);
   Unlocked unlocked;
-  return place.collective(ticket, number, fingerprint_of(form, root, static_cast<int>(data.dtype), data.bytes()),
-                          [&](auto& it, Unequal&) { return run_broadcast(it, root, data.data, data.bytes()); });
+  return call_broadcast(place, ticket, number, form, data, root);
 }
 
 template <typename Place>
@@ -150,8 +79,7 @@ double all_reduce_op(Place& place, Ticket ticket, Number<Place> number, int form
   const View data = view_of(tensor);
   const Reducing how(data.dtype, op, factor);
   Unlocked unlocked;
-  return place.collective(ticket, number, fingerprint_of(form, how.fingerprint(), data.count),
-                          [&](auto& it, Unequal&) { return run_all_reduce(it, how.reduction, data.data, data.count); });
+  return call_all_reduce(place, ticket, number, form, data, how);
 }
 
 template <typename Place>
@@ -172,10 +100,7 @@ double reduce_scatter_op(Place& place, Ticket ticket, Number<Place> number, int 
   const View out = view_of(output);
   const Reducing how(out.dtype, op, factor);
   Unlocked unlocked;
-  const std::uint64_t fingerprint = fingerprint_of_list(fingerprint_of(form, how.fingerprint()), ins.counts);
-  return place.collective(ticket, number, fingerprint, [&](auto& it, Unequal&) {
-    return run_reduce_scatter(it, how.reduction, ins.inputs(), ins.counts, out.data);
-  });
+  return call_reduce_scatter(place, ticket, number, form, ins, out, how);
 }
 
 template <typename Place>
@@ -184,8 +109,7 @@ double all_gather_op(Place& place, Ticket ticket, Number<Place> number, int form
   const View in = view_of(input);
   const Blocks outs = blocks_of(tensors, size);
   Unlocked unlocked;
-  return place.collective(ticket, number, fingerprint_of_list(fingerprint_of(form, outs.dtype), outs.bytes),
-                          [&](auto& it, Unequal&) { return run_all_gather(it, in.data, outs.data, outs.bytes); });
+  return call_all_gather(place, ticket, number, form, in, outs);
 }
 
 template <typename Place>
@@ -373,8 +297,8 @@ NB_MODULE(_engine, module) {
       "explain", [](int error) { return std::string(ucs_status_string(static_cast<ucs_status_t>(-error))); },
       nb::arg("error"));
   module.def(
-      "is_plain", [](nb::handle tensor, bool written) { return is_plain(tensor, written); }, nb::arg().none(),
-      nb::arg(), nb::sig("def is_plain(tensor: object, written: bool, /) -> bool"));
+      "is_plain", [](nb::handle tensor, bool written) { return plain_view(tensor, written).has_value(); },
+      nb::arg().none(), nb::arg(), nb::sig("def is_plain(tensor: object, written: bool, /) -> bool"));
   // Ints are what ops give and get: an enumeration's member takes longer to make than a small message to come.
   nb::enum_<Status>(module, "Status", nb::is_arithmetic())
       .value("DONE", Status::kDone)
@@ -494,6 +418,8 @@ NB_MODULE(_engine, module) {
            nb::sig("def cancel_wait(self, group: int, window: int, rank: int, ticket: int, /) -> bool"), Released())
       .def("flush", &Engine::flush,
            nb::sig("def flush(self, ticket: int, group: int, window: int, rank: int, /) -> bool"), Released());
+
+  define_shortcuts(module);
 
   module.attr("TURNS") = Pacer::kTurns;
   module.attr("NO_DEVICE") = kNoDevice;

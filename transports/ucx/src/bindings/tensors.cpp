@@ -202,23 +202,24 @@ nb::tuple dtype_names() {
   return nb::tuple(names);
 }
 
-bool is_plain(nb::handle tensor, bool written) {
+std::optional<View> plain_view(nb::handle tensor, bool written) {
   const Torch& torch_ = torch();
-  if (torch_.exchange == nullptr || reinterpret_cast<PyObject*>(Py_TYPE(tensor.ptr())) != torch_.tensor) return false;
+  if (torch_.exchange == nullptr || reinterpret_cast<PyObject*>(Py_TYPE(tensor.ptr())) != torch_.tensor) return {};
   Tensor it{};
   if (torch_.exchange->tensor_of(tensor.ptr(), &it) != 0) {  // sparse, nested, meta and wrapped ones end here
     PyErr_Clear();
-    return false;
+    return {};
   }
   const std::optional<DType> dtype = dtype_of(it.dtype);
   const std::size_t count = count_of(it);
-  if (!dtype || it.device.device_type != nb::device::cpu::value) return false;
-  if (!is_contiguous(it, count) || (pointer(it) == nullptr && count > 0)) return false;
+  if (!dtype || it.device.device_type != nb::device::cpu::value) return {};
+  if (!is_contiguous(it, count) || (pointer(it) == nullptr && count > 0)) return {};
   PyObject* self = tensor.ptr();
-  if (truth(PyObject_Vectorcall(torch_.is_neg, &self, 1, nullptr)) != 0) return false;
+  if (truth(PyObject_Vectorcall(torch_.is_neg, &self, 1, nullptr)) != 0) return {};
   const bool is_complex = *dtype == DType::Complex64 || *dtype == DType::Complex128;
-  if (is_complex && truth(PyObject_Vectorcall(torch_.is_conj, &self, 1, nullptr)) != 0) return false;
-  return !written || truth(PyObject_GetAttr(self, torch_.requires_grad)) == 0;
+  if (is_complex && truth(PyObject_Vectorcall(torch_.is_conj, &self, 1, nullptr)) != 0) return {};
+  if (written && truth(PyObject_GetAttr(self, torch_.requires_grad)) != 0) return {};
+  return View{pointer(it), count, *dtype};
 }
 
 }  // namespace aiocomms

@@ -8,6 +8,7 @@
 #include <nanobind/nanobind.h>
 
 #include <cstddef>
+#include <optional>
 
 #include "collectives/reduce.hpp"
 
@@ -26,8 +27,9 @@ View view_of(nanobind::handle tensor);
 // The names of the dtypes, in their order.
 nanobind::tuple dtype_names();
 
-// Whether it is certainly a plain tensor on the CPU: dense, contiguous, of a dtype of DType, with memory of its own
-// and no lazy conjugate or negation; and, if it is to be written to, one that autograd does not track. No: perhaps not.
-bool is_plain(nanobind::handle tensor, bool written);
+// A view of what is certainly a plain tensor on the CPU: dense, contiguous, of a dtype of DType, with memory of its own
+// and no lazy conjugate or negation; and, if it is to be written to, one that autograd does not track. None: perhaps
+// not; it may be no tensor at all.
+std::optional<View> plain_view(nanobind::handle tensor, bool written);
 
 }  // namespace aiocomms

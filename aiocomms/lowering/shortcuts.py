@@ -1,0 +1,37 @@
+"""Which communicators have shortcuts: native code of their transport that starts plain ops."""
+
+from __future__ import annotations
+
+import functools
+import os
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from aiocomms.progress.inflight import StartedWork
+from aiocomms.shortcuts import Line, Shortcuts
+from aiocomms.transport import OP_RESULT, Transport
+
+
+def find_shortcuts(line: Line, transports: Sequence[Transport], entries: int) -> Shortcuts | None:
+    """The shortcuts of a communicator; None: there are none, or ``AIOCOMMS_PURE`` turns them off.
+
+    A communicator of several transports has none: which of them carries an op is Python's to decide.
+
+    :param entries: how many the recorder's ring keeps.
+    """
+    if os.environ.get("AIOCOMMS_PURE", "0") not in ("", "0") or len(transports) != 1:
+        return None
+    shortcuts = transports[0].shortcuts(line, entries)
+    if shortcuts is not None:
+        shortcuts.use(_hastened(shortcuts.awaiting))
+    return shortcuts
+
+
+@functools.cache
+def _hastened(awaiting: Callable[[type[Any], object], Callable[..., Any]]) -> type[StartedWork[Any]]:
+    """Works that, awaited when they are done, go on without a generator."""
+    members = {"__await__": awaiting(StartedWork, OP_RESULT), "__module__": StartedWork.__module__}
+    members |= {"__doc__": StartedWork.__doc__}
+    made = types.new_class("StartedWork", (StartedWork,), exec_body=lambda body: body.update(members))
+    return cast("type[StartedWork[Any]]", made)

@@ -1,0 +1,79 @@
+"""What shortcuts are: native code of a transport that starts plain ops; and what that needs of the core."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+
+class Counted:
+    """What the core and shortcuts count together, in slots, which native code reads and writes in place."""
+
+    __slots__ = ("calls", "issued", "refusing")
+
+    issued: int
+    """Ops called."""
+    calls: int
+    """Collectives called; of these all ranks call the same number."""
+    refusing: bool
+    """Whether ops are refused: the one thing that an op which starts needs to know."""
+
+
+class Line(Protocol):
+    """What :class:`Shortcuts` need of a communicator, a :class:`Counted`; on the loop's thread."""
+
+    thread: int
+    """The loop's, as :func:`threading.get_ident` has it."""
+
+    @property
+    def pre_hooks(self) -> list[Any]:
+        """What is called before an op."""
+
+    @property
+    def post_hooks(self) -> list[Any]:
+        """What is called when an op has ended."""
+
+    def ended_at_once(self, work: Any) -> None:
+        """Go on with a work that has ended within its call, where hooks are registered."""
+
+
+class Ring(Protocol):
+    """The last of what was appended, as :class:`collections.deque` with a ``maxlen`` keeps it."""
+
+    def append(self, entry: Any, /) -> None:
+        """Add an entry, in place of the oldest where there is no room."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """All entries, from the oldest on."""
+
+
+class Shortcuts(Protocol):
+    """Native code that starts plain ops of one communicator in one call.
+
+    What is plain: plain tensors, operators and numbers, the loop's thread, no hints and no deadline of its own, no
+    hooks, and nothing that refuses ops. Such a call does at once what the core does of it, and
+    :meth:`aiocomms.transport.Transport.post`. Of any other nothing has happened, and the Python method runs: Python
+    decides everything else, and makes every error.
+    """
+
+    @property
+    def ring(self) -> Ring:
+        """Where ops are recorded: their types when they are called, and when they have ended the time."""
+
+    def use(self, work: type[Any]) -> None:
+        """Before anything else: make works of this class."""
+
+    def record(self, whether: bool) -> None:
+        """Append to the ring, or do not: a benchmark measures what that costs."""
+
+    @staticmethod
+    def method(of: type[Any], function: Callable[..., Any], /) -> Callable[..., Any]:
+        """What stands for a method in a class whose objects keep their shortcuts in the slot ``_shortcuts``, or None.
+
+        :param function: the method, which is called for whatever is not plain. It is returned itself where there is no
+            shortcut for a method of its name.
+        """
+
+    @staticmethod
+    def awaiting(of: type[Any], op_result: object, /) -> Callable[..., Any]:
+        """The same for ``__await__`` of a class of works."""

@@ -1,0 +1,560 @@
+"""Shortcuts: what a program sees of an op is the same whether native code has started it or Python."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import os
+import pickle
+import signal
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import anyio
+import hypothesis
+import pytest
+import torch
+from concurrency import ranks, run_on
+from hypothesis import strategies as st
+from processes import HANGS
+
+import aiocomms
+from aiocomms import ReduceOp
+from aiocomms.communicator import Communicator
+from aiocomms.errors import ArgumentError, CommAbortedError, CommError
+from aiocomms.progress.inflight import StartedWork
+from aiocomms.testing import local_world
+
+engine = pytest.importorskip("aiocomms_ucx._engine", reason="needs the ucx transport", exc_type=ImportError)
+DOORS = ("native", "pure")
+
+
+@contextmanager
+def door(which: str) -> Iterator[None]:
+    """Communicators that are made within have shortcuts, or have none."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AIOCOMMS_PURE", str(int(which == "pure")))
+        yield
+
+
+@pytest.fixture(params=DOORS, autouse=True)
+def which(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The door of the communicators of one test."""
+    with door(request.param):
+        yield request.param
+
+
+@contextmanager
+def counted() -> Iterator[list[str]]:
+    """Note the ops that Python starts."""
+    started: list[str] = []
+    issue = Communicator._issue
+
+    def note(self: Communicator, op: Any, *rest: Any, **named: Any) -> Any:
+        started.append(op.name)
+        return issue(self, op, *rest, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Communicator, "_issue", note)
+        yield started
+
+
+def plain(comm: Communicator) -> list[aiocomms.Work[Any]]:
+    """Every op that has a shortcut, called plainly on both of two ranks."""
+    peer, one, two = 1 - comm.rank, torch.ones(2), torch.ones(4)
+    return [
+        comm.all_reduce(torch.ones(2)),
+        comm.all_reduce(torch.ones(2), ReduceOp.MAX),
+        comm.all_reduce(tensor=torch.ones(2), op=ReduceOp.AVG),
+        comm.barrier(),
+        comm.broadcast(torch.ones(2), 1),
+        comm.broadcast(torch.ones(2), root=0),
+        comm.all_gather_single(two, one),
+        comm.reduce_scatter_single(torch.ones(2), torch.ones(4)),
+        comm.reduce_scatter_single(torch.ones(2), torch.ones(4), op=ReduceOp.PRODUCT),
+        comm.send(torch.ones(2), peer),
+        comm.recv(torch.ones(2), src=peer),
+        comm.send(torch.ones(2), dst=peer, tag=5),
+        comm.recv(torch.ones(2), peer, 5),
+    ]
+
+
+def test_plain_ops_take_the_shortcut(run: Any, which: str) -> None:
+    async def main() -> None:
+        async with local_world(2, "ucx") as comms:
+            with counted() as started:
+                works = [plain(comm) for comm in comms]
+            names = [work.op.name for row in works for work in row]
+            assert started == (names if which == "pure" else [])
+            for row in works:
+                for work in row:
+                    await work
+                assert [work.seq for work in row] == list(range(len(row)))
+
+    run(main)
+
+
+UNCOMMON = {
+    "a hint": lambda comm: comm.all_reduce(torch.ones(2), hints={}),
+    "a deadline": lambda comm: comm.barrier(timeout=5),
+    "an operator by name": lambda comm: comm.all_reduce(torch.ones(2), "sum"),
+    "an operator with a factor": lambda comm: comm.all_reduce(torch.ones(2), ReduceOp.PREMUL_SUM(2.0)),
+    "a parameter": lambda comm: comm.broadcast(torch.nn.Parameter(torch.ones(2), requires_grad=False), 0),
+    "another op": lambda comm: comm.reduce(torch.ones(2), 0),
+}
+
+
+@pytest.mark.parametrize("call", UNCOMMON.values(), ids=UNCOMMON)
+def test_what_is_not_plain_is_left_to_python(call: Any) -> None:
+    async def main() -> None:
+        async with local_world(2, "ucx") as comms:
+            with counted() as started:
+                works = [call(comm) for comm in comms]
+            assert len(started) == 2
+            for work in works:
+                await work
+
+    run_on("asyncio", main)
+
+
+def test_who_has_no_shortcuts(monkeypatch: pytest.MonkeyPatch, which: str) -> None:
+    async def shortcuts(transport: Any) -> list[object]:
+        async with local_world(2, transport) as comms:
+            return [comm._shortcuts for comm in comms]
+
+    assert all(it is None for it in run_on("asyncio", shortcuts, "local"))
+    assert all(it is None for it in run_on("asyncio", shortcuts, {"p2p": "ucx", "collectives": "local"}))
+    assert all((it is None) == (which == "pure") for it in run_on("asyncio", shortcuts, "ucx"))
+    monkeypatch.setenv("AIOCOMMS_DEBUG", "1")
+    assert all(it is None for it in run_on("asyncio", shortcuts, "ucx"))
+
+
+def test_the_methods_look_as_ever(which: str) -> None:
+    async def main() -> None:
+        async with aiocomms.new_comm("ucx") as comm:
+            assert isinstance(comm, Communicator)
+            assert type(comm).__name__ == "Communicator"
+            for name in ("all_reduce", "barrier", "send", "abort"):
+                method = getattr(comm, name)
+                assert inspect.signature(method) == inspect.signature(getattr(Communicator, name).__get__(comm))
+                assert method.__doc__ == getattr(Communicator, name).__doc__
+                assert method.__name__ == name
+            assert repr(comm.barrier) == f"<bound method {Communicator.barrier.__qualname__} of {comm!r}>"
+            tensor = torch.ones(2)
+            assert await type(comm).all_reduce(comm, tensor) is tensor
+            with pytest.raises(TypeError, match="missing 1 required positional argument: 'tensor'"):
+                comm.all_reduce()  # type: ignore[call-arg]
+            with pytest.raises(TypeError, match="multiple values for argument 'tensor'"):
+                comm.all_reduce(tensor, tensor=tensor)  # type: ignore[misc]
+
+    run_on("asyncio", main)
+
+
+# -------------------------------------------------------------------------------------------------- a work that is done
+
+
+def test_a_work_that_was_done_at_once(run: Any, loop: str) -> None:
+    async def main() -> None:
+        async with aiocomms.new_comm("ucx") as comm:
+            tensor = torch.ones(2)
+            work = comm.all_reduce(tensor)
+            assert isinstance(work, aiocomms.Work)
+            assert type(work).__name__ == "StartedWork"
+            assert isinstance(work, StartedWork)
+            assert repr(work) == "<Work all_reduce #0 on 'world' (rank 0) done>"
+            assert work.done()
+            assert [await work, await work, work.result(), work.wait_blocking()] == [tensor] * 4
+            assert work.exception() is None
+            assert not await work.cancel()
+            assert await work.wait() is None
+            heard: list[object] = []
+            work.add_done_callback(heard.append)
+            assert not heard
+            await anyio.lowlevel.checkpoint()
+            await anyio.lowlevel.checkpoint()
+            assert heard == [work]
+            with pytest.raises(CommError, match="wait_stream"):
+                work.wait_stream()
+            with pytest.raises(AttributeError, match="did you forget `await`"):
+                work.shape  # type: ignore[attr-defined]  # noqa: B018
+            with pytest.raises(TypeError, match="did you forget `await`"):
+                work + 1  # type: ignore[operator]
+            with pytest.raises((TypeError, pickle.PicklingError)):
+                pickle.dumps(work)
+            gone = weakref.ref(work)
+            heard.clear()
+            del work
+            gc.collect()
+            assert gone() is None
+            assert await comm.barrier() is None
+
+    run(main)
+
+
+def test_asyncio_takes_it_for_a_coroutine() -> None:
+    async def main() -> None:
+        async with aiocomms.new_comm("ucx") as comm:
+            tensor = torch.ones(2)
+            assert await asyncio.create_task(comm.all_reduce(tensor)) is tensor  # type: ignore[arg-type]
+            assert await asyncio.wait_for(comm.all_reduce(tensor), HANGS) is tensor
+            assert await asyncio.gather(comm.all_reduce(tensor), comm.barrier()) == [tensor, None]
+            task = asyncio.create_task(comm.barrier())  # type: ignore[arg-type]
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    run_on("asyncio", main)
+
+
+def test_what_awaiting_a_done_work_steps_through() -> None:
+    """As a generator that ends at its first step."""
+
+    async def main() -> None:
+        async with aiocomms.new_comm("ucx") as comm:
+            tensor = torch.ones(2)
+            work = comm.all_reduce(tensor)
+            for step in (next, lambda steps: steps.send(None)):
+                steps = work.__await__()
+                assert iter(steps) is steps
+                with pytest.raises(StopIteration) as ended:
+                    step(steps)
+                assert ended.value.value is tensor
+                with pytest.raises(StopIteration) as ended:
+                    step(steps)
+                assert ended.value.value is None
+            steps = work.__await__()
+            with pytest.raises(KeyError, match="mine"):
+                steps.throw(KeyError("mine"))
+            with pytest.raises(StopIteration) as ended:
+                next(steps)
+            assert ended.value.value is None
+            steps = work.__await__()
+            steps.close()
+            with pytest.raises(StopIteration) as ended:
+                next(steps)
+            assert ended.value.value is None
+
+    run_on("asyncio", main)
+
+
+def test_a_value_that_is_a_tuple_or_an_exception_comes_out_as_it_is() -> None:
+    """StopIteration takes a tuple for its arguments, and an exception for itself."""
+    awaiting = StartedWork.__await__
+    if hasattr(engine, "Shortcuts"):
+        awaiting = engine.Shortcuts.awaiting(StartedWork, object())
+    for value in ((1, 2), KeyError("mine"), StopIteration(3)):
+        work: StartedWork[Any] = StartedWork(aiocomms.ops.Barrier(), 0, None)  # type: ignore[arg-type]
+        work.complete(value)
+        with pytest.raises(StopIteration) as ended:
+            next(awaiting(work))
+        assert ended.value.value is value
+
+
+# ----------------------------------------------------------------------------------------------------- uncommon events
+
+
+def test_hooks_that_come_while_ops_run() -> None:
+    async def main() -> None:
+        async with local_world(2, "ucx") as comms:
+            one, two = comms
+
+            async def call() -> None:
+                await ranks(comms, lambda comm: comm.all_reduce(torch.ones(2)))
+
+            await call()
+            asked: list[tuple[str, int]] = []
+            told: list[tuple[str, int]] = []
+            before = one.register_pre_hook(lambda op, seq: asked.append((op.name, seq)))
+            await call()
+            after = two.register_post_hook(lambda work: told.append((work.op.name, work.seq)))
+            await call()
+            before.remove()
+            await call()
+            after.remove()
+            await call()
+            assert asked == [("all_reduce", 1), ("all_reduce", 2)]
+            assert told == [("all_reduce", 2), ("all_reduce", 3)]
+
+    run_on("asyncio", main)
+
+
+def test_what_a_pre_hook_raises_stops_the_op() -> None:
+    async def main() -> None:
+        async with aiocomms.new_comm("ucx") as comm:
+            await comm.barrier()
+
+            def refuse(op: object, seq: int) -> None:
+                raise RuntimeError("no")
+
+            hook = comm.register_pre_hook(refuse)
+            with pytest.raises(RuntimeError, match=r"^no$"):
+                comm.barrier()
+            hook.remove()
+            await comm.barrier()
+            assert comm._core.issued == 3
+
+    run_on("asyncio", main)
+
+
+def test_an_abort_in_a_signal_handler_refuses_the_next_op() -> None:
+    async def main() -> None:
+        async with aiocomms.new_comm("ucx") as comm:
+            await comm.barrier()
+            before = signal.signal(signal.SIGUSR1, lambda *_: comm.abort("by a handler"))
+            try:
+                os.kill(os.getpid(), signal.SIGUSR1)
+                with pytest.raises(CommAbortedError, match="by a handler"):
+                    comm.barrier()
+            finally:
+                signal.signal(signal.SIGUSR1, before)
+
+    run_on("asyncio", main)
+
+
+def test_another_thread_is_refused() -> None:
+    async def main() -> None:
+        async with aiocomms.new_comm("ucx") as comm:
+            await comm.barrier()
+            raised: list[BaseException] = []
+
+            def elsewhere() -> None:
+                try:
+                    comm.barrier()
+                except RuntimeError as error:
+                    raised.append(error)
+
+            thread = threading.Thread(target=elsewhere)
+            thread.start()
+            thread.join()
+            assert "barrier" in str(raised[0])
+            assert comm._core.issued == 1
+            await comm.barrier()
+
+    run_on("asyncio", main)
+
+
+def test_a_lane_that_becomes_the_current_one() -> None:
+    async def main() -> None:
+        async with local_world(2, "ucx") as comms:
+
+            async def work(comm: Communicator) -> None:
+                await comm.all_reduce(torch.ones(2))
+                with comm.lane("mine"):
+                    held = comm.all_reduce(torch.ones(2))
+                    assert "lane mine" in repr(held)
+                    await held
+                assert "lane" not in repr(comm.barrier())
+
+            await ranks(comms, work)
+            assert [comm._core.calls for comm in comms] == [2, 2]
+
+    run_on("asyncio", main)
+
+
+def test_a_full_ring_keeps_the_last_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIOCOMMS_RECORDER", "4")
+
+    async def main() -> None:
+        async with aiocomms.new_comm("ucx") as comm:
+            for i in range(11):
+                await (comm.broadcast(torch.ones(2), 0) if i % 3 else comm.all_reduce(torch.ones(2)))
+                with pytest.raises(ArgumentError):
+                    comm.all_reduce(torch.eye(3).t()[:2])
+            items = comm._core.recorder.snapshot("asked for").items()
+            assert [(item.seq, item.collective, item.state) for item in items] == [
+                (seq, seq + 1, "done") for seq in range(7, 11)
+            ]
+            assert [item.args for item in items] == [{"root": 0}, {"root": 0}, {}, {"root": 0}]
+            assert all(item.finished for item in items)
+
+    run_on("asyncio", main)
+
+
+def test_an_op_that_the_engine_refuses_is_made_an_error_by_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine was closed behind the communicator's back: nothing of a shortcut's attempt is left."""
+
+    async def main() -> None:
+        async with aiocomms.new_comm("ucx") as comm:
+            await comm.barrier()
+            comm._core.transports[0].shared.engine.close(False, 0.0)  # type: ignore[attr-defined]
+            with pytest.raises(CommError, match="the engine is closed"):
+                comm.barrier()
+            assert (comm._core.issued, comm._core.calls) == (2, 1)
+            assert [item.seq for item in comm._core.recorder.snapshot("").items()] == [0]
+            assert comm.aborted
+
+    run_on("asyncio", main)
+
+
+def test_a_closed_communicator_is_freed() -> None:
+    async def main() -> weakref.ref[object]:
+        async with aiocomms.new_comm("ucx") as comm:
+            await comm.all_reduce(torch.ones(2))
+            work = comm.broadcast(torch.ones(2), 0)
+        await work
+        return weakref.ref(comm._core)
+
+    gone = run_on("asyncio", main)
+    gc.collect()
+    assert gone() is None
+
+
+# ------------------------------------------------------------------------------------------------------ op by op alike
+
+
+def _tensors(rank: int = 0) -> dict[str, Any]:
+    floats, complex_ones = torch.arange(16.0), torch.ones(4, dtype=torch.complex64)
+    freed = torch.ones(4)
+    freed.untyped_storage().resize_(0)
+    dtypes = (torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.uint8, torch.bool, torch.uint16)
+    return {str(dtype): torch.ones(4).to(dtype) for dtype in dtypes} | {
+        "two": torch.ones(2),
+        "four": torch.arange(4.0),
+        "eight": torch.arange(8.0),
+        "empty": torch.empty(0),
+        "of no dimension": torch.tensor(2.0),
+        "matrix": floats.view(4, 4),
+        "column": floats.view(4, 4)[:, 1],
+        "own half": floats[:8].view(2, 4)[rank],
+        "other half": floats[:8].view(2, 4)[1 - rank],
+        "overlapping": floats[2:6],
+        "both halves": floats[:8],
+        "parameter": torch.nn.Parameter(torch.ones(4)),
+        "tracked": torch.ones(4, requires_grad=True),
+        "subclass": torch.ones(4).as_subclass(type("Mine", (torch.Tensor,), {})),
+        "conjugate": complex_ones.conj(),
+        "negative": complex_ones.conj().imag,
+        "freed": freed,
+        "meta": torch.ones(4, device="meta"),
+        "sparse": torch.eye(2).to_sparse(),
+        "no tensor": [1.0],
+        "None": None,
+    }
+
+
+NAMES = sorted(_tensors())
+TENSOR = st.sampled_from(NAMES)
+PLAIN = st.sampled_from(["two", "four", "eight", "own half", "other half", "both halves", "empty"])
+OPERATORS = {**{op: getattr(ReduceOp, op) for op in ("SUM", "MAX", "BAND", "AVG")}, "named": "sum", "wrong": 7}
+OPERATORS["factor"] = ReduceOp.PREMUL_SUM(2.0)
+RANK = st.sampled_from([0, 0, 1, 1, 2, -1, True, 1.0, None])
+TAG = st.sampled_from([0, 1, -(2**31), 2**31, True, "a"])
+EXTRA = st.sampled_from([{}, {}, {}, {"hints": {"x": 1}}, {"hints": 3}, {"timeout": 20}, {"timeout": 0}])
+A_TENSOR = TENSOR | PLAIN
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+    """A method's name, its arguments, some of them by name, and tensors and operators by what they are called here."""
+    name = draw(st.sampled_from(sorted(ARGUMENTS)))
+    given = {argument: draw(strategy) for argument, strategy in ARGUMENTS[name].items()}
+    for optional in ("op", "tag"):
+        if optional in given and draw(st.booleans()):
+            del given[optional]
+    by_position = draw(st.integers(0, len(given)))
+    positional = tuple(given.values())[:by_position]
+    return name, positional, dict(list(given.items())[by_position:]) | draw(EXTRA)
+
+
+ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
+    "all_reduce": {"tensor": A_TENSOR, "op": st.sampled_from(sorted(OPERATORS))},
+    "all_gather_single": {"output": A_TENSOR, "input": A_TENSOR},
+    "barrier": {},
+    "broadcast": {"tensor": A_TENSOR, "root": RANK},
+    "reduce_scatter_single": {"output": A_TENSOR, "input": A_TENSOR, "op": st.sampled_from(sorted(OPERATORS))},
+    "exchange": {"tensor": A_TENSOR, "into": A_TENSOR, "tag": TAG},
+}
+
+
+class Door:
+    """A world of two ranks with or without shortcuts, in a loop of its own, and what it tells of a call."""
+
+    def __init__(self, runner: asyncio.Runner, which: str, stack: ExitStack) -> None:
+        self._runner = runner
+        with door(which):
+            world = local_world(2, "ucx")
+            self.comms = runner.run(world.__aenter__())
+        stack.callback(lambda: runner.run(world.__aexit__(None, None, None)))
+        assert (self.comms[0]._shortcuts is None) == (which == "pure")
+
+    def call(self, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> list[Any]:
+        """Both ranks make a call, with tensors of their own; everything that can be seen of it."""
+        return self._runner.run(self._call(name, args, named))
+
+    async def _call(self, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> list[Any]:
+        seen: list[Any] = []
+        works: list[tuple[Any, dict[str, Any]]] = []
+        for comm in self.comms:
+            tensors = _tensors(comm.rank)
+            known = {**tensors, **OPERATORS}
+            real = [known.get(it, it) if isinstance(it, str) else it for it in args]
+            words = {k: known.get(it, it) if isinstance(it, str) else it for k, it in named.items()}
+            try:
+                works += [(work, tensors) for work in await _start(comm, name, real, words)]
+            except (CommError, TypeError) as error:
+                seen.append((type(error), str(error)))
+        for work, tensors in works:
+            known_as = {id(tensor): called for called, tensor in tensors.items()}
+            async with asyncio.timeout(HANGS):
+                try:
+                    result = await work
+                    seen.append((known_as.get(id(result)), None if result is None else result.tolist()))
+                except CommError as error:
+                    seen.append((type(error), str(error)))
+            seen += [repr(work), work.seq, work.hints, type(work).__name__, type(work.op), work.done()]
+        for comm in self.comms:
+            core = comm._core
+            items = core.recorder.snapshot("").items()
+            seen += [core.issued, core.calls, comm.aborted]
+            seen += [(item.name, item.seq, item.state, item.args, item.collective, item.error) for item in items]
+        return seen
+
+
+async def _start(comm: Communicator, name: str, args: list[Any], named: dict[str, Any]) -> list[Any]:
+    if name != "exchange":
+        return [getattr(comm, name)(*args, **named)]
+    given = dict(zip(("tensor", "into", "tag"), args, strict=False)) | named
+    tensor, into = given.pop("tensor"), given.pop("into")
+    if type(tensor) is type(into) is torch.Tensor and (tensor.numel(), tensor.dtype) != (into.numel(), into.dtype):
+        into = torch.empty(tensor.shape, dtype=tensor.dtype)  # what does not fit is the transport's error, on both
+    receive = comm.recv(into, 1 - comm.rank, **given)
+    try:
+        return [receive, comm.send(tensor, 1 - comm.rank, **given)]
+    except CommError:
+        assert await receive.cancel()  # else the next message would be its
+        raise
+
+
+@pytest.fixture(scope="module")
+def both() -> Iterator[list[Door]]:
+    """The same world twice."""
+    with ExitStack() as stack:
+        runner = stack.enter_context(asyncio.Runner())
+        yield [Door(runner, which, stack) for which in DOORS]
+
+
+@pytest.mark.parametrize("which", ["native"], indirect=True)  # it has both
+@hypothesis.given(calls())
+@hypothesis.settings(
+    deadline=None,
+    max_examples=300,
+    derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],  # that of the door is asked for once
+)
+@hypothesis.example(("all_reduce", ("four", "SUM"), {}))
+@hypothesis.example(("all_gather_single", ("both halves", "own half"), {}))
+@hypothesis.example(("all_gather_single", ("both halves", "overlapping"), {}))
+@hypothesis.example(("reduce_scatter_single", ("own half", "both halves", "MAX"), {}))
+@hypothesis.example(("reduce_scatter_single", ("four", "eight"), {"op": "AVG"}))
+@hypothesis.example(("broadcast", ("four",), {"root": 1}))
+@hypothesis.example(("exchange", ("four", "two", 1), {}))
+@hypothesis.example(("exchange", ("four", "other half"), {"tag": 2**31}))
+def test_both_doors_tell_the_same(both: list[Door], call: tuple[str, tuple[Any, ...], dict[str, Any]]) -> None:
+    with warnings.catch_warnings(action="ignore"):  # of prototypes, in torch
+        native, pure = (one.call(*call) for one in both)
+    assert native == pure

@@ -1,0 +1,80 @@
+"""The transport's side of shortcuts: native code that starts plain ops; how it does that is in the engine's sources."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from aiocomms import ops
+from aiocomms.errors import CommError
+from aiocomms.ops.reductions import SUPPORTED, ReduceOp
+from aiocomms.shortcuts import Line
+from aiocomms.transport import Transport
+from aiocomms_ucx._engine import Operator, Shortcuts, dtype_names
+from aiocomms_ucx.collectives import FORMS
+
+if TYPE_CHECKING:
+    from aiocomms_ucx._engine import Engine
+    from aiocomms_ucx.shared_engine import SharedEngine
+    from aiocomms_ucx.windows import Windows
+
+_TYPES: Final[list[type[ops.Op]]] = [
+    ops.AllGatherSingle,
+    ops.AllReduce,
+    ops.Barrier,
+    ops.Broadcast,
+    ops.Recv,
+    ops.ReduceScatterSingle,
+    ops.Send,
+]
+KINDS: Final[dict[str, tuple[type[ops.Op], int]]] = {cls.name: (cls, FORMS.get(cls, -1)) for cls in _TYPES}
+"""The ops that have one, each with its form; see :data:`aiocomms_ucx.collectives.FORMS`."""
+
+
+def _operators() -> list[tuple[object, int, int]]:
+    """The operators without a factor, the default one first: their numbers, and a bit for each dtype that they take."""
+    names = [f"torch.{name}" for name in dtype_names()]
+    plain = [ReduceOp.SUM, *(op for kind in SUPPORTED if (op := getattr(ReduceOp, kind.upper(), None)))]
+    found: list[tuple[object, int, int]] = []
+    for op in dict.fromkeys(plain):
+        if isinstance(op, ReduceOp):
+            mask = sum(1 << names.index(str(dtype)) for dtype in SUPPORTED[op.kind])
+            found.append((op, int(Operator[op.kind.upper()]), mask))
+    return found
+
+
+OPERATORS: Final = _operators()
+
+
+class Hastened(Transport):
+    """The part of a transport that has shortcuts, and what these read and write in place."""
+
+    __slots__ = ("_calls", "_failure")
+
+    engine: Engine
+    shared: SharedEngine
+    group: int
+    rank: int
+    size: int
+    _calls: int
+    _failure: CommError | None
+    _windows: Windows
+    _left: dict[int, int]
+    _disputes: dict[int, list[tuple[int, str]]]
+
+    def shortcuts(self, line: Line, entries: int) -> Any:
+        """See :meth:`Transport.shortcuts`."""
+        place = self.group, self.rank, self.size
+        return Shortcuts(self.engine, *place, KINDS, OPERATORS, self, self._windows, line, entries)
+
+    def look_after(self, index: int) -> None:
+        """Look what has become of an op that was handed to the engine, once it is kept.
+
+        :param index: its number among the collectives; -1: it is none.
+        """
+        if self.engine.ready:
+            self.shared.progress()
+        if index >= 0 and (self._left or self._disputes):
+            self._reconsider(index)
+
+    def _reconsider(self, index: int) -> None:
+        raise NotImplementedError

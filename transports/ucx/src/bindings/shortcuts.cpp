@@ -1,0 +1,713 @@
+// How a plain op is started without a frame of Python's. The Python code stays the reference, and the one place where
+// anything is decided: a shortcut looks whether a call is plain (arguments by position, plain tensors, no hooks, the
+// communicator's own thread and nothing that refuses ops) and then does what Communicator._issue and UcxTransport.post
+// do for such a call, step by step. Of any other call it says "not taken", and nothing has happened: the method of the
+// same name runs, and makes every error. What the engine does not end within the call goes on there, too.
+//
+// Until the engine has an op nothing is changed that cannot be taken back; and no code of Python's runs between the
+// last look at what makes a call plain and the engine's having it, but that of other threads while the interpreter's
+// lock is let go of around the engine's call (bindings.cpp).
+#include "bindings/shortcuts.hpp"
+
+#include <nanobind/stl/string.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <initializer_list>
+#include <new>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/calls.hpp"
+#include "bindings/ring.hpp"
+#include "bindings/slots.hpp"
+#include "bindings/tensors.hpp"
+#include "bindings/unlocked.hpp"
+#include "engine/engine.hpp"
+
+namespace nb = nanobind;
+
+namespace aiocomms {
+namespace {
+
+using Arguments = PyObject* const*;
+constexpr int kArguments = 3;  // of a method that has a shortcut, at most
+
+// What is asked for by name on the way, as Python keeps it.
+struct Names {
+  PyObject* posted = PyUnicode_InternFromString("_posted");
+  PyObject* look_after = PyUnicode_InternFromString("look_after");
+  PyObject* ended_at_once = PyUnicode_InternFromString("ended_at_once");
+};
+
+const Names& names() {
+  static const Names* made = new Names;
+  return *made;
+}
+
+// A number that is exactly an int, and lies within; none: perhaps no number at all.
+std::optional<std::int64_t> int_within(PyObject* given, std::int64_t least, std::int64_t most) {
+  if (!PyLong_CheckExact(given)) return {};
+  int overflow = 0;
+  const long long value = PyLong_AsLongLongAndOverflow(given, &overflow);
+  if (overflow != 0 || value < least || value > most) return {};
+  return value;
+}
+
+bool overlap(const View& a, const View& b) {
+  auto from = [](const View& it) { return reinterpret_cast<std::uintptr_t>(it.data); };
+  return from(a) < from(b) + b.bytes() && from(b) < from(a) + a.bytes();
+}
+
+// Whether whole has a place for size parts, of which part is the one of that rank or lies elsewhere.
+bool is_part(const View& part, const View& whole, int rank, int size) {
+  if (part.dtype != whole.dtype || whole.count != part.count * static_cast<std::size_t>(size)) return false;
+  auto place = static_cast<std::byte*>(whole.data) + static_cast<std::size_t>(rank) * part.bytes();
+  return part.data == place || !overlap(part, whole);
+}
+
+// ------------------------------------------------------------------------------------- awaiting what is done already
+
+// What `__await__` of a work that is done returns: a generator that has nothing to wait for.
+struct Ended {
+  PyObject_HEAD PyObject* value;  // null: it was taken
+};
+
+constexpr int kSpare = 64;
+Ended* spare[kSpare];  // under the interpreter's lock
+int spares = 0;
+
+PyTypeObject* ended_type = nullptr;
+
+PyObject* ended_of(PyObject* value) {
+  Ended* ended;
+  if (spares > 0) {
+    ended = spare[--spares];
+    PyObject_Init(reinterpret_cast<PyObject*>(ended), ended_type);
+  } else {
+    ended = PyObject_GC_New(Ended, ended_type);
+    if (ended == nullptr) return nullptr;
+  }
+  ended->value = Py_NewRef(value);
+  PyObject_GC_Track(ended);
+  return reinterpret_cast<PyObject*>(ended);
+}
+
+void ended_dealloc(PyObject* self) {
+  PyObject_GC_UnTrack(self);
+  auto ended = reinterpret_cast<Ended*>(self);
+  Py_CLEAR(ended->value);
+  if (spares < kSpare) {
+    spare[spares++] = ended;
+  } else {
+    PyObject_GC_Del(self);
+  }
+  Py_DECREF(ended_type);  // as of every object of a type on the heap
+}
+
+int ended_traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  Py_VISIT(reinterpret_cast<Ended*>(self)->value);
+  return 0;
+}
+
+int ended_clear(PyObject* self) {
+  Py_CLEAR(reinterpret_cast<Ended*>(self)->value);
+  return 0;
+}
+
+PySendResult ended_am_send(PyObject* self, PyObject*, PyObject** result) {
+  PyObject* value = std::exchange(reinterpret_cast<Ended*>(self)->value, nullptr);
+  *result = value != nullptr ? value : Py_NewRef(Py_None);
+  return PYGEN_RETURN;
+}
+
+// StopIteration with the value. It is made here, for PyErr_SetObject takes a tuple for the arguments of an exception.
+PyObject* ended_next(PyObject* self) {
+  PyObject* value = std::exchange(reinterpret_cast<Ended*>(self)->value, nullptr);
+  if (value == nullptr) return nullptr;
+  PyObject* stop = PyObject_CallOneArg(PyExc_StopIteration, value);
+  Py_DECREF(value);
+  if (stop != nullptr) {
+    PyErr_SetObject(PyExc_StopIteration, stop);
+    Py_DECREF(stop);
+  }
+  return nullptr;
+}
+
+PyObject* ended_send(PyObject* self, PyObject*) {
+  ended_next(self);
+  if (!PyErr_Occurred()) PyErr_SetNone(PyExc_StopIteration);
+  return nullptr;
+}
+
+PyObject* ended_throw(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  ended_clear(self);
+  PyObject* error = count == 0 ? PyExc_TypeError : args[count > 1 && args[1] != Py_None ? 1 : 0];
+  if (PyExceptionInstance_Check(error)) {
+    PyErr_SetObject(PyExceptionInstance_Class(error), error);
+  } else if (PyExceptionClass_Check(error)) {
+    PyErr_SetNone(error);
+  } else {
+    PyErr_SetString(PyExc_TypeError, "exceptions must be classes or instances deriving from BaseException");
+  }
+  return nullptr;
+}
+
+PyObject* ended_close(PyObject* self, PyObject*) {
+  ended_clear(self);
+  Py_RETURN_NONE;
+}
+
+// The function of METH_FASTCALL, as CPython's tables want it.
+PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+PyMethodDef ended_methods[] = {{"send", ended_send, METH_O, nullptr},
+                               {"throw", fast(ended_throw), METH_FASTCALL, nullptr},
+                               {"close", ended_close, METH_NOARGS, nullptr},
+                               {nullptr, nullptr, 0, nullptr}};
+
+template <typename Function>
+PyType_Slot slot(int number, Function* function) {
+  return {number, reinterpret_cast<void*>(function)};
+}
+
+PyTypeObject* make_ended_type() {
+  PyType_Slot slots[] = {slot(Py_tp_dealloc, ended_dealloc),  slot(Py_tp_traverse, ended_traverse),
+                         slot(Py_tp_clear, ended_clear),      slot(Py_am_send, ended_am_send),
+                         slot(Py_tp_iter, PyObject_SelfIter), slot(Py_tp_iternext, ended_next),
+                         slot(Py_tp_methods, ended_methods),  {0, nullptr}};
+  PyType_Spec spec = {"aiocomms_ucx._engine.Ended", sizeof(Ended), 0,
+                      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
+  return reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+}
+
+// ------------------------------------------------------------------------------------------------ the communicator's
+
+// An operator without a factor.
+struct Defined {
+  nb::object op;
+  int number;
+  std::uint32_t dtypes;  // for which it is defined: a bit for each DType
+
+  bool takes(DType dtype) const { return dtypes >> static_cast<int>(dtype) & 1; }
+};
+
+struct Kind {
+  nb::object record;
+  int form = -1;  // -1: it is no collective
+};
+
+class Shortcuts {
+ public:
+  Shortcuts(Engine& engine, std::uint32_t group, int rank, int size, const nb::dict& kinds, const nb::list& operators,
+            nb::object transport, nb::object windows, nb::object line, std::size_t entries)
+      : engine_(engine),
+        group_(group),
+        rank_(rank),
+        size_(size),
+        thread_(nb::cast<unsigned long>(line.attr("thread"))),
+        held_{nb::cast(&engine),
+              transport,
+              windows,
+              line,
+              transport.attr("_collectives"),
+              transport.attr("shared").attr("pending"),
+              line.attr("pre_hooks"),
+              line.attr("post_hooks"),
+              nb::cast(new Ring(entries), nb::rv_policy::take_ownership)},
+        issued_(line.type(), "issued"),
+        called_(line.type(), "calls"),
+        refusing_(line.type(), "refusing"),
+        failure_(transport.type(), "_failure"),
+        calls_(transport.type(), "_calls"),
+        behind_(windows.type(), "behind"),
+        ring_(nb::inst_ptr<Ring>(held_[kRing])) {
+    for (auto [name, kind] : {std::pair{"all_reduce", &all_reduce_},
+                              {"all_gather_single", &all_gather_single_},
+                              {"barrier", &barrier_},
+                              {"broadcast", &broadcast_},
+                              {"recv", &recv_},
+                              {"reduce_scatter_single", &reduce_scatter_single_},
+                              {"send", &send_}}) {
+      const nb::object found = kinds[name];
+      *kind = {nb::object(found[0]), nb::cast<int>(found[1])};
+    }
+    for (nb::handle it : operators) {
+      operators_.push_back({nb::object(it[0]), nb::cast<int>(it[1]), nb::cast<std::uint32_t>(it[2])});
+    }
+  }
+
+  nb::object ring() const { return held_[kRing]; }
+  void record(bool whether) { ring_ = whether ? nb::inst_ptr<Ring>(held_[kRing]) : nullptr; }
+  // Works are made of the class that has `__await__` of a shortcut.
+  void use(nb::object work) {
+    state_ = Slot(work, "_state");
+    value_ = Slot(work, "_value");
+    work_ = std::move(work);
+  }
+
+  // Each returns a work; or null, perhaps with an exception: without one it was not taken.
+  PyObject* all_reduce(PyObject* comm, Arguments args, Py_ssize_t count) {
+    const Defined* op = count < 1 ? nullptr : find(args[1]);
+    if (op == nullptr) return nullptr;
+    const Started it = make(all_reduce_, {args[0], op->op.ptr()});
+    const std::optional<View> data = it.view(args[0], true);
+    if (!data || !op->takes(data->dtype)) return nullptr;
+    const Reducing how(data->dtype, op->number, 1.0);
+    return start(comm, all_reduce_, it, args[0], nullptr,
+                 [&](Ticket ticket) { return call_all_reduce(engine_, ticket, group_, all_reduce_.form, *data, how); });
+  }
+
+  PyObject* barrier(PyObject* comm, Arguments, Py_ssize_t) {
+    const Started it = make(barrier_, {});
+    if (!it.work) return nullptr;
+    return start(comm, barrier_, it, Py_None, nullptr,
+                 [&](Ticket ticket) { return call_barrier(engine_, ticket, group_, barrier_.form, 0); });
+  }
+
+  PyObject* broadcast(PyObject* comm, Arguments args, Py_ssize_t count) {
+    const auto root = count < 2 ? std::nullopt : int_within(args[1], 0, size_ - 1);
+    if (!root) return nullptr;
+    const Started it = make(broadcast_, {args[0], args[1]});
+    const std::optional<View> data = it.view(args[0], true);
+    if (!data) return nullptr;
+    return start(comm, broadcast_, it, args[0], args[1], [&](Ticket ticket) {
+      return call_broadcast(engine_, ticket, group_, broadcast_.form, *data, static_cast<int>(*root));
+    });
+  }
+
+  PyObject* all_gather_single(PyObject* comm, Arguments args, Py_ssize_t count) {
+    if (count < 2) return nullptr;
+    const Started it = make(all_gather_single_, {args[0], args[1]});
+    const std::optional<View> out = it.view(args[0], true), in = it.view(args[1], false);
+    if (!out || !in || !is_part(*in, *out, rank_, size_)) return nullptr;
+    const Blocks outs = cut(*out, static_cast<std::size_t>(size_));
+    return start(comm, all_gather_single_, it, args[0], nullptr, [&](Ticket ticket) {
+      return call_all_gather(engine_, ticket, group_, all_gather_single_.form, *in, outs);
+    });
+  }
+
+  PyObject* reduce_scatter_single(PyObject* comm, Arguments args, Py_ssize_t count) {
+    const Defined* op = count < 2 ? nullptr : find(args[2]);
+    if (op == nullptr) return nullptr;
+    const Started it = make(reduce_scatter_single_, {args[0], args[1], op->op.ptr()});
+    const std::optional<View> out = it.view(args[0], true), in = it.view(args[1], false);
+    if (!out || !in || !op->takes(out->dtype) || !is_part(*out, *in, rank_, size_)) return nullptr;
+    const Reducing how(out->dtype, op->number, 1.0);
+    const Blocks ins = cut(*in, static_cast<std::size_t>(size_));
+    return start(comm, reduce_scatter_single_, it, args[0], nullptr, [&](Ticket ticket) {
+      return call_reduce_scatter(engine_, ticket, group_, reduce_scatter_single_.form, ins, *out, how);
+    });
+  }
+
+  PyObject* send(PyObject* comm, Arguments args, Py_ssize_t count) {
+    return message(comm, send_, args, count, false, [&](Ticket ticket, const View& data, int peer, std::int64_t tag) {
+      return engine_.send(ticket, group_, data.data, data.bytes(), peer, kUser, tag, static_cast<int>(data.dtype));
+    });
+  }
+
+  PyObject* recv(PyObject* comm, Arguments args, Py_ssize_t count) {
+    return message(comm, recv_, args, count, true, [&](Ticket ticket, const View& data, int peer, std::int64_t tag) {
+      return engine_.recv(ticket, group_, data.data, data.bytes(), peer, kUser, tag, static_cast<int>(data.dtype));
+    });
+  }
+
+  bool takes() const {
+    return line() != nullptr && refusing_.of(line()) == Py_False && PyThread_get_thread_ident() == thread_ &&
+           PyList_GET_SIZE(held_[kPreHooks].ptr()) == 0 && PyList_GET_SIZE(held_[kPostHooks].ptr()) == 0 &&
+           failure_.of(held_[kTransport].ptr()) == Py_None && behind_.of(held_[kWindows].ptr()) == Py_None;
+  }
+
+  int traverse(visitproc visit, void* arg) const {
+    for (const nb::object& it : held_) Py_VISIT(it.ptr());
+    Py_VISIT(work_.ptr());
+    return 0;
+  }
+  // Nobody calls it any more.
+  void clear() {
+    for (nb::object& it : held_) it.reset();
+    work_.reset();
+  }
+
+ private:
+  enum { kEngine, kTransport, kWindows, kLine, kCollectives, kPending, kPreHooks, kPostHooks, kRing, kHeld };
+
+  static constexpr int kUser = 0;  // the channel of the program's own messages
+  static constexpr std::int64_t kMostTag = INT32_MAX, kLeastTag = INT32_MIN;
+
+  // A work that nobody knows of yet, and its number.
+  struct Started {
+    nb::object work, seq;
+
+    std::optional<View> view(PyObject* tensor, bool written) const {
+      return work ? plain_view(tensor, written) : std::nullopt;
+    }
+  };
+
+  PyObject* line() const { return held_[kLine].ptr(); }
+
+  // given: null: the default.
+  const Defined* find(PyObject* given) const {
+    if (given == nullptr) return &operators_.front();
+    for (const Defined& it : operators_) {
+      if (it.op.ptr() == given) return &it;
+    }
+    return nullptr;
+  }
+
+  Started make(const Kind& kind, std::initializer_list<PyObject*> args) const {
+    nb::object seq = nb::borrow(issued_.of(line()));
+    nb::object op = nb::steal(PyObject_Vectorcall(kind.record.ptr(), args.begin(), args.size(), nullptr));
+    if (!op) return {};
+    PyObject* given[] = {op.ptr(), seq.ptr(), line(), Py_None};
+    return {nb::steal(PyObject_Vectorcall(work_.ptr(), given, 4, nullptr)), std::move(seq)};
+  }
+
+  // post: bool post(Ticket, const View&, int peer, std::int64_t tag).
+  template <typename Post>
+  PyObject* message(PyObject* comm, const Kind& kind, Arguments args, Py_ssize_t count, bool written,
+                    const Post& post) {
+    const auto peer = count < 2 ? std::nullopt : int_within(args[1], 0, size_ - 1);
+    nb::object tag = count < 3 ? nb::steal(PyLong_FromLong(0)) : nb::borrow(args[2]);
+    const auto tagged = int_within(tag.ptr(), kLeastTag, kMostTag);
+    if (!peer || *peer == rank_ || !tagged) return nullptr;
+    const Started it = make(kind, {args[0], args[1], tag.ptr()});
+    const std::optional<View> data = it.view(args[0], written);
+    nb::object channel = nb::steal(PyLong_FromLong(kUser));
+    nb::object kept = nb::steal(PyTuple_Pack(3, args[1], tag.ptr(), channel.ptr()));
+    if (!data || !kept) return nullptr;
+    return start(comm, kind, it, args[0], kept.ptr(), [&](Ticket ticket) {
+      const bool done = post(ticket, *data, static_cast<int>(*peer), *tagged);
+      return done ? static_cast<double>(now_ns()) * 1e-9 : 0.0;
+    });
+  }
+
+  // The number in a slot, and one more; null: no memory.
+  static nb::object next(const Slot& slot, PyObject* owner) {
+    PyObject* before = slot.of(owner);
+    return nb::steal(before == nullptr ? nullptr : PyLong_FromLongLong(PyLong_AsLongLong(before) + 1));
+  }
+
+  // Posts an op whose arguments are plain. kept: the numbers that the recorder keeps of it; null: it has none.
+  // call: double call(Ticket): when it was done, in seconds; 0: it is not.
+  template <typename Call>
+  PyObject* start(PyObject* comm, const Kind& kind, const Started& it, PyObject* result, PyObject* kept,
+                  const Call& call) {
+    const bool collective = kind.form >= 0;
+    PyObject* transport = held_[kTransport].ptr();
+    // The last look: to make a work may have run a finalizer, which may have done anything.
+    if (!takes() || issued_.of(line()) != it.seq.ptr()) return nullptr;
+    nb::object issued = next(issued_, line()), called, calls;
+    if (collective) called = next(called_, line()), calls = next(calls_, transport);
+    if (!issued || (collective && (!called || !calls))) return nullptr;
+    nb::object called_before = nb::borrow(called_.of(line()));
+    issued_.set(line(), issued.release().ptr());
+    if (collective) called_.set(line(), called.release().ptr());
+    if (ring_ != nullptr) ring_->append(kind.record.ptr());
+    double at = 0;
+    try {
+      Unlocked unlocked;
+      at = call(reinterpret_cast<Ticket>(it.work.ptr()));
+    } catch (...) {  // with nothing changed
+      if (ring_ != nullptr) ring_->drop();
+      called_.set(line(), called_before.release().ptr());
+      issued_.set(line(), Py_NewRef(it.seq.ptr()));
+      return nullptr;
+    }
+    nb::object index = collective ? nb::borrow(calls_.of(transport)) : nb::steal(PyLong_FromLong(-1));
+    if (collective) calls_.set(transport, calls.release().ptr());
+    return at == 0 ? posted(comm, it.work, index, collective) : end(kind, it, result, kept, at);
+  }
+
+  PyObject* end(const Kind& kind, const Started& it, PyObject* result, PyObject* kept, double at) {
+    value_->set(it.work.ptr(), Py_NewRef(result));
+    state_->set(it.work.ptr(), PyLong_FromLong(1));
+    if (ring_ != nullptr && kept == nullptr) ring_->append(at);
+    if (ring_ != nullptr && kept != nullptr) {
+      nb::object when = nb::steal(PyFloat_FromDouble(at));
+      nb::object row =
+          when ? nb::steal(PyTuple_Pack(6, it.seq.ptr(), kind.record.ptr(), when.ptr(), kept, Py_None, Py_None))
+               : nb::object();
+      if (!row) return nullptr;
+      ring_->append(row.ptr());
+    }
+    if (PyList_GET_SIZE(held_[kPostHooks].ptr()) != 0) {  // another thread's, registered meanwhile
+      PyObject* given[] = {line(), it.work.ptr()};
+      nb::object told = nb::steal(PyObject_VectorcallMethod(names().ended_at_once, given, 2, nullptr));
+      if (!told) return nullptr;
+    }
+    return Py_NewRef(it.work.ptr());
+  }
+
+  // The engine has the op, and uses its memory: it is kept before anything else can happen.
+  PyObject* posted(PyObject* comm, const nb::object& work, const nb::object& index, bool collective) {
+    PyObject* transport = held_[kTransport].ptr();
+    nb::object ticket = nb::steal(PyLong_FromVoidPtr(work.ptr()));
+    nb::object entry = nb::steal(PyTuple_Pack(3, transport, work.ptr(), index.ptr()));
+    if (!ticket || !entry || PyDict_SetItem(held_[kPending].ptr(), ticket.ptr(), entry.ptr()) != 0 ||
+        (collective && PyDict_SetItem(held_[kCollectives].ptr(), index.ptr(), work.ptr()) != 0)) {
+      Py_INCREF(work.ptr());  // for good
+      return nullptr;
+    }
+    nb::object look_after = nb::steal(PyObject_GetAttr(transport, names().look_after));
+    if (!look_after) return nullptr;
+    PyObject* given[] = {comm, work.ptr(), look_after.ptr(), index.ptr()};
+    return PyObject_VectorcallMethod(names().posted, given, 4, nullptr);
+  }
+
+  Engine& engine_;
+  const std::uint32_t group_;
+  const int rank_, size_;
+  const unsigned long thread_;
+  std::array<nb::object, kHeld> held_;
+  const Slot issued_, called_, refusing_, failure_, calls_, behind_;
+  Ring* ring_;  // null: nothing is recorded
+  nb::object work_;
+  std::optional<Slot> state_, value_;
+  Kind all_reduce_, all_gather_single_, barrier_, broadcast_, recv_, reduce_scatter_single_, send_;
+  std::vector<Defined> operators_;
+};
+
+// ----------------------------------------------------------------------------------------------------- what is called
+
+using Start = PyObject* (Shortcuts::*)(PyObject*, Arguments, Py_ssize_t);
+
+// The names of the arguments are those of the methods, in their order; the others have a default that is plain.
+struct Signature {
+  const char* name;
+  Start start;
+  std::array<const char*, kArguments> arguments;
+};
+constexpr Signature kSignatures[] = {
+    {"all_reduce", &Shortcuts::all_reduce, {"tensor", "op"}},
+    {"all_gather_single", &Shortcuts::all_gather_single, {"output", "input"}},
+    {"barrier", &Shortcuts::barrier, {}},
+    {"broadcast", &Shortcuts::broadcast, {"tensor", "root"}},
+    {"recv", &Shortcuts::recv, {"tensor", "src", "tag"}},
+    {"reduce_scatter_single", &Shortcuts::reduce_scatter_single, {"output", "input", "op"}},
+    {"send", &Shortcuts::send, {"tensor", "dst", "tag"}}};
+
+PyTypeObject* method_type = nullptr;
+
+// Stands in a class for a method of Python's, which it calls for what it does not take.
+struct Method {
+  PyObject_HEAD vectorcallfunc call;
+  PyObject* function;
+};
+
+// A method of a communicator.
+struct StartMethod {
+  Method method;
+  Start start;
+  Py_ssize_t arguments;
+  PyObject* names[kArguments];  // interned
+  PyTypeObject* cls;            // whose instances, and its subclasses', have the slot; borrowed: it has the function
+  Slot shortcuts;
+};
+
+// `__await__` of works.
+struct AwaitMethod {
+  Method method;
+  PyTypeObject* cls;
+  PyObject* op_result;  // the value of a work that is done, and whose result is its op's
+  Slot state, error, value;
+};
+
+PyObject* call_function(Method* method, Arguments args, size_t count, PyObject* names) {
+  return PyObject_Vectorcall(method->function, args, count, names);
+}
+
+// The arguments in their order, at least so many as there are names; false: there are others, or too many.
+bool fill(const StartMethod& it, Arguments args, Py_ssize_t count, PyObject* keywords, PyObject** filled) {
+  if (count > it.arguments) return false;
+  std::copy(args, args + count, filled);
+  const Py_ssize_t named = keywords == nullptr ? 0 : PyTuple_GET_SIZE(keywords);
+  for (Py_ssize_t i = 0; i < named; ++i) {
+    const auto end = it.names + it.arguments;
+    const auto found = std::find(it.names, end, PyTuple_GET_ITEM(keywords, i));
+    if (found == end || filled[found - it.names] != nullptr) return false;
+    filled[found - it.names] = args[count + i];
+  }
+  return true;
+}
+
+PyObject* call_start(PyObject* self, Arguments args, size_t flagged, PyObject* keywords) {
+  auto it = reinterpret_cast<StartMethod*>(self);
+  const Py_ssize_t count = PyVectorcall_NARGS(flagged);
+  PyObject* found = count > 0 && PyObject_TypeCheck(args[0], it->cls) ? it->shortcuts.of(args[0]) : nullptr;
+  if (found != nullptr && found != Py_None) {
+    Shortcuts& shortcuts = *nb::inst_ptr<Shortcuts>(found);
+    PyObject* filled[kArguments + 1] = {};
+    if (shortcuts.takes() && fill(*it, args + 1, count - 1, keywords, filled)) {
+      const Py_ssize_t given = std::find(filled, filled + kArguments, nullptr) - filled;
+      const bool gap = std::any_of(filled + given, filled + kArguments, [](PyObject* it) { return it != nullptr; });
+      PyObject* work = nullptr;
+      try {
+        if (!gap) work = (shortcuts.*it->start)(args[0], filled, given);
+      } catch (const std::bad_alloc&) {  // before the engine has anything
+      }
+      if (work != nullptr || PyErr_Occurred()) return work;
+    }
+  }
+  return call_function(&it->method, args, flagged, keywords);
+}
+
+PyObject* call_await(PyObject* self, Arguments args, size_t flagged, PyObject* names) {
+  auto it = reinterpret_cast<AwaitMethod*>(self);
+  if (names == nullptr && PyVectorcall_NARGS(flagged) == 1 && PyObject_TypeCheck(args[0], it->cls)) {
+    PyObject* value = it->value.of(args[0]);
+    // DONE, and not ABANDONED, which has an error.
+    const bool done = it->error.of(args[0]) == Py_None && PyObject_IsTrue(it->state.of(args[0])) == 1;
+    if (done && value != it->op_result) return ended_of(value);
+  }
+  return call_function(&it->method, args, flagged, names);
+}
+
+void method_dealloc(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  PyObject_GC_UnTrack(self);
+  Py_CLEAR(reinterpret_cast<Method*>(self)->function);
+  PyObject_GC_Del(self);
+  Py_DECREF(type);
+}
+
+int method_traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  Py_VISIT(reinterpret_cast<Method*>(self)->function);
+  return 0;
+}
+
+int method_clear(PyObject* self) {
+  Py_CLEAR(reinterpret_cast<Method*>(self)->function);
+  return 0;
+}
+
+PyObject* method_bind(PyObject* self, PyObject* instance, PyObject*) {
+  return instance == nullptr || instance == Py_None ? Py_NewRef(self) : PyMethod_New(self, instance);
+}
+
+// Its name, documentation, annotations and the like are the function's; and that is what `inspect` looks at.
+PyObject* method_attribute(PyObject* self, PyObject* name) {
+  PyObject* function = reinterpret_cast<Method*>(self)->function;
+  if (PyUnicode_CompareWithASCIIString(name, "__wrapped__") == 0) return Py_NewRef(function);
+  if (PyUnicode_CompareWithASCIIString(name, "__class__") == 0) return PyObject_GenericGetAttr(self, name);
+  return PyObject_GetAttr(function, name);
+}
+
+PyMemberDef method_members[] = {{"__vectorcalloffset__", T_PYSSIZET, offsetof(Method, call), READONLY, nullptr},
+                                {nullptr, 0, 0, 0, nullptr}};
+
+PyTypeObject* make_method_type() {
+  PyType_Slot slots[] = {slot(Py_tp_dealloc, method_dealloc), slot(Py_tp_traverse, method_traverse),
+                         slot(Py_tp_clear, method_clear),     slot(Py_tp_call, PyVectorcall_Call),
+                         slot(Py_tp_descr_get, method_bind),  slot(Py_tp_getattro, method_attribute),
+                         slot(Py_tp_members, method_members), {0, nullptr}};
+  constexpr unsigned flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL |
+                             Py_TPFLAGS_METHOD_DESCRIPTOR | Py_TPFLAGS_DISALLOW_INSTANTIATION;
+  constexpr int size = static_cast<int>(std::max(sizeof(StartMethod), sizeof(AwaitMethod)));
+  PyType_Spec spec = {"aiocomms_ucx._engine.Method", size, 0, flags, slots};
+  return reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+}
+
+template <typename T>
+T* new_method(vectorcallfunc call, nb::handle function) {
+  auto method = reinterpret_cast<Method*>(PyObject_GC_New(T, method_type));
+  if (method == nullptr) nb::raise_python_error();
+  method->call = call;
+  method->function = function.inc_ref().ptr();
+  return reinterpret_cast<T*>(method);
+}
+
+template <typename T>
+nb::object finished(T* method) {
+  PyObject_GC_Track(reinterpret_cast<PyObject*>(method));
+  return nb::steal(reinterpret_cast<PyObject*>(method));
+}
+
+// In the place of a communicator's method of that name; of one that there is no shortcut for, the method itself.
+nb::object method_of(nb::handle cls, nb::handle function) {
+  const auto name = nb::cast<std::string>(function.attr("__name__"));
+  for (const Signature& it : kSignatures) {
+    if (name != it.name) continue;
+    const Slot shortcuts(cls, "_shortcuts");
+    auto method = new_method<StartMethod>(call_start, function);
+    method->start = it.start;
+    method->arguments = 0;
+    for (const char* argument : it.arguments) {
+      if (argument != nullptr) method->names[method->arguments++] = PyUnicode_InternFromString(argument);
+    }
+    method->cls = reinterpret_cast<PyTypeObject*>(cls.ptr());
+    method->shortcuts = shortcuts;
+    return finished(method);
+  }
+  return nb::borrow(function);
+}
+
+nb::object await_of(nb::handle cls, nb::handle op_result) {
+  const Slot state(cls, "_state"), error(cls, "_error"), value(cls, "_value");
+  auto method = new_method<AwaitMethod>(call_await, nb::object(cls.attr("__await__")));
+  method->cls = reinterpret_cast<PyTypeObject*>(cls.ptr());
+  method->op_result = op_result.ptr();  // a constant of a module
+  method->state = state;
+  method->error = error;
+  method->value = value;
+  return finished(method);
+}
+
+template <typename T>
+int traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  return nb::inst_ready(self) ? nb::inst_ptr<T>(self)->traverse(visit, arg) : 0;
+}
+
+template <typename T>
+int clear(PyObject* self) {
+  if (nb::inst_ready(self)) nb::inst_ptr<T>(self)->clear();
+  return 0;
+}
+
+template <typename T>
+std::array<PyType_Slot, 3> collected() {
+  return {slot(Py_tp_traverse, traverse<T>), slot(Py_tp_clear, clear<T>), {0, nullptr}};
+}
+
+}  // namespace
+
+void define_shortcuts(nb::module_& module) {
+  ended_type = make_ended_type();
+  method_type = make_method_type();
+  if (ended_type == nullptr || method_type == nullptr) nb::raise_python_error();
+  static auto of_ring = collected<Ring>(), of_shortcuts = collected<Shortcuts>();
+
+  nb::class_<Ring>(module, "Ring", nb::type_slots(of_ring.data()))
+      .def(nb::init<std::size_t>(), nb::arg("capacity"))
+      .def(
+          "append", [](Ring& ring, nb::handle entry) { ring.append(entry.ptr()); }, nb::arg("entry").none(),
+          nb::sig("def append(self, entry: object, /) -> None"))
+      .def("__len__", &Ring::size)
+      .def(
+          "__iter__", [](Ring& ring) { return nb::iter(ring.copy()); },
+          nb::sig("def __iter__(self) -> collections.abc.Iterator[object]"));
+  nb::class_<Shortcuts>(module, "Shortcuts", nb::type_slots(of_shortcuts.data()))
+      .def(nb::init<Engine&, std::uint32_t, int, int, const nb::dict&, const nb::list&, nb::object, nb::object,
+                    nb::object, std::size_t>(),
+           nb::sig("def __init__(self, engine: Engine, group: int, rank: int, size: int, "
+                   "kinds: dict[str, tuple[type, int]], operators: list[tuple[object, int, int]], transport: object, "
+                   "windows: object, line: object, entries: int, /) -> None"))
+      .def_prop_ro("ring", &Shortcuts::ring, nb::sig("def ring(self) -> Ring"))
+      .def("record", &Shortcuts::record, nb::arg("whether"))
+      .def_static("method", &method_of,
+                  nb::sig("def method(of: type, function: collections.abc.Callable[..., object], /) -> "
+                          "collections.abc.Callable[..., object]"))
+      .def_static("awaiting", &await_of,
+                  nb::sig("def awaiting(of: type, op_result: object, /) -> collections.abc.Callable[..., object]"))
+      .def("use", &Shortcuts::use, nb::sig("def use(self, work: type, /) -> None"));
+}
+
+}  // namespace aiocomms

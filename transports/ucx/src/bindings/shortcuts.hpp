@@ -1,0 +1,10 @@
+// The shortcuts: plain ops of a communicator, started in one call from the program to the engine.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace aiocomms {
+
+void define_shortcuts(nanobind::module_& module);
+
+}  // namespace aiocomms

@@ -1,0 +1,36 @@
+// Attributes of Python's objects that stand in slots, read and written in place: to ask for one takes 20 ns, this one.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <structmember.h>
+
+#include <utility>
+
+namespace aiocomms {
+
+class Slot {
+ public:
+  // The slot of all instances of a class, and of its subclasses; nb::type_error: that attribute is none.
+  Slot(nanobind::handle cls, const char* name) {
+    const nanobind::object found = cls.attr(name);
+    auto member = reinterpret_cast<PyMemberDescrObject*>(found.ptr());
+    if (Py_TYPE(found.ptr()) != &PyMemberDescr_Type || member->d_member->type != T_OBJECT_EX) {
+      throw nanobind::type_error("an attribute that is no slot");
+    }
+    offset_ = member->d_member->offset;
+  }
+
+  // Borrowed; null: it was never set.
+  PyObject* of(PyObject* owner) const { return place(owner); }
+  // Takes over the reference to value.
+  void set(PyObject* owner, PyObject* value) const { Py_XDECREF(std::exchange(place(owner), value)); }
+
+ private:
+  PyObject*& place(PyObject* owner) const {
+    return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(owner) + offset_);
+  }
+
+  Py_ssize_t offset_ = 0;
+};
+
+}  // namespace aiocomms

@@ -1,0 +1,29 @@
+// The interpreter's lock, let go of around a call of the engine; the rule of it stands in bindings.cpp.
+#pragma once
+
+#include <Python.h>
+#include <unistd.h>
+
+namespace aiocomms {
+
+// Lets go of the interpreter's lock. Whoever wants it back once the interpreter has ended stands still for ever, as in
+// Python from 3.14 on: before, CPython unwinds that thread's stack, and C++ ends the process where a destructor is in
+// it.
+class Unlocked {
+ public:
+  Unlocked() = default;
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
+  ~Unlocked() {
+    try {
+      PyEval_RestoreThread(state_);
+    } catch (...) {  // nothing but that unwinding, which must not end here
+      for (;;) pause();
+    }
+  }
+
+ private:
+  PyThreadState* state_ = PyEval_SaveThread();
+};
+
+}  // namespace aiocomms
