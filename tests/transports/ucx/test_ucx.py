@@ -232,7 +232,10 @@ async def mix_families(place: Rank) -> None:
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, TimeoutError])
 @pytest.mark.parametrize("op", ["send", "recv", "all_reduce"])
-def test_a_post_that_a_signal_handler_interrupts(kind: type[BaseException], op: str) -> None:
+@pytest.mark.parametrize(("pure", "steps"), [("1", ("follow", "follow_collective")), ("0", ("look_after",))])
+def test_a_post_that_a_signal_handler_interrupts(
+    monkeypatch: pytest.MonkeyPatch, kind: type[BaseException], op: str, pure: str, steps: tuple[str, ...]
+) -> None:
     """When the engine has the op already: it keeps its memory, and the other communicators of the engine go on."""
 
     async def main() -> None:
@@ -240,7 +243,7 @@ def test_a_post_that_a_signal_handler_interrupts(kind: type[BaseException], op: 
             others = await asyncio.gather(one.split([0, 1]), two.split([0, 1]))
             transport, tensor = transport_of(one), numbers(LARGE, 0)
             with pytest.MonkeyPatch.context() as patch:
-                for name in ("follow", "follow_collective"):
+                for name in steps:
                     patch.setattr(type(transport), name, interrupt)
                 calls = {"send": (tensor, 1), "recv": (tensor, 1), "all_reduce": (tensor,)}
                 with pytest.raises(kind if kind is KeyboardInterrupt else CommError, match="a signal"):
@@ -261,6 +264,7 @@ def test_a_post_that_a_signal_handler_interrupts(kind: type[BaseException], op: 
     def interrupt(*_: object, **__: object) -> None:
         raise kind("a signal")
 
+    monkeypatch.setenv("AIOCOMMS_PURE", pure)
     asyncio.run(main())
 
 
