@@ -134,6 +134,25 @@ def test_who_has_no_shortcuts(monkeypatch: pytest.MonkeyPatch, which: str) -> No
     assert all(it is None for it in run_on("asyncio", shortcuts, "ucx"))
 
 
+def test_a_transport_that_posts_in_its_own_way_has_none(install: Any) -> None:
+    from aiocomms_ucx import UcxTransport
+
+    posted: list[str] = []
+
+    class Posting(UcxTransport):
+        def post(self, op: Any, work: Any) -> float | None:
+            posted.append(op.name)
+            return super().post(op, work)
+
+    async def main() -> None:
+        async with local_world(2, "posting") as comms:
+            await ranks(comms, lambda comm: comm.barrier())
+
+    install(posting=Posting)
+    run_on("asyncio", main)
+    assert posted[-2:] == ["barrier", "barrier"]  # behind the messages that prove the way while it forms
+
+
 def test_the_methods_look_as_ever(which: str) -> None:
     async def main() -> None:
         async with aiocomms.new_comm("ucx") as comm:

@@ -15,7 +15,6 @@ from aiocomms import ops
 from aiocomms.cuda import Completions, Cuda, TorchCuda
 from aiocomms.errors import CommError, ProtocolError, UnsupportedOperation
 from aiocomms.lowlevel import Waker
-from aiocomms.shortcuts import Line
 from aiocomms.transport import Completion, Rendezvous
 from aiocomms_ucx._engine import CUDA, TURNS
 from aiocomms_ucx.bringup import open_shared_engine
@@ -116,9 +115,6 @@ class CudaUcxTransport(UcxTransport):
     fast_check = None
     windows = CudaWindows
     proves = False  # its messages would be of the GPU's memory, and wait for its streams
-
-    def shortcuts(self, line: Line, entries: int) -> None:
-        """There are none: an op is handed to the engine later, when the GPU has come to it."""
 
     def __init__(self, shared: SharedEngine, peers: Sequence[int], hosts: Sequence[str], pids: Sequence[int]) -> None:
         super().__init__(shared, peers, hosts, pids)
