@@ -73,5 +73,5 @@ class Perftest:
         return subprocess.Popen(
             [str(HOME / "bin" / "ucx_perftest"), *address, *options, "-w", str(self._n // 10), "-f", "-v"],
             env=env, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            preexec_fn=partial(pin, rank, 2),
+            preexec_fn=partial(pin, rank, 2, bound=True),
         )  # fmt: skip
