@@ -72,7 +72,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         self._doors: list[Door] = []  # of portals
         self._pre_hooks, self._post_hooks, self._abort_hooks = core.pre_hooks, core.post_hooks, core.abort_hooks
         self._shortcuts = core.shortcuts
-        if core.shortcuts is not None:
+        if core.shortcuts is not None and type(self) is Communicator:
             self.__class__ = _hastened(core.shortcuts.method)
         debugger = Debugger(core.in_flight) if debug.asked_for() else None
         self._start = StartedWork if debugger is None else debugger.start
@@ -352,7 +352,8 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
 def _hastened(method: Callable[[type, Callable[..., Any]], Callable[..., Any]]) -> type[Communicator]:
     """Communicators of which native code starts plain ops; see :class:`aiocomms.shortcuts.Shortcuts`."""
     found = {name: getattr(Communicator, name) for name in dir(Communicator) if not name.startswith("_")}
-    members: dict[str, Any] = {name: method(Communicator, it) for name, it in found.items() if callable(it)}
+    given: dict[str, Any] = {name: method(Communicator, it) for name, it in found.items() if callable(it)}
+    members = {name: it for name, it in given.items() if it is not found[name]}  # all others are inherited
     members |= {"__doc__": Communicator.__doc__, "__module__": __name__}
     made = types.new_class("Communicator", (Communicator,), exec_body=lambda body: body.update(members))
     return cast("type[Communicator]", made)

@@ -91,9 +91,8 @@ class Core(Counted):
         """Set when it is known what has become of it: it was lost and its works have ended, or it was closed."""
         self.pre_hooks, self.post_hooks, self.abort_hooks = Hooks(), Hooks(), Hooks()
         self.in_flight = InFlight(self, Heartbeat(self.transports, options, self.lose))
-        entries = 2 * capacity()
-        self.shortcuts = None if debug.asked_for() else find_shortcuts(self, self.transports, entries)
-        self.recorder = Recorder(self, self.in_flight, entries, None if self.shortcuts is None else self.shortcuts.ring)
+        self.shortcuts = None if debug.asked_for() else find_shortcuts(self, self.by_family, 2 * capacity())
+        self.recorder = Recorder(self, self.in_flight, 2 * capacity(), getattr(self.shortcuts, "ring", None))
         self._ring = self.recorder.ring
         self._spinning = [t for t in self.transports if t.capabilities.spin]
         self.router = Router(self, self.by_family)
@@ -108,6 +107,8 @@ class Core(Counted):
             transport.on_note = self.notes.hear  # type: ignore[method-assign]
             self.driver.attach(transport)
         for transport in self.transports:
+            for rank, note in transport.early_notes.items():
+                self.notes.hear(rank, note)
             if transport.early_failure is not None:
                 self.lose(transport.early_failure)
 

@@ -166,7 +166,7 @@ class Transport(ABC):
     def shortcuts(self, line: Line, entries: int) -> Shortcuts | None:
         """Native code that starts plain ops of the communicator, where there is some; asked once, before the first op.
 
-        Asked of a transport that carries all families of its communicator. Raising: the communicator is not formed.
+        Asked where it carries all messages and collectives. Raising: the communicator is not formed.
 
         :param line: the communicator, as the code sees it.
         :param entries: how many the ring keeps.
@@ -183,11 +183,12 @@ class Transport(ABC):
         """
         self.early_failure = self.early_failure or error
 
-    def on_note(self, rank: int, note: bytes) -> None:  # noqa: B027 - what comes before there is a communicator is lost
-        """To be called, on any thread, with what another rank has given to its :meth:`say`. It waits for nothing.
+    early_notes: Mapping[int, bytes] = {}
+    """What :meth:`on_note` was told last by each rank before there was a communicator, which looks when it is made."""
 
-        The communicator puts its own in this one's place when all transports are open.
-        """
+    def on_note(self, rank: int, note: bytes) -> None:
+        """To be called, on any thread, with what another rank has given to its :meth:`say`. It waits for nothing."""
+        self.early_notes = {**self.early_notes, rank: note}
 
     @classmethod
     @abstractmethod

@@ -37,9 +37,11 @@ _LENGTH: Final = 16
 _NOBODY: Final = "-" * _LENGTH
 _BORED: Final = 2.0
 """Seconds after which a rank calls the roll, if nobody has since it came."""
-_CALLS: Final = 8
-"""Calls of the roll, the last ones, whose answers a rank reads before it gives up."""
 _LEADER: Final = "came/0"
+_SAID: Final = re.compile(
+    r"[0-9a-f]{16} (?P<digest>[0-9a-f]{32}) (?:(?P<unsigned>[01]) (?P<peer>\d{1,9}) (?P<message>.*))?", re.DOTALL
+)
+"""What rank 0 says: its name, of what it says it, and what is wrong with whom, if anything is."""
 
 
 class Arrival:
@@ -85,7 +87,7 @@ class Arrival:
     def steps(self, seconds: float) -> Generator[float, None, str]:
         """Do what :meth:`meet` does, but wait: yields the seconds to wait before each further step."""
         write(self._store, self._seal, "came", self._rank, self._came, self._mine.encode())
-        roll, key = _Roll(self._store, self._rank, self._size, self._seal, seconds), ""
+        roll, key = _Roll(self._store, self._rank, self._size, self._seal, seconds, self.present), ""
         if self._rank == 0:
             self._answer(self._mine)
         else:
@@ -147,7 +149,6 @@ class Arrival:
             self._taken()
         roll.heard(called)
         roll.look()
-        self.present |= roll.present
         return ""
 
     def _heard(self, leader: bytes, names: bytes) -> str:
@@ -156,13 +157,12 @@ class Arrival:
         It names this arrival, so it is there, and no process that is gone. So only now is it an error that it has
         another token or another version.
         """
-        _, digest, trouble = self._seal.verify("came", 0, leader).decode(errors="replace").split(" ", 2)
-        if digest != _digest(names):
+        said = _SAID.fullmatch(self._seal.verify("came", 0, leader).decode(errors="replace"))
+        if said is None or said["digest"] != _digest(names):
             raise ProtocolError("what rank 0 has left in the store of who has come makes no sense", peer=0)
-        if trouble:
-            unsigned, peer, message = trouble.split(" ", 2)
-            raise (AuthError if unsigned == "1" else ProtocolError)(message, peer=int(peer))
-        return digest
+        if said["message"] is not None:
+            raise (AuthError if said["unsigned"] == "1" else ProtocolError)(said["message"], peer=int(said["peer"]))
+        return said["digest"]
 
     def _answer(self, leader: str) -> None:
         where = self._list(leader)
@@ -185,49 +185,55 @@ class _Roll:
 
     KEY: Final = "roll"
 
-    def __init__(self, store: Store, rank: int, size: int, seal: Seal, seconds: float) -> None:
+    def __init__(self, store: Store, rank: int, size: int, seal: Seal, seconds: float, present: set[int]) -> None:
         """Begin.
 
         :param seconds: for which this rank waits.
+        :param present: where ranks that answer are added.
         """
         self._store, self._rank, self._size, self._seal = store, rank, size, seal
-        self.present: set[int] = set()
-        now, last = time.monotonic(), last_look(size, seconds)
+        self._present = present
+        now, self._last = time.monotonic(), last_look(size, seconds)
+        last = self._last
         self.patience: float = last / 8
         """The most seconds between two looks, so that each rank answers in time."""
         self._calls = [now + min(_BORED, seconds / 4), now + seconds - last]
         self._look = now + seconds - last / 2
         self._before = store.compare_set(self.KEY, "", _NOBODY)
         self._known = b""
-        self._heard: list[str] = []  # calls since this rank came: who answers those is there
+        self._heard = ""  # the newest call since this rank came: who answers it is there
+        self._heard_at = -math.inf
 
     def heard(self, called: bytes) -> None:
         """Answer a call, if it is another one than the last."""
         name = _name(called)
         if called == self._known or name == _NOBODY:
             return
+        self._note()  # who has answered the call before, and may have given up since
         append(self._store, self._seal, f"roll/{name}", self._rank, f"roll/{name}", b"")
         self._known = called
         if called != self._before:
-            self._heard.append(name)
+            self._heard, self._heard_at = name, time.monotonic()
 
     def look(self) -> None:
         """Call the roll, or note who has answered, if it is time for that."""
         now = time.monotonic()
         if self._calls and now >= self._calls[0]:
             self._calls.pop(0)
-            if not self._heard or not self._calls:
+            if now - self._heard_at > self._last:  # a call that another one replaces at once is answered by few
                 self._store.set(self.KEY, secrets.token_hex(_LENGTH // 2))
         if now >= self._look:
-            for name in self._heard[-_CALLS:]:
-                self._note(name, fetch(self._store, f"roll/{name}") or b"")
+            self._note()
 
-    def _note(self, name: str, answers: bytes) -> None:
-        where = f"roll/{name}"
-        for rank, records in listed(answers, self._size, where).items():
-            with contextlib.suppress(ProtocolError):  # AuthError is one: somebody else's
-                believed(self._seal, where, rank, records)
-                self.present.add(rank)
+    def _note(self) -> None:
+        """Look who has answered the newest call."""
+        where = f"roll/{self._heard}"
+        with contextlib.suppress(ProtocolError):  # no list
+            answers = (fetch(self._store, where) or b"") if self._heard else b""
+            for rank, records in listed(answers, self._size, where).items():
+                with contextlib.suppress(ProtocolError):  # AuthError is one: somebody else's
+                    believed(self._seal, where, rank, records)
+                    self._present.add(rank)
 
 
 def _name(text: bytes) -> str:

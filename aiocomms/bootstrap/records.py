@@ -1,7 +1,8 @@
 """Signed records in a store: what ranks leave there for each other goes through these. Each call blocks.
 
 A record stands under a key of its own, where :func:`write` puts it and only its rank; or in a list, one value to which
-every rank appends, so that all of them are read by one call. ``Store.append`` is atomic on every store of torch.
+every rank appends, so that all of them are read by one call. ``Store.append`` is atomic on every store of torch's but
+``EtcdStore``, which has none.
 """
 
 from __future__ import annotations

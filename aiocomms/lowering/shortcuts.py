@@ -5,24 +5,29 @@ from __future__ import annotations
 import functools
 import os
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+from aiocomms import ops
 from aiocomms.progress.inflight import StartedWork
 from aiocomms.shortcuts import Line, Shortcuts
 from aiocomms.transport import OP_RESULT, Transport
 
 
-def find_shortcuts(line: Line, transports: Sequence[Transport], entries: int) -> Shortcuts | None:
+def find_shortcuts(line: Line, by_family: Mapping[ops.Family, Transport], entries: int) -> Shortcuts | None:
     """The shortcuts of a communicator; None: there are none, or ``AIOCOMMS_PURE`` turns them off.
 
-    A communicator of several transports has none: which of them carries an op is Python's to decide.
+    There are none but where one transport carries all messages and collectives: else it is Python's to decide what
+    carries an op, or that nothing does.
 
+    :param by_family: the transports of the communicator.
     :param entries: how many the recorder's ring keeps.
     """
-    if os.environ.get("AIOCOMMS_PURE", "0") not in ("", "0") or len(transports) != 1:
+    transport = by_family.get("p2p")
+    pure = os.environ.get("AIOCOMMS_PURE", "0") not in ("", "0")
+    if pure or transport is None or by_family.get("collectives") is not transport:
         return None
-    shortcuts = transports[0].shortcuts(line, entries)
+    shortcuts = transport.shortcuts(line, entries)
     if shortcuts is not None:
         shortcuts.use(_hastened(shortcuts.awaiting))
     return shortcuts

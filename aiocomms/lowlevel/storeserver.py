@@ -67,7 +67,10 @@ def perform(kept: HashStore, what: str, args: Sequence[Any]) -> Any:
             except RuntimeError:  # it was deleted meanwhile
                 return None
         case "multi_get":
-            return [perform(kept, "get", [key]) for key in args[0]]
+            (keys,) = args
+            if len(set(keys)) != len(keys):
+                raise ValueError("a key is asked for twice")  # else an answer could be larger than all that is kept
+            return [perform(kept, "get", [key]) for key in keys]
         case "check":
             return kept.check(*args)
         case "set" | "append" | "add" | "compare_set" | "delete_key" | "num_keys":

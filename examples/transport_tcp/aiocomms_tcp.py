@@ -89,7 +89,7 @@ class TcpTransport(Transport):
         elif isinstance(op, ops.Send):
             self.announced.append(((rank, id(work)), op, work))
             dtype = NUMBERED.index(op.tensor.dtype)
-            self.say(peer, HEADER.pack(ANNOUNCE, op.channel, dtype, op.tag, id(work), op.tensor.nbytes))
+            self.transmit(peer, HEADER.pack(ANNOUNCE, op.channel, dtype, op.tag, id(work), op.tensor.nbytes))
         elif message := first(self.arrived, key):
             self.take(peer, message, op, work)
         else:
@@ -101,7 +101,7 @@ class TcpTransport(Transport):
         error = lowlevel.misfit(peer.rank, dtype, nbytes, op.tensor)
         room = 0 if isinstance(error, MismatchError) else min(nbytes, op.tensor.nbytes)
         peer.coming.append((octets(op.tensor)[:room], error or OP_RESULT, work))
-        self.say(peer, HEADER.pack(TAKE, 0, 0, 0, number, room))
+        self.transmit(peer, HEADER.pack(TAKE, 0, 0, 0, number, room))
 
     def try_cancel(self, work: Completion) -> bool:
         return first(self.posted, work, field=2) is not None
@@ -119,7 +119,7 @@ class TcpTransport(Transport):
             self.read(peer)
         return bool(ready)
 
-    def say(self, peer: Peer, frame: bytes, piece: Any = b"", work: Completion | None = None) -> None:
+    def transmit(self, peer: Peer, frame: bytes, piece: Any = b"", work: Completion | None = None) -> None:
         peer.unsent.append((frame, piece, work))
         self.write(peer)
 
@@ -177,7 +177,7 @@ class TcpTransport(Transport):
                 data = octets(sent[1].tensor)[: max(0, nbytes)]
                 for at in range(0, max(1, len(data)), LARGEST):
                     piece, last = data[at : at + LARGEST], at + LARGEST >= len(data)
-                    self.say(peer, HEADER.pack(PIECE, 0, 0, 0, 0, len(piece)), piece, sent[2] if last else None)
+                    self.transmit(peer, HEADER.pack(PIECE, 0, 0, 0, 0, len(piece)), piece, sent[2] if last else None)
             elif kind == PIECE and peer.coming and 0 <= nbytes <= len(peer.coming[0][0]):
                 into, outcome, work = peer.coming.popleft()
                 yield into[:nbytes]

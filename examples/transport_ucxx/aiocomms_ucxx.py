@@ -146,7 +146,7 @@ class UcxxTransport(Transport):
             endpoint = await ucx.create_endpoint_from_worker_address(address)
             self.peers[rank] = endpoint, int.from_bytes(addresses[rank][:8])
             self.engine.submit(self.read(rank, endpoint, Frame(HELLO)))
-            await self.say(rank, Frame(HELLO))  # it is there, and its death will be noticed
+            await self.transmit(rank, Frame(HELLO))  # it is there, and its death will be noticed
 
     async def read(self, rank: int, endpoint: Any, frame: Frame) -> None:
         try:
@@ -159,7 +159,7 @@ class UcxxTransport(Transport):
         await self.silence.wait()
         endpoint.abort()
 
-    async def say(self, rank: int, frame: Frame, *data: Any) -> bool:  # in order, for the tasks begin in order
+    async def transmit(self, rank: int, frame: Frame, *data: Any) -> bool:  # in order, for the tasks begin in order
         endpoint, number = self.peers[rank]
         tag, packed = number | self.rank << 24, HEADER.pack(*frame[:-1]) + frame.data.ljust(ROOM, b"\0")
         followed = (endpoint.send(it, tag | frame.number, force_tag=True) for it in data)
@@ -169,7 +169,7 @@ class UcxxTransport(Transport):
     async def send(self, op: ops.Send, inline: bytes, work: Any = None) -> None:
         data, number = ([octets(op.tensor)], next(self.numbers) % 0xFFFFFF + 1) if work else ([], 0)
         frame = Frame(MESSAGE, op.channel, DTYPES.index(op.tensor.dtype), op.tag, op.tensor.nbytes, number, inline)
-        if await self.say(op.dst, frame, *data) and work:
+        if await self.transmit(op.dst, frame, *data) and work:
             self.inbox.put(lambda: self.try_cancel(work) and work.complete())  # unless the peer has closed
 
     async def fetch(self, frame: Frame, op: ops.Recv, work: Completion) -> None:
@@ -179,7 +179,7 @@ class UcxxTransport(Transport):
         self.inbox.put(self.hand_over, frame._replace(data=data), op, work)
 
     async def fall_silent(self, frame: Frame) -> None:
-        self.farewell = self.farewell or asyncio.gather(*(self.say(rank, frame) for rank in self.peers))
+        self.farewell = self.farewell or asyncio.gather(*(self.transmit(rank, frame) for rank in self.peers))
         await self.farewell
         self.silence.set()
 

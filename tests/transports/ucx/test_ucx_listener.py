@@ -68,3 +68,21 @@ def test_no_thread_can_be_started(fd):
         Hearing(fd)
     gc.collect()
     assert descriptors() == before
+
+
+def test_who_ends_it_writes_to_no_other_descriptor(fd, monkeypatch):
+    """The thread is at the end of its loop while another one ends it, and is preempted before it writes."""
+    hearing = Hearing(fd)
+    written, write = [], os.eventfd_write
+
+    def preempted(to, value):
+        write(fd, 1)  # the thread hears something, and looks whether it is to go on
+        assert hearing.heard.acquire(timeout=PATIENCE)
+        written.append(os.fstat(to))
+        write(to, value)
+
+    monkeypatch.setattr(os, "eventfd_write", preempted)
+    hearing.listener.end()
+    monkeypatch.undo()
+    hearing.listener.join()
+    assert len(written) == 1

@@ -17,6 +17,7 @@ from typing import Any
 
 import anyio
 import hypothesis
+import msgspec
 import pytest
 import torch
 from concurrency import ranks, run_on
@@ -24,9 +25,9 @@ from hypothesis import strategies as st
 from processes import HANGS
 
 import aiocomms
-from aiocomms import ReduceOp
+from aiocomms import ReduceOp, ops
 from aiocomms.communicator import Communicator
-from aiocomms.errors import ArgumentError, CommAbortedError, CommError
+from aiocomms.errors import ArgumentError, CommAbortedError, CommError, UnsupportedOperation
 from aiocomms.progress.inflight import StartedWork
 from aiocomms.testing import local_world
 
@@ -129,7 +130,10 @@ def test_who_has_no_shortcuts(monkeypatch: pytest.MonkeyPatch, which: str) -> No
 
     assert all(it is None for it in run_on("asyncio", shortcuts, "local"))
     assert all(it is None for it in run_on("asyncio", shortcuts, {"p2p": "ucx", "collectives": "local"}))
-    assert all((it is None) == (which == "pure") for it in run_on("asyncio", shortcuts, "ucx"))
+    for families in ({"collectives": "ucx"}, {"p2p": "ucx"}, {"p2p": "ucx", "rma": "ucx"}):
+        assert all(it is None for it in run_on("asyncio", shortcuts, families))
+    for carrying in ("ucx", {"p2p": "ucx", "collectives": "ucx"}):
+        assert all((it is None) == (which == "pure") for it in run_on("asyncio", shortcuts, carrying))
     monkeypatch.setenv("AIOCOMMS_DEBUG", "1")
     assert all(it is None for it in run_on("asyncio", shortcuts, "ucx"))
 
@@ -151,6 +155,45 @@ def test_a_transport_that_posts_in_its_own_way_has_none(install: Any) -> None:
     install(posting=Posting)
     run_on("asyncio", main)
     assert posted[-2:] == ["barrier", "barrier"]  # behind the messages that prove the way while it forms
+
+
+def test_what_no_transport_carries_is_refused() -> None:
+    async def main() -> None:
+        async with local_world(2, {"collectives": "ucx"}) as comms:
+            for call in (lambda: comms[0].send(torch.ones(1), 1), lambda: comms[0].recv(torch.ones(1), 1)):
+                with pytest.raises(UnsupportedOperation):
+                    call()
+            await ranks(comms, lambda comm: comm.barrier())
+
+    run_on("asyncio", main)
+
+
+def test_a_transport_that_carries_less_has_none(install: Any) -> None:
+    from aiocomms_ucx import UcxTransport
+
+    class Lacking(UcxTransport):
+        capabilities = msgspec.structs.replace(
+            UcxTransport.capabilities, ops=UcxTransport.capabilities.ops - {ops.AllReduce}
+        )
+
+    async def main() -> None:
+        async with local_world(2, "lacking") as comms:
+            tensors = [torch.ones(1) for _ in comms]
+            await ranks(comms, lambda comm: comm.all_reduce(tensors[comm.rank]))
+            assert [tensor.item() for tensor in tensors] == [2, 2]
+            assert [comm._core.by_family["p2p"]._calls for comm in comms] == [0, 0]  # it goes by messages
+
+    install(lacking=Lacking)
+    run_on("asyncio", main)
+
+
+def test_methods_without_a_shortcut_may_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with local_world(1, "ucx") as (comm,):
+            monkeypatch.setattr(Communicator, "all_gather", lambda self, *_: "replaced")
+            assert comm.all_gather([], torch.ones(1)) == "replaced"
+
+    run_on("asyncio", main)
 
 
 def test_the_methods_look_as_ever(which: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import random
 import threading
 
 import pytest
@@ -12,7 +14,7 @@ from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 from aiocomms.bootstrap import generations
 from aiocomms.bootstrap.generations import Arrival
-from aiocomms.bootstrap.records import framed, listed, pauses
+from aiocomms.bootstrap.records import framed, listed, pauses, write
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.errors import AuthError, ProtocolError
 from aiocomms.lowlevel.auth import Seal
@@ -230,3 +232,48 @@ def test_a_rank_0_that_comes_again_is_answered_again():
     next(second)
     next(follows)
     assert ended(second) == ended(follows) != ""
+
+
+@pytest.mark.parametrize("said", ["x", "{digest} 1", "{digest} 1 x message", "{digest} 2 1 message"])
+def test_what_rank_0_says_has_to_make_sense(said):
+    store = HashStore()
+    (leader, leads), (_, follows) = arriving(store, 0, 2), arriving(store, 1, 2)
+    next(leads)
+    next(follows)
+    digest = ended(leads)
+    write(store, Seal(TOKEN, "world"), "came", 0, "came/0", f"{leader._mine} {said.format(digest=digest)}".encode())
+    with pytest.raises(ProtocolError, match="what rank 0 has left in the store") as caught:
+        ended(follows)
+    assert caught.value.peer == 0
+
+
+@pytest.mark.parametrize(("size", "spread", "timeout"), [(16, 3, 10), (32, 5, 30), (64, 0.2, 10), (64, 10, 60)])
+def test_no_rank_that_has_come_is_named_where_rank_0_has_not(monkeypatch, size, spread, timeout):
+    """In the time of the test: the others come over some seconds, and each gives up by its own deadline."""
+    now, order = [0.0], random.Random(size)
+    monkeypatch.setattr(generations.time, "monotonic", lambda: now[0])
+    store, gave_up = HashStore(), []
+    comes = {rank: order.uniform(0, spread) for rank in range(1, size)}
+    ranks, turns = {}, [(at, rank) for rank, at in comes.items()]
+    heapq.heapify(turns)
+    while turns:
+        now[0], rank = heapq.heappop(turns)
+        if rank not in ranks:
+            ranks[rank] = arriving(store, rank, size, seconds=timeout)
+        arrival, steps = ranks[rank]
+        ends = comes[rank] + timeout
+        if now[0] >= ends:
+            gave_up.append(arrival.present)
+        else:
+            heapq.heappush(turns, (min(now[0] + next(steps) + order.uniform(0, 0.001), ends), rank))
+    assert gave_up == [set(range(1, size))] * (size - 1)
+
+
+@pytest.mark.parametrize("request_of", [["multi_get"], ["multi_get", 7], ["multi_get", ["x"] * 1000], ["get"]])
+def test_a_request_that_makes_no_sense_costs_nobody_else_the_store(request_of):
+    _, port = serve_store("127.0.0.1", 20.0)
+    hostile, innocent = (reach_store("127.0.0.1", port, rank, 20.0) for rank in (1, 2))
+    innocent.set("x", "1")
+    with pytest.raises(RuntimeError):
+        hostile._ask(*request_of)
+    assert innocent.get("x") == b"1"

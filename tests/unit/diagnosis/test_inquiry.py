@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from processes import PATIENCE, no_threads
 
 from aiocomms.bootstrap import notes
-from aiocomms.bootstrap.notes import Answer, Late, Notes, Question, Waiting
+from aiocomms.bootstrap.notes import Answer, Late, Notes, Place, Question, Waiting
 from aiocomms.diagnosis import inquiry
 from aiocomms.diagnosis.inquiry import Inquiry, Wait
 from aiocomms.errors import CommTimeoutError
@@ -395,3 +395,24 @@ def test_whatever_a_rank_does_fits_in_a_note(doing, what, waits):
     cut = Answer(2**63, inquiry._cut(doing * 100, inquiry._ROOM), [Waiting(*one) for one in waits], None)
     cut.late = Late(10**6, 1e300, inquiry._cut(what * 100, inquiry.LONGEST), 1e300)
     assert notes.read(notes.pack(cut), 10**6 + 1) == cut
+
+
+class ToldEarly(LocalTransport):
+    """A transport that another rank has told something before this rank has a communicator."""
+
+    @classmethod
+    async def open(cls, rendezvous, options):
+        self = await super().open(rendezvous, options)
+        for where in (b"one place", b"another place"):
+            self.on_note(1, notes.pack(Place(where)))
+        return self
+
+
+def test_what_comes_before_there_is_a_communicator_is_heard(run, install):
+    install(early=ToldEarly)
+
+    async def main():
+        async with local_world(2, "early") as world:
+            assert world[0]._core.notes.places == {1: b"another place"}
+
+    run(main)

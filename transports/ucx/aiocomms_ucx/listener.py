@@ -28,6 +28,7 @@ class Listener:
         :raises OSError: there is no descriptor left.
         """
         self._fd = os.dup(fd)
+        self._lock = threading.RLock()  # the descriptor is open while it is held and this has not ended
         self._ended = False
         self._hear = weakref.WeakMethod(hear, lambda _: self.end())
         self._thread = threading.Thread(target=self._run, name=NAME, daemon=True)
@@ -40,9 +41,10 @@ class Listener:
 
     def end(self) -> None:
         """Let the thread end. Idempotent: the descriptor is closed afterwards."""
-        if not self._ended:
-            self._ended = True
-            os.eventfd_write(self._fd, 1)
+        with self._lock:
+            if not self._ended:
+                self._ended = True
+                os.eventfd_write(self._fd, 1)
 
     def join(self) -> None:
         """Wait for its end."""
@@ -60,4 +62,6 @@ class Listener:
             except Exception:  # what one rank has said keeps none of the others from being heard
                 _log.exception("what another rank has said was not understood")
             del hear
-        os.close(self._fd)
+        with self._lock:
+            self._ended = True
+            os.close(self._fd)

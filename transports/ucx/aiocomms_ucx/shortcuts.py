@@ -26,6 +26,7 @@ _TYPES: Final[list[type[ops.Op]]] = [
     ops.ReduceScatterSingle,
     ops.Send,
 ]
+_TAKEN: Final[frozenset[type[ops.Op]]] = frozenset(_TYPES)
 KINDS: Final[dict[str, tuple[type[ops.Op], int]]] = {cls.name: (cls, FORMS.get(cls, -1)) for cls in _TYPES}
 """The ops that have one, each with its form; see :data:`aiocomms_ucx.collectives.FORMS`."""
 
@@ -62,8 +63,9 @@ class Hastened(Transport):
     _disputes: dict[int, list[tuple[int, str]]]
 
     def shortcuts(self, line: Line, entries: int) -> Any:
-        """See :meth:`Transport.shortcuts`. There are none where a subclass posts in a way of its own."""
-        if type(self).post is not type(self).hand_over:
+        """See :meth:`Transport.shortcuts`. None where a subclass carries less, or posts in a way of its own."""
+        carries, cls = self.capabilities, type(self)
+        if cls.post is not cls.hand_over or carries.reductions is not None or not carries.ops >= _TAKEN:
             return None
         place = self.group, self.rank, self.size
         return Shortcuts(self.engine, *place, KINDS, OPERATORS, self, self._windows, line, entries)
