@@ -166,7 +166,8 @@ def test_a_method_that_raises_ends_that_communicator_by_name(
             if method == "try_cancel":
                 assert not await one.recv(torch.zeros(1), 1, tag=3).cancel() or one.aborted
             elif method == "progress":
-                one._core.driver._progress(transport)
+                driver = one._core.driver
+                driver._progress(driver._sources[transport])
             elif method == "last_heard":
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setattr(one._core.in_flight._heartbeat, "_transports", [transport])
