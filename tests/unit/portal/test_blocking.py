@@ -114,6 +114,7 @@ import os, signal, sys, threading, torch
 from torch.distributed import HashStore
 from aiocomms import blocking
 from aiocomms.portal import works
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had its background jobs ignore it
 store = HashStore()
 def pair():
     comms = [None, None]
