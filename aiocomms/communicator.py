@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import types
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from math import inf
@@ -12,7 +11,7 @@ from pathlib import Path
 from threading import get_ident
 from time import monotonic
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import anyio
 
@@ -41,6 +40,7 @@ from aiocomms.families.p2p import PointToPoint
 from aiocomms.families.rma import OneSided
 from aiocomms.lanes import Lane, current
 from aiocomms.lowering.lanes import Key
+from aiocomms.lowering.shortcuts import hastened
 from aiocomms.ops import Op, checks
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
 from aiocomms.portal.door import Door
@@ -73,7 +73,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         self._pre_hooks, self._post_hooks, self._abort_hooks = core.pre_hooks, core.post_hooks, core.abort_hooks
         self._shortcuts = core.shortcuts
         if core.shortcuts is not None and type(self) is Communicator:
-            self.__class__ = _hastened(core.shortcuts.method)
+            self.__class__ = _communicators(core.shortcuts.method)
         debugger = Debugger(core.in_flight) if debug.asked_for() else None
         self._start = StartedWork if debugger is None else debugger.start
         self._start_within: Callable[..., LaneWork[Any]] = LaneWork if debugger is None else debugger.start_within
@@ -349,14 +349,11 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
 
 
 @functools.cache
-def _hastened(method: Callable[[type, Callable[..., Any]], Callable[..., Any]]) -> type[Communicator]:
+def _communicators(method: Callable[[type, Callable[..., Any]], Callable[..., Any]]) -> type[Communicator]:
     """Communicators of which native code starts plain ops; see :class:`aiocomms.shortcuts.Shortcuts`."""
     found = {name: getattr(Communicator, name) for name in dir(Communicator) if not name.startswith("_")}
-    given: dict[str, Any] = {name: method(Communicator, it) for name, it in found.items() if callable(it)}
-    members = {name: it for name, it in given.items() if it is not found[name]}  # all others are inherited
-    members |= {"__doc__": Communicator.__doc__, "__module__": __name__}
-    made = types.new_class("Communicator", (Communicator,), exec_body=lambda body: body.update(members))
-    return cast("type[Communicator]", made)
+    given = {name: method(Communicator, it) for name, it in found.items() if callable(it)}
+    return hastened(Communicator, {name: it for name, it in given.items() if it is not found[name]})
 
 
 class _Following(Communicator):

@@ -68,9 +68,8 @@ class Core(Counted):
         :param by_family: the transports, by the family of ops that each carries.
         :param options: the user's hints.
         """
-        self.rank, self.size = rendezvous.rank, rendezvous.size
-        self.name, self.device = rendezvous.name, rendezvous.device
-        self.driver = Driver.current()
+        self.rank, self.size, self.name = rendezvous.rank, rendezvous.size, rendezvous.name
+        self.device, self.driver = rendezvous.device, Driver.current()
         self.thread = self.driver.thread
         self.issued = self.laned = self.calls = 0  # ops, those of lanes, and collectives called
         self.by_family = dict(by_family)
@@ -91,8 +90,9 @@ class Core(Counted):
         """Set when it is known what has become of it: it was lost and its works have ended, or it was closed."""
         self.pre_hooks, self.post_hooks, self.abort_hooks = Hooks(), Hooks(), Hooks()
         self.in_flight = InFlight(self, Heartbeat(self.transports, options, self.lose))
-        self.shortcuts = None if debug.asked_for() else find_shortcuts(self, self.by_family, 2 * capacity())
-        self.recorder = Recorder(self, self.in_flight, 2 * capacity(), getattr(self.shortcuts, "ring", None))
+        entries = 2 * capacity()
+        self.shortcuts = None if debug.asked_for() else find_shortcuts(self, self.by_family, entries)
+        self.recorder = Recorder(self, self.in_flight, entries, self.shortcuts)
         self._ring = self.recorder.ring
         self._spinning = [t for t in self.transports if t.capabilities.spin]
         self.router = Router(self, self.by_family)

@@ -193,8 +193,8 @@ class _Roll:
         """
         self._store, self._rank, self._size, self._seal = store, rank, size, seal
         self._present = present
-        now, self._last = time.monotonic(), last_look(size, seconds)
-        last = self._last
+        now, last = time.monotonic(), last_look(size, seconds)
+        self._last = last
         self.patience: float = last / 8
         """The most seconds between two looks, so that each rank answers in time."""
         self._calls = [now + min(_BORED, seconds / 4), now + seconds - last]

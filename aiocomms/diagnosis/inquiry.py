@@ -141,15 +141,19 @@ class Inquiry:
             first = not self._askers
             self._askers[rank] = said.number
         if first and not dumps.in_background(self._answer):
-            self._askers.clear()
+            self._take_askers()
+
+    def _take_askers(self) -> dict[int, int]:
+        with self._lock:
+            askers, self._askers = self._askers, {}
+        return askers
 
     def _answer(self) -> None:
         """Tell all who have asked what this rank is doing."""
         try:
             text, waits, late, now = self._look()
         finally:
-            with self._lock:
-                askers, self._askers = self._askers, {}
+            askers = self._take_askers()
         told = None if late is None else Late(late.peer, now - late.since, _cut(late.what, LONGEST), now - late.until)
         for rank, number in askers.items():
             few = sorted(waits, key=lambda wait: wait.rank != rank)[:SHOWN]  # with the asker this may be a circle

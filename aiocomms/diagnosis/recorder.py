@@ -30,7 +30,7 @@ from aiocomms.lowlevel.threads import copied
 from aiocomms.ops import USER, Batch, Op
 from aiocomms.progress.driver import Driver
 from aiocomms.progress.inflight import Flying, InFlight, LaneWork, StartedWork
-from aiocomms.shortcuts import Ring
+from aiocomms.shortcuts import Ring, Shortcuts
 
 FORMAT = "aiocomms recorder 1"
 DEFAULT, MOST = 512, 65536
@@ -192,16 +192,16 @@ def _nothing(op: Op) -> None:
 class Recorder:
     """The ops of one communicator."""
 
-    def __init__(self, comm: Recorded, in_flight: InFlight, entries: int, ring: Ring | None = None) -> None:
+    def __init__(self, comm: Recorded, in_flight: InFlight, entries: int, shortcuts: Shortcuts | None = None) -> None:
         """Record nothing yet.
 
         :param entries: how many the ring keeps, two for each op.
-        :param ring: one that native code appends to, too; None: there is no such code.
+        :param shortcuts: native code that appends to its ring, too; None: there is none.
         """
         self._comm = comm
         self._in_flight = in_flight
         self.size = entries // 2
-        self.ring: Ring = deque(maxlen=entries) if ring is None else ring
+        self.ring: Ring = deque(maxlen=entries) if shortcuts is None else shortcuts.ring
         """Of each op its type, when it is called; and when it has ended the time, or, if it was pending, or failed, or
         has numbers, a :meth:`row`."""
         self.lanes: deque[tuple[int, str]] = deque(maxlen=self.size)

@@ -6,12 +6,14 @@ import functools
 import os
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, TypeVar
 
 from aiocomms import ops
 from aiocomms.progress.inflight import StartedWork
 from aiocomms.shortcuts import Line, Shortcuts
 from aiocomms.transport import OP_RESULT, Transport
+
+T = TypeVar("T")
 
 
 def find_shortcuts(line: Line, by_family: Mapping[ops.Family, Transport], entries: int) -> Shortcuts | None:
@@ -29,14 +31,17 @@ def find_shortcuts(line: Line, by_family: Mapping[ops.Family, Transport], entrie
         return None
     shortcuts = transport.shortcuts(line, entries)
     if shortcuts is not None:
-        shortcuts.use(_hastened(shortcuts.awaiting))
+        shortcuts.use(_works(shortcuts.awaiting))
     return shortcuts
 
 
+def hastened(cls: type[T], members: Mapping[str, Any]) -> type[T]:
+    """A class with members of native code in the place of its own, which looks as it does."""
+    all_of_it = {"__doc__": cls.__doc__, "__module__": cls.__module__, **members}
+    return types.new_class(cls.__name__, (cls,), exec_body=lambda body: body.update(all_of_it))
+
+
 @functools.cache
-def _hastened(awaiting: Callable[[type[Any], object], Callable[..., Any]]) -> type[StartedWork[Any]]:
+def _works(awaiting: Callable[[type[Any], object], Callable[..., Any]]) -> type[StartedWork[Any]]:
     """Works that, awaited when they are done, go on without a generator."""
-    members = {"__await__": awaiting(StartedWork, OP_RESULT), "__module__": StartedWork.__module__}
-    members |= {"__doc__": StartedWork.__doc__}
-    made = types.new_class("StartedWork", (StartedWork,), exec_body=lambda body: body.update(members))
-    return cast("type[StartedWork[Any]]", made)
+    return hastened(StartedWork, {"__await__": awaiting(StartedWork, OP_RESULT)})

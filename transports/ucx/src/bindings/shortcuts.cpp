@@ -329,10 +329,10 @@ class Shortcuts {
     Py_VISIT(work_.ptr());
     return 0;
   }
-  // Nobody calls it any more.
+  // Nobody calls it any more. All is let go of at once: to let go may run code of Python's, and takes() looks at all.
   void clear() {
-    for (nb::object& it : held_) it.reset();
-    work_.reset();
+    const auto held = std::exchange(held_, {});
+    const nb::object work = std::move(work_);
   }
 
  private:

@@ -135,8 +135,9 @@ std::uint64_t Engine::spin(const Operation& op, std::uint64_t began) noexcept {
   if (segment != nullptr) segment->note_core(core());
   auto wanted = [&] {
     if (segment == nullptr) return false;
-    segment->note_core(core());  // the scheduler may have moved this rank
-    return segment->shares_core(core());
+    const std::uint64_t here = core();
+    segment->note_core(here);  // the scheduler may have moved this rank
+    return segment->shares_core(here);
   };
   while (!op.done()) {
     const bool moved = advance();
