@@ -23,7 +23,7 @@ import msgspec
 
 from aiocomms.diagnosis import on_signal
 from aiocomms.diagnosis.recorder import Look, Recorder, Snapshot
-from aiocomms.lowlevel.ending import at_end
+from aiocomms.lowlevel.threads import start_awaited
 from aiocomms.progress.inflight import Flying
 
 PER_PROCESS, PER_FOLDER = 16, 256
@@ -32,14 +32,11 @@ LARGEST = 8 << 20
 """Bytes of a file; the oldest ops are left out."""
 
 _SUFFIX = ".aiocomms.jsonl"
-_AT_EXIT = 1.0
-"""Seconds for which the interpreter's end waits for what is being written."""
 
 _log = logging.getLogger("aiocomms")
 _counter = itertools.count(1)
 _complained: list[str] = []
 _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
-_running: set[_thread.LockType] = set()
 
 
 def register(recorder: Recorder) -> None:
@@ -64,38 +61,19 @@ def in_background(call: Callable[[], object]) -> bool:
 
     :returns: False: no thread can be had.
     """
-    running = _thread.allocate_lock()
-    running.acquire()
-    _running.add(running)
 
     def run() -> None:
         try:
             call()
         except Exception as error:
             complain(f"the flight recorder: {type(error).__name__}: {error}")
-        finally:
-            _running.discard(running)
-            running.release()
 
     try:
         # Not threading.Thread: its start() takes a lock that the code which a signal has interrupted may hold.
-        _thread.start_new_thread(run, ())
+        start_awaited(lambda awaited: _thread.start_new_thread(awaited, ()), run)
     except RuntimeError:
-        _running.discard(running)
         return False
     return True
-
-
-os.register_at_fork(after_in_child=_running.clear)
-
-
-def _finish() -> None:
-    ends = time.monotonic() + _AT_EXIT
-    for running in list(_running):
-        running.acquire(timeout=max(0.0, ends - time.monotonic()))
-
-
-at_end(_finish)
 
 
 def complain(message: str) -> None:

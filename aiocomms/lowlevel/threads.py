@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import _thread
+import os
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import anyio
 
 from aiocomms.errors import CommError
+from aiocomms.lowlevel.ending import at_end
 from aiocomms.lowlevel.waker import Waker
 
 _T = TypeVar("_T")
+_AT_END = 1.0
+"""Seconds for which the interpreter's end waits for calls that are under way."""
+
+_under_way: set[_thread.LockType] = set()
 
 
 async def run_in_thread(call: Callable[[], _T], *, anyhow: bool = False) -> _T:
@@ -38,10 +46,9 @@ async def run_in_thread(call: Callable[[], _T], *, anyhow: bool = False) -> _T:
             outcome[1] = error
         waker.wake()  # does nothing if nobody waits any more, and the descriptor is closed
 
-    thread = threading.Thread(target=target, name="aiocomms blocking call", daemon=True)
     try:
         try:
-            thread.start()
+            thread = _start(target)
         except RuntimeError as error:
             return _no_thread(call, anyhow, error)
         await anyio.wait_readable(waker.fileno())
@@ -69,9 +76,59 @@ def call_in_thread(call: Callable[[], object], then: Callable[[Exception | None]
             then(None)
 
     try:
-        threading.Thread(target=target, name="aiocomms blocking call", daemon=True).start()
+        _start(target)
     except RuntimeError:
         target()
+
+
+def _start(target: Callable[[], None]) -> threading.Thread:
+    """Start a daemon thread.
+
+    :raises RuntimeError: none can be started.
+    """
+
+    def start(run: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=run, name="aiocomms blocking call", daemon=True)
+        thread.start()
+        return thread
+
+    return start_awaited(start, target)
+
+
+def start_awaited(start: Callable[[Callable[[], None]], _T], target: Callable[[], None]) -> _T:
+    """Start a daemon thread that the interpreter's end waits for, if only for a moment.
+
+    Before Python 3.14, a thread that comes back from C++ once the interpreter is ending is unwound, and C++ that cannot
+    be unwound ends the process by SIGABRT. Most calls come back soon after they were given up.
+
+    :param start: starts the thread, which runs what it is given; what it returns or raises, this returns or raises.
+    """
+    running = _thread.allocate_lock()
+    running.acquire()
+
+    def run() -> None:
+        try:
+            target()
+        finally:
+            _under_way.discard(running)
+            running.release()
+
+    _under_way.add(running)
+    try:
+        return start(run)
+    except BaseException:
+        _under_way.discard(running)
+        raise
+
+
+def _finish() -> None:
+    ends = time.monotonic() + _AT_END
+    for running in copied(_under_way):
+        running.acquire(timeout=max(0.0, ends - time.monotonic()))
+
+
+at_end(_finish)
+os.register_at_fork(after_in_child=_under_way.clear)
 
 
 def _no_thread(call: Callable[[], _T], anyhow: bool, error: Exception) -> _T:

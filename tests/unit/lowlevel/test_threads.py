@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import anyio
 import pytest
 from concurrency import turns
+from processes import HANGS
 
 from aiocomms.errors import CommError
 from aiocomms.lowlevel import run_in_thread, threads
@@ -118,3 +121,31 @@ def test_none_are_left(run, monkeypatch, missing):
         assert descriptors() == before
 
     run(main)
+
+
+@pytest.mark.processes
+def test_the_interpreters_end_waits_for_a_call_that_was_given_up():
+    """Not for ever: it is a daemon's. Before Python 3.14 one that came back too late ended the process by SIGABRT."""
+    program = """
+import anyio, atexit, threading
+from torch.distributed import HashStore
+from aiocomms.lowlevel import run_in_thread
+store, here, given_up = HashStore(), threading.Event(), threading.Event()
+def call():
+    here.set()
+    given_up.wait()
+    for i in range(3000):  # as one that asks a store now and then
+        store.set("key", str(i))
+    print("came back", flush=True)
+async def main():
+    with anyio.CancelScope() as scope:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run_in_thread, call)
+            while not here.is_set():
+                await anyio.sleep(0)
+            scope.cancel()
+anyio.run(main)
+atexit.register(given_up.set)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANGS)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "came back\n", "")
