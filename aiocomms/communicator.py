@@ -40,7 +40,7 @@ from aiocomms.families.p2p import PointToPoint
 from aiocomms.families.rma import OneSided
 from aiocomms.lanes import Lane, current
 from aiocomms.lowering.lanes import Key
-from aiocomms.lowering.shortcuts import hastened
+from aiocomms.lowering.shortcuts import hastened, members
 from aiocomms.ops import Op, checks
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
 from aiocomms.portal.door import Door
@@ -351,9 +351,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
 @functools.cache
 def _communicators(method: Callable[[type, Callable[..., Any]], Callable[..., Any]]) -> type[Communicator]:
     """Communicators of which native code starts plain ops; see :class:`aiocomms.shortcuts.Shortcuts`."""
-    found = {name: getattr(Communicator, name) for name in dir(Communicator) if not name.startswith("_")}
-    given = {name: method(Communicator, it) for name, it in found.items() if callable(it)}
-    return hastened(Communicator, {name: it for name, it in given.items() if it is not found[name]})
+    return hastened(Communicator, members(Communicator, method))
 
 
 class _Following(Communicator):

@@ -60,8 +60,11 @@ class Shortcuts(Protocol):
     def ring(self) -> Ring:
         """Where ops are recorded: their types when they are called, and when they have ended the time."""
 
-    def use(self, work: type[Any]) -> None:
-        """Before anything else: make works of this class."""
+    def use(self, work: type[Any], *, windows: bool) -> None:
+        """Before anything else: make works of this class.
+
+        :param windows: whether this transport carries the communicator's windows, too.
+        """
 
     def record(self, whether: bool) -> None:
         """Append to the ring, or do not: a benchmark measures what that costs."""
@@ -73,6 +76,17 @@ class Shortcuts(Protocol):
         :param function: the method, which is called for whatever is not plain. It is returned itself where there is no
             shortcut for a method of its name.
         """
+
+    def window(self, comm: Any, info: Any, /) -> object | None:
+        """What a window of the communicator keeps in its slot ``_shortcuts``; None: windows have none.
+
+        :param comm: the communicator's handle.
+        :param info: the window, as the records of ops on it see it.
+        """
+
+    @staticmethod
+    def window_method(of: type[Any], function: Callable[..., Any], /) -> Callable[..., Any]:
+        """As :meth:`method`, for methods of windows."""
 
     @staticmethod
     def awaiting(of: type[Any], op_result: object, /) -> Callable[..., Any]:

@@ -12,10 +12,15 @@ from aiocomms.errors import CommError
 from aiocomms.ops import Op, checks
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
 from aiocomms.progress.work import Work
+from aiocomms.shortcuts import Shortcuts
 
 
 class Inside(checks.Group, Protocol):
     """The part of a communicator's core that the method families use."""
+
+    @property
+    def shortcuts(self) -> Shortcuts | None:
+        """Native code that starts plain ops, where there is some."""
 
     def lose(self, error: CommError) -> None:
         """End the communicator on all ranks: this one cannot do its part of what they have begun together."""

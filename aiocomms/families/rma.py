@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from aiocomms import ops
 from aiocomms.errors import CommError, MismatchError
 from aiocomms.families.issuer import Issuer
+from aiocomms.lowering.shortcuts import hastened, members
 from aiocomms.ops import checks
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
 from aiocomms.progress.work import Work
@@ -69,9 +71,15 @@ class Window:
     call. The window is closed once every rank has closed it.
     """
 
+    __slots__ = ("__dict__", "__weakref__", "_shortcuts")
+
     def __init__(self, comm: Issuer, info: ops.WindowInfo) -> None:
         self._comm = comm
         self._info = info
+        shortcuts = comm._core.shortcuts
+        self._shortcuts = None if shortcuts is None else shortcuts.window(comm, info)
+        if shortcuts is not None and self._shortcuts is not None and type(self) is Window:
+            self.__class__ = _windows(shortcuts.window_method)
 
     @property
     def tensor(self) -> Tensor:
@@ -253,3 +261,9 @@ class Window:
         elif not self.closed:
             with contextlib.suppress(CommError):  # the communicator is lost or closed, and the window with it
                 self._start_closing().add_done_callback(Work.exception)  # the body raises
+
+
+@functools.cache
+def _windows(method: Callable[[type, Callable[..., Any]], Callable[..., Any]]) -> type[Window]:
+    """Windows of which native code starts plain ops; see :class:`aiocomms.shortcuts.Shortcuts`."""
+    return hastened(Window, members(Window, method))

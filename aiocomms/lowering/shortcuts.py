@@ -20,7 +20,7 @@ def find_shortcuts(line: Line, by_family: Mapping[ops.Family, Transport], entrie
     """The shortcuts of a communicator; None: there are none, or ``AIOCOMMS_PURE`` turns them off.
 
     There are none but where one transport carries all messages and collectives: else it is Python's to decide what
-    carries an op, or that nothing does.
+    carries an op, or that nothing does. Windows have none where another transport carries them.
 
     :param by_family: the transports of the communicator.
     :param entries: how many the recorder's ring keeps.
@@ -31,7 +31,7 @@ def find_shortcuts(line: Line, by_family: Mapping[ops.Family, Transport], entrie
         return None
     shortcuts = transport.shortcuts(line, entries)
     if shortcuts is not None:
-        shortcuts.use(_works(shortcuts.awaiting))
+        shortcuts.use(_works(shortcuts.awaiting), windows=by_family.get("rma") is transport)
     return shortcuts
 
 
@@ -39,6 +39,15 @@ def hastened(cls: type[T], members: Mapping[str, Any]) -> type[T]:
     """A class with members of native code in the place of its own, which looks as it does."""
     all_of_it = {"__doc__": cls.__doc__, "__module__": cls.__module__, **members}
     return types.new_class(cls.__name__, (cls,), exec_body=lambda body: body.update(all_of_it))
+
+
+def members(
+    cls: type[Any], method: Callable[[type[Any], Callable[..., Any]], Callable[..., Any]]
+) -> dict[str, Callable[..., Any]]:
+    """The native code that stands for methods of a class, by their names; see :meth:`Shortcuts.method`."""
+    found = {name: getattr(cls, name) for name in dir(cls) if not name.startswith("_")}
+    given = {name: method(cls, it) for name, it in found.items() if callable(it)}
+    return {name: it for name, it in given.items() if it is not found[name]}
 
 
 @functools.cache

@@ -27,7 +27,7 @@ from processes import HANGS
 import aiocomms
 from aiocomms import ReduceOp, ops
 from aiocomms.communicator import Communicator
-from aiocomms.errors import ArgumentError, CommAbortedError, CommError, UnsupportedOperation
+from aiocomms.errors import ArgumentError, CommAbortedError, CommClosedError, CommError, UnsupportedOperation
 from aiocomms.progress.inflight import StartedWork
 from aiocomms.testing import local_world
 
@@ -98,6 +98,222 @@ def test_plain_ops_take_the_shortcut(run: Any, which: str) -> None:
                 assert [work.seq for work in row] == list(range(len(row)))
 
     run(main)
+
+
+async def windows_of(comms: list[Communicator], size: int = 8) -> list[aiocomms.Window]:
+    """A window of all ranks, as each has it."""
+    found: list[aiocomms.Window] = [None] * len(comms)  # type: ignore[list-item]
+
+    async def open_it(comm: Communicator) -> None:
+        found[comm.rank] = await comm.new_window(torch.arange(float(size)))
+
+    await ranks(comms, open_it)
+    return found
+
+
+def plain_on(window: aiocomms.Window, peer: int) -> list[aiocomms.Work[Any]]:
+    """Every op on a window that has a shortcut, called plainly."""
+    return [
+        window.put(torch.ones(2), peer),
+        window.put(torch.ones(2), dst=peer, offset=6),
+        window.put(torch.empty(0), peer, 8),
+        window.get(torch.ones(2), peer),
+        window.get(tensor=torch.ones(2), src=peer, offset=3),
+        window.signal(peer),
+        window.signal(dst=peer),
+        window.wait_signal(src=peer),
+        window.wait_signal(peer),
+    ]
+
+
+def test_plain_ops_on_windows_take_the_shortcut(run: Any, which: str) -> None:
+    async def main() -> None:
+        async with local_world(2, "ucx") as comms:
+            windows = await windows_of(comms)
+            first = comms[0]._core.issued
+            with counted() as started:
+                works = [plain_on(windows[rank], 1 - rank) for rank in (0, 1)]
+            names = [work.op.name for row in works for work in row]
+            assert started == (names if which == "pure" else [])
+            for row in works:
+                for work in row:
+                    await work
+                assert [work.seq - first for work in row] == list(range(len(row)))
+            expected = [1.0, 1.0, 2.0, 3.0, 4.0, 5.0, 1.0, 1.0]
+            assert [window.tensor.tolist() for window in windows] == [expected, expected]
+
+    run(main)
+
+
+def test_ops_on_windows_go_by_no_lane(which: str) -> None:
+    async def main() -> None:
+        async with local_world(2, "ucx") as comms:
+            windows = await windows_of(comms)
+            start, started = comms[0]._start, []
+
+            def note(op: Any, *rest: Any) -> Any:
+                started.append(op)
+                return start(op, *rest)
+
+            comms[0]._start = note  # type: ignore[assignment]
+            with comms[0].lane("mine"):
+                works = plain_on(windows[0], 1)
+                assert not any("lane" in repr(work) for work in works)
+            assert started == ([] if which == "native" else [work.op for work in works])
+
+    run_on("asyncio", main)
+
+
+def test_windows_that_another_transport_carries_have_none() -> None:
+    async def main() -> None:
+        for families in ("local", {"p2p": "ucx", "collectives": "ucx"}):
+            async with local_world(2, families) as comms:
+                windows = await windows_of(comms)
+                assert [window._shortcuts for window in windows] == [None, None]
+
+    run_on("asyncio", main)
+
+
+def test_the_methods_of_a_window_look_as_ever() -> None:
+    async def main() -> None:
+        async with aiocomms.new_comm("ucx") as comm:
+            (window,) = await windows_of([comm])
+            assert isinstance(window, aiocomms.Window)
+            assert type(window).__name__ == "Window"
+            assert type(window).__doc__ == aiocomms.Window.__doc__
+            for name in ("put", "get", "signal", "wait_signal", "flush"):
+                method = getattr(window, name)
+                assert inspect.signature(method) == inspect.signature(getattr(aiocomms.Window, name).__get__(window))
+                assert method.__doc__ == getattr(aiocomms.Window, name).__doc__
+            with pytest.raises(TypeError, match="missing 1 required positional argument: 'dst'"):
+                window.signal()  # type: ignore[call-arg]
+
+    run_on("asyncio", main)
+
+
+def test_a_closed_window_refuses_and_leaves_nothing_of_the_attempt() -> None:
+    async def main() -> None:
+        async with local_world(2, "ucx") as comms:
+            windows = await windows_of(comms)
+            await windows[0].signal(0)
+            closing = windows[0]._start_closing()  # and the other rank has not: the engine still has the window
+            issued = comms[0]._core.issued
+            for call in (
+                lambda: windows[0].put(torch.ones(2), 1),
+                lambda: windows[0].get(torch.ones(2), 1),
+                lambda: windows[0].signal(1),
+                lambda: windows[0].wait_signal(0),
+            ):
+                with pytest.raises(CommClosedError, match="the window is closed"):
+                    call()
+            assert comms[0]._core.issued == issued
+            await windows[1].aclose()
+            await closing
+
+    run_on("asyncio", main)
+
+
+def test_a_window_that_the_engine_has_forgotten_is_pythons_to_refuse() -> None:
+    """The engine refuses before anything has happened, and Python tries again: it decides what the program is told."""
+
+    async def main() -> None:
+        async with local_world(2, "ucx") as comms:
+            windows = await windows_of(comms)
+            transport = comms[0]._core.transports[0]
+            issued, rows = comms[0]._core.issued, len(comms[0]._core.recorder.ring)
+            transport.engine.close_window(transport.group, windows[0]._info.handle.number)  # type: ignore[attr-defined]
+            with pytest.raises(CommError), counted() as started:
+                windows[0].put(torch.ones(2), 1)
+            assert started == ["put"]
+            assert comms[0]._core.issued == issued + 1
+            assert len(comms[0]._core.recorder.ring) == rows + 1
+            assert comms[0].aborted
+
+    run_on("asyncio", main)
+
+
+def test_an_aborted_communicator_refuses_ops_on_its_windows() -> None:
+    async def main() -> None:
+        async with local_world(2, "ucx") as comms:
+            windows = await windows_of(comms)
+            comms[0].abort("enough")
+            with pytest.raises(CommAbortedError, match="enough"):
+                windows[0].put(torch.ones(2), 1)
+            with pytest.raises(CommAbortedError, match="enough"):
+                windows[0].signal(1)
+
+    run_on("asyncio", main)
+
+
+def test_a_wait_is_withdrawn_with_its_task_and_the_next_gets_the_signal() -> None:
+    async def main() -> None:
+        async with local_world(2, "ucx") as comms:
+            windows = await windows_of(comms)
+            late = windows[0].wait_signal(1)
+            assert not late.done()
+            assert await late.cancel()
+            await windows[1].signal(0)
+            await windows[0].wait_signal(1)
+            pending = windows[0].wait_signal(1)
+            await windows[1].signal(0)
+            assert await pending is None
+            items = comms[0]._core.recorder.snapshot("").items()
+            waits = [(item.state, item.args) for item in items if item.name == "wait_signal"]
+            assert waits == [("failed", {"src": 1}), ("done", {"src": 1}), ("done", {"src": 1})]
+
+    run_on("asyncio", main)
+
+
+def test_a_finalizer_that_closes_the_window_amid_a_put() -> None:
+    """Making the record of an op may collect garbage, whose finalizers may do anything."""
+
+    async def main() -> None:
+        async with aiocomms.new_comm("ucx") as comm:
+            (window,) = await windows_of([comm])
+            ran: list[object] = []
+
+            def collect(phase: str, info: object) -> None:
+                if phase == "start" and not ran:
+                    ran.append(window._start_closing())
+
+            gc.callbacks.append(collect)
+            before = gc.get_threshold()
+            gc.set_threshold(1)
+            refused = False
+            try:
+                for _ in range(2000):
+                    try:
+                        window.put(torch.ones(2), 0)
+                    except CommClosedError:
+                        refused = True
+                        break
+            finally:
+                gc.set_threshold(*before)
+                gc.callbacks.remove(collect)
+            assert ran
+            assert refused
+            await ran[0]  # type: ignore[misc]
+
+    run_on("asyncio", main)
+
+
+def test_a_window_and_its_shortcuts_are_freed() -> None:
+    async def main() -> list[weakref.ref[Any]]:
+        async with aiocomms.new_comm("ucx") as comm:
+            (window,) = await windows_of([comm])
+            window.loop = window  # type: ignore[attr-defined]  # the collector's to find
+            await window.put(torch.ones(2), 0)
+            await window.aclose()
+            gone = weakref.ref(window)
+            tensor = weakref.ref(window.tensor)
+            del window
+            gc.collect()
+            assert gone() is None
+            return [tensor, weakref.ref(comm._core)]
+
+    left = run_on("asyncio", main)
+    gc.collect()
+    assert [ref() for ref in left] == [None, None]
 
 
 UNCOMMON = {
@@ -506,6 +722,7 @@ OPERATORS = {**{op: getattr(ReduceOp, op) for op in ("SUM", "MAX", "BAND", "AVG"
 OPERATORS["factor"] = ReduceOp.PREMUL_SUM(2.0)
 RANK = st.sampled_from([0, 0, 1, 1, 2, -1, True, 1.0, None])
 TAG = st.sampled_from([0, 1, -(2**31), 2**31, True, "a"])
+OFFSET = st.sampled_from([0, 4, 6, 7, 8, -1, 2**58, 2**63, 2**70, True, 1.0])
 EXTRA = st.sampled_from([{}, {}, {}, {"hints": {"x": 1}}, {"hints": 3}, {"timeout": 20}, {"timeout": 0}])
 A_TENSOR = TENSOR | PLAIN
 
@@ -515,7 +732,7 @@ def calls(draw: st.DrawFn) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
     """A method's name, its arguments, some of them by name, and tensors and operators by what they are called here."""
     name = draw(st.sampled_from(sorted(ARGUMENTS)))
     given = {argument: draw(strategy) for argument, strategy in ARGUMENTS[name].items()}
-    for optional in ("op", "tag"):
+    for optional in ("op", "tag", "offset"):
         if optional in given and draw(st.booleans()):
             del given[optional]
     by_position = draw(st.integers(0, len(given)))
@@ -530,6 +747,9 @@ ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "broadcast": {"tensor": A_TENSOR, "root": RANK},
     "reduce_scatter_single": {"output": A_TENSOR, "input": A_TENSOR, "op": st.sampled_from(sorted(OPERATORS))},
     "exchange": {"tensor": A_TENSOR, "into": A_TENSOR, "tag": TAG},
+    "put": {"tensor": A_TENSOR, "dst": RANK, "offset": OFFSET},
+    "get": {"tensor": A_TENSOR, "src": RANK, "offset": OFFSET},
+    "notice": {"of": RANK},
 }
 
 
@@ -542,6 +762,7 @@ class Door:
             world = local_world(2, "ucx")
             self.comms = runner.run(world.__aenter__())
         stack.callback(lambda: runner.run(world.__aexit__(None, None, None)))
+        self.windows = dict(zip(self.comms, runner.run(windows_of(self.comms)), strict=True))
         assert (self.comms[0]._shortcuts is None) == (which == "pure")
 
     def call(self, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> list[Any]:
@@ -557,7 +778,11 @@ class Door:
             real = [known.get(it, it) if isinstance(it, str) else it for it in args]
             words = {k: known.get(it, it) if isinstance(it, str) else it for k, it in named.items()}
             try:
-                works += [(work, tensors) for work in await _start(comm, name, real, words)]
+                for it in await _start(comm, self.windows[comm], name, real, words):
+                    if isinstance(it, Exception):
+                        seen.append((type(it), str(it)))
+                    else:
+                        works.append((it, tensors))
             except (CommError, TypeError) as error:
                 seen.append((type(error), str(error)))
         for work, tensors in works:
@@ -572,12 +797,18 @@ class Door:
         for comm in self.comms:
             core = comm._core
             items = core.recorder.snapshot("").items()
-            seen += [core.issued, core.calls, comm.aborted]
+            seen += [core.issued, core.calls, comm.aborted, self.windows[comm].tensor.tolist()]
             seen += [(item.name, item.seq, item.state, item.args, item.collective, item.error) for item in items]
         return seen
 
 
-async def _start(comm: Communicator, name: str, args: list[Any], named: dict[str, Any]) -> list[Any]:
+async def _start(
+    comm: Communicator, window: aiocomms.Window, name: str, args: list[Any], named: dict[str, Any]
+) -> list[Any]:
+    if name in ("put", "get"):
+        return [getattr(window, name)(*args, **named)]
+    if name == "notice":
+        return _notice(comm, window, *args, **named)
     if name != "exchange":
         return [getattr(comm, name)(*args, **named)]
     given = dict(zip(("tensor", "into", "tag"), args, strict=False)) | named
@@ -590,6 +821,18 @@ async def _start(comm: Communicator, name: str, args: list[Any], named: dict[str
     except CommError:
         assert await receive.cancel()  # else the next message would be its
         raise
+
+
+def _notice(comm: Communicator, window: aiocomms.Window, of: Any, **more: Any) -> list[Any]:
+    """A signal and the wait that it ends: to and from this rank if ``of`` is 0, the other one if it is 1."""
+    rank = comm.rank ^ of if type(of) is int and of in (0, 1) else of
+    told: list[Any] = []
+    for call in (window.signal, window.wait_signal):
+        try:
+            told.append(call(rank, **more))
+        except (CommError, TypeError) as error:
+            told.append(error)
+    return told
 
 
 @pytest.fixture(scope="module")
@@ -614,6 +857,17 @@ def both() -> Iterator[list[Door]]:
 @hypothesis.example(("reduce_scatter_single", ("own half", "both halves", "MAX"), {}))
 @hypothesis.example(("reduce_scatter_single", ("four", "eight"), {"op": "AVG"}))
 @hypothesis.example(("broadcast", ("four",), {"root": 1}))
+@hypothesis.example(("put", ("four", 1, 4), {}))
+@hypothesis.example(("put", ("four", 0, 5), {}))
+@hypothesis.example(("put", ("own half",), {"dst": 0}))
+@hypothesis.example(("put", ("torch.float64", 1, 0), {}))
+@hypothesis.example(("put", ("four", 1, 2**58), {}))
+@hypothesis.example(("put", ("empty", 1, 8), {}))
+@hypothesis.example(("get", ("two", 1, 6), {}))
+@hypothesis.example(("get", ("tracked", 1, 0), {}))
+@hypothesis.example(("notice", (1,), {}))
+@hypothesis.example(("notice", (0,), {}))
+@hypothesis.example(("notice", (2,), {}))
 @hypothesis.example(("exchange", ("four", "two", 1), {}))
 @hypothesis.example(("exchange", ("four", "other half"), {"tag": 2**31}))
 def test_both_doors_tell_the_same(both: list[Door], call: tuple[str, tuple[Any, ...], dict[str, Any]]) -> None:

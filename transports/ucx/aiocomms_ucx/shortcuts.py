@@ -22,9 +22,13 @@ _TYPES: Final[list[type[ops.Op]]] = [
     ops.AllReduce,
     ops.Barrier,
     ops.Broadcast,
+    ops.Get,
+    ops.Put,
     ops.Recv,
     ops.ReduceScatterSingle,
     ops.Send,
+    ops.Signal,
+    ops.WaitSignal,
 ]
 _TAKEN: Final[frozenset[type[ops.Op]]] = frozenset(_TYPES)
 KINDS: Final[dict[str, tuple[type[ops.Op], int]]] = {cls.name: (cls, FORMS.get(cls, -1)) for cls in _TYPES}

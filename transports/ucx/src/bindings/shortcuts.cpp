@@ -21,11 +21,13 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/arguments.hpp"
 #include "bindings/calls.hpp"
 #include "bindings/ring.hpp"
 #include "bindings/slots.hpp"
 #include "bindings/tensors.hpp"
 #include "bindings/unlocked.hpp"
+#include "bindings/window_shortcuts.hpp"
 #include "engine/engine.hpp"
 
 namespace nb = nanobind;
@@ -33,7 +35,6 @@ namespace nb = nanobind;
 namespace aiocomms {
 namespace {
 
-using Arguments = PyObject* const*;
 constexpr int kArguments = 3;  // of a method that has a shortcut, at most
 
 // What is asked for by name on the way, as Python keeps it.
@@ -46,15 +47,6 @@ struct Names {
 const Names& names() {
   static const Names* made = new Names;
   return *made;
-}
-
-// A number that is exactly an int, and lies within; none: perhaps no number at all.
-std::optional<std::int64_t> int_within(PyObject* given, std::int64_t least, std::int64_t most) {
-  if (!PyLong_CheckExact(given)) return {};
-  int overflow = 0;
-  const long long value = PyLong_AsLongLongAndOverflow(given, &overflow);
-  if (overflow != 0 || value < least || value > most) return {};
-  return value;
 }
 
 bool overlap(const View& a, const View& b) {
@@ -232,9 +224,13 @@ class Shortcuts {
                               {"all_gather_single", &all_gather_single_},
                               {"barrier", &barrier_},
                               {"broadcast", &broadcast_},
+                              {"get", &get_},
+                              {"put", &put_},
                               {"recv", &recv_},
                               {"reduce_scatter_single", &reduce_scatter_single_},
-                              {"send", &send_}}) {
+                              {"send", &send_},
+                              {"signal", &signal_},
+                              {"wait_signal", &wait_signal_}}) {
       const nb::object found = kinds[name];
       *kind = {nb::object(found[0]), nb::cast<int>(found[1])};
     }
@@ -244,9 +240,11 @@ class Shortcuts {
   }
 
   nb::object ring() const { return held_[kRing]; }
+  bool windows() const { return windows_; }
   void record(bool whether) { ring_ = whether ? nb::inst_ptr<Ring>(held_[kRing]) : nullptr; }
-  // Works are made of the class that has `__await__` of a shortcut.
-  void use(nb::object work) {
+  // Works are made of the class that has `__await__` of a shortcut. windows: whether they have shortcuts, too.
+  void use(nb::object work, bool windows) {
+    windows_ = windows;
     state_ = Slot(work, "_state");
     value_ = Slot(work, "_value");
     work_ = std::move(work);
@@ -336,6 +334,8 @@ class Shortcuts {
   }
 
  private:
+  friend class WindowShortcuts<Shortcuts>;
+
   enum { kEngine, kTransport, kWindows, kLine, kCollectives, kPending, kPreHooks, kPostHooks, kRing, kHeld };
 
   static constexpr int kUser = 0;  // the channel of the program's own messages
@@ -382,10 +382,16 @@ class Shortcuts {
     nb::object channel = nb::steal(PyLong_FromLong(kUser));
     nb::object kept = nb::steal(PyTuple_Pack(3, args[1], tag.ptr(), channel.ptr()));
     if (!data || !kept) return nullptr;
-    return start(comm, kind, it, args[0], kept.ptr(), [&](Ticket ticket) {
-      const bool done = post(ticket, *data, static_cast<int>(*peer), *tagged);
-      return done ? static_cast<double>(now_ns()) * 1e-9 : 0.0;
-    });
+    return start_single(comm, kind, it, args[0], kept.ptr(),
+                        [&](Ticket ticket) { return post(ticket, *data, static_cast<int>(*peer), *tagged); });
+  }
+
+  // As start, of an op of one rank. post: bool post(Ticket): whether it is done.
+  template <typename Post>
+  PyObject* start_single(PyObject* comm, const Kind& kind, const Started& it, PyObject* result, PyObject* kept,
+                         const Post& post) {
+    return start(comm, kind, it, result, kept,
+                 [&](Ticket ticket) { return post(ticket) ? static_cast<double>(now_ns()) * 1e-9 : 0.0; });
   }
 
   // The number in a slot, and one more; null: no memory.
@@ -471,12 +477,23 @@ class Shortcuts {
   nb::object work_;
   std::optional<Slot> state_, value_;
   Kind all_reduce_, all_gather_single_, barrier_, broadcast_, recv_, reduce_scatter_single_, send_;
+  Kind get_, put_, signal_, wait_signal_;  // of windows
   std::vector<Defined> operators_;
+  bool windows_ = false;
 };
 
 // ----------------------------------------------------------------------------------------------------- what is called
 
-using Start = PyObject* (Shortcuts::*)(PyObject*, Arguments, Py_ssize_t);
+using OfWindow = WindowShortcuts<Shortcuts>;
+
+// shortcuts: the object's whose method it is.
+using Start = PyObject* (*)(PyObject* shortcuts, PyObject* self, Arguments args, Py_ssize_t count);
+
+template <typename T, PyObject* (T::*method)(PyObject*, Arguments, Py_ssize_t)>
+PyObject* start_of(PyObject* shortcuts, PyObject* self, Arguments args, Py_ssize_t count) {
+  T& it = *nb::inst_ptr<T>(shortcuts);
+  return it.takes() ? (it.*method)(self, args, count) : nullptr;
+}
 
 // The names of the arguments are those of the methods, in their order; the others have a default that is plain.
 struct Signature {
@@ -485,13 +502,18 @@ struct Signature {
   std::array<const char*, kArguments> arguments;
 };
 constexpr Signature kSignatures[] = {
-    {"all_reduce", &Shortcuts::all_reduce, {"tensor", "op"}},
-    {"all_gather_single", &Shortcuts::all_gather_single, {"output", "input"}},
-    {"barrier", &Shortcuts::barrier, {}},
-    {"broadcast", &Shortcuts::broadcast, {"tensor", "root"}},
-    {"recv", &Shortcuts::recv, {"tensor", "src", "tag"}},
-    {"reduce_scatter_single", &Shortcuts::reduce_scatter_single, {"output", "input", "op"}},
-    {"send", &Shortcuts::send, {"tensor", "dst", "tag"}}};
+    {"all_reduce", start_of<Shortcuts, &Shortcuts::all_reduce>, {"tensor", "op"}},
+    {"all_gather_single", start_of<Shortcuts, &Shortcuts::all_gather_single>, {"output", "input"}},
+    {"barrier", start_of<Shortcuts, &Shortcuts::barrier>, {}},
+    {"broadcast", start_of<Shortcuts, &Shortcuts::broadcast>, {"tensor", "root"}},
+    {"recv", start_of<Shortcuts, &Shortcuts::recv>, {"tensor", "src", "tag"}},
+    {"reduce_scatter_single", start_of<Shortcuts, &Shortcuts::reduce_scatter_single>, {"output", "input", "op"}},
+    {"send", start_of<Shortcuts, &Shortcuts::send>, {"tensor", "dst", "tag"}}};
+
+constexpr Signature kOfWindow[] = {{"get", start_of<OfWindow, &OfWindow::get>, {"tensor", "src", "offset"}},
+                                   {"put", start_of<OfWindow, &OfWindow::put>, {"tensor", "dst", "offset"}},
+                                   {"signal", start_of<OfWindow, &OfWindow::signal>, {"dst"}},
+                                   {"wait_signal", start_of<OfWindow, &OfWindow::wait_signal>, {"src"}}};
 
 PyTypeObject* method_type = nullptr;
 
@@ -501,7 +523,7 @@ struct Method {
   PyObject* function;
 };
 
-// A method of a communicator.
+// A method of a communicator, or of a window.
 struct StartMethod {
   Method method;
   Start start;
@@ -542,14 +564,13 @@ PyObject* call_start(PyObject* self, Arguments args, size_t flagged, PyObject* k
   const Py_ssize_t count = PyVectorcall_NARGS(flagged);
   PyObject* found = count > 0 && PyObject_TypeCheck(args[0], it->cls) ? it->shortcuts.of(args[0]) : nullptr;
   if (found != nullptr && found != Py_None) {
-    Shortcuts& shortcuts = *nb::inst_ptr<Shortcuts>(found);
     PyObject* filled[kArguments + 1] = {};
-    if (shortcuts.takes() && fill(*it, args + 1, count - 1, keywords, filled)) {
+    if (fill(*it, args + 1, count - 1, keywords, filled)) {
       const Py_ssize_t given = std::find(filled, filled + kArguments, nullptr) - filled;
       const bool gap = std::any_of(filled + given, filled + kArguments, [](PyObject* it) { return it != nullptr; });
       PyObject* work = nullptr;
       try {
-        if (!gap) work = (shortcuts.*it->start)(args[0], filled, given);
+        if (!gap) work = it->start(found, args[0], filled, given);
       } catch (const std::bad_alloc&) {  // before the engine has anything
       }
       if (work != nullptr || PyErr_Occurred()) return work;
@@ -630,10 +651,11 @@ nb::object finished(T* method) {
   return nb::steal(reinterpret_cast<PyObject*>(method));
 }
 
-// In the place of a communicator's method of that name; of one that there is no shortcut for, the method itself.
-nb::object method_of(nb::handle cls, nb::handle function) {
+// In the place of a method of that name; of one that there is no shortcut for, the method itself.
+template <std::size_t kCount>
+nb::object method_of(const Signature (&signatures)[kCount], nb::handle cls, nb::handle function) {
   const auto name = nb::cast<std::string>(function.attr("__name__"));
-  for (const Signature& it : kSignatures) {
+  for (const Signature& it : signatures) {
     if (name != it.name) continue;
     const Slot shortcuts(cls, "_shortcuts");
     auto method = new_method<StartMethod>(call_start, function);
@@ -683,7 +705,7 @@ void define_shortcuts(nb::module_& module) {
   ended_type = make_ended_type();
   method_type = make_method_type();
   if (ended_type == nullptr || method_type == nullptr) nb::raise_python_error();
-  static auto of_ring = collected<Ring>(), of_shortcuts = collected<Shortcuts>();
+  static auto of_ring = collected<Ring>(), of_shortcuts = collected<Shortcuts>(), of_window = collected<OfWindow>();
 
   nb::class_<Ring>(module, "Ring", nb::type_slots(of_ring.data()))
       .def(nb::init<std::size_t>(), nb::arg("capacity"))
@@ -694,6 +716,7 @@ void define_shortcuts(nb::module_& module) {
       .def(
           "__iter__", [](Ring& ring) { return nb::iter(ring.copy()); },
           nb::sig("def __iter__(self) -> collections.abc.Iterator[object]"));
+  nb::class_<OfWindow>(module, "WindowShortcuts", nb::type_slots(of_window.data()));
   nb::class_<Shortcuts>(module, "Shortcuts", nb::type_slots(of_shortcuts.data()))
       .def(nb::init<Engine&, std::uint32_t, int, int, const nb::dict&, const nb::list&, nb::object, nb::object,
                     nb::object, std::size_t>(),
@@ -702,12 +725,25 @@ void define_shortcuts(nb::module_& module) {
                    "windows: object, line: object, entries: int, /) -> None"))
       .def_prop_ro("ring", &Shortcuts::ring, nb::sig("def ring(self) -> Ring"))
       .def("record", &Shortcuts::record, nb::arg("whether"))
-      .def_static("method", &method_of,
-                  nb::sig("def method(of: type, function: collections.abc.Callable[..., object], /) -> "
-                          "collections.abc.Callable[..., object]"))
+      .def_static(
+          "method", [](nb::handle cls, nb::handle function) { return method_of(kSignatures, cls, function); },
+          nb::sig("def method(of: type, function: collections.abc.Callable[..., object], /) -> "
+                  "collections.abc.Callable[..., object]"))
+      .def_static(
+          "window_method", [](nb::handle cls, nb::handle function) { return method_of(kOfWindow, cls, function); },
+          nb::sig("def window_method(of: type, function: collections.abc.Callable[..., object], /) -> "
+                  "collections.abc.Callable[..., object]"))
       .def_static("awaiting", &await_of,
                   nb::sig("def awaiting(of: type, op_result: object, /) -> collections.abc.Callable[..., object]"))
-      .def("use", &Shortcuts::use, nb::sig("def use(self, work: type, /) -> None"));
+      .def("use", &Shortcuts::use, nb::arg("work"), nb::kw_only(), nb::arg("windows"),
+           nb::sig("def use(self, work: type, *, windows: bool) -> None"))
+      .def(
+          "window",
+          [](Shortcuts& of, nb::object comm, nb::object info) {
+            if (!of.windows()) return nb::object(nb::none());
+            return nb::cast(OfWindow(nb::find(of), std::move(comm), std::move(info)));
+          },
+          nb::sig("def window(self, comm: object, info: object, /) -> WindowShortcuts | None"));
 }
 
 }  // namespace aiocomms
