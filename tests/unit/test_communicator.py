@@ -22,7 +22,6 @@ from concurrency import in_threads, ranks, run_on, together, turns
 import aiocomms
 from aiocomms import ReduceOp, core, ops
 from aiocomms.bootstrap import directory, recovery
-from aiocomms.diagnosis import dumps
 from aiocomms.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -33,6 +32,7 @@ from aiocomms.errors import (
     MismatchError,
     UnsupportedOperation,
 )
+from aiocomms.lowlevel import threads
 from aiocomms.testing import local_world
 from aiocomms.transport import Capabilities
 
@@ -701,7 +701,7 @@ def test_a_cancelled_close_still_releases_everything(run):
 
     def held():
         run(main)
-        for running in list(dumps._running):  # it writes down why the rank that was not closed has lost it
+        for running in list(threads._under_way):  # it writes down why the rank that was not closed has lost it
             with running:
                 pass
         return len(list(Path("/proc/self/fd").iterdir()))
