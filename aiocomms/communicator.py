@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -38,9 +37,9 @@ from aiocomms.families.objects import AllGatherObject, Objects
 from aiocomms.families.open_stream import Streams
 from aiocomms.families.p2p import PointToPoint
 from aiocomms.families.rma import OneSided
-from aiocomms.lanes import Lane, current
+from aiocomms.lanes import CURRENT, Lane, current
 from aiocomms.lowering.lanes import Key
-from aiocomms.lowering.shortcuts import hastened, members
+from aiocomms.lowering.shortcuts import with_shortcuts
 from aiocomms.ops import Op, checks
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
 from aiocomms.portal.door import Door
@@ -71,9 +70,12 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         self._portal: Portal | None = None
         self._doors: list[Door] = []  # of portals
         self._pre_hooks, self._post_hooks, self._abort_hooks = core.pre_hooks, core.post_hooks, core.abort_hooks
-        self._shortcuts = core.shortcuts
-        if core.shortcuts is not None and type(self) is Communicator:
-            self.__class__ = _communicators(core.shortcuts.method)
+        self._lanes = Lane
+        self._shortcuts = shortcuts = core.shortcuts if type(self) is Communicator else None
+        if shortcuts is not None:
+            self.__class__ = with_shortcuts(Communicator, shortcuts.method)
+            self._lanes = with_shortcuts(Lane, shortcuts.method)
+            shortcuts.know(Lane)
         debugger = Debugger(core.in_flight) if debug.asked_for() else None
         self._start = StartedWork if debugger is None else debugger.start
         self._start_within: Callable[..., LaneWork[Any]] = LaneWork if debugger is None else debugger.start_within
@@ -170,12 +172,16 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         :param key: what the ranks call it, a request's number say; a str, bytes and an int are different keys.
         :raises ArgumentTypeError: the key is none of these.
         """
-        return Lane(self, key)
+        return self._lanes(self, key)
 
     def _follow_lanes(self) -> None:
         """From now on look whether a lane is current; who makes none the current one pays nothing for it."""
-        self.__class__ = _Following
-        self._shortcuts = None
+        shortcuts = self._shortcuts
+        if shortcuts is None:
+            self.__class__ = _Following
+        else:
+            self.__class__ = with_shortcuts(_Following, shortcuts.method)
+            shortcuts.follow(CURRENT)
 
     # ------------------------------------------------------------------------------------- aborting and closing
 
@@ -346,12 +352,6 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
             return dumps.write(self._core.recorder.snapshot("asked for"), folder)
         except OSError as error:
             raise CommError(f"the dump cannot be written: {error}", comm=self.name, rank=self.rank) from error
-
-
-@functools.cache
-def _communicators(method: Callable[[type, Callable[..., Any]], Callable[..., Any]]) -> type[Communicator]:
-    """Communicators of which native code starts plain ops; see :class:`aiocomms.shortcuts.Shortcuts`."""
-    return hastened(Communicator, members(Communicator, method))
 
 
 class _Following(Communicator):

@@ -89,15 +89,15 @@ class Core(Counted):
         self.over = Promise(self.driver)
         """Set when it is known what has become of it: it was lost and its works have ended, or it was closed."""
         self.pre_hooks, self.post_hooks, self.abort_hooks = Hooks(), Hooks(), Hooks()
+        self.router = Router(self, self.by_family)
+        self.given_up = self.router.lane_ends.given_up
+        """The lanes that are refused, by their numbers, and why."""
         self.in_flight = InFlight(self, Heartbeat(self.transports, options, self.lose))
         entries = 2 * capacity()
         self.shortcuts = None if debug.asked_for() else find_shortcuts(self, self.by_family, entries)
         self.recorder = Recorder(self, self.in_flight, entries, self.shortcuts)
         self._ring = self.recorder.ring
         self._spinning = [t for t in self.transports if t.capabilities.spin]
-        self.router = Router(self, self.by_family)
-        self.given_up = self.router.lane_ends.given_up
-        """The lanes that are refused, by their numbers, and why."""
         self._serve()
 
     def _serve(self) -> None:

@@ -20,6 +20,7 @@ from aiocomms.families.hooks import Hooks
 from aiocomms.families.objects import Objects
 from aiocomms.families.p2p import PointToPoint
 from aiocomms.lowering.lanes import Key, number_of
+from aiocomms.lowering.runs import Part
 from aiocomms.ops import Op, checks
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
 from aiocomms.progress.inflight import LaneWork
@@ -38,6 +39,7 @@ class Viewed(Protocol):
     device: torch.device
     _core: Core
     _seconds: float
+    _shortcuts: Any
     _start_within: Callable[..., LaneWork[Any]]
     _pre_hooks: Hooks
     _post_hooks: Hooks
@@ -52,12 +54,12 @@ class _Current(NamedTuple):
     before: _Current | None
 
 
-_current: ContextVar[_Current | None] = ContextVar("aiocomms lanes", default=None)
+CURRENT: ContextVar[_Current | None] = ContextVar("aiocomms lanes", default=None)
 
 
 def current(core: Core) -> Lane | None:
     """The current lane of a communicator in this task; None: there is none."""
-    found = _current.get()
+    found = CURRENT.get()
     while found is not None and found.lane._core is not core:
         found = found.before
     return None if found is None else found.lane
@@ -77,6 +79,8 @@ class Lane(PointToPoint, Collectives, Objects):
     operations that this rank will never call.
     """
 
+    __slots__ = ("_closed", "_known", "_shortcuts")  # which native code reads
+
     _core: Core
 
     def __init__(self, comm: Viewed, key: Key) -> None:
@@ -86,6 +90,7 @@ class Lane(PointToPoint, Collectives, Objects):
         self.name, self.rank, self.size, self.device = comm.name, comm.rank, comm.size, comm.device
         self._comm = comm
         self._core = comm._core
+        self._shortcuts = comm._shortcuts
         self._own: float | None = None  # seconds
         self._closed = False
         self._known: tuple[int, str] | None = None  # the number and the key in words, once it has begun
@@ -155,16 +160,16 @@ class Lane(PointToPoint, Collectives, Objects):
 
     def __enter__(self) -> Self:
         self._comm._follow_lanes()
-        _current.set(_Current(self, _current.get()))
+        CURRENT.set(_Current(self, CURRENT.get()))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        found = _current.get()
+        found = CURRENT.get()
         if found is None or found.lane is not self:
             raise RuntimeError(f"{self!r} is not the current lane here; blocks end in the order in which they began")
-        _current.set(found.before)
+        CURRENT.set(found.before)
         if error is not None:
             self.abort(error)  # the other ranks may be waiting for ops that this rank will never call
 
@@ -212,6 +217,24 @@ class Lane(PointToPoint, Collectives, Objects):
         if comm._post_hooks or work.fault is not None:
             core.ended_at_once(work)
         return work
+
+    def _posted(self, work: LaneWork[Any], look_after: Callable[[int], object], index: int) -> Work[Any]:
+        """Go on as :meth:`Communicator._posted` does; a message was given to :meth:`_adopted` before."""
+        core, kind = self._core, type(work.op)
+        try:
+            look_after(index)
+        except BaseException as error:
+            raise core.not_posted(work.op, error, work._comm_name())  # noqa: B904 - it is this error, or caused by it
+        if not work._state:
+            return core.keep(work, self._seconds)
+        core.recorder.ring.append(monotonic() if kind not in PEERS else core.recorder.row(work))
+        if self._comm._post_hooks or work.fault is not None:
+            core.ended_at_once(work)
+        return work
+
+    def _adopted(self, work: LaneWork[Any], part: Part) -> None:
+        """Go on with a message that a shortcut has posted."""
+        self._core.router.adopt(work, part)
 
     def _asked(self, hints: Mapping[str, Any] | None, timeout: OpTimeout) -> float:
         """Check what is seldom given, and return the deadline in seconds."""

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 
 class Counted:
     """What the core and shortcuts count together, in slots, which native code reads and writes in place."""
 
-    __slots__ = ("calls", "issued", "refusing")
+    __slots__ = ("calls", "issued", "laned", "refusing")
 
     issued: int
     """Ops called."""
     calls: int
-    """Collectives called; of these all ranks call the same number."""
+    """Collectives called, but those of lanes; of these all ranks call the same number."""
+    laned: int
+    """Ops of lanes called."""
     refusing: bool
     """Whether ops are refused: the one thing that an op which starts needs to know."""
 
@@ -24,6 +27,10 @@ class Line(Protocol):
 
     thread: int
     """The loop's, as :func:`threading.get_ident` has it."""
+
+    @property
+    def given_up(self) -> dict[int, Any]:
+        """The lanes that are refused, by their numbers."""
 
     @property
     def pre_hooks(self) -> list[Any]:
@@ -60,10 +67,25 @@ class Shortcuts(Protocol):
     def ring(self) -> Ring:
         """Where ops are recorded: their types when they are called, and when they have ended the time."""
 
-    def use(self, work: type[Any], *, windows: bool) -> None:
-        """Before anything else: make works of this class.
+    @property
+    def lanes(self) -> Ring:
+        """Where ops of lanes are recorded: the number of each, and its lane's key in words."""
 
+    def use(self, work: type[Any], lane_work: type[Any], part: type[Any], *, windows: bool) -> None:
+        """Before anything else: make works of these classes.
+
+        :param lane_work: of ops of lanes.
+        :param part: what the transport is told of a pending message of a lane, which Python fills.
         :param windows: whether this transport carries the communicator's windows, too.
+        """
+
+    def know(self, lane: type[Any]) -> None:
+        """Start ops of lanes, too: of this class, which keeps ``_shortcuts``, ``_known`` and ``_closed`` in slots."""
+
+    def follow(self, current: ContextVar[Any]) -> None:
+        """From now on start the communicator's ops on its current lane.
+
+        :param current: None, or a tuple of a lane and what was current before.
         """
 
     def record(self, whether: bool) -> None:

@@ -204,7 +204,7 @@ class Recorder:
         self.ring: Ring = deque(maxlen=entries) if shortcuts is None else shortcuts.ring
         """Of each op its type, when it is called; and when it has ended the time, or, if it was pending, or failed, or
         has numbers, a :meth:`row`."""
-        self.lanes: deque[tuple[int, str]] = deque(maxlen=self.size)
+        self.lanes: Ring = deque(maxlen=self.size) if shortcuts is None else shortcuts.lanes
         """Of each op of a lane its number and the lane's key, in words."""
         self.trace: Ring | None = self.ring
         """Where ops that end within their call are recorded. A benchmark sets the communicator's reference to None, to

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from aiocomms import ops
 from aiocomms.errors import CommError, MismatchError
 from aiocomms.families.issuer import Issuer
-from aiocomms.lowering.shortcuts import hastened, members
+from aiocomms.lowering.shortcuts import with_shortcuts
 from aiocomms.ops import checks
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
 from aiocomms.progress.work import Work
@@ -79,7 +78,7 @@ class Window:
         shortcuts = comm._core.shortcuts
         self._shortcuts = None if shortcuts is None else shortcuts.window(comm, info)
         if shortcuts is not None and self._shortcuts is not None and type(self) is Window:
-            self.__class__ = _windows(shortcuts.window_method)
+            self.__class__ = with_shortcuts(Window, shortcuts.window_method)
 
     @property
     def tensor(self) -> Tensor:
@@ -261,9 +260,3 @@ class Window:
         elif not self.closed:
             with contextlib.suppress(CommError):  # the communicator is lost or closed, and the window with it
                 self._start_closing().add_done_callback(Work.exception)  # the body raises
-
-
-@functools.cache
-def _windows(method: Callable[[type, Callable[..., Any]], Callable[..., Any]]) -> type[Window]:
-    """Windows of which native code starts plain ops; see :class:`aiocomms.shortcuts.Shortcuts`."""
-    return hastened(Window, members(Window, method))

@@ -10,7 +10,7 @@ from aiocomms import ops
 from aiocomms.errors import CommError, UnsupportedOperation
 from aiocomms.lowering.lane_ends import LaneEnds
 from aiocomms.lowering.lanes import Turns, collective_tag, within
-from aiocomms.lowering.runs import BatchRun, Offload, Poster, Run, Steps
+from aiocomms.lowering.runs import BatchRun, Offload, Part, Poster, Run, Steps
 from aiocomms.lowering.schedules import SCHEDULES, Context
 from aiocomms.progress.guard import guarded
 from aiocomms.progress.inflight import LaneWork
@@ -103,6 +103,13 @@ class Router(dict[type[ops.Op], Route]):
             self.turns.call(SCHEDULES[type(op)](context, op), work)
         else:
             self._messages(within(op, lane), work)
+
+    def adopt(self, work: LaneWork[Any], part: Part) -> None:
+        """Go on with a message of a lane that a shortcut has posted, and of which ``part`` will be told the outcome."""
+        message = ops.Batch((within(work.op, work.number),))
+        run = Run(self._comm, SCHEDULES[ops.Batch](Context(self._comm, 0), message), work)
+        run.adopt(part)
+        self._runs[work] = weakref.ref(run)
 
     def _has_messages(self) -> bool:
         p2p = self._transports.get("p2p")

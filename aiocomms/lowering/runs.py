@@ -68,8 +68,8 @@ class Run:
         self._steps = steps
         self._left = 0
         self._posted = False  # whether a message has been
-        self._only: _Part | None = None  # the first step's only message, until it is complete
-        self._parts: Sequence[weakref.ref[_Part]] = ()  # the step's messages, which the transport keeps
+        self._only: Part | None = None  # the first step's only message, until it is complete
+        self._parts: Sequence[weakref.ref[Part]] = ()  # the step's messages, which the transport keeps
         self._stopped: CommError | None = None
         self.work = work
 
@@ -95,7 +95,7 @@ class Run:
                 self._break_off(error)
                 return
             self._left = len(step) + 1  # one more, so that parts which complete inside post do not call advance
-            parts = [_Part(self, op) for op in step]
+            parts = [Part(self, op) for op in step]
             self._only = parts[0] if len(parts) == 1 and not self._posted else None
             if not self._post(parts):
                 return
@@ -107,7 +107,13 @@ class Run:
                 return
             self._parts = ()
 
-    def _post(self, parts: Sequence[_Part]) -> bool:
+    def adopt(self, part: Part) -> None:
+        """Go on behind the first step, whose only message a shortcut has posted; ``part`` is told the outcome."""
+        (op,) = next(self._steps)
+        part.__init__(self, op)  # type: ignore[misc]
+        self._left, self._posted, self._only, self._parts = 1, True, part, [weakref.ref(part)]
+
+    def _post(self, parts: Sequence[Part]) -> bool:
         """Post messages; False if one cannot be, which has ended the op and the communicator."""
         self._parts = [weakref.ref(part) for part in parts]
         for part in parts:
@@ -188,7 +194,7 @@ class Run:
                 part.ended = True
                 self._left -= 1
 
-    def _unfinished(self) -> list[_Part]:
+    def _unfinished(self) -> list[Part]:
         return [part for ref in self._parts if (part := ref()) is not None and not part.ended]
 
     def waits_for(self) -> list[int]:
@@ -218,7 +224,7 @@ class BatchRun(Run):
         """Post all parts of the batch."""
         self._fault: CommError | None = None
         self._all_posted = False
-        parts = [_Part(self, op) for op in next(self._steps)]
+        parts = [Part(self, op) for op in next(self._steps)]
         self._left = len(parts) + 1
         if not self._post(parts):
             return
@@ -248,7 +254,7 @@ class BatchRun(Run):
         self.part_done()
 
 
-class _Part:
+class Part:
     """One message of a schedule: the completion that the transport is given for it."""
 
     __slots__ = ("__weakref__", "_run", "ended", "op")
@@ -260,17 +266,21 @@ class _Part:
 
     @property
     def hints(self) -> Mapping[str, Any] | None:
+        """See :attr:`aiocomms.transport.Completion.hints`."""
         return self._run.work.hints
 
     def done(self) -> bool:
+        """See :meth:`aiocomms.transport.Completion.done`."""
         return self.ended or self._run.work.done()
 
     def complete(self, value: Any = OP_RESULT) -> None:
+        """See :meth:`aiocomms.transport.Completion.complete`."""
         if self.ended:
             raise RuntimeError(f"the transport completed a {self.op.name} of {self._run.work!r} twice")
         self.ended = True
         self._run.part_done()
 
     def fail(self, error: CommError) -> None:
+        """See :meth:`aiocomms.transport.Completion.fail`."""
         self.ended = True
         self._run.part_failed(error)

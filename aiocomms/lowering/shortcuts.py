@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from aiocomms import ops
-from aiocomms.progress.inflight import StartedWork
+from aiocomms.lowering.runs import Part
+from aiocomms.progress.inflight import LaneWork, StartedWork
 from aiocomms.shortcuts import Line, Shortcuts
 from aiocomms.transport import OP_RESULT, Transport
 
@@ -31,7 +32,13 @@ def find_shortcuts(line: Line, by_family: Mapping[ops.Family, Transport], entrie
         return None
     shortcuts = transport.shortcuts(line, entries)
     if shortcuts is not None:
-        shortcuts.use(_works(shortcuts.awaiting), windows=by_family.get("rma") is transport)
+        awaiting = shortcuts.awaiting
+        shortcuts.use(
+            _awaited(StartedWork, awaiting),
+            _awaited(LaneWork, awaiting),
+            Part,
+            windows=by_family.get("rma") is transport,
+        )
     return shortcuts
 
 
@@ -41,16 +48,15 @@ def hastened(cls: type[T], members: Mapping[str, Any]) -> type[T]:
     return types.new_class(cls.__name__, (cls,), exec_body=lambda body: body.update(all_of_it))
 
 
-def members(
-    cls: type[Any], method: Callable[[type[Any], Callable[..., Any]], Callable[..., Any]]
-) -> dict[str, Callable[..., Any]]:
-    """The native code that stands for methods of a class, by their names; see :meth:`Shortcuts.method`."""
+@functools.cache
+def with_shortcuts(cls: type[T], method: Callable[[type, Callable[..., Any]], Callable[..., Any]]) -> type[T]:
+    """A class of communicators, lanes or windows of which native code starts plain ops; see :meth:`Shortcuts.method`."""
     found = {name: getattr(cls, name) for name in dir(cls) if not name.startswith("_")}
     given = {name: method(cls, it) for name, it in found.items() if callable(it)}
-    return {name: it for name, it in given.items() if it is not found[name]}
+    return hastened(cls, {name: it for name, it in given.items() if it is not found[name]})
 
 
 @functools.cache
-def _works(awaiting: Callable[[type[Any], object], Callable[..., Any]]) -> type[StartedWork[Any]]:
+def _awaited(cls: type[T], awaiting: Callable[[type[Any], object], Callable[..., Any]]) -> type[T]:
     """Works that, awaited when they are done, go on without a generator."""
-    return hastened(StartedWork, {"__await__": awaiting(StartedWork, OP_RESULT)})
+    return hastened(cls, {"__await__": awaiting(cls, OP_RESULT)})

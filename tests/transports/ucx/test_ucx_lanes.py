@@ -85,7 +85,7 @@ async def come_late(place: Rank) -> None:
             assert (await work)[-1].item() == comm.size
         await comm.barrier()
         lanes = transport_of(comm, "collectives").lanes
-        assert not lanes._pending
+        assert not lanes.pending
         assert all(owner is not lanes for owner, _, _ in transport_of(comm).shared.pending.values())
 
 
@@ -226,7 +226,7 @@ async def give_up_amid(place: Rank) -> int:
         await asyncio.gather(*(follow(key) for key in range(48)))
         await comm.barrier()
         lanes = transport_of(comm, "collectives").lanes
-        assert not lanes._pending
+        assert not lanes.pending
         assert not lanes._given_up
         assert not comm._core.in_flight
     return done

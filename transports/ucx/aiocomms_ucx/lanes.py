@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from aiocomms import ops
@@ -27,7 +26,8 @@ class LaneCollectives:
         self._transport = transport
         self._size = transport.size
         self._calls = transport.engine.lanes(transport.group)
-        self._pending: dict[int, deque[Completion]] = {}  # the collectives that are not done, in the order of the calls
+        self.pending: dict[int, list[Completion]] = {}
+        """The collectives that are not done, in the order of the calls."""
         self._given_up: dict[int, CommError] = {}  # why, of lanes whose collectives the engine has not dropped yet
         self._told: set[int] = set()  # lanes of which this rank has told what it calls
         self._disagreeing: dict[int, int] = {}  # lanes in which a rank calls something else than this one, and which
@@ -51,13 +51,17 @@ class LaneCollectives:
 
     def _keep(self, work: Completion, lane: int) -> None:
         """Keep a collective, and with it its tensors, until it is done."""
-        self._pending.setdefault(lane, deque()).append(work)
+        self.pending.setdefault(lane, []).append(work)
         self._transport.shared.pending[id(work)] = (self, work, lane)
 
     def _follow(self, work: Completion, lane: int) -> None:
         """Keep a collective that was handed to the engine, and look what has happened meanwhile."""
-        transport = self._transport
         self._keep(work, lane)
+        self.look_after(lane)
+
+    def look_after(self, lane: int) -> None:
+        """Look what has become of a collective that was handed to the engine, once it is kept."""
+        transport = self._transport
         if transport.failure is not None:
             transport.on_failure(transport.failure)
         if transport.engine.ready:
@@ -66,12 +70,12 @@ class LaneCollectives:
     def finish(self, work: Completion, lane: int, status: int, a: int, b: int) -> None:
         """Complete a collective that has ended. Its work may be done already: the engine also reports abandoned ops."""
         given_up = self._given_up.get(lane)
-        pending = self._pending.get(lane)
+        pending = self.pending.get(lane)
         if pending is not None:
             if work in pending:
                 pending.remove(work)
             if not pending:
-                del self._pending[lane]
+                del self.pending[lane]
                 self._given_up.pop(lane, None)
         if given_up is not None:
             conclude(work, given_up)
@@ -85,7 +89,7 @@ class LaneCollectives:
     def give_up(self, lane: int, error: CommError) -> None:
         """See :meth:`Transport.give_up_lane`. The engine drops what is pending, or ends it, and its works end then."""
         transport = self._transport
-        if lane in self._pending:
+        if lane in self.pending:
             self._given_up[lane] = error
             transport.engine.give_up_lane(transport.group, lane)
             if transport.engine.ready:
@@ -108,7 +112,7 @@ class LaneCollectives:
 
     def _first(self, lane: int) -> Completion | None:
         """The collective that is under way in a lane."""
-        pending = self._pending.get(lane)
+        pending = self.pending.get(lane)
         return None if pending is None or pending[0].done() else pending[0]
 
     # ----------------------------------------------------------------------------- what cannot complete any more

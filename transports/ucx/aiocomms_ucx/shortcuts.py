@@ -69,7 +69,8 @@ class Hastened(Transport):
     def shortcuts(self, line: Line, entries: int) -> Any:
         """See :meth:`Transport.shortcuts`. None where a subclass carries less, or posts in a way of its own."""
         carries, cls = self.capabilities, type(self)
-        if cls.post is not cls.hand_over or carries.reductions is not None or not carries.ops >= _TAKEN:
+        all_of_it = carries.ops >= _TAKEN and carries.lanes >= _TAKEN & ops.COLLECTIVES
+        if cls.post is not cls.hand_over or carries.reductions is not None or not all_of_it:
             return None
         place = self.group, self.rank, self.size
         return Shortcuts(self.engine, *place, KINDS, OPERATORS, self, self._windows, line, entries)

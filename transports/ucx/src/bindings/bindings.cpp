@@ -17,6 +17,7 @@
 #include <type_traits>
 
 #include "bindings/calls.hpp"
+#include "bindings/lanes.hpp"
 #include "bindings/shortcuts.hpp"
 #include "bindings/tensors.hpp"
 #include "bindings/unlocked.hpp"
@@ -42,17 +43,6 @@ Blocks blocks_of(nb::handle given, std::size_t size) {
   }
   return blocks;
 }
-
-// A communicator's lanes, on which collectives are called by the lane's number, as on an engine by the communicator's.
-struct InLanes {
-  Engine& engine;
-  std::uint32_t group;
-
-  template <typename Make>
-  double collective(Ticket ticket, std::uint64_t lane, std::uint64_t fingerprint, const Make& make) {
-    return engine.lane_collective(ticket, group, lane, fingerprint, make);
-  }
-};
 
 // The tensors are looked at first, for that takes the GIL; what follows does not.
 // place: an Engine, or InLanes; number: the communicator's, or the lane's;

@@ -1,8 +1,9 @@
 // How a plain op is started without a frame of Python's. The Python code stays the reference, and the one place where
 // anything is decided: a shortcut looks whether a call is plain (arguments by position, plain tensors, no hooks, the
 // communicator's own thread and nothing that refuses ops) and then does what Communicator._issue and UcxTransport.post
-// do for such a call, step by step. Of any other call it says "not taken", and nothing has happened: the method of the
-// same name runs, and makes every error. What the engine does not end within the call goes on there, too.
+// do for such a call, step by step; or Lane._issue and LaneCollectives.post, where it is of a lane. Of any other call
+// it says "not taken", and nothing has happened: the method of the same name runs, and makes every error. What the
+// engine does not end within the call goes on there, too.
 //
 // Until the engine has an op nothing is changed that cannot be taken back; and no code of Python's runs between the
 // last look at what makes a call plain and the engine's having it, but that of other threads while the interpreter's
@@ -23,6 +24,7 @@
 
 #include "bindings/arguments.hpp"
 #include "bindings/calls.hpp"
+#include "bindings/lanes.hpp"
 #include "bindings/ring.hpp"
 #include "bindings/slots.hpp"
 #include "bindings/tensors.hpp"
@@ -42,6 +44,8 @@ struct Names {
   PyObject* posted = PyUnicode_InternFromString("_posted");
   PyObject* look_after = PyUnicode_InternFromString("look_after");
   PyObject* ended_at_once = PyUnicode_InternFromString("ended_at_once");
+  PyObject* begin = PyUnicode_InternFromString("_begin");
+  PyObject* adopted = PyUnicode_InternFromString("_adopted");
 };
 
 const Names& names() {
@@ -212,8 +216,13 @@ class Shortcuts {
               transport.attr("shared").attr("pending"),
               line.attr("pre_hooks"),
               line.attr("post_hooks"),
-              nb::cast(new Ring(entries), nb::rv_policy::take_ownership)},
+              nb::cast(new Ring(entries), nb::rv_policy::take_ownership),
+              transport.attr("lanes"),
+              transport.attr("lanes").attr("pending"),
+              line.attr("given_up"),
+              nb::cast(new Ring(entries / 2), nb::rv_policy::take_ownership)},
         issued_(line.type(), "issued"),
+        laned_(line.type(), "laned"),
         called_(line.type(), "calls"),
         refusing_(line.type(), "refusing"),
         failure_(transport.type(), "_failure"),
@@ -240,78 +249,112 @@ class Shortcuts {
   }
 
   nb::object ring() const { return held_[kRing]; }
+  nb::object lanes() const { return held_[kLaneRing]; }
   bool windows() const { return windows_; }
   void record(bool whether) { ring_ = whether ? nb::inst_ptr<Ring>(held_[kRing]) : nullptr; }
-  // Works are made of the class that has `__await__` of a shortcut. windows: whether they have shortcuts, too.
-  void use(nb::object work, bool windows) {
+  // Works are made of the classes that have `__await__` of a shortcut. windows: whether they have shortcuts, too.
+  void use(nb::object work, nb::object lane_work, nb::object part, bool windows) {
     windows_ = windows;
     state_ = Slot(work, "_state");
     value_ = Slot(work, "_value");
-    work_ = std::move(work);
+    words_ = Slot(lane_work, "lane");
+    number_ = Slot(lane_work, "number");
+    used_ = {std::move(work), std::move(lane_work), std::move(part)};
+  }
+  // The class of lanes.
+  void know(nb::handle lane) { lane_ = LaneSlots(lane); }
+  // From now on ops of the communicator go by its current lane.
+  void follow(nb::object current) { used_[kCurrent] = std::move(current); }
+
+  // Whose op it is that is called on `self`, with these shortcuts. A lane is asked for its number before its first op.
+  // False: nobody's, perhaps with an exception.
+  Caller caller(PyObject* own, PyObject* self, PyTypeObject* cls) const {
+    nb::object found = nb::borrow(self);
+    if (!lane_ || cls != lane_->cls) {
+      if (!used_[kCurrent]) return {found, {}};
+      PyObject* value = nullptr;
+      if (PyContextVar_Get(used_[kCurrent].ptr(), nullptr, &value) != 0) return {};
+      nb::object current = nb::steal(value);
+      while (current && !current.is_none() && lane_->shortcuts.of(PyTuple_GET_ITEM(current.ptr(), 0)) != own) {
+        current = nb::borrow(PyTuple_GET_ITEM(current.ptr(), 1));
+      }
+      if (!current || current.is_none()) return {found, {}};
+      found = nb::borrow(PyTuple_GET_ITEM(current.ptr(), 0));
+    }
+    if (lane_->known.of(found.ptr()) == Py_None) {
+      PyObject* given[] = {found.ptr()};
+      if (!nb::steal(PyObject_VectorcallMethod(names().begin, given, 1, nullptr))) return {};
+    }
+    nb::object known = nb::borrow(lane_->known.of(found.ptr()));
+    if (!known || known.is_none()) return {};
+    const std::uint64_t number = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(known.ptr(), 0));
+    return {std::move(found), std::move(known), number};
   }
 
   // Each returns a work; or null, perhaps with an exception: without one it was not taken.
-  PyObject* all_reduce(PyObject* comm, Arguments args, Py_ssize_t count) {
+  PyObject* all_reduce(const Caller& caller, Arguments args, Py_ssize_t count) {
     const Defined* op = count < 1 ? nullptr : find(args[1]);
     if (op == nullptr) return nullptr;
-    const Started it = make(all_reduce_, {args[0], op->op.ptr()});
+    const Started it = make(caller, all_reduce_, {args[0], op->op.ptr()});
     const std::optional<View> data = it.view(args[0], true);
     if (!data || !op->takes(data->dtype)) return nullptr;
     const Reducing how(data->dtype, op->number, 1.0);
-    return start(comm, all_reduce_, it, args[0], nullptr,
-                 [&](Ticket ticket) { return call_all_reduce(engine_, ticket, group_, all_reduce_.form, *data, how); });
-  }
-
-  PyObject* barrier(PyObject* comm, Arguments, Py_ssize_t) {
-    const Started it = make(barrier_, {});
-    if (!it.work) return nullptr;
-    return start(comm, barrier_, it, Py_None, nullptr,
-                 [&](Ticket ticket) { return call_barrier(engine_, ticket, group_, barrier_.form, 0); });
-  }
-
-  PyObject* broadcast(PyObject* comm, Arguments args, Py_ssize_t count) {
-    const auto root = count < 2 ? std::nullopt : int_within(args[1], 0, size_ - 1);
-    if (!root) return nullptr;
-    const Started it = make(broadcast_, {args[0], args[1]});
-    const std::optional<View> data = it.view(args[0], true);
-    if (!data) return nullptr;
-    return start(comm, broadcast_, it, args[0], args[1], [&](Ticket ticket) {
-      return call_broadcast(engine_, ticket, group_, broadcast_.form, *data, static_cast<int>(*root));
+    return start(caller, all_reduce_, it, args[0], nullptr, [&](auto& place, auto number, Ticket ticket) {
+      return call_all_reduce(place, ticket, number, all_reduce_.form, *data, how);
     });
   }
 
-  PyObject* all_gather_single(PyObject* comm, Arguments args, Py_ssize_t count) {
+  PyObject* barrier(const Caller& caller, Arguments, Py_ssize_t) {
+    const Started it = make(caller, barrier_, {});
+    if (!it.work) return nullptr;
+    return start(caller, barrier_, it, Py_None, nullptr, [&](auto& place, auto number, Ticket ticket) {
+      return call_barrier(place, ticket, number, barrier_.form, 0);
+    });
+  }
+
+  PyObject* broadcast(const Caller& caller, Arguments args, Py_ssize_t count) {
+    const auto root = count < 2 ? std::nullopt : int_within(args[1], 0, size_ - 1);
+    if (!root) return nullptr;
+    const Started it = make(caller, broadcast_, {args[0], args[1]});
+    const std::optional<View> data = it.view(args[0], true);
+    if (!data) return nullptr;
+    return start(caller, broadcast_, it, args[0], args[1], [&](auto& place, auto number, Ticket ticket) {
+      return call_broadcast(place, ticket, number, broadcast_.form, *data, static_cast<int>(*root));
+    });
+  }
+
+  PyObject* all_gather_single(const Caller& caller, Arguments args, Py_ssize_t count) {
     if (count < 2) return nullptr;
-    const Started it = make(all_gather_single_, {args[0], args[1]});
+    const Started it = make(caller, all_gather_single_, {args[0], args[1]});
     const std::optional<View> out = it.view(args[0], true), in = it.view(args[1], false);
     if (!out || !in || !is_part(*in, *out, rank_, size_)) return nullptr;
     const Blocks outs = cut(*out, static_cast<std::size_t>(size_));
-    return start(comm, all_gather_single_, it, args[0], nullptr, [&](Ticket ticket) {
-      return call_all_gather(engine_, ticket, group_, all_gather_single_.form, *in, outs);
+    return start(caller, all_gather_single_, it, args[0], nullptr, [&](auto& place, auto number, Ticket ticket) {
+      return call_all_gather(place, ticket, number, all_gather_single_.form, *in, outs);
     });
   }
 
-  PyObject* reduce_scatter_single(PyObject* comm, Arguments args, Py_ssize_t count) {
+  PyObject* reduce_scatter_single(const Caller& caller, Arguments args, Py_ssize_t count) {
     const Defined* op = count < 2 ? nullptr : find(args[2]);
     if (op == nullptr) return nullptr;
-    const Started it = make(reduce_scatter_single_, {args[0], args[1], op->op.ptr()});
+    const Started it = make(caller, reduce_scatter_single_, {args[0], args[1], op->op.ptr()});
     const std::optional<View> out = it.view(args[0], true), in = it.view(args[1], false);
     if (!out || !in || !op->takes(out->dtype) || !is_part(*out, *in, rank_, size_)) return nullptr;
     const Reducing how(out->dtype, op->number, 1.0);
     const Blocks ins = cut(*in, static_cast<std::size_t>(size_));
-    return start(comm, reduce_scatter_single_, it, args[0], nullptr, [&](Ticket ticket) {
-      return call_reduce_scatter(engine_, ticket, group_, reduce_scatter_single_.form, ins, *out, how);
+    return start(caller, reduce_scatter_single_, it, args[0], nullptr, [&](auto& place, auto number, Ticket ticket) {
+      return call_reduce_scatter(place, ticket, number, reduce_scatter_single_.form, ins, *out, how);
     });
   }
 
-  PyObject* send(PyObject* comm, Arguments args, Py_ssize_t count) {
-    return message(comm, send_, args, count, false, [&](Ticket ticket, const View& data, int peer, std::int64_t tag) {
+  PyObject* send(const Caller& caller, Arguments args, Py_ssize_t count) {
+    return message(caller, send_, args, count, false, [&](Ticket ticket, const View& data, int peer, std::int64_t tag) {
       return engine_.send(ticket, group_, data.data, data.bytes(), peer, kUser, tag, static_cast<int>(data.dtype));
     });
   }
 
-  PyObject* recv(PyObject* comm, Arguments args, Py_ssize_t count) {
-    return message(comm, recv_, args, count, true, [&](Ticket ticket, const View& data, int peer, std::int64_t tag) {
+  PyObject* recv(const Caller& caller, Arguments args, Py_ssize_t count) {
+    return message(caller, recv_, args, count, true, [&](Ticket ticket, const View& data, int peer, std::int64_t tag) {
       return engine_.recv(ticket, group_, data.data, data.bytes(), peer, kUser, tag, static_cast<int>(data.dtype));
     });
   }
@@ -324,33 +367,59 @@ class Shortcuts {
 
   int traverse(visitproc visit, void* arg) const {
     for (const nb::object& it : held_) Py_VISIT(it.ptr());
-    Py_VISIT(work_.ptr());
+    for (const nb::object& it : used_) Py_VISIT(it.ptr());
     return 0;
   }
   // Nobody calls it any more. All is let go of at once: to let go may run code of Python's, and takes() looks at all.
   void clear() {
     const auto held = std::exchange(held_, {});
-    const nb::object work = std::move(work_);
+    const auto used = std::exchange(used_, {});
   }
 
  private:
   friend class WindowShortcuts<Shortcuts>;
 
-  enum { kEngine, kTransport, kWindows, kLine, kCollectives, kPending, kPreHooks, kPostHooks, kRing, kHeld };
+  enum {
+    kEngine,
+    kTransport,
+    kWindows,
+    kLine,
+    kCollectives,
+    kPending,
+    kPreHooks,
+    kPostHooks,
+    kRing,
+    kLanes,
+    kPendingInLanes,
+    kGivenUp,
+    kLaneRing,
+    kHeld
+  };
+  enum { kWork, kLaneWork, kPart, kCurrent, kUsed };
 
   static constexpr int kUser = 0;  // the channel of the program's own messages
   static constexpr std::int64_t kMostTag = INT32_MAX, kLeastTag = INT32_MIN;
 
-  // A work that nobody knows of yet, and its number.
+  // A work that nobody knows of yet, and its number; of a message of a lane what the engine is to know it by, too.
   struct Started {
-    nb::object work, seq;
+    nb::object work, seq, part;
 
+    PyObject* known_by() const { return part ? part.ptr() : work.ptr(); }
     std::optional<View> view(PyObject* tensor, bool written) const {
       return work ? plain_view(tensor, written) : std::nullopt;
     }
   };
 
   PyObject* line() const { return held_[kLine].ptr(); }
+  Ring* lane_ring() const { return nb::inst_ptr<Ring>(held_[kLaneRing]); }
+
+  bool takes(const Caller& caller) const {
+    if (!takes()) return false;
+    if (!caller.in_lane()) return true;
+    PyObject* given_up = held_[kGivenUp].ptr();
+    return lane_->closed.of(caller.self.ptr()) == Py_False &&
+           (PyDict_GET_SIZE(given_up) == 0 || PyDict_Contains(given_up, caller.number()) == 0);
+  }
 
   // given: null: the default.
   const Defined* find(PyObject* given) const {
@@ -361,37 +430,49 @@ class Shortcuts {
     return nullptr;
   }
 
-  Started make(const Kind& kind, std::initializer_list<PyObject*> args) const {
+  Started make(const Caller& caller, const Kind& kind, std::initializer_list<PyObject*> args) const {
     nb::object seq = nb::borrow(issued_.of(line()));
     nb::object op = nb::steal(PyObject_Vectorcall(kind.record.ptr(), args.begin(), args.size(), nullptr));
     if (!op) return {};
     PyObject* given[] = {op.ptr(), seq.ptr(), line(), Py_None};
-    return {nb::steal(PyObject_Vectorcall(work_.ptr(), given, 4, nullptr)), std::move(seq)};
+    PyObject* cls = used_[caller.in_lane() ? kLaneWork : kWork].ptr();
+    nb::object work = nb::steal(PyObject_Vectorcall(cls, given, 4, nullptr));
+    if (!work || !caller.in_lane()) return {std::move(work), std::move(seq), {}};
+    words_->set(work.ptr(), Py_NewRef(caller.words()));
+    number_->set(work.ptr(), Py_NewRef(caller.number()));
+    return {std::move(work), std::move(seq), {}};
   }
 
   // post: bool post(Ticket, const View&, int peer, std::int64_t tag).
   template <typename Post>
-  PyObject* message(PyObject* comm, const Kind& kind, Arguments args, Py_ssize_t count, bool written,
+  PyObject* message(const Caller& caller, const Kind& kind, Arguments args, Py_ssize_t count, bool written,
                     const Post& post) {
     const auto peer = count < 2 ? std::nullopt : int_within(args[1], 0, size_ - 1);
     nb::object tag = count < 3 ? nb::steal(PyLong_FromLong(0)) : nb::borrow(args[2]);
     const auto tagged = int_within(tag.ptr(), kLeastTag, kMostTag);
     if (!peer || *peer == rank_ || !tagged) return nullptr;
-    const Started it = make(kind, {args[0], args[1], tag.ptr()});
+    Started it = make(caller, kind, {args[0], args[1], tag.ptr()});
     const std::optional<View> data = it.view(args[0], written);
     nb::object channel = nb::steal(PyLong_FromLong(kUser));
     nb::object kept = nb::steal(PyTuple_Pack(3, args[1], tag.ptr(), channel.ptr()));
     if (!data || !kept) return nullptr;
-    return start_single(comm, kind, it, args[0], kept.ptr(),
-                        [&](Ticket ticket) { return post(ticket, *data, static_cast<int>(*peer), *tagged); });
+    if (caller.in_lane()) {
+      auto part = reinterpret_cast<PyTypeObject*>(used_[kPart].ptr());
+      it.part = nb::steal(part->tp_alloc(part, 0));
+      if (!it.part) return nullptr;
+    }
+    const std::int64_t on_wire = caller.in_lane() ? tag_in_lane(caller.lane, *tagged) : *tagged;
+    return start_single(caller, kind, it, args[0], kept.ptr(),
+                        [&](Ticket ticket) { return post(ticket, *data, static_cast<int>(*peer), on_wire); });
   }
 
   // As start, of an op of one rank. post: bool post(Ticket): whether it is done.
   template <typename Post>
-  PyObject* start_single(PyObject* comm, const Kind& kind, const Started& it, PyObject* result, PyObject* kept,
+  PyObject* start_single(const Caller& caller, const Kind& kind, const Started& it, PyObject* result, PyObject* kept,
                          const Post& post) {
-    return start(comm, kind, it, result, kept,
-                 [&](Ticket ticket) { return post(ticket) ? static_cast<double>(now_ns()) * 1e-9 : 0.0; });
+    return start(caller, kind, it, result, kept, [&](auto&, auto, Ticket ticket) {
+      return post(ticket) ? static_cast<double>(now_ns()) * 1e-9 : 0.0;
+    });
   }
 
   // The number in a slot, and one more; null: no memory.
@@ -401,34 +482,52 @@ class Shortcuts {
   }
 
   // Posts an op whose arguments are plain. kept: the numbers that the recorder keeps of it; null: it has none.
-  // call: double call(Ticket): when it was done, in seconds; 0: it is not.
+  // call: double call(place, number, Ticket), as in calls.hpp: when it was done, in seconds; 0: it is not.
   template <typename Call>
-  PyObject* start(PyObject* comm, const Kind& kind, const Started& it, PyObject* result, PyObject* kept,
+  PyObject* start(const Caller& caller, const Kind& kind, const Started& it, PyObject* result, PyObject* kept,
                   const Call& call) {
-    const bool collective = kind.form >= 0;
+    const bool counted = kind.form >= 0 && !caller.in_lane();
     PyObject* transport = held_[kTransport].ptr();
+    nb::object named = caller.in_lane() ? nb::steal(PyTuple_Pack(2, it.seq.ptr(), caller.words())) : nb::object();
     // The last look: to make a work may have run a finalizer, which may have done anything.
-    if (!takes() || issued_.of(line()) != it.seq.ptr()) return nullptr;
-    nb::object issued = next(issued_, line()), called, calls;
-    if (collective) called = next(called_, line()), calls = next(calls_, transport);
-    if (!issued || (collective && (!called || !calls))) return nullptr;
-    nb::object called_before = nb::borrow(called_.of(line()));
+    if (!takes(caller) || issued_.of(line()) != it.seq.ptr()) return nullptr;
+    const Slot* count = caller.in_lane() ? &laned_ : counted ? &called_ : nullptr;  // besides the ops
+    nb::object issued = next(issued_, line()), more, calls;
+    if (count != nullptr) more = next(*count, line());
+    if (counted) calls = next(calls_, transport);
+    if (!issued || (count != nullptr && !more) || (counted && !calls) || (caller.in_lane() && !named)) return nullptr;
+    nb::object before = count != nullptr ? nb::borrow(count->of(line())) : nb::object();
     issued_.set(line(), issued.release().ptr());
-    if (collective) called_.set(line(), called.release().ptr());
+    if (count != nullptr) count->set(line(), more.release().ptr());
+    if (ring_ != nullptr && named) lane_ring()->append(named.ptr());
     if (ring_ != nullptr) ring_->append(kind.record.ptr());
     double at = 0;
     try {
       Unlocked unlocked;
-      at = call(reinterpret_cast<Ticket>(it.work.ptr()));
+      at = hand_over(caller, reinterpret_cast<Ticket>(it.known_by()), call);
     } catch (...) {  // with nothing changed
       if (ring_ != nullptr) ring_->drop();
-      called_.set(line(), called_before.release().ptr());
+      if (ring_ != nullptr && named) lane_ring()->drop();
+      if (count != nullptr) count->set(line(), before.release().ptr());
       issued_.set(line(), Py_NewRef(it.seq.ptr()));
       return nullptr;
     }
-    nb::object index = collective ? nb::borrow(calls_.of(transport)) : nb::steal(PyLong_FromLong(-1));
-    if (collective) calls_.set(transport, calls.release().ptr());
-    return at == 0 ? posted(comm, it.work, index, collective) : end(kind, it, result, kept, at);
+    if (at != 0) {
+      if (counted) calls_.set(transport, calls.release().ptr());
+      return end(kind, it, result, kept, at);
+    }
+    nb::object index = counted         ? nb::borrow(calls_.of(transport))
+                       : kind.form < 0 ? nb::steal(PyLong_FromLong(-1))
+                                       : nb::borrow(caller.number());
+    if (counted) calls_.set(transport, calls.release().ptr());
+    return posted(caller, it, index, kind.form >= 0);
+  }
+
+  template <typename Call>
+  double hand_over(const Caller& caller, Ticket ticket, const Call& call) {
+    if (!caller.in_lane()) return call(engine_, group_, ticket);
+    InLanes lanes{engine_, group_};
+    return call(lanes, caller.lane, ticket);
   }
 
   PyObject* end(const Kind& kind, const Started& it, PyObject* result, PyObject* kept, double at) {
@@ -452,19 +551,47 @@ class Shortcuts {
   }
 
   // The engine has the op, and uses its memory: it is kept before anything else can happen.
-  PyObject* posted(PyObject* comm, const nb::object& work, const nb::object& index, bool collective) {
-    PyObject* transport = held_[kTransport].ptr();
-    nb::object ticket = nb::steal(PyLong_FromVoidPtr(work.ptr()));
-    nb::object entry = nb::steal(PyTuple_Pack(3, transport, work.ptr(), index.ptr()));
-    if (!ticket || !entry || PyDict_SetItem(held_[kPending].ptr(), ticket.ptr(), entry.ptr()) != 0 ||
-        (collective && PyDict_SetItem(held_[kCollectives].ptr(), index.ptr(), work.ptr()) != 0)) {
-      Py_INCREF(work.ptr());  // for good
+  // index: the number of a collective, or of its lane; -1: it is none.
+  PyObject* posted(const Caller& caller, const Started& it, const nb::object& index, bool collective) {
+    const nb::object& owner = held_[collective && caller.in_lane() ? kLanes : kTransport];
+    nb::object ticket = nb::steal(PyLong_FromVoidPtr(it.known_by()));
+    if (!ticket || !set_pending(ticket, owner, it.work, index) || (collective && !note(caller, it, index))) {
+      Py_INCREF(it.known_by());  // for good
       return nullptr;
     }
-    nb::object look_after = nb::steal(PyObject_GetAttr(transport, names().look_after));
+    if (it.part && !adopt(caller, it, ticket, index)) return nullptr;
+    nb::object look_after = nb::steal(PyObject_GetAttr(owner.ptr(), names().look_after));
     if (!look_after) return nullptr;
-    PyObject* given[] = {comm, work.ptr(), look_after.ptr(), index.ptr()};
+    PyObject* given[] = {caller.self.ptr(), it.work.ptr(), look_after.ptr(), index.ptr()};
     return PyObject_VectorcallMethod(names().posted, given, 4, nullptr);
+  }
+
+  // Have the outcome told to an object.
+  bool set_pending(const nb::object& ticket, const nb::object& owner, const nb::object& told, const nb::object& index) {
+    nb::object entry = nb::steal(PyTuple_Pack(3, owner.ptr(), told.ptr(), index.ptr()));
+    return entry && PyDict_SetItem(held_[kPending].ptr(), ticket.ptr(), entry.ptr()) == 0;
+  }
+
+  // A collective is pending: among the communicator's, or behind those of its lane.
+  bool note(const Caller& caller, const Started& it, const nb::object& index) {
+    if (!caller.in_lane()) return PyDict_SetItem(held_[kCollectives].ptr(), index.ptr(), it.work.ptr()) == 0;
+    PyObject* lanes = held_[kPendingInLanes].ptr();
+    nb::object works = nb::borrow(PyDict_GetItemWithError(lanes, index.ptr()));
+    if (!works) {
+      if (PyErr_Occurred()) return false;
+      works = nb::steal(PyList_New(0));
+      if (!works || PyDict_SetItem(lanes, index.ptr(), works.ptr()) != 0) return false;
+    }
+    return PyList_Append(works.ptr(), it.work.ptr()) == 0;
+  }
+
+  // From now on a message of a lane is as Python starts it: its part of the op's run is told the outcome.
+  bool adopt(const Caller& caller, const Started& it, const nb::object& ticket, const nb::object& index) {
+    PyObject* given[] = {caller.self.ptr(), it.work.ptr(), Py_NewRef(it.part.ptr())};
+    if (!nb::steal(PyObject_VectorcallMethod(names().adopted, given, 3, nullptr))) return false;  // kept for good
+    Py_DECREF(it.part.ptr());
+    const int there = PyDict_Contains(held_[kPending].ptr(), ticket.ptr());
+    return there == 0 || (there > 0 && set_pending(ticket, held_[kTransport], it.part, index));
   }
 
   Engine& engine_;
@@ -472,10 +599,11 @@ class Shortcuts {
   const int rank_, size_;
   const unsigned long thread_;
   std::array<nb::object, kHeld> held_;
-  const Slot issued_, called_, refusing_, failure_, calls_, behind_;
+  const Slot issued_, laned_, called_, refusing_, failure_, calls_, behind_;
   Ring* ring_;  // null: nothing is recorded
-  nb::object work_;
-  std::optional<Slot> state_, value_;
+  std::array<nb::object, kUsed> used_;
+  std::optional<Slot> state_, value_, words_, number_;
+  std::optional<LaneSlots> lane_;
   Kind all_reduce_, all_gather_single_, barrier_, broadcast_, recv_, reduce_scatter_single_, send_;
   Kind get_, put_, signal_, wait_signal_;  // of windows
   std::vector<Defined> operators_;
@@ -486,13 +614,21 @@ class Shortcuts {
 
 using OfWindow = WindowShortcuts<Shortcuts>;
 
-// shortcuts: the object's whose method it is.
-using Start = PyObject* (*)(PyObject* shortcuts, PyObject* self, Arguments args, Py_ssize_t count);
+// shortcuts: the object's whose method it is. cls: the class that has the method.
+using Start = PyObject* (*)(PyObject* shortcuts, PyObject* self, PyTypeObject* cls, Arguments args, Py_ssize_t count);
 
-template <typename T, PyObject* (T::*method)(PyObject*, Arguments, Py_ssize_t)>
-PyObject* start_of(PyObject* shortcuts, PyObject* self, Arguments args, Py_ssize_t count) {
-  T& it = *nb::inst_ptr<T>(shortcuts);
-  return it.takes() ? (it.*method)(self, args, count) : nullptr;
+template <PyObject* (Shortcuts::*method)(const Caller&, Arguments, Py_ssize_t)>
+PyObject* start_on_line(PyObject* shortcuts, PyObject* self, PyTypeObject* cls, Arguments args, Py_ssize_t count) {
+  Shortcuts& it = *nb::inst_ptr<Shortcuts>(shortcuts);
+  if (!it.takes()) return nullptr;
+  const Caller caller = it.caller(shortcuts, self, cls);
+  return caller ? (it.*method)(caller, args, count) : nullptr;
+}
+
+template <PyObject* (OfWindow::*method)(Arguments, Py_ssize_t)>
+PyObject* start_on_window(PyObject* shortcuts, PyObject*, PyTypeObject*, Arguments args, Py_ssize_t count) {
+  OfWindow& it = *nb::inst_ptr<OfWindow>(shortcuts);
+  return it.takes() ? (it.*method)(args, count) : nullptr;
 }
 
 // The names of the arguments are those of the methods, in their order; the others have a default that is plain.
@@ -502,18 +638,18 @@ struct Signature {
   std::array<const char*, kArguments> arguments;
 };
 constexpr Signature kSignatures[] = {
-    {"all_reduce", start_of<Shortcuts, &Shortcuts::all_reduce>, {"tensor", "op"}},
-    {"all_gather_single", start_of<Shortcuts, &Shortcuts::all_gather_single>, {"output", "input"}},
-    {"barrier", start_of<Shortcuts, &Shortcuts::barrier>, {}},
-    {"broadcast", start_of<Shortcuts, &Shortcuts::broadcast>, {"tensor", "root"}},
-    {"recv", start_of<Shortcuts, &Shortcuts::recv>, {"tensor", "src", "tag"}},
-    {"reduce_scatter_single", start_of<Shortcuts, &Shortcuts::reduce_scatter_single>, {"output", "input", "op"}},
-    {"send", start_of<Shortcuts, &Shortcuts::send>, {"tensor", "dst", "tag"}}};
+    {"all_reduce", start_on_line<&Shortcuts::all_reduce>, {"tensor", "op"}},
+    {"all_gather_single", start_on_line<&Shortcuts::all_gather_single>, {"output", "input"}},
+    {"barrier", start_on_line<&Shortcuts::barrier>, {}},
+    {"broadcast", start_on_line<&Shortcuts::broadcast>, {"tensor", "root"}},
+    {"recv", start_on_line<&Shortcuts::recv>, {"tensor", "src", "tag"}},
+    {"reduce_scatter_single", start_on_line<&Shortcuts::reduce_scatter_single>, {"output", "input", "op"}},
+    {"send", start_on_line<&Shortcuts::send>, {"tensor", "dst", "tag"}}};
 
-constexpr Signature kOfWindow[] = {{"get", start_of<OfWindow, &OfWindow::get>, {"tensor", "src", "offset"}},
-                                   {"put", start_of<OfWindow, &OfWindow::put>, {"tensor", "dst", "offset"}},
-                                   {"signal", start_of<OfWindow, &OfWindow::signal>, {"dst"}},
-                                   {"wait_signal", start_of<OfWindow, &OfWindow::wait_signal>, {"src"}}};
+constexpr Signature kOfWindow[] = {{"get", start_on_window<&OfWindow::get>, {"tensor", "src", "offset"}},
+                                   {"put", start_on_window<&OfWindow::put>, {"tensor", "dst", "offset"}},
+                                   {"signal", start_on_window<&OfWindow::signal>, {"dst"}},
+                                   {"wait_signal", start_on_window<&OfWindow::wait_signal>, {"src"}}};
 
 PyTypeObject* method_type = nullptr;
 
@@ -523,7 +659,7 @@ struct Method {
   PyObject* function;
 };
 
-// A method of a communicator, or of a window.
+// A method of a communicator, of a lane, or of a window.
 struct StartMethod {
   Method method;
   Start start;
@@ -570,7 +706,7 @@ PyObject* call_start(PyObject* self, Arguments args, size_t flagged, PyObject* k
       const bool gap = std::any_of(filled + given, filled + kArguments, [](PyObject* it) { return it != nullptr; });
       PyObject* work = nullptr;
       try {
-        if (!gap) work = it->start(found, args[0], filled, given);
+        if (!gap) work = it->start(found, args[0], it->cls, filled, given);
       } catch (const std::bad_alloc&) {  // before the engine has anything
       }
       if (work != nullptr || PyErr_Occurred()) return work;
@@ -724,6 +860,7 @@ void define_shortcuts(nb::module_& module) {
                    "kinds: dict[str, tuple[type, int]], operators: list[tuple[object, int, int]], transport: object, "
                    "windows: object, line: object, entries: int, /) -> None"))
       .def_prop_ro("ring", &Shortcuts::ring, nb::sig("def ring(self) -> Ring"))
+      .def_prop_ro("lanes", &Shortcuts::lanes, nb::sig("def lanes(self) -> Ring"))
       .def("record", &Shortcuts::record, nb::arg("whether"))
       .def_static(
           "method", [](nb::handle cls, nb::handle function) { return method_of(kSignatures, cls, function); },
@@ -735,8 +872,11 @@ void define_shortcuts(nb::module_& module) {
                   "collections.abc.Callable[..., object]"))
       .def_static("awaiting", &await_of,
                   nb::sig("def awaiting(of: type, op_result: object, /) -> collections.abc.Callable[..., object]"))
-      .def("use", &Shortcuts::use, nb::arg("work"), nb::kw_only(), nb::arg("windows"),
-           nb::sig("def use(self, work: type, *, windows: bool) -> None"))
+      .def("use", &Shortcuts::use, nb::arg("work"), nb::arg("lane_work"), nb::arg("part"), nb::kw_only(),
+           nb::arg("windows"),
+           nb::sig("def use(self, work: type, lane_work: type, part: type, *, windows: bool) -> None"))
+      .def("know", &Shortcuts::know, nb::sig("def know(self, lane: type, /) -> None"))
+      .def("follow", &Shortcuts::follow, nb::sig("def follow(self, current: object, /) -> None"))
       .def(
           "window",
           [](Shortcuts& of, nb::object comm, nb::object info) {

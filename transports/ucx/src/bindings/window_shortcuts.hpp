@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "bindings/arguments.hpp"
+#include "bindings/lanes.hpp"
 #include "bindings/slots.hpp"
 #include "bindings/tensors.hpp"
 #include "engine/engine.hpp"
@@ -25,26 +26,26 @@ class WindowShortcuts {
   // comm: the communicator; info: the window, as the records of ops on it see it.
   WindowShortcuts(nanobind::object shortcuts, nanobind::object comm, nanobind::object info)
       : shortcuts_(std::move(shortcuts)),
-        comm_(std::move(comm)),
+        caller_{std::move(comm), {}},
         info_(std::move(info)),
         closed_(info_.type(), "closed"),
         number_(nanobind::cast<std::uint64_t>(info_.attr("handle").attr("number"))),
         dtype_(view_of(info_.attr("tensor")).dtype) {}
 
   // Each returns a work; or null, perhaps with an exception: without one it was not taken.
-  PyObject* put(PyObject*, Arguments args, Py_ssize_t count) {
+  PyObject* put(Arguments args, Py_ssize_t count) {
     auto call = [](Engine& engine, auto&&... where) { return engine.put(where...); };
     return copy(it().put_, args, count, false, call);
   }
-  PyObject* get(PyObject*, Arguments args, Py_ssize_t count) {
+  PyObject* get(Arguments args, Py_ssize_t count) {
     auto call = [](Engine& engine, auto&&... where) { return engine.get(where...); };
     return copy(it().get_, args, count, true, call);
   }
-  PyObject* signal(PyObject*, Arguments args, Py_ssize_t count) {
+  PyObject* signal(Arguments args, Py_ssize_t count) {
     auto call = [](Engine& engine, auto&&... where) { return engine.signal(where...); };
     return tell(it().signal_, args, count, call);
   }
-  PyObject* wait_signal(PyObject*, Arguments args, Py_ssize_t count) {
+  PyObject* wait_signal(Arguments args, Py_ssize_t count) {
     auto call = [](Engine& engine, auto&&... where) { return engine.wait_signal(where...); };
     return tell(it().wait_signal_, args, count, call);
   }
@@ -53,13 +54,13 @@ class WindowShortcuts {
 
   int traverse(visitproc visit, void* arg) const {
     Py_VISIT(shortcuts_.ptr());
-    Py_VISIT(comm_.ptr());
+    Py_VISIT(caller_.self.ptr());
     Py_VISIT(info_.ptr());
     return 0;
   }
   // Nobody calls it any more. All is let go of at once, as by the communicator's.
   void clear() {
-    const nanobind::object shortcuts = std::move(shortcuts_), comm = std::move(comm_), info = std::move(info_);
+    const nanobind::object shortcuts = std::move(shortcuts_), comm = std::move(caller_.self), info = std::move(info_);
   }
 
  private:
@@ -75,11 +76,11 @@ class WindowShortcuts {
     nanobind::object first = count < 3 ? nanobind::steal(PyLong_FromLong(0)) : nanobind::borrow(args[2]);
     const auto offset = int_within(first.ptr(), 0, kMostElements);
     if (!rank || !offset) return nullptr;
-    const auto started = it().make(kind, {info_.ptr(), args[0], args[1], first.ptr()});
+    const auto started = it().make(caller_, kind, {info_.ptr(), args[0], args[1], first.ptr()});
     const std::optional<View> data = started.view(args[0], written);
     if (!data || data->dtype != dtype_ || !open()) return nullptr;
     const std::uint64_t begin = static_cast<std::uint64_t>(*offset) * size_of(dtype_);
-    return it().start_single(comm_.ptr(), kind, started, args[0], args[1], [&](Ticket ticket) {
+    return it().start_single(caller_, kind, started, args[0], args[1], [&](Ticket ticket) {
       return call(it().engine_, ticket, it().group_, number_, static_cast<int>(*rank), begin, data->data,
                   data->bytes());
     });
@@ -90,14 +91,16 @@ class WindowShortcuts {
   PyObject* tell(const Kind& kind, Arguments args, Py_ssize_t count, const Call& call) {
     const auto rank = count < 1 ? std::nullopt : int_within(args[0], 0, it().size_ - 1);
     if (!rank) return nullptr;
-    const auto started = it().make(kind, {info_.ptr(), args[0]});
+    const auto started = it().make(caller_, kind, {info_.ptr(), args[0]});
     if (!started.work || !open()) return nullptr;
-    return it().start_single(comm_.ptr(), kind, started, Py_None, args[0], [&](Ticket ticket) {
+    return it().start_single(caller_, kind, started, Py_None, args[0], [&](Ticket ticket) {
       return call(it().engine_, ticket, it().group_, number_, static_cast<int>(*rank));
     });
   }
 
-  nanobind::object shortcuts_, comm_, info_;
+  nanobind::object shortcuts_;
+  Caller caller_;  // the communicator: windows follow no lane
+  nanobind::object info_;
   const Slot closed_;
   const std::uint64_t number_;
   const DType dtype_;

@@ -1,0 +1,54 @@
+// What the bindings need to know of lanes: how collectives are called on them, and what a shortcut asks of a Lane.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+
+#include "bindings/slots.hpp"
+#include "engine/engine.hpp"
+
+namespace aiocomms {
+
+// A communicator's lanes, on which collectives are called by the lane's number, as on an engine by the communicator's.
+struct InLanes {
+  Engine& engine;
+  std::uint32_t group;
+
+  template <typename Make>
+  double collective(Ticket ticket, std::uint64_t lane, std::uint64_t fingerprint, const Make& make) {
+    return engine.lane_collective(ticket, group, lane, fingerprint, make);
+  }
+};
+
+// The tag of a lane's messages in place of the user's, as tag_of of aiocomms/lowering/lanes.py makes it.
+inline std::int64_t tag_in_lane(std::uint64_t lane, std::int64_t tag) {
+  constexpr std::uint64_t kAbove = std::uint64_t{1} << 62, kSpread = 0x9E3779B97F4A7C15u;
+  return static_cast<std::int64_t>(kAbove | ((lane + static_cast<std::uint64_t>(tag) * kSpread) & (kAbove - 1)));
+}
+
+// What stands in a Lane of Python's.
+struct LaneSlots {
+  PyTypeObject* cls;  // borrowed: it is a module's
+  Slot shortcuts, known, closed;
+
+  explicit LaneSlots(nanobind::handle of)
+      : cls(reinterpret_cast<PyTypeObject*>(of.ptr())),
+        shortcuts(of, "_shortcuts"),
+        known(of, "_known"),
+        closed(of, "_closed") {}
+};
+
+// Whose op a shortcut starts: a communicator's, or a lane's.
+struct Caller {
+  nanobind::object self;   // goes on with what is pending
+  nanobind::object known;  // of a lane its number and its key in words; null: it is no lane
+  std::uint64_t lane = 0;  // the number
+
+  explicit operator bool() const { return static_cast<bool>(self); }
+  bool in_lane() const { return static_cast<bool>(known); }
+  PyObject* number() const { return PyTuple_GET_ITEM(known.ptr(), 0); }
+  PyObject* words() const { return PyTuple_GET_ITEM(known.ptr(), 1); }
+};
+
+}  // namespace aiocomms
