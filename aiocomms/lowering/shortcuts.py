@@ -50,7 +50,7 @@ def hastened(cls: type[T], members: Mapping[str, Any]) -> type[T]:
 
 @functools.cache
 def with_shortcuts(cls: type[T], method: Callable[[type, Callable[..., Any]], Callable[..., Any]]) -> type[T]:
-    """A class of communicators, lanes or windows of which native code starts plain ops; see :meth:`Shortcuts.method`."""
+    """A class whose plain ops are started by native code; see :meth:`Shortcuts.method`."""
     found = {name: getattr(cls, name) for name in dir(cls) if not name.startswith("_")}
     given = {name: method(cls, it) for name, it in found.items() if callable(it)}
     return hastened(cls, {name: it for name, it in given.items() if it is not found[name]})

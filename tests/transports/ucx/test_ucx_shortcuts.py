@@ -12,7 +12,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import anyio
@@ -27,8 +27,17 @@ from processes import HANGS
 import aiocomms
 from aiocomms import ReduceOp, ops
 from aiocomms.communicator import Communicator
-from aiocomms.errors import ArgumentError, CommAbortedError, CommClosedError, CommError, UnsupportedOperation
-from aiocomms.progress.inflight import StartedWork
+from aiocomms.errors import (
+    ArgumentError,
+    CommAbortedError,
+    CommClosedError,
+    CommError,
+    CommTimeoutError,
+    LaneAbortedError,
+    UnsupportedOperation,
+)
+from aiocomms.lanes import Lane
+from aiocomms.progress.inflight import LaneWork, StartedWork
 from aiocomms.testing import local_world
 
 engine = pytest.importorskip("aiocomms_ucx._engine", reason="needs the ucx transport", exc_type=ImportError)
@@ -54,18 +63,32 @@ def which(request: pytest.FixtureRequest) -> Iterator[str]:
 def counted() -> Iterator[list[str]]:
     """Note the ops that Python starts."""
     started: list[str] = []
-    issue = Communicator._issue
 
-    def note(self: Communicator, op: Any, *rest: Any, **named: Any) -> Any:
-        started.append(op.name)
-        return issue(self, op, *rest, **named)
+    def noting(issue: Any) -> Any:
+        def note(self: Any, op: Any, *rest: Any, **named: Any) -> Any:
+            started.append(op.name)
+            return issue(self, op, *rest, **named)
+
+        return note
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Communicator, "_issue", note)
+        for cls in (Communicator, Lane):
+            patch.setattr(cls, "_issue", noting(cls._issue))
         yield started
 
 
-def plain(comm: Communicator) -> list[aiocomms.Work[Any]]:
+@contextmanager
+def place(comm: Communicator, where: str) -> Iterator[Any]:
+    """What an op is called on: the communicator, a lane, or the communicator while a lane is the current one."""
+    lane = comm.lane("one")
+    with lane if where == "current lane" else nullcontext():
+        yield lane if where == "lane" else comm
+
+
+WHERE = ("communicator", "lane", "current lane")
+
+
+def plain(comm: Any) -> list[aiocomms.Work[Any]]:
     """Every op that has a shortcut, called plainly on both of two ranks."""
     peer, one, two = 1 - comm.rank, torch.ones(2), torch.ones(4)
     return [
@@ -85,17 +108,22 @@ def plain(comm: Communicator) -> list[aiocomms.Work[Any]]:
     ]
 
 
-def test_plain_ops_take_the_shortcut(run: Any, which: str) -> None:
+@pytest.mark.parametrize("where", WHERE)
+def test_plain_ops_take_the_shortcut(run: Any, which: str, where: str) -> None:
     async def main() -> None:
         async with local_world(2, "ucx") as comms:
+            works = []
             with counted() as started:
-                works = [plain(comm) for comm in comms]
+                for comm in comms:
+                    with place(comm, where) as at:
+                        works.append(plain(at))
             names = [work.op.name for row in works for work in row]
             assert started == (names if which == "pure" else [])
             for row in works:
                 for work in row:
                     await work
                 assert [work.seq for work in row] == list(range(len(row)))
+                assert [isinstance(work, LaneWork) for work in row] == [where != "communicator"] * len(row)
 
     run(main)
 
@@ -634,6 +662,89 @@ def test_a_lane_that_becomes_the_current_one() -> None:
     run_on("asyncio", main)
 
 
+def test_works_of_the_communicator_go_by_its_own_current_lane() -> None:
+    """Blocks of two communicators and of two lanes lie within each other."""
+
+    async def main() -> None:
+        async with aiocomms.new_comm("ucx", name="a") as a, aiocomms.new_comm("ucx", name="b") as b:
+            with b.lane("of b"), a.lane("outer"), b.lane("inner"):
+                assert "'a, lane outer'" in repr(a.barrier())
+                assert "'b, lane inner'" in repr(b.barrier())
+                with a.lane("nearest"):
+                    assert "'a, lane nearest'" in repr(a.barrier())
+                assert "'a, lane outer'" in repr(a.barrier())
+            assert "'a'" in repr(a.barrier())
+            assert "'b'" in repr(b.barrier())
+
+    run_on("asyncio", main)
+
+
+@pytest.mark.parametrize("call", [lambda lane, it: lane.all_reduce(it), lambda lane, it: lane.recv(it, 1)])
+def test_a_lane_that_is_closed_or_given_up_refuses_ops(call: Any) -> None:
+    async def main() -> None:
+        async with local_world(2, "ucx") as comms:
+            lanes = [comm.lane("one") for comm in comms]
+            await asyncio.gather(*(lane.all_reduce(torch.ones(2)) for lane in lanes))
+            closed = comms[0].lane("one")
+            await asyncio.gather(closed.barrier(), lanes[1].barrier())
+            await closed.aclose()
+            with pytest.raises(CommClosedError, match="the lane was closed"):
+                call(closed, torch.ones(2))
+            lanes[0].abort("for a test")
+            with pytest.raises(LaneAbortedError, match="for a test"):
+                call(lanes[0], torch.ones(2))
+            assert [(comm._core.issued, comm._core.laned, comm._core.calls) for comm in comms] == [(2, 2, 0)] * 2
+            await ranks(comms, lambda comm: comm.lane("another").barrier())
+
+    run_on("asyncio", main)
+
+
+def test_what_is_pending_in_a_lane_ends_with_it() -> None:
+    async def main() -> None:
+        async with local_world(2, "ucx") as comms:
+            await ranks(comms, lambda comm: comm.lane("one").barrier())
+            lane, other = (comm.lane("one") for comm in comms)
+            large = torch.ones(1 << 20)
+            works = [lane.recv(torch.ones(2), 1), lane.send(large, 1), *(lane.barrier() for _ in range(2))]
+            assert not any(work.done() for work in works)
+            lane.abort("for a test")
+            for work in works:
+                with pytest.raises(LaneAbortedError, match="for a test"):
+                    await work
+            with pytest.raises(LaneAbortedError, match="for a test"):
+                await other.recv(torch.ones(2), 0, 5)
+            assert not any(comm._core.in_flight for comm in comms)
+            await ranks(comms, lambda comm: comm.lane("another").barrier())
+
+    run_on("asyncio", main)
+
+
+def test_a_message_of_a_lane_that_waits_is_as_any_other() -> None:
+    async def main() -> None:
+        async with local_world(2, "ucx") as comms:
+            await ranks(comms, lambda comm: comm.lane("one").barrier())
+            one, two = (comm.lane("one") for comm in comms)
+            untouched, first, second = torch.zeros(2), torch.zeros(2), torch.zeros(2)
+            withdrawn, *held = (one.recv(it, 1, -7) for it in (untouched, first, second))
+            assert await withdrawn.cancel()
+            await two.send(torch.ones(2), 0, -7)
+            await comms[1].send(torch.full((2,), 3.0), 0, -7)  # not of the lane
+            await two.send(torch.full((2,), 2.0), 0, -7)
+            assert [await work for work in held] == [first, second]
+            assert [it[0].item() for it in (untouched, first, second)] == [0, 1, 2]
+            assert (await comms[0].recv(first, 1, -7))[0].item() == 3
+            late = one.recv(first, 1, timeout=0.05)
+            assert one.timeout is None or one.timeout > 1
+            with pytest.raises(CommTimeoutError, match="nothing matched"):
+                await late
+            one.set_timeout(0.05)
+            with pytest.raises(CommTimeoutError, match="nothing matched"):
+                await one.recv(first, 1)
+            assert not comms[0].aborted
+
+    run_on("asyncio", main)
+
+
 def test_a_full_ring_keeps_the_last_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOCOMMS_RECORDER", "4")
 
@@ -669,10 +780,28 @@ def test_an_op_that_the_engine_refuses_is_made_an_error_by_python(monkeypatch: p
     run_on("asyncio", main)
 
 
+def test_an_op_of_a_lane_that_the_engine_refuses_is_made_an_error_by_python() -> None:
+    async def main() -> None:
+        async with aiocomms.new_comm("ucx") as comm:
+            lane = comm.lane("one")
+            await lane.barrier()
+            comm._core.transports[0].shared.engine.close(False, 0.0)  # type: ignore[attr-defined]
+            with counted() as started, pytest.raises(CommError, match="the engine is closed"):
+                lane.barrier()
+            assert started == ["barrier"]
+            assert (comm._core.issued, comm._core.laned, comm._core.calls) == (2, 2, 0)
+            assert [lane for _, lane in comm._core.recorder.lanes] == ["one"] * 2
+            assert [item.seq for item in comm._core.recorder.snapshot("").items()] == [0]
+
+    run_on("asyncio", main)
+
+
 def test_a_closed_communicator_is_freed() -> None:
     async def main() -> weakref.ref[object]:
         async with aiocomms.new_comm("ucx") as comm:
             await comm.all_reduce(torch.ones(2))
+            with comm.lane("one"):
+                await comm.all_reduce(torch.ones(2))
             work = comm.broadcast(torch.ones(2), 0)
         await work
         return weakref.ref(comm._core)
@@ -728,8 +857,8 @@ A_TENSOR = TENSOR | PLAIN
 
 
 @st.composite
-def calls(draw: st.DrawFn) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-    """A method's name, its arguments, some of them by name, and tensors and operators by what they are called here."""
+def calls(draw: st.DrawFn) -> tuple[str, str, tuple[Any, ...], dict[str, Any]]:
+    """Where it is called, a method's name and its arguments; tensors and operators by what they are called here."""
     name = draw(st.sampled_from(sorted(ARGUMENTS)))
     given = {argument: draw(strategy) for argument, strategy in ARGUMENTS[name].items()}
     for optional in ("op", "tag", "offset"):
@@ -737,7 +866,8 @@ def calls(draw: st.DrawFn) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
             del given[optional]
     by_position = draw(st.integers(0, len(given)))
     positional = tuple(given.values())[:by_position]
-    return name, positional, dict(list(given.items())[by_position:]) | draw(EXTRA)
+    where = draw(st.sampled_from(WHERE))
+    return where, name, positional, dict(list(given.items())[by_position:]) | draw(EXTRA)
 
 
 ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
@@ -765,11 +895,11 @@ class Door:
         self.windows = dict(zip(self.comms, runner.run(windows_of(self.comms)), strict=True))
         assert (self.comms[0]._shortcuts is None) == (which == "pure")
 
-    def call(self, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> list[Any]:
+    def call(self, where: str, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> list[Any]:
         """Both ranks make a call, with tensors of their own; everything that can be seen of it."""
-        return self._runner.run(self._call(name, args, named))
+        return self._runner.run(self._call(where, name, args, named))
 
-    async def _call(self, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> list[Any]:
+    async def _call(self, where: str, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> list[Any]:
         seen: list[Any] = []
         works: list[tuple[Any, dict[str, Any]]] = []
         for comm in self.comms:
@@ -778,11 +908,12 @@ class Door:
             real = [known.get(it, it) if isinstance(it, str) else it for it in args]
             words = {k: known.get(it, it) if isinstance(it, str) else it for k, it in named.items()}
             try:
-                for it in await _start(comm, self.windows[comm], name, real, words):
-                    if isinstance(it, Exception):
-                        seen.append((type(it), str(it)))
-                    else:
-                        works.append((it, tensors))
+                with place(comm, where) as at:
+                    for it in await _start(at, self.windows[comm], name, real, words):
+                        if isinstance(it, Exception):
+                            seen.append((type(it), str(it)))
+                        else:
+                            works.append((it, tensors))
             except (CommError, TypeError) as error:
                 seen.append((type(error), str(error)))
         for work, tensors in works:
@@ -797,35 +928,35 @@ class Door:
         for comm in self.comms:
             core = comm._core
             items = core.recorder.snapshot("").items()
-            seen += [core.issued, core.calls, comm.aborted, self.windows[comm].tensor.tolist()]
-            seen += [(item.name, item.seq, item.state, item.args, item.collective, item.error) for item in items]
+            seen += [core.issued, core.laned, core.calls, comm.aborted, self.windows[comm].tensor.tolist()]
+            seen += [
+                (item.name, item.seq, item.state, item.args, item.collective, item.error, item.lane) for item in items
+            ]
         return seen
 
 
-async def _start(
-    comm: Communicator, window: aiocomms.Window, name: str, args: list[Any], named: dict[str, Any]
-) -> list[Any]:
+async def _start(at: Any, window: aiocomms.Window, name: str, args: list[Any], named: dict[str, Any]) -> list[Any]:
     if name in ("put", "get"):
         return [getattr(window, name)(*args, **named)]
     if name == "notice":
-        return _notice(comm, window, *args, **named)
+        return _notice(at, window, *args, **named)
     if name != "exchange":
-        return [getattr(comm, name)(*args, **named)]
+        return [getattr(at, name)(*args, **named)]
     given = dict(zip(("tensor", "into", "tag"), args, strict=False)) | named
     tensor, into = given.pop("tensor"), given.pop("into")
     if type(tensor) is type(into) is torch.Tensor and (tensor.numel(), tensor.dtype) != (into.numel(), into.dtype):
         into = torch.empty(tensor.shape, dtype=tensor.dtype)  # what does not fit is the transport's error, on both
-    receive = comm.recv(into, 1 - comm.rank, **given)
+    receive = at.recv(into, 1 - at.rank, **given)
     try:
-        return [receive, comm.send(tensor, 1 - comm.rank, **given)]
+        return [receive, at.send(tensor, 1 - at.rank, **given)]
     except CommError:
         assert await receive.cancel()  # else the next message would be its
         raise
 
 
-def _notice(comm: Communicator, window: aiocomms.Window, of: Any, **more: Any) -> list[Any]:
+def _notice(at: Any, window: aiocomms.Window, of: Any, **more: Any) -> list[Any]:
     """A signal and the wait that it ends: to and from this rank if ``of`` is 0, the other one if it is 1."""
-    rank = comm.rank ^ of if type(of) is int and of in (0, 1) else of
+    rank = at.rank ^ of if type(of) is int and of in (0, 1) else of
     told: list[Any] = []
     for call in (window.signal, window.wait_signal):
         try:
@@ -851,26 +982,28 @@ def both() -> Iterator[list[Door]]:
     derandomize=True,
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],  # that of the door is asked for once
 )
-@hypothesis.example(("all_reduce", ("four", "SUM"), {}))
-@hypothesis.example(("all_gather_single", ("both halves", "own half"), {}))
-@hypothesis.example(("all_gather_single", ("both halves", "overlapping"), {}))
-@hypothesis.example(("reduce_scatter_single", ("own half", "both halves", "MAX"), {}))
-@hypothesis.example(("reduce_scatter_single", ("four", "eight"), {"op": "AVG"}))
-@hypothesis.example(("broadcast", ("four",), {"root": 1}))
-@hypothesis.example(("put", ("four", 1, 4), {}))
-@hypothesis.example(("put", ("four", 0, 5), {}))
-@hypothesis.example(("put", ("own half",), {"dst": 0}))
-@hypothesis.example(("put", ("torch.float64", 1, 0), {}))
-@hypothesis.example(("put", ("four", 1, 2**58), {}))
-@hypothesis.example(("put", ("empty", 1, 8), {}))
-@hypothesis.example(("get", ("two", 1, 6), {}))
-@hypothesis.example(("get", ("tracked", 1, 0), {}))
-@hypothesis.example(("notice", (1,), {}))
-@hypothesis.example(("notice", (0,), {}))
-@hypothesis.example(("notice", (2,), {}))
-@hypothesis.example(("exchange", ("four", "two", 1), {}))
-@hypothesis.example(("exchange", ("four", "other half"), {"tag": 2**31}))
-def test_both_doors_tell_the_same(both: list[Door], call: tuple[str, tuple[Any, ...], dict[str, Any]]) -> None:
+@hypothesis.example(("communicator", "all_reduce", ("four", "SUM"), {}))
+@hypothesis.example(("lane", "all_reduce", ("four", "SUM"), {}))
+@hypothesis.example(("lane", "exchange", ("four", "two", -(2**31)), {}))
+@hypothesis.example(("lane", "all_gather_single", ("both halves", "own half"), {}))
+@hypothesis.example(("current lane", "all_gather_single", ("both halves", "overlapping"), {}))
+@hypothesis.example(("communicator", "reduce_scatter_single", ("own half", "both halves", "MAX"), {}))
+@hypothesis.example(("lane", "reduce_scatter_single", ("four", "eight"), {"op": "AVG"}))
+@hypothesis.example(("current lane", "broadcast", ("four",), {"root": 1}))
+@hypothesis.example(("communicator", "exchange", ("four", "two", 1), {}))
+@hypothesis.example(("lane", "exchange", ("four", "other half"), {"tag": 2**31}))
+@hypothesis.example(("current lane", "put", ("four", 1, 4), {}))
+@hypothesis.example(("communicator", "put", ("four", 0, 5), {}))
+@hypothesis.example(("communicator", "put", ("own half",), {"dst": 0}))
+@hypothesis.example(("communicator", "put", ("torch.float64", 1, 0), {}))
+@hypothesis.example(("communicator", "put", ("four", 1, 2**58), {}))
+@hypothesis.example(("communicator", "put", ("empty", 1, 8), {}))
+@hypothesis.example(("communicator", "get", ("two", 1, 6), {}))
+@hypothesis.example(("communicator", "get", ("tracked", 1, 0), {}))
+@hypothesis.example(("communicator", "notice", (1,), {}))
+@hypothesis.example(("communicator", "notice", (0,), {}))
+@hypothesis.example(("communicator", "notice", (2,), {}))
+def test_both_doors_tell_the_same(both: list[Door], call: tuple[str, str, tuple[Any, ...], dict[str, Any]]) -> None:
     with warnings.catch_warnings(action="ignore"):  # of prototypes, in torch
         native, pure = (one.call(*call) for one in both)
     assert native == pure
