@@ -470,9 +470,8 @@ class Shortcuts {
   template <typename Post>
   PyObject* start_single(const Caller& caller, const Kind& kind, const Started& it, PyObject* result, PyObject* kept,
                          const Post& post) {
-    return start(caller, kind, it, result, kept, [&](auto&, auto, Ticket ticket) {
-      return post(ticket) ? static_cast<double>(now_ns()) * 1e-9 : 0.0;
-    });
+    return start(caller, kind, it, result, kept,
+                 [&](auto&, auto, Ticket ticket) { return post(ticket) ? static_cast<double>(now_ns()) * 1e-9 : 0.0; });
   }
 
   // The number in a slot, and one more; null: no memory.
