@@ -907,15 +907,15 @@ class Door:
             known = {**tensors, **OPERATORS}
             real = [known.get(it, it) if isinstance(it, str) else it for it in args]
             words = {k: known.get(it, it) if isinstance(it, str) else it for k, it in named.items()}
-            try:
-                with place(comm, where) as at:
+            with place(comm, where) as at:  # which no error may leave: it would give the lane up
+                try:
                     for it in await _start(at, self.windows[comm], name, real, words):
                         if isinstance(it, Exception):
                             seen.append((type(it), str(it)))
                         else:
                             works.append((it, tensors))
-            except (CommError, TypeError) as error:
-                seen.append((type(error), str(error)))
+                except (CommError, TypeError) as error:
+                    seen.append((type(error), str(error)))
         for work, tensors in works:
             known_as = {id(tensor): called for called, tensor in tensors.items()}
             async with asyncio.timeout(HANGS):
