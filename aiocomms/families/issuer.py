@@ -18,10 +18,6 @@ from aiocomms.shortcuts import Shortcuts
 class Inside(checks.Group, Protocol):
     """The part of a communicator's core that the method families use."""
 
-    @property
-    def shortcuts(self) -> Shortcuts | None:
-        """Native code that starts plain ops, where there is some."""
-
     def lose(self, error: CommError) -> None:
         """End the communicator on all ranks: this one cannot do its part of what they have begun together."""
 
@@ -34,6 +30,8 @@ class Issuer(ABC):
     size: int
     device: torch.device
     _core: Inside
+    _shortcuts: Shortcuts | None
+    """Native code that starts plain ops; a subclass of a program's own has none, for it may do so in its own way."""
 
     @abstractmethod
     def _issue(self, op: Op, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT) -> Work[Any]:

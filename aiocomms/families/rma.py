@@ -75,7 +75,7 @@ class Window:
     def __init__(self, comm: Issuer, info: ops.WindowInfo) -> None:
         self._comm = comm
         self._info = info
-        shortcuts = comm._core.shortcuts
+        shortcuts = comm._shortcuts
         self._shortcuts = None if shortcuts is None else shortcuts.window(comm, info)
         if shortcuts is not None and self._shortcuts is not None and type(self) is Window:
             self.__class__ = with_shortcuts(Window, shortcuts.window_method)

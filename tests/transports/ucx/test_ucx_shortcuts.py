@@ -202,6 +202,27 @@ def test_windows_that_another_transport_carries_have_none() -> None:
     run_on("asyncio", main)
 
 
+def test_windows_of_a_subclass_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may start ops in a way of its own, and does so for those of its windows."""
+
+    class Noting(Communicator):
+        def _issue(self, op: Any, *rest: Any) -> Any:
+            noted.append(op.name)
+            return super()._issue(op, *rest)
+
+    async def main() -> None:
+        async with local_world(2, "ucx") as comms:
+            windows = await windows_of(comms)
+            noted.clear()
+            plain_on(windows[0], 1)
+            assert noted == ["put"] * 3 + ["get"] * 2 + ["signal"] * 2 + ["wait_signal"] * 2
+            comms[0].abort("enough")
+
+    noted: list[str] = []
+    monkeypatch.setattr("aiocomms.testing.world.Communicator", Noting)
+    run_on("asyncio", main)
+
+
 def test_the_methods_of_a_window_look_as_ever() -> None:
     async def main() -> None:
         async with aiocomms.new_comm("ucx") as comm:

@@ -555,7 +555,8 @@ class Shortcuts {
     const nb::object& owner = held_[collective && caller.in_lane() ? kLanes : kTransport];
     nb::object ticket = nb::steal(PyLong_FromVoidPtr(it.known_by()));
     if (!ticket || !set_pending(ticket, owner, it.work, index) || (collective && !note(caller, it, index))) {
-      Py_INCREF(it.known_by());  // for good
+      Py_INCREF(it.work.ptr());  // for good, and with it the tensors
+      Py_XINCREF(it.part.ptr());
       return nullptr;
     }
     if (it.part && !adopt(caller, it, ticket, index)) return nullptr;
@@ -588,9 +589,10 @@ class Shortcuts {
   bool adopt(const Caller& caller, const Started& it, const nb::object& ticket, const nb::object& index) {
     PyObject* given[] = {caller.self.ptr(), it.work.ptr(), Py_NewRef(it.part.ptr())};
     if (!nb::steal(PyObject_VectorcallMethod(names().adopted, given, 3, nullptr))) return false;  // kept for good
-    Py_DECREF(it.part.ptr());
     const int there = PyDict_Contains(held_[kPending].ptr(), ticket.ptr());
-    return there == 0 || (there > 0 && set_pending(ticket, held_[kTransport], it.part, index));
+    if (there < 0 || (there > 0 && !set_pending(ticket, held_[kTransport], it.part, index))) return false;
+    Py_DECREF(it.part.ptr());
+    return true;
   }
 
   Engine& engine_;
