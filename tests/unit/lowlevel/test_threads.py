@@ -134,7 +134,7 @@ store, here, given_up = HashStore(), threading.Event(), threading.Event()
 def call():
     here.set()
     given_up.wait()
-    for i in range(3000):  # as one that asks a store now and then
+    for i in range(200):  # as one that asks a store now and then; far less than the second it is waited for
         store.set("key", str(i))
     print("came back", flush=True)
 async def main():
