@@ -11,6 +11,7 @@ import contextvars
 import threading
 from collections import deque
 from typing import Any
+from unittest import mock
 
 import aiocomms_local.matching as matching
 import aiocomms_local.semantics as semantics
@@ -65,7 +66,12 @@ def __getattr__(name: str) -> type[LocalTransport]:
 def wrap(owner: Any, name: str, replacement: Any) -> None:
     """Replace ``owner.name`` by ``replacement(original, ...)``."""
     original = getattr(owner, name)
-    setattr(owner, name, lambda *args: replacement(original, *args))
+    replace(owner, name, lambda *args: replacement(original, *args))
+
+
+def replace(owner: Any, name: str, replacement: Any) -> None:
+    """Replace ``owner.name``, which must exist: a mutant of what is called otherwise now would change nothing."""
+    mock.patch.object(owner, name, replacement).start()
 
 
 def on_messages(change: Any) -> None:
@@ -209,7 +215,7 @@ def wrong_rank_order() -> None:
 
 @caught_by("test_collectives")
 def wrong_reduction() -> None:
-    semantics.reductions = type(semantics)("reductions")
+    replace(semantics, "reductions", type(semantics)("reductions"))
     semantics.reductions.reduce = lambda op, tensors, out: reductions.reduce(
         reductions.ReduceOp.SUM if op.kind == "avg" else op, tensors, out
     )
@@ -481,7 +487,7 @@ def a_lane_for_all_tasks() -> None:
         def set(self, value: Any) -> None:
             self.value = value
 
-    views._current = Everybodys()  # type: ignore[assignment]
+    replace(views, "CURRENT", Everybodys())
 
 
 # ---------------------------------------------------------------------------------------------------- and beyond
@@ -547,7 +553,7 @@ def threads_calls_start_in_any_order() -> None:
 def threads_calls_start_in_the_loops_context() -> None:
     """And not in that of the thread which has called, so that its current lane is forgotten."""
     loops = contextvars.copy_context()
-    blocking_works.copy_context = loops.copy  # type: ignore[attr-defined]
+    replace(blocking_works, "copy_context", loops.copy)
 
 
 @caught_by("test_portal")
@@ -569,7 +575,7 @@ def threads_lanes_are_the_communicators() -> None:
         original(lane, door, target)
         lane._target = target._comm
 
-    BlockingLane.__init__ = make  # type: ignore[method-assign]
+    replace(BlockingLane, "__init__", make)
 
 
 @caught_by("test_portal")
