@@ -1,15 +1,19 @@
 """How long an object of 64 MiB keeps the event loop from everything else, and how long it takes beside a plain send.
 
 A callback runs on every turn of the loop of both ranks, so that the longest time between two of them is the longest
-turn: in CPU time of the loop's thread, which the other programs of a busy machine do not add to, and in wall time. A
-send of the same tensor is the yardstick. Run it with ``python -m benchmarks.objects [--transport NAME]``.
+turn: in CPU time of the loop's thread, which the other programs of a busy machine do not add to, and in wall time; and
+how much of that the thread has waited for a core. A send of the same tensor is the yardstick. Run it with
+``python -m benchmarks.objects [--transport NAME]``.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
+import os
 import statistics
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -30,20 +34,28 @@ class Turns:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self.cpu = self.wall = 0.0
+        self._statistics = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
+        self.longest = (0.0, 0.0, 0.0)
         self._running = True
-        self._tick(time.thread_time(), time.perf_counter())
+        self._tick(self._now())
 
-    def _tick(self, cpu: float, wall: float) -> None:
-        now = time.thread_time(), time.perf_counter()
-        self.cpu, self.wall = max(self.cpu, now[0] - cpu), max(self.wall, now[1] - wall)
+    def _now(self) -> tuple[float, float, float]:
+        waited = int(os.pread(self._statistics, 100, 0).split()[1])
+        return time.perf_counter(), time.thread_time(), waited / 1e9
+
+    def _tick(self, before: tuple[float, float, float]) -> None:
+        now = self._now()
+        wall, cpu, waited = (b - a for a, b in zip(before, now, strict=True))
+        self.longest = max(self.longest, (wall, cpu, waited))
         if self._running:
-            self._loop.call_soon(self._tick, *now)
+            self._loop.call_soon(self._tick, now)
+        else:
+            os.close(self._statistics)
 
-    def stop(self) -> tuple[float, float]:
-        """The longest turn, in CPU time and in wall time, in seconds."""
+    def stop(self) -> tuple[float, float, float]:
+        """The longest turn, in seconds: wall time, CPU time, and how long the thread waited for a core."""
         self._running = False
-        return self.cpu, self.wall
+        return self.longest
 
 
 def subjects(comm: aiocomms.Communicator) -> dict[str, Call]:
@@ -68,8 +80,8 @@ def subjects(comm: aiocomms.Communicator) -> dict[str, Call]:
     }
 
 
-async def measure(call: Call) -> tuple[float, float, float]:
-    """Longest turn in CPU time and in wall time, and how long it took."""
+async def measure(call: Call) -> tuple[float, ...]:
+    """Return the longest turn, and how long it took."""
     turns = Turns()
     start = time.perf_counter()
     result = await call()
@@ -79,11 +91,13 @@ async def measure(call: Call) -> tuple[float, float, float]:
     return (*turns.stop(), took)
 
 
-async def run_rank(rank: int, folder: str, transport: str) -> dict[str, list[tuple[float, float, float]]]:
+async def run_rank(rank: int, folder: str, transport: str) -> dict[str, list[tuple[float, ...]]]:
     """One rank's part."""
+    gc.collect()
+    gc.freeze()  # what torch has brought along need not be looked through
     store = dist.FileStore(f"{folder}/store", 2)
     async with aiocomms.new_comm(transport, store=store, rank=rank, size=2) as comm:
-        figures: dict[str, list[tuple[float, float, float]]] = {}
+        figures: dict[str, list[tuple[float, ...]]] = {}
         for name, call in subjects(comm).items():
             for _ in range(ROUNDS):
                 await comm.barrier()
@@ -97,12 +111,16 @@ def main() -> None:
     parser.add_argument("--transport", default="ucx")
     args = parser.parse_args()
     figures = in_two_processes(run_rank, args.transport)
-    print(f"\n{MIB} MiB between 2 processes over {args.transport}, median of {ROUNDS}, in ms")
-    print(f"{'':24}{'sender: CPU':>12}{'wall':>8}{'receiver: CPU':>16}{'wall':>8}{'took':>8}   (the longest turn)")
+    print(f"\n{MIB} MiB between 2 processes over {args.transport}, {ROUNDS} times; the longest turn of each, in ms")
+    sides = "".join(f"{f'{side}: wall':>16}{'CPU':>8}{'worst':>8}{'queued':>8}" for side in ("sender", "receiver"))
+    print(f"{'':24}{sides}{'took':>8}   (medians, the worst, and how long that one waited for a core)")
     for name in figures[0]:
-        turns = [[statistics.median(column) * 1e3 for column in zip(*figures[r][name], strict=True)] for r in (0, 1)]
-        (cpu, wall, _), (cpu_in, wall_in, took) = turns
-        print(f"{name:24}{cpu:>12.2f}{wall:>8.1f}{cpu_in:>16.2f}{wall_in:>8.1f}{took:>8.1f}")
+        row = f"{name:24}"
+        for side in figures:
+            wall, cpu, _, took = (statistics.median(column) * 1e3 for column in zip(*side[name], strict=True))
+            worst, _, queued, _ = (figure * 1e3 for figure in max(side[name]))
+            row += f"{wall:>16.1f}{cpu:>8.2f}{worst:>8.1f}{queued:>8.1f}"
+        print(f"{row}{took:>8.1f}")
 
 
 if __name__ == "__main__":

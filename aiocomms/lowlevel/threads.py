@@ -64,6 +64,9 @@ async def run_in_thread(call: Callable[[], _T], *, anyhow: bool = False) -> _T:
 def call_in_thread(call: Callable[[], object], then: Callable[[Exception | None], object]) -> None:
     """Have a daemon thread make a blocking call. Where none can be started, it is made here.
 
+    The caller goes on at once. ``threading.Thread`` would keep it until the thread has run, and where others want the
+    cores a new thread waits for one: that held the event loop for some milliseconds.
+
     :param then: called in that thread with what the call has raised.
     """
 
@@ -76,7 +79,7 @@ def call_in_thread(call: Callable[[], object], then: Callable[[Exception | None]
             then(None)
 
     try:
-        _start(target)
+        start_awaited(lambda run: _thread.start_new_thread(run, ()), target)
     except RuntimeError:
         target()
 

@@ -242,14 +242,15 @@ class _Decoder:
     def __init__(self, landing: Landing | None) -> None:
         self._depth = 0
         self._landing = landing
-        self._decoder = msgspec.msgpack.Decoder(ext_hook=self._ext)
 
     def decode(self, data: bytes | bytearray | memoryview) -> Any:
         self._depth += 1
         if self._depth > MAX_DEPTH + 1:
             raise ProtocolError(f"an object is nested more than {MAX_DEPTH} deep")
         try:
-            return self._decoder.decode(data)
+            # A decoder that is kept here would in turn keep this, by its hook, and with it the memory of all that has
+            # come: until a garbage collection gave it back, amid a turn of the loop.
+            return msgspec.msgpack.decode(data, ext_hook=self._ext)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, TypeError) as error:
             raise ProtocolError(f"an object's bytes make no sense: {error}") from None
         finally:

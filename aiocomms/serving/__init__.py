@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from aiocomms.serving.current import CurrentComm
-from aiocomms.serving.driver import Driver
-from aiocomms.serving.service import Service
-from aiocomms.serving.signals import stop_signals
+from aiocomms.serving.service import Driver, Service
 
-__all__ = ["CurrentComm", "Driver", "Service", "stop_signals"]
+__all__ = ["CurrentComm", "Driver", "Service"]

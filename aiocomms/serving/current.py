@@ -24,26 +24,21 @@ class CurrentComm(PointToPoint, Collectives, Objects):
     open them on ``current``, and anew when that is another.
     """
 
-    current: Communicator
-
     def __init__(self, comm: Communicator) -> None:
         self.turn_to(comm)
-
-    def __repr__(self) -> str:
-        return f"<CurrentComm {self.current!r}>"
-
-    def portal(self) -> Portal:
-        """Return the operations for other threads; ask for it at each call, for it belongs to one communicator."""
-        return self.current.portal()
-
-    def lane(self, key: Key) -> Lane:
-        """See :meth:`Communicator.lane`."""
-        return self.current.lane(key)
 
     def turn_to(self, comm: Communicator) -> None:
         """Stand for another communicator from now on; for the service."""
         self.current, self._core = comm, comm._core
         self.name, self.rank, self.size, self.device = comm.name, comm.rank, comm.size, comm.device
+
+    def lane(self, key: Key) -> Lane:
+        """See :meth:`Communicator.lane`."""
+        return self.current.lane(key)
+
+    def portal(self) -> Portal:
+        """Return the operations for other threads; ask for it at each call, for it belongs to one communicator."""
+        return self.current.portal()
 
     def _issue(self, op: Op, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT) -> Work[Any]:
         return self.current._issue(op, hints, timeout)

@@ -1,62 +1,66 @@
-"""One plan on one rank, and the ranks that carry out what they are given.
+"""What every rank does: it carries out plans, on one communicator after the other.
 
-What goes over the wire, in lanes of its own: to each worker ``(number, in order, plan)``, ``(number,)`` to give a plan
-up, and ``()`` at the end; from each worker, for each plan, ``(number, what was raised, its traceback, whether this rank
-is in step)``.
+In a lane rank 0 sends each worker ``(number, in order, plan)``, ``(number,)`` to give a plan up, and ``()`` at the end;
+a worker sends, for each plan, ``(number, what was raised, its traceback, whether it is in step)``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import traceback
-from collections.abc import Awaitable, Callable
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from traceback import format_exception, format_exception_only
 from typing import Any
 
 import anyio
-from anyio.abc import TaskGroup
 
 from aiocomms.communicator import Communicator
-from aiocomms.errors import CommError, LaneAbortedError
+from aiocomms.errors import CommAbortedError, CommError, PeerDiedError, PlanLostError
+from aiocomms.lowering.lanes import number_of
+from aiocomms.progress.work import Work
+from aiocomms.serving.current import CurrentComm
 
 Execute = Callable[[Any], Awaitable[Any]]
 """Carries out a plan on one rank; what it returns on rank 0 is the plan's result."""
-PLANS, REPORTS = "aiocomms.serving plans", "aiocomms.serving reports"
-"""The lanes of the two directions."""
+Recover = Callable[[Communicator], Awaitable[Communicator]]
+"""Takes a lost communicator and returns the one that goes on in its place."""
+_LANE = "aiocomms.serving"
+_log = logging.getLogger("aiocomms")
 
 
 class Plan:
-    """One plan on one rank, while it is carried out."""
+    """One plan on one rank, until it has ended there; the driver's, until it has ended on all ranks."""
 
-    def __init__(self, number: int, in_order: bool, comm: Communicator) -> None:
-        self.number = number
-        self.over = anyio.Event()
-        """Set when it has ended on this rank."""
-        self._comm = comm
-        self._lane = None if in_order else comm.lane(f"aiocomms.serving plan {number}")
+    def __init__(self, comm: Communicator, number: int, in_order: bool) -> None:
+        self.number, self._core = number, comm._core
+        self._lane = None if in_order else comm.lane(f"{_LANE} plan {number}")
         self._scope = anyio.CancelScope()
         self._begun: int | None = None  # how many ops had been called outside of lanes
-        self._ended: int | None = None
+        self._in_step = True
+        self.ended, self.over = anyio.Event(), anyio.Event()  # here, and on all ranks
+        self.waiting = set(range(comm.size))  # for these ranks to end it
+        self.result: Any = None
+        self.error: Exception | None = None
 
-    async def run(self, execute: Execute, plan: Any, before: Plan | None) -> Any:
-        """Carry it out, behind the plan ``before`` it; None if it is given up here, or by a rank that says why."""
+    async def run(self, execute: Execute, what: Any, before: Plan | None) -> Exception | None:
+        """Carry it out, behind the plan ``before`` it.
+
+        :returns: what it has raised, unless another rank has given it up, and says why.
+        """
         try:
             with self._scope:
                 if before is not None:
-                    await before.over.wait()
-                self._begun = self._outside()
+                    await before.ended.wait()
+                self._begun = self._called()
                 with self._lane or contextlib.nullcontext():
-                    return await execute(plan)
-            return None
-        except LaneAbortedError as error:
-            if error.peer in (None, self._comm.rank) or self._lane is None:
-                raise
+                    self.result = await execute(what)
             return None
         except Exception as error:
-            self.give_up(f"this rank raised {type(error).__name__}")
-            raise
+            given_up = self._lane and self._core.given_up.get(number_of(self._lane.key))
+            return error if not given_up or given_up.peer == self._core.rank else None
         finally:
-            self._ended = self._outside()  # before the next one begins
-            self.over.set()
+            self.in_step()  # before the next one begins
+            self.ended.set()
 
     def give_up(self, reason: str) -> None:
         """End it, and the ops of its lane on all ranks; a thread that waits for one of these gets an error."""
@@ -64,56 +68,96 @@ class Plan:
         if self._lane is not None:
             self._lane.abort(reason)
 
-    def in_step(self) -> bool:
-        """Whether it has called nothing that another rank may wait for in vain, or in whose place a later op comes."""
-        now = self._outside() if self._ended is None else self._ended
-        return self._lane is not None or self._begun in (None, now)
+    def in_step(self, there: bool = True) -> bool:
+        """Whether no rank has called what another may wait for in vain, or in whose place a later op comes.
 
-    def _outside(self) -> int:
-        """How many ops were called outside of lanes."""
-        return self._comm._core.issued - self._comm._core.laned
+        :param there: whether that is so on a rank that has ended it; what this rank has called is known.
+        """
+        here = self._lane is not None or self.ended.is_set() or self._begun in (None, self._called())
+        self._in_step &= here and there
+        return self._in_step
+
+    def _called(self) -> int:
+        return self._core.issued - self._core.laned
 
 
 class Worker:
-    """A rank that carries out plans, until it is told to leave, or the communicator is lost."""
+    """Every rank but 0. The driver is one, too, whose plans come from its callers."""
 
-    def __init__(self, comm: Communicator, execute: Execute) -> None:
-        self._comm = comm
-        self._execute = execute
+    def __init__(self, current: CurrentComm, recover: Recover | None, numbers: Iterator[int], execute: Execute) -> None:
+        self._current, self._recover, self._numbers, self._execute = current, recover, numbers, execute
         self._plans: dict[int, Plan] = {}
         self._last: Plan | None = None  # of those that run in order
+        self._turn = anyio.Event()  # set when there is another communicator, or will be none
 
-    async def run(self) -> CommError | None:
-        """Return what it was that ended it; None: it was told to leave."""
-        plans, failure = self._comm.lane(PLANS), None
-        async with anyio.create_task_group() as tasks:
-            try:
-                while message := await plans.recv_object(0, timeout=None):
-                    self._take(tasks, *message)
-            except CommError as error:
-                failure = await self._comm.lost() if self._comm.aborted else error
-                for plan in self._plans.values():
-                    plan.give_up("the communicator is lost")
-                tasks.cancel_scope.cancel()
-        return failure
+    async def _serve(self) -> None:
+        """Carry out plans until there are no more, on one communicator after the other.
 
-    def _take(self, tasks: TaskGroup, number: int, in_order: bool | None = None, what: Any = None) -> None:
-        if in_order is None:
-            if number in self._plans:  # else its end is on the way to rank 0
-                self._plans[number].give_up("rank 0 has given it up")
-            return
-        plan = self._plans[number] = Plan(number, in_order, self._comm)
-        tasks.start_soon(self._carry_out, plan, what, self._last if in_order else None)
-        if in_order:
-            self._last = plan
+        :raises CommError: it was lost, and there is no ``recover``; or what that raises.
+        """
+        while True:
+            failure: CommError | None = None
+            comm = self._comm = self._current.current
+            async with anyio.create_task_group() as self._tasks:
+                for rank in [0] if comm.rank else range(1, comm.size):
+                    self._tasks.start_soon(self._hear, comm, rank)
+                self._turn.set()
+                self._turn = anyio.Event()
+                failure = await comm.lost()
+                self._fail(PlanLostError(f"the plan is lost: {failure}", comm=comm.name, rank=comm.rank), failure)
+            if failure is None:
+                return
+            if self._recover is None:
+                raise failure.about()
+            _log.warning("recovering: %s", failure)
+            self._current.turn_to(await self._recover(comm))
+
+    async def _hear(self, comm: Communicator, rank: int) -> None:
+        try:
+            while message := await comm.lane(_LANE).recv_object(rank, timeout=None):
+                self._heard(rank, *message)
+            self._tasks.cancel_scope.cancel()
+        except CommError:
+            comm.abort(f"rank {rank} has left the service")
+
+    def _tell(self, ranks: Iterable[int], *message: Any) -> None:
+        """Send to ranks. Whoever has left, or is lost, is heard of by the receive from it."""
+        for rank in ranks:
+            with contextlib.suppress(CommAbortedError, PeerDiedError):
+                self._comm.lane(_LANE).send_object(message, rank).add_done_callback(Work.exception)
+
+    def _begin(self, number: int, in_order: bool, what: Any) -> Plan:
+        plan = self._plans[number] = Plan(self._comm, number, in_order)
+        self._tasks.start_soon(self._carry_out, plan, what, self._last if in_order else None)
+        self._last = plan if in_order else self._last
+        return plan
 
     async def _carry_out(self, plan: Plan, what: Any, before: Plan | None) -> None:
+        error = await plan.run(self._execute, what, before)
+        if not self._comm.aborted:  # else the plan is lost, whatever has become of it here
+            self._ended(plan, error)
+
+    def _fail(self, error: CommError, cause: CommError | None = None) -> None:
+        """End the plans under way."""
+        error.__cause__ = cause
+        for plan in self._plans.values():
+            plan.error = plan.error or error.about()
+            plan.give_up("the communicator is lost")
+            plan.over.set()
+        self._plans.clear()
+
+    def _heard(self, rank: int, number: int, *plan: Any) -> None:
+        """Rank 0 has given out a plan, or given it up."""
+        if plan:
+            self._begin(number, *plan)
+        elif number in self._plans:  # else its end is on the way to rank 0
+            self._plans[number].give_up("rank 0 has given it up")
+
+    def _ended(self, plan: Plan, error: Exception | None) -> None:
+        """A plan has ended here."""
         raised = trace = ""
-        try:
-            await plan.run(self._execute, what, before)
-        except Exception as error:
-            lines = "".join(traceback.format_exception(error)), "".join(traceback.format_exception_only(error)).strip()
-            trace, raised = (line.encode(errors="backslashreplace").decode() for line in lines)
+        if error is not None:
+            raised, trace = "".join(format_exception_only(error)).strip(), "".join(format_exception(error))
+        texts = (text.encode(errors="backslashreplace").decode() for text in (raised, trace))
+        self._tell([0], plan.number, *texts, plan.in_step())
         del self._plans[plan.number]
-        with contextlib.suppress(CommError):  # it is lost, which ends the worker
-            await self._comm.lane(REPORTS).send_object((plan.number, raised, trace, plan.in_step()), 0)

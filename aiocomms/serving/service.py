@@ -1,30 +1,26 @@
-"""The class ``Service``: one rank of a service, and what becomes of it when the communicator is lost."""
+"""The classes ``Service``, of every rank, and ``Driver``, of rank 0."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from types import TracebackType
-from typing import Self
+import signal
+import threading
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import anyio
 
 from aiocomms.communicator import Communicator
-from aiocomms.errors import ArgumentError, CommError
+from aiocomms.errors import ArgumentError, CommClosedError, CommError, PlanLostError, WorkerError
 from aiocomms.serving.current import CurrentComm
-from aiocomms.serving.driver import Driver
-from aiocomms.serving.plans import Execute, Worker
-from aiocomms.serving.signals import stop_signals
-
-Recover = Callable[[Communicator], Awaitable[Communicator]]
-"""Takes a lost communicator and returns the one that goes on in its place."""
+from aiocomms.serving.plans import Execute, Plan, Recover, Worker
 
 _log = logging.getLogger("aiocomms")
 
 
-class Service:
+class Service(contextlib.AbstractAsyncContextManager["Service"]):
     """One rank of a service: rank 0 drives, every other rank works. ``async with`` closes the communicator at the end.
 
     :param comm: the communicator of all ranks; it is the service's from now on.
@@ -44,13 +40,8 @@ class Service:
         """The communicator of the moment."""
         return self.comm.current
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.current.__aexit__(kind, error, trace)
+    async def __aexit__(self, *raised: Any) -> None:  # noqa: PYI036 - passed on
+        await self.current.__aexit__(*raised)
 
     @contextlib.asynccontextmanager
     async def drive(self, execute: Execute) -> AsyncIterator[Driver]:
@@ -63,20 +54,17 @@ class Service:
         """
         if self.comm.rank != 0:
             raise ArgumentError("rank 0 drives, and the others work()", comm=self.comm.name, rank=self.comm.rank)
+        driver = Driver(self.comm, self._recover, self._numbers, execute)
         failure: BaseException | None = None
-        async with anyio.create_task_group() as tasks:
-            driver = Driver(self.comm, self._numbers, self._replace, execute, tasks)
-            tasks.start_soon(driver._keep)
-            try:
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(driver._serve)
+                await driver._turn.wait()
                 yield driver
                 await driver._drain()
-            except (anyio.get_cancelled_exc_class(), GeneratorExit):
-                raise
-            except BaseException as error:  # raised below, for the group would put it into another
-                failure = error
-            finally:
-                driver._end()
-            tasks.cancel_scope.cancel()
+                tasks.cancel_scope.cancel()
+        except BaseExceptionGroup as group:  # around what the block has raised
+            failure = group.exceptions[0]
         if failure is not None:
             raise failure
 
@@ -90,21 +78,126 @@ class Service:
         :raises ArgumentError: this is rank 0.
         :raises CommError: the communicator was lost, and there is no ``recover``; or what that raises.
         """
-        with stop_signals():
-            while True:
-                comm = self.current
-                if comm.rank == 0:
-                    raise ArgumentError("rank 0 drives, and does not work()", comm=comm.name, rank=0)
-                failure = await Worker(comm, execute).run()
-                if failure is None:
-                    return
-                if not comm.aborted:
-                    raise failure
-                await self._replace(failure)
+        if self.comm.rank == 0:
+            raise ArgumentError("rank 0 drives, and does not work()", comm=self.comm.name, rank=0)
+        with _signals_ignored():
+            await Worker(self.comm, self._recover, self._numbers, execute)._serve()
 
-    async def _replace(self, failure: CommError) -> None:
-        if self._recover is None:
-            _log.error("the service cannot go on: %s", failure)
-            raise failure
-        _log.warning("recovering: %s", failure)
-        self.comm.turn_to(await self._recover(self.current))
+
+@contextlib.contextmanager
+def _signals_ignored() -> Iterator[None]:
+    before = {}
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is not _ignore:
+        before = {number: signal.signal(number, _ignore) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _ignore(number: int, frame: object) -> None:
+    """Do nothing; unlike SIG_IGN it is not passed on to programs that are started."""
+
+
+class Driver(Worker):
+    """Rank 0 of a service, which gives out plans; made by :meth:`Service.drive`."""
+
+    _draining = False
+    _over: Exception | None = None  # why there will be no other communicator
+
+    @property
+    def failure(self) -> CommError | None:
+        """Why no plan can be carried out: the ranks recover, or cannot; None while they can."""
+        failure = self._comm._core.life.failure
+        return None if failure is None else failure.error
+
+    async def run(self, plan: Any) -> Any:
+        """Have every rank carry out a plan at the same time as others, in a lane of its own; any number of tasks.
+
+        Its collectives, messages and objects meet those of this plan only. A cancelled caller leaves it to its end.
+
+        :param plan: what objects may hold, see :meth:`Communicator.send_object`; its tensors are not to be changed.
+        :returns: what ``execute`` returns on this rank, once it has ended on all ranks.
+        :raises WorkerError: it failed on another rank, and was given up on all. What is raised here is raised as it is.
+        :raises PlanLostError: a rank was lost meanwhile, or is not replaced yet.
+        :raises CommClosedError: the driver is ending.
+        :raises ArgumentError: the plan cannot be sent.
+        """
+        return await self._run(plan, in_order=False)
+
+    async def run_in_order(self, plan: Any) -> Any:
+        """The same, but every rank carries these out one after the other, in the order of the calls, and in no lane.
+
+        So its collectives are the communicator's own, which a transport may carry natively. When one fails that has
+        called an op, the ranks are out of step: the communicator is lost.
+        """
+        return await self._run(plan, in_order=True)
+
+    async def ready(self) -> None:
+        """Wait until plans can be carried out, again if ranks were lost.
+
+        :raises CommError: the communicator was lost, and there will be no other; or what ``recover`` has raised.
+        """
+        while self.failure is not None:
+            if self._over is not None:
+                raise self._over
+            await self._turn.wait()
+
+    async def _run(self, what: Any, *, in_order: bool) -> Any:
+        comm = self._comm
+        if self._draining:
+            raise CommClosedError("the driver is ending", comm=comm.name, op="run", rank=0)
+        if self.failure is not None:
+            raise PlanLostError(f"the plan is lost: {self.failure}", comm=comm.name, rank=0) from self.failure
+        number = next(self._numbers)
+        self._tell(range(1, comm.size), number, in_order, what)
+        plan = self._begin(number, in_order, what)
+        await plan.over.wait()
+        if plan.error is not None:
+            raise plan.error
+        return plan.result
+
+    async def _serve(self) -> None:
+        """As every rank does; what goes wrong is raised to those who wait."""
+        try:
+            await super()._serve()
+        except Exception as error:
+            _log.exception("the service cannot go on")
+            self._over = error
+        finally:
+            ended = CommClosedError("the driver has ended", comm=self._comm.name, op="run", rank=0)
+            self._over = self._over or ended
+            self._draining |= self.failure is None
+            self._fail(ended)
+            self._turn.set()
+
+    async def _drain(self) -> None:
+        """Let the plans under way end, and the workers leave."""
+        self._draining = True
+        while self._plans:
+            await next(iter(self._plans.values())).over.wait()
+        await self.ready()
+        self._tell(range(1, self._comm.size))
+
+    def _heard(self, rank: int, number: int, *outcome: Any) -> None:
+        """A worker has ended a plan."""
+        raised, trace, in_step = outcome
+        error = WorkerError(f"plan {number} failed on rank {rank}: {raised}", rank=0, peer=rank) if raised else None
+        if error is not None:
+            error.__cause__ = Exception(f"on rank {rank}:\n{trace}")
+        if number in self._plans:
+            self._ended(self._plans[number], error, rank, in_step)
+
+    def _ended(self, plan: Plan, error: Exception | None, rank: int = 0, in_step: bool = True) -> None:
+        """A rank has ended a plan: the first that fails has it given up on all."""
+        plan.waiting.discard(rank)
+        if error is not None and plan.error is None:
+            plan.error = error
+            plan.give_up(f"it failed on rank {rank}")
+            self._tell(plan.waiting - {0}, plan.number)
+        if not plan.in_step(in_step) and plan.error is not None:  # a thread may wait for ever there
+            self._comm.abort(f"plan {plan.number} failed amid its operations, and ran in no lane: {plan.error}")
+        elif not plan.waiting:
+            del self._plans[plan.number]
+            plan.over.set()

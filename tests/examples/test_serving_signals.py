@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(HANGS, method="signal")
 
 SERVER = """
 import asyncio, contextlib, os, signal, sys
-import torch, uvicorn
+import anyio, torch, uvicorn
 from pathlib import Path
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
@@ -60,7 +60,7 @@ async def answer(request):
     return JSONResponse(await request.app.state.driver.run(request.path_params["plan"]))
 
 async def work():
-    with serving.stop_signals() as told:  # the service takes them too; here they are only reported
+    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as told:  # they do nothing else
         async with serving.Service(await aiocomms.new_comm("c10d")) as service:
             say("rank 1 works")
             reporting = asyncio.create_task(report(told))
@@ -69,7 +69,7 @@ async def work():
     say("rank 1 has left")
 
 async def report(told):
-    await told.wait()
+    await anext(told)
     say("rank 1 was told")
 
 if os.environ["RANK"] == "0":

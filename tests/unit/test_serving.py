@@ -22,7 +22,7 @@ from aiocomms.errors import (
     PlanLostError,
     WorkerError,
 )
-from aiocomms.serving import CurrentComm, Driver, Service, stop_signals
+from aiocomms.serving import CurrentComm, Driver, Service
 from aiocomms.testing import local_world
 
 Make = Callable[[CurrentComm], Callable[..., Awaitable[object]]]
@@ -208,6 +208,31 @@ def test_an_error_here_is_raised_as_it_is(run):
 
     async def main():
         async with local_world(3) as world:
+            await serve(world, make, body)
+
+    run(main)
+
+
+def test_a_lane_of_the_programs_own_is_no_plan_that_was_given_up(run):
+    """Rank 1 gives up a lane within its plan, and carries on: so nobody else tells of rank 0's error."""
+
+    def make(comm):
+        async def execute(plan):
+            if comm.rank:
+                comm.lane(plan).abort("not today")
+                return
+            with comm.lane(plan):
+                await comm.barrier()
+
+        return execute
+
+    async def body(driver):
+        with pytest.raises(LaneAbortedError, match="given up by rank 1: not today"):
+            await driver.run("own")
+        assert driver.failure is None
+
+    async def main():
+        async with local_world(2) as world:
             await serve(world, make, body)
 
     run(main)
@@ -637,20 +662,22 @@ def test_rank_0_drives_and_the_others_work(run):
     run(main)
 
 
-def test_signals_set_the_event_and_are_given_back(run):
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+def test_signals_do_nothing_while_a_worker_works_and_are_given_back(run):
+    numbers = signal.SIGINT, signal.SIGTERM
+
+    async def body(driver):
+        assert (await driver.run((1, torch.ones(1)))).item() == 6.0
+        for number in numbers:
+            signal.raise_signal(number)
+        assert (await driver.run((1, torch.ones(1)))).item() == 6.0
 
     async def main():
-        within = signal.getsignal(signal.SIGINT)
-        with stop_signals() as outer, stop_signals() as inner:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.raise_signal(number)
-            await outer.wait()
-            await inner.wait()
-        assert signal.getsignal(signal.SIGINT) == within
+        before = list(map(signal.getsignal, numbers))
+        async with local_world(3) as world:
+            await serve(world, summing, body)
+        assert list(map(signal.getsignal, numbers)) == before
 
     run(main)
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
 @pytest.mark.parametrize("what", ["all_reduce", "recv_object", "broadcast_object"])

@@ -194,6 +194,35 @@ class Poisoned:
         return int, ("not a number",)
 
 
+@pytest.mark.parametrize("value", [torch.ones(10_007), b"b" * 40_028, "s" * 40_028], ids=lambda v: type(v).__name__)
+@pytest.mark.parametrize("how", ["recv", "broadcast", "all_gather", "gather", "scatter"])
+def test_the_memory_of_what_was_received_needs_no_garbage_collection(run, how, value):
+    """Else hundreds of megabytes pile up, and are given back to the kernel amid a turn of the loop."""
+    calls = {
+        "recv": lambda comm: comm.recv_object(0) if comm.rank else comm.send_object([value], 1),
+        "broadcast": lambda comm: comm.broadcast_object([value], 0),
+        "all_gather": lambda comm: comm.all_gather_object([value]),
+        "gather": lambda comm: comm.gather_object([value], 0),
+        "scatter": lambda comm: comm.scatter_object([[value]] * 2, 0),
+    }
+
+    def left():
+        return sum(type(o) is torch.Tensor and o.numel() == 40_028 for o in gc.get_objects())
+
+    async def main():
+        async with local_world(2) as world:
+            gc.collect()
+            gc.disable()
+            try:
+                await ranks(world, calls[how])
+                while left():  # a thread that has copied holds it until it has ended
+                    await turns()
+            finally:
+                gc.enable()
+
+    run(main)
+
+
 @pytest.mark.parametrize("first", ["send", "receive"])
 def test_pickles_that_fail_harm_nobody_else(run, first):
     async def main():

@@ -123,6 +123,18 @@ def test_none_are_left(run, monkeypatch, missing):
     run(main)
 
 
+def test_who_has_a_call_made_goes_on_before_the_thread_gets_a_core(monkeypatch):
+    """A new thread that waits for a core keeps nobody: neither the loop, nor whoever else has it started."""
+    waiting, calls = [], []
+    monkeypatch.setattr(threads._thread, "start_new_thread", lambda run, args: waiting.append(run))
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: waiting.append(None))
+    threads.call_in_thread(lambda: calls.append("made"), calls.append)
+    (run,) = waiting
+    assert calls == []
+    run()
+    assert calls == ["made", None]
+
+
 @pytest.mark.processes
 def test_the_interpreters_end_waits_for_a_call_that_was_given_up():
     """Not for ever: it is a daemon's. Before Python 3.14 one that came back too late ended the process by SIGABRT."""
