@@ -122,6 +122,8 @@ class Segment {
   }
 
  private:
+  friend struct SegmentInside;  // of the tests
+
   static constexpr int kSlotBits = 24;  // 2 TiB
 
   struct Owner {

@@ -40,30 +40,36 @@ void Engine::open_group(std::uint32_t id, std::vector<std::uint32_t> their_ids, 
   if (hosts.size() != group.peers.size() || their_ids.size() != group.peers.size()) {
     throw std::invalid_argument("there is a number and a host for each rank");
   }
-  std::vector<int> all, leaders, local;
+  std::vector<int> all, leaders;
+  Hosts where;
   for (int rank = 0; rank < static_cast<int>(hosts.size()); ++rank) {
     all.push_back(rank);
-    if (hosts[rank] == static_cast<int>(leaders.size())) leaders.push_back(rank);
+    if (hosts[rank] == static_cast<int>(leaders.size())) {
+      leaders.push_back(rank);
+      where.ranks.emplace_back();
+    }
     if (hosts[rank] < 0 || hosts[rank] >= static_cast<int>(leaders.size())) {
       throw std::invalid_argument("hosts are numbered in the order in which they appear");
     }
-    if (hosts[rank] == hosts[group.rank]) local.push_back(rank);
+    where.ranks[hosts[rank]].push_back(rank);
   }
+  where.here = hosts[group.rank];
+  std::vector<int> local = where.ranks[where.here];
+  where.place = static_cast<int>(std::ranges::find(local, group.rank) - local.begin());
   std::unique_ptr<Shared> shared;
   if (segment >= 0) {
-    const int here = static_cast<int>(std::ranges::find(local, group.rank) - local.begin());
-    shared = std::make_unique<Shared>(segment, here, static_cast<int>(local.size()));
+    shared = std::make_unique<Shared>(segment, where.place, static_cast<int>(local.size()));
     const bool in_place = readable && (pacer_.crowded() || reads_quickly());
     for (int rank : local) {
       if (in_place) shared->pids.push_back(peers_[group.peers[rank]].readable);
     }
   }
-  const int count = static_cast<int>(leaders.size());
   auto wire_between = [&](std::vector<int> ranks) {
     return std::make_unique<Wire>(sender_, inbox_, schedules_, group, std::move(ranks));
   };
   auto wire = wire_between(std::move(all));
-  auto keyed = std::make_unique<Lanes>(group, count == 1 ? segment : -1, sender_, inbox_, schedules_, reports_);
+  auto keyed =
+      std::make_unique<Lanes>(group, leaders.size() == 1 ? segment : -1, sender_, inbox_, schedules_, reports_);
   if (local.front() == group.rank) group.leaders = wire_between(std::move(leaders));
   // Who may not read another's memory takes no offers, so nobody of this host makes any.
   if (!readable) {
@@ -76,7 +82,7 @@ void Engine::open_group(std::uint32_t id, std::vector<std::uint32_t> their_ids, 
   group.their_ids = std::move(their_ids);
   group.local = std::move(local);
   group.leader_of = std::move(hosts);
-  group.hosts = count;
+  group.hosts = std::move(where);
 }
 
 bool Engine::send_frame(int peer, const std::string& frame) {
