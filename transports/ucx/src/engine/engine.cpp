@@ -2,6 +2,7 @@
 #include "engine/engine.hpp"
 
 #include <sched.h>
+#include <sys/resource.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -24,6 +25,13 @@ void relax() {
 
 // The core that this thread is on; glibc reads it from the thread's own memory (rseq).
 std::uint64_t core() { return static_cast<std::uint64_t>(sched_getcpu()); }
+
+// How often another thread has got the core of this one, which could have gone on.
+long switches() {
+  rusage usage{};
+  getrusage(RUSAGE_THREAD, &usage);
+  return usage.ru_nivcsw;
+}
 
 // Whether this process may read another's memory: reading where nothing is fails in another way if it may not.
 bool may_read(pid_t pid) {
@@ -105,11 +113,17 @@ void Engine::start(const std::vector<std::string>& addresses, const std::vector<
 
 // ------------------------------------------------------------------------------------------------------------ a post
 
+Group& Engine::begin_post(std::uint32_t id) {
+  Group& group = opened(id);
+  if (group.shared) group.shared->segment.note_core(core());
+  reports_.make_room();
+  return group;
+}
+
 template <typename Start>
 bool Engine::post(Ticket ticket, std::uint32_t id, const Start& start) {
   std::lock_guard lock(lock_);
-  Group& group = opened(id);
-  reports_.make_room();
+  Group& group = begin_post(id);
   auto op = std::make_unique<Operation>(reports_, group, ticket);
   start(op.get());  // may throw before the op is known to anybody else
   return finish_post(op.release()) != 0;
@@ -118,6 +132,7 @@ bool Engine::post(Ticket ticket, std::uint32_t id, const Start& start) {
 std::uint64_t Engine::finish_post(Operation* op, std::uint64_t began) noexcept {
   std::uint64_t ended = began;
   if (!op->done() && !pacer_.bulk()) ended = spin(*op, began);  // else the thread is at it
+  if (op->done()) pacer_.note_done_at_once();
   // Not if other outcomes came first: the loop hears of those first.
   if (op->is_plain_success() && !ready()) {
     delete op;
@@ -132,7 +147,6 @@ std::uint64_t Engine::finish_post(Operation* op, std::uint64_t began) noexcept {
 std::uint64_t Engine::spin(const Operation& op, std::uint64_t began) noexcept {
   Pacer::Spin spin = pacer_.begin_post(began);
   Segment* segment = op.group.shared ? &op.group.shared->segment : nullptr;
-  if (segment != nullptr) segment->note_core(core());
   auto wanted = [&] {
     if (segment == nullptr) return false;
     const std::uint64_t here = core();
@@ -144,10 +158,23 @@ std::uint64_t Engine::spin(const Operation& op, std::uint64_t began) noexcept {
     const Pacer::Next next = pacer_.after_look(spin, moved, now_ns(), wanted);
     if (next == Pacer::Next::kStop) break;
     if (next == Pacer::Next::kRelax) relax();
-    if (next == Pacer::Next::kYield) sched_yield();
+    if (next == Pacer::Next::kYield) give_core(segment, op, pacer_.may_block(spin));
   }
   pacer_.end_post(spin, op.done());
   return spin.now;
+}
+
+// A yield gives the core to threads of the same scheduling group alone: of this session, or of this container. Where
+// that has given it to nobody, and another rank was last seen on this core, this thread blocks until a rank publishes.
+void Engine::give_core(Segment* segment, const Operation& op, std::uint64_t may_block) noexcept {
+  sched_yield();
+  const long before = std::exchange(switches_, switches());
+  if (switches_ != before || may_block == 0 || segment == nullptr) return;
+  if (!pacer_.crowded() && !segment->shares_core(core())) return;
+  segment->begin_block();
+  if (!advance() && !op.done()) segment->block(may_block);
+  segment->end_block();
+  segment->note_core(core());
 }
 
 // Null: something has matched it, or will have ended it.
@@ -311,7 +338,7 @@ void Engine::progress(std::vector<Outcome>& outcomes, std::vector<Notice>& notic
       break;
     }
   }
-  const Pacer::Visit visit = pacer_.end_visit(ready(), moved);
+  const Pacer::Visit visit = pacer_.end_visit(ready(), moved, reports_.pending() > 0, now_ns());
   if (visit == Pacer::Visit::kParks && reports_.pending() > 0 && !stopping_ && !pacer_.sleeps_well(is_quiet())) {
     wake_thread();
   }

@@ -62,7 +62,7 @@ class Engine : private Inbox::Owner {
              bool crowded, const std::vector<Cookies>& cookies);
   int fileno() const { return reports_.fileno(); }
   bool ready() const { return reports_.ready(); }
-  bool bulk() const { return pacer_.bulk(); }
+  bool parks() const { return pacer_.parks(); }  // see Pacer
 
   // ------------------------------------------------------------------------------------------------- communicators
   std::uint32_t add_group(int rank, std::vector<int> peers);
@@ -99,8 +99,7 @@ class Engine : private Inbox::Owner {
   template <typename Make>
   double collective(Ticket ticket, std::uint32_t id, std::uint64_t fingerprint, const Make& make) {
     std::lock_guard lock(lock_);
-    Group& group = opened(id);
-    reports_.make_room();
+    Group& group = begin_post(id);
     auto op = std::make_unique<Operation>(reports_, group, ticket);
     Task task = make(group, op->unequal);
     const std::uint64_t began = now_ns();
@@ -112,8 +111,7 @@ class Engine : private Inbox::Owner {
   double lane_collective(Ticket ticket, std::uint32_t id, std::uint64_t number, std::uint64_t fingerprint,
                          const Make& make) {
     std::lock_guard lock(lock_);
-    Group& group = opened(id);
-    reports_.make_room();
+    Group& group = begin_post(id);
     auto op = std::make_unique<Operation>(reports_, group, ticket);
     LaneCalls& lane = lanes_of(group).at(number);
     const std::uint64_t began = now_ns();
@@ -171,12 +169,14 @@ class Engine : private Inbox::Owner {
   template <typename Step>
   void change_lanes(std::uint32_t id, const Step& step);  // Step: void (Lanes&)
 
+  Group& begin_post(std::uint32_t id);
   // A post starts its op, and has it finished if that takes no longer than a moment.
   template <typename Start>
   bool post(Ticket ticket, std::uint32_t id, const Start& start);
   // began: when its post was called. Returns when the op was done, ns; 0: it is not.
   std::uint64_t finish_post(Operation* op, std::uint64_t began = now_ns()) noexcept;
   std::uint64_t spin(const Operation& op, std::uint64_t began) noexcept;  // returns when it last looked at the clock
+  void give_core(Segment* segment, const Operation& op, std::uint64_t may_block) noexcept;
   bool withdraw(Request* request);
 
   bool advance() noexcept;  // one look at everything
@@ -225,6 +225,7 @@ class Engine : private Inbox::Owner {
 
   std::mutex closing_;
   bool stopping_ = false;
+  long switches_ = 0;  // of the thread that posts, when it last gave its core away
   const pid_t process_ = getpid();
   std::optional<CudaThread> cuda_;  // if the device is a GPU
   std::thread thread_;
