@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 from programs import UCX, run_sanitized
 
-TESTS = ("parts", "board", "pacer", "inbox", "offers", "windows")
-PARTS = ("engine/closing", "engine/groups", "engine/inbox", "engine/offers", "engine/reports", "engine/request")
+TESTS = ("parts", "board", "pacer", "inbox", "offers", "speeds", "windows")
+PARTS = (
+    *(f"engine/{part}" for part in ("closing", "groups", "inbox", "offers", "reports", "request")),
+    *("collectives/board", "collectives/segment", "net/speeds", "windows/windows"),
+)
 SOURCES = [
     *(UCX / "tests" / f"{name}_test.cpp" for name in TESTS),
-    *(UCX / "src" / f"{part}.cpp" for part in (*PARTS, "windows/windows", "collectives/board", "collectives/segment")),
+    *(UCX / "src" / f"{part}.cpp" for part in PARTS),
 ]
 
 

@@ -64,6 +64,8 @@ class Operator(enum.IntEnum):
 
 def dtype_names() -> tuple[str, ...]: ...
 
+def measure_speeds() -> tuple[int, int]: ...
+
 def create_segment(ranks: int) -> int: ...
 
 class Lanes:
@@ -108,7 +110,7 @@ class Engine:
 
     def address(self) -> bytes: ...
 
-    def start(self, addresses: Sequence[bytes], sockets: Sequence[int], pids: Sequence[int], crowded: bool, cookies: Sequence[tuple[int, int]]) -> None: ...
+    def start(self, addresses: Sequence[bytes], sockets: Sequence[int], pids: Sequence[int], crowded: bool, in_place: bool, cookies: Sequence[tuple[int, int]]) -> None: ...
 
     def fileno(self) -> int: ...
 
@@ -223,6 +225,8 @@ class Shortcuts:
     def window(self, comm: object, info: object, /) -> WindowShortcuts | None: ...
 
 TURNS: int = 16
+
+MEASURED_BYTES: int = 131072
 
 NO_DEVICE: int = -1
 

@@ -53,7 +53,7 @@ void Engine::open_group(std::uint32_t id, std::vector<std::uint32_t> their_ids, 
   if (segment >= 0) {
     const int here = static_cast<int>(std::ranges::find(local, group.rank) - local.begin());
     shared = std::make_unique<Shared>(segment, here, static_cast<int>(local.size()));
-    const bool in_place = readable && (pacer_.crowded() || reads_quickly());
+    const bool in_place = readable && (pacer_.crowded() || reads_in_place_);
     for (int rank : local) {
       if (in_place) shared->pids.push_back(peers_[group.peers[rank]].readable);
     }
