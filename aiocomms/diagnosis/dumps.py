@@ -6,7 +6,6 @@ no contents of tensors, and there are few of them. What goes wrong is said once 
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import itertools
 import logging
@@ -69,8 +68,7 @@ def in_background(call: Callable[[], object]) -> bool:
             complain(f"the flight recorder: {type(error).__name__}: {error}")
 
     try:
-        # Not threading.Thread: its start() takes a lock that the code which a signal has interrupted may hold.
-        start_awaited(lambda awaited: _thread.start_new_thread(awaited, ()), run)
+        start_awaited(run)
     except RuntimeError:
         return False
     return True

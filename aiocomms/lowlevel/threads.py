@@ -64,9 +64,6 @@ async def run_in_thread(call: Callable[[], _T], *, anyhow: bool = False) -> _T:
 def call_in_thread(call: Callable[[], object], then: Callable[[Exception | None], object]) -> None:
     """Have a daemon thread make a blocking call. Where none can be started, it is made here.
 
-    The caller goes on at once. ``threading.Thread`` would keep it until the thread has run, and where others want the
-    cores a new thread waits for one: that held the event loop for some milliseconds.
-
     :param then: called in that thread with what the call has raised.
     """
 
@@ -79,13 +76,25 @@ def call_in_thread(call: Callable[[], object], then: Callable[[Exception | None]
             then(None)
 
     try:
-        start_awaited(lambda run: _thread.start_new_thread(run, ()), target)
+        start_awaited(target)
     except RuntimeError:
         target()
 
 
+def start_awaited(target: Callable[[], None]) -> None:
+    """Start a daemon thread that the interpreter's end waits for, if only for a moment. The caller goes on at once.
+
+    ``threading.Thread`` would keep the caller until the thread has run, and where others want the cores a new thread
+    waits for one: that held the event loop for some milliseconds. And its ``start`` takes a lock that the code which a
+    signal has interrupted may hold.
+
+    :raises RuntimeError: none can be started.
+    """
+    _awaited(lambda run: _thread.start_new_thread(run, ()), target)
+
+
 def _start(target: Callable[[], None]) -> threading.Thread:
-    """Start a daemon thread.
+    """Start such a thread as one that can be joined; this waits until it has run.
 
     :raises RuntimeError: none can be started.
     """
@@ -95,11 +104,11 @@ def _start(target: Callable[[], None]) -> threading.Thread:
         thread.start()
         return thread
 
-    return start_awaited(start, target)
+    return _awaited(start, target)
 
 
-def start_awaited(start: Callable[[Callable[[], None]], _T], target: Callable[[], None]) -> _T:
-    """Start a daemon thread that the interpreter's end waits for, if only for a moment.
+def _awaited(start: Callable[[Callable[[], None]], _T], target: Callable[[], None]) -> _T:
+    """Have the interpreter's end wait, for a moment, for a daemon thread that is started here.
 
     Before Python 3.14, a thread that comes back from C++ once the interpreter is ending is unwound, and C++ that cannot
     be unwound ends the process by SIGABRT. Most calls come back soon after they were given up.

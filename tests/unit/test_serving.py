@@ -44,6 +44,16 @@ async def serve_one(comm, make: Make, body: Callable[[Driver], Awaitable[object]
                 await body(driver)
 
 
+def drive(run, size: int, make: Make, body: Callable[[Driver], Awaitable[object]], recover=None) -> None:
+    """Run ``body(driver)`` as :func:`serve` does, in a world of its own."""
+
+    async def main():
+        async with local_world(size) as world:
+            await serve(world, make, body, recover)
+
+    run(main)
+
+
 def summing(comm):
     """A plan is how often to sum up its tensor over all ranks."""
 
@@ -68,11 +78,7 @@ def test_every_rank_carries_out_plans(run, size, how):
             want = large + n if n == 0 else (size * (large + n) + size * (size - 1) / 2) * size ** (n - 1)
             assert torch.equal(x, want)
 
-    async def main():
-        async with local_world(size) as world:
-            await serve(world, summing, body)
-
-    run(main)
+    drive(run, size, summing, body)
 
 
 def test_plans_overtake_each_other_in_different_orders_on_each_rank(run):
@@ -103,11 +109,7 @@ def test_plans_overtake_each_other_in_different_orders_on_each_rank(run):
                 tasks.start_soon(one, plan)
         assert sorted(started) == [(0, 2.0), (1, 22.0), (2, 42.0)]
 
-    async def main():
-        async with local_world(2) as world:
-            await serve(world, make, body)
-
-    run(main)
+    drive(run, 2, make, body)
 
 
 def test_in_order_means_one_after_the_other_on_every_rank(run):
@@ -206,11 +208,7 @@ def test_an_error_here_is_raised_as_it_is(run):
             await driver.run("nothing")
         assert driver.failure is None
 
-    async def main():
-        async with local_world(3) as world:
-            await serve(world, make, body)
-
-    run(main)
+    drive(run, 3, make, body)
 
 
 def test_a_lane_of_the_programs_own_is_no_plan_that_was_given_up(run):
@@ -231,11 +229,7 @@ def test_a_lane_of_the_programs_own_is_no_plan_that_was_given_up(run):
             await driver.run("own")
         assert driver.failure is None
 
-    async def main():
-        async with local_world(2) as world:
-            await serve(world, make, body)
-
-    run(main)
+    drive(run, 2, make, body)
 
 
 def test_a_plan_in_order_that_fails_before_any_op_fails_alone(run):
@@ -255,11 +249,7 @@ def test_a_plan_in_order_that_fails_before_any_op_fails_alone(run):
         await together(bad, lambda: driver.run_in_order("good"), bad)
         assert await driver.run_in_order("good") == 2.0
 
-    async def main():
-        async with local_world(2) as world:
-            await serve(world, make, body)
-
-    run(main)
+    drive(run, 2, make, body)
 
 
 @pytest.mark.parametrize("where", ["loop", "thread"])
@@ -291,11 +281,7 @@ def test_a_plan_in_order_that_fails_amid_its_ops_takes_the_communicator_and_it_r
         await driver.ready()
         assert await driver.run_in_order("good") == 4.0
 
-    async def main():
-        async with local_world(2) as world:
-            await serve(world, make, body, lambda lost: lost.reconfigure(size=2))
-
-    run(main)
+    drive(run, 2, make, body, lambda lost: lost.reconfigure(size=2))
 
 
 def test_layers_and_the_driver_go_on_after_a_rank_is_lost(run):
@@ -526,11 +512,7 @@ def test_a_model_in_a_thread_gives_up_with_its_plan(run):
         assert ended == ["the lane was given up by rank 1: ValueError: bad"]
         assert await driver.run("good") == 4.0
 
-    async def main():
-        async with local_world(2) as world:
-            await serve(world, make, body)
-
-    run(main)
+    drive(run, 2, make, body)
 
 
 def test_a_worker_that_leaves_is_a_loss(run):
@@ -591,11 +573,7 @@ def test_a_model_in_inference_mode(run):
             assert await driver.run(n) == 3 * n
             assert await driver.run_in_order(n) == 3 * n
 
-    async def main():
-        async with local_world(3) as world:
-            await serve(world, make, body)
-
-    run(main)
+    drive(run, 3, make, body)
 
 
 def test_who_waits_for_a_plan_learns_that_the_driver_has_ended(run):
@@ -643,11 +621,7 @@ def test_a_plan_that_cannot_be_sent_is_refused(run):
             await driver.run(object())
         assert (await driver.run((1, torch.ones(1)))).item() == 3.0
 
-    async def main():
-        async with local_world(2) as world:
-            await serve(world, summing, body)
-
-    run(main)
+    drive(run, 2, summing, body)
 
 
 def test_rank_0_drives_and_the_others_work(run):
