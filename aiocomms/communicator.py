@@ -8,7 +8,6 @@ from datetime import timedelta
 from math import inf
 from pathlib import Path
 from threading import get_ident
-from time import monotonic
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,7 +21,6 @@ from aiocomms.core import Core
 from aiocomms.diagnosis import debug, dumps
 from aiocomms.diagnosis.debug import Debugger
 from aiocomms.diagnosis.leak_guard import LeakGuard, guards
-from aiocomms.diagnosis.recorder import PEERS
 from aiocomms.errors import (
     CommAbortedError,
     CommError,
@@ -65,7 +63,6 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         self.name, self.device, self._seconds = rendezvous.name, rendezvous.device, rendezvous.timeout
         self._rendezvous, self._plan = rendezvous, plan
         self._core = core = Core(rendezvous, transports, plan.options)
-        self._router, self._trace = core.router, core.recorder.trace
         self._children = 0  # communicators split off
         self._portal: Portal | None = None
         self._doors: list[Door] = []  # of portals
@@ -117,52 +114,21 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         core = self._core
         if core.refusing or get_ident() != core.thread:
             raise core.refused(op)
-        seq, kind = core.issued, type(op)
         try:
             op.check(core)
             seconds = self._seconds if timeout is COMM_TIMEOUT else checks.deadline("timeout", timeout)
             if hints is not None:
                 checks.mapping("hints", hints)
-            work: StartedWork[Any] = self._start(op, seq, core, hints)
+            work: StartedWork[Any] = self._start(op, core.issued, core, hints)
         except CommError as error:
             raise error.about(comm=self.name, op=op.name, rank=self.rank) from None
-        core.issued = seq + 1  # and with it, so that no other thread sees one without the other:
-        if (trace := self._trace) is not None:
-            trace.append(kind)
-        if self._pre_hooks:
-            self._pre_hooks.ask(op, seq)
-        core.calls += op.family == "collectives"
-        try:
-            at = self._router[kind](op, work)
-        except BaseException as error:
-            raise core.post_raised(op, error)  # noqa: B904 - it is this error, or caused by it
-        if not work._state:  # done(), without the call
-            return core.keep(work, seconds)
-        if trace is not None:
-            trace.append((at or monotonic()) if kind not in PEERS else core.recorder.row(work))
-        if self._post_hooks or work.fault is not None:
-            core.ended_at_once(work)
-        return work
+        return core.start(work, seconds)
 
     _issue_in_order = _issue
 
     def _posted(self, work: StartedWork[Any], look_after: Callable[[int], object], index: int) -> Work[Any]:
-        """Go on as :meth:`_issue` does with an op that a shortcut has posted, and that has not ended by then.
-
-        :param look_after: the rest of the transport's ``post``, which is called with ``index``.
-        """
-        core, kind = self._core, type(work.op)
-        try:
-            look_after(index)
-        except BaseException as error:
-            raise core.post_raised(work.op, error)  # noqa: B904 - it is this error, or caused by it
-        if not work._state:
-            return core.keep(work, self._seconds)
-        if (trace := self._trace) is not None:
-            trace.append(monotonic() if kind not in PEERS else core.recorder.row(work))
-        if self._post_hooks or work.fault is not None:
-            core.ended_at_once(work)
-        return work
+        """Go on with an op that a shortcut has posted, and that has not ended by then."""
+        return self._core.follow(work, self._seconds, look_after, index)
 
     def lane(self, key: Key) -> Lane:
         """Look at this communicator through a lane, whose operations match those of the same key on the other ranks.

@@ -18,6 +18,7 @@ from threading import RLock, get_ident
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 
 from aiocomms import lifecycle, ops
 from aiocomms.bootstrap.notes import Notes
@@ -32,32 +33,25 @@ from aiocomms.errors import (
     CommClosedError,
     CommError,
     CommTimeoutError,
-    MismatchError,
-    PeerDiedError,
     wrong_thread,
 )
 from aiocomms.families.hooks import Hooks
 from aiocomms.lifecycle import Action, Failure, Life, failure_of
 from aiocomms.lowering.routing import Router
-from aiocomms.lowering.runs import Offload
 from aiocomms.lowering.shortcuts import find_shortcuts
 from aiocomms.lowering.windows import TwoSided
-from aiocomms.lowlevel.threads import call_in_thread
+from aiocomms.posting import Posting
 from aiocomms.progress.driver import Driver, Promise
-from aiocomms.progress.guard import broken, guarded
+from aiocomms.progress.guard import guarded
 from aiocomms.progress.heartbeat import Heartbeat
 from aiocomms.progress.inflight import AGAIN, InFlight, LaneWork, StartedWork
-from aiocomms.shortcuts import Counted
-from aiocomms.transport import Completion, Transport
+from aiocomms.transport import Transport
 
 CLOSE_GRACE = 5.0
 """Seconds that closing waits for ops which are already under way."""
 
-_POISONS = (CommTimeoutError, MismatchError, PeerDiedError)
-"""Errors of one op that end its communicator."""
 
-
-class Core(Counted):
+class Core(Posting):
     """One communicator from the inside; made once its transports are open."""
 
     def __init__(
@@ -78,13 +72,12 @@ class Core(Counted):
         self.transports = list(dict.fromkeys(self.by_family.values()))
         """Each transport once: one may carry several families."""
         self.fast_check = next((t.fast_check for t in self.transports if t.fast_check is not None), None)
-        self.refusing, self.life = False, Life()
+        self.posting, self.refusing, self.life = False, False, Life()
         self._lock = RLock()  # guards every step; a signal handler may abort what it interrupts
         self.notes = Notes(self.transports, self.size)
         self._rendezvous, self._inquiry = rendezvous, Inquiry(self, self.notes)
         self._postmortem: PostMortem | None = None
         self._ended = False
-        """Whether the works that were pending when it was lost have ended."""
         self._closing: Promise | None = None
         self.over = Promise(self.driver)
         """Set when it is known what has become of it: it was lost and its works have ended, or it was closed."""
@@ -96,7 +89,7 @@ class Core(Counted):
         entries = 2 * capacity()
         self.shortcuts = None if debug.asked_for() else find_shortcuts(self, self.by_family, entries)
         self.recorder = Recorder(self, self.in_flight, entries, self.shortcuts)
-        self._ring = self.recorder.ring
+        self.trace = self._ring = self.recorder.ring
         self._spinning = [t for t in self.transports if t.capabilities.spin]
         self._serve()
 
@@ -123,96 +116,6 @@ class Core(Counted):
         if error is None:
             return wrong_thread(f"{op.name} on '{self.name}'")
         return error.about(comm=self.name, op=op.name, rank=self.rank)
-
-    # ------------------------------------------------------------------------------------------------ works
-
-    def post(self, op: ops.Op, work: Completion) -> None:
-        """Hand one message of a lowered op to the transport that carries it.
-
-        :raises CommError: it could not be posted; it names the transport if that has raised another exception.
-        """
-        try:
-            self.router[type(op)](op, work)
-        except CommError:
-            raise
-        except Exception as error:
-            if (transport := self.router.carrier(op)) is None:
-                raise
-            raise broken(transport, "post", error) from error
-
-    def offload(self, op: Offload, work: Completion) -> None:
-        """See :meth:`Poster.offload`."""
-
-        def ended(error: Exception | None) -> None:
-            if error is None:
-                work.complete()
-            else:
-                failure = error if isinstance(error, CommError) else CommError(f"{type(error).__name__}: {error}")
-                work.fail(failure)
-
-        call_in_thread(op.call, lambda error: self.driver.call_threadsafe(ended, error))
-
-    def post_raised(self, op: ops.Op, error: BaseException) -> BaseException:
-        """What the caller of an op gets that could not be posted: nothing of it was sent.
-
-        A transport that raises another exception than a :class:`CommError` is broken, and the communicator is lost.
-        """
-        self.calls -= op.family == "collectives"  # the other ranks' next collective is this one's next, too
-        return self.not_posted(op, error, self.name)
-
-    def not_posted(self, op: ops.Op, error: BaseException, comm: str) -> BaseException:
-        """The same of an op that is not counted.
-
-        :param comm: what it was called on.
-        """
-        if isinstance(error, CommError):
-            return error.about(comm=comm, op=op.name, rank=self.rank)
-        transport = self.router.carrier(op)
-        if transport is None or not isinstance(error, Exception):
-            return error
-        failure = broken(transport, "post", error)
-        self.lose(failure)
-        return failure.about(comm=self.name, op=op.name, rank=self.rank)
-
-    def keep(self, work: StartedWork[Any], seconds: float) -> StartedWork[Any]:
-        """Note that an op was posted and is pending.
-
-        :returns: the work.
-        """
-        self.in_flight.add(work, seconds)
-        for transport in self._spinning:
-            self.driver.poll_soon(transport)
-        if self._ended:  # it was called before that
-            self.driver.call_soon(self._end_works)
-        return work
-
-    def settled(self, work: StartedWork[Any], error: CommError | None = None) -> None:
-        """Record and forget a pending work that has just become done, or failed with ``error``."""
-        self._ring.append(self.recorder.row(work, self.in_flight.remove(work), error))
-        if self.post_hooks or work.fault is not None:
-            self.after(work)
-
-    def after(self, work: StartedWork[Any]) -> None:
-        """Call the hooks of an op that has ended; an error that concerns all ranks ends the communicator."""
-        fault = work.fault
-        if self.post_hooks:
-            self.post_hooks.call(self.driver, work)
-        if isinstance(fault, _POISONS) or (isinstance(fault, CommAbortedError) and work.op.family == "collectives"):
-            self.lose(fault)
-
-    def ended_at_once(self, work: StartedWork[Any]) -> None:
-        """Record an op that has failed, or is watched by hooks, and ended within its call."""
-        if work.fault is not None:
-            self._ring.append(self.recorder.row(work, None, work.error))
-        self.after(work)
-
-    def withdraw(self, work: Completion) -> bool:
-        """Take an unmatched receive or wait back from its transport."""
-        return self.router.withdraw(work)
-
-    def order_stream(self, work: StartedWork[Any], stream: Any) -> None:
-        """Make a CUDA stream wait for a work."""
-        self.by_family[work.op.family].wait_stream(work, stream)
 
     # ----------------------------------------------------------------------------------------------- losing
 
@@ -352,6 +255,9 @@ class Core(Counted):
         with self._lock:
             self.life, actions = lifecycle.close(self.life)
             self.refusing = True
+        with anyio.CancelScope(shield=True):  # a moment: then what other threads post is in flight, or done
+            while self.shortcuts is not None and self.shortcuts.posting:
+                await anyio.lowlevel.checkpoint()
         if Action.WITHDRAW not in actions:
             return
         assert self.life.closed is not None

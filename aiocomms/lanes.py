@@ -6,17 +6,14 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from math import inf
 from threading import get_ident
-from time import monotonic
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 
 from aiocomms.core import Core
-from aiocomms.diagnosis.recorder import PEERS
 from aiocomms.errors import CommClosedError, CommError, as_reason, wrong_thread
 from aiocomms.families.collectives import Collectives
-from aiocomms.families.hooks import Hooks
 from aiocomms.families.objects import Objects
 from aiocomms.families.p2p import PointToPoint
 from aiocomms.lowering.lanes import Key, number_of
@@ -41,8 +38,6 @@ class Viewed(Protocol):
     _seconds: float
     _shortcuts: Any
     _start_within: Callable[..., LaneWork[Any]]
-    _pre_hooks: Hooks
-    _post_hooks: Hooks
 
     def _follow_lanes(self) -> None: ...
 
@@ -192,45 +187,20 @@ class Lane(PointToPoint, Collectives, Objects):
         """As a communicator does, but that its collectives are not counted."""
         comm, core = self._comm, self._core
         number, words = self._known or self._begin()
-        seq, kind = core.issued, type(op)
         try:
             if core.refusing or self._closed or number in core.given_up or get_ident() != core.thread:
                 raise self._refused(op)
             op.check(core)
             own = comm._seconds if self._own is None else self._own
             seconds = own if hints is None and timeout is COMM_TIMEOUT else self._asked(hints, timeout)
-            work: LaneWork[Any] = comm._start_within(op, seq, core, hints, number=number, lane=words)
+            work: LaneWork[Any] = comm._start_within(op, core.issued, core, hints, number=number, lane=words)
         except CommError as error:
             raise error.about(comm=f"{comm.name}, lane {words}", op=op.name, rank=self.rank) from error.__cause__
-        core.issued, core.laned = seq + 1, core.laned + 1
-        (recorder := core.recorder).lanes.append((seq, words))
-        recorder.ring.append(kind)
-        if comm._pre_hooks:
-            comm._pre_hooks.ask(op, seq)
-        try:
-            at = core.router.within[kind](op, number, work)
-        except BaseException as error:
-            raise core.not_posted(op, error, work._comm_name())  # noqa: B904 - it is this error, or caused by it
-        if not work._state:  # done(), without the call
-            return core.keep(work, seconds)
-        recorder.ring.append((at or monotonic()) if kind not in PEERS else recorder.row(work))
-        if comm._post_hooks or work.fault is not None:
-            core.ended_at_once(work)
-        return work
+        return core.start(work, seconds, words)
 
     def _posted(self, work: LaneWork[Any], look_after: Callable[[int], object], index: int) -> Work[Any]:
         """Go on as :meth:`Communicator._posted` does; a message was given to :meth:`_adopted` before."""
-        core, kind = self._core, type(work.op)
-        try:
-            look_after(index)
-        except BaseException as error:
-            raise core.not_posted(work.op, error, work._comm_name())  # noqa: B904 - it is this error, or caused by it
-        if not work._state:
-            return core.keep(work, self._seconds)
-        core.recorder.ring.append(monotonic() if kind not in PEERS else core.recorder.row(work))
-        if self._comm._post_hooks or work.fault is not None:
-            core.ended_at_once(work)
-        return work
+        return self._core.follow(work, self._seconds, look_after, index)
 
     def _adopted(self, work: LaneWork[Any], part: Part) -> None:
         """Go on with a message that a shortcut has posted."""

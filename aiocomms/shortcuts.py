@@ -10,7 +10,7 @@ from typing import Any, Protocol
 class Counted:
     """What the core and shortcuts count together, in slots, which native code reads and writes in place."""
 
-    __slots__ = ("calls", "issued", "laned", "refusing")
+    __slots__ = ("calls", "issued", "laned", "posting", "refusing")
 
     issued: int
     """Ops called."""
@@ -18,6 +18,8 @@ class Counted:
     """Collectives called, but those of lanes; of these all ranks call the same number."""
     laned: int
     """Ops of lanes called."""
+    posting: bool
+    """Whether the loop's thread is between an op's number and what it records of it: no other thread counts then."""
     refusing: bool
     """Whether ops are refused: the one thing that an op which starts needs to know."""
 
@@ -57,8 +59,8 @@ class Ring(Protocol):
 class Shortcuts(Protocol):
     """Native code that starts plain ops of one communicator in one call.
 
-    What is plain: plain tensors, operators and numbers, the loop's thread, no hints and no deadline of its own, no
-    hooks, and nothing that refuses ops. Such a call does at once what the core does of it, and
+    What is plain: plain tensors, operators and numbers, the loop's thread (but in :meth:`post`), no hints and no
+    deadline of its own, no hooks, and nothing that refuses ops. Such a call does at once what the core does of it, and
     :meth:`aiocomms.transport.Transport.post`. Of any other nothing has happened, and the Python method runs: Python
     decides everything else, and makes every error.
     """
@@ -86,6 +88,22 @@ class Shortcuts(Protocol):
         """From now on start the communicator's ops on its current lane.
 
         :param current: None, or a tuple of a lane and what was current before.
+        """
+
+    @property
+    def posting(self) -> int:
+        """How many ops of other threads are being posted, and not known to anybody else yet."""
+
+    def post(self, target: Any, op: Any, keeper: Any, /) -> Any:
+        """Start a plain op on another thread than the loop's, after that thread's earlier ones.
+
+        Of one that is pending ``keeper._kept(on, work, look_after, index)`` is called on that thread, before anybody
+        hears of its end: to keep it, and to have ``look_after(index)`` called on the loop's thread. ``on`` is the
+        target, or the lane that is current there.
+
+        :param target: the communicator or lane that it was called on.
+        :param op: its record, which has been checked.
+        :returns: its work, done or pending; None: nothing has happened.
         """
 
     def record(self, whether: bool) -> None:

@@ -71,9 +71,10 @@ async def recorded(transport: str) -> dict[str, Any]:
     tensor = torch.ones(2)
     samples: dict[str, list[float]] = {name: [] for name in ("with", "without")}
     async with aiocomms.new_comm(transport) as comm:
-        traces = {"with": comm._trace, "without": None}
+        core = comm._core
+        traces = {"with": core.trace, "without": None}
         for _ in range(4 * ROUNDS):
-            for name, comm._trace in traces.items():
+            for name, core.trace in traces.items():
                 if comm._shortcuts is not None:
                     comm._shortcuts.record(name == "with")
                 samples[name].append(await batch(lambda: comm.all_reduce(tensor), BATCH))

@@ -206,9 +206,6 @@ class Recorder:
         has numbers, a :meth:`row`."""
         self.lanes: Ring = deque(maxlen=self.size) if shortcuts is None else shortcuts.lanes
         """Of each op of a lane its number and the lane's key, in words."""
-        self.trace: Ring | None = self.ring
-        """Where ops that end within their call are recorded. A benchmark sets the communicator's reference to None, to
-        measure what that costs."""
         _learn(Op)
 
     @property

@@ -24,6 +24,7 @@ class Door:
         self._process = os.getpid()
         self._calls: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._waker = Waker()
+        self._serving = False
         self.closed = False
         if get_ident() == core.thread:
             self._attach()
@@ -40,6 +41,11 @@ class Door:
             self._waker.wake()
         if self.closed:
             self.progress()
+
+    @property
+    def idle(self) -> bool:
+        """Whether all that was put has been called; in this order, for a call leaves the queue while it is served."""
+        return not self._calls and not self._serving
 
     def elsewhere(self, what: str) -> None:
         """Refuse what blocks, on the loop's own thread.
@@ -79,7 +85,8 @@ class Door:
         """Make the calls that wait: those that are there now, for the loop has others to serve, too."""
         if not self.closed:
             self._waker.clear()
-        calls = self._calls
+        calls, before = self._calls, self._serving
+        self._serving = True
         try:
             for _ in range(len(calls)):
                 try:
@@ -88,6 +95,7 @@ class Door:
                     break
                 call(*args)
         finally:
+            self._serving = before
             if calls and not self.closed:
                 self._waker.wake()
         return True

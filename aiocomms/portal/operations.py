@@ -65,7 +65,7 @@ class Operations(Issuer):
     def _issue(  # type: ignore[override]
         self, op: Op, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT
     ) -> BlockingWork[Any]:
-        """Check an op, hand it to the loop, and return its work."""
+        """Check an op, post it or hand it to the loop, and return its work."""
         if self._core.refusing:
             raise self._core.refused(op)
         self._door.elsewhere(op.name)
@@ -76,7 +76,8 @@ class Operations(Issuer):
             work: BlockingWork[Any] = BlockingWork(self._target, self._where, self._door, op, hints, timeout)
         except CommError as error:
             raise error.about(comm=self._where, op=op.name, rank=self.rank) from None
-        self._door.put(work._begin)
+        if hints is not None or timeout is not COMM_TIMEOUT or not work._posted():
+            self._door.put(work._begin)
         return work
 
 

@@ -256,7 +256,45 @@ class BlockingWork(Pending, Generic[T_co]):
             self._block(None)
         return isinstance(self._outcome(), WorkCancelledError)
 
+    # ------------------------------------------------------------------------------------ on the thread that calls it
+
+    def _posted(self) -> bool:
+        """Post it here, if shortcuts do so, and nothing that was called before waits for the loop."""
+        shortcuts, door = self._comm._shortcuts, self._door
+        if shortcuts is None or not door.idle:
+            return False
+        try:
+            work = shortcuts.post(self._comm, self.op, self)
+        except Exception as error:
+            raise door.core.not_posted(self.op, error, self._where) from error
+        if work is None:
+            return False
+        self._taken()
+        if self._work is None:  # it is not kept, for it has ended: nobody else hears of that
+            self._work = work
+            if work.fault is None and not door.core.post_hooks:
+                self._over = True
+            else:  # another thread has just registered a hook; or the loop has found that the op cannot be done
+                door.put(self._ended_at_once)
+        return True
+
+    def _kept(self, on: Any, work: StartedWork[Any], look_after: Callable[[int], object], index: int) -> None:
+        """See :meth:`aiocomms.shortcuts.Shortcuts.post`."""
+        self._work, core = work, self._door.core
+        self._seconds = on._seconds
+        self._until = monotonic() + self._seconds
+        work._waiting().waiting.append(_Listener(self))
+        core.keep_elsewhere(work, self._seconds)
+        core.driver.call_threadsafe(
+            core.look_after, look_after, index
+        )  # and not by the door: the next call need not wait
+
     # --------------------------------------------------------------------------------------- on the loop's thread
+
+    def _ended_at_once(self) -> None:
+        assert self._work is not None
+        self._door.core.ended_at_once(self._work)
+        self._ended()
 
     def _begin(self) -> None:
         asked = self._taken()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple, Protocol
@@ -215,6 +216,7 @@ class InFlight:
         self._owner = owner
         self._heartbeat = heartbeat
         self._queues: dict[float, Queue] = {}
+        self._adding = threading.RLock()  # a queue must not be dropped while another thread adds to it
         self._drained: Promise | None = None
         watchdog.register(self)
         memory.register(self)
@@ -235,15 +237,16 @@ class InFlight:
         return flying
 
     def add(self, work: StartedWork[Any], seconds: float) -> None:
-        """Keep a work, and watch its deadline, ``seconds`` from now; infinity: it has none."""
-        queue = self._queues.get(seconds)
-        if queue is None:
-            self._queues = {s: q for s, q in self._queues.items() if q}
-            queue = self._queues[seconds] = Queue(seconds)
-        now = queue[work] = time.monotonic()
-        work.queue = queue
+        """Keep a work, and watch its deadline, ``seconds`` from now; infinity: it has none. On any thread."""
         if not work.op.moves:
             work.hold()
+        with self._adding:
+            queue = self._queues.get(seconds)
+            if queue is None:
+                self._queues = {s: q for s, q in self._queues.items() if q}
+                queue = self._queues[seconds] = Queue(seconds)
+            now = queue[work] = time.monotonic()
+            work.queue = queue
         period = self._heartbeat.period
         look = now + seconds if seconds < period else now + period
         if look < watchdog.wakes_at:

@@ -123,7 +123,7 @@ async def overhead(comm: Communicator, _: Ready, nbytes: int, ops: int, bare: bo
     child = await comm.split(range(comm.size))
     assert child is not None
     if bare:
-        child._trace = None
+        child._core.trace = None
         if child._shortcuts is not None:
             child._shortcuts.record(False)
     tensor = torch.zeros(nbytes // 4)

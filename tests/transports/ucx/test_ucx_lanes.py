@@ -227,7 +227,7 @@ async def give_up_amid(place: Rank) -> int:
         await comm.barrier()
         lanes = transport_of(comm, "collectives").lanes
         assert not lanes.pending
-        assert not lanes._given_up
+        assert not lanes.given_up
         assert not comm._core.in_flight
     return done
 

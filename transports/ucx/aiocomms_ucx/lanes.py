@@ -9,6 +9,7 @@ from aiocomms.errors import CommError, MismatchError
 from aiocomms.lowlevel import closed_by
 from aiocomms.transport import Completion, Transport, conclude
 from aiocomms_ucx import wire
+from aiocomms_ucx._engine import LaneQueues
 from aiocomms_ucx.collectives import START, describe
 from aiocomms_ucx.status import DONE, DROPPED, error_of
 
@@ -26,9 +27,10 @@ class LaneCollectives:
         self._transport = transport
         self._size = transport.size
         self._calls = transport.engine.lanes(transport.group)
-        self.pending: dict[int, list[Completion]] = {}
-        """The collectives that are not done, in the order of the calls."""
-        self._given_up: dict[int, CommError] = {}  # why, of lanes whose collectives the engine has not dropped yet
+        self.pending = LaneQueues()
+        """The collectives that are not done, in the order of the calls; other threads add to them, too."""
+        self.given_up: dict[int, CommError] = {}
+        """Why, of lanes whose collectives the engine has not dropped yet."""
         self._told: set[int] = set()  # lanes of which this rank has told what it calls
         self._disagreeing: dict[int, int] = {}  # lanes in which a rank calls something else than this one, and which
         self._said: dict[tuple[int, int], str] = {}  # what ranks say that they call, by lane and rank
@@ -51,7 +53,7 @@ class LaneCollectives:
 
     def _keep(self, work: Completion, lane: int) -> None:
         """Keep a collective, and with it its tensors, until it is done."""
-        self.pending.setdefault(lane, []).append(work)
+        self.pending.add(lane, work)
         self._transport.shared.pending[id(work)] = (self, work, lane)
 
     def _follow(self, work: Completion, lane: int) -> None:
@@ -69,14 +71,9 @@ class LaneCollectives:
 
     def finish(self, work: Completion, lane: int, status: int, a: int, b: int) -> None:
         """Complete a collective that has ended. Its work may be done already: the engine also reports abandoned ops."""
-        given_up = self._given_up.get(lane)
-        pending = self.pending.get(lane)
-        if pending is not None:
-            if work in pending:
-                pending.remove(work)
-            if not pending:
-                del self.pending[lane]
-                self._given_up.pop(lane, None)
+        given_up = self.given_up.get(lane)
+        if self.pending.remove(lane, work):
+            self.given_up.pop(lane, None)
         if given_up is not None:
             conclude(work, given_up)
         if work.done() or status == DROPPED:
@@ -90,7 +87,7 @@ class LaneCollectives:
         """See :meth:`Transport.give_up_lane`. The engine drops what is pending, or ends it, and its works end then."""
         transport = self._transport
         if lane in self.pending:
-            self._given_up[lane] = error
+            self.given_up[lane] = error
             transport.engine.give_up_lane(transport.group, lane)
             if transport.engine.ready:
                 transport.shared.progress()
@@ -112,15 +109,15 @@ class LaneCollectives:
 
     def _first(self, lane: int) -> Completion | None:
         """The collective that is under way in a lane."""
-        pending = self.pending.get(lane)
-        return None if pending is None or pending[0].done() else pending[0]
+        first: Completion | None = self.pending.first(lane)
+        return None if first is None or first.done() else first
 
     # ----------------------------------------------------------------------------- what cannot complete any more
 
     def left(self, rank: int, lane: int) -> None:
         """Handle that a rank has closed the communicator which the collective under way in a lane needs."""
         work = self._first(lane)
-        if work is not None and lane not in self._given_up:
+        if work is not None and lane not in self.given_up:
             work.fail(closed_by(rank))
 
     def disagrees(self, rank: int, lane: int) -> None:

@@ -64,7 +64,7 @@ class Handle:
 class Windows:
     """The windows of one communicator."""
 
-    __slots__ = ("__dict__", "__weakref__", "behind")  # the last for shortcuts
+    __slots__ = ("__dict__", "__weakref__", "behind", "posting")  # the last two for shortcuts
 
     record: int = 2048
     """Bytes of the record in which a rank describes its part. UCX's keys take a few hundred bytes at most."""
@@ -80,6 +80,8 @@ class Windows:
         self.behind: deque[Completion] | None = None
         """The collectives behind a window that closes, and waits for its one-sided operations before it can take its
         place among the collectives; None: no window does that."""
+        self.posting = False
+        """Whether they are being posted."""
 
     def post(self, op: Any, work: Completion) -> None:
         """Start a one-sided operation, or the opening or closing of a window."""
@@ -264,13 +266,17 @@ class Windows:
 
     def _post_behind(self) -> None:
         """Post the collectives behind a window that has taken its place, up to another one that has not."""
-        behind, self.behind = self.behind, None
-        while behind and self.behind is None:
-            work = behind.popleft()
-            if not work.done():
-                self._transport.hand_over(work.op, work)
-        if behind:
-            self.behind = behind
+        self.posting = True
+        try:
+            behind, self.behind = self.behind, None
+            while behind and self.behind is None:
+                work = behind.popleft()
+                if not work.done():
+                    self._transport.hand_over(work.op, work)
+            if behind:
+                self.behind = behind
+        finally:
+            self.posting = False
 
     def _forget(self, handle: Handle) -> None:
         transport = self._transport

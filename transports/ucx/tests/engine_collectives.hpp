@@ -60,6 +60,10 @@ struct Comm {
   template <class Make>
   Ticket collective(std::uint64_t mark, Make make) {
     return rank.post([&](Ticket ticket) {
+      const auto elsewhere = rank.post_elsewhere(group, [&](Elsewhere& place) {
+        lane ? place.collective(ticket, *lane, mark, make) : place.collective(ticket, group, mark, make);
+      });
+      if (elsewhere) return *elsewhere;
       Counting counting;
       if (lane) return rank.engine->lane_collective(ticket, group, *lane, mark, make) != 0;
       return rank.engine->collective(ticket, group, mark, make) != 0;

@@ -38,13 +38,21 @@ constexpr int kInt32 = 4;  // as DType has it
 
 Ticket post_send(Comm& comm, const Ints& data, int dst, std::int64_t tag) {
   return comm.rank.post([&](Ticket ticket) {
-    return comm.rank.engine->send(ticket, comm.group, data.data(), data.size() * 4, dst, 0, tag, kInt32);
+    const auto post = [&](auto& place) {
+      return place.send(ticket, comm.group, data.data(), data.size() * 4, dst, 0, tag, kInt32);
+    };
+    const auto elsewhere = comm.rank.post_elsewhere(comm.group, post);
+    return elsewhere ? *elsewhere : post(*comm.rank.engine);
   });
 }
 
 Ticket post_recv(Comm& comm, Ints& data, int src, std::int64_t tag, int dtype = kInt32) {
   return comm.rank.post([&](Ticket ticket) {
-    return comm.rank.engine->recv(ticket, comm.group, data.data(), data.size() * 4, src, 0, tag, dtype);
+    const auto post = [&](auto& place) {
+      return place.recv(ticket, comm.group, data.data(), data.size() * 4, src, 0, tag, dtype);
+    };
+    const auto elsewhere = comm.rank.post_elsewhere(comm.group, post);
+    return elsewhere ? *elsewhere : post(*comm.rank.engine);
   });
 }
 

@@ -29,7 +29,7 @@
 #include <utility>
 #include <vector>
 
-#include "engine/engine.hpp"
+#include "engine/elsewhere.hpp"
 
 namespace aiocomms {
 
@@ -102,6 +102,24 @@ class Rank {
     const Ticket ticket = ++last_ticket_;
     if (call(ticket)) done_[ticket] = {ticket, Status::kDone, {}};
     return ticket;
+  }
+  // Now and then another thread posts, by `begin`, while this one goes on as a loop does; then it returns whether the
+  // op is done. None: this thread is to post.
+  template <class Begin>
+  std::optional<bool> post_elsewhere(std::uint32_t group, Begin begin) {
+    if (random.below(4) != 0 || allocations_until_failure > 0) return {};
+    Elsewhere place(*engine, group);
+    std::atomic<bool> over = false;
+    std::optional<bool> done;
+    std::thread thread([&] {
+      begin(place);
+      if (place.placed()) done = place.finish() != 0;
+      place.leave();
+      over = true;
+    });
+    while (!over) turn();
+    thread.join();
+    return done;
   }
   bool ended(Ticket ticket) const { return done_.contains(ticket); }
   const Outcome& outcome(Ticket ticket) const { return done_.at(ticket); }

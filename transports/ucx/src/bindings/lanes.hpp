@@ -19,6 +19,15 @@ struct InLanes {
   double collective(Ticket ticket, std::uint64_t lane, std::uint64_t fingerprint, const Make& make) {
     return engine.lane_collective(ticket, group, lane, fingerprint, make);
   }
+  // Messages are the communicator's, by tags of the lane.
+  template <typename... Args>
+  bool send(Args... args) {
+    return engine.send(args...);
+  }
+  template <typename... Args>
+  bool recv(Args... args) {
+    return engine.recv(args...);
+  }
 };
 
 // The tag of a lane's messages in place of the user's, as tag_of of aiocomms/lowering/lanes.py makes it.
@@ -44,9 +53,14 @@ struct Caller {
   nanobind::object self;   // goes on with what is pending
   nanobind::object known;  // of a lane its number and its key in words; null: it is no lane
   std::uint64_t lane = 0;  // the number
+  // Of a call by another thread than the loop's: the op's record, and what is told that it is pending.
+  PyObject* record = nullptr;
+  PyObject* keeper = nullptr;
+  mutable bool busy = false;  // the engine was, and nothing has happened
 
   explicit operator bool() const { return static_cast<bool>(self); }
   bool in_lane() const { return static_cast<bool>(known); }
+  bool elsewhere() const { return record != nullptr; }
   PyObject* number() const { return PyTuple_GET_ITEM(known.ptr(), 0); }
   PyObject* words() const { return PyTuple_GET_ITEM(known.ptr(), 1); }
 };

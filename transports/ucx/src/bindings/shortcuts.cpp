@@ -8,6 +8,10 @@
 // Until the engine has an op nothing is changed that cannot be taken back; and no code of Python's runs between the
 // last look at what makes a call plain and the engine's having it, but that of other threads while the interpreter's
 // lock is let go of around the engine's call (bindings.cpp).
+//
+// Other threads than the loop's start ops so, too (Shortcuts::post): the number, the record and a collective's place in
+// the engine are one step, within which they have the interpreter's lock, and which does not begin while the loop is
+// amid its own. So numbers, records and places are in one order, and the loop finds none of it half done.
 #include "bindings/shortcuts.hpp"
 
 #include <nanobind/stl/string.h>
@@ -24,12 +28,14 @@
 
 #include "bindings/arguments.hpp"
 #include "bindings/calls.hpp"
+#include "bindings/lane_queues.hpp"
 #include "bindings/lanes.hpp"
 #include "bindings/ring.hpp"
 #include "bindings/slots.hpp"
 #include "bindings/tensors.hpp"
 #include "bindings/unlocked.hpp"
 #include "bindings/window_shortcuts.hpp"
+#include "engine/elsewhere.hpp"
 #include "engine/engine.hpp"
 
 namespace nb = nanobind;
@@ -38,6 +44,7 @@ namespace aiocomms {
 namespace {
 
 constexpr int kArguments = 3;  // of a method that has a shortcut, at most
+constexpr int kTries = 3;      // of another thread to have the engine's lock beside the interpreter's
 
 // What is asked for by name on the way, as Python keeps it.
 struct Names {
@@ -46,6 +53,7 @@ struct Names {
   PyObject* ended_at_once = PyUnicode_InternFromString("ended_at_once");
   PyObject* begin = PyUnicode_InternFromString("_begin");
   PyObject* adopted = PyUnicode_InternFromString("_adopted");
+  PyObject* kept = PyUnicode_InternFromString("_kept");
 };
 
 const Names& names() {
@@ -219,15 +227,18 @@ class Shortcuts {
               nb::cast(new Ring(entries), nb::rv_policy::take_ownership),
               transport.attr("lanes"),
               transport.attr("lanes").attr("pending"),
+              transport.attr("lanes").attr("given_up"),
               line.attr("given_up"),
               nb::cast(new Ring(entries / 2), nb::rv_policy::take_ownership)},
         issued_(line.type(), "issued"),
         laned_(line.type(), "laned"),
         called_(line.type(), "calls"),
         refusing_(line.type(), "refusing"),
+        posts_(line.type(), "posting"),
         failure_(transport.type(), "_failure"),
         calls_(transport.type(), "_calls"),
         behind_(windows.type(), "behind"),
+        posts_behind_(windows.type(), "posting"),
         ring_(nb::inst_ptr<Ring>(held_[kRing])) {
     for (auto [name, kind] : {std::pair{"all_reduce", &all_reduce_},
                               {"all_gather_single", &all_gather_single_},
@@ -243,6 +254,19 @@ class Shortcuts {
       const nb::object found = kinds[name];
       *kind = {nb::object(found[0]), nb::cast<int>(found[1])};
     }
+    using Names = std::vector<const char*>;
+    using Form = std::tuple<const Kind*, Call, Names>;
+    for (const auto& [kind, call, names] :
+         {Form{&all_reduce_, &Shortcuts::all_reduce, {"tensor", "op"}},
+          Form{&all_gather_single_, &Shortcuts::all_gather_single, {"output", "input"}},
+          Form{&barrier_, &Shortcuts::barrier, {}}, Form{&broadcast_, &Shortcuts::broadcast, {"tensor", "root"}},
+          Form{&recv_, &Shortcuts::recv, {"tensor", "src", "tag", "channel"}},
+          Form{&reduce_scatter_single_, &Shortcuts::reduce_scatter_single, {"output", "input", "op"}},
+          Form{&send_, &Shortcuts::send, {"tensor", "dst", "tag", "channel"}}}) {
+      Record record{kind, call, {}};
+      for (const char* name : names) record.fields.emplace_back(kind->record, name);
+      records_.push_back(std::move(record));
+    }
     for (nb::handle it : operators) {
       operators_.push_back({nb::object(it[0]), nb::cast<int>(it[1]), nb::cast<std::uint32_t>(it[2])});
     }
@@ -251,6 +275,8 @@ class Shortcuts {
   nb::object ring() const { return held_[kRing]; }
   nb::object lanes() const { return held_[kLaneRing]; }
   bool windows() const { return windows_; }
+  // How many other threads' ops are between their first step and their last.
+  int posting() const { return elsewhere_; }
   void record(bool whether) { ring_ = whether ? nb::inst_ptr<Ring>(held_[kRing]) : nullptr; }
   // Works are made of the classes that have `__await__` of a shortcut. windows: whether they have shortcuts, too.
   void use(nb::object work, nb::object lane_work, nb::object part, bool windows) {
@@ -348,21 +374,46 @@ class Shortcuts {
   }
 
   PyObject* send(const Caller& caller, Arguments args, Py_ssize_t count) {
-    return message(caller, send_, args, count, false, [&](Ticket ticket, const View& data, int peer, std::int64_t tag) {
-      return engine_.send(ticket, group_, data.data, data.bytes(), peer, kUser, tag, static_cast<int>(data.dtype));
+    return message(caller, send_, args, count, false, [&](auto& place, auto ticket, const View& data, auto... where) {
+      return place.send(ticket, group_, data.data, data.bytes(), where..., static_cast<int>(data.dtype));
     });
   }
 
   PyObject* recv(const Caller& caller, Arguments args, Py_ssize_t count) {
-    return message(caller, recv_, args, count, true, [&](Ticket ticket, const View& data, int peer, std::int64_t tag) {
-      return engine_.recv(ticket, group_, data.data, data.bytes(), peer, kUser, tag, static_cast<int>(data.dtype));
+    return message(caller, recv_, args, count, true, [&](auto& place, auto ticket, const View& data, auto... where) {
+      return place.recv(ticket, group_, data.data, data.bytes(), where..., static_cast<int>(data.dtype));
     });
   }
 
-  bool takes() const {
-    return line() != nullptr && refusing_.of(line()) == Py_False && PyThread_get_thread_ident() == thread_ &&
-           PyList_GET_SIZE(held_[kPreHooks].ptr()) == 0 && PyList_GET_SIZE(held_[kPostHooks].ptr()) == 0 &&
-           failure_.of(held_[kTransport].ptr()) == Py_None && behind_.of(held_[kWindows].ptr()) == Py_None;
+  bool takes() const { return is_plain() && PyThread_get_thread_ident() == thread_; }
+
+  // An op that another thread than the loop's has called on target, by its record. Returns its work. Of one that is
+  // pending keeper._kept(on, work, look_after, index) was called before anybody could hear of its end.
+  PyObject* post(PyObject* own, PyObject* target, PyObject* record, PyObject* keeper) {
+    const auto found = std::find_if(records_.begin(), records_.end(), [&](const Record& it) {
+      return it.kind->record.ptr() == reinterpret_cast<PyObject*>(Py_TYPE(record));
+    });
+    if (found == records_.end() || !takes_elsewhere()) return nullptr;
+    PyTypeObject* lane = lane_ && PyObject_TypeCheck(target, lane_->cls) ? lane_->cls : nullptr;
+    Caller of = caller(own, target, lane);
+    const bool message = found->kind->form < 0;
+    if (!of || (message && of.in_lane())) return nullptr;  // Python makes what is told of a lane's message
+    of.record = record;
+    of.keeper = keeper;
+    PyObject* args[kArguments + 1] = {};
+    for (std::size_t i = 0; i < found->fields.size(); ++i) {
+      args[i] = found->fields[i].of(record);
+      if (args[i] == nullptr) return nullptr;
+    }
+    if (message && int_within(args[kArguments], kUser, kUser) != kUser) return nullptr;
+    const auto count = std::min<Py_ssize_t>(kArguments, std::ssize(found->fields));
+    for (int tries = 0; tries < kTries; ++tries) {
+      if (PyObject* work = (this->*found->call)(of, args, count); work != nullptr || PyErr_Occurred()) return work;
+      if (!std::exchange(of.busy, false)) break;
+      Unlocked unlocked;  // whoever has the engine's lock may be without a core, which this thread has
+      engine_.wait_for_turn();
+    }
+    return nullptr;
   }
 
   int traverse(visitproc visit, void* arg) const {
@@ -391,6 +442,7 @@ class Shortcuts {
     kRing,
     kLanes,
     kPendingInLanes,
+    kGivenUpInLanes,
     kGivenUp,
     kLaneRing,
     kHeld
@@ -410,11 +462,43 @@ class Shortcuts {
     }
   };
 
+  using Call = PyObject* (Shortcuts::*)(const Caller&, Arguments, Py_ssize_t);
+
+  // How an op is called whose record is there.
+  struct Record {
+    const Kind* kind;
+    Call call;
+    std::vector<Slot> fields;
+  };
+
+  // One more is amid a post, for as long as this is there.
+  class Amid {
+   public:
+    explicit Amid(int& posts) : posts_(posts) { ++posts_; }
+    Amid(const Amid&) = delete;
+    Amid& operator=(const Amid&) = delete;
+    ~Amid() { --posts_; }
+
+   private:
+    int& posts_;
+  };
+
+  bool is_plain() const {
+    return line() != nullptr && refusing_.of(line()) == Py_False && PyList_GET_SIZE(held_[kPreHooks].ptr()) == 0 &&
+           PyList_GET_SIZE(held_[kPostHooks].ptr()) == 0 && failure_.of(held_[kTransport].ptr()) == Py_None &&
+           behind_.of(held_[kWindows].ptr()) == Py_None;
+  }
+  bool takes_elsewhere() const {
+    return is_plain() && PyThread_get_thread_ident() != thread_ && here_ == 0 && posts_.of(line()) == Py_False &&
+           posts_behind_.of(held_[kWindows].ptr()) == Py_False;
+  }
+
   PyObject* line() const { return held_[kLine].ptr(); }
+  LaneQueues& lane_queues() const { return *nb::inst_ptr<LaneQueues>(held_[kPendingInLanes]); }
   Ring* lane_ring() const { return nb::inst_ptr<Ring>(held_[kLaneRing]); }
 
   bool takes(const Caller& caller) const {
-    if (!takes()) return false;
+    if (!(caller.elsewhere() ? takes_elsewhere() : takes())) return false;
     if (!caller.in_lane()) return true;
     PyObject* given_up = held_[kGivenUp].ptr();
     return lane_->closed.of(caller.self.ptr()) == Py_False &&
@@ -432,7 +516,9 @@ class Shortcuts {
 
   Started make(const Caller& caller, const Kind& kind, std::initializer_list<PyObject*> args) const {
     nb::object seq = nb::borrow(issued_.of(line()));
-    nb::object op = nb::steal(PyObject_Vectorcall(kind.record.ptr(), args.begin(), args.size(), nullptr));
+    nb::object op = caller.elsewhere()
+                        ? nb::borrow(caller.record)
+                        : nb::steal(PyObject_Vectorcall(kind.record.ptr(), args.begin(), args.size(), nullptr));
     if (!op) return {};
     PyObject* given[] = {op.ptr(), seq.ptr(), line(), Py_None};
     PyObject* cls = used_[caller.in_lane() ? kLaneWork : kWork].ptr();
@@ -443,7 +529,7 @@ class Shortcuts {
     return {std::move(work), std::move(seq), {}};
   }
 
-  // post: bool post(Ticket, const View&, int peer, std::int64_t tag).
+  // post: bool post(place, Ticket, const View&, int peer, int channel, std::int64_t tag): whether it is done.
   template <typename Post>
   PyObject* message(const Caller& caller, const Kind& kind, Arguments args, Py_ssize_t count, bool written,
                     const Post& post) {
@@ -462,8 +548,10 @@ class Shortcuts {
       if (!it.part) return nullptr;
     }
     const std::int64_t on_wire = caller.in_lane() ? tag_in_lane(caller.lane, *tagged) : *tagged;
-    return start_single(caller, kind, it, args[0], kept.ptr(),
-                        [&](Ticket ticket) { return post(ticket, *data, static_cast<int>(*peer), on_wire); });
+    return start(caller, kind, it, args[0], kept.ptr(), [&](auto& place, auto, Ticket ticket) {
+      const bool done = post(place, ticket, *data, static_cast<int>(*peer), kUser, on_wire);
+      return done ? static_cast<double>(now_ns()) * 1e-9 : 0.0;
+    });
   }
 
   // As start, of an op of one rank. post: bool post(Ticket): whether it is done.
@@ -485,41 +573,137 @@ class Shortcuts {
   template <typename Call>
   PyObject* start(const Caller& caller, const Kind& kind, const Started& it, PyObject* result, PyObject* kept,
                   const Call& call) {
-    const bool counted = kind.form >= 0 && !caller.in_lane();
-    PyObject* transport = held_[kTransport].ptr();
-    nb::object named = caller.in_lane() ? nb::steal(PyTuple_Pack(2, it.seq.ptr(), caller.words())) : nb::object();
-    // The last look: to make a work may have run a finalizer, which may have done anything.
-    if (!takes(caller) || issued_.of(line()) != it.seq.ptr()) return nullptr;
-    const Slot* count = caller.in_lane() ? &laned_ : counted ? &called_ : nullptr;  // besides the ops
-    nb::object issued = next(issued_, line()), more, calls;
-    if (count != nullptr) more = next(*count, line());
-    if (counted) calls = next(calls_, transport);
-    if (!issued || (count != nullptr && !more) || (counted && !calls) || (caller.in_lane() && !named)) return nullptr;
-    nb::object before = count != nullptr ? nb::borrow(count->of(line())) : nb::object();
-    issued_.set(line(), issued.release().ptr());
-    if (count != nullptr) count->set(line(), more.release().ptr());
-    if (ring_ != nullptr && named) lane_ring()->append(named.ptr());
-    if (ring_ != nullptr) ring_->append(kind.record.ptr());
+    if (caller.elsewhere()) return start_elsewhere(caller, kind, it, result, kept, call);
+    Counts counts;
+    if (!one_more(caller, kind, it, counts)) return nullptr;
+    const Amid amid(here_);
+    nb::object before = counts.slot != nullptr ? nb::borrow(counts.slot->of(line())) : nb::object();
+    count(kind, counts);
     double at = 0;
     try {
       Unlocked unlocked;
       at = hand_over(caller, reinterpret_cast<Ticket>(it.known_by()), call);
     } catch (...) {  // with nothing changed
       if (ring_ != nullptr) ring_->drop();
-      if (ring_ != nullptr && named) lane_ring()->drop();
-      if (count != nullptr) count->set(line(), before.release().ptr());
+      if (ring_ != nullptr && caller.in_lane()) lane_ring()->drop();
+      if (counts.slot != nullptr) counts.slot->set(line(), before.release().ptr());
       issued_.set(line(), Py_NewRef(it.seq.ptr()));
       return nullptr;
     }
     if (at != 0) {
-      if (counted) calls_.set(transport, calls.release().ptr());
+      if (counts.calls) calls_.set(held_[kTransport].ptr(), counts.calls.release().ptr());
       return end(kind, it, result, kept, at);
     }
-    nb::object index = counted         ? nb::borrow(calls_.of(transport))
-                       : kind.form < 0 ? nb::steal(PyLong_FromLong(-1))
-                                       : nb::borrow(caller.number());
-    if (counted) calls_.set(transport, calls.release().ptr());
+    const nb::object index = index_of(caller, kind);
+    if (counts.calls) calls_.set(held_[kTransport].ptr(), counts.calls.release().ptr());
     return posted(caller, it, index, kind.form >= 0);
+  }
+
+  // What counts one more op, and what the recorder keeps of its lane.
+  struct Counts {
+    const Slot* slot = nullptr;  // besides that of all ops
+    nb::object issued, more, calls, named;
+  };
+
+  // Nothing has changed yet. False: it is not taken.
+  [[gnu::always_inline]] bool one_more(const Caller& caller, const Kind& kind, const Started& it,
+                                       Counts& counts) const {
+    const bool counted = kind.form >= 0 && !caller.in_lane();
+    if (caller.in_lane()) counts.named = nb::steal(PyTuple_Pack(2, it.seq.ptr(), caller.words()));
+    // The last look: to make a work may have run a finalizer, which may have done anything.
+    if (!takes(caller) || issued_.of(line()) != it.seq.ptr()) return false;
+    counts.slot = caller.in_lane() ? &laned_ : counted ? &called_ : nullptr;
+    counts.issued = next(issued_, line());
+    if (counts.slot != nullptr) counts.more = next(*counts.slot, line());
+    if (counted) counts.calls = next(calls_, held_[kTransport].ptr());
+    return counts.issued && (counts.slot == nullptr || counts.more) && (!counted || counts.calls) &&
+           (!caller.in_lane() || counts.named);
+  }
+
+  // The op has its number, and is recorded.
+  [[gnu::always_inline]] void count(const Kind& kind, Counts& counts) {
+    issued_.set(line(), counts.issued.release().ptr());
+    if (counts.slot != nullptr) counts.slot->set(line(), counts.more.release().ptr());
+    if (ring_ != nullptr && counts.named) lane_ring()->append(counts.named.ptr());
+    if (ring_ != nullptr) ring_->append(kind.record.ptr());
+  }
+
+  // The number of a collective, or of its lane; -1: it is none.
+  nb::object index_of(const Caller& caller, const Kind& kind) const {
+    if (kind.form < 0) return nb::steal(PyLong_FromLong(-1));
+    return nb::borrow(caller.in_lane() ? caller.number() : calls_.of(held_[kTransport].ptr()));
+  }
+
+  // As start, on another thread than the loop's. A collective is noted before it can be done, for what becomes of it
+  // the loop may hear meanwhile. A number may come between another op's type and time: what is recorded has its own.
+  template <typename Call>
+  [[gnu::noinline]] PyObject* start_elsewhere(const Caller& caller, const Kind& kind, const Started& it,
+                                              PyObject* result, PyObject* kept, const Call& call) {
+    const bool collective = kind.form >= 0;
+    const nb::object& owner = held_[collective && caller.in_lane() ? kLanes : kTransport];
+    const nb::object ticket = nb::steal(PyLong_FromVoidPtr(it.work.ptr()));
+    const nb::object look_after = nb::steal(PyObject_GetAttr(owner.ptr(), names().look_after));
+    if (!ticket || !look_after) return nullptr;
+    Counts counts;
+    if (!one_more(caller, kind, it, counts)) return nullptr;
+    const nb::object index = index_of(caller, kind);
+    if (!index) return nullptr;
+    Elsewhere place(engine_, group_);
+    const auto begin = [&] {
+      const auto on = reinterpret_cast<Ticket>(it.work.ptr());
+      caller.in_lane() ? call(place, caller.lane, on) : call(place, group_, on);
+    };
+    if (collective) {
+      if (!note(caller, it, index)) return nullptr;
+      try {
+        begin();
+      } catch (...) {  // with nothing changed
+      }
+      caller.busy = !place.placed();
+      if (caller.busy) return forget(caller, it, index), nullptr;
+    }
+    count(kind, counts);
+    if (counts.calls) calls_.set(held_[kTransport].ptr(), counts.calls.release().ptr());
+    const Amid amid(elsewhere_);
+    double at = 0;
+    try {
+      Unlocked unlocked;
+      if (!collective) begin();
+      at = place.finish();
+    } catch (const std::exception& error) {  // of a message, which was not sent
+      PyErr_SetString(PyExc_RuntimeError, error.what());
+      return nullptr;
+    }
+    if (at != 0) {
+      if (collective) forget(caller, it, index);
+      return end_elsewhere(kind, it, result, kept, at);
+    }
+    bool noted = set_pending(ticket, owner, it.work, index);
+    if (!noted) Py_INCREF(it.work.ptr());  // for good, and with it the tensors
+    if (noted) {
+      PyObject* given[] = {caller.keeper, caller.self.ptr(), it.work.ptr(), look_after.ptr(), index.ptr()};
+      noted = static_cast<bool>(nb::steal(PyObject_VectorcallMethod(names().kept, given, 5, nullptr)));
+    }
+    {
+      Unlocked unlocked;
+      place.leave();
+    }
+    return noted ? Py_NewRef(it.work.ptr()) : nullptr;
+  }
+
+  // The engine is done with it; if the loop has ended it meanwhile, that is how it has ended.
+  PyObject* end_elsewhere(const Kind& kind, const Started& it, PyObject* result, PyObject* kept, double at) {
+    const nb::object when = nb::steal(PyFloat_FromDouble(at)), done = nb::steal(PyLong_FromLong(1));
+    PyObject* numbers = kept != nullptr ? kept : Py_None;
+    const nb::object row = nb::steal(
+        when ? PyTuple_Pack(6, it.seq.ptr(), kind.record.ptr(), when.ptr(), numbers, Py_None, Py_None) : nullptr);
+    if (!row || !done) return nullptr;
+    if (PyObject_IsTrue(state_->of(it.work.ptr())) == 0) {
+      value_->set(it.work.ptr(), Py_NewRef(result));
+      state_->set(it.work.ptr(), Py_NewRef(done.ptr()));
+      if (ring_ != nullptr) ring_->append(row.ptr());
+    }
+    return Py_NewRef(it.work.ptr());
   }
 
   template <typename Call>
@@ -575,14 +759,23 @@ class Shortcuts {
   // A collective is pending: among the communicator's, or behind those of its lane.
   bool note(const Caller& caller, const Started& it, const nb::object& index) {
     if (!caller.in_lane()) return PyDict_SetItem(held_[kCollectives].ptr(), index.ptr(), it.work.ptr()) == 0;
-    PyObject* lanes = held_[kPendingInLanes].ptr();
-    nb::object works = nb::borrow(PyDict_GetItemWithError(lanes, index.ptr()));
-    if (!works) {
-      if (PyErr_Occurred()) return false;
-      works = nb::steal(PyList_New(0));
-      if (!works || PyDict_SetItem(lanes, index.ptr(), works.ptr()) != 0) return false;
+    try {
+      lane_queues().add(caller.lane, it.work);
+    } catch (const std::bad_alloc&) {
+      PyErr_NoMemory();
+      return false;
     }
-    return PyList_Append(works.ptr(), it.work.ptr()) == 0;
+    return true;
+  }
+
+  // It is pending no more.
+  void forget(const Caller& caller, const Started& it, const nb::object& index) {
+    PyObject* from = held_[kCollectives].ptr();
+    if (caller.in_lane()) {
+      if (!lane_queues().remove(caller.lane, it.work)) return;
+      from = held_[kGivenUpInLanes].ptr();  // it was the last of its lane
+    }
+    if (PyDict_Contains(from, index.ptr()) == 1) PyDict_DelItem(from, index.ptr());
   }
 
   // From now on a message of a lane is as Python starts it: its part of the op's run is told the outcome.
@@ -600,7 +793,7 @@ class Shortcuts {
   const int rank_, size_;
   const unsigned long thread_;
   std::array<nb::object, kHeld> held_;
-  const Slot issued_, laned_, called_, refusing_, failure_, calls_, behind_;
+  const Slot issued_, laned_, called_, refusing_, posts_, failure_, calls_, behind_, posts_behind_;
   Ring* ring_;  // null: nothing is recorded
   std::array<nb::object, kUsed> used_;
   std::optional<Slot> state_, value_, words_, number_;
@@ -608,7 +801,10 @@ class Shortcuts {
   Kind all_reduce_, all_gather_single_, barrier_, broadcast_, recv_, reduce_scatter_single_, send_;
   Kind get_, put_, signal_, wait_signal_;  // of windows
   std::vector<Defined> operators_;
+  std::vector<Record> records_;
   bool windows_ = false;
+  int here_ = 0;       // posts that the loop is amid, one within the other
+  int elsewhere_ = 0;  // those of other threads
 };
 
 // ----------------------------------------------------------------------------------------------------- what is called
@@ -843,6 +1039,7 @@ void define_shortcuts(nb::module_& module) {
   method_type = make_method_type();
   if (ended_type == nullptr || method_type == nullptr) nb::raise_python_error();
   static auto of_ring = collected<Ring>(), of_shortcuts = collected<Shortcuts>(), of_window = collected<OfWindow>();
+  static auto of_queues = collected<LaneQueues>();
 
   nb::class_<Ring>(module, "Ring", nb::type_slots(of_ring.data()))
       .def(nb::init<std::size_t>(), nb::arg("capacity"))
@@ -853,6 +1050,13 @@ void define_shortcuts(nb::module_& module) {
       .def(
           "__iter__", [](Ring& ring) { return nb::iter(ring.copy()); },
           nb::sig("def __iter__(self) -> collections.abc.Iterator[object]"));
+  nb::class_<LaneQueues>(module, "LaneQueues", nb::type_slots(of_queues.data()))
+      .def(nb::init<>())
+      .def("add", &LaneQueues::add, nb::sig("def add(self, lane: int, work: object, /) -> None"))
+      .def("remove", &LaneQueues::remove, nb::sig("def remove(self, lane: int, work: object, /) -> bool"))
+      .def("first", &LaneQueues::first, nb::sig("def first(self, lane: int, /) -> typing.Any"))
+      .def("__contains__", &LaneQueues::contains, nb::sig("def __contains__(self, lane: int, /) -> bool"))
+      .def("__len__", &LaneQueues::size);
   nb::class_<OfWindow>(module, "WindowShortcuts", nb::type_slots(of_window.data()));
   nb::class_<Shortcuts>(module, "Shortcuts", nb::type_slots(of_shortcuts.data()))
       .def(nb::init<Engine&, std::uint32_t, int, int, const nb::dict&, const nb::list&, nb::object, nb::object,
@@ -862,6 +1066,7 @@ void define_shortcuts(nb::module_& module) {
                    "windows: object, line: object, entries: int, /) -> None"))
       .def_prop_ro("ring", &Shortcuts::ring, nb::sig("def ring(self) -> Ring"))
       .def_prop_ro("lanes", &Shortcuts::lanes, nb::sig("def lanes(self) -> Ring"))
+      .def_prop_ro("posting", &Shortcuts::posting)
       .def("record", &Shortcuts::record, nb::arg("whether"))
       .def_static(
           "method", [](nb::handle cls, nb::handle function) { return method_of(kSignatures, cls, function); },
@@ -878,6 +1083,14 @@ void define_shortcuts(nb::module_& module) {
            nb::sig("def use(self, work: type, lane_work: type, part: type, *, windows: bool) -> None"))
       .def("know", &Shortcuts::know, nb::sig("def know(self, lane: type, /) -> None"))
       .def("follow", &Shortcuts::follow, nb::sig("def follow(self, current: object, /) -> None"))
+      .def(
+          "post",
+          [](Shortcuts& of, nb::handle target, nb::handle record, nb::handle keeper) {
+            PyObject* work = of.post(nb::find(of).ptr(), target.ptr(), record.ptr(), keeper.ptr());
+            if (work == nullptr && PyErr_Occurred()) nb::raise_python_error();
+            return work != nullptr ? nb::steal(work) : nb::none();
+          },
+          nb::sig("def post(self, target: object, record: object, keeper: object, /) -> typing.Any"))
       .def(
           "window",
           [](Shortcuts& of, nb::object comm, nb::object info) {

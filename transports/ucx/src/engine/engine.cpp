@@ -9,18 +9,11 @@
 #include <stdexcept>
 #include <utility>
 
+#include "net/relax.hpp"
 #include "net/sched_hint.hpp"
 
 namespace aiocomms {
 namespace {
-
-void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 // The core that this thread is on; glibc reads it from the thread's own memory (rseq).
 std::uint64_t core() { return static_cast<std::uint64_t>(sched_getcpu()); }
@@ -108,9 +101,7 @@ void Engine::start(const std::vector<std::string>& addresses, const std::vector<
 template <typename Start>
 bool Engine::post(Ticket ticket, std::uint32_t id, const Start& start) {
   std::lock_guard lock(lock_);
-  Group& group = opened(id);
-  reports_.make_room();
-  auto op = std::make_unique<Operation>(reports_, group, ticket);
+  auto op = expected(ticket, opened(id));
   start(op.get());  // may throw before the op is known to anybody else
   return finish_post(op.release()) != 0;
 }
@@ -131,23 +122,23 @@ std::uint64_t Engine::finish_post(Operation* op, std::uint64_t began) noexcept {
 
 std::uint64_t Engine::spin(const Operation& op, std::uint64_t began) noexcept {
   Pacer::Spin spin = pacer_.begin_post(began);
-  Segment* segment = op.group.shared ? &op.group.shared->segment : nullptr;
-  if (segment != nullptr) segment->note_core(core());
-  auto wanted = [&] {
-    if (segment == nullptr) return false;
-    const std::uint64_t here = core();
-    segment->note_core(here);  // the scheduler may have moved this rank
-    return segment->shares_core(here);
-  };
+  if (op.group.shared) op.group.shared->segment.note_core(core());
   while (!op.done()) {
     const bool moved = advance();
-    const Pacer::Next next = pacer_.after_look(spin, moved, now_ns(), wanted);
+    const Pacer::Next next = pacer_.after_look(spin, moved, now_ns(), [&] { return shares_core(op); });
     if (next == Pacer::Next::kStop) break;
     if (next == Pacer::Next::kRelax) relax();
     if (next == Pacer::Next::kYield) sched_yield();
   }
   pacer_.end_post(spin, op.done());
   return spin.now;
+}
+
+bool Engine::shares_core(const Operation& op) const noexcept {
+  if (!op.group.shared) return false;
+  const std::uint64_t here = core();
+  op.group.shared->segment.note_core(here);  // the scheduler may have moved this rank
+  return op.group.shared->segment.shares_core(here);
 }
 
 // Null: something has matched it, or will have ended it.
@@ -160,26 +151,32 @@ bool Engine::withdraw(Request* request) {
 
 bool Engine::send(Ticket ticket, std::uint32_t id, const void* data, std::size_t bytes, int dst, int channel,
                   std::int64_t tag, int dtype) {
-  return post(ticket, id, [&](Operation* op) {
-    Group& group = op->group;
-    if (group.left.at(static_cast<std::size_t>(dst))) return op->end(Status::kClosed, static_cast<std::uint64_t>(dst));
-    Header header = group.header_to(dst, static_cast<std::uint8_t>(channel), tag);
-    header.dtype = static_cast<std::uint8_t>(dtype);
-    header.bytes = bytes;
-    const ucs_status_t status = sender_.send(group, dst, header, data, op);
-    if (status != UCS_INPROGRESS) op->finished(status);
-  });
+  return post(ticket, id, [&](Operation* op) { start_send(op, data, bytes, dst, channel, tag, dtype); });
+}
+
+void Engine::start_send(Operation* op, const void* data, std::size_t bytes, int dst, int channel, std::int64_t tag,
+                        int dtype) {
+  Group& group = op->group;
+  if (group.left.at(static_cast<std::size_t>(dst))) return op->end(Status::kClosed, static_cast<std::uint64_t>(dst));
+  Header header = group.header_to(dst, static_cast<std::uint8_t>(channel), tag);
+  header.dtype = static_cast<std::uint8_t>(dtype);
+  header.bytes = bytes;
+  const ucs_status_t status = sender_.send(group, dst, header, data, op);
+  if (status != UCS_INPROGRESS) op->finished(status);
 }
 
 bool Engine::recv(Ticket ticket, std::uint32_t id, void* data, std::size_t bytes, int src, int channel,
                   std::int64_t tag, int dtype) {
-  return post(ticket, id, [&](Operation* op) {
-    op->data = data;
-    op->bytes = bytes;
-    op->dtype = static_cast<std::uint8_t>(dtype);
-    static_cast<void>(op->group.left.at(static_cast<std::size_t>(src)));
-    inbox_.post(op, Key(static_cast<std::uint16_t>(src), static_cast<std::uint8_t>(channel), tag));
-  });
+  return post(ticket, id, [&](Operation* op) { start_recv(op, data, bytes, src, channel, tag, dtype); });
+}
+
+void Engine::start_recv(Operation* op, void* data, std::size_t bytes, int src, int channel, std::int64_t tag,
+                        int dtype) {
+  op->data = data;
+  op->bytes = bytes;
+  op->dtype = static_cast<std::uint8_t>(dtype);
+  static_cast<void>(op->group.left.at(static_cast<std::size_t>(src)));
+  inbox_.post(op, Key(static_cast<std::uint16_t>(src), static_cast<std::uint8_t>(channel), tag));
 }
 
 bool Engine::cancel(std::uint32_t id, int src, int channel, std::int64_t tag, Ticket ticket) {

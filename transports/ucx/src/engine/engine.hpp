@@ -3,7 +3,7 @@
 // An op is posted on the loop's thread, which spins for a moment in case it can be done at once. What is left is moved
 // on by whoever comes by: the loop, while it polls, or the engine's own thread, which sleeps while there is nothing to
 // do, waits while the loop is about, and takes over when the loop has not come for Pacer::kLoopAway. One lock guards
-// all; the thread gives way when the loop wants it.
+// all; the thread gives way when the loop wants it. So do other threads that post (elsewhere.hpp).
 //
 // The engine owns its parts and knows the way between them. Each part has its own header and its own test.
 //
@@ -99,12 +99,10 @@ class Engine : private Inbox::Owner {
   template <typename Make>
   double collective(Ticket ticket, std::uint32_t id, std::uint64_t fingerprint, const Make& make) {
     std::lock_guard lock(lock_);
-    Group& group = opened(id);
-    reports_.make_room();
-    auto op = std::make_unique<Operation>(reports_, group, ticket);
-    Task task = make(group, op->unequal);
+    auto op = expected(ticket, opened(id));
+    Task task = make(op->group, op->unequal);
     const std::uint64_t began = now_ns();
-    schedules_.begin(group, {std::move(task), fingerprint, op.get()});
+    schedules_.begin(op->group, {std::move(task), fingerprint, op.get()});
     return static_cast<double>(finish_post(op.release(), began)) * 1e-9;
   }
   // The same of a lane, which all ranks call by the same number. make: Task make(LaneCalls&, Unequal&).
@@ -112,17 +110,9 @@ class Engine : private Inbox::Owner {
   double lane_collective(Ticket ticket, std::uint32_t id, std::uint64_t number, std::uint64_t fingerprint,
                          const Make& make) {
     std::lock_guard lock(lock_);
-    Group& group = opened(id);
-    reports_.make_room();
-    auto op = std::make_unique<Operation>(reports_, group, ticket);
-    LaneCalls& lane = lanes_of(group).at(number);
+    auto op = expected(ticket, opened(id));
     const std::uint64_t began = now_ns();
-    try {
-      lanes_of(group).begin(lane, {make(lane, op->unequal), fingerprint, op.get()});
-    } catch (...) {
-      lanes_of(group).forget(lane);
-      throw;
-    }
+    add_to_lane<&Lanes::begin>(*op, number, fingerprint, make);
     return static_cast<double>(finish_post(op.release(), began)) * 1e-9;
   }
 
@@ -152,6 +142,8 @@ class Engine : private Inbox::Owner {
   void progress(std::vector<Outcome>& outcomes, std::vector<Notice>& notices);
   // What was handed over is lost: no communicator can go on.
   void fail(const char* why);
+  // Wait until whoever has the engine lock has given way.
+  void wait_for_turn() { const std::lock_guard lock(lock_); }
   // Leave: wait until the peers have got everything, at most `patience` seconds, if the engine is sound; then stop.
   void close(bool sound, double patience) noexcept;
   // The process ends, and other threads may still call: they wait for ever, and so the engine must never be destroyed.
@@ -159,6 +151,7 @@ class Engine : private Inbox::Owner {
 
  private:
   friend struct EngineInside;  // of the tests
+  friend class Elsewhere;
 
   // What the inbox hands on.
   void handle(Group& group, const Header& header, const void* payload) override;
@@ -171,12 +164,34 @@ class Engine : private Inbox::Owner {
   template <typename Step>
   void change_lanes(std::uint32_t id, const Step& step);  // Step: void (Lanes&)
 
+  // An op whose outcome there will be room for.
+  std::unique_ptr<Operation> expected(Ticket ticket, Group& group) {
+    reports_.make_room();
+    return std::make_unique<Operation>(reports_, group, ticket);
+  }
+  // add: Lanes::begin or Lanes::enqueue.
+  template <void (Lanes::*add)(LaneCalls&, Schedule), typename Make>
+  void add_to_lane(Operation& op, std::uint64_t number, std::uint64_t fingerprint, const Make& make) {
+    Lanes& lanes = lanes_of(op.group);
+    LaneCalls& lane = lanes.at(number);
+    try {
+      (lanes.*add)(lane, {make(lane, op.unequal), fingerprint, &op});
+    } catch (...) {
+      lanes.forget(lane);
+      throw;
+    }
+  }
+
   // A post starts its op, and has it finished if that takes no longer than a moment.
   template <typename Start>
   bool post(Ticket ticket, std::uint32_t id, const Start& start);
+  void start_send(Operation* op, const void* data, std::size_t bytes, int dst, int channel, std::int64_t tag,
+                  int dtype);
+  void start_recv(Operation* op, void* data, std::size_t bytes, int src, int channel, std::int64_t tag, int dtype);
   // began: when its post was called. Returns when the op was done, ns; 0: it is not.
   std::uint64_t finish_post(Operation* op, std::uint64_t began = now_ns()) noexcept;
   std::uint64_t spin(const Operation& op, std::uint64_t began) noexcept;  // returns when it last looked at the clock
+  bool shares_core(const Operation& op) const noexcept;                   // with a rank that this one may wait for
   bool withdraw(Request* request);
 
   bool advance() noexcept;  // one look at everything

@@ -86,10 +86,19 @@ void Lanes::forget(LaneCalls& lane) noexcept {
 }
 
 void Lanes::begin(LaneCalls& lane, Schedule schedule) {
+  enqueue(lane, std::move(schedule));
+  if (lane.calls.size() == 1 && !group_.lost) schedules_.attempt(group_, [&] { go_on(lane); });
+}
+
+void Lanes::enqueue(LaneCalls& lane, Schedule schedule) {
   schedules_.activate(group_);
   lane.calls.push_back(std::move(schedule));
   ++group_.lane_calls;
-  if (lane.calls.size() == 1 && !group_.lost) schedules_.attempt(group_, [&] { go_on(lane); });
+}
+
+void Lanes::start_next(std::uint64_t number) noexcept {
+  const auto found = lanes_.find(number);  // it may be gone with what it had
+  if (found != lanes_.end() && !group_.lost) schedules_.attempt(group_, [&] { go_on(*found->second); });
 }
 
 void Lanes::start(LaneCalls& lane) {

@@ -124,6 +124,9 @@ class Lanes final : public LaneSchedules {
   void forget(LaneCalls& lane) noexcept;
   // The schedule starts now, or after those before it. std::bad_alloc: it does not.
   void begin(LaneCalls& lane, Schedule schedule);
+  // It has its place in its lane, and starts with the next call of start_next at the latest.
+  void enqueue(LaneCalls& lane, Schedule schedule);
+  void start_next(std::uint64_t number) noexcept;
   // Look at the shared memory. Returns whether something went on.
   bool poll();
   // A message of a lane has ended.

@@ -71,9 +71,13 @@ class Pacer {
   enum class Next { kLook, kRelax, kYield, kStop };
 
   Spin begin_post(std::uint64_t now) {
-    slice_ends_ = now + (crowded_ ? kCrowdedSlice : kSlice);
     loop_seen_.store(now, std::memory_order_relaxed);
     turns_in_vain_ = 0;
+    return begin_post_elsewhere(now);
+  }
+  // The same by another thread than the loop's: whether that one is about nobody knows from it.
+  Spin begin_post_elsewhere(std::uint64_t now) {
+    slice_ends_ = now + (crowded_ ? kCrowdedSlice : kSlice);
     return {now, now - in_vain_ >= kProbes * spin_most_ ? spin_most_ : spin_now_};
   }
 

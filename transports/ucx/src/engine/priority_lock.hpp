@@ -4,19 +4,35 @@
 #include <sched.h>
 
 #include <atomic>
+#include <cstdint>
 #include <mutex>
+
+#include "net/clock.hpp"
+#include "net/relax.hpp"
 
 namespace aiocomms {
 
 // std::lock_guard takes it with priority; PriorityLock::Background takes it without.
 class PriorityLock {
  public:
+  // Who may not wait tries for so long: whoever gives way meanwhile does so within a microsecond or two.
+  static constexpr std::uint64_t kPatience = 10'000;
+
   void lock() {
     wanting_.fetch_add(1, std::memory_order_relaxed);
     mutex_.lock();
     wanting_.fetch_sub(1, std::memory_order_relaxed);
   }
   void unlock() { mutex_.unlock(); }
+  bool try_lock() {
+    if (mutex_.try_lock()) return true;
+    wanting_.fetch_add(1, std::memory_order_relaxed);
+    const std::uint64_t ends = now_ns() + kPatience;
+    bool taken = false;
+    while (!(taken = mutex_.try_lock()) && now_ns() < ends) relax();
+    wanting_.fetch_sub(1, std::memory_order_relaxed);
+    return taken;
+  }
 
   // Whether somebody waits who has priority.
   bool is_wanted() const { return wanting_.load(std::memory_order_relaxed) > 0; }
@@ -28,9 +44,12 @@ class PriorityLock {
   class Background {
    public:
     explicit Background(PriorityLock& lock) : lock_(lock.mutex_) {}
+    // If it is free.
+    Background(PriorityLock& lock, std::try_to_lock_t once) : lock_(lock.mutex_, once) {}
+    explicit operator bool() const { return lock_.owns_lock(); }
 
    private:
-    std::lock_guard<std::mutex> lock_;
+    std::unique_lock<std::mutex> lock_;
   };
 
  private:

@@ -28,8 +28,18 @@ void Operation::end(Status how, std::uint64_t a, std::uint64_t b) noexcept {
   if (posted_) report();
 }
 
-void Operation::leave_post(std::uint64_t began) noexcept {
+void Operation::expect_outcome() noexcept {
   reports_.expect_outcome();
+  expected_ = true;
+}
+
+void Operation::forget() noexcept {
+  if (expected_) reports_.withdraw();
+  delete this;
+}
+
+void Operation::leave_post(std::uint64_t began) noexcept {
+  if (!expected_) expect_outcome();
   began_ = began;
   posted_ = true;
   if (done_) report();

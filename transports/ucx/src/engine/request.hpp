@@ -64,6 +64,10 @@ class Operation final : public Request {
   // Its post, which began at `began` (ns), returns: from now on the outcome goes to the reports, and this is deleted
   // then.
   void leave_post(std::uint64_t began) noexcept;
+  // Of a post by another thread, in steps between which others post: there is room for its outcome from now on.
+  void expect_outcome() noexcept;
+  // It is done, and nothing is to be told.
+  void forget() noexcept;
 
   bool answers = false;  // its outcome is of interest even if it went well
   Unequal unequal;       // an all-to-all's
@@ -73,6 +77,7 @@ class Operation final : public Request {
 
   Reports& reports_;
   std::uint64_t began_ = 0;  // its post
+  bool expected_ = false;    // its outcome
   bool posted_ = false;      // its post has returned
   bool done_ = false;
 };

@@ -12,8 +12,8 @@ constexpr std::size_t kMostFingerprints = 1 << 16;  // of collectives that this 
 }  // namespace
 
 void Schedules::begin(Group& group, Schedule schedule) {
-  group.schedules.push_back(std::move(schedule));
-  attempt(group, [&] { begin_next(group); });
+  enqueue(group, std::move(schedule));
+  start_next(group);
 }
 
 void Schedules::begin_next(Group& group) {

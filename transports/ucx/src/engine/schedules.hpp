@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <functional>
+#include <utility>
 #include <vector>
 
 #include "engine/group.hpp"
@@ -19,6 +20,11 @@ class Schedules {
 
   // The schedule starts now, or after those before it. std::bad_alloc: it does not.
   void begin(Group& group, Schedule schedule);
+  // It has its place among the communicator's, and starts with the next call of start_next.
+  void enqueue(Group& group, Schedule schedule) { group.schedules.push_back(std::move(schedule)); }
+  void start_next(Group& group) noexcept {
+    attempt(group, [&] { begin_next(group); });
+  }
   // Look at the shared memory for what the running ones wait for. Returns whether one went on.
   bool poll() noexcept {
     bool moved = false;

@@ -1,0 +1,448 @@
+"""Plain calls of other threads: these post them themselves, and by the other door the loop does."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import pytest
+import torch
+from concurrency import run_on, turns
+from processes import HANGS
+
+import aiocomms
+from aiocomms import ops
+from aiocomms.errors import CommAbortedError, CommClosedError, CommTimeoutError, LaneAbortedError
+from aiocomms.progress.inflight import StartedWork
+from aiocomms.testing import local_world
+
+engine = pytest.importorskip("aiocomms_ucx._engine", reason="needs the ucx transport", exc_type=ImportError)
+
+
+@pytest.fixture(params=["native", "pure"], autouse=True)
+def which(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The door of the communicators of one test."""
+    monkeypatch.setenv("AIOCOMMS_PURE", str(int(request.param == "pure")))
+    return str(request.param)
+
+
+@pytest.fixture
+def native(which: str) -> None:
+    if which == "pure":
+        pytest.skip("what is posted elsewhere only")
+
+
+async def in_thread(call: Callable[[], Any]) -> Any:
+    return await anyio.to_thread.run_sync(call)
+
+
+def here(call: Callable[[], Any]) -> Any:
+    """What another thread's call returns, while the loop stands still."""
+    outcome: list[Any] = []
+    thread = threading.Thread(target=lambda: outcome.append(call()), daemon=True)
+    thread.start()
+    thread.join(HANGS)
+    assert outcome, "the thread hangs, or its call has raised"
+    return outcome[0]
+
+
+def plain(on: Any) -> list[Any]:
+    """Every op that may be posted elsewhere, on both of two ranks."""
+    peer = 1 - on.rank
+    works = [
+        on.all_reduce(torch.ones(2)),
+        on.barrier(),
+        on.broadcast(torch.ones(2), 1),
+        on.all_gather_single(torch.ones(4), torch.ones(2)),
+        on.reduce_scatter_single(torch.ones(2), torch.ones(4)),
+    ]
+    if isinstance(on, aiocomms.Portal):
+        works += [on.send(torch.ones(2), peer, 5), on.recv(torch.zeros(2), peer, 5)]
+    return works
+
+
+async def begin(lanes: list[Any]) -> None:
+    """Their first call, by which the loop hears of them."""
+    for work in [await in_thread(lane.barrier) for lane in lanes]:
+        await in_thread(work.wait)
+
+
+def items(comm: aiocomms.Communicator) -> list[Any]:
+    return comm._core.recorder.snapshot("for the test").items()
+
+
+def test_plain_calls_need_no_loop(which: str) -> None:
+    """It stands still while both ranks' threads call, and what can be done within the call is."""
+
+    async def main() -> None:
+        async with local_world(2, "ucx") as comms:
+            first = here(lambda: plain(comms[0].portal()))
+            begun = which == "native"
+            assert comms[0]._core.issued == (len(first) if begun else 0)
+            assert [item.state for item in items(comms[0])] == ["pending"] * (len(first) - 2) * begun + (
+                ["done", "pending"] if begun else []
+            )
+            second = here(lambda: plain(comms[1].portal()))
+            assert comms[1]._core.issued == (len(second) if begun else 0)
+            assert second[0].done() == begun, "the other rank's part was there"
+            for work in first + second:
+                await in_thread(work.wait)
+            assert first[0].wait().tolist() == [2.0, 2.0]
+            for comm, works in zip(comms, (first, second), strict=True):
+                assert [item.seq for item in items(comm)] == list(range(len(works)))
+                assert {item.state for item in items(comm)} == {"done"}
+                assert [item.collective for item in items(comm)][:5] == [1, 2, 3, 4, 5]
+
+    run_on("asyncio", main)
+
+
+def test_plain_calls_of_a_lane(which: str) -> None:
+    """The first one goes by the loop, which then hears of the lane's end elsewhere."""
+
+    async def main() -> None:
+        async with local_world(2, "ucx") as comms:
+            lanes = [comm.portal().lane("one") for comm in comms]
+            await begin(lanes)
+            before = comms[0]._core.issued
+            first = here(lambda: plain(lanes[0]))
+            assert comms[0]._core.issued - before == (len(first) if which == "native" else 0)
+
+            def within() -> list[Any]:
+                with lanes[1]:
+                    return [work for work in plain(comms[1].portal()) if work.op.family == "collectives"]
+
+            second = here(within)
+            for work in first + second:
+                await in_thread(work.wait)
+            assert {item.lane for item in items(comms[0])} == {"one"}
+            assert len(comms[0]._core.transports[0].lanes.pending) == 0  # type: ignore[attr-defined]
+            comms[1].abort("its messages have no match")
+
+    run_on("asyncio", main)
+
+
+def test_what_was_called_before_comes_before() -> None:
+    """A call that the loop is to start, and behind it a plain one, which must not overtake it."""
+
+    async def main() -> None:
+        async with local_world(2, "ucx") as comms:
+            portal = comms[0].portal()
+
+            def call() -> list[Any]:
+                return [portal.all_reduce(torch.ones(2), hints={}), portal.barrier(), portal.broadcast_object(7, 0)]
+
+            works = here(call)
+            assert comms[0]._core.issued == 0
+            theirs = [comms[1].all_reduce(torch.ones(2)), comms[1].barrier(), comms[1].broadcast_object(None, 0)]
+            for work in works:
+                await in_thread(work.wait)
+            assert [await work for work in theirs][2] == 7
+            assert [item.name for item in items(comms[0])] == ["all_reduce", "barrier", "broadcast_object"]
+            assert [work._work.seq for work in works] == [0, 1, 2]
+
+    run_on("asyncio", main)
+
+
+def test_a_call_that_the_loop_is_amid_comes_before(native: None) -> None:
+    """The loop has taken it from the queue, and waits in its pre-hook while the thread calls the next one."""
+
+    async def main() -> None:
+        async with local_world(2, "ucx") as comms:
+            portal, later = comms[0].portal(), []
+
+            def amid(op: ops.Op, seq: int) -> None:
+                hook.remove()
+                later.append(here(portal.barrier))
+
+            hook = comms[0].register_pre_hook(amid)
+            first = await in_thread(lambda: portal.all_reduce(torch.ones(2), hints={}))
+            theirs = [comms[1].all_reduce(torch.ones(2)), comms[1].barrier()]
+            await in_thread(first.wait)
+            await in_thread(later[0].wait)
+            assert [work._work.seq for work in (first, later[0])] == [0, 1]
+            for work in theirs:
+                await work
+
+    run_on("asyncio", main)
+
+
+def test_hooks_are_called_on_the_loops_thread() -> None:
+    async def main() -> None:
+        async with local_world(2, "ucx") as comms:
+            heard: list[tuple[int, str]] = []
+            note = lambda op, *_: heard.append((threading.get_ident(), op.name))  # noqa: E731
+            hook = comms[0].register_pre_hook(note)
+            works = [await in_thread(comm.portal().barrier) for comm in comms]
+            for work in works:
+                await in_thread(work.wait)
+            hook.remove()
+            pending = await in_thread(comms[0].portal().barrier)
+            comms[0].register_post_hook(lambda work: heard.append((threading.get_ident(), "after")))
+            await in_thread(lambda: comms[1].portal().barrier().wait())
+            assert (await in_thread(lambda: [pending.wait(), len(heard)]))[1] == 2
+            assert heard == [(threading.get_ident(), "barrier"), (threading.get_ident(), "after")]
+
+    run_on("asyncio", main)
+
+
+def test_an_abort_ends_what_is_pending() -> None:
+    async def main() -> None:
+        async with local_world(2, "ucx") as comms:
+            portal = comms[0].portal()
+            works = [await in_thread(call) for call in (portal.barrier, lambda: portal.recv(torch.zeros(1), 1))]
+            comms[1].abort("for the test")
+            for work in works:
+                with pytest.raises(CommAbortedError, match="for the test"):
+                    await in_thread(work.wait)
+            with pytest.raises(CommAbortedError, match="for the test"):
+                await in_thread(portal.barrier)
+            assert not comms[0]._core.in_flight
+
+    run_on("asyncio", main)
+
+
+def test_a_lane_is_given_up_while_a_call_is_pending() -> None:
+    async def main() -> None:
+        async with local_world(2, "ucx") as comms:
+            lanes = [comm.portal().lane("given up") for comm in comms]
+            await begin(lanes)
+            pending = await in_thread(lanes[0].barrier)
+            lanes[1].abort("no more")
+            with pytest.raises(LaneAbortedError, match="no more"):
+                await in_thread(pending.wait)
+            with pytest.raises(LaneAbortedError, match="no more"):
+                await in_thread(lambda: lanes[0].barrier().wait())
+            for work in [await in_thread(comm.portal().barrier) for comm in comms]:
+                await in_thread(work.wait)
+
+    run_on("asyncio", main)
+
+
+def test_closing_lets_a_collective_end_and_withdraws_a_receive() -> None:
+    async def main() -> None:
+        async with local_world(2, "ucx") as comms:
+            portal, tensor = comms[0].portal(), torch.ones(2)
+            reduced = await in_thread(lambda: portal.all_reduce(tensor))
+            receive = await in_thread(lambda: portal.recv(torch.zeros(1), 1))
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(comms[0].aclose)
+                await turns()
+                assert await in_thread(lambda: comms[1].portal().all_reduce(torch.ones(2)).wait(HANGS)) is not None
+            assert (await in_thread(reduced.wait)).tolist() == [2.0, 2.0]
+            with pytest.raises(CommClosedError):
+                await in_thread(receive.wait)
+            with pytest.raises(CommClosedError):
+                await in_thread(portal.barrier)
+
+    run_on("asyncio", main)
+
+
+def test_closing_waits_for_a_call_that_is_being_posted(native: None) -> None:
+    """It is not in flight yet, so nobody else would."""
+
+    async def main() -> None:
+        async with local_world(2, "ucx") as comms:
+            core, amid, go = comms[0]._core, threading.Event(), threading.Event()
+            keep = core.keep_elsewhere
+
+            def slow(*args: Any) -> None:
+                amid.set()
+                assert go.wait(HANGS)
+                keep(*args)
+
+            core.keep_elsewhere = slow  # type: ignore[method-assign]
+            outcome: list[Any] = []
+            thread = threading.Thread(target=lambda: outcome.append(comms[0].portal().all_reduce(torch.ones(2)).wait()))
+            thread.start()
+            assert await in_thread(lambda: amid.wait(HANGS))
+            assert core.shortcuts.posting == 1
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(comms[0].aclose)
+                await turns(100)
+                assert not core.in_flight
+                go.set()
+                await comms[1].all_reduce(torch.ones(2))
+            await in_thread(lambda: thread.join(HANGS))
+            assert outcome[0].tolist() == [2.0, 2.0]
+
+    run_on("asyncio", main)
+
+
+def test_a_deadline(which: str) -> None:
+    """A receive fails alone; a collective takes the communicator with it."""
+
+    async def main() -> None:
+        async with local_world(2, "ucx") as comms:
+            portal = comms[0].portal()
+            portal.set_timeout(0.02)
+            with pytest.raises(CommTimeoutError, match="nothing matched"):
+                await in_thread(lambda: portal.recv(torch.zeros(1), 1).wait())
+            assert not portal.aborted
+            with pytest.raises(CommTimeoutError, match="waiting for rank 1"):
+                await in_thread(lambda: portal.barrier().wait())
+            assert portal.aborted
+
+    run_on("asyncio", main)
+
+
+def test_a_receive_is_cancelled_and_the_next_one_gets_the_message() -> None:
+    async def main() -> None:
+        async with local_world(2, "ucx") as comms:
+            portal, untouched = comms[0].portal(), torch.zeros(1)
+            work = await in_thread(lambda: portal.recv(untouched, 1))
+            assert await in_thread(work.cancel)
+            next_one = await in_thread(lambda: portal.recv(torch.zeros(1), 1))
+            await comms[1].send(torch.ones(1), 0)
+            assert (await in_thread(next_one.wait)).item() == 1
+            assert untouched.item() == 0
+
+    run_on("asyncio", main)
+
+
+def test_ranks_that_disagree_are_told(which: str) -> None:
+    async def main() -> None:
+        async with local_world(2, "ucx") as comms:
+            works = [
+                await in_thread(comms[0].portal().barrier),
+                await in_thread(lambda: comms[1].portal().all_reduce(torch.ones(1))),
+            ]
+            for work in works:
+                with pytest.raises(aiocomms.errors.MismatchError, match=r"barrier.*all_reduce|all_reduce.*barrier"):
+                    await in_thread(work.wait)
+
+    run_on("asyncio", main)
+
+
+def test_the_loop_and_several_threads_at_once() -> None:
+    """Each has a lane; all share the numbers, and the recorder knows every op."""
+    rounds, callers = 60, 4
+
+    async def main() -> None:
+        async with local_world(2, "ucx") as comms:
+
+            def call(comm: aiocomms.Communicator, key: int) -> None:
+                choice, lane = random.Random(key), comm.portal().lane(key)
+                for i in range(rounds):
+                    count = choice.choice([1, 2, 700, 20_000])
+                    if choice.random() < 0.2:
+                        assert lane.broadcast_object((key, i), 0).wait(HANGS) == (key, i)
+                    got = lane.all_reduce(torch.full((count,), float(comm.rank + i))).wait(HANGS)
+                    assert got.tolist() == [2.0 * i + 1] * count
+
+            async def loops(comm: aiocomms.Communicator) -> None:
+                for i in range(rounds):
+                    got = await comm.all_reduce(torch.full((3,), float(comm.rank + i)))
+                    assert got.tolist() == [2.0 * i + 1] * 3
+                    tag = comm.send(torch.tensor([i]), 1 - comm.rank)
+                    assert (await comm.recv(torch.zeros(1, dtype=torch.int64), 1 - comm.rank)).item() == i
+                    await tag
+
+            async with anyio.create_task_group() as tasks:
+                for comm in comms:
+                    tasks.start_soon(loops, comm)
+                    for key in range(callers):
+                        tasks.start_soon(in_thread, lambda comm=comm, key=key: call(comm, key))
+            for comm in comms:
+                core = comm._core
+                await turns()
+                assert not core.in_flight
+                assert core.calls == rounds
+                assert core.issued == core.laned + 3 * rounds
+                found = items(comm)
+                assert [item.seq for item in found] == list(range(core.issued - len(found), core.issued))
+                assert {item.state for item in found} == {"done"}
+                pending = comm._core.transports[0].shared.pending.values()  # type: ignore[attr-defined]
+                assert not [work for _, work, _ in pending if isinstance(work, StartedWork)]
+
+    run_on("asyncio", main)
+
+
+def test_threads_that_share_the_collectives_of_a_communicator(native: None) -> None:
+    """Which one comes first is not said; each number is one collective's, and all are done."""
+    count, callers = 200, 3
+
+    async def main() -> None:
+        async with aiocomms.new_comm("ucx") as comm:
+
+            def call() -> None:
+                for _ in range(count):
+                    assert comm.portal().all_reduce(torch.ones(2)).wait(HANGS).tolist() == [1.0, 1.0]
+
+            async with anyio.create_task_group() as tasks:
+                for _ in range(callers):
+                    tasks.start_soon(in_thread, call)
+                for _ in range(count):
+                    await comm.all_reduce(torch.ones(2))
+                    await anyio.lowlevel.checkpoint()
+            core = comm._core
+            assert core.issued == core.calls == count * (callers + 1)
+            assert core.transports[0]._calls == core.calls  # type: ignore[attr-defined]
+            assert [item.collective for item in items(comm)] == [item.seq + 1 for item in items(comm)]
+            assert not core.transports[0]._collectives  # type: ignore[attr-defined]
+
+    run_on("asyncio", main)
+
+
+def test_a_window_that_closes_goes_before_collectives_behind_it() -> None:
+    """Its place among the collectives is that of its call, also where it has to wait for it."""
+
+    async def main() -> None:
+        async with local_world(2, "ucx") as comms:
+
+            def body(comm: aiocomms.Communicator) -> None:
+                portal = comm.portal()
+                for i in range(20):
+                    with portal.new_window(torch.zeros(4)) as window:
+                        window.put(torch.ones(2), 1 - comm.rank)
+                        assert portal.all_reduce(torch.ones(1) * i).wait(HANGS).item() == 2 * i
+                    assert portal.all_reduce(torch.ones(1)).wait(HANGS).item() == 2
+
+            async with anyio.create_task_group() as tasks:
+                for comm in comms:
+                    tasks.start_soon(in_thread, lambda comm=comm: body(comm))
+
+    run_on("asyncio", main)
+
+
+def test_a_forked_child_is_refused_and_the_parent_goes_on() -> None:
+    async def main() -> None:
+        async with local_world(2, "ucx") as comms:
+            portal = comms[0].portal()
+            pending = await in_thread(portal.barrier)
+
+            def fork() -> int:
+                child = os.fork()
+                if child == 0:
+                    try:
+                        portal.barrier()
+                    except CommClosedError:
+                        os._exit(7)
+                    os._exit(1)
+                return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+            assert await in_thread(fork) == 7
+            await comms[1].barrier()
+            await in_thread(pending.wait)
+
+    run_on("asyncio", main)
+
+
+def test_a_tensor_that_is_not_plain_goes_by_the_loop() -> None:
+    async def main() -> None:
+        async with local_world(2, "ucx") as comms:
+            mine = torch.ones(4)[::2]
+            work = here(lambda: comms[0].portal().send(mine.contiguous().requires_grad_(False), 1))
+            late = here(lambda: comms[0].portal().all_reduce(torch.ones(2), timeout=HANGS))
+            assert comms[0]._core.issued <= 1
+            theirs = comms[1].recv(torch.zeros(2), 0), comms[1].all_reduce(torch.ones(2))
+            await in_thread(work.wait)
+            assert (await in_thread(late.wait)).tolist() == [2.0, 2.0]
+            for it in theirs:
+                await it
+
+    run_on("asyncio", main)
