@@ -65,7 +65,7 @@ async def meet(transport: UcxTransport, rendezvous: Rendezvous, *, first: bool) 
     rank, size = transport.rank, transport.size
     check_crowd(transport.hosts)
     here = [peer for peer in range(size) if not transport.far(peer)]
-    segment, trouble = _create(rank, here)
+    segment, trouble = _create(rank, here, first)
     try:
         mine = Member(transport.group, segment, transport.engine.reads_all(transport.peers), trouble, hindrances())
         raw = await rendezvous.exchange("ucx members", msgspec.msgpack.encode(mine))
@@ -96,12 +96,12 @@ def check_crowd(hosts: Sequence[str]) -> None:
             )
 
 
-def _create(rank: int, here: list[int]) -> tuple[int, str]:
-    """Create the memory that the ranks of this host share, on the first of them."""
+def _create(rank: int, here: list[int], first: bool) -> tuple[int, str]:
+    """Create the memory that the ranks of this host share, on the first of them; that of a family with its first."""
     if here[0] != rank or len(here) == 1:
         return _NONE, ""
     try:
-        return create_segment(len(here)), ""
+        return create_segment(len(here), first), ""
     except (RuntimeError, OSError) as error:
         return _NONE, f"rank {rank} cannot create shared memory: {error}"
 

@@ -14,7 +14,7 @@ namespace aiocomms {
 namespace {
 
 struct Boards {
-  int fd = Segment::create(3);
+  int fd = Segment::create(3, false);
   std::vector<std::unique_ptr<Board>> of;
   Boards() {
     for (int rank = 0; rank < 3; ++rank) {

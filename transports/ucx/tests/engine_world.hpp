@@ -271,7 +271,7 @@ inline std::uint32_t Rank::open(const std::vector<int>& members) {
   }
   if (me >= 0) world.ids[number] = group = engine->add_group(me, members);
   const bool leads = mine == 0 && local.size() > 1;
-  if (leads) world.fds[number] = Segment::create(static_cast<int>(local.size()));
+  if (leads) world.fds[number] = Segment::create(static_cast<int>(local.size()), members.size() == world.ranks.size());
   world.meeting.arrive_and_wait();
   if (me >= 0) {
     std::vector<std::uint32_t> theirs;
@@ -290,7 +290,8 @@ inline std::uint32_t Rank::open(const std::vector<int>& members) {
     // In some worlds ranks do as if they were not allowed to read each other's memory.
     const bool readable = world.seed % 4 < 2 && engine->reads_all(local);
     const int shared = local.size() > 1 ? world.fds[local.front()] : -1;
-    if (shared >= 0) segments[group] = std::make_unique<Segment>(shared, mine, static_cast<int>(local.size()));
+    if (shared >= 0)
+      segments[group] = std::make_unique<Segment>(SharedMemory{shared, mine, static_cast<int>(local.size())});
     engine->open_group(group, theirs, shared, numbers, readable);
   }
   world.meeting.arrive_and_wait();

@@ -318,7 +318,7 @@ NB_MODULE(_engine, module) {
       .value("AVG", Operator::Avg)
       .value("PREMUL_SUM", Operator::PremulSum);
   module.def("dtype_names", &dtype_names, nb::sig("def dtype_names() -> tuple[str, ...]"));
-  module.def("create_segment", &Segment::create, nb::arg("ranks"), Released());
+  module.def("create_segment", &Segment::create, nb::arg("ranks"), nb::arg("with_pool"), Released());
 
   nb::class_<InLanes> lanes(module, "Lanes");
   define_collectives(lanes);

@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <string>
 #include <system_error>
+#include <utility>
 
 #include "collectives/board.hpp"
 
@@ -29,13 +30,14 @@ std::size_t Segment::bytes(int ranks) {
     throw std::invalid_argument("ranks of one host: " + std::to_string(ranks) + ", wanted 1 to " +
                                 std::to_string(kMostRanks));
   }
-  return up(sizeof(Owner) * static_cast<std::size_t>(ranks)) +
-         static_cast<std::size_t>(ranks) * (kDepth + kPool) * kSlot;
+  return up(sizeof(Owner) * static_cast<std::size_t>(ranks)) + static_cast<std::size_t>(ranks) * kDepth * kSlot;
 }
 
-int Segment::create(int ranks) {
+std::size_t Segment::place_of_pool(int ranks) { return 2 * bytes(ranks) + Board::bytes(ranks); }
+
+int Segment::create(int ranks, bool with_pool) {
   // No name, so nobody else can open it and nothing is left behind; pages exist once they are touched.
-  const auto size = static_cast<off_t>(2 * bytes(ranks) + Board::bytes(ranks));
+  const auto size = static_cast<off_t>(place_of_pool(ranks) + (with_pool ? Pool::bytes(ranks) : 0));
   int fd = memfd_create("aiocomms", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) fail("memfd_create");
   if (fchmod(fd, 0600) != 0 || ftruncate(fd, size) != 0 ||
@@ -48,10 +50,17 @@ int Segment::create(int ranks) {
   return fd;
 }
 
-Segment::Segment(int fd, int rank, int ranks, std::size_t offset) : rank_(rank), ranks_(ranks), bytes_(bytes(ranks)) {
-  if (rank < 0 || rank >= ranks) {
-    throw std::invalid_argument("rank " + std::to_string(rank) + " of " + std::to_string(ranks));
+Segment::Segment(SharedMemory memory, std::size_t offset)
+    : rank_(memory.rank),
+      ranks_(memory.ranks),
+      pool_(memory.pool),
+      places_(std::move(memory.places)),
+      bytes_(bytes(memory.ranks)) {
+  if (rank_ < 0 || rank_ >= ranks_) {
+    throw std::invalid_argument("rank " + std::to_string(rank_) + " of " + std::to_string(ranks_));
   }
+  held_.fill(Pool::kNone);
+  const int fd = memory.fd;
   struct stat status;
   if (fstat(fd, &status) != 0) fail("fstat");
   if (static_cast<std::size_t>(status.st_size) < offset + bytes_) {
@@ -61,11 +70,13 @@ Segment::Segment(int fd, int rank, int ranks, std::size_t offset) : rank_(rank),
   memory_ = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, static_cast<off_t>(offset));
   if (memory_ == MAP_FAILED) fail("mmap");
   owners_ = static_cast<Owner*>(memory_);
-  slots_ = static_cast<std::byte*>(memory_) + up(sizeof(Owner) * static_cast<std::size_t>(ranks));
-  pools_ = slots_ + static_cast<std::size_t>(ranks) * kDepth * kSlot;
+  slots_ = static_cast<std::byte*>(memory_) + up(sizeof(Owner) * static_cast<std::size_t>(ranks_));
 }
 
-Segment::~Segment() { munmap(memory_, bytes_); }
+Segment::~Segment() {
+  if (pool_) pool_->forget(*this);
+  munmap(memory_, bytes_);
+}
 
 bool Segment::writable(std::uint64_t round) {
   if (round < all_done_ + kDepth) return true;
@@ -75,6 +86,27 @@ bool Segment::writable(std::uint64_t round) {
   }
   all_done_ = done;
   return round < all_done_ + kDepth;
+}
+
+bool Segment::give_back() noexcept {
+  if (!rests()) return false;
+  for (std::uint32_t& number : held_) {
+    if (number < Pool::kSlots) pool_->put_back(std::exchange(number, Pool::kNone));
+  }
+  return true;
+}
+
+bool Segment::holds_slots() noexcept {
+  const auto of_pool = [](std::uint32_t number) { return number < Pool::kSlots; };
+  return std::ranges::any_of(held_, of_pool) && !give_back();
+}
+
+bool Segment::release_own() noexcept {
+  if (!rests()) return false;
+  std::ranges::replace(held_, Pool::kOwn, Pool::kNone);
+  // Should the system refuse, the pages stay until the communicator is closed.
+  madvise(own(rank_, 0), kDepth * kSlot, MADV_REMOVE);
+  return true;
 }
 
 }  // namespace aiocomms

@@ -2,28 +2,44 @@
 //
 // A collective is a sequence of rounds, counted through the life of the communicator. In round n each rank publishes a
 // line, with a few bytes in it or a slot of data behind it; others wait for the line and read. A slot serves again
-// kDepth rounds later, when every rank has said that it is done with it. The lines of a rank are each on a cache line
+// kDepth rounds later, when every rank has said that it is done with it. Slots are the family's (pool.hpp), or, if none
+// is free, the segment's own. The lines of a rank are each on a cache line
 // of their own, so that a wait costs one transfer. (The scheme of MPICH's "release gather" and of Li, Hoefler, Snir:
 // "NUMA-Aware Shared-Memory Collective Communication for MPI", HPDC 2013: contributions side by side, flags apart.)
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <vector>
+
+#include "collectives/pool.hpp"
 
 namespace aiocomms {
 
+// The memory that the ranks of a communicator share on one host, as one of them sees it.
+struct SharedMemory {
+  int fd;
+  int rank;
+  int ranks;
+  Pool* pool = nullptr;          // of their family; null: segments have their own slots alone
+  std::vector<int> places = {};  // of the ranks in it
+};
+
 class Segment {
  public:
-  static constexpr std::uint64_t kDepth = 8;        // rounds that may be under way at once
-  static constexpr std::size_t kInline = 48;        // bytes that travel in a line itself
-  static constexpr std::size_t kSlot = 128 * 1024;  // bytes of a slot; see docs/benchmarks/cpu.md
-  static constexpr std::uint64_t kPool = 4;  // slots of a rank for a message; together less than a second-level cache
+  static constexpr std::uint64_t kDepth = 8;         // rounds that may be under way at once
+  static constexpr std::size_t kInline = 48;         // bytes that travel in a line itself
+  static constexpr std::size_t kSlot = Pool::kSlot;  // bytes of a slot
 
   struct alignas(64) Line {
     std::atomic<std::uint64_t> round;  // n + 1 once round n is published
     std::uint64_t fingerprint;         // of the collective
-    std::byte data[kInline];
+    union {
+      std::byte data[kInline];
+      std::uint32_t slot;  // the number of the slot that has the data
+    };
   };
 
   // More ranks would have less than a cache line each of a slot that they share.
@@ -31,12 +47,14 @@ class Segment {
 
   static std::size_t bytes(int ranks);
   // A descriptor of fresh, private, anonymous shared memory: for a segment, another one, and a Board, as lanes need
-  // them. Throws std::system_error; std::invalid_argument: there are more than kMostRanks ranks, or none.
-  static int create(int ranks);
+  // them; and for a Pool behind them. Throws std::system_error; std::invalid_argument: there are more than kMostRanks
+  // ranks, or none.
+  static int create(int ranks, bool with_pool);
+  static std::size_t place_of_pool(int ranks);  // in that memory
 
   // Maps a descriptor from `offset` on, and does not close it. Throws the same, std::system_error also if it is too
   // small.
-  Segment(int fd, int rank, int ranks, std::size_t offset = 0);
+  explicit Segment(SharedMemory memory, std::size_t offset = 0);
   ~Segment();
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
@@ -47,7 +65,27 @@ class Segment {
   // Whether every rank is done with what this one has published kDepth rounds before `round`.
   bool writable(std::uint64_t round);
   Line& line(int rank, std::uint64_t round) { return owners_[rank].lines[round % kDepth]; }
-  std::byte* slot(int rank, std::uint64_t round) { return slots_ + (rank * kDepth + round % kDepth) * kSlot; }
+  // This rank's slot in a round that is writable. std::bad_alloc: it has none.
+  std::byte* own_slot(std::uint64_t round) {
+    std::uint32_t& number = held_[round % kDepth];
+    if (number == Pool::kNone) number = pool_ ? pool_->take(*this) : Pool::kOwn;
+    last_slot_ = round;
+    line(rank_, round).slot = number;
+    return slot(rank_, round);
+  }
+  // The same once it has that, or another rank's, of a round that it has published.
+  std::byte* slot(int rank, std::uint64_t round) {
+    const std::uint32_t number = line(rank, round).slot;
+    return number < Pool::kSlots ? pool_->slot(places_[rank], number) : own(rank, round);
+  }
+  // The last round in which this rank had a slot.
+  std::uint64_t last_slot() const { return last_slot_; }
+  // Give the pool's slots back to it. False: somebody may still read what is in them.
+  bool give_back() noexcept;
+  // Whether it has slots of the pool, which it would have given back if nobody read them.
+  bool holds_slots() noexcept;
+  // Give the pages of its own slots back to the system. False: somebody may still read them.
+  bool release_own() noexcept;
 
   // Phase 1 of a round is published in its line, phase 2, where there is one, beside it.
   void publish(std::uint64_t round) { line(rank_, round).round.store(round + 1, std::memory_order_seq_cst); }
@@ -62,6 +100,8 @@ class Segment {
   }
   // This rank reads nothing of the rounds below `rounds` any more.
   void finish(std::uint64_t rounds) { owners_[rank_].done.round.store(rounds, std::memory_order_seq_cst); }
+  // A rank reads nothing at all any more: this one, or one that is gone and cannot say so.
+  void depart(int rank) { owners_[rank].done.round.store(kDeparted, std::memory_order_seq_cst); }
 
   // A rank that is about to sleep says so first, then looks again; one that publishes looks who sleeps afterwards. All
   // of it sequentially consistent, so that one of the two sees the other (Dekker's way).
@@ -99,30 +139,8 @@ class Segment {
     return owners_[rank].gone.round.load(std::memory_order_relaxed) != 0;
   }
 
-  // A large message with whose copying its sender assists (offers.hpp). A rank sends one such message at a time, and
-  // receives one at a time, so one pool of slots and one set of counters per rank do. Counters that are about an older
-  // message do no harm: `filled` names its message; and a sender is called after `begin_message`, and nobody reads its
-  // slots after the answer.
-  std::byte* pool(int rank, std::uint64_t slot) { return pools_ + (rank * kPool + slot % kPool) * kSlot; }
-  void begin_message() {
-    empty(0);
-    read(0);
-  }
-  void read(std::uint64_t bytes) { owners_[rank_].read.round.store(bytes, std::memory_order_seq_cst); }
-  void empty(std::uint64_t slots) { owners_[rank_].emptied.round.store(slots, std::memory_order_seq_cst); }
-  void fill(std::uint64_t message, std::uint64_t slots) {
-    owners_[rank_].filled.round.store(message << kSlotBits | slots, std::memory_order_seq_cst);
-  }
-  // Bytes that `rank` has read, or is reading, and slots that it has emptied; slots that it has filled of a message.
-  std::uint64_t bytes_read(int rank) { return owners_[rank].read.round.load(std::memory_order_seq_cst); }
-  std::uint64_t emptied(int rank) { return owners_[rank].emptied.round.load(std::memory_order_seq_cst); }
-  std::uint64_t filled(int rank, std::uint64_t message) {
-    const std::uint64_t filled = owners_[rank].filled.round.load(std::memory_order_seq_cst);
-    return (filled ^ message << kSlotBits) >> kSlotBits == 0 ? filled & ((1u << kSlotBits) - 1) : 0;
-  }
-
  private:
-  static constexpr int kSlotBits = 24;  // 2 TiB
+  static constexpr std::uint64_t kDeparted = std::uint64_t{1} << 62;  // more rounds than there will ever be
 
   struct Owner {
     Line lines[kDepth];
@@ -131,8 +149,6 @@ class Segment {
     Line asleep;
     Line core;  // 1 + its number; 0: none
     Line gone;
-    Line read, emptied;  // as a receiver
-    Line filled;         // as a sender
   };
 
   static void fence([[maybe_unused]] std::memory_order order) {
@@ -141,14 +157,20 @@ class Segment {
 #endif
   }
 
+  std::byte* own(int rank, std::uint64_t round) { return slots_ + (rank * kDepth + round % kDepth) * kSlot; }
+  bool rests() noexcept { return writable(last_slot_ + kDepth); }
+
   int rank_;
   int ranks_;
+  Pool* pool_;
+  std::vector<int> places_;
   std::size_t bytes_;
-  std::uint64_t all_done_ = 0;  // the rounds that every rank is known to be done with
+  std::uint64_t all_done_ = 0;              // the rounds that every rank is known to be done with
+  std::uint64_t last_slot_ = 0;             // the last round in which this rank had a slot
+  std::array<std::uint32_t, kDepth> held_;  // the numbers of its slots
   void* memory_;
   Owner* owners_;
   std::byte* slots_;
-  std::byte* pools_;
 };
 
 }  // namespace aiocomms

@@ -100,7 +100,7 @@ Task reduce_directly(Shared& shared, Reduction reduction, int root, void* data, 
   const bool small = bytes <= Segment::kInline;
   const std::uint64_t round = shared.take(1);
   co_await shared.writable(round);
-  transfer(small ? segment.line(shared.rank(), round).data : segment.slot(shared.rank(), round), data, bytes);
+  transfer(small ? segment.line(shared.rank(), round).data : segment.own_slot(round), data, bytes);
   shared.publish(round);
   co_await shared.all(round);
   if (root < 0 || root == shared.rank()) {
@@ -124,6 +124,7 @@ class Chunk {
 
   // Give the others their shares.
   void contribute(const void* data) const {
+    shared_.segment.own_slot(round_);  // also where it holds nothing but what this rank will have reduced
     for (int rank = 0; rank < shared_.ranks(); ++rank) {
       if (rank != shared_.rank()) move(shared_.rank(), rank, nullptr, data);
     }
@@ -234,7 +235,7 @@ Task read_in_place(Shared& shared, std::vector<const void*> from, std::vector<vo
   const int me = shared.rank(), ranks = shared.ranks();
   const std::uint64_t round = shared.take(2);
   co_await shared.writable(round);
-  std::memcpy(segment.slot(me, round), from.data(), from.size() * sizeof(void*));
+  std::memcpy(segment.own_slot(round), from.data(), from.size() * sizeof(void*));
   shared.publish(round);
   co_await shared.all(round);
   for (int step = 1; step < ranks; ++step) {
@@ -277,8 +278,10 @@ Task spread_by_slots(Shared& shared, const void* in, std::vector<void*> outs, By
     const Span mine(turn, step, bytes[me]);
     if (turn < rounds && (turn == 0 || mine.length)) {
       co_await shared.writable(first + turn);
-      transfer(small ? segment.line(me, first + turn).data : segment.slot(me, first + turn), at(in, mine.offset),
-               mine.length);
+      if (mine.length) {
+        transfer(small ? segment.line(me, first + turn).data : segment.own_slot(first + turn), at(in, mine.offset),
+                 mine.length);
+      }
       shared.publish(first + turn);
       if (takes) transfer(at(outs[me], mine.offset), at(in, mine.offset), mine.length);
     }
@@ -338,8 +341,9 @@ Task exchange_by_slots(Shared& shared, std::vector<const void*> ins, Bytes in_by
       co_await shared.writable(first + turn);
       for (int rank = 0; rank < shared.ranks(); ++rank) {
         const Span part(turn, step, in_bytes[rank]);
-        if (rank != me)
-          transfer(segment.slot(me, first + turn) + rank * piece, at(ins[rank], part.offset), part.length);
+        if (rank != me && part.length) {
+          transfer(segment.own_slot(first + turn) + rank * piece, at(ins[rank], part.offset), part.length);
+        }
       }
       shared.publish(first + turn);
     }
@@ -374,7 +378,7 @@ Task shared_exchange_v(Shared& shared, std::vector<const void*> ins, Bytes in_by
   const int me = shared.rank(), ranks = shared.ranks();
   const std::uint64_t round = shared.take(1);
   co_await shared.writable(round);
-  std::memcpy(segment.slot(me, round), in_bytes.data(), in_bytes.size() * sizeof(std::size_t));
+  std::memcpy(segment.own_slot(round), in_bytes.data(), in_bytes.size() * sizeof(std::size_t));
   shared.publish(round);
   co_await shared.all(round);
   std::size_t largest = 0;
@@ -406,8 +410,8 @@ Task shared_reduce_scatter(Shared& shared, Reduction reduction, std::vector<cons
       co_await shared.writable(first + turn);
       for (int rank = 0; rank < ranks; ++rank) {
         const Span part(turn, step, counts[rank]);
-        if (rank != me) {
-          transfer(segment.slot(me, first + turn) + rank * piece, at(ins[rank], part.offset * size),
+        if (rank != me && part.length) {
+          transfer(segment.own_slot(first + turn) + rank * piece, at(ins[rank], part.offset * size),
                    part.length * size);
         }
       }

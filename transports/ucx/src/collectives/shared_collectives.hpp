@@ -19,8 +19,8 @@ namespace aiocomms {
 // One rank's place at a segment: the round it is in, and what its schedule waits for.
 class Shared {
  public:
-  Shared(int fd, int rank, int ranks, std::size_t offset = 0)
-      : segment(fd, rank, ranks, offset), inputs(static_cast<std::size_t>(ranks)) {}
+  explicit Shared(SharedMemory memory, std::size_t offset = 0)
+      : segment(memory, offset), inputs(static_cast<std::size_t>(memory.ranks)) {}
 
   Segment segment;
   std::uint64_t fingerprint = 0;              // of the collective under way

@@ -33,6 +33,16 @@ bool Engine::reads_all(const std::vector<int>& peers) const {
   });
 }
 
+// The pool of the family is part of its first communicator's memory.
+std::unique_ptr<Pool> Engine::make_pool(const Group& group, const std::vector<int>& local, int segment) {
+  if (group.id != 0 || segment < 0 || group.peers.size() != peers_.size()) return nullptr;
+  const int ranks = static_cast<int>(local.size());
+  std::vector<int> places(peers_.size(), -1);
+  for (int place = 0; place < ranks; ++place) places[group.peers[local[place]]] = place;
+  return std::make_unique<Pool>(segment, Segment::place_of_pool(ranks), rank_, std::move(places),
+                                [this] { wake_thread(); });
+}
+
 void Engine::open_group(std::uint32_t id, std::vector<std::uint32_t> their_ids, int segment, std::vector<int> hosts,
                         bool readable) {
   std::lock_guard lock(lock_);
@@ -49,10 +59,15 @@ void Engine::open_group(std::uint32_t id, std::vector<std::uint32_t> their_ids, 
     }
     if (hosts[rank] == hosts[group.rank]) local.push_back(rank);
   }
+  std::unique_ptr<Pool> pool = make_pool(group, local, segment);
+  const int here = static_cast<int>(std::ranges::find(local, group.rank) - local.begin());
+  SharedMemory memory{segment, here, static_cast<int>(local.size()), pool ? pool.get() : pool_.get()};
+  for (int rank : local) {
+    if (memory.pool) memory.places.push_back(memory.pool->place_of(group.peers[rank]));
+  }
   std::unique_ptr<Shared> shared;
   if (segment >= 0) {
-    const int here = static_cast<int>(std::ranges::find(local, group.rank) - local.begin());
-    shared = std::make_unique<Shared>(segment, here, static_cast<int>(local.size()));
+    shared = std::make_unique<Shared>(memory);
     const bool in_place = readable && (pacer_.crowded() || reads_quickly());
     for (int rank : local) {
       if (in_place) shared->pids.push_back(peers_[group.peers[rank]].readable);
@@ -63,13 +78,18 @@ void Engine::open_group(std::uint32_t id, std::vector<std::uint32_t> their_ids, 
     return std::make_unique<Wire>(sender_, inbox_, schedules_, group, std::move(ranks));
   };
   auto wire = wire_between(std::move(all));
-  auto keyed = std::make_unique<Lanes>(group, count == 1 ? segment : -1, sender_, inbox_, schedules_, reports_);
+  if (count > 1) memory.fd = -1;
+  auto keyed = std::make_unique<Lanes>(group, memory, sender_, inbox_, schedules_, reports_);
   if (local.front() == group.rank) group.leaders = wire_between(std::move(leaders));
   // Who may not read another's memory takes no offers, so nobody of this host makes any.
   if (!readable) {
     for (int rank : local) peers_[group.peers[rank]].readable = 0;
   }
   // From here on nothing throws: it is open, or it is not.
+  if (pool) {
+    pool_ = std::move(pool);
+    offers_.share(*pool_);
+  }
   group.wire = std::move(wire);
   group.shared = std::move(shared);
   group.keyed = std::move(keyed);
@@ -151,6 +171,7 @@ void Engine::release(Group& group) noexcept {
   windows_.release(group);
   inbox_.release(group);
   groups_.lose(group);
+  group.depart(group.rank);
 }
 
 void Engine::close_group(std::uint32_t id) {

@@ -89,6 +89,7 @@ void Engine::start(const std::vector<std::string>& addresses, const std::vector<
                      [this](int peer, bool parted) {
                        std::lock_guard lock(lock_);
                        farewells_.expect_acknowledgement(peer, false);
+                       groups_.bury(peer);
                        if (!parted) reports_.notify({Notice::kLost, peer, 0, 0, {}});
                      }});
   pacer_.configure(alone, crowded);
@@ -282,9 +283,10 @@ bool Engine::advance() noexcept {
 }
 
 // Whether something waits for room, of which nobody tells: UCX tells of what comes in, but not of room in a peer's
-// queue for what is to go out, nor, always, of a device; and nobody of a slot that a receiver has emptied.
+// queue for what is to go out, nor, always, of a device; and nobody of a slot that a receiver has emptied, or of slots
+// that are to go back to the system.
 bool Engine::waits_for_room() const {
-  return worker_->unfinished() > 0 || offers_.assists() || windows_.has_waiting_ops();
+  return worker_->unfinished() > 0 || offers_.assists() || windows_.has_waiting_ops() || (pool_ && pool_->overflows());
 }
 
 // Whether all that can happen comes as a message, which a sleeping thread hears of. Of what appears in shared memory it
@@ -356,6 +358,7 @@ void Engine::listen(int timeout_ms, bool worker) noexcept {
 
 Pacer::Rest Engine::take_turn() noexcept {
   const std::uint64_t began = now_ns();
+  if (pool_ && pool_->overflows()) pool_->trim(began);
   if (pacer_.loop_is_about(began)) return pacer_.tick(reports_.pending() > 0 || !is_quiet());
   pacer_.begin_turn(began);
   bool moved = false;

@@ -66,8 +66,9 @@ class Engine : private Inbox::Owner {
 
   // ------------------------------------------------------------------------------------------------- communicators
   std::uint32_t add_group(int rank, std::vector<int> peers);
-  // segment: shared memory of the ranks in `local`, not taken over; -1: this rank is alone on its host. hosts: by rank.
-  // readable: each rank of this host may read each other's memory.
+  // segment: shared memory of the ranks of this host, not taken over; -1: this rank is alone there. That of the
+  // family's first communicator has a Pool in it. hosts: by rank. readable: each rank of this host may read each
+  // other's memory.
   void open_group(std::uint32_t group, std::vector<std::uint32_t> their_ids, int segment, std::vector<int> hosts,
                   bool readable);
   bool reads_all(const std::vector<int>& peers) const;  // whether this rank may read the memory of those on its host
@@ -159,6 +160,7 @@ class Engine : private Inbox::Owner {
   void pull(Request* receive, const Header& header, const Offer& offer) override;
   void failed(Group& group) noexcept override { reports_.fail(group); }
 
+  std::unique_ptr<Pool> make_pool(const Group& group, const std::vector<int>& local, int segment);
   Group& present(std::uint32_t id);  // of an engine that is not closed
   Group& opened(std::uint32_t id);   // the same, and the other ranks are known
   template <typename Step>
@@ -230,6 +232,7 @@ class Engine : private Inbox::Owner {
   Notes notes_;
   std::unique_ptr<Worker> worker_;
   std::unique_ptr<Control> control_;
+  std::unique_ptr<Pool> pool_;  // with the ranks of this host, if there are others
   Groups groups_;
   Schedules schedules_;
   Offers offers_;

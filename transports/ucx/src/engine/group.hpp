@@ -36,6 +36,8 @@ class LaneSchedules {
  public:
   virtual ~LaneSchedules() = default;
   virtual void drop_schedules() noexcept = 0;
+  virtual void depart(int place) noexcept = 0;
+  virtual bool holds_slots() noexcept = 0;
 };
 
 // A tensor that the others may read and write, and theirs.
@@ -109,6 +111,16 @@ struct Group {
 
   // Of one that is lost: UCX has something of it in its hands.
   bool held() const { return users > schedules.size() + lane_calls; }
+  // Of one that is closed: others may still read what this rank has put in slots of the family's.
+  bool holds_slots() const noexcept {
+    return (shared && shared->segment.holds_slots()) || (keyed && keyed->holds_slots());
+  }
+  // A rank reads none of these slots any more: this one, or one that is gone.
+  void depart(int of) const noexcept {
+    if (place(of) < 0) return;
+    shared->segment.depart(place(of));
+    keyed->depart(place(of));
+  }
   // Where a rank is among those of this host with whom this one shares memory, or -1.
   int place(int of) const {
     const auto found = std::find(local.begin(), local.end(), of);

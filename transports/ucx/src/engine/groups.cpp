@@ -33,7 +33,7 @@ void Groups::lose(Group& group) noexcept {
 
 void Groups::close(Group& group) noexcept {
   auto node = groups_.extract(group.id);
-  if (group.users > 0) closed_.push_back(std::move(node.mapped()));
+  if (group.users > 0 || group.holds_slots()) closed_.push_back(std::move(node.mapped()));
 }
 
 void Groups::reap_held() noexcept {
@@ -45,7 +45,17 @@ void Groups::reap_held() noexcept {
 }
 
 void Groups::reap_closed() noexcept {
-  std::erase_if(closed_, [](const std::unique_ptr<Group>& group) { return group->users == 0; });
+  std::erase_if(closed_,
+                [](const std::unique_ptr<Group>& group) { return group->users == 0 && !group->holds_slots(); });
+}
+
+void Groups::bury(int peer) noexcept {
+  const auto depart = [peer](const Group& group) {
+    const auto found = std::ranges::find(group.peers, peer);
+    if (found != group.peers.end()) group.depart(static_cast<int>(found - group.peers.begin()));
+  };
+  each(depart);
+  for (const auto& group : closed_) depart(*group);
 }
 
 void Groups::drop_schedules() noexcept {

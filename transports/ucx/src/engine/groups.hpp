@@ -33,9 +33,11 @@ class Groups {
 
   // One that is lost. Its collectives end as soon as UCX holds nothing of it any more, which is now or at a reap().
   void lose(Group& group) noexcept;
-  // One that is lost is closed. It stays as long as UCX holds something of it.
+  // One that is lost is closed. It stays as long as UCX holds something of it, or others may read its slots.
   void close(Group& group) noexcept;
-  // Look whether UCX has let go of some.
+  // A peer of this host is gone.
+  void bury(int peer) noexcept;
+  // Look whether UCX, or who reads them, has let go of some.
   void reap() noexcept {
     if (!held_.empty()) reap_held();
     if (!closed_.empty()) reap_closed();

@@ -44,13 +44,13 @@ Shared& LaneCalls::slots() { return *lanes_of(group).slots_; }
 
 // --------------------------------------------------------------------------------------------------------- the lanes
 
-Lanes::Lanes(Group& group, int fd, Sender& sender, Inbox& inbox, Schedules& schedules, Reports& reports)
+Lanes::Lanes(Group& group, const SharedMemory& memory, Sender& sender, Inbox& inbox, Schedules& schedules,
+             Reports& reports)
     : group_(group), sender_(sender), inbox_(inbox), schedules_(schedules), reports_(reports) {
   spare_.reserve(kSpare);  // so that what ends needs no memory
-  if (fd < 0) return;
-  const int ranks = static_cast<int>(group.peers.size());
-  slots_ = std::make_unique<Shared>(fd, group.rank, ranks, Segment::bytes(ranks));
-  board_ = std::make_unique<Board>(fd, 2 * Segment::bytes(ranks), group.rank, ranks);
+  if (memory.fd < 0) return;
+  slots_ = std::make_unique<Shared>(memory, Segment::bytes(memory.ranks));
+  board_ = std::make_unique<Board>(memory.fd, 2 * Segment::bytes(memory.ranks), memory.rank, memory.ranks);
   slots_->slice_ends = &schedules.slice_ends();
 }
 

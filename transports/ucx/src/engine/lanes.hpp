@@ -116,8 +116,8 @@ class LaneCalls {
 // The lanes of a communicator that have collectives under way.
 class Lanes final : public LaneSchedules {
  public:
-  // fd: the memory of this host's ranks, if they are all that there are; else -1.
-  Lanes(Group& group, int fd, Sender& sender, Inbox& inbox, Schedules& schedules, Reports& reports);
+  // memory: of this host's ranks, if they are all that there are; else its fd is -1.
+  Lanes(Group& group, const SharedMemory& memory, Sender& sender, Inbox& inbox, Schedules& schedules, Reports& reports);
 
   LaneCalls& at(std::uint64_t number);
   // It has been looked up in vain.
@@ -146,6 +146,10 @@ class Lanes final : public LaneSchedules {
     if (slots_) slots_->segment.let_go();
   }
   void drop_schedules() noexcept override;
+  void depart(int place) noexcept override {
+    if (slots_) slots_->segment.depart(place);
+  }
+  bool holds_slots() noexcept override { return slots_ && slots_->segment.holds_slots(); }
 
  private:
   friend class LaneCalls;

@@ -36,7 +36,7 @@ void Offers::begin_assistance(Group& group, const Header& call) {
   const auto number = static_cast<std::uint64_t>(call.tag);
   auto found = offered_.find(number);
   if (found == offered_.end() || found->second.group != &group || found->second.rank != call.source) return;
-  if (group.place(call.source) < 0 || std::ranges::find(assisted_, number) != assisted_.end()) return;
+  if (place(group, call.source) < 0 || std::ranges::find(assisted_, number) != assisted_.end()) return;
   assisted_.push_back(number);
 }
 
@@ -50,7 +50,7 @@ void Offers::pull(Request* receive, const Header& header, const Offer& offer, pi
        .header = header,
        .number = offer.number,
        .assisted = whole && assistance_ && bytes >= kAssistedFrom && header.source != group.rank &&
-                   group.place(header.source) >= 0});
+                   place(group, header.source) >= 0});
 }
 
 bool Offers::advance_pull() noexcept {
@@ -71,36 +71,35 @@ bool Offers::advance_pull() noexcept {
 // The receiver's next piece. False: the message cannot be read any more.
 bool Offers::copy_piece(Pull& pull) noexcept {
   const Group& group = pull.receive->group;
-  Segment& segment = group.shared->segment;
+  Pool& pool = *pool_;
   Copy& copy = pull.copy;
   if (!std::exchange(pull.called, true)) {
-    segment.begin_message();
+    pool.begin_message();
     group.tell(network_, pull.header.source, kAssist, pull.number);
   }
-  const int sender = group.place(pull.header.source);
-  if (copy.bytes >= Segment::kSlot && segment.filled(sender, pull.number) > pull.emptied) {
-    copy.bytes -= Segment::kSlot;
-    copy_pages(copy.to + copy.bytes, segment.pool(sender, pull.emptied), Segment::kSlot);
-    segment.empty(++pull.emptied);
+  const int sender = place(group, pull.header.source);
+  if (copy.bytes >= Pool::kSlot && pool.filled(sender, pull.number) > pull.emptied) {
+    copy.bytes -= Pool::kSlot;
+    copy_pages(copy.to + copy.bytes, pool.message_slot(sender, pull.emptied), Pool::kSlot);
+    pool.empty(++pull.emptied);
     return true;
   }
-  pull.read += std::min(copy.bytes, Segment::kSlot);
-  segment.read(pull.read);
-  return copy.advance(Segment::kSlot);
+  pull.read += std::min(copy.bytes, Pool::kSlot);
+  pool.read(pull.read);
+  return copy.advance(Pool::kSlot);
 }
 
 // The sender's next piece of the message that is first until its receiver has answered.
 bool Offers::assist() noexcept {
   const std::uint64_t number = assisted_.front();
   Offered& message = offered_.at(number);
-  Segment& segment = message.group->shared->segment;
-  const int receiver = message.group->place(message.rank);
-  const std::size_t read = std::min(message.bytes, segment.bytes_read(receiver));
-  if (message.bytes - read < Segment::kSlot || message.filled >= segment.emptied(receiver) + Segment::kPool)
-    return false;
-  message.bytes -= Segment::kSlot;
-  std::memcpy(segment.pool(segment.rank(), message.filled), message.data + message.bytes, Segment::kSlot);
-  segment.fill(number, ++message.filled);
+  Pool& pool = *pool_;
+  const int receiver = place(*message.group, message.rank);
+  const std::size_t read = std::min(message.bytes, pool.bytes_read(receiver));
+  if (message.bytes - read < Pool::kSlot || message.filled >= pool.emptied(receiver) + Pool::kForMessage) return false;
+  message.bytes -= Pool::kSlot;
+  std::memcpy(pool.message_slot(pool.place(), message.filled), message.data + message.bytes, Pool::kSlot);
+  pool.fill(number, ++message.filled);
   return true;
 }
 
@@ -116,7 +115,8 @@ void Offers::release(Group& group) noexcept {
       ++entry;
       continue;
     }
-    std::erase(assisted_, number);
+    // Its slots are the next message's then, and its receiver may be reading them.
+    if (std::erase(assisted_, number) > 0) group.shared->segment.let_go();
     entry = offered_.erase(entry);
     message.pending->finished(UCS_ERR_CANCELED);
   }

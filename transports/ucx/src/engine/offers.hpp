@@ -25,6 +25,8 @@ class Offers {
   explicit Offers(Network& network) : network_(network) {}
   // Assistance is two copies in place of one: where ranks outnumber cores, no core is left for that.
   void allow_assistance(bool allowed) { assistance_ = allowed; }
+  // The slots of all ranks of this host. Nobody assists where there are none.
+  void share(Pool& pool) { pool_ = &pool; }
 
   // ------------------------------------------------------------------------------------------------------ as the
   // sender The message stays where it is until `pending` hears of it.
@@ -72,12 +74,15 @@ class Offers {
     std::uint64_t emptied = 0;  // slots
   };
 
+  // Where a rank is among those that share the pool, or -1.
+  int place(const Group& group, int rank) const { return pool_ ? pool_->place_of(group.peers[rank]) : -1; }
   bool advance_pull() noexcept;
   bool copy_piece(Pull& pull) noexcept;
   bool assist() noexcept;
 
   Network& network_;
   bool assistance_ = false;
+  Pool* pool_ = nullptr;
   std::uint64_t last_offer_ = 0;
   std::unordered_map<std::uint64_t, Offered> offered_;
   std::deque<std::uint64_t> assisted_;  // offers whose receivers have called

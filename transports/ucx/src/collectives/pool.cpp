@@ -1,0 +1,81 @@
+#include "collectives/pool.hpp"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <system_error>
+#include <utility>
+
+#include "collectives/segment.hpp"
+
+namespace aiocomms {
+namespace {
+
+constexpr std::size_t kPage = 4096;
+
+int count_here(const std::vector<int>& places) {
+  return static_cast<int>(std::ranges::count_if(places, [](int place) { return place >= 0; }));
+}
+
+}  // namespace
+
+std::size_t Pool::bytes(int ranks) {
+  const std::size_t counters = (sizeof(Counters) * static_cast<std::size_t>(ranks) + kPage - 1) / kPage * kPage;
+  return counters + static_cast<std::size_t>(ranks) * (kForMessage + kSlots) * kSlot;
+}
+
+Pool::Pool(int fd, std::size_t offset, int rank, std::vector<int> places, std::function<void()> overflows)
+    : places_(std::move(places)),
+      place_(place_of(rank)),
+      bytes_(bytes(count_here(places_))),
+      overflows_(std::move(overflows)) {
+  holders_.reserve(kSlots);
+  for (std::uint32_t number = kSlots; number > 0; --number) free_.push_back(number - 1);
+  memory_ = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, static_cast<off_t>(offset));
+  if (memory_ == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "mmap");
+  counters_ = static_cast<Counters*>(memory_);
+  slots_ = static_cast<std::byte*>(memory_) + bytes_ -
+           static_cast<std::size_t>(count_here(places_)) * (kForMessage + kSlots) * kSlot;
+}
+
+Pool::~Pool() { munmap(memory_, bytes_); }
+
+std::uint32_t Pool::take(Segment& segment) {
+  if (free_.empty()) reclaim();
+  if (free_.empty()) {
+    const auto known = [&](const Overflow& overflow) { return overflow.segment == &segment; };
+    if (std::ranges::any_of(overflowing_, known)) return kOwn;
+    overflowing_.push_back({&segment, 0, 0});
+    if (overflowing_.size() == 1) overflows_();
+    return kOwn;
+  }
+  if (std::ranges::find(holders_, &segment) == holders_.end()) holders_.push_back(&segment);
+  const std::uint32_t number = free_.back();
+  free_.pop_back();
+  return number;
+}
+
+// Of the segments that have slots, the first whose readers are done with them gives them up.
+void Pool::reclaim() noexcept {
+  const auto resting = std::ranges::find_if(holders_, [](Segment* segment) { return segment->give_back(); });
+  if (resting != holders_.end()) holders_.erase(resting);
+}
+
+void Pool::forget(Segment& segment) noexcept {
+  std::erase(holders_, &segment);
+  std::erase_if(overflowing_, [&](const Overflow& overflow) { return overflow.segment == &segment; });
+}
+
+void Pool::trim(std::uint64_t now) noexcept {
+  std::erase_if(overflowing_, [&](Overflow& overflow) {
+    const std::uint64_t round = overflow.segment->last_slot();
+    if (overflow.since == 0 || overflow.round != round) {
+      overflow.round = round;
+      overflow.since = now;
+    }
+    return now - overflow.since >= kIdle && overflow.segment->release_own();
+  });
+}
+
+}  // namespace aiocomms
