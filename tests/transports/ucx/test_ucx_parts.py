@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from programs import UCX, run_sanitized
 
-TESTS = ("parts", "board", "pacer", "inbox", "offers", "windows")
+TESTS = ("parts", "board", "pacer", "inbox", "offers", "pool", "windows")
 PARTS = ("engine/closing", "engine/groups", "engine/inbox", "engine/offers", "engine/reports", "engine/request")
 SOURCES = [
     *(UCX / "tests" / f"{name}_test.cpp" for name in TESTS),
-    *(UCX / "src" / f"{part}.cpp" for part in (*PARTS, "windows/windows", "collectives/board", "collectives/segment")),
+    *(UCX / "src" / f"{part}.cpp" for part in (*PARTS, "windows/windows")),
+    *(UCX / "src" / "collectives" / f"{part}.cpp" for part in ("board", "pool", "segment")),
 ]
 
 

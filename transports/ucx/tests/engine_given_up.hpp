@@ -21,6 +21,11 @@ struct EngineInside {
     std::lock_guard lock(engine.lock_);
     return engine.groups_.at(group).users;
   }
+  static Pool& pool(Engine& engine) { return *engine.pool_; }
+  static bool overflows(Engine& engine) {
+    std::lock_guard lock(engine.lock_);
+    return engine.pool_ && engine.pool_->overflows();
+  }
 };
 
 // What ranks tell each other, as aiocomms does: each rank tells every other one once, behind all messages of the lane.

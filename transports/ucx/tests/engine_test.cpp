@@ -14,6 +14,7 @@
 #include "engine_hostile.hpp"
 #include "engine_lanes.hpp"
 #include "engine_memory.hpp"
+#include "engine_pool.hpp"
 #include "engine_worker.hpp"
 
 // Fails when the tests of memory that runs out want it to.
@@ -111,7 +112,7 @@ void pours(Comm& comm) {
       matches(data, 0, round, "a message by both sides");
     }
     comm.barrier();
-    seen = rank.segments.at(comm.group)->emptied(1);
+    seen = EngineInside::pool(*rank.engine).emptied(1);
     comm.barrier();
   }
 }
@@ -472,6 +473,7 @@ void live(Rank& rank, std::vector<Part>& parts, bool dies) {
   Comm comm(rank, all), other(rank, reversed), doomed(rank, all), regretted(rank, all), recanted(rank, all),
       disputed(rank, all), unlike(rank, all), forsaken(rank, all), left(rank, all);
   collectives(comm, other, 12);
+  crowds_of_communicators(rank, all);
   lanes(comm, other, 8);
   lanes_given_up(comm, 4);
   crowds_given_up(comm);

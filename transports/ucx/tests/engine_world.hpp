@@ -94,7 +94,6 @@ class Rank {
   Random random;
   std::unique_ptr<Engine> engine;
   std::vector<Notice> notices;
-  std::unordered_map<std::uint32_t, std::unique_ptr<Segment>> segments;  // of the communicators, to look at
 
   // Start an op: `call` is given its ticket, and returns whether it is done.
   template <class Call>
@@ -290,8 +289,6 @@ inline std::uint32_t Rank::open(const std::vector<int>& members) {
     // In some worlds ranks do as if they were not allowed to read each other's memory.
     const bool readable = world.seed % 4 < 2 && engine->reads_all(local);
     const int shared = local.size() > 1 ? world.fds[local.front()] : -1;
-    if (shared >= 0)
-      segments[group] = std::make_unique<Segment>(SharedMemory{shared, mine, static_cast<int>(local.size())});
     engine->open_group(group, theirs, shared, numbers, readable);
   }
   world.meeting.arrive_and_wait();

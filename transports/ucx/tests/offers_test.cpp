@@ -17,8 +17,10 @@ namespace {
 
 // Two ranks of one process that share memory: this one's offers, and the other's.
 struct Pair {
-  static constexpr std::size_t kBytes = 3 * Segment::kSlot * 4;
-  int fd = Segment::create(2);
+  static constexpr std::size_t kBytes = 3 * Pool::kSlot * 4;
+  int fd = Segment::create(2, true);
+  Pool here_pool{fd, Segment::place_of_pool(2), 0, {0, 1}, [] {}};
+  Pool there_pool{fd, Segment::place_of_pool(2), 1, {0, 1}, [] {}};
   Desk here, there;
   Offers sender{here.ucx}, receiver{there.ucx};
   std::vector<std::byte> message = std::vector<std::byte>(kBytes), taken = std::vector<std::byte>(kBytes);
@@ -28,13 +30,15 @@ struct Pair {
     there.group.rank = 1;
     open(there, 1);
     for (std::size_t at = 0; at < kBytes; ++at) message[at] = static_cast<std::byte>(at * 7 + at / 4096);
+    sender.share(here_pool);
+    receiver.share(there_pool);
     sender.allow_assistance(true);
     receiver.allow_assistance(true);
   }
   ~Pair() { ::close(fd); }
   void open(Desk& desk, int rank) {
     desk.group.local = {0, 1};
-    desk.group.shared = std::make_unique<Shared>(fd, rank, 2);
+    desk.group.shared = std::make_unique<Shared>(SharedMemory{fd, rank, 2});
   }
   Operation* offer() {
     Operation* op = here.operation();
@@ -90,14 +94,14 @@ void offers_are_assisted() {
   pair.sender.begin_assistance(pair.here.group, pair.there.ucx.told[0].header);
   pair.sender.begin_assistance(pair.here.group, pair.there.ucx.told[0].header);
   CHECK(pair.sender.assists());
-  for (std::uint64_t slot = 0; slot < Segment::kPool; ++slot) CHECK(pair.sender.advance());
+  for (std::uint64_t slot = 0; slot < Pool::kForMessage; ++slot) CHECK(pair.sender.advance());
   CHECK(!pair.sender.advance());  // the pool is full
   while (pair.receiver.pulls()) {
     pair.receiver.advance();
     pair.sender.advance();
   }
   CHECK(pair.taken == pair.message);
-  CHECK(pair.here.group.shared->segment.emptied(1) > 0);
+  CHECK(pair.here_pool.emptied(1) > 0);
   pair.sender.end_offer(pair.here.group, pair.there.ucx.told.back().header);
   CHECK(!pair.sender.assists() && pair.here.outcomes().size() == 1);
 }

@@ -30,6 +30,7 @@ void test_board();
 void test_pacer();
 void test_inbox();
 void test_offers();
+void test_pool();
 void test_windows();
 
 // UCX as a list of what it was asked. Calls with a Pending stay under way until the test ends them.

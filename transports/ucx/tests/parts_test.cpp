@@ -91,8 +91,8 @@ void what_is_lost_ends() {
 
 int main() {
   using namespace aiocomms;
-  for (auto test : {test_board, test_pacer, test_inbox, test_offers, test_windows, farewells_wait_for_messages,
-                    notes_wait_to_be_taken, what_is_lost_ends}) {
+  for (auto test : {test_board, test_pacer, test_inbox, test_offers, test_pool, test_windows,
+                    farewells_wait_for_messages, notes_wait_to_be_taken, what_is_lost_ends}) {
     test();
   }
   std::printf("%u checks, %u failures\n", checks, failures);

@@ -1,0 +1,189 @@
+// Slots that segments of two ranks take from a pool in turn, when they come back, and what becomes of those beyond it.
+#include "collectives/pool.hpp"
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <memory>
+#include <set>
+#include <vector>
+
+#include "collectives/segment.hpp"
+#include "parts.hpp"
+
+namespace aiocomms {
+namespace {
+
+// Two ranks of one process, with a pool and any number of communicators. Rank 1 only reads.
+struct Family {
+  struct Communicator {
+    int fd;
+    Segment writer, reader;
+    std::uint64_t round = 0;
+
+    explicit Communicator(Family& family)
+        : fd(Segment::create(2, false)),
+          writer({fd, 0, 2, &family.pools[0], {0, 1}}),
+          reader({fd, 1, 2, &family.pools[1], {0, 1}}) {}
+    ~Communicator() { close(fd); }
+
+    // Publish a slot; what is in it names its round.
+    std::byte* publish() {
+      CHECK(writer.writable(round));
+      std::byte* slot = writer.own_slot(round);
+      std::memset(slot, mark(round), Segment::kSlot);
+      writer.publish(round);
+      return slot;
+    }
+    // Both ranks have read it, and are done with it.
+    void read() {
+      const std::byte* slot = reader.slot(0, round);
+      CHECK(reader.published(0, round));
+      CHECK(slot[0] == std::byte(mark(round)) && slot[Segment::kSlot - 1] == std::byte(mark(round)));
+      writer.finish(round + 1);
+      reader.finish(round + 1);
+      ++round;
+    }
+    int mark(std::uint64_t which) const { return static_cast<int>(which + static_cast<std::uint64_t>(fd) * 31) % 251; }
+  };
+
+  int fd = Segment::create(2, true);
+  int told = 0;
+  Pool pools[2] = {{fd, Segment::place_of_pool(2), 0, {0, 1}, [this] { ++told; }},
+                   {fd, Segment::place_of_pool(2), 1, {0, 1}, [this] { ++told; }}};
+  std::vector<std::unique_ptr<Communicator>> communicators;
+
+  Communicator& add() { return *communicators.emplace_back(std::make_unique<Communicator>(*this)); }
+  ~Family() {
+    communicators.clear();
+    close(fd);
+  }
+};
+
+std::size_t pages(int fd) {
+  struct stat status;
+  fstat(fd, &status);
+  return static_cast<std::size_t>(status.st_blocks) * 512 / 4096;
+}
+
+// Communicators that carry something one after the other use the same few slots, and no pages of their own but a few.
+void slots_go_round() {
+  Family family;
+  std::set<std::byte*> slots;
+  for (int turn = 0; turn < 100; ++turn) {
+    Family::Communicator& communicator = family.add();
+    for (std::uint64_t round = 0; round < 2 * Segment::kDepth; ++round) {
+      communicator.publish();
+      communicator.read();
+    }
+    CHECK(pages(communicator.fd) < 8);
+  }
+  CHECK(pages(family.fd) <= Pool::kSlots * Pool::kSlot / 4096 + 8);
+  CHECK(family.told == 0 && !family.pools[0].overflows());
+}
+
+// A communicator that is used again has the slots that it had.
+void slots_are_kept() {
+  Family family;
+  Family::Communicator& communicator = family.add();
+  std::vector<std::byte*> slots;
+  for (std::uint64_t round = 0; round < 3 * Segment::kDepth; ++round) {
+    slots.push_back(communicator.publish());
+    communicator.read();
+    if (round >= Segment::kDepth) CHECK(slots[round] == slots[round - Segment::kDepth]);
+  }
+}
+
+// No slot is given to another communicator while somebody may read it; whoever gets none has one of its own.
+void nobody_takes_what_is_read() {
+  Family family;
+  std::set<std::byte*> slots;
+  std::vector<Family::Communicator*> under_way;
+  for (std::uint32_t at = 0; at < Pool::kSlots; ++at) {
+    under_way.push_back(&family.add());
+    slots.insert(under_way.back()->publish());
+  }
+  CHECK(slots.size() == Pool::kSlots && family.told == 0);
+  Family::Communicator &more = family.add(), &another = family.add();
+  slots.insert(more.publish());
+  slots.insert(another.publish());
+  CHECK(slots.size() == Pool::kSlots + 2 && family.told == 1 && family.pools[0].overflows());
+  CHECK(pages(more.fd) >= Segment::kSlot / 4096);
+  for (Family::Communicator* communicator : under_way) communicator->read();
+  more.read();
+  // One of the pool's now, which one of the first had.
+  Family::Communicator& late = family.add();
+  CHECK(slots.contains(late.publish()));
+  late.read();
+  another.read();
+}
+
+// Pages of their own go back once they have been idle and everybody is done with them, and no sooner.
+void pages_go_back() {
+  Family family;
+  std::vector<Family::Communicator*> under_way;
+  for (std::uint32_t at = 0; at < Pool::kSlots; ++at) {
+    under_way.push_back(&family.add());
+    under_way.back()->publish();
+  }
+  Family::Communicator& more = family.add();
+  Pool& pool = family.pools[0];
+  std::uint64_t now = 1;
+  more.publish();
+  const std::size_t full = pages(more.fd);
+  const auto trim_after = [&](std::uint64_t time) { pool.trim(now += time); };
+  trim_after(0);
+  trim_after(2 * Pool::kIdle);
+  CHECK(pages(more.fd) == full && pool.overflows());  // a rank reads it
+  more.read();
+  more.publish();
+  more.read();
+  trim_after(Pool::kIdle);
+  CHECK(pages(more.fd) == full + Segment::kSlot / 4096);  // it was used
+  trim_after(Pool::kIdle - 1);
+  CHECK(pool.overflows());
+  trim_after(1);
+  CHECK(!pool.overflows() && pages(more.fd) < 8);
+  more.publish();  // it has none, and the pool has none
+  more.read();
+  CHECK(family.told == 2 && pool.overflows());
+  under_way[0]->read();
+  trim_after(1);
+  trim_after(Pool::kIdle);
+  more.publish();  // of the pool
+  CHECK(!pool.overflows() && pages(more.fd) < 8);
+  more.read();
+}
+
+// Who is gone reads nothing; what a segment has when it ends is nobody's any more.
+void ranks_depart() {
+  Family family;
+  Family::Communicator& lost = family.add();
+  lost.publish();
+  CHECK(!lost.writer.give_back() && lost.writer.holds_slots());
+  lost.writer.depart(0);
+  CHECK(lost.writer.holds_slots());
+  lost.writer.depart(1);
+  CHECK(!lost.writer.holds_slots());
+  std::set<std::byte*> slots;
+  for (std::uint32_t at = 1; at < Pool::kSlots; ++at) slots.insert(family.add().publish());
+  Family::Communicator* doomed = family.communicators.back().get();
+  std::byte* read = doomed->writer.slot(0, 0);
+  family.communicators.pop_back();
+  Family::Communicator &first = family.add(), &second = family.add();
+  CHECK(first.publish() != read && !family.pools[0].overflows());
+  CHECK(second.publish() != read && family.pools[0].overflows());
+}
+
+}  // namespace
+
+void test_pool() {
+  slots_go_round();
+  slots_are_kept();
+  nobody_takes_what_is_read();
+  pages_go_back();
+  ranks_depart();
+}
+
+}  // namespace aiocomms
