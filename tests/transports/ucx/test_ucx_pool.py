@@ -1,0 +1,149 @@
+"""Many communicators of a family that carry large collectives: what shared memory they hold, and what a death changes."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from processes import KILLED, PATIENCE, Rank, Run, death
+
+from aiocomms.communicator import Communicator
+
+RANKS, SPLITS = 3, 24
+ELEMENTS = 2**18 + 3
+"""Of float32: 1 MiB, which takes all slots of a communicator, and one more line than ranks can share evenly."""
+KEPT = 36 * 128 * 1024
+"""Bytes of the pool, of each rank."""
+LINES = 32 * 1024
+"""Bytes of each communicator that are not slots, of all ranks."""
+BOUND = RANKS * KEPT + (2 * SPLITS + 1) * LINES
+"""Without a pool the splits of a test hold 72 MiB."""
+
+
+@pytest.fixture
+def transport() -> str:
+    return "ucx"
+
+
+def shared_memory() -> int:
+    """This process's share of the bytes of communicators' shared memory: the sum over all ranks is what there is."""
+    found, counts = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            counts = "memfd:aiocomms" in line
+        elif counts and line.startswith("Pss:"):
+            found += 1024 * int(line.split()[1])
+    return found
+
+
+async def memory_of_all(comm: Communicator) -> int:
+    """The shared memory of all ranks of the communicator, at one moment at which none of them does anything."""
+    await comm.barrier()
+    total = torch.tensor(shared_memory())
+    await comm.all_reduce(total)
+    return int(total)
+
+
+async def comes_to_rest(comm: Communicator) -> None:
+    """Wait until what all ranks hold is within bounds."""
+    ends = time.monotonic() + PATIENCE
+    while (held := await memory_of_all(comm)) > BOUND:
+        assert time.monotonic() < ends, f"{held} bytes of shared memory are held, and {BOUND} should be"
+        await asyncio.sleep(0.02)
+
+
+async def splits_of(comm: Communicator, ranks: Sequence[int]) -> list[Communicator]:
+    found = [await comm.split(ranks if comm.rank in ranks else []) for _ in range(SPLITS)]
+    return [split for split in found if split is not None]
+
+
+async def add_up(comm: Communicator) -> None:
+    """A large all_reduce, whose result is looked at."""
+    tensor = torch.full((ELEMENTS,), comm.rank + 1.0)
+    await comm.all_reduce(tensor)
+    assert torch.equal(tensor, torch.full((ELEMENTS,), comm.size * (comm.size + 1) / 2))
+
+
+async def together(comms: list[Communicator]) -> None:
+    """One in each of them, all at once; each rank calls them in an order of its own."""
+    place = comms[0].rank
+    await asyncio.gather(*(add_up(comm) for comm in comms[place:] + comms[:place]))
+
+
+async def one_after_the_other(place: Rank) -> int:
+    async with place.open() as comm:
+        splits = await splits_of(comm, range(RANKS))
+        for _ in range(2):
+            for split in splits:
+                await add_up(split)
+        held = await memory_of_all(comm)
+        await asyncio.gather(*(split.aclose() for split in splits))
+        return held
+
+
+def test_communicators_in_turn_use_the_same_memory(ranks: Run) -> None:
+    for held in ranks(RANKS, one_after_the_other):
+        assert RANKS * KEPT / 4 < held < BOUND
+
+
+async def all_at_once(place: Rank) -> int:
+    async with place.open() as comm:
+        splits = await splits_of(comm, range(RANKS))
+        for _ in range(2):
+            await together(splits)
+            await comes_to_rest(comm)
+        # Closed while others may still read what they hold, and followed by others.
+        for _ in range(SPLITS):
+            split = await comm.split(range(RANKS))
+            assert split is not None
+            await add_up(split)
+            await split.aclose()
+        await asyncio.gather(*(split.aclose() for split in splits))
+        return await memory_of_all(comm)
+
+
+def test_pages_go_back_after_many_collectives_at_once(ranks: Run) -> None:
+    for held in ranks(RANKS, all_at_once):
+        assert held < BOUND
+
+
+async def lose_while_pages_go_back(place: Rank, victim: int, delay: float) -> int:
+    comm = await place.open()
+    doomed = await splits_of(comm, range(RANKS))
+    survivors = [rank for rank in range(RANKS) if rank != victim]
+    apart = await splits_of(comm, survivors)
+
+    async def go_on() -> None:
+        while True:
+            await asyncio.sleep(0.11)  # for as long pages stay
+            await together(doomed)
+
+    await together(doomed)
+    if place.rank == victim:
+        threading.Timer(delay, place.die).start()
+        await go_on()
+    error = await death(go_on())
+    assert error.peer == victim
+    await asyncio.gather(*(it.aclose() for it in (comm, *doomed)))
+    await together(apart)
+    for split in apart:
+        await add_up(split)
+    await comes_to_rest(apart[0])
+    held = await memory_of_all(apart[0])
+    await asyncio.gather(*(split.aclose() for split in apart))
+    return held
+
+
+@pytest.mark.fault(1, transport="ucx")
+@pytest.mark.parametrize(("victim", "delay"), [(0, 0.1), (2, 0.11), (1, 0.3)])
+def test_a_rank_dies_while_pages_go_back(ranks: Run, victim: int, delay: float) -> None:
+    results = ranks(RANKS, lose_while_pages_go_back, victim, delay)
+    assert results.pop(victim) is KILLED
+    for held in results:
+        assert held < BOUND
