@@ -1,7 +1,8 @@
-"""What many communicators cost: a wake-up, descriptors and shared memory, of a family of splits beside one split.
+"""What many communicators cost: a wake-up, descriptors and memory, of a family of splits beside one split.
 
 Rank 1 sends its clock to rank 0, which has parked; the two share the machine's. The pairs of families take turns, so
-that the machine's drift hits both alike. Run it with ``python -m benchmarks.many [--transport NAME] [--splits N]``.
+that the machine's drift hits both alike. Then each split carries something large. Run it with
+``python -m benchmarks.many [--transport NAME] [--ranks N] [--splits N] [--bytes N]``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import aiocomms
-from benchmarks.processes import in_two_processes
+from benchmarks.processes import in_processes
 
 ROUNDS = 15
 WAKES = 20
@@ -27,24 +28,35 @@ PAUSE = 0.004
 """Seconds in which the receiver parks."""
 
 
+REST = 0.5
+"""Seconds after which all is at rest."""
+
+
 async def wake_ups(comm: aiocomms.Communicator) -> list[float]:
-    """Seconds from a send to the receiver's task, once for each of :data:`WAKES`."""
+    """Seconds from a send to the receiver's task, once for each of :data:`WAKES`; the other ranks have parked, too."""
     took, stamp = [], torch.zeros(1, dtype=torch.int64)
     for _ in range(WAKES):
         if comm.rank == 0:
             await comm.recv(stamp, 1)
             took.append((time.monotonic_ns() - int(stamp)) / 1e9)
-        else:
+        elif comm.rank == 1:
             await asyncio.sleep(PAUSE)
             await comm.send(stamp.fill_(time.monotonic_ns()), 0)
+    await comm.barrier()
     return took
 
 
-def shared_memory() -> int:
-    """Bytes of memory that processes share, of this machine."""
-    found = re.search(r"^Shmem:\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+def memory() -> tuple[int, int]:
+    """This process's part of the bytes that communicators share, and its page tables'."""
+    shared, counts = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            counts = "memfd:" in line
+        elif counts and line.startswith("Pss:"):
+            shared += 1024 * int(line.split()[1])
+    found = re.search(r"^VmPTE:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert found is not None
-    return 1024 * int(found[1])
+    return shared, 1024 * int(found[1])
 
 
 def descriptors() -> int:
@@ -52,48 +64,80 @@ def descriptors() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
-async def measure(rank: int, folder: str, transport: str, splits: int) -> dict[str, Any]:
-    """The wake-ups with one split and with many; what the many take."""
-    families, costs = [], {}
-    for number, count in (("one", 1), ("many", splits)):
-        store = dist.FileStore(f"{folder}/{number}", 2)  # type: ignore[no-untyped-call]
-        root = await aiocomms.new_comm(transport, store=store, rank=rank, size=2, name=number)
+def taken() -> dict[str, int]:
+    """What this process has taken for communicators by now."""
+    shared, tables = memory()
+    return {"descriptors": descriptors(), "shared": shared, "tables": tables}
+
+
+async def carry(root: aiocomms.Communicator, comms: list[aiocomms.Communicator], count: int) -> dict[str, Any]:
+    """An all_reduce of so many bytes on each, one after the other; twice, and as often on one. What stays."""
+    tensor, seconds = torch.ones(count // 4), {}
+    for name, which in (("first", comms), ("in turn", comms), ("on one", [comms[0]] * len(comms))):
         await root.barrier()
-        before = descriptors(), shared_memory(), time.perf_counter()
-        comms = [await root.split([0, 1]) for _ in range(count)]
+        began = time.perf_counter()
+        for comm in which:
+            await comm.all_reduce(tensor)
+        seconds[name] = (time.perf_counter() - began) / len(which)
+    await root.barrier()
+    await asyncio.sleep(REST)
+    await root.barrier()
+    return {"seconds": seconds, **taken()}
+
+
+async def measure(rank: int, folder: str, transport: str, ranks: int, splits: int, count: int) -> dict[str, Any]:
+    """The wake-ups with one split and with many; what the many take, before they have carried much and after it."""
+    families, costs = [], {}
+    for number, splits_of_it in (("one", 1), ("many", splits)):
+        store = dist.FileStore(f"{folder}/{number}", ranks)  # type: ignore[no-untyped-call]
+        root = await aiocomms.new_comm(transport, store=store, rank=rank, size=ranks, name=number)
+        await root.barrier()
+        before, began = taken(), time.perf_counter()
+        comms = [await root.split(range(ranks)) for _ in range(splits_of_it)]
         for comm in comms:
             await comm.all_reduce(torch.ones(2))
-        costs[number] = {
-            "descriptors": descriptors() - before[0],
-            "bytes": shared_memory() - before[1],
-            "seconds": time.perf_counter() - before[2],
-        }
+        costs[number] = {"seconds": time.perf_counter() - began, "before": before, "small": taken()}
         families.append((root, comms))
-    rounds = [
-        [statistics.median(took) for _, comms in families if (took := await wake_ups(comms[0]))] for _ in range(ROUNDS)
-    ]
+    rounds = []
+    for _ in range(ROUNDS):
+        took = [await wake_ups(comms[0]) for _, comms in families]
+        rounds.append([statistics.median(each) for each in took if each])
+    costs["many"]["large"] = await carry(*families[1], count)
     for root, comms in families:
         await asyncio.gather(*(comm.aclose() for comm in comms))
         await root.aclose()
     return {"rounds": rounds, "costs": costs}
 
 
+def report(found: list[dict[str, Any]], number: str, size: str) -> str:
+    """What a family's splits have taken: descriptors of the first rank, and memory of all."""
+    costs = [rank["costs"][number] for rank in found]
+    grown = {key: [cost[size][key] - cost["before"][key] for cost in costs] for key in costs[0]["before"]}
+    shared, tables = (sum(grown[key]) / 2**20 for key in ("shared", "tables"))
+    return f"{grown['descriptors'][0]} descriptors, {shared:.1f} MiB of shared memory, {tables:.1f} MiB of page tables"
+
+
 def main() -> None:
     """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transport", default="ucx")
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--splits", type=int, default=150)
+    parser.add_argument("--bytes", type=int, default=2**20)
     args = parser.parse_args()
-    found = in_two_processes(measure, args.transport, args.splits)[0]
-    one, many = (statistics.median(column) * 1e6 for column in zip(*found["rounds"], strict=True))
-    ratio = statistics.median(b / a for a, b in found["rounds"])
-    print(f"\na wake-up between 2 processes over {args.transport}, median of {ROUNDS} rounds of {WAKES}")
+    found = in_processes(args.ranks, measure, args.transport, args.ranks, args.splits, args.bytes)
+    rounds, costs = found[0]["rounds"], found[0]["costs"]
+    one, many = (statistics.median(column) * 1e6 for column in zip(*rounds, strict=True))
+    ratio = statistics.median(b / a for a, b in rounds)
+    print(
+        f"\na wake-up between 2 of {args.ranks} processes over {args.transport}, median of {ROUNDS} rounds of {WAKES}"
+    )
     print(f"with 1 communicator {one:.0f} us, with {args.splits} {many:.0f} us; ratio of the rounds {ratio:.2f}")
-    for number, cost in found["costs"].items():
-        print(
-            f"{number}: {cost['descriptors']} descriptors, {cost['bytes'] / 2**20:.1f} MiB of the machine's shared "
-            f"memory, {cost['seconds']:.2f} s to form"
-        )
+    for number, cost in costs.items():
+        print(f"{number}: {report(found, number, 'small')}; {cost['seconds']:.2f} s to form")
+    print(f"each of the many has carried {args.bytes} bytes, twice: {report(found, 'many', 'large')}")
+    took = costs["many"]["large"]["seconds"]
+    print("an all_reduce of that size: " + ", ".join(f"{name} {each * 1e6:.0f} us" for name, each in took.items()))
 
 
 if __name__ == "__main__":

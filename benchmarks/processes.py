@@ -1,4 +1,4 @@
-"""Two ranks, each in a new process with an event loop of its own."""
+"""Ranks, each in a new process with an event loop of its own."""
 
 from __future__ import annotations
 
@@ -17,20 +17,25 @@ Measure = Callable[..., Coroutine[Any, Any, Any]]
 
 
 def in_two_processes(measure: Measure, *args: Any) -> list[Any]:
-    """Run ``await measure(rank, folder, *args)`` in two new processes, and return what each returned.
+    """See :func:`in_processes`."""
+    return in_processes(2, measure, *args)
+
+
+def in_processes(count: int, measure: Measure, *args: Any) -> list[Any]:
+    """Run ``await measure(rank, folder, *args)`` in so many new processes, and return what each returned.
 
     :param measure: an async function of a module. ``folder`` is a new one, where the ranks can meet.
     """
     spawn = multiprocessing.get_context("spawn")
     results = spawn.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [spawn.Process(target=_main, args=(measure, rank, folder, args, results)) for rank in range(2)]
+        ranks = [spawn.Process(target=_main, args=(measure, rank, folder, args, results)) for rank in range(count)]
         for rank in ranks:
             rank.start()
         found = dict(results.get(timeout=PATIENCE) for _ in ranks)
         for rank in ranks:
             rank.join(30)
-    return [found[rank] for rank in range(2)]
+    return [found[rank] for rank in range(count)]
 
 
 def _main(measure: Measure, rank: int, folder: str, args: tuple[Any, ...], results: Any) -> None:

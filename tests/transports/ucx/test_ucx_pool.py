@@ -1,4 +1,4 @@
-"""Many communicators of a family that carry large collectives: what shared memory they hold, and what a death changes."""
+"""Many communicators of a family that carry large collectives: what shared memory they hold, also after a death."""
 
 from __future__ import annotations
 
