@@ -64,6 +64,15 @@ def descriptors() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
+async def splits_of(root: aiocomms.Communicator, count: int) -> list[aiocomms.Communicator]:
+    """So many communicators of all ranks, which have all carried something small."""
+    comms = [await root.split(range(root.size)) for _ in range(count)]
+    found = [comm for comm in comms if comm is not None]
+    for comm in found:
+        await comm.all_reduce(torch.ones(2))
+    return found
+
+
 def taken() -> dict[str, int]:
     """What this process has taken for communicators by now."""
     shared, tables = memory()
@@ -72,7 +81,8 @@ def taken() -> dict[str, int]:
 
 async def carry(root: aiocomms.Communicator, comms: list[aiocomms.Communicator], count: int) -> dict[str, Any]:
     """An all_reduce of so many bytes on each, one after the other; twice, and as often on one. What stays."""
-    tensor, seconds = torch.ones(count // 4), {}
+    tensor = torch.ones(count // 4)
+    seconds: dict[str, float] = {}
     for name, which in (("first", comms), ("in turn", comms), ("on one", [comms[0]] * len(comms))):
         await root.barrier()
         began = time.perf_counter()
@@ -87,15 +97,14 @@ async def carry(root: aiocomms.Communicator, comms: list[aiocomms.Communicator],
 
 async def measure(rank: int, folder: str, transport: str, ranks: int, splits: int, count: int) -> dict[str, Any]:
     """The wake-ups with one split and with many; what the many take, before they have carried much and after it."""
-    families, costs = [], {}
+    families: list[tuple[aiocomms.Communicator, list[aiocomms.Communicator]]] = []
+    costs: dict[str, Any] = {}
     for number, splits_of_it in (("one", 1), ("many", splits)):
         store = dist.FileStore(f"{folder}/{number}", ranks)  # type: ignore[no-untyped-call]
         root = await aiocomms.new_comm(transport, store=store, rank=rank, size=ranks, name=number)
         await root.barrier()
         before, began = taken(), time.perf_counter()
-        comms = [await root.split(range(ranks)) for _ in range(splits_of_it)]
-        for comm in comms:
-            await comm.all_reduce(torch.ones(2))
+        comms = await splits_of(root, splits_of_it)
         costs[number] = {"seconds": time.perf_counter() - began, "before": before, "small": taken()}
         families.append((root, comms))
     rounds = []

@@ -13,6 +13,7 @@ namespace aiocomms {
 namespace {
 
 constexpr std::size_t kPage = 4096;
+constexpr int kAtOnce = 4;  // communicators whose pages go back at a time: whoever posts an op waits for that
 
 int count_here(const std::vector<int>& places) {
   return static_cast<int>(std::ranges::count_if(places, [](int place) { return place >= 0; }));
@@ -68,13 +69,16 @@ void Pool::forget(Segment& segment) noexcept {
 }
 
 void Pool::trim(std::uint64_t now) noexcept {
+  int released = 0;
   std::erase_if(overflowing_, [&](Overflow& overflow) {
     const std::uint64_t round = overflow.segment->last_slot();
     if (overflow.since == 0 || overflow.round != round) {
       overflow.round = round;
       overflow.since = now;
     }
-    return now - overflow.since >= kIdle && overflow.segment->release_own();
+    const bool idle = now - overflow.since >= kIdle && released < kAtOnce && overflow.segment->release_own();
+    released += idle;
+    return idle;
   });
 }
 

@@ -51,7 +51,7 @@ class Pool {
   void forget(Segment& segment) noexcept;
   // Whether segments have slots of their own.
   bool overflows() const { return !overflowing_.empty(); }
-  // Give the pages of slots back that segments have of their own and have not used for kIdle.
+  // Give the pages of slots back that segments have of their own and have not used for kIdle; of a few at a time.
   void trim(std::uint64_t now) noexcept;
 
   // A large message with whose copying its sender assists (offers.hpp). A rank sends one such message at a time, and
