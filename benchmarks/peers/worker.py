@@ -39,6 +39,7 @@ def pin(rank: int, size: int, bound: bool) -> None:
 
 def keep_busy() -> None:
     """Want a core all the time, as a program does that has nothing to do with the ranks."""
+    os.setsid()
     os.sched_setaffinity(0, cores())
     while True:
         pass

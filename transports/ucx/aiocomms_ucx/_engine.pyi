@@ -117,7 +117,7 @@ class Engine:
     def ready(self) -> bool: ...
 
     @property
-    def bulk(self) -> bool: ...
+    def parks(self) -> bool: ...
 
     def progress(self) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, int, int, int, bytes]]] | None: ...
 
@@ -242,6 +242,8 @@ class Shortcuts:
     def window(self, comm: object, info: object, /) -> WindowShortcuts | None: ...
 
 TURNS: int = 16
+
+MOST_TURNS: int = 4096
 
 NO_DEVICE: int = -1
 

@@ -111,6 +111,7 @@ class CudaUcxTransport(UcxTransport):
         ops=frozenset({ops.Send, ops.Recv, ops.Barrier}) | (ops.RMA - {ops.FetchAdd, ops.CompareSwap}),
         in_process=False,
         lanes=frozenset(),
+        spin=TURNS,
     )
     fast_check = None
     windows = CudaWindows

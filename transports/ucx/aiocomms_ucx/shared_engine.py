@@ -66,7 +66,7 @@ class SharedEngine:
         """
         happened = self.engine.progress()
         if happened is None:
-            return None if self.engine.bulk else False
+            return None if self.engine.parks else False
         outcomes, notices = happened
         pop = self.pending.pop
         for ticket, status, a, b in outcomes:

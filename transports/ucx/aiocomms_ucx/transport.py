@@ -14,7 +14,7 @@ from aiocomms.errors import ArgumentError, CommError, PeerDiedError, ProtocolErr
 from aiocomms.lowlevel import Reason, closed_by, disagreement, gone
 from aiocomms.transport import Capabilities, Completion, Rendezvous
 from aiocomms_ucx import wire
-from aiocomms_ucx._engine import TURNS, is_plain
+from aiocomms_ucx._engine import MOST_TURNS, is_plain
 from aiocomms_ucx.bringup import no_cuda_in_ucx, open_shared_engine
 from aiocomms_ucx.collectives import START, describe
 from aiocomms_ucx.lanes import LaneCarrier, LaneCollectives
@@ -42,7 +42,7 @@ class UcxTransport(LaneCarrier, Hastened):
         devices=frozenset({"cpu", "cuda"}),
         lanes=ops.COLLECTIVES,
         in_process=True,
-        spin=TURNS,
+        spin=MOST_TURNS,  # the engine says when the loop may park
     )
     fast_check: Callable[[object, bool], bool] | None = staticmethod(is_plain)
     windows: type[Windows] = Windows

@@ -5,6 +5,7 @@
 
 #include <cstring>
 #include <memory>
+#include <thread>
 #include <vector>
 
 #include "collectives/segment.hpp"
@@ -74,11 +75,42 @@ void small_ones_fill_all_cells() {
   CHECK(boards.of[0]->next(2).cell == nullptr);
 }
 
+// A post that blocks goes on when another rank publishes; that rank has no thread to wake then.
+void a_publisher_wakes_who_blocks() {
+  constexpr std::uint64_t kForever = 60'000'000'000;
+  const int fd = Segment::create(2);
+  Segment here(fd, 0, 2), there(fd, 1, 2);
+  CHECK(!there.claim_wake(0));
+  here.sleep(true);
+  CHECK(there.claim_wake(0) && !there.claim_wake(0));
+  here.begin_block();
+  here.block(1000);  // nobody comes
+  CHECK(!there.claim_wake(0));
+  here.block(kForever);  // somebody has come before
+  for (std::uint64_t round = 0; round < 1000; ++round) {
+    std::thread publisher([&] {
+      there.publish(round);
+      CHECK(!there.claim_wake(0));
+    });
+    while (!here.published(1, round)) {
+      here.begin_block();
+      if (!here.published(1, round)) here.block(kForever);
+      here.end_block();
+    }
+    publisher.join();
+  }
+  here.note_core(3);
+  here.begin_block();
+  CHECK(there.shares_core(3));  // it waits for its core
+  close(fd);
+}
+
 }  // namespace
 
 void test_board() {
   entries_come_in_order();
   small_ones_fill_all_cells();
+  a_publisher_wakes_who_blocks();
 }
 
 }  // namespace aiocomms

@@ -27,6 +27,16 @@ std::uint64_t spin_in_vain(Pacer& pacer, std::uint64_t began) {
   return now - began;
 }
 
+// For how long a loop polls on in vain that comes again at once, after its first kTurns; then it parks.
+std::uint64_t polls_for(Pacer& pacer, bool pending) {
+  for (int turn = 1; turn < Pacer::kTurns; ++turn) pacer.end_visit(false, false, pending, kStart);
+  std::uint64_t now = kStart;
+  while (pacer.end_visit(false, false, pending, now) != Pacer::Visit::kParks) {
+    now += Pacer::kSaving;
+  }
+  return now - kStart;
+}
+
 // Posts that come one upon the other spin ever less, down to `least`.
 void spins_ever_less(Pacer& pacer, std::uint64_t most, std::uint64_t least) {
   std::uint64_t now = kStart;
@@ -95,13 +105,18 @@ void pacer_in_a_crowd() {
   pacer.configure(true, true);
   Pacer::Spin spin = pacer.begin_post(kStart);
   CHECK(pacer.after_look(spin, false, kStart, kFree) == Next::kYield);
+  CHECK(pacer.may_block(spin) == Pacer::kSpin);
   CHECK(pacer.slice_ends() == kStart + Pacer::kCrowdedSlice);
   spins_ever_less(pacer, Pacer::kCrowdedSpin, Pacer::kLeastCrowdedSpin);
-  CHECK(pacer.end_visit(false, false) == Pacer::Visit::kYields);
-  CHECK(pacer.end_visit(false, true) == Pacer::Visit::kDone);
-  Pacer shared;  // with another rank in this process
+  CHECK(pacer.end_visit(false, false, true, kStart) == Pacer::Visit::kYields);
+  CHECK(pacer.end_visit(false, true, true, kStart) == Pacer::Visit::kDone);
+  for (int op = 0; op < 10'000; ++op) pacer.note_done_at_once();
+  CHECK(polls_for(pacer, true) == 0);  // others want the core
+  Pacer shared;                        // with another rank in this process
   shared.configure(false, false);
   CHECK(spin_in_vain(shared, kStart) == 0);
+  for (int op = 0; op < 10'000; ++op) shared.note_done_at_once();
+  CHECK(polls_for(shared, true) == 0);
 }
 
 void pacer_hands_over() {
@@ -126,12 +141,55 @@ void pacer_parks_the_loop() {
   Pacer pacer;
   pacer.configure(true, false);
   pacer.loop_comes(kStart);
-  for (int turn = 1; turn < Pacer::kTurns; ++turn) CHECK(pacer.end_visit(false, false) == Pacer::Visit::kDone);
-  CHECK(pacer.end_visit(true, false) == Pacer::Visit::kDone);  // which starts the count again
-  for (int turn = 1; turn < Pacer::kTurns; ++turn) CHECK(pacer.end_visit(false, true) == Pacer::Visit::kDone);
-  CHECK(pacer.loop_is_about(kStart));
-  CHECK(pacer.end_visit(false, false) == Pacer::Visit::kParks);
-  CHECK(!pacer.loop_is_about(kStart));
+  auto visit = [&](bool ready, bool moved) { return pacer.end_visit(ready, moved, true, kStart); };
+  for (int turn = 1; turn < Pacer::kTurns; ++turn) CHECK(visit(false, false) == Pacer::Visit::kDone);
+  CHECK(visit(true, false) == Pacer::Visit::kDone);  // which starts the count again
+  for (int turn = 1; turn < Pacer::kTurns; ++turn) CHECK(visit(false, true) == Pacer::Visit::kDone);
+  CHECK(pacer.loop_is_about(kStart) && !pacer.parks());
+  CHECK(visit(false, false) == Pacer::Visit::kParks);
+  CHECK(!pacer.loop_is_about(kStart) && pacer.parks());
+}
+
+// A stall amid ops that are done at once is polled through; but not one after the other.
+void pacer_polls_for_as_long_as_it_has_saved() {
+  Pacer pacer;
+  pacer.configure(true, false);
+  CHECK(polls_for(pacer, true) == 0);
+  for (int op = 0; op < 100; ++op) pacer.note_done_at_once();
+  CHECK(polls_for(pacer, false) == 0);  // nothing is pending: nothing is spent
+  CHECK(polls_for(pacer, true) == 100 * Pacer::kSaving);
+  CHECK(polls_for(pacer, true) == 0);
+  for (int op = 0; op < 10'000; ++op) pacer.note_done_at_once();
+  CHECK(polls_for(pacer, true) == Pacer::kMostSaved);
+  // What ends in time, or is broken off by another post, has its price, too.
+  for (bool by_post : {false, true}) {
+    for (int op = 0; op < 100; ++op) pacer.note_done_at_once();
+    std::uint64_t now = kStart;
+    for (int turn = 1; turn < Pacer::kTurns; ++turn) pacer.end_visit(false, false, true, now);
+    for (int turn = 0; turn <= 40; ++turn, now += Pacer::kSaving) {
+      CHECK(pacer.end_visit(false, false, true, now) == Pacer::Visit::kDone);
+    }
+    if (by_post) {
+      pacer.begin_post(now);
+    } else {
+      CHECK(pacer.end_visit(true, true, true, now) == Pacer::Visit::kDone);
+    }
+    CHECK(polls_for(pacer, true) == 60 * Pacer::kSaving);
+  }
+}
+
+void pacer_blocks_no_longer_than_it_spins() {
+  Pacer pacer;
+  pacer.configure(true, false);
+  Pacer::Spin spin = pacer.begin_post(kStart);
+  CHECK(pacer.after_look(spin, false, kStart + 10, kWanted) == Next::kYield);
+  CHECK(pacer.may_block(spin) == 0);  // it may be on another core by now
+  CHECK(pacer.after_look(spin, false, kStart + 10 + Pacer::kGrace, kWanted) == Next::kYield);
+  CHECK(pacer.may_block(spin) == Pacer::kSpin - Pacer::kGrace);
+  CHECK(pacer.after_look(spin, false, kStart + 40'010, kWanted) == Next::kYield);
+  CHECK(pacer.may_block(spin) == Pacer::kSpin - 40'000);
+  CHECK(pacer.after_look(spin, false, kStart + 10 + Pacer::kSpin, kWanted) == Next::kStop);
+  CHECK(pacer.may_block(spin) == 0);
 }
 
 void pacer_ticks_lingers_dozes_and_sleeps() {
@@ -211,6 +269,8 @@ void test_pacer() {
   pacer_in_a_crowd();
   pacer_hands_over();
   pacer_parks_the_loop();
+  pacer_polls_for_as_long_as_it_has_saved();
+  pacer_blocks_no_longer_than_it_spins();
   pacer_ticks_lingers_dozes_and_sleeps();
   pacer_on_two_threads();
 }

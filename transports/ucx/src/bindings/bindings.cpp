@@ -2,7 +2,7 @@
 // the outcome.
 //
 // The rule of the interpreter's lock: a function either keeps it, and then takes no other lock, waits for nothing and
-// makes no call of UCX (`explain`, `is_plain`, `dtype_names`, `fileno`, `notes_fileno`, `ready`, `bulk`, `reads_all`);
+// makes no call of UCX (`explain`, `is_plain`, `dtype_names`, `fileno`, `notes_fileno`, `ready`, `parks`, `reads_all`);
 // or it lets go of it around its call of the engine, and touches Python's objects before and after that alone: a tensor
 // is looked at, and bytes are copied, before. So nobody waits for the engine's lock who has the interpreter's, and
 // nobody for the interpreter's who has the engine's, whose thread never asks for it. Python's threads call the engine
@@ -339,7 +339,7 @@ NB_MODULE(_engine, module) {
            nb::arg("cookies"))
       .def("fileno", &Engine::fileno)
       .def_prop_ro("ready", &Engine::ready)
-      .def_prop_ro("bulk", &Engine::bulk)
+      .def_prop_ro("parks", &Engine::parks)
       .def("progress", &progress,
            nb::sig("def progress(self) -> tuple[list[tuple[int, int, int, int]], "
                    "list[tuple[int, int, int, int, bytes]]] | None"))
@@ -412,6 +412,7 @@ NB_MODULE(_engine, module) {
   define_shortcuts(module);
 
   module.attr("TURNS") = Pacer::kTurns;
+  module.attr("MOST_TURNS") = Pacer::kMostTurns;
   module.attr("NO_DEVICE") = kNoDevice;
   module.attr("HOST") = static_cast<int>(UCS_MEMORY_TYPE_HOST);
   module.attr("CUDA") = static_cast<int>(UCS_MEMORY_TYPE_CUDA);

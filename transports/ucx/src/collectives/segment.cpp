@@ -1,12 +1,16 @@
 #include "collectives/segment.hpp"
 
 #include <fcntl.h>
+#include <linux/futex.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <bit>
 #include <cerrno>
+#include <ctime>
 #include <stdexcept>
 #include <string>
 #include <system_error>
@@ -77,6 +81,20 @@ Segment::~Segment() {
   if (pool_) pool_->forget(*this);
   munmap(memory_, bytes_);
 }
+
+// A futex is of 32 bits: the lower half of the number.
+std::uint32_t* Segment::futex_of(int rank) {
+  constexpr int kLower = std::endian::native == std::endian::little ? 0 : 1;
+  return reinterpret_cast<std::uint32_t*>(&owners_[rank].asleep.round) + kLower;
+}
+
+void Segment::block(std::uint64_t most_ns) {
+  constexpr std::uint64_t kSecond = 1'000'000'000;
+  const timespec most{static_cast<time_t>(most_ns / kSecond), static_cast<long>(most_ns % kSecond)};
+  syscall(SYS_futex, futex_of(rank_), FUTEX_WAIT, static_cast<std::uint32_t>(kBlocked), &most, nullptr, 0);
+}
+
+void Segment::unblock(int rank) { syscall(SYS_futex, futex_of(rank), FUTEX_WAKE, 1, nullptr, nullptr, 0); }
 
 bool Segment::writable(std::uint64_t round) {
   if (round < all_done_ + kDepth) return true;

@@ -107,13 +107,20 @@ class Segment {
   // of it sequentially consistent, so that one of the two sees the other (Dekker's way).
   void sleep(bool asleep) {
     if (asleep) owners_[rank_].core.round.store(0, std::memory_order_relaxed);
-    owners_[rank_].asleep.round.store(asleep, std::memory_order_seq_cst);
+    owners_[rank_].asleep.round.store(asleep ? kAsleep : kAwake, std::memory_order_seq_cst);
   }
-  // Whether `rank` slept; whoever is told so wakes it.
+  // Whether the engine's thread of `rank` slept; whoever is told so wakes it. A post that blocks is woken here.
   bool claim_wake(int rank) {
     std::atomic<std::uint64_t>& asleep = owners_[rank].asleep.round;
-    return asleep.load(std::memory_order_seq_cst) && asleep.exchange(0, std::memory_order_seq_cst);
+    if (asleep.load(std::memory_order_seq_cst) == kAwake) return false;
+    const std::uint64_t was = asleep.exchange(kAwake, std::memory_order_seq_cst);
+    if (was == kBlocked) unblock(rank);
+    return was == kAsleep;
   }
+  // A post that blocks until another rank publishes does likewise. It keeps its core, for which it waits.
+  void begin_block() { owners_[rank_].asleep.round.store(kBlocked, std::memory_order_seq_cst); }
+  void block(std::uint64_t most_ns);  // returns at once if a rank has published since
+  void end_block() { owners_[rank_].asleep.round.store(kAwake, std::memory_order_seq_cst); }
 
   // The core that this rank last posted from, for ranks that wait for it: one that has the same core must give it away
   // first. A rank that sleeps has none. Nothing is ordered by it, and one that is out of date costs a turn.
@@ -141,6 +148,8 @@ class Segment {
 
  private:
   static constexpr std::uint64_t kDeparted = std::uint64_t{1} << 62;  // more rounds than there will ever be
+  // What Owner::asleep says: who waits, and how it is woken.
+  static constexpr std::uint64_t kAwake = 0, kAsleep = 1, kBlocked = 2;
 
   struct Owner {
     Line lines[kDepth];
@@ -159,6 +168,8 @@ class Segment {
 
   std::byte* own(int rank, std::uint64_t round) { return slots_ + (rank * kDepth + round % kDepth) * kSlot; }
   bool rests() noexcept { return writable(last_slot_ + kDepth); }
+  std::uint32_t* futex_of(int rank);
+  void unblock(int rank);
 
   int rank_;
   int ranks_;

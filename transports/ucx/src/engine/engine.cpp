@@ -2,6 +2,7 @@
 #include "engine/engine.hpp"
 
 #include <sched.h>
+#include <sys/resource.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -17,6 +18,13 @@ namespace {
 
 // The core that this thread is on; glibc reads it from the thread's own memory (rseq).
 std::uint64_t core() { return static_cast<std::uint64_t>(sched_getcpu()); }
+
+// How often another thread has got the core of this one, which could have gone on.
+long switches() {
+  rusage usage{};
+  getrusage(RUSAGE_THREAD, &usage);
+  return usage.ru_nivcsw;
+}
 
 // Whether this process may read another's memory: reading where nothing is fails in another way if it may not.
 bool may_read(pid_t pid) {
@@ -99,10 +107,16 @@ void Engine::start(const std::vector<std::string>& addresses, const std::vector<
 
 // ------------------------------------------------------------------------------------------------------------ a post
 
+std::unique_ptr<Operation> Engine::begin_post(Ticket ticket, std::uint32_t id) {
+  Group& group = opened(id);
+  if (group.shared) group.shared->segment.note_core(core());
+  return expected(ticket, group);
+}
+
 template <typename Start>
 bool Engine::post(Ticket ticket, std::uint32_t id, const Start& start) {
   std::lock_guard lock(lock_);
-  auto op = expected(ticket, opened(id));
+  auto op = begin_post(ticket, id);
   start(op.get());  // may throw before the op is known to anybody else
   return finish_post(op.release()) != 0;
 }
@@ -110,6 +124,7 @@ bool Engine::post(Ticket ticket, std::uint32_t id, const Start& start) {
 std::uint64_t Engine::finish_post(Operation* op, std::uint64_t began) noexcept {
   std::uint64_t ended = began;
   if (!op->done() && !pacer_.bulk()) ended = spin(*op, began);  // else the thread is at it
+  if (op->done()) pacer_.note_done_at_once();
   // Not if other outcomes came first: the loop hears of those first.
   if (op->is_plain_success() && !ready()) {
     delete op;
@@ -123,13 +138,12 @@ std::uint64_t Engine::finish_post(Operation* op, std::uint64_t began) noexcept {
 
 std::uint64_t Engine::spin(const Operation& op, std::uint64_t began) noexcept {
   Pacer::Spin spin = pacer_.begin_post(began);
-  if (op.group.shared) op.group.shared->segment.note_core(core());
   while (!op.done()) {
     const bool moved = advance();
     const Pacer::Next next = pacer_.after_look(spin, moved, now_ns(), [&] { return shares_core(op); });
     if (next == Pacer::Next::kStop) break;
     if (next == Pacer::Next::kRelax) relax();
-    if (next == Pacer::Next::kYield) sched_yield();
+    if (next == Pacer::Next::kYield) give_core(op, pacer_.may_block(spin));
   }
   pacer_.end_post(spin, op.done());
   return spin.now;
@@ -140,6 +154,20 @@ bool Engine::shares_core(const Operation& op) const noexcept {
   const std::uint64_t here = core();
   op.group.shared->segment.note_core(here);  // the scheduler may have moved this rank
   return op.group.shared->segment.shares_core(here);
+}
+
+// A yield gives the core to threads of the same scheduling group alone: of this session, or of this container. Where
+// that has given it to nobody, and another rank was last seen on this core, this thread blocks until a rank publishes.
+void Engine::give_core(const Operation& op, std::uint64_t may_block) noexcept {
+  sched_yield();
+  const long before = std::exchange(switches_, switches());
+  if (switches_ != before || may_block == 0 || !op.group.shared) return;
+  if (!shares_core(op) && !pacer_.crowded()) return;
+  Segment& segment = op.group.shared->segment;
+  segment.begin_block();
+  if (!advance() && !op.done()) segment.block(may_block);
+  segment.end_block();
+  segment.note_core(core());
 }
 
 // Null: something has matched it, or will have ended it.
@@ -310,7 +338,7 @@ void Engine::progress(std::vector<Outcome>& outcomes, std::vector<Notice>& notic
       break;
     }
   }
-  const Pacer::Visit visit = pacer_.end_visit(ready(), moved);
+  const Pacer::Visit visit = pacer_.end_visit(ready(), moved, reports_.pending() > 0, now_ns());
   if (visit == Pacer::Visit::kParks && reports_.pending() > 0 && !stopping_ && !pacer_.sleeps_well(is_quiet())) {
     wake_thread();
   }

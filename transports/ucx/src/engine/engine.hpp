@@ -62,7 +62,7 @@ class Engine : private Inbox::Owner {
              bool crowded, const std::vector<Cookies>& cookies);
   int fileno() const { return reports_.fileno(); }
   bool ready() const { return reports_.ready(); }
-  bool bulk() const { return pacer_.bulk(); }
+  bool parks() const { return pacer_.parks(); }  // see Pacer
 
   // ------------------------------------------------------------------------------------------------- communicators
   std::uint32_t add_group(int rank, std::vector<int> peers);
@@ -100,7 +100,7 @@ class Engine : private Inbox::Owner {
   template <typename Make>
   double collective(Ticket ticket, std::uint32_t id, std::uint64_t fingerprint, const Make& make) {
     std::lock_guard lock(lock_);
-    auto op = expected(ticket, opened(id));
+    auto op = begin_post(ticket, id);
     Task task = make(op->group, op->unequal);
     const std::uint64_t began = now_ns();
     schedules_.begin(op->group, {std::move(task), fingerprint, op.get()});
@@ -111,7 +111,7 @@ class Engine : private Inbox::Owner {
   double lane_collective(Ticket ticket, std::uint32_t id, std::uint64_t number, std::uint64_t fingerprint,
                          const Make& make) {
     std::lock_guard lock(lock_);
-    auto op = expected(ticket, opened(id));
+    auto op = begin_post(ticket, id);
     const std::uint64_t began = now_ns();
     add_to_lane<&Lanes::begin>(*op, number, fingerprint, make);
     return static_cast<double>(finish_post(op.release(), began)) * 1e-9;
@@ -171,6 +171,8 @@ class Engine : private Inbox::Owner {
     reports_.make_room();
     return std::make_unique<Operation>(reports_, group, ticket);
   }
+  // The same, on the core that this thread is on.
+  std::unique_ptr<Operation> begin_post(Ticket ticket, std::uint32_t id);
   // add: Lanes::begin or Lanes::enqueue.
   template <void (Lanes::*add)(LaneCalls&, Schedule), typename Make>
   void add_to_lane(Operation& op, std::uint64_t number, std::uint64_t fingerprint, const Make& make) {
@@ -194,6 +196,7 @@ class Engine : private Inbox::Owner {
   std::uint64_t finish_post(Operation* op, std::uint64_t began = now_ns()) noexcept;
   std::uint64_t spin(const Operation& op, std::uint64_t began) noexcept;  // returns when it last looked at the clock
   bool shares_core(const Operation& op) const noexcept;                   // with a rank that this one may wait for
+  void give_core(const Operation& op, std::uint64_t may_block) noexcept;
   bool withdraw(Request* request);
 
   bool advance() noexcept;  // one look at everything
@@ -243,6 +246,7 @@ class Engine : private Inbox::Owner {
 
   std::mutex closing_;
   bool stopping_ = false;
+  long switches_ = 0;  // of the thread that posts, when it last gave its core away
   const pid_t process_ = getpid();
   std::optional<CudaThread> cuda_;  // if the device is a GPU
   std::thread thread_;

@@ -22,6 +22,9 @@ class Pacer {
   // An op that is done within so many times the spin of its post's call would be done sooner had nobody parked: of the
   // time that it took, most is then what parking costs.
   static constexpr std::uint64_t kWorth = 4;
+  // A peer that has a core of its own answers within this; where it was last seen may be out of date, and a wake across
+  // cores takes 35 µs.
+  static constexpr std::uint64_t kGrace = 5'000;
   // However seldom spinning has paid lately, a post spins in full again once in so many times the spin: what is spent
   // in vain stays below 1 % of a core.
   static constexpr std::uint64_t kProbes = 100;
@@ -42,6 +45,14 @@ class Pacer {
   static constexpr std::uint64_t kLinger = 50'000;
   // How many turns of the loop are worth polling before it parks.
   static constexpr int kTurns = 16;
+  // The loop polls on for an op that is pending where ops are usually done within their posts: then its peer lacks a
+  // core, and comes when it has one; but ranks that park and wake each other end up on one core. Each op that is done
+  // within its post saves this much for that: what the ranks lose by it is of the order of what they gain.
+  static constexpr std::uint64_t kSaving = 10'000;
+  // Two ticks of the scheduler.
+  static constexpr std::uint64_t kMostSaved = 8'000'000;
+  // More turns of a loop than that takes.
+  static constexpr int kMostTurns = 4096;
 
   // alone: no other rank is in this process. Otherwise a post does not spin, for a rank of this very process may wait
   // for this thread. crowded: there are more ranks than cores.
@@ -54,6 +65,8 @@ class Pacer {
   bool crowded() const { return crowded_; }
   // Any. Something under way takes too long for the loop: the thread works on it.
   bool bulk() const { return bulk_; }
+  // Any. The loop may park: the thread moves things on.
+  bool parks() const { return bulk_ || loop_seen_.load(std::memory_order_relaxed) == 0; }
   // When whoever moves things on lets others have their turn. The address is that of a member.
   const std::uint64_t& slice_ends() const { return slice_ends_; }
   bool slice_is_over(std::uint64_t now) const { return now >= slice_ends_; }
@@ -99,6 +112,13 @@ class Pacer {
     return crowded_ || wanted() ? Next::kYield : Next::kRelax;
   }
 
+  // For how long a post may block that has offered its core in vain.
+  std::uint64_t may_block(const Spin& spin) const {
+    if (!crowded_ && spin.now - spin.idle_since < kGrace) return 0;
+    const std::uint64_t ends = std::min(spin.idle_since + std::min(spin.budget, kSpin), slice_ends_);
+    return ends - std::min(ends, spin.now);
+  }
+
   void end_post(const Spin& spin, bool done) {
     if (done) {
       spin_now_ = spin_most_;
@@ -108,6 +128,11 @@ class Pacer {
       spin_now_ = std::max(spin_now_ / 2, spin_least_);  // where spinning has been in vain lately it probably is again
       if (spin.budget == spin_most_) in_vain_ = spin.now;
     }
+  }
+
+  // An op is done within its post, whether that had to spin or not. In a crowd who polls takes a core from a peer.
+  void note_done_at_once() {
+    if (spin_most_ > 0 && !crowded_) saved_ = std::min(saved_ + kSaving, kMostSaved);
   }
 
   // An op is done whose post, of that time, has returned. Without this, one stall would have every later op park: two
@@ -126,11 +151,11 @@ class Pacer {
   void begin_slice(std::uint64_t now) { slice_ends_ = now + kSlice; }
   // There is more to do than a slice holds: the thread goes on with it.
   void hand_over() { bulk_ = true; }
-  // ready: there is something to tell the loop.
-  Visit end_visit(bool ready, bool moved) {
+  // ready: there is something to tell the loop. pending: there is an op to poll for.
+  Visit end_visit(bool ready, bool moved, bool pending, std::uint64_t now) {
     if (ready) {
       turns_in_vain_ = 0;
-    } else if (++turns_in_vain_ >= kTurns) {
+    } else if (++turns_in_vain_ >= kTurns && !polls_on(pending, now)) {
       loop_parks();
       return Visit::kParks;
     } else if (crowded_ && !moved) {
@@ -200,6 +225,14 @@ class Pacer {
   void has_listened(std::uint64_t now) { listened_ = now; }
 
  private:
+  // The time since the turn before has been polled in vain, and is spent.
+  bool polls_on(bool pending, std::uint64_t now) {
+    if (turns_in_vain_ > kTurns && polled_ != 0) saved_ -= std::min(saved_, now - polled_);
+    const bool on = pending && saved_ > 0;
+    polled_ = on ? now : 0;
+    return on;
+  }
+
   bool crowded_ = false;
   std::uint64_t spin_most_ = 0;  // that a post may spin in vain
   std::uint64_t spin_now_ = 0;   // that has proved worth it lately
@@ -208,6 +241,8 @@ class Pacer {
   std::atomic<std::uint64_t> loop_seen_ = 0;  // when the loop last came by
   std::atomic<bool> bulk_ = false;
   int turns_in_vain_ = 0;
+  std::uint64_t polled_ = 0;  // the last of them, if it was beyond kTurns
+  std::uint64_t saved_ = 0;   // for more of them
   std::uint64_t slice_ends_ = 0;
   std::uint64_t busy_until_ = 0;  // the thread looks on that long before it sleeps
   std::uint64_t listened_ = 0;    // when it last looked at the control connections
