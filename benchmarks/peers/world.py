@@ -90,7 +90,13 @@ class World:
             env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
             with self._log.open("wb") as log:
                 for argv in ranks:
-                    options = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "env": env, "start_new_session": True}
+                    options = {
+                        "stdin": subprocess.DEVNULL,
+                        "stdout": log,
+                        "stderr": log,
+                        "env": env,
+                        "start_new_session": True,
+                    }
                     self._processes.append(subprocess.Popen(argv, preexec_fn=die_with_parent, **options))
             for _ in range(self.size):
                 try:

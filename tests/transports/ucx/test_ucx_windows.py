@@ -166,3 +166,33 @@ def test_a_window_does_not_move_what_another_window_has() -> None:
             await first.aclose()
 
     asyncio.run(main())
+
+
+async def put_more_than_a_slice(place: Rank) -> None:
+    """Puts that are called one upon the other, of which the engine's thread copies the later ones; a small one last."""
+    rank, peer, count, blocks = place.rank, 1 - place.rank, 2**16, 128
+    async with place.open() as comm:
+        window = await comm.new_window(torch.zeros(count, dtype=torch.int64))
+        sources = [torch.full((count,), 1 + number) for number in range(blocks)]
+        for _ in range(3):
+            if rank == 0:
+                works = [window.put(source, peer) for source in sources]
+                works.append(window.put(torch.tensor([-1]), peer, offset=count - 1))
+                works.append(window.signal(peer))
+                await asyncio.gather(*works)
+                back = await window.get(torch.empty(count, dtype=torch.int64), peer)
+                assert (back[:-1] == blocks).all()
+                assert back[-1] == -1
+                await window.signal(peer)
+            else:
+                await window.wait_signal(peer)
+                assert (window.tensor[:-1] == blocks).all()
+                assert window.tensor[-1] == -1
+                await window.wait_signal(peer)
+                window.tensor.zero_()
+            await comm.barrier()
+        await window.aclose()
+
+
+def test_a_burst_of_puts_keeps_its_order(ranks: Run) -> None:
+    ranks(2, put_more_than_a_slice)

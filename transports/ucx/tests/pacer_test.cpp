@@ -137,6 +137,19 @@ void pacer_hands_over() {
   CHECK(pacer.bulk());
 }
 
+// Copies of posts that come one upon the other are handed over once they have taken a slice.
+void pacer_hands_over_copies() {
+  Pacer pacer;
+  pacer.configure(true, false);
+  std::uint64_t now = kStart;
+  for (int post = 0; post < 4; ++post, now += Pacer::kSlice / 4) {
+    CHECK(!pacer.has_copied_enough(now));
+    pacer.note_copy(now, now + Pacer::kSlice / 4);
+  }
+  CHECK(pacer.has_copied_enough(now) && pacer.has_copied_enough(now + Pacer::kApart));
+  CHECK(!pacer.has_copied_enough(now + Pacer::kApart + 1));  // the loop has had a turn
+}
+
 void pacer_parks_the_loop() {
   Pacer pacer;
   pacer.configure(true, false);
@@ -268,6 +281,7 @@ void test_pacer() {
   pacer_waits_as_long_as_it_has_worked();
   pacer_in_a_crowd();
   pacer_hands_over();
+  pacer_hands_over_copies();
   pacer_parks_the_loop();
   pacer_polls_for_as_long_as_it_has_saved();
   pacer_blocks_no_longer_than_it_spins();

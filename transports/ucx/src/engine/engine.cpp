@@ -123,7 +123,12 @@ bool Engine::post(Ticket ticket, std::uint32_t id, const Start& start) {
 
 std::uint64_t Engine::finish_post(Operation* op, std::uint64_t began) noexcept {
   std::uint64_t ended = began;
-  if (!op->done() && !pacer_.bulk()) ended = spin(*op, began);  // else the thread is at it
+  const bool copies = !op->done() && windows_.has_jobs();
+  if (copies && !pacer_.bulk() && pacer_.has_copied_enough(began)) pacer_.hand_over();
+  if (!op->done() && !pacer_.bulk()) {  // else the thread is at it
+    ended = spin(*op, began);
+    if (copies) pacer_.note_copy(began, ended);
+  }
   if (op->done()) pacer_.note_done_at_once();
   // Not if other outcomes came first: the loop hears of those first.
   if (op->is_plain_success() && !ready()) {

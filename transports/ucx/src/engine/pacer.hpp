@@ -32,6 +32,8 @@ class Pacer {
   static constexpr std::uint64_t kSlice = 400'000;
   // The same where ranks outnumber cores: most of that time is then the other ranks'.
   static constexpr std::uint64_t kCrowdedSlice = 2'000'000;
+  // Between posts that are so far apart the loop has had a turn.
+  static constexpr std::uint64_t kApart = 50'000;
   // A loop that has not come for so long is taken to be busy or parked.
   static constexpr std::uint64_t kLoopAway = 500'000;
   // How often the thread looks whether the loop has gone. With nothing pending it looks ever less often: a thousand
@@ -71,6 +73,16 @@ class Pacer {
   const std::uint64_t& slice_ends() const { return slice_ends_; }
   bool slice_is_over(std::uint64_t now) const { return now >= slice_ends_; }
   std::uint64_t spin_budget() const { return spin_now_; }
+
+  // Posts that copy, one upon the other, hold the loop together for no longer than one of them may. The thread goes on.
+  bool has_copied_enough(std::uint64_t now) {
+    if (now - copied_last_ > kApart) copied_ = 0;
+    return copied_ >= kSlice;
+  }
+  void note_copy(std::uint64_t began, std::uint64_t now) {
+    copied_ += now - began;
+    copied_last_ = now;
+  }
 
   // ------------------------------------------------------------------------------------------------------------ a post
 
@@ -244,8 +256,10 @@ class Pacer {
   std::uint64_t polled_ = 0;  // the last of them, if it was beyond kTurns
   std::uint64_t saved_ = 0;   // for more of them
   std::uint64_t slice_ends_ = 0;
-  std::uint64_t busy_until_ = 0;  // the thread looks on that long before it sleeps
-  std::uint64_t listened_ = 0;    // when it last looked at the control connections
+  std::uint64_t copied_ = 0;       // for how long posts have copied without a turn of the loop between them
+  std::uint64_t copied_last_ = 0;  // the end of that
+  std::uint64_t busy_until_ = 0;   // the thread looks on that long before it sleeps
+  std::uint64_t listened_ = 0;     // when it last looked at the control connections
   int doze_ms_ = 1;
   int tick_ms_ = 1;
   bool asleep_ = false;  // the thread waits for a descriptor

@@ -108,15 +108,15 @@ void Windows::close(Group& group, std::uint64_t number) {
 // --------------------------------------------------------------------------------------- copies and lanes, piece by
 // piece
 
-// Do it now, or after the copies that are under way.
+// Begin it now, or after the copies that are under way.
 void Windows::start_job(Job job) {
   jobs_.push_back(std::move(job));
-  advance_job();
+  if (jobs_.size() == 1) advance_job();
 }
 
 bool Windows::advance_job() noexcept {
   Job& job = jobs_.front();
-  job.copy.advance(kCopyAtOnce);  // within this process, which cannot fail
+  job.copy.advance(kStep);  // within this process, which cannot fail
   if (job.copy.bytes > 0) return true;
   const Job done = std::move(job);
   jobs_.pop_front();

@@ -70,6 +70,9 @@ class Windows {
   void destroy_keys() noexcept;
 
  private:
+  // What is copied without a look at anything else: a post may wait for so long for the engine's lock.
+  static constexpr std::size_t kStep = 64 * 1024;
+
   // A copy, and what is done after it. Jobs are done one after the other.
   struct Job {
     Operation* op;
