@@ -24,6 +24,7 @@ from benchmarks.peers import report
 from benchmarks.peers.race import Pace, Worlds, race
 from benchmarks.peers.rows import rows
 from benchmarks.peers.special import SPECIAL, run_special
+from benchmarks.peers.state import Probe
 from benchmarks.peers.world import ContenderFailedError
 
 FULL, QUICK = Pace(rounds=10, seconds=0.05), Pace(rounds=3, seconds=0.02)
@@ -70,17 +71,18 @@ def measure(transport: str, example: str | None, pattern: str, pace: Pace) -> li
         print(f"{time.perf_counter() - start:6.1f} s  {row['title']}", *row["failures"], sep="\n  ", flush=True)
 
     wanted = re.compile(pattern, re.IGNORECASE)
-    worlds = Worlds(transport, example)
+    worlds, probe = Worlds(transport, example), Probe()
     try:
         for row in rows(transport):
             if wanted.search(row.title):
                 start = time.perf_counter()
-                note(race(worlds, row, pace), start)
+                note(race(worlds, row, pace, probe), start)
         worlds.close()
     except ContenderFailedError as error:
         results.append({"title": "closing", "ours": "", "figures": [], "verdicts": [], "failures": [str(error)]})
     finally:
         worlds.close(force=True)
+        probe.kill()
     for title in SPECIAL:
         if wanted.search(title):
             start = time.perf_counter()

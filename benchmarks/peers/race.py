@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.peers import perftest
 from benchmarks.peers.rows import Row, Versus
+from benchmarks.peers.state import Probe
 from benchmarks.peers.world import ContenderFailedError, Neighbours, World
 
 PERFTEST_EVERY = 3
@@ -154,12 +155,13 @@ def trial(world: World, row: Row, neighbours: Neighbours, name: str, n: int) -> 
     return mean, [max(ranks) * row.case.share for ranks in each], on_cores * row.case.share
 
 
-def race(worlds: Worlds, row: Row, pace: Pace) -> dict[str, Any]:
-    """One row's figures and verdicts."""
+def race(worlds: Worlds, row: Row, pace: Pace, probe: Probe) -> dict[str, Any]:
+    """One row's figures and verdicts, and the host's state in each trial."""
     failures: list[str] = []
     neighbours = Neighbours(row.neighbours)
     try:
-        field = run_rounds(worlds, row, neighbours, pace, failures)
+        field = entrants(worlds, row, neighbours, pace, failures)
+        field = run_rounds(worlds, row, field, pace, failures, probe)
     finally:
         neighbours.kill()
     figures = [entrant.figures(row.case.nbytes) for entrant in field]
@@ -171,12 +173,20 @@ def race(worlds: Worlds, row: Row, pace: Pace) -> dict[str, Any]:
         "figures": figures,
         "verdicts": [verdict for verdict in verdicts if verdict],
         "failures": failures,
+        "states": probe.trials,
     }
 
 
-def run_rounds(worlds: Worlds, row: Row, neighbours: Neighbours, pace: Pace, failures: list[str]) -> list[Entrant]:
-    """Every contender's trials, in turn; returns those that have not failed."""
-    field = entrants(worlds, row, neighbours, pace, failures)
+def run_rounds(
+    worlds: Worlds,
+    row: Row,
+    field: list[Entrant],
+    pace: Pace,
+    failures: list[str],
+    probe: Probe,
+) -> list[Entrant]:
+    """Every contender's trials, in turn, and a probe of the host between them; returns those that have not failed."""
+    probe.begin()
     for number in range(pace.rounds):
         shift = number % max(1, len(field))
         for entrant in field[shift:] + field[:shift]:
@@ -188,6 +198,7 @@ def run_rounds(worlds: Worlds, row: Row, neighbours: Neighbours, pace: Pace, fai
                 failures.append(f"{row.title}: {entrant.name}: {error}")
                 worlds.drop(entrant.contender)
                 field = [other for other in field if other.contender != entrant.contender]
+            probe.note_trial()
     return field
 
 

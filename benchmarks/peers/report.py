@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers.state import State, kinds
+
 
 def table(head: list[str], rows: list[list[str]], left: int) -> str:
     """A table whose first ``left`` columns are text and the others numbers, padded."""
@@ -68,11 +70,27 @@ def verdicts(results: dict[str, Any]) -> str:
     return table(["operation", "what", "reached", "value", "must", "aim"], rows, 3)
 
 
+def states(results: dict[str, Any]) -> str:
+    """How many trials of each row were in which state of the host; of an earlier run without probes, nothing."""
+    probed = [(row["title"], row["states"]) for row in results["rows"] if row.get("states")]
+    looks = [look for _, of_row in probed for look in of_row]
+    if not looks:
+        return ""
+    best, worst = State(*map(min, zip(*looks, strict=True))), State(*map(max, zip(*looks, strict=True)))
+    rows = [[title, *map(str, kinds(of_row, best).values())] for title, of_row in probed]
+    what = (
+        f"Trials by the state of the host (a step of a loop took {best.loop:.1f} to {worst.loop:.1f} ns, "
+        f"a line's way there and back {best.trip:.0f} to {worst.trip:.0f} ns):"
+    )
+    return f"{what}\n\n{table(['operation', *kinds([], best)], rows, 1)}"
+
+
 def markdown(results: dict[str, Any]) -> str:
     """The whole report."""
     about = "\n".join(f"* {key}: {value}" for key, value in results["where"].items())
     failures = [f"* failed: {text.splitlines()[0]}" for row in results["rows"] for text in row["failures"]]
-    return "\n\n".join(filter(None, [about, figures(results), verdicts(results), "\n".join(failures)])) + "\n"
+    parts = [about, figures(results), verdicts(results), states(results), "\n".join(failures)]
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def missed(results: dict[str, Any]) -> int:
