@@ -166,10 +166,8 @@ class Transport(ABC):
     def shortcuts(self, line: Line, entries: int) -> Shortcuts | None:
         """Native code that starts plain ops of the communicator, where there is some; asked once, before the first op.
 
-        Asked where it carries all messages and collectives. Raising: the communicator is not formed.
-
-        :param line: the communicator, as the code sees it.
-        :param entries: how many the ring keeps.
+        Asked where it carries all messages and collectives. ``line`` is the communicator, as the code sees it; the ring
+        keeps ``entries``. Raising: the communicator is not formed.
         """
         return None
 
@@ -207,11 +205,13 @@ class Transport(ABC):
         return 0
 
     @classmethod
-    def adopts(cls, foreign: object) -> bool:
-        """Whether it can run over ``foreign``, another library's communicator, given as hint ``"adopt"``.
+    def info(cls) -> Mapping[str, str]:
+        """What ``aiocomms info`` prints of it besides, by name: what it has measured, say. Raising: nothing."""
+        return {}
 
-        Raising: it cannot, and the log says so.
-        """
+    @classmethod
+    def adopts(cls, foreign: object) -> bool:
+        """Whether it can run over ``foreign``, another library's communicator: hint ``"adopt"``. Raising: it cannot."""
         return False
 
     @classmethod

@@ -86,6 +86,12 @@ def available(device: torch.device) -> dict[str, str | None]:
     return {name: result if isinstance(result, str) else None for name, result in found.items()}
 
 
+def info(device: torch.device) -> dict[str, Mapping[str, str]]:
+    """Return what each transport that is available for ``device`` says of itself."""
+    found = {name: find(name, device) for name in sorted(entries())}
+    return {name: _ask({}, cls.info) for name, cls in found.items() if not isinstance(cls, str)}
+
+
 def choose(transport: str | Mapping[str, str], device: torch.device, size: int, options: Mapping[str, Any]) -> Plan:
     """Choose the transports of a communicator.
 

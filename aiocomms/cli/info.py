@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 
 import aiocomms
-from aiocomms.bootstrap.registry import available, entries
+from aiocomms.bootstrap.registry import available, entries, info
 from aiocomms.diagnosis.dumps import wanted
 from aiocomms.diagnosis.recorder import capacity
 
@@ -57,6 +57,8 @@ def _transports() -> Iterator[tuple[str, str]]:
             distribution = entries()[name].dist
             version = f" ({distribution.name} {distribution.version})" if distribution is not None else ""
             yield f"{name} on {device}", f"available{version}" if why is None else f"not available: {why}"
+    for name, facts in info(torch.device("cpu")).items():
+        yield from ((f"{name}, {what}", value) for what, value in facts.items())
 
 
 def _devices() -> Iterator[tuple[str, str]]:

@@ -7,12 +7,15 @@ from pathlib import Path
 import pytest
 from programs import UCX, run_sanitized
 
-TESTS = ("parts", "board", "pacer", "inbox", "offers", "pool", "windows")
-PARTS = ("engine/closing", "engine/groups", "engine/inbox", "engine/offers", "engine/reports", "engine/request")
+TESTS = ("parts", "board", "pacer", "inbox", "offers", "pool", "speeds", "windows")
+PARTS = (
+    *(f"collectives/{part}" for part in ("board", "pool", "segment")),
+    *(f"engine/{part}" for part in ("closing", "groups", "inbox", "offers", "reports", "request")),
+    *("net/speeds", "windows/windows"),
+)
 SOURCES = [
     *(UCX / "tests" / f"{name}_test.cpp" for name in TESTS),
-    *(UCX / "src" / f"{part}.cpp" for part in (*PARTS, "windows/windows")),
-    *(UCX / "src" / "collectives" / f"{part}.cpp" for part in ("board", "pool", "segment")),
+    *(UCX / "src" / f"{part}.cpp" for part in PARTS),
 ]
 
 

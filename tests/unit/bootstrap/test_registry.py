@@ -378,6 +378,10 @@ class Broken(LocalTransport):
     def adopts(cls, foreign):
         raise RuntimeError("what is that?")
 
+    @classmethod
+    def info(cls):
+        raise RuntimeError("what of it?")
+
     def fileno(self):
         raise RuntimeError("what descriptor?")
 
@@ -396,7 +400,8 @@ def test_a_transport_that_raises_when_asked_keeps_no_other_from_use(run, distrib
             await aiocomms.from_process_group(type("Group", (), {"rank": lambda self: 0, "size": lambda self: 1})())
 
     run(main)
-    assert {"how much?", "what is that?"} <= {str(record.exc_info[1]) for record in caplog.records}
+    assert registry.info(CPU)["broken"] == {}
+    assert {"how much?", "what is that?", "what of it?"} <= {str(record.exc_info[1]) for record in caplog.records}
 
 
 def test_a_transport_without_its_descriptor_loses_its_communicator_alone(run, distribution, caplog):

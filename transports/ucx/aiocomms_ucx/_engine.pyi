@@ -65,6 +65,8 @@ class Operator(enum.IntEnum):
 
 def dtype_names() -> tuple[str, ...]: ...
 
+def measure_speeds() -> tuple[int, int]: ...
+
 def create_segment(ranks: int, with_pool: bool) -> int: ...
 
 class Lanes:
@@ -109,7 +111,7 @@ class Engine:
 
     def address(self) -> bytes: ...
 
-    def start(self, addresses: Sequence[bytes], sockets: Sequence[int], pids: Sequence[int], crowded: bool, cookies: Sequence[tuple[int, int]]) -> None: ...
+    def start(self, addresses: Sequence[bytes], sockets: Sequence[int], pids: Sequence[int], crowded: bool, in_place: bool, cookies: Sequence[tuple[int, int]]) -> None: ...
 
     def fileno(self) -> int: ...
 
@@ -244,6 +246,8 @@ class Shortcuts:
 TURNS: int = 16
 
 MOST_TURNS: int = 4096
+
+MEASURED_BYTES: int = 131072
 
 NO_DEVICE: int = -1
 

@@ -28,7 +28,7 @@ from aiocomms.lowlevel import (
     tune,
 )
 from aiocomms.transport import Rendezvous
-from aiocomms_ucx import wire
+from aiocomms_ucx import speeds, wire
 from aiocomms_ucx._engine import NO_DEVICE, Engine, UcxError
 from aiocomms_ucx.circumstances import circumstances, hindrances, usable_cores
 from aiocomms_ucx.shared_engine import SharedEngine
@@ -69,6 +69,8 @@ class Place(msgspec.Struct, array_like=True):
     """Why this rank cannot work with the others; empty if it can."""
     hindrances: list[str] = []
     """What of its environment may be why something does not work, on it or on another."""
+    in_place: bool = False
+    """Whether the ranks of its host read large parts where they lie. That of each host's first rank counts."""
 
 
 async def open_shared_engine(
@@ -92,10 +94,11 @@ async def open_shared_engine(
         outside = reachable_address((hellos[0].name, *far), rendezvous.store) if far else None
         if outside:
             listeners.append(stack.enter_context(socket.create_server((outside, 0), backlog=_BACKLOG)))
-        engine, trouble = await rendezvous.run("opening UCX", lambda: _opened(rank, size, outside, cuda, memory))
         endpoint = listeners[-1].getsockname()[:2] if outside else None
-        text = trouble.message if trouble else _closed(rank, hellos)
-        places = await _places(rendezvous, Place(engine.address() if engine else b"", endpoint, text, hindrances()))
+        engine, place, trouble = await rendezvous.run(
+            "opening UCX", lambda: _opened(rank, hellos, endpoint, outside, cuda, memory)
+        )
+        places = await _places(rendezvous, place)
         if trouble:
             raise trouble
         blame(rank, [place.trouble for place in places], [place.hindrances for place in places])
@@ -105,10 +108,9 @@ async def open_shared_engine(
             "connecting to the other ranks", lambda: gate.run(listeners, _SHARE * rendezvous.left())
         )
     sockets = [-1 if peer == rank else tune(connections[peer]).detach() for peer in range(size)]
-    pids = [hello.pid for hello in hellos]
-    near, crowded = _near(mine, hellos)
-    _start(engine, [place.address for place in places], sockets, near, crowded, _cookies(key, rank, size))
-    return SharedEngine(engine, rank, unshared, cuda), hosts, pids
+    here = *_near(mine, hellos), places[hosts.index(mine.host)].in_place
+    _start(engine, [place.address for place in places], sockets, *here, _cookies(key, rank, size))
+    return SharedEngine(engine, rank, unshared, cuda), hosts, [hello.pid for hello in hellos]
 
 
 def _near(mine: Hello, hellos: Sequence[Hello]) -> tuple[list[int], bool]:
@@ -143,16 +145,30 @@ def _closed(rank: int, hellos: Sequence[Hello]) -> str:
     return ""
 
 
-def _opened(rank: int, *place: Any) -> tuple[Engine | None, CommError | None]:
-    """Open the engine, or return why this rank cannot. The others are told before that is raised."""
+def _opened(
+    rank: int, hellos: Sequence[Hello], endpoint: tuple[str, int] | None, *options: Any
+) -> tuple[Engine | None, Place, CommError | None]:
+    """Open the engine, or return why this rank cannot; and what the others are told before that is raised."""
+    engine, trouble = None, None
     try:
-        return _engine(rank, *place), None
+        engine = _engine(rank, len(hellos), *options)
     except UcxError as error:
         trouble = CommError(f"rank {rank} cannot open UCX: {error}{circumstances()}")
         trouble.__cause__ = error
-        return None, trouble
     except CommError as error:
-        return None, error
+        trouble = error
+    text = trouble.message if trouble else _closed(rank, hellos)
+    address = engine.address() if engine else b""
+    return engine, Place(address, endpoint, text, hindrances(), _reads_in_place(rank, hellos)), trouble
+
+
+def _reads_in_place(rank: int, hellos: Sequence[Hello]) -> bool:
+    """Return, on the first of several ranks of a host, whether these should read large parts where they lie."""
+    here = [peer for peer, hello in enumerate(hellos) if hello.host == hellos[rank].host]
+    if here[0] != rank or len(here) == 1:
+        return False
+    found = speeds.find().speeds
+    return found is not None and found.reads_in_place
 
 
 def _start(engine: Engine, *arguments: Any) -> None:

@@ -13,7 +13,7 @@ from aiocomms import ops
 from aiocomms.errors import ArgumentError, CommError, PeerDiedError, ProtocolError
 from aiocomms.lowlevel import Reason, closed_by, disagreement, gone
 from aiocomms.transport import Capabilities, Completion, Rendezvous
-from aiocomms_ucx import wire
+from aiocomms_ucx import speeds, wire
 from aiocomms_ucx._engine import MOST_TURNS, is_plain
 from aiocomms_ucx.bringup import no_cuda_in_ucx, open_shared_engine
 from aiocomms_ucx.collectives import START, describe
@@ -89,6 +89,11 @@ class UcxTransport(LaneCarrier, Hastened):
     def preference(cls, device: torch.device, size: int, family: ops.Family) -> int:
         """See :meth:`Transport.preference`. It is the fastest on CPUs; on GPUs, collectives are made of messages."""
         return 0 if device.type == "cuda" and family == "collectives" else 50
+
+    @classmethod
+    def info(cls) -> Mapping[str, str]:
+        """See :meth:`Transport.info`."""
+        return speeds.describe()
 
     # --------------------------------------------------------------------------------------------------- opening
 

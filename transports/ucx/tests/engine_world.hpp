@@ -219,7 +219,7 @@ class World {
       for (int host : host_of) pids.push_back(host == host_of[rank] ? getpid() : 0);
       std::vector<Cookies> cookies;
       for (int peer = 0; peer < the_size; ++peer) cookies.push_back({cookie(rank, peer), cookie(peer, rank)});
-      ranks[rank]->engine->start(addresses, sockets[rank], pids, crowded, cookies);
+      ranks[rank]->engine->start(addresses, sockets[rank], pids, crowded, the_seed % 3 == 0, cookies);
     }
   }
 

@@ -91,7 +91,7 @@ void what_is_lost_ends() {
 
 int main() {
   using namespace aiocomms;
-  for (auto test : {test_board, test_pacer, test_inbox, test_offers, test_pool, test_windows,
+  for (auto test : {test_board, test_pacer, test_inbox, test_offers, test_pool, test_windows, test_speeds,
                     farewells_wait_for_messages, notes_wait_to_be_taken, what_is_lost_ends}) {
     test();
   }

@@ -22,6 +22,7 @@
 #include "bindings/tensors.hpp"
 #include "bindings/unlocked.hpp"
 #include "engine/engine.hpp"
+#include "net/speeds.hpp"
 
 namespace nb = nanobind;
 
@@ -192,13 +193,13 @@ void open_window(Engine& engine, std::uint32_t group, std::uint64_t window, int 
 }
 
 void start(Engine& engine, const std::vector<nb::bytes>& addresses, const std::vector<int>& sockets,
-           const std::vector<int>& pids, bool crowded,
+           const std::vector<int>& pids, bool crowded, bool in_place,
            const std::vector<std::pair<std::uint64_t, std::uint64_t>>& cookies) {
   std::vector<std::string> texts;
   std::vector<Cookies> pairs;
   for (const auto& [ours, theirs] : cookies) pairs.push_back({ours, theirs});
   for (const nb::bytes& address : addresses) texts.push_back(text(address));
-  released([&] { engine.start(texts, sockets, pids, crowded, pairs); });
+  released([&] { engine.start(texts, sockets, pids, crowded, in_place, pairs); });
 }
 
 bool send_frame(Engine& engine, int peer, const nb::bytes& frame) {
@@ -318,6 +319,13 @@ NB_MODULE(_engine, module) {
       .value("AVG", Operator::Avg)
       .value("PREMUL_SUM", Operator::PremulSum);
   module.def("dtype_names", &dtype_names, nb::sig("def dtype_names() -> tuple[str, ...]"));
+  module.def(
+      "measure_speeds",
+      [] {
+        const Speeds speeds = released([] { return measure_speeds(); });
+        return nb::make_tuple(speeds.read, speeds.copied);
+      },
+      nb::sig("def measure_speeds() -> tuple[int, int]"));
   module.def("create_segment", &Segment::create, nb::arg("ranks"), nb::arg("with_pool"), Released());
 
   nb::class_<InLanes> lanes(module, "Lanes");
@@ -336,7 +344,7 @@ NB_MODULE(_engine, module) {
           nb::arg("rank"), nb::arg("size"), nb::arg("options"), nb::arg("device") = kNoDevice, Released())
       .def("address", [](Engine& engine) { return released_bytes([&] { return engine.address(); }); })
       .def("start", &start, nb::arg("addresses"), nb::arg("sockets"), nb::arg("pids"), nb::arg("crowded"),
-           nb::arg("cookies"))
+           nb::arg("in_place"), nb::arg("cookies"))
       .def("fileno", &Engine::fileno)
       .def_prop_ro("ready", &Engine::ready)
       .def_prop_ro("parks", &Engine::parks)
@@ -413,6 +421,7 @@ NB_MODULE(_engine, module) {
 
   module.attr("TURNS") = Pacer::kTurns;
   module.attr("MOST_TURNS") = Pacer::kMostTurns;
+  module.attr("MEASURED_BYTES") = kMeasuredBytes;
   module.attr("NO_DEVICE") = kNoDevice;
   module.attr("HOST") = static_cast<int>(UCS_MEMORY_TYPE_HOST);
   module.attr("CUDA") = static_cast<int>(UCS_MEMORY_TYPE_CUDA);

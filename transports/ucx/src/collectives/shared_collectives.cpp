@@ -11,7 +11,7 @@ namespace {
 // Up to here every rank reduces everything by itself: a second phase would cost a synchronisation, which takes longer.
 constexpr std::size_t kDirect = 4096;
 // Chunks are at least so large that the synchronisation of a round does not show, and shares whole cache lines.
-constexpr std::size_t kSmallestChunk = 16 * 1024;
+constexpr std::size_t kSmallestChunk = 32 * 1024;
 constexpr std::size_t kLine = 64;
 // What is reduced is copied while it is in the innermost cache.
 constexpr std::size_t kTile = 8 * 1024;
@@ -21,11 +21,6 @@ const std::byte* at(const void* base, std::size_t offset) { return static_cast<c
 
 void transfer(void* out, const void* in, std::size_t bytes) {
   if (bytes && out != in) std::memcpy(out, in, bytes);
-}
-
-// The same out of another rank's slot.
-void fetch(void* out, const std::byte* slot, std::size_t bytes) {
-  copy_pages(static_cast<std::byte*>(out), slot, bytes);
 }
 
 std::uint64_t rounds_for(std::size_t bytes, std::size_t chunk) {
@@ -160,7 +155,7 @@ class Chunk {
     std::byte* there = shared_.segment.slot(owner, round_) + share.offset * size_;
     const std::size_t offset = (elements_.offset + share.offset) * size_;
     if (out) {
-      fetch(at(out, offset), there, share.length * size_);
+      transfer(at(out, offset), there, share.length * size_);
     } else {
       transfer(there, at(in, offset), share.length * size_);
     }
@@ -291,8 +286,8 @@ Task spread_by_slots(Shared& shared, const void* in, std::vector<void*> outs, By
       if (rank == me || theirs.length == 0) continue;
       const std::uint64_t round = first + turn - 1;
       co_await shared.one(rank, round);
-      fetch(at(outs[rank], theirs.offset), small ? segment.line(rank, round).data : segment.slot(rank, round),
-            theirs.length);
+      transfer(at(outs[rank], theirs.offset), small ? segment.line(rank, round).data : segment.slot(rank, round),
+               theirs.length);
     }
     if (turn >= meeting) shared.finish(first + turn - 1);
     co_await shared.turn();
@@ -352,7 +347,7 @@ Task exchange_by_slots(Shared& shared, std::vector<const void*> ins, Bytes in_by
       const Span part(turn - 1, step, out_bytes[rank]);
       if (rank == me || part.length == 0) continue;
       co_await shared.one(rank, first + turn - 1);
-      fetch(at(outs[rank], part.offset), segment.slot(rank, first + turn - 1) + me * piece, part.length);
+      transfer(at(outs[rank], part.offset), segment.slot(rank, first + turn - 1) + me * piece, part.length);
     }
     if (turn >= 1) shared.finish(first + turn - 1);
     co_await shared.turn();

@@ -68,7 +68,7 @@ void Engine::open_group(std::uint32_t id, std::vector<std::uint32_t> their_ids, 
   std::unique_ptr<Shared> shared;
   if (segment >= 0) {
     shared = std::make_unique<Shared>(memory);
-    const bool in_place = readable && (pacer_.crowded() || reads_quickly());
+    const bool in_place = readable && (pacer_.crowded() || reads_in_place_);
     for (int rank : local) {
       if (in_place) shared->pids.push_back(peers_[group.peers[rank]].readable);
     }

@@ -78,7 +78,7 @@ Engine::~Engine() {
 }
 
 void Engine::start(const std::vector<std::string>& addresses, const std::vector<int>& sockets,
-                   const std::vector<int>& pids, bool crowded, const std::vector<Cookies>& cookies) {
+                   const std::vector<int>& pids, bool crowded, bool in_place, const std::vector<Cookies>& cookies) {
   for (std::size_t given : {addresses.size(), sockets.size(), pids.size(), cookies.size()}) {
     if (given != peers_.size()) throw std::invalid_argument("there is something for each peer");
   }
@@ -102,6 +102,7 @@ void Engine::start(const std::vector<std::string>& addresses, const std::vector<
                      }});
   pacer_.configure(alone, crowded);
   offers_.allow_assistance(!crowded);
+  reads_in_place_ = in_place;
   thread_ = std::thread(&Engine::run, this);
 }
 

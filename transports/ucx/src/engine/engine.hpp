@@ -57,9 +57,11 @@ class Engine : private Inbox::Owner {
 
   std::string address() const { return worker_->address(); }
   // sockets: a connection to each peer, taken over. pids: of peers on this host, else 0.
-  // crowded: there are more ranks than cores on this host. cookies: what tells each peer's messages from strangers'.
+  // crowded: there are more ranks than cores on this host. in_place: the kernel reads another process's memory about as
+  // quickly as it is copied twice; the same on all ranks of a host. cookies: what tells each peer's messages from
+  // strangers'.
   void start(const std::vector<std::string>& addresses, const std::vector<int>& sockets, const std::vector<int>& pids,
-             bool crowded, const std::vector<Cookies>& cookies);
+             bool crowded, bool in_place, const std::vector<Cookies>& cookies);
   int fileno() const { return reports_.fileno(); }
   bool ready() const { return reports_.ready(); }
   bool parks() const { return pacer_.parks(); }  // see Pacer
@@ -243,6 +245,7 @@ class Engine : private Inbox::Owner {
   Sender sender_;
   Windows windows_;
   Farewells farewells_;
+  bool reads_in_place_ = false;
 
   std::mutex closing_;
   bool stopping_ = false;

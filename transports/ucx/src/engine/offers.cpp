@@ -7,8 +7,8 @@
 namespace aiocomms {
 namespace {
 
-// A smaller message is half read before its sender has heard of the call.
-constexpr std::size_t kAssistedFrom = 512 * 1024;
+// The receiver reads a slot's bytes before it looks for the sender's: of a smaller message nothing would be left.
+constexpr std::size_t kAssistedFrom = 2 * Pool::kSlot;
 
 }  // namespace
 
@@ -80,7 +80,7 @@ bool Offers::copy_piece(Pull& pull) noexcept {
   const int sender = place(group, pull.header.source);
   if (copy.bytes >= Pool::kSlot && pool.filled(sender, pull.number) > pull.emptied) {
     copy.bytes -= Pool::kSlot;
-    copy_pages(copy.to + copy.bytes, pool.message_slot(sender, pull.emptied), Pool::kSlot);
+    std::memcpy(copy.to + copy.bytes, pool.message_slot(sender, pull.emptied), Pool::kSlot);
     pool.empty(++pull.emptied);
     return true;
   }

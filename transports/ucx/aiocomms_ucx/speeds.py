@@ -1,0 +1,136 @@
+"""How quickly this host's processor and kernel copy: measured when its first engine starts, and kept for the user."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import platform
+import re
+import stat
+import tempfile
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Final, NamedTuple
+
+import msgspec
+
+from aiocomms_ucx._engine import MEASURED_BYTES, measure_speeds
+
+_DISTRIBUTION: Final = "aiocomms-ucx"
+_LONGEST: Final = 4096
+"""Bytes of the file, of which a whole one has some 200; and of what is read of ``/proc/cpuinfo``."""
+_HARDLY_SLOWER: Final = 1.25
+"""A part that is read in place needs no rounds of slots, and may still be in the reader's cache: it may take longer."""
+
+_Nanoseconds = Annotated[int, msgspec.Meta(ge=1, le=10**9)]
+
+
+class Speeds(msgspec.Struct, frozen=True):
+    """The two ways in which ``MEASURED_BYTES`` come from one process to another, and where that was measured."""
+
+    processor: str
+    system: str
+    version: str
+    """Of this package: another one may measure something else."""
+    read: _Nanoseconds
+    """The kernel reads them where they lie."""
+    copied: _Nanoseconds
+    """They are copied into a slot of shared memory, and out of it."""
+
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether ranks read large parts where they lie, rather than by way of slots."""
+        return self.read <= _HARDLY_SLOWER * self.copied
+
+
+class Found(NamedTuple):
+    """The speeds of this host, None where the kernel lets no process read another's memory; and where they are from."""
+
+    speeds: Speeds | None
+    origin: str
+
+
+@functools.cache
+def find() -> Found:
+    """Return the speeds that were kept, or measure and keep them. Blocks, for less than 1 ms where a core is free."""
+    return _find(_path(), measure_speeds)
+
+
+def describe() -> dict[str, str]:
+    """Return what of them `aiocomms info` prints."""
+    speeds, origin = find()
+    what = f"parts of {MEASURED_BYTES // 1024} KiB"
+    if speeds is None:
+        return {what: f"through slots: {origin}"}
+    way = "read in place" if speeds.reads_in_place else "through slots"
+    times = f"the kernel reads one in {speeds.read / 1e3:.1f} µs, two copies take {speeds.copied / 1e3:.1f} µs"
+    return {what: f"{way}: {times} ({origin}; {speeds.processor})"}
+
+
+def _find(path: Path | None, measure: Callable[[], tuple[int, int]]) -> Found:
+    if path is not None and (kept := _kept(path)) is not None:
+        return Found(kept, f"kept in {path}")
+    read, copied = measure()
+    if read == 0:
+        return Found(None, "the kernel lets no process read another's memory")
+    speeds = Speeds(*_place(), read, max(1, copied))
+    kept_now = path is not None and _keep(path, speeds)
+    return Found(speeds, f"measured now, kept in {path}" if kept_now else "measured now")
+
+
+def _path(cpuinfo: Path = Path("/proc/cpuinfo")) -> Path | None:
+    """Return where this host's speeds are kept; None if the user has no folder for that.
+
+    Hosts that share the folder and are not alike have files of their own.
+    """
+    folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        folder = folder if folder.is_absolute() else Path.home() / ".cache"
+    except RuntimeError:
+        return None
+    key = hashlib.blake2b("\0".join(_place(cpuinfo)).encode(), digest_size=8).hexdigest()
+    return folder / "aiocomms" / f"ucx-{key}.json"
+
+
+def _place(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, str, str]:
+    """Return what the speeds depend on: the processor's name, the kernel and this package's version."""
+    about = ""
+    with contextlib.suppress(OSError), cpuinfo.open("rb") as file:
+        about = file.read(_LONGEST).decode(errors="replace")
+    named = dict(re.findall(r"^(model name|CPU (?:implementer|variant|part))\s*:\s*(.+?)\s*$", about, re.MULTILINE))
+    processor = " ".join((*named.values(), platform.machine()))
+    return processor, f"{platform.system()} {platform.release()}", version(_DISTRIBUTION)
+
+
+def _kept(path: Path) -> Speeds | None:
+    """Return what a file keeps; None unless it is this user's, whole, and of this place."""
+    try:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            state = os.fstat(file.fileno())
+            if not stat.S_ISREG(state.st_mode) or state.st_uid != os.geteuid():
+                return None
+            speeds = msgspec.json.decode(file.read(_LONGEST), type=Speeds)
+    except (OSError, ValueError, msgspec.MsgspecError):
+        return None
+    return speeds if (speeds.processor, speeds.system, speeds.version) == _place() else None
+
+
+def _keep(path: Path, speeds: Speeds) -> bool:
+    """Write a file, whole or not at all, for nobody but this user. Returns whether that could be done."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd, name = tempfile.mkstemp(dir=path.parent)
+    except OSError:
+        return False
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(msgspec.json.encode(speeds))
+        Path(name).replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            Path(name).unlink()
+        return False
+    return True
