@@ -19,7 +19,7 @@ from benchmarks.peers.worker import cores, die_with_parent
 BATCHES, TRIPS, STEPS = 10, 20, 300
 LINE = 128
 """Bytes between the two sides' words: two cache lines, for some processors fetch them in pairs."""
-MOST_LOOKS = 1_000_000
+MOST_LOOKS = 100_000_000
 SLOW, FAR = 1.25, 1.35
 """Times the best of the run from which a core counts as slowed down, and caches as far: half of what was seen."""
 

@@ -1,0 +1,63 @@
+"""What `make bench` says of the host's state: each trial is labelled by probes, and a table counts them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.peers.report import markdown, states
+from benchmarks.peers.state import Probe, State, kinds
+
+BEST = State(8.0, 400.0)
+TRIALS = [(8.0, 400.0), (9.9, 539.0), (10.1, 400.0), (8.1, 541.0), (12.0, 900.0)]
+
+
+def row(title: str, trials: object) -> dict[str, Any]:
+    """A row without figures."""
+    return {"title": title, "ours": "", "figures": [], "verdicts": [], "failures": [], "states": trials}
+
+
+def test_trials_are_counted_by_what_slows_them() -> None:
+    assert kinds(TRIALS, BEST) == {"quiet": 2, "slow": 1, "far": 1, "slow and far": 1}
+
+
+def test_the_best_is_that_of_the_run() -> None:
+    text = states({"rows": [row("later", TRIALS[2:]), row("first", TRIALS[:2])]})
+    assert "8.0 to 12.0 ns" in text
+    assert "400 to 900 ns" in text
+    counted = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    assert counted[2:] == [["later", "0", "1", "1", "1"], ["first", "2", "0", "0", "0"]]
+
+
+def test_a_run_without_probes_has_no_such_table() -> None:
+    special = row("idle", [])
+    del special["states"]
+    assert states({"rows": [special, row("failed", [])]}) == ""
+    assert "Trials" not in markdown({"where": {"when": "once"}, "rows": [special]})
+
+
+def test_one_core_has_no_way_to_another() -> None:
+    assert kinds([(8.0, 0.0)], State(8.0, 0.0)) == {"quiet": 1, "slow": 0, "far": 0, "slow and far": 0}
+
+
+def test_a_trial_has_the_worse_of_two_probes() -> None:
+    looks = iter([State(8.0, 900.0), State(12.0, 400.0), State(8.0, 400.0)])
+    probe = Probe.__new__(Probe)  # without its process
+    probe.look = lambda: next(looks)
+    probe.begin()
+    probe.note_trial()
+    probe.note_trial()
+    assert probe.trials == [State(12.0, 900.0), State(12.0, 400.0)]
+
+
+@pytest.mark.processes
+def test_this_host_is_probed() -> None:
+    probe = Probe()
+    try:
+        probe.begin()
+        for _ in range(2):
+            probe.note_trial()
+        assert all(trial.loop > 0 for trial in probe.trials)
+    finally:
+        probe.kill()
