@@ -6,15 +6,21 @@
 #include <memory>
 #include <numeric>
 
+#include "collectives/hierarchical.hpp"
 #include "collectives/message_collectives.hpp"
+#include "collectives/schedule_parts.hpp"
 
 namespace aiocomms {
 namespace {
 
-// Bytes that are reduced across hosts at a time.
-constexpr std::size_t kPiece = 2 * 1024 * 1024;
+bool one_host(const Group& group) { return group.hosts.count() == 1 && group.shared; }
 
-bool one_host(const Group& group) { return group.hosts == 1 && group.shared; }
+// Else each rank is a host of its own, and nothing is gained by what hosts share.
+bool several_share_a_host(const Group& group) { return group.hosts.largest() > 1; }
+
+std::size_t largest(const Bytes& sizes) { return *std::max_element(sizes.begin(), sizes.end()); }
+
+Reach reach_of(const Group& group) { return {group.hosts, *group.wire, group.shared.get()}; }
 
 // Between the ranks of this host, if there are others than this.
 Task spread_from(Group& group, int local_rank, void* data, std::size_t bytes, int taker = -1) {
@@ -30,16 +36,12 @@ int local_index(const Group& group, int rank) {
   return static_cast<int>(std::find(group.local.begin(), group.local.end(), rank) - group.local.begin());
 }
 
-// What remains to be done with contributions that have been lifted.
-Reduction plain(const Reduction& reduction) {
-  bool sum = reduction.op == Operator::Avg || reduction.op == Operator::PremulSum;
-  return {sum ? Operator::Sum : reduction.op, lifted(reduction.dtype), 1.0};
-}
-
 // Reduce within each host, between the hosts' first ranks, and hand the result down: each byte crosses the network once
 // per host (as in MPICH's and Open MPI's SMP-aware collectives; Karonis et al., IPDPS 2000). root -1: all ranks.
-Task reduce_piece(Group& group, Reduction reduction, int root, void* data, std::size_t count, void* partial) {
-  const Reduction local = plain(reduction);
+Task reduce_small(Group& group, Reduction reduction, int root, void* data, std::size_t count) {
+  const Reduction local = after_lifting(reduction);
+  const Scratch scratch = make_scratch(count * size_of(local.dtype));
+  void* const partial = scratch.get();
   lift(reduction, partial, data, count);
   if (group.shared) {
     Task within = shared_reduce(*group.shared, local, 0, partial, partial, count);
@@ -62,18 +64,10 @@ Task reduce_piece(Group& group, Reduction reduction, int root, void* data, std::
   if (root < 0 || root == group.rank) lower(reduction, data, partial, count, ranks);
 }
 
-// Piece by piece: to copy all of a large tensor at one go would keep the loop, 64 MiB for 25 ms and more.
+// A small one is quickest where it goes whole, and in one step, from host to host.
 Task reduce_across(Group& group, Reduction reduction, int root, void* data, std::size_t count) {
-  const std::size_t element = size_of(lifted(reduction.dtype)), most = kPiece / element;
-  const auto scratch = std::make_unique_for_overwrite<std::byte[]>(std::min(count, most) * element);
-  std::size_t done = 0;
-  do {
-    const std::size_t now = std::min(count - done, most);
-    void* const first = static_cast<std::byte*>(data) + done * size_of(reduction.dtype);
-    Task piece = reduce_piece(group, reduction, root, first, now, scratch.get());
-    co_await piece;
-    done += now;
-  } while (done < count);
+  if (count * size_of(reduction.dtype) <= kSmallReduction) return reduce_small(group, reduction, root, data, count);
+  return hierarchical_reduce(reach_of(group), reduction, root, data, count);
 }
 
 Task broadcast_across(Group& group, int root, void* data, std::size_t bytes) {
@@ -172,13 +166,21 @@ Task run_reduce(Group& group, Reduction reduction, int root, void* data, std::si
 }
 
 Task run_reduce_scatter(Group& group, Reduction reduction, Inputs ins, Bytes counts, void* out) {
-  return one_host(group) ? shared_reduce_scatter(*group.shared, reduction, std::move(ins), std::move(counts), out)
-                         : reduce_scatter_across(*group.wire, reduction, std::move(ins), std::move(counts), out);
+  if (one_host(group)) {
+    return shared_reduce_scatter(*group.shared, reduction, std::move(ins), std::move(counts), out);
+  }
+  if (several_share_a_host(group) && largest(counts) > 0) {
+    return hierarchical_reduce_scatter(reach_of(group), reduction, std::move(ins), std::move(counts), out);
+  }
+  return reduce_scatter_across(*group.wire, reduction, std::move(ins), std::move(counts), out);
 }
 
 Task run_all_gather(Group& group, const void* in, Outputs outs, Bytes bytes) {
-  return one_host(group) ? shared_spread(*group.shared, in, std::move(outs), std::move(bytes))
-                         : all_gather_across(*group.wire, in, std::move(outs), std::move(bytes));
+  if (one_host(group)) return shared_spread(*group.shared, in, std::move(outs), std::move(bytes));
+  if (several_share_a_host(group) && largest(bytes) > 0) {
+    return hierarchical_all_gather(reach_of(group), in, std::move(outs), std::move(bytes));
+  }
+  return all_gather_across(*group.wire, in, std::move(outs), std::move(bytes));
 }
 
 Task run_gather(Group& group, int root, const void* in, Outputs outs, std::size_t bytes) {

@@ -13,14 +13,6 @@ using std::size_t;
 
 namespace {
 
-bool changes_when_lifted(const Reduction& reduction) {
-  return lifted(reduction.dtype) != reduction.dtype || reduction.op == Operator::PremulSum;
-}
-
-bool changes_when_lowered(const Reduction& reduction) {
-  return lifted(reduction.dtype) != reduction.dtype || reduction.op == Operator::Avg;
-}
-
 // `count` elements in one chunk per rank, the first ones an element longer if need be.
 struct Chunks {
   std::vector<size_t> counts, offsets;  // in elements
@@ -178,7 +170,7 @@ class RingArithmetic {
   RingArithmetic(const Reduction& reduction, size_t segment, int size)
       : reduction_(reduction),
         size_(size),
-        lifts_(changes_when_lifted(reduction)),
+        lifts_(lifts(reduction)),
         lifted_(make_scratch(lifts_ ? segment * size_of(lifted(reduction.dtype)) : 0)) {}
 
   // What a rank sends of its own: `own`, or what it is when lifted, written to `slot`.
@@ -194,7 +186,7 @@ class RingArithmetic {
 
   // `out` may be `own`.
   void finish(void* out, void* slot, const void* own, size_t count) const {
-    if (!lifts_ && !changes_when_lowered(reduction_)) {  // in one pass
+    if (!lifts_ && !lowers(reduction_)) {  // in one pass
       const void* const both[] = {slot, own};
       return reduce(reduction_, out, both, 2, count);
     }

@@ -219,9 +219,6 @@ void lower_tile(const Reduction& reduction, void* out, const void* accumulator, 
   if (is_half(reduction.dtype)) kernels.narrow[dtype](out, accumulator, count, 0);
 }
 
-bool lifts(const Reduction& reduction) { return is_half(reduction.dtype) || reduction.op == Operator::PremulSum; }
-bool lowers(const Reduction& reduction) { return is_half(reduction.dtype) || reduction.op == Operator::Avg; }
-
 // Tile by tile, so that whatever takes several loops finds its arrays in the first-level cache.
 void reduce_tiled(const Reduction& reduction, void* out, const void* const* in, int n, size_t count) {
   // The tiles are not a page apart: a load from one would wait for a store to another.
@@ -264,6 +261,29 @@ void reduce(const Reduction& reduction, void* out, const void* const* in, int n,
   if (n > kFolded || lifts(reduction) || lowers(reduction)) return reduce_tiled(reduction, out, in, n, count);
   const Folder& folder = folder_of(reduction);
   folder.run(out, in, n, count * folder.units);
+}
+
+bool lifts(const Reduction& reduction) { return is_half(reduction.dtype) || reduction.op == Operator::PremulSum; }
+bool lowers(const Reduction& reduction) { return is_half(reduction.dtype) || reduction.op == Operator::Avg; }
+
+Reduction after_lifting(const Reduction& reduction) {
+  const bool sum = reduction.op == Operator::Avg || reduction.op == Operator::PremulSum;
+  return {sum ? Operator::Sum : reduction.op, lifted(reduction.dtype)};
+}
+
+void fold(const Reduction& reduction, void* out, const void* const* in, int n, size_t count) {
+  if (!lifts(reduction)) return reduce(after_lifting(reduction), out, in, n, count);
+  const size_t from = size_of(reduction.dtype), to = size_of(lifted(reduction.dtype));
+  const size_t step = elements_of_tile(reduction.dtype);
+  alignas(64) std::byte tile[kTileBytes];
+  for (size_t start = 0; start < count; start += step) {
+    const size_t length = std::min(step, count - start);
+    lift_tile(reduction, at(out, start * to), at(in[0], start * from), length);
+    for (int i = 1; i < n; ++i) {
+      lift_tile(reduction, tile, at(in[i], start * from), length);
+      combine(reduction, at(out, start * to), tile, length);
+    }
+  }
 }
 
 DType lifted(DType dtype) { return is_half(dtype) ? DType::Float32 : dtype; }

@@ -56,6 +56,12 @@ void reduce(const Reduction& reduction, void* out, const void* const* in, int n,
 // For schedules in which partial results travel: a contribution is lifted once, combined along the way, and lowered.
 // A lifted array is of dtype lifted(dtype): float32 for float16 and bfloat16, else the dtype itself.
 DType lifted(DType dtype);
+bool lifts(const Reduction& reduction);   // whether that changes anything
+bool lowers(const Reduction& reduction);  // the same
+// What remains to be done with what has been lifted, before it is lowered.
+Reduction after_lifting(const Reduction& reduction);
+// The inputs, which are lifted and combined in their order, and not lowered. `out` is none of them.
+void fold(const Reduction& reduction, void* out, const void* const* in, int n, std::size_t count);
 void lift(const Reduction& reduction, void* out, const void* in, std::size_t count);  // may be in place
 void combine(const Reduction& reduction, void* accumulator, const void* in, std::size_t count);
 void lower(const Reduction& reduction, void* out, const void* accumulator, std::size_t count, int ranks);

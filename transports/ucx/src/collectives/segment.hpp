@@ -147,6 +147,8 @@ class Segment {
   }
 
  private:
+  friend struct SegmentInside;  // of the tests
+
   static constexpr std::uint64_t kDeparted = std::uint64_t{1} << 62;  // more rounds than there will ever be
   // What Owner::asleep says: who waits, and how it is woken.
   static constexpr std::uint64_t kAwake = 0, kAsleep = 1, kBlocked = 2;

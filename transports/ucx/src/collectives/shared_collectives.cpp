@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "collectives/span.hpp"
 #include "net/copy.hpp"
 
 namespace aiocomms {
@@ -12,7 +13,6 @@ namespace {
 constexpr std::size_t kDirect = 4096;
 // Chunks are at least so large that the synchronisation of a round does not show, and shares whole cache lines.
 constexpr std::size_t kSmallestChunk = 32 * 1024;
-constexpr std::size_t kLine = 64;
 // What is reduced is copied while it is in the innermost cache.
 constexpr std::size_t kTile = 8 * 1024;
 
@@ -24,59 +24,16 @@ void transfer(void* out, const void* in, std::size_t bytes) {
 }
 
 std::uint64_t rounds_for(std::size_t bytes, std::size_t chunk) {
-  return std::max<std::size_t>(1, (bytes + chunk - 1) / chunk);
+  return std::max<std::size_t>(1, divided_up(bytes, chunk));
 }
-
-// A part of a larger whole: where it begins and how long it is.
-struct Span {
-  std::size_t offset, length;
-  Span(std::size_t index, std::size_t step, std::size_t whole)
-      : offset(std::min(index * step, whole)), length(std::min(step, whole - offset)) {}
-};
 
 // Whole chunks that fill the pipeline, which is three rounds deep, and that are neither too small nor larger than a
 // slot.
 std::size_t chunk_for(std::size_t bytes) {
-  std::size_t quarter = (bytes / 8 + kLine - 1) / kLine * kLine;
-  return std::clamp(quarter, kSmallestChunk, Segment::kSlot);
+  return std::clamp(rounded_up(bytes / 8, kLine), kSmallestChunk, Segment::kSlot);
 }
 
 }  // namespace
-
-bool Shared::Wait::ready() {
-  Segment& segment = shared_.segment;
-  switch (what_) {
-    case kWritable:
-      return segment.writable(round_);
-    case kOne:
-      return segment.published(rank_, round_);
-    case kSecond:
-      return segment.published_second(rank_, round_);
-    case kTurn:
-      return true;
-    case kNever:
-      return false;
-    case kAll:
-      break;
-  }
-  for (; rank_ < segment.ranks(); ++rank_) {
-    if (!segment.published(rank_, round_)) return false;
-    if (segment.line(rank_, round_).fingerprint != shared_.fingerprint) {
-      shared_.disagrees = rank_;
-      return false;
-    }
-  }
-  return true;
-}
-
-std::vector<int> Shared::missing() const {
-  std::vector<int> absent;
-  Segment& segment = const_cast<Segment&>(this->segment);
-  for (int rank = 0; rank < segment.ranks(); ++rank) {
-    if (!segment.published(rank, first_)) absent.push_back(rank);
-  }
-  return absent;
-}
 
 Task shared_barrier(Shared& shared) {
   const std::uint64_t round = shared.take(1);
@@ -114,7 +71,7 @@ class Chunk {
       : shared_(shared), reduction_(reduction), round_(round), elements_(elements), size_(size_of(reduction.dtype)) {
     const std::size_t per_line = std::max<std::size_t>(1, kLine / size_);
     const std::size_t ranks = static_cast<std::size_t>(shared.ranks());
-    share_ = ((elements.length + ranks - 1) / ranks + per_line - 1) / per_line * per_line;
+    share_ = rounded_up(divided_up(elements.length, ranks), per_line);
   }
 
   // Give the others their shares.

@@ -50,18 +50,24 @@ void Engine::open_group(std::uint32_t id, std::vector<std::uint32_t> their_ids, 
   if (hosts.size() != group.peers.size() || their_ids.size() != group.peers.size()) {
     throw std::invalid_argument("there is a number and a host for each rank");
   }
-  std::vector<int> all, leaders, local;
+  std::vector<int> all, leaders;
+  Hosts where;
   for (int rank = 0; rank < static_cast<int>(hosts.size()); ++rank) {
     all.push_back(rank);
-    if (hosts[rank] == static_cast<int>(leaders.size())) leaders.push_back(rank);
+    if (hosts[rank] == static_cast<int>(leaders.size())) {
+      leaders.push_back(rank);
+      where.ranks.emplace_back();
+    }
     if (hosts[rank] < 0 || hosts[rank] >= static_cast<int>(leaders.size())) {
       throw std::invalid_argument("hosts are numbered in the order in which they appear");
     }
-    if (hosts[rank] == hosts[group.rank]) local.push_back(rank);
+    where.ranks[hosts[rank]].push_back(rank);
   }
+  where.here = hosts[group.rank];
+  std::vector<int> local = where.ranks[where.here];
+  where.place = static_cast<int>(std::ranges::find(local, group.rank) - local.begin());
   std::unique_ptr<Pool> pool = make_pool(group, local, segment);
-  const int here = static_cast<int>(std::ranges::find(local, group.rank) - local.begin());
-  SharedMemory memory{segment, here, static_cast<int>(local.size()), pool ? pool.get() : pool_.get()};
+  SharedMemory memory{segment, where.place, static_cast<int>(local.size()), pool ? pool.get() : pool_.get()};
   for (int rank : local) {
     if (memory.pool) memory.places.push_back(memory.pool->place_of(group.peers[rank]));
   }
@@ -73,12 +79,11 @@ void Engine::open_group(std::uint32_t id, std::vector<std::uint32_t> their_ids, 
       if (in_place) shared->pids.push_back(peers_[group.peers[rank]].readable);
     }
   }
-  const int count = static_cast<int>(leaders.size());
   auto wire_between = [&](std::vector<int> ranks) {
     return std::make_unique<Wire>(sender_, inbox_, schedules_, group, std::move(ranks));
   };
   auto wire = wire_between(std::move(all));
-  if (count > 1) memory.fd = -1;
+  if (leaders.size() > 1) memory.fd = -1;
   auto keyed = std::make_unique<Lanes>(group, memory, sender_, inbox_, schedules_, reports_);
   if (local.front() == group.rank) group.leaders = wire_between(std::move(leaders));
   // Who may not read another's memory takes no offers, so nobody of this host makes any.
@@ -96,7 +101,7 @@ void Engine::open_group(std::uint32_t id, std::vector<std::uint32_t> their_ids, 
   group.their_ids = std::move(their_ids);
   group.local = std::move(local);
   group.leader_of = std::move(hosts);
-  group.hosts = count;
+  group.hosts = std::move(where);
 }
 
 bool Engine::send_frame(int peer, const std::string& frame) {

@@ -10,6 +10,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "collectives/hosts.hpp"
 #include "collectives/schedule.hpp"
 #include "collectives/shared_collectives.hpp"
 #include "engine/failure.hpp"
@@ -67,7 +68,7 @@ struct Group {
   std::unique_ptr<Messages> leaders;     // between one rank of each host; on the others null
   std::vector<int> local;                // this host's ranks, in the order of `shared`
   std::vector<int> leader_of;            // by rank: the number of its host
-  int hosts = 1;
+  Hosts hosts;                           // where the ranks are
 
   Mailbox<Request> mail;
   std::deque<Schedule> schedules;

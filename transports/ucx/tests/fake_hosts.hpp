@@ -1,0 +1,59 @@
+// Hosts in one thread: their ranks share memory as processes do, each at an address of its own.
+#pragma once
+
+#include <unistd.h>
+
+#include <memory>
+#include <vector>
+
+#include "collectives/hierarchical.hpp"
+
+namespace aiocomms {
+
+class FakeHosts {
+ public:
+  // sizes: the ranks of each host. Ranks are dealt out to hosts in turn if they are `mixed`, else host by host.
+  FakeHosts(const std::vector<int>& sizes, bool mixed) {
+    std::vector<std::vector<int>> ranks(sizes.size());
+    int next = 0;
+    for (bool more = true; more;) {
+      more = false;
+      for (std::size_t host = 0; host < sizes.size(); ++host) {
+        while (ranks[host].size() < static_cast<std::size_t>(sizes[host])) {
+          ranks[host].push_back(next++);
+          more = true;
+          if (mixed) break;
+        }
+      }
+    }
+    places_.resize(static_cast<std::size_t>(next));
+    for (std::size_t host = 0; host < ranks.size(); ++host) {
+      const int size = static_cast<int>(ranks[host].size());
+      const int fd = size > 1 ? Segment::create(size) : -1;
+      for (int place = 0; place < size; ++place) {
+        Place& it = places_[static_cast<std::size_t>(ranks[host][static_cast<std::size_t>(place)])];
+        it.hosts = {ranks, static_cast<int>(host), place};
+        if (size > 1) it.shared = std::make_unique<Shared>(fd, place, size);
+        if (size > 1) it.shared->slice_ends = &slice_ends;
+      }
+      if (fd >= 0) ::close(fd);
+    }
+  }
+
+  int size() const { return static_cast<int>(places_.size()); }
+  const Hosts& hosts(int rank) const { return places_[static_cast<std::size_t>(rank)].hosts; }
+  int host_of(int rank) const { return hosts(rank).here; }
+  Shared* shared(int rank) { return places_[static_cast<std::size_t>(rank)].shared.get(); }
+  Reach reach(int rank, Messages& wire) { return {hosts(rank), wire, shared(rank)}; }
+
+  std::uint64_t slice_ends = 0;  // 0: schedules let others have their turn wherever they can; never: ~0
+
+ private:
+  struct Place {
+    Hosts hosts;
+    std::unique_ptr<Shared> shared;  // null: this rank is alone
+  };
+  std::vector<Place> places_;
+};
+
+}  // namespace aiocomms
