@@ -132,6 +132,56 @@ Comparison reduce_scatters(const std::vector<int>& sizes, const Speed& speed, st
       });
 }
 
+// The blocks of each rank for each other.
+struct Blocks {
+  std::vector<Buffer> data, others;
+  std::vector<std::vector<const void*>> ins;
+  std::vector<std::vector<void*>> outs;
+  Bytes lengths;
+
+  Blocks(const std::vector<int>& sizes, std::size_t bytes) {
+    std::size_t ranks = 0;
+    for (int size : sizes) ranks += static_cast<std::size_t>(size);
+    data.assign(ranks, Buffer(bytes * ranks));
+    others = data;
+    ins.resize(ranks);
+    outs.resize(ranks);
+    lengths.assign(ranks, bytes);
+    for (std::size_t rank = 0; rank < ranks; ++rank)
+      for (std::size_t block = 0; block < ranks; ++block) {
+        ins[rank].push_back(data[rank].data() + block * bytes);
+        outs[rank].push_back(others[rank].data() + block * bytes);
+      }
+  }
+};
+
+Comparison gathers(const std::vector<int>& sizes, const Speed& speed, std::size_t bytes) {
+  Blocks it(sizes, bytes);
+  return compare(
+      sizes, speed,
+      [&](Reach reach, int rank) { return gather(reach.wire, 0, it.ins[rank][0], it.outs[rank].data(), bytes); },
+      [&](Reach reach, int rank) { return hierarchical_gather(reach, 0, it.ins[rank][0], it.outs[rank], bytes); });
+}
+
+Comparison scatters(const std::vector<int>& sizes, const Speed& speed, std::size_t bytes) {
+  Blocks it(sizes, bytes);
+  return compare(
+      sizes, speed,
+      [&](Reach reach, int rank) { return scatter(reach.wire, 0, it.ins[rank].data(), it.outs[rank][0], bytes); },
+      [&](Reach reach, int rank) { return hierarchical_scatter(reach, 0, it.ins[rank], it.outs[rank][0], bytes); });
+}
+
+Comparison all_to_alls(const std::vector<int>& sizes, const Speed& speed, std::size_t bytes) {
+  Blocks it(sizes, bytes);
+  return compare(
+      sizes, speed,
+      [&](Reach reach, int rank) {
+        return all_to_all(reach.wire, it.ins[rank].data(), it.lengths.data(), it.outs[rank].data(), it.lengths.data(),
+                          true);
+      },
+      [&](Reach reach, int rank) { return hierarchical_all_to_all(reach, it.ins[rank], it.outs[rank], bytes); });
+}
+
 int main() {
   for (const Speed& speed : kSpeeds) {
     for (std::size_t bytes : {4096, 16384, 65536, 262144, 1048576, 16777216}) {
@@ -141,6 +191,13 @@ int main() {
       show("all_reduce 8x1", speed, bytes, all_reduces({1, 1, 1, 1, 1, 1, 1, 1}, speed, bytes));
       show("all_reduce 8+3", speed, bytes, all_reduces({8, 3}, speed, bytes));
     }
+    for (std::size_t bytes : {8, 64, 256, 512, 1024, 2048, 4096, 8192})
+      for (const std::vector<int>& sizes : std::vector<std::vector<int>>{{2, 2}, {8, 8}, {4, 4, 4, 4}}) {
+        const std::string where = " " + std::to_string(sizes.size()) + "x" + std::to_string(sizes[0]);
+        show(("gather" + where).c_str(), speed, bytes, gathers(sizes, speed, bytes));
+        show(("scatter" + where).c_str(), speed, bytes, scatters(sizes, speed, bytes));
+        show(("all_to_all" + where).c_str(), speed, bytes, all_to_alls(sizes, speed, bytes));
+      }
     for (std::size_t bytes : {64, 1024, 4096, 16384, 65536, 262144, 1048576}) {
       show("all_gather 2x2", speed, bytes, all_gathers({2, 2}, speed, bytes));
       show("all_gather 2x8", speed, bytes, all_gathers({8, 8}, speed, bytes));

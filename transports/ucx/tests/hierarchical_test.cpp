@@ -148,6 +148,57 @@ void test_all_gather(const Layout& layout, const std::vector<size_t>& bytes, boo
   report.check(inputs == blocks, "an input was changed", what);
 }
 
+void test_gather_and_scatter(const Layout& layout, int root, size_t bytes, bool in_place) {
+  const std::string what = text(" of %zu root %d in place %d", bytes, root, in_place) + name_of(layout);
+  const size_t size = static_cast<size_t>(ranks_of(layout));
+  std::vector<Buffer> blocks, many(size, Buffer(bytes));
+  for (size_t rank = 0; rank < size; ++rank) blocks.push_back(block(static_cast<int>(rank), bytes));
+  std::vector<Buffer> ones = blocks;
+  if (in_place) many[root] = blocks[root];
+  std::vector<void*> outs;
+  for (Buffer& out : many) outs.push_back(out.data());
+  simulate(layout, "gather" + what, [&](Reach reach, int rank) {
+    const void* in = in_place && rank == root ? outs[root] : ones[rank].data();
+    return hierarchical_gather(reach, root, in, rank == root ? outs : std::vector<void*>(), bytes);
+  });
+  report.check(many == blocks, "gather: wrong data", what);
+  report.check(ones == blocks, "gather: an input was changed", what);
+  ones.assign(size, Buffer(bytes));
+  const std::vector<const void*> ins(outs.begin(), outs.end());
+  simulate(layout, "scatter" + what, [&](Reach reach, int rank) {
+    void* out = in_place && rank == root ? many[root].data() : ones[rank].data();
+    return hierarchical_scatter(reach, root, rank == root ? ins : std::vector<const void*>(), out, bytes);
+  });
+  if (in_place) ones[root] = many[root];
+  report.check(ones == blocks, "scatter: wrong data", what);
+  report.check(many == blocks, "scatter: an input was changed", what);
+}
+
+void test_all_to_all(const Layout& layout, size_t bytes) {
+  const std::string what = text("all_to_all of %zu", bytes) + name_of(layout);
+  const int size = ranks_of(layout);
+  const size_t ranks = static_cast<size_t>(size);
+  std::vector<std::vector<Buffer>> inputs(ranks), outputs(ranks, std::vector<Buffer>(ranks, Buffer(bytes))),
+      wanted(ranks);
+  std::vector<std::vector<const void*>> ins(ranks);
+  std::vector<std::vector<void*>> outs(ranks);
+  for (int rank = 0; rank < size; ++rank)
+    for (int other = 0; other < size; ++other) {
+      inputs[rank].push_back(block(rank * size + other, bytes));
+      wanted[rank].push_back(block(other * size + rank, bytes));
+    }
+  for (size_t rank = 0; rank < ranks; ++rank)
+    for (size_t other = 0; other < ranks; ++other) {
+      ins[rank].push_back(inputs[rank][other].data());
+      outs[rank].push_back(outputs[rank][other].data());
+    }
+  const std::vector<std::vector<Buffer>> originals = inputs;
+  simulate(layout, what,
+           [&](Reach reach, int rank) { return hierarchical_all_to_all(reach, ins[rank], outs[rank], bytes); });
+  report.check(outputs == wanted, "wrong data", what);
+  report.check(inputs == originals, "an input was changed", what);
+}
+
 // All ranks have the same bits also where the order of two operands shows.
 void test_same_bits(const Layout& layout, Operator op, size_t count) {
   const std::string what = text("all_reduce of special values op %d", static_cast<int>(op)) + name_of(layout);
@@ -203,6 +254,10 @@ int main() {
     for (size_t bytes : {size_t{1}, size_t{9000}, size_t{300'001}}) {
       bool in_place = bytes > 1;
       for (const std::vector<size_t>& parts : divisions(bytes, size)) test_all_gather(layout, parts, in_place ^= true);
+    }
+    for (size_t bytes : {size_t{1}, size_t{7}, kTreeBlock}) {
+      for (int root = 0; root < size; ++root) test_gather_and_scatter(layout, root, bytes, root % 2 == 0);
+      test_all_to_all(layout, bytes);
     }
     for (Operator op : {Operator::Sum, Operator::Product, Operator::Min, Operator::Max})
       test_same_bits(layout, op, 20'000);

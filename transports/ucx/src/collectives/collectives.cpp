@@ -18,6 +18,17 @@ bool one_host(const Group& group) { return group.hosts.count() == 1 && group.sha
 // Else each rank is a host of its own, and nothing is gained by what hosts share.
 bool several_share_a_host(const Group& group) { return group.hosts.largest() > 1; }
 
+// Whether blocks are so small that those of a host's ranks had better travel together. Copying each once more takes
+// less time than the messages that this spares: as the critical path in critical_path_test.cpp has it, up to about 1
+// KiB where each rank has a block for each other, or few have one for a root; more where otherwise it would be a tree
+// of messages.
+bool together(const Group& group, std::size_t block, bool rooted) {
+  constexpr std::size_t kTogether = 1024;
+  const bool tree = rooted && static_cast<int>(group.peers.size()) > kFlatRanks;
+  return several_share_a_host(group) && block > 0 && block <= (tree ? kTreeBlock : kTogether) &&
+         group.hosts.largest() * block <= Segment::kSlot;
+}
+
 std::size_t largest(const Bytes& sizes) { return *std::max_element(sizes.begin(), sizes.end()); }
 
 Reach reach_of(const Group& group) { return {group.hosts, *group.wire, group.shared.get()}; }
@@ -184,12 +195,16 @@ Task run_all_gather(Group& group, const void* in, Outputs outs, Bytes bytes) {
 }
 
 Task run_gather(Group& group, int root, const void* in, Outputs outs, std::size_t bytes) {
-  return one_host(group) ? shared_spread(*group.shared, in, std::move(outs), Bytes(group.peers.size(), bytes))
-                         : gather_across(*group.wire, root, in, std::move(outs), bytes);
+  if (one_host(group)) return shared_spread(*group.shared, in, std::move(outs), Bytes(group.peers.size(), bytes));
+  return together(group, bytes, true) ? hierarchical_gather(reach_of(group), root, in, std::move(outs), bytes)
+                                      : gather_across(*group.wire, root, in, std::move(outs), bytes);
 }
 
 Task run_scatter(Group& group, int root, Inputs ins, void* out, std::size_t bytes) {
-  if (!one_host(group)) return scatter_across(*group.wire, root, std::move(ins), out, bytes);
+  if (!one_host(group)) {
+    return together(group, bytes, true) ? hierarchical_scatter(reach_of(group), root, std::move(ins), out, bytes)
+                                        : scatter_across(*group.wire, root, std::move(ins), out, bytes);
+  }
   const std::size_t ranks = group.peers.size();
   Bytes given(ranks, group.rank == root ? bytes : 0), taken(ranks, 0);
   taken[root] = bytes;
@@ -200,6 +215,9 @@ Task run_scatter(Group& group, int root, Inputs ins, void* out, std::size_t byte
 Task run_all_to_all(Group& group, Inputs ins, Bytes in_bytes, Outputs outs, Bytes out_bytes, bool equal,
                     Unequal& unequal) {
   if (!one_host(group)) {
+    if (equal && together(group, in_bytes[0], false)) {
+      return hierarchical_all_to_all(reach_of(group), std::move(ins), std::move(outs), in_bytes[0]);
+    }
     return all_to_all_across(*group.wire, std::move(ins), std::move(in_bytes), std::move(outs), std::move(out_bytes),
                              equal, unequal);
   }

@@ -38,4 +38,10 @@ Task hierarchical_reduce_scatter(Reach reach, Reduction reduction, std::vector<c
                                  void* out);
 Task hierarchical_all_gather(Reach reach, const void* in, std::vector<void*> outs, Bytes bytes);
 
+// For small blocks. Those from one host for another travel together, copied once more at either end: of hosts with n
+// and m ranks n or m messages do in place of n * m, and to or from a root one does.
+Task hierarchical_gather(Reach reach, int root, const void* in, std::vector<void*> outs, std::size_t bytes);
+Task hierarchical_scatter(Reach reach, int root, std::vector<const void*> ins, void* out, std::size_t bytes);
+Task hierarchical_all_to_all(Reach reach, std::vector<const void*> ins, std::vector<void*> outs, std::size_t bytes);
+
 }  // namespace aiocomms

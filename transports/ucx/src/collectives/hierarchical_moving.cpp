@@ -5,7 +5,6 @@
 #include "collectives/hierarchical.hpp"
 #include "collectives/pipeline.hpp"
 #include "collectives/span.hpp"
-#include "net/copy.hpp"
 
 namespace aiocomms {
 
@@ -77,7 +76,189 @@ class AllGather final : public Stages {
   size_t most_blocks_ = 0;
 };
 
+// Blocks between the root and all others: on each host, the rank that is the root's like speaks for all.
+class Rooted : public Stages {
+ protected:
+  Rooted(const Reach& reach, int root, size_t bytes)
+      : Stages(reach, reach.hosts.count(), 0), root_(root), bytes_(bytes), root_at_(reach.hosts.of(root)) {
+    for (size_t host = 0; host < reach.hosts.count(); ++host) most_ = std::max(most_, reach.hosts.size(host));
+    speaker_ = reach.hosts.like(root_at_.place, root_at_.host, here());
+    if (is_root()) blocks_ = make_scratch(reach.hosts.count() * most_ * bytes);
+    if (speaks() && !is_root()) blocks_ = make_scratch(local_ranks() * bytes);
+  }
+
+  size_t units() const override { return 1; }
+  bool is_root() const { return me() == root_; }
+  bool speaks() const { return place() == speaker_; }
+  int speaker_of(size_t host) const { return rank_at(host, reach.hosts.like(root_at_.place, root_at_.host, host)); }
+  // Of the root: a host's blocks. Of another host's speaker: its own host's.
+  std::byte* blocks_of(size_t host) const { return at(blocks_.get(), is_root() ? host * most_ * bytes_ : 0); }
+
+  const int root_;
+  const size_t bytes_;
+  const Hosts::Place root_at_;
+  size_t most_ = 0, speaker_ = 0;
+  Scratch blocks_;
+};
+
+class Gather final : public Rooted {
+ public:
+  Gather(const Reach& reach, int root, const void* in, std::vector<void*> outs, size_t bytes)
+      : Rooted(reach, root, bytes), in_(in), outs_(std::move(outs)) {}
+
+  size_t contributions(size_t) const override { return alone() ? 0 : 1; }
+  void contribute(size_t, size_t, std::uint64_t number) override { copy_bytes(slot(place(), number), in_, bytes_); }
+  void reduce(size_t, size_t, std::uint64_t number) override {
+    for (size_t from = 0; speaks() && from < local_ranks(); ++from) {
+      const int rank = rank_at(here(), from);
+      void* const out = is_root() ? outs_[rank] : at(blocks_.get(), from * bytes_);
+      copy_bytes(out, rank == me() ? in_ : slot(from, number), bytes_);
+    }
+  }
+
+  void exchange(size_t unit) override {
+    if (is_root()) {
+      if (alone()) copy_bytes(outs_[root_], in_, bytes_);
+      for_each_other(
+          [&](size_t host) { recv(first, unit, speaker_of(host), blocks_of(host), reach.hosts.size(host) * bytes_); });
+    } else if (speaks() && here() != root_at_.host) {
+      send(first, unit, root_, alone() ? in_ : blocks_.get(), local_ranks() * bytes_);
+    }
+  }
+
+  void return_results(size_t) override {
+    if (!is_root()) return;
+    for_each_other([&](size_t host) {
+      for (size_t from = 0; from < reach.hosts.size(host); ++from) {
+        copy_bytes(outs_[rank_at(host, from)], at(blocks_of(host), from * bytes_), bytes_);
+      }
+    });
+  }
+
+ private:
+  const void* const in_;
+  const std::vector<void*> outs_;
+};
+
+class Scatter final : public Rooted {
+ public:
+  Scatter(const Reach& reach, int root, std::vector<const void*> ins, void* out, size_t bytes)
+      : Rooted(reach, root, bytes), ins_(std::move(ins)), out_(out) {}
+
+  void exchange(size_t unit) override {
+    if (is_root()) {
+      copy_bytes(out_, ins_[root_], bytes_);
+      for_each_other([&](size_t host) {
+        for (size_t to = 0; to < reach.hosts.size(host); ++to) {
+          copy_bytes(at(blocks_of(host), to * bytes_), ins_[rank_at(host, to)], bytes_);
+        }
+        send(first, unit, speaker_of(host), blocks_of(host), reach.hosts.size(host) * bytes_);
+      });
+    } else if (speaks() && here() != root_at_.host) {
+      recv(first, unit, root_, alone() ? out_ : blocks_.get(), local_ranks() * bytes_);
+    }
+  }
+
+  size_t results(size_t) const override { return alone() ? 0 : 1; }
+  void give(size_t, size_t, std::uint64_t number) override {
+    for (size_t to = 0; speaks() && to < local_ranks(); ++to) {
+      const void* const block = is_root() ? ins_[rank_at(here(), to)] : at(blocks_.get(), to * bytes_);
+      copy_bytes(at(slot(place(), number), to * bytes_), block, bytes_);
+    }
+    if (speaks() && !is_root()) copy_bytes(out_, at(blocks_.get(), place() * bytes_), bytes_);
+  }
+  bool takes(size_t, size_t, size_t from) const override { return from == speaker_ && !speaks(); }
+  void take(size_t, size_t, size_t from, std::uint64_t number) override {
+    copy_bytes(out_, at(slot(from, number), place() * bytes_), bytes_);
+  }
+
+ private:
+  const std::vector<const void*> ins_;
+  void* const out_;
+};
+
+// All blocks of a host that are for one rank of another are collected by that rank's like, who sends them on together
+// (Traff, Rougier: "MPI collectives and datatypes for hierarchical all-to-all communication", EuroMPI 2014).
+class AllToAll final : public Stages {
+ public:
+  AllToAll(const Reach& reach, std::vector<const void*> ins, std::vector<void*> outs, size_t bytes)
+      : Stages(reach, (most_likes(reach) + 1) * reach.hosts.count(), 0),
+        ins_(std::move(ins)),
+        outs_(std::move(outs)),
+        bytes_(bytes) {
+    for (size_t host = 0; host < reach.hosts.count(); ++host) {
+      for (size_t to = 0; to < reach.hosts.size(host); ++to) {
+        if (host != here() && reach.hosts.like(to, host, here()) == place()) collected_.push_back({host, to});
+      }
+    }
+    leaving_ = make_scratch(collected_.size() * local_ranks() * bytes);
+    arriving_ = make_scratch(reach.hosts.count() * reach.hosts.largest() * bytes);
+  }
+
+  size_t units() const override { return 1; }
+
+  // A round for the blocks of each host.
+  size_t contributions(size_t) const override { return alone() ? 0 : reach.hosts.count(); }
+  void contribute(size_t, size_t round, std::uint64_t number) override {
+    for (size_t to = 0; to < reach.hosts.size(round); ++to) {
+      copy_bytes(at(slot(place(), number), to * bytes_), ins_[rank_at(round, to)], bytes_);
+    }
+  }
+  void reduce(size_t, size_t round, std::uint64_t number) override {
+    for (size_t from = 0; from < local_ranks(); ++from) {
+      const std::byte* const theirs = slot(from, number);
+      if (round == here()) copy_bytes(outs_[rank_at(here(), from)], at(theirs, place() * bytes_), bytes_);
+      for (size_t at_place = 0; at_place < collected_.size(); ++at_place) {
+        const Hosts::Place& to = collected_[at_place];
+        if (to.host == round) copy_bytes(leaving(at_place, from), at(theirs, to.place * bytes_), bytes_);
+      }
+    }
+  }
+
+  void exchange(size_t unit) override {
+    if (alone()) copy_bytes(outs_[me()], ins_[me()], bytes_);
+    for_each_other([&](size_t host) {
+      const int like = rank_at(host, reach.hosts.like(place(), here(), host));
+      recv(first, unit, like, arriving(host), reach.hosts.size(host) * bytes_);
+    });
+    for (size_t at_place = 0; at_place < collected_.size(); ++at_place) {
+      const int to = rank_at(collected_[at_place].host, collected_[at_place].place);
+      send(first, unit, to, alone() ? ins_[to] : leaving(at_place, 0), local_ranks() * bytes_);
+    }
+  }
+
+  void return_results(size_t) override {
+    for_each_other([&](size_t host) {
+      for (size_t from = 0; from < reach.hosts.size(host); ++from) {
+        copy_bytes(outs_[rank_at(host, from)], at(arriving(host), from * bytes_), bytes_);
+      }
+    });
+  }
+
+ private:
+  std::byte* leaving(size_t to, size_t from) const { return at(leaving_.get(), (to * local_ranks() + from) * bytes_); }
+  std::byte* arriving(size_t host) const { return at(arriving_.get(), host * reach.hosts.largest() * bytes_); }
+
+  const std::vector<const void*> ins_;
+  const std::vector<void*> outs_;
+  const size_t bytes_;
+  std::vector<Hosts::Place> collected_;  // the ranks of other hosts for whom this one collects
+  Scratch leaving_, arriving_;
+};
+
 }  // namespace
+
+Task hierarchical_gather(Reach reach, int root, const void* in, std::vector<void*> outs, size_t bytes) {
+  return run_pipeline(std::make_unique<Gather>(reach, root, in, std::move(outs), bytes));
+}
+
+Task hierarchical_scatter(Reach reach, int root, std::vector<const void*> ins, void* out, size_t bytes) {
+  return run_pipeline(std::make_unique<Scatter>(reach, root, std::move(ins), out, bytes));
+}
+
+Task hierarchical_all_to_all(Reach reach, std::vector<const void*> ins, std::vector<void*> outs, size_t bytes) {
+  return run_pipeline(std::make_unique<AllToAll>(reach, std::move(ins), std::move(outs), bytes));
+}
 
 Task hierarchical_all_gather(Reach reach, const void* in, std::vector<void*> outs, Bytes bytes) {
   return run_pipeline(std::make_unique<AllGather>(reach, in, std::move(outs), std::move(bytes)));

@@ -5,7 +5,6 @@
 #include "collectives/hierarchical.hpp"
 #include "collectives/pipeline.hpp"
 #include "collectives/span.hpp"
-#include "net/copy.hpp"
 
 namespace aiocomms {
 
@@ -24,8 +23,6 @@ class Reducing : public Stages {
         lifted_(size_of(lifted(reduction.dtype))),
         inputs_(std::max(reach.hosts.count(), reach.hosts.size(here()))) {}
 
-  size_t local_ranks() const { return reach.hosts.size(here()); }
-  bool alone() const { return local_ranks() == 1; }
   size_t elements(size_t bytes) const { return std::max<size_t>(1, bytes / size_); }
 
   // inputs_: what each host has folded. `own`: this one's, which may be `out`, and is written over if what is folded is
@@ -49,7 +46,7 @@ class AllReduce final : public Reducing {
       : Reducing(reach, reduction, most_messages(reach), most_messages(reach)),
         data_(static_cast<std::byte*>(data)),
         count_(count),
-        root_host_(host_of(root)),
+        root_host_(root < 0 ? -1 : static_cast<int>(reach.hosts.of(root).host)),
         takes_(root < 0 || root == me()),
         shares_(reach.hosts.largest()),
         first_share_(first_share(place())),
@@ -96,14 +93,12 @@ class AllReduce final : public Reducing {
         const void* const data = at(data_, whole.offset * size_);
         fold(reduction_, partial(unit, own), &data, 1, whole.length);
       }
-      for_each_other(
-          [&](size_t host, int rank) {
-            recv(first, unit, rank, received(unit, own, host), part(whole, here()).length * lifted_);
-            const Span theirs = part(whole, host);
-            send(first, unit, rank, at(partial(unit, own), (theirs.offset - whole.offset) * lifted_),
-                 theirs.length * lifted_);
-          },
-          own);
+      for_each_holder(own, [&](size_t host, int rank) {
+        recv(first, unit, rank, received(unit, own, host), part(whole, here()).length * lifted_);
+        const Span theirs = part(whole, host);
+        send(first, unit, rank, at(partial(unit, own), (theirs.offset - whole.offset) * lifted_),
+             theirs.length * lifted_);
+      });
     }
   }
 
@@ -116,15 +111,13 @@ class AllReduce final : public Reducing {
         inputs_[host] = host == here() ? ours : received(unit, own, host);
       }
       if (mine.length) combine(out, ours, mine.length);
-      for_each_other(
-          [&](size_t host, int rank) {
-            const Span theirs = part(whole, host);
-            if (is_given_to(here())) {
-              recv(second, unit, rank, result(unit, own, theirs.offset - whole.offset), theirs.length * size_);
-            }
-            if (is_given_to(host)) send(second, unit, rank, out, mine.length * size_);
-          },
-          own);
+      for_each_holder(own, [&](size_t host, int rank) {
+        const Span theirs = part(whole, host);
+        if (is_given_to(here())) {
+          recv(second, unit, rank, result(unit, own, theirs.offset - whole.offset), theirs.length * size_);
+        }
+        if (is_given_to(host)) send(second, unit, rank, out, mine.length * size_);
+      });
     }
   }
 
@@ -152,24 +145,14 @@ class AllReduce final : public Reducing {
   // The shares of a host's rank are first_share(place), ..., first_share(place + 1) - 1: those whose like it is.
   size_t first_share(size_t place) const { return divided_up(place * shares_, local_ranks()); }
   static size_t most_messages(const Reach& reach) { return 2 * most_likes(reach) * (reach.hosts.count() - 1); }
-  int host_of(int root) const {
-    for (size_t host = 0; root >= 0 && host < reach.hosts.count(); ++host) {
-      const std::vector<int>& ranks = reach.hosts.ranks[host];
-      if (std::find(ranks.begin(), ranks.end(), root) != ranks.end()) return static_cast<int>(host);
-    }
-    return -1;
-  }
   bool is_given_to(size_t host) const { return root_host_ < 0 || static_cast<size_t>(root_host_) == host; }
   bool sends_data_itself() const { return alone() && !lifts(reduction_); }
 
-  // What each host's rank with a share of this one's is told apart by: it begins with the next host.
+  // Each other host's rank that has this share there.
   template <typename Each>
-  void for_each_other(const Each& each, size_t own) const {
-    const size_t hosts = reach.hosts.count();
-    for (size_t step = 1; step < hosts; ++step) {
-      const size_t host = (here() + step) % hosts;
-      each(host, rank_at(host, (first_share_ + own) * reach.hosts.size(host) / shares_));
-    }
+  void for_each_holder(size_t own, const Each& each) const {
+    for_each_other(
+        [&](size_t host) { each(host, rank_at(host, (first_share_ + own) * reach.hosts.size(host) / shares_)); });
   }
 
   Span piece(size_t unit, size_t share) const { return Span(share, share_, count_).within(unit, unit_); }

@@ -14,6 +14,16 @@ struct Hosts {
   int place = 0;                        // and its place among that host's ranks
 
   std::size_t count() const { return ranks.size(); }
+  struct Place {
+    std::size_t host, place;
+  };
+  Place of(int rank) const {
+    for (std::size_t host = 0; host < ranks.size(); ++host) {
+      const auto found = std::find(ranks[host].begin(), ranks[host].end(), rank);
+      if (found != ranks[host].end()) return {host, static_cast<std::size_t>(found - ranks[host].begin())};
+    }
+    return {ranks.size(), 0};  // there is no such rank
+  }
   std::size_t size(std::size_t host) const { return ranks[host].size(); }
   std::size_t largest() const {
     std::size_t most = 0;

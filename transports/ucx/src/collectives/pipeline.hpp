@@ -74,9 +74,16 @@ class Stages {
   std::size_t here() const { return static_cast<std::size_t>(reach.hosts.here); }
   std::size_t place() const { return static_cast<std::size_t>(reach.hosts.place); }
   int rank_at(std::size_t host, std::size_t at) const { return reach.hosts.ranks[host][at]; }
+  std::size_t local_ranks() const { return reach.hosts.size(here()); }
+  bool alone() const { return local_ranks() == 1; }
   std::byte* own_slot(std::uint64_t number) const { return reach.shared->segment.own_slot(number); }
   std::byte* slot(std::size_t at, std::uint64_t number) const {
     return reach.shared->segment.slot(static_cast<int>(at), number);
+  }
+  // Each other host, the next one first: so not all hosts begin with the same.
+  template <typename Each>
+  void for_each_other(const Each& each) const {
+    for (std::size_t step = 1; step < reach.hosts.count(); ++step) each((here() + step) % reach.hosts.count());
   }
   void send(Flights& flights, std::size_t unit, int rank, const void* data, std::size_t bytes) {
     if (bytes != 0) reach.wire.send(rank, data, bytes, flights.next(unit));
