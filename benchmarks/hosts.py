@@ -1,10 +1,10 @@
 """Collectives of ranks on several hosts, which are network namespaces of this machine, joined by virtual cables.
 
-Run it as root with ``python -m benchmarks.hosts [--layout 0011] [--before FOLDER]``. The layout is the host of each rank.
-FOLDER is another checkout, with an environment in ``.venv``: its ranks take turns with those of this one, some calls each,
-and a ratio is the median, over the rounds, of this one's mean against the other's. Ranks, the kernel's network stack and
-the cables share the machine's cores, so this shows what a collective costs all of them together; what it takes where
-each has its own is shown by the simulation of ``tests/transports/ucx/test_ucx_schedules.py``.
+Run it as root with ``python -m benchmarks.hosts [--layout 0011] [--before FOLDER]``. The layout is the host of each
+rank. FOLDER is another checkout, with an environment in ``.venv``: its ranks take turns with those of this one, some
+calls each, and a ratio is the median, over the rounds, of this one's mean against the other's. Ranks, the kernel's
+network and the cables share the machine's cores, so this shows what a collective costs all of them together. What it
+takes where each has its own is simulated by ``tests/transports/ucx/test_ucx_schedules.py``.
 """
 
 from __future__ import annotations
@@ -102,11 +102,11 @@ class Ranks:
     def __init__(self, checkout: str | None, names: list[str], layout: str, folder: str) -> None:
         Path(folder).mkdir()
         python = f"{checkout}/.venv/bin/python" if checkout else sys.executable
+        command = [python, __file__, f"--layout={layout}", f"--folder={folder}"]
         environment = os.environ | {"AIOCOMMS_TOKEN": "of a benchmark of hosts", "MASTER_ADDR": "10.79.0.1"}
         self.processes = [
             subprocess.Popen(
-                ["ip", "netns", "exec", names[int(host)], python, __file__, f"--rank={rank}", f"--layout={layout}"]
-                + [f"--folder={folder}"],
+                ["ip", "netns", "exec", names[int(host)], *command, f"--rank={rank}"],
                 cwd=checkout,
                 env=environment,
                 stdin=subprocess.PIPE,

@@ -28,18 +28,24 @@ def libucx() -> Path:
 
 
 def run_sanitized(
-    where: Path, sanitizer: str, sources: Sequence[Path], *arguments: str, libraries: Sequence[str] = ()
+    where: Path,
+    sanitizer: str,
+    sources: Sequence[Path],
+    *arguments: str,
+    flags: str = "",
+    libraries: Sequence[str] = (),
 ) -> None:
     """Build a program from all sources, and run it. It says at its end how many of its checks failed.
 
     :param where: an empty folder.
     :param sanitizer: what ``-fsanitize`` takes.
+    :param flags: what the compiler is told besides.
     """
     compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or shutil.which("c++") or ""]
     if not shutil.which(compiler[0]):
         pytest.skip("no C++ compiler")
     folders = [f"-I{UCX / 'src'}", f"-I{UCX / 'tests'}", "-isystem", str(libucx() / "include")]
-    command = [*compiler, *FLAGS.split(), f"-fsanitize={sanitizer}", "-fno-sanitize-recover", *folders]
+    command = [*compiler, *FLAGS.split(), *flags.split(), f"-fsanitize={sanitizer}", "-fno-sanitize-recover", *folders]
     waiting, running = list(sources), list[subprocess.Popen[str]]()
     while waiting or running:
         while waiting and len(running) < AT_ONCE:

@@ -159,7 +159,7 @@ inline void runs_out_of_memory(Rank& rank, Walk& walk, std::atomic<bool>& failed
   rank.close(!broken);
 }
 
-inline unsigned walk_through_memory(Hosts hosts, std::uint64_t seed) {
+inline unsigned walk_through_memory(Spread hosts, std::uint64_t seed) {
   Walk walk;
   unsigned worlds = 0;
   for (; walk.step < kMemorySteps; ++worlds) {

@@ -503,11 +503,11 @@ int main(int count, char** arguments) {
   const double seconds = count > 1 ? std::atof(arguments[1]) : 0;
   std::uint64_t seed = count > 2 ? std::strtoull(arguments[2], nullptr, 10) : 1;
   const std::uint64_t ends = now_ns() + static_cast<std::uint64_t>(seconds * 1e9);
-  const std::pair<int, Hosts> kWorlds[] = {{2, Hosts::kOne}, {3, Hosts::kOne},   {2, Hosts::kEach},
-                                           {4, Hosts::kOne}, {4, Hosts::kPairs}, {3, Hosts::kEach}};
-  const std::pair<int, Hosts> kDeviceWorlds[] = {{2, Hosts::kOne}, {3, Hosts::kEach}};
+  const std::pair<int, Spread> kWorlds[] = {{2, Spread::kOne}, {3, Spread::kOne},   {2, Spread::kEach},
+                                            {4, Spread::kOne}, {5, Spread::kPairs}, {3, Spread::kEach}};
+  const std::pair<int, Spread> kDeviceWorlds[] = {{2, Spread::kOne}, {3, Spread::kEach}};
   constexpr int kAttacks = 40;
-  unsigned worlds = walk_through_memory(Hosts::kOne, seed);
+  unsigned worlds = walk_through_memory(Spread::kOne, seed);
   unwanted();
   do {
     for (auto [size, hosts] : kWorlds) {
@@ -527,7 +527,7 @@ int main(int count, char** arguments) {
       ++seed;
     }
     for (int attack = 0; attack < kAttacks; ++attack, ++seed, ++worlds) {
-      World world(3, Hosts::kOne, seed);
+      World world(3, Spread::kOne, seed);
       world.run([&](Rank& rank) { attacked(rank, attack % 4 != 0, [](Comm& comm) { messages(comm, 2); }); });
     }
   } while (now_ns() < ends);

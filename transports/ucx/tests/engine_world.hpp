@@ -78,7 +78,7 @@ class Random {
 };
 
 // How ranks are spread over hosts that are all this one: another host's rank is reached by UCX over TCP.
-enum class Hosts { kOne, kEach, kPairs };
+enum class Spread { kOne, kEach, kPairs };
 
 class World;
 
@@ -197,10 +197,10 @@ class Rank {
 class World {
  public:
   // device: the users' memory is taken for a device's, which the engines may not touch.
-  World(int the_size, Hosts hosts, std::uint64_t the_seed, bool the_device = false)
+  World(int the_size, Spread hosts, std::uint64_t the_seed, bool the_device = false)
       : seed(the_seed), crowded(the_seed % 5 > 2), device(the_device), meeting(the_size), ids(the_size), fds(the_size) {
     for (int rank = 0; rank < the_size; ++rank) {
-      host_of.push_back(hosts == Hosts::kOne ? 0 : hosts == Hosts::kEach ? rank : rank / 2);
+      host_of.push_back(hosts == Spread::kOne ? 0 : hosts == Spread::kEach ? rank : rank / 2);
     }
     std::vector<std::vector<int>> sockets(the_size, std::vector<int>(the_size, -1));
     for (int a = 0; a < the_size; ++a) {
