@@ -4,13 +4,13 @@
 // Every rank speaks for a share of what its host has: it meets the ranks of other hosts that have the same share. So
 // all ranks of a host copy, reduce, send and receive at the same time, over as many connections as there are ranks,
 // which use all rails of a host; and each byte crosses the network as seldom as where one rank speaks for its host.
-// (The "split rail" of UCC's cl/hier, which is its reduce_scatter, all_reduce and all_gather of three levels; Cho,
-// Finkler, Serrano, Kung, Hunter: "BlueConnect: Decomposing all-reduce for deep learning on heterogeneous network
-// hierarchy", 2019; the leaders of Bayatpour, Chakraborty, Subramoni, Lu, Panda: "Scalable reduction collectives with
-// data partitioning-based multi-leader design", SC 2017.) Data are cut into units, which go through the stages behind
-// each other: while one is being handed out within the host, the next is between the hosts, and the one after that is
-// being reduced (as in the pipeline of Open MPI's HAN: Luo, Wu, Bosilca, Pei, Wang, Bosilca, Patinyasakdikul, Dongarra:
-// "HAN: a hierarchical autotuned collective communication framework", CLUSTER 2020).
+// (The "split rail" all_reduce of UCC's cl/hier: a reduce_scatter within each node, an all_reduce between nodes, an
+// all_gather within; Cho, Finkler, Serrano, Kung, Hunter: "BlueConnect: Decomposing all-reduce for deep learning on
+// heterogeneous network hierarchy", 2019; the leaders of Bayatpour, Chakraborty, Subramoni, Lu, Panda: "Scalable
+// reduction collectives with data partitioning-based multi-leader design", SC 2017.) Data are cut into units, which go
+// through the stages behind each other: while one is being handed out within the host, the next are between the hosts,
+// and the one after them is being reduced (as in the pipeline of Open MPI's HAN: Luo, Wu, Bosilca, Pei, Cao,
+// Patinyasakdikul, Zhong, Dongarra: "HAN: a hierarchical autotuned collective communication framework", CLUSTER 2020).
 //
 // What is said in message_collectives.hpp of memory, order and empty blocks holds here, too.
 #pragma once

@@ -107,7 +107,7 @@ class Gather final : public Rooted {
       : Rooted(reach, root, bytes), in_(in), outs_(std::move(outs)) {}
 
   size_t contributions(size_t) const override { return alone() ? 0 : 1; }
-  void contribute(size_t, size_t, std::uint64_t number) override { copy_bytes(slot(place(), number), in_, bytes_); }
+  void contribute(size_t, size_t, std::uint64_t number) override { copy_bytes(own_slot(number), in_, bytes_); }
   void reduce(size_t, size_t, std::uint64_t number) override {
     for (size_t from = 0; speaks() && from < local_ranks(); ++from) {
       const int rank = rank_at(here(), from);
@@ -163,7 +163,7 @@ class Scatter final : public Rooted {
   void give(size_t, size_t, std::uint64_t number) override {
     for (size_t to = 0; speaks() && to < local_ranks(); ++to) {
       const void* const block = is_root() ? ins_[rank_at(here(), to)] : at(blocks_.get(), to * bytes_);
-      copy_bytes(at(slot(place(), number), to * bytes_), block, bytes_);
+      copy_bytes(at(own_slot(number), to * bytes_), block, bytes_);
     }
     if (speaks() && !is_root()) copy_bytes(out_, at(blocks_.get(), place() * bytes_), bytes_);
   }
@@ -201,7 +201,7 @@ class AllToAll final : public Stages {
   size_t contributions(size_t) const override { return alone() ? 0 : reach.hosts.count(); }
   void contribute(size_t, size_t round, std::uint64_t number) override {
     for (size_t to = 0; to < reach.hosts.size(round); ++to) {
-      copy_bytes(at(slot(place(), number), to * bytes_), ins_[rank_at(round, to)], bytes_);
+      copy_bytes(at(own_slot(number), to * bytes_), ins_[rank_at(round, to)], bytes_);
     }
   }
   void reduce(size_t, size_t round, std::uint64_t number) override {
