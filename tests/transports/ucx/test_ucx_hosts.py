@@ -107,7 +107,7 @@ async def use_window(comm: Communicator, layout: str) -> None:
     await window.aclose()
 
 
-@pytest.mark.parametrize("layout", ["01", "0011", "0110", "012"])
+@pytest.mark.parametrize("layout", ["01", "0011", "0110", "012", "00101"])
 def test_everything(ranks: Run, names: list[str], layout: str) -> None:
     ranks(len(layout), everything, layout, before=Enter(names, layout))
 
