@@ -42,7 +42,12 @@ Pool::Pool(int fd, std::size_t offset, int rank, std::vector<int> places, std::f
 
 Pool::~Pool() { munmap(memory_, bytes_); }
 
-std::uint32_t Pool::take(Segment& segment) {
+void Pool::admit() {
+  if (overflowing_.capacity() <= segments_) overflowing_.reserve(2 * segments_ + 1);
+  ++segments_;
+}
+
+std::uint32_t Pool::take(Segment& segment) noexcept {
   if (free_.empty()) reclaim();
   if (free_.empty()) {
     const auto known = [&](const Overflow& overflow) { return overflow.segment == &segment; };
@@ -64,6 +69,7 @@ void Pool::reclaim() noexcept {
 }
 
 void Pool::forget(Segment& segment) noexcept {
+  --segments_;
   std::erase(holders_, &segment);
   std::erase_if(overflowing_, [&](const Overflow& overflow) { return overflow.segment == &segment; });
 }

@@ -44,8 +44,10 @@ class Pool {
   int place_of(int rank) const { return places_[static_cast<std::size_t>(rank)]; }
   std::byte* slot(int place, std::uint32_t number) { return slot_of(place, kForMessage + number); }
 
-  // The number of a slot of this rank's, or kOwn. std::bad_alloc: nothing has changed.
-  std::uint32_t take(Segment& segment);
+  // A segment that will take slots, amid collectives, where nothing may fail. std::bad_alloc: it will not.
+  void admit();
+  // The number of a slot of this rank's, or kOwn.
+  std::uint32_t take(Segment& segment) noexcept;
   void put_back(std::uint32_t number) noexcept { free_.push_back(number); }  // as many as there are fit in
   // The segment is gone. What it still has is used no more, for somebody may read it.
   void forget(Segment& segment) noexcept;
@@ -105,6 +107,7 @@ class Pool {
   void* memory_;
   Counters* counters_;
   std::byte* slots_;
+  std::size_t segments_ = 0;  // that have been admitted: `overflowing_` has room for them
   std::vector<std::uint32_t> free_;
   std::vector<Segment*> holders_;  // segments that have slots, from when they took the first
   std::vector<Overflow> overflowing_;

@@ -73,6 +73,12 @@ Segment::Segment(SharedMemory memory, std::size_t offset)
   }
   memory_ = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, static_cast<off_t>(offset));
   if (memory_ == MAP_FAILED) fail("mmap");
+  try {
+    if (pool_) pool_->admit();
+  } catch (...) {
+    munmap(memory_, bytes_);
+    throw;
+  }
   owners_ = static_cast<Owner*>(memory_);
   slots_ = static_cast<std::byte*>(memory_) + up(sizeof(Owner) * static_cast<std::size_t>(ranks_));
 }

@@ -65,8 +65,8 @@ class Segment {
   // Whether every rank is done with what this one has published kDepth rounds before `round`.
   bool writable(std::uint64_t round);
   Line& line(int rank, std::uint64_t round) { return owners_[rank].lines[round % kDepth]; }
-  // This rank's slot in a round that is writable. std::bad_alloc: it has none.
-  std::byte* own_slot(std::uint64_t round) {
+  // This rank's slot in a round that is writable.
+  std::byte* own_slot(std::uint64_t round) noexcept {
     std::uint32_t& number = held_[round % kDepth];
     if (number == Pool::kNone) number = pool_ ? pool_->take(*this) : Pool::kOwn;
     last_slot_ = round;
