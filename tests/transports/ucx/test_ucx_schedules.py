@@ -11,7 +11,7 @@ import pytest
 from programs import UCX, run_sanitized
 
 MESSAGES = ("message_reduce", "message_moving", "reduce")
-HIERARCHICAL = ("hierarchical_moving", "hierarchical_reduce", "pipeline", "segment", "shared_collectives")
+HIERARCHICAL = ("hierarchical_moving", "hierarchical_reduce", "pipeline", "pool", "segment", "shared_collectives")
 WRAPPED = (
     "memcpy",
     "_ZN8aiocomms6reduceERKNS_9ReductionEPvPKPKvim",

@@ -78,8 +78,8 @@ void small_ones_fill_all_cells() {
 // A post that blocks goes on when another rank publishes; that rank has no thread to wake then.
 void a_publisher_wakes_who_blocks() {
   constexpr std::uint64_t kForever = 60'000'000'000;
-  const int fd = Segment::create(2);
-  Segment here(fd, 0, 2), there(fd, 1, 2);
+  const int fd = Segment::create(2, false);
+  Segment here({fd, 0, 2}), there({fd, 1, 2});
   CHECK(!there.claim_wake(0));
   here.sleep(true);
   CHECK(there.claim_wake(0) && !there.claim_wake(0));

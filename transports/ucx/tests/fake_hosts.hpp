@@ -29,12 +29,21 @@ class FakeHosts {
     places_.resize(static_cast<std::size_t>(next));
     for (std::size_t host = 0; host < ranks.size(); ++host) {
       const int size = static_cast<int>(ranks[host].size());
-      const int fd = size > 1 ? Segment::create(size) : -1;
+      const int fd = size > 1 ? Segment::create(size, true) : -1;
+      std::vector<int> all(places_.size(), -1),
+          here;  // the place of each rank of the family; and of those of this host
+      for (int place = 0; place < size; ++place) {
+        all[static_cast<std::size_t>(ranks[host][static_cast<std::size_t>(place)])] = place;
+        here.push_back(place);
+      }
       for (int place = 0; place < size; ++place) {
         Place& it = places_[static_cast<std::size_t>(ranks[host][static_cast<std::size_t>(place)])];
         it.hosts = {ranks, static_cast<int>(host), place};
-        if (size > 1) it.shared = std::make_unique<Shared>(fd, place, size);
-        if (size > 1) it.shared->slice_ends = &slice_ends;
+        if (size == 1) continue;
+        const int rank = ranks[host][static_cast<std::size_t>(place)];
+        it.pool = std::make_unique<Pool>(fd, Segment::place_of_pool(size), rank, all, [] {});
+        it.shared = std::make_unique<Shared>(SharedMemory{fd, place, size, it.pool.get(), here});
+        it.shared->slice_ends = &slice_ends;
       }
       if (fd >= 0) ::close(fd);
     }
@@ -51,7 +60,8 @@ class FakeHosts {
  private:
   struct Place {
     Hosts hosts;
-    std::unique_ptr<Shared> shared;  // null: this rank is alone
+    std::unique_ptr<Pool> pool;      // null: this rank is alone
+    std::unique_ptr<Shared> shared;  // the same
   };
   std::vector<Place> places_;
 };
