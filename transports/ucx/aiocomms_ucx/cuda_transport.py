@@ -138,7 +138,7 @@ class CudaUcxTransport(UcxTransport):
         """See :meth:`Transport.open`."""
         cuda, memory = cls.layer(rendezvous.device)
         shared, hosts, pids = await open_shared_engine(rendezvous, cuda, memory)
-        return await cls._join(shared, rendezvous, range(rendezvous.size), hosts, pids)
+        return await cls._join(shared, rendezvous, range(rendezvous.size), hosts, pids, first=True)
 
     # --------------------------------------------------------------------------------------- ops and their outcomes
 

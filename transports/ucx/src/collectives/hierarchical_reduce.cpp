@@ -54,7 +54,8 @@ class AllReduce final : public Reducing {
         most_own_(most_likes(reach)) {
     const size_t line = std::max<size_t>(1, kLine / size_);
     share_ = rounded_up(divided_up(count, shares_), line);
-    unit_ = std::min(share_, rounded_up(elements(unit_for(share_ * size_, reach.hosts.count())), line));
+    unit_ = std::min(share_,
+                     rounded_up(std::max<size_t>(1, unit_for(share_ * lifted_, reach.hosts.count()) / lifted_), line));
     step_ = elements(Segment::kSlot / shares_ / kLine * kLine);
     part_ = rounded_up(divided_up(unit_, reach.hosts.count()), line);
     if (!sends_data_itself()) partial_ = make_scratch(kUnits * own_ * unit_ * lifted_);
@@ -196,7 +197,7 @@ class ReduceScatter final : public Reducing {
         counts_(std::move(counts)),
         out_(static_cast<std::byte*>(out)),
         longest_(*std::max_element(counts_.begin(), counts_.end())),
-        unit_(std::min(longest_, elements(unit_for(longest_ * size_, 1)))),
+        unit_(std::min(longest_, std::max<size_t>(1, unit_for(longest_ * lifted_, 1) / lifted_))),
         step_(elements(Segment::kSlot / reach.hosts.largest() / kLine * kLine)) {
     const Hosts& hosts = reach.hosts;
     for (size_t host = 0; host < hosts.count(); ++host) {

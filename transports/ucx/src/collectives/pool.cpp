@@ -1,9 +1,11 @@
 #include "collectives/pool.hpp"
 
 #include <sys/mman.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <iterator>
 #include <system_error>
 #include <utility>
 
@@ -21,6 +23,19 @@ int count_here(const std::vector<int>& places) {
 
 }  // namespace
 
+void* map_shared(int fd, std::size_t offset, std::size_t bytes) {
+  const auto fail = [](const char* what) { throw std::system_error(errno, std::generic_category(), what); };
+  struct stat status;
+  if (fstat(fd, &status) != 0) fail("fstat");
+  if (static_cast<std::size_t>(status.st_size) < offset + bytes) {
+    errno = EINVAL;
+    fail("shared memory of another size than expected");
+  }
+  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, static_cast<off_t>(offset));
+  if (memory == MAP_FAILED) fail("mmap");
+  return memory;
+}
+
 std::size_t Pool::bytes(int ranks) {
   const std::size_t counters = (sizeof(Counters) * static_cast<std::size_t>(ranks) + kPage - 1) / kPage * kPage;
   return counters + static_cast<std::size_t>(ranks) * (kForMessage + kSlots) * kSlot;
@@ -31,10 +46,8 @@ Pool::Pool(int fd, std::size_t offset, int rank, std::vector<int> places, std::f
       place_(place_of(rank)),
       bytes_(bytes(count_here(places_))),
       overflows_(std::move(overflows)) {
-  holders_.reserve(kSlots);
   for (std::uint32_t number = kSlots; number > 0; --number) free_.push_back(number - 1);
-  memory_ = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, static_cast<off_t>(offset));
-  if (memory_ == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "mmap");
+  memory_ = map_shared(fd, offset, bytes_);
   counters_ = static_cast<Counters*>(memory_);
   slots_ = static_cast<std::byte*>(memory_) + bytes_ -
            static_cast<std::size_t>(count_here(places_)) * (kForMessage + kSlots) * kSlot;
@@ -44,6 +57,7 @@ Pool::~Pool() { munmap(memory_, bytes_); }
 
 void Pool::admit() {
   if (overflowing_.capacity() <= segments_) overflowing_.reserve(2 * segments_ + 1);
+  if (holders_.capacity() <= segments_) holders_.reserve(2 * segments_ + 1);
   ++segments_;
 }
 
@@ -62,10 +76,13 @@ std::uint32_t Pool::take(Segment& segment) noexcept {
   return number;
 }
 
-// Of the segments that have slots, the first whose readers are done with them gives them up.
+// Of the segments that have slots, the first whose readers are done with them gives them up. (One that is closed may
+// have given them back before.)
 void Pool::reclaim() noexcept {
-  const auto resting = std::ranges::find_if(holders_, [](Segment* segment) { return segment->give_back(); });
-  if (resting != holders_.end()) holders_.erase(resting);
+  auto holder = holders_.begin();
+  while (free_.empty() && holder != holders_.end()) {
+    holder = (*holder)->give_back() ? holders_.erase(holder) : std::next(holder);
+  }
 }
 
 void Pool::forget(Segment& segment) noexcept {

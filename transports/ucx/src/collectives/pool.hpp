@@ -21,6 +21,9 @@ namespace aiocomms {
 
 class Segment;
 
+// Maps a part of a descriptor's memory, and does not close it. std::system_error: it cannot, or there is less.
+void* map_shared(int fd, std::size_t offset, std::size_t bytes);
+
 class Pool {
  public:
   static constexpr std::size_t kSlot = 128 * 1024;     // bytes of a slot; see docs/benchmarks/cpu.md
@@ -107,7 +110,7 @@ class Pool {
   void* memory_;
   Counters* counters_;
   std::byte* slots_;
-  std::size_t segments_ = 0;  // that have been admitted: `overflowing_` has room for them
+  std::size_t segments_ = 0;  // that have been admitted: there is room for each below
   std::vector<std::uint32_t> free_;
   std::vector<Segment*> holders_;  // segments that have slots, from when they took the first
   std::vector<Overflow> overflowing_;

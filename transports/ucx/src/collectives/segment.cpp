@@ -64,15 +64,7 @@ Segment::Segment(SharedMemory memory, std::size_t offset)
     throw std::invalid_argument("rank " + std::to_string(rank_) + " of " + std::to_string(ranks_));
   }
   held_.fill(Pool::kNone);
-  const int fd = memory.fd;
-  struct stat status;
-  if (fstat(fd, &status) != 0) fail("fstat");
-  if (static_cast<std::size_t>(status.st_size) < offset + bytes_) {
-    errno = EINVAL;
-    fail("shared memory of another size than expected");
-  }
-  memory_ = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, static_cast<off_t>(offset));
-  if (memory_ == MAP_FAILED) fail("mmap");
+  memory_ = map_shared(memory.fd, offset, bytes_);
   try {
     if (pool_) pool_->admit();
   } catch (...) {

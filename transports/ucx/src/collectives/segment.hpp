@@ -76,7 +76,7 @@ class Segment {
   // The same once it has that, or another rank's, of a round that it has published.
   std::byte* slot(int rank, std::uint64_t round) {
     const std::uint32_t number = line(rank, round).slot;
-    return number < Pool::kSlots ? pool_->slot(places_[rank], number) : own(rank, round);
+    return pool_ && number < Pool::kSlots ? pool_->slot(places_[rank], number) : own(rank, round);
   }
   // The last round in which this rank had a slot.
   std::uint64_t last_slot() const { return last_slot_; }
@@ -117,8 +117,9 @@ class Segment {
     if (was == kBlocked) unblock(rank);
     return was == kAsleep;
   }
-  // A post that blocks until another rank publishes does likewise. It keeps its core, for which it waits.
-  void begin_block() { owners_[rank_].asleep.round.store(kBlocked, std::memory_order_seq_cst); }
+  // A post that blocks until another rank publishes does likewise. It keeps its core, for which it waits. True: the
+  // engine's thread slept, and nobody else wakes it from now on.
+  bool begin_block() { return owners_[rank_].asleep.round.exchange(kBlocked, std::memory_order_seq_cst) == kAsleep; }
   void block(std::uint64_t most_ns);  // returns at once if a rank has published since
   void end_block() { owners_[rank_].asleep.round.store(kAwake, std::memory_order_seq_cst); }
 

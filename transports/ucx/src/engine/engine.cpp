@@ -170,7 +170,7 @@ void Engine::give_core(const Operation& op, std::uint64_t may_block) noexcept {
   if (switches_ != before || may_block == 0 || !op.group.shared) return;
   if (!shares_core(op) && !pacer_.crowded()) return;
   Segment& segment = op.group.shared->segment;
-  segment.begin_block();
+  if (segment.begin_block()) wake_thread();
   if (!advance() && !op.done()) segment.block(may_block);
   segment.end_block();
   segment.note_core(core());
