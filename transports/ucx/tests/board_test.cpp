@@ -83,24 +83,28 @@ void a_publisher_wakes_who_blocks() {
   CHECK(!there.claim_wake(0));
   here.sleep(true);
   CHECK(there.claim_wake(0) && !there.claim_wake(0));
-  here.begin_block();
+  CHECK(!here.begin_block());
   here.block(1000);  // nobody comes
   CHECK(!there.claim_wake(0));
   here.block(kForever);  // somebody has come before
+  here.sleep(true);
+  CHECK(here.begin_block());  // or the thread that sleeps would never hear of what is published from now on
+  here.end_block();
+  CHECK(!there.claim_wake(0));
   for (std::uint64_t round = 0; round < 1000; ++round) {
     std::thread publisher([&] {
       there.publish(round);
       CHECK(!there.claim_wake(0));
     });
     while (!here.published(1, round)) {
-      here.begin_block();
+      CHECK(!here.begin_block());
       if (!here.published(1, round)) here.block(kForever);
       here.end_block();
     }
     publisher.join();
   }
   here.note_core(3);
-  here.begin_block();
+  CHECK(!here.begin_block());
   CHECK(there.shares_core(3));  // it waits for its core
   close(fd);
 }
