@@ -4,10 +4,12 @@
 // The rule of the interpreter's lock: a function either keeps it, and then takes no other lock, waits for nothing and
 // makes no call of UCX (`explain`, `is_plain`, `dtype_names`, `fileno`, `notes_fileno`, `ready`, `parks`, `reads_all`);
 // or it lets go of it around its call of the engine, and touches Python's objects before and after that alone: a tensor
-// is looked at, and bytes are copied, before. So nobody waits for the engine's lock who has the interpreter's, and
-// nobody for the interpreter's who has the engine's, whose thread never asks for it. Python's threads call the engine
-// at any time, all at once: the engine's own lock keeps them apart. (Python deletes an engine with the lock held; by
-// then it is closed.)
+// is looked at, and bytes are copied, before; or, a shortcut's post of a few bytes, it tries the engine's lock once,
+// and lets go of the interpreter's before it waits for that, or for anything else (engine/held.hpp). So nobody waits
+// for the engine's lock who has the interpreter's, and nobody for the interpreter's who has the engine's, whose thread
+// never asks for it. (To let go may mean to wait for another thread to take it, which needs nothing for that.) Python's
+// threads call the engine at any time, all at once: the engine's own lock keeps them apart. (Python deletes an engine
+// with the lock held; by then it is closed.)
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
@@ -163,6 +165,11 @@ bool get_op(Engine& engine, Ticket ticket, std::uint32_t group, std::uint64_t wi
   const View data = view_of(tensor);
   Unlocked unlocked;
   return engine.get(ticket, group, window, rank, offset, data.data, data.bytes());
+}
+
+template <bool (Engine::*tell)(Ticket, std::uint32_t, std::uint64_t, int, Held&)>
+bool tell_op(Engine& engine, Ticket ticket, std::uint32_t group, std::uint64_t window, int rank) {
+  return (engine.*tell)(ticket, group, window, rank, nothing_held);
 }
 
 std::string text(const nb::bytes& bytes) { return std::string(bytes.c_str(), bytes.size()); }
@@ -408,9 +415,9 @@ NB_MODULE(_engine, module) {
            nb::sig("def atomic(self, ticket: int, group: int, window: int, rank: int, offset: int, swap: bool, "
                    "bytes: int, first: int, second: int, /) -> bool"),
            Released())
-      .def("signal", &Engine::signal,
+      .def("signal", &tell_op<&Engine::signal>,
            nb::sig("def signal(self, ticket: int, group: int, window: int, rank: int, /) -> bool"), Released())
-      .def("wait_signal", &Engine::wait_signal,
+      .def("wait_signal", &tell_op<&Engine::wait_signal>,
            nb::sig("def wait_signal(self, ticket: int, group: int, window: int, rank: int, /) -> bool"), Released())
       .def("cancel_wait", &Engine::cancel_wait,
            nb::sig("def cancel_wait(self, group: int, window: int, rank: int, ticket: int, /) -> bool"), Released())

@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
+#include <utility>
 
 #include "bindings/slots.hpp"
 #include "engine/engine.hpp"
@@ -16,17 +17,38 @@ struct InLanes {
   std::uint32_t group;
 
   template <typename Make>
-  double collective(Ticket ticket, std::uint64_t lane, std::uint64_t fingerprint, const Make& make) {
-    return engine.lane_collective(ticket, group, lane, fingerprint, make);
+  double collective(Ticket ticket, std::uint64_t lane, std::uint64_t fingerprint, const Make& make,
+                    Held& held = nothing_held) {
+    return engine.lane_collective(ticket, group, lane, fingerprint, make, held);
   }
   // Messages are the communicator's, by tags of the lane.
   template <typename... Args>
-  bool send(Args... args) {
-    return engine.send(args...);
+  bool send(Args&&... args) {
+    return engine.send(std::forward<Args>(args)...);
   }
   template <typename... Args>
-  bool recv(Args... args) {
-    return engine.recv(args...);
+  bool recv(Args&&... args) {
+    return engine.recv(std::forward<Args>(args)...);
+  }
+};
+
+// An engine, or a communicator's lanes, on which ops are called by somebody who holds something.
+template <typename Place>
+struct Holding {
+  Place& place;
+  Held& held;
+
+  template <typename... Args>
+  double collective(Args&&... args) {
+    return place.collective(std::forward<Args>(args)..., held);
+  }
+  template <typename... Args>
+  bool send(Args&&... args) {
+    return place.send(std::forward<Args>(args)..., held);
+  }
+  template <typename... Args>
+  bool recv(Args&&... args) {
+    return place.recv(std::forward<Args>(args)..., held);
   }
 };
 

@@ -7,7 +7,7 @@
 //
 // Until the engine has an op nothing is changed that cannot be taken back; and no code of Python's runs between the
 // last look at what makes a call plain and the engine's having it, but that of other threads while the interpreter's
-// lock is let go of around the engine's call (bindings.cpp).
+// lock is let go of, which the engine asks for where it has to wait (engine/held.hpp).
 //
 // Other threads than the loop's start ops so, too (Shortcuts::post): the number, the record and a collective's place in
 // the engine are one step, within which they have the interpreter's lock, and which does not begin while the loop is
@@ -44,7 +44,9 @@ namespace aiocomms {
 namespace {
 
 constexpr int kArguments = 3;  // of a method that has a shortcut, at most
-constexpr int kTries = 3;      // of another thread to have the engine's lock beside the interpreter's
+// Bytes that take less time to copy than it takes to let go of the interpreter's lock, and to get it back.
+constexpr std::size_t kAtOnce = 4096;
+constexpr int kTries = 3;  // of another thread to have the engine's lock beside the interpreter's
 
 // What is asked for by name on the way, as Python keeps it.
 struct Names {
@@ -325,15 +327,16 @@ class Shortcuts {
     const std::optional<View> data = it.view(args[0], true);
     if (!data || !op->takes(data->dtype)) return nullptr;
     const Reducing how(data->dtype, op->number, 1.0);
-    return start(caller, all_reduce_, it, args[0], nullptr, [&](auto& place, auto number, Ticket ticket) {
-      return call_all_reduce(place, ticket, number, all_reduce_.form, *data, how);
-    });
+    return start(caller, all_reduce_, it, args[0], nullptr, data->bytes(),
+                 [&](auto& place, auto number, Ticket ticket) {
+                   return call_all_reduce(place, ticket, number, all_reduce_.form, *data, how);
+                 });
   }
 
   PyObject* barrier(const Caller& caller, Arguments, Py_ssize_t) {
     const Started it = make(caller, barrier_, {});
     if (!it.work) return nullptr;
-    return start(caller, barrier_, it, Py_None, nullptr, [&](auto& place, auto number, Ticket ticket) {
+    return start(caller, barrier_, it, Py_None, nullptr, 0, [&](auto& place, auto number, Ticket ticket) {
       return call_barrier(place, ticket, number, barrier_.form, 0);
     });
   }
@@ -344,7 +347,7 @@ class Shortcuts {
     const Started it = make(caller, broadcast_, {args[0], args[1]});
     const std::optional<View> data = it.view(args[0], true);
     if (!data) return nullptr;
-    return start(caller, broadcast_, it, args[0], args[1], [&](auto& place, auto number, Ticket ticket) {
+    return start(caller, broadcast_, it, args[0], args[1], data->bytes(), [&](auto& place, auto number, Ticket ticket) {
       return call_broadcast(place, ticket, number, broadcast_.form, *data, static_cast<int>(*root));
     });
   }
@@ -355,9 +358,10 @@ class Shortcuts {
     const std::optional<View> out = it.view(args[0], true), in = it.view(args[1], false);
     if (!out || !in || !is_part(*in, *out, rank_, size_)) return nullptr;
     const Blocks outs = cut(*out, static_cast<std::size_t>(size_));
-    return start(caller, all_gather_single_, it, args[0], nullptr, [&](auto& place, auto number, Ticket ticket) {
-      return call_all_gather(place, ticket, number, all_gather_single_.form, *in, outs);
-    });
+    return start(caller, all_gather_single_, it, args[0], nullptr, out->bytes(),
+                 [&](auto& place, auto number, Ticket ticket) {
+                   return call_all_gather(place, ticket, number, all_gather_single_.form, *in, outs);
+                 });
   }
 
   PyObject* reduce_scatter_single(const Caller& caller, Arguments args, Py_ssize_t count) {
@@ -368,9 +372,10 @@ class Shortcuts {
     if (!out || !in || !op->takes(out->dtype) || !is_part(*out, *in, rank_, size_)) return nullptr;
     const Reducing how(out->dtype, op->number, 1.0);
     const Blocks ins = cut(*in, static_cast<std::size_t>(size_));
-    return start(caller, reduce_scatter_single_, it, args[0], nullptr, [&](auto& place, auto number, Ticket ticket) {
-      return call_reduce_scatter(place, ticket, number, reduce_scatter_single_.form, ins, *out, how);
-    });
+    return start(caller, reduce_scatter_single_, it, args[0], nullptr, in->bytes(),
+                 [&](auto& place, auto number, Ticket ticket) {
+                   return call_reduce_scatter(place, ticket, number, reduce_scatter_single_.form, ins, *out, how);
+                 });
   }
 
   PyObject* send(const Caller& caller, Arguments args, Py_ssize_t count) {
@@ -548,18 +553,19 @@ class Shortcuts {
       if (!it.part) return nullptr;
     }
     const std::int64_t on_wire = caller.in_lane() ? tag_in_lane(caller.lane, *tagged) : *tagged;
-    return start(caller, kind, it, args[0], kept.ptr(), [&](auto& place, auto, Ticket ticket) {
+    return start(caller, kind, it, args[0], kept.ptr(), data->bytes(), [&](auto& place, auto, Ticket ticket) {
       const bool done = post(place, ticket, *data, static_cast<int>(*peer), kUser, on_wire);
       return done ? static_cast<double>(now_ns()) * 1e-9 : 0.0;
     });
   }
 
-  // As start, of an op of one rank. post: bool post(Ticket): whether it is done.
+  // As start, of an op of one rank, on the loop's thread. post: bool post(Ticket, Held&): whether it is done.
   template <typename Post>
   PyObject* start_single(const Caller& caller, const Kind& kind, const Started& it, PyObject* result, PyObject* kept,
-                         const Post& post) {
-    return start(caller, kind, it, result, kept,
-                 [&](auto&, auto, Ticket ticket) { return post(ticket) ? static_cast<double>(now_ns()) * 1e-9 : 0.0; });
+                         std::size_t bytes, const Post& post) {
+    return start_here(caller, kind, it, result, kept, bytes, [&](Ticket ticket, Held& held) {
+      return post(ticket, held) ? static_cast<double>(now_ns()) * 1e-9 : 0.0;
+    });
   }
 
   // The number in a slot, and one more; null: no memory.
@@ -569,11 +575,20 @@ class Shortcuts {
   }
 
   // Posts an op whose arguments are plain. kept: the numbers that the recorder keeps of it; null: it has none.
+  // bytes: that it may copy before it looks whether it has to wait.
   // call: double call(place, number, Ticket), as in calls.hpp: when it was done, in seconds; 0: it is not.
   template <typename Call>
   PyObject* start(const Caller& caller, const Kind& kind, const Started& it, PyObject* result, PyObject* kept,
-                  const Call& call) {
+                  std::size_t bytes, const Call& call) {
     if (caller.elsewhere()) return start_elsewhere(caller, kind, it, result, kept, call);
+    return start_here(caller, kind, it, result, kept, bytes,
+                      [&](Ticket ticket, Held& held) { return hand_over(caller, ticket, held, call); });
+  }
+
+  // call: double call(Ticket, Held&).
+  template <typename Call>
+  PyObject* start_here(const Caller& caller, const Kind& kind, const Started& it, PyObject* result, PyObject* kept,
+                       std::size_t bytes, const Call& call) {
     Counts counts;
     if (!one_more(caller, kind, it, counts)) return nullptr;
     const Amid amid(here_);
@@ -581,8 +596,9 @@ class Shortcuts {
     count(kind, counts);
     double at = 0;
     try {
-      Unlocked unlocked;
-      at = hand_over(caller, reinterpret_cast<Ticket>(it.known_by()), call);
+      Unlockable held;
+      if (bytes > kAtOnce) held.let_go();
+      at = call(reinterpret_cast<Ticket>(it.known_by()), held);
     } catch (...) {  // with nothing changed
       if (ring_ != nullptr) ring_->drop();
       if (ring_ != nullptr && caller.in_lane()) lane_ring()->drop();
@@ -707,10 +723,14 @@ class Shortcuts {
   }
 
   template <typename Call>
-  double hand_over(const Caller& caller, Ticket ticket, const Call& call) {
-    if (!caller.in_lane()) return call(engine_, group_, ticket);
+  double hand_over(const Caller& caller, Ticket ticket, Held& held, const Call& call) {
+    if (!caller.in_lane()) {
+      Holding<Engine> place{engine_, held};
+      return call(place, group_, ticket);
+    }
     InLanes lanes{engine_, group_};
-    return call(lanes, caller.lane, ticket);
+    Holding<InLanes> place{lanes, held};
+    return call(place, caller.lane, ticket);
   }
 
   PyObject* end(const Kind& kind, const Started& it, PyObject* result, PyObject* kept, double at) {

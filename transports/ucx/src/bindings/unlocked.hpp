@@ -4,6 +4,10 @@
 #include <Python.h>
 #include <unistd.h>
 
+#include <optional>
+
+#include "engine/held.hpp"
+
 namespace aiocomms {
 
 // Lets go of the interpreter's lock. Whoever wants it back once the interpreter has ended stands still for ever, as in
@@ -24,6 +28,17 @@ class Unlocked {
 
  private:
   PyThreadState* state_ = PyEval_SaveThread();
+};
+
+// The same, once that is asked for.
+class Unlockable final : public Held {
+ public:
+  void let_go() noexcept override {
+    if (!unlocked_) unlocked_.emplace();
+  }
+
+ private:
+  std::optional<Unlocked> unlocked_;
 };
 
 }  // namespace aiocomms

@@ -69,7 +69,7 @@ class WindowShortcuts {
   Shortcuts& it() const { return *nanobind::inst_ptr<Shortcuts>(shortcuts_); }
   bool open() const { return closed_.of(info_.ptr()) == Py_False; }
 
-  // call: bool (Engine&, Ticket, group, window, rank, offset, data, bytes).
+  // call: bool (Engine&, Ticket, group, window, rank, offset, data, bytes, Held&).
   template <typename Kind, typename Call>
   PyObject* copy(const Kind& kind, Arguments args, Py_ssize_t count, bool written, const Call& call) {
     const auto rank = count < 2 ? std::nullopt : int_within(args[1], 0, it().size_ - 1);
@@ -80,21 +80,21 @@ class WindowShortcuts {
     const std::optional<View> data = started.view(args[0], written);
     if (!data || data->dtype != dtype_ || !open()) return nullptr;
     const std::uint64_t begin = static_cast<std::uint64_t>(*offset) * size_of(dtype_);
-    return it().start_single(caller_, kind, started, args[0], args[1], [&](Ticket ticket) {
-      return call(it().engine_, ticket, it().group_, number_, static_cast<int>(*rank), begin, data->data,
-                  data->bytes());
+    return it().start_single(caller_, kind, started, args[0], args[1], data->bytes(), [&](Ticket ticket, Held& held) {
+      return call(it().engine_, ticket, it().group_, number_, static_cast<int>(*rank), begin, data->data, data->bytes(),
+                  held);
     });
   }
 
-  // call: bool (Engine&, Ticket, group, window, rank).
+  // call: bool (Engine&, Ticket, group, window, rank, Held&).
   template <typename Kind, typename Call>
   PyObject* tell(const Kind& kind, Arguments args, Py_ssize_t count, const Call& call) {
     const auto rank = count < 1 ? std::nullopt : int_within(args[0], 0, it().size_ - 1);
     if (!rank) return nullptr;
     const auto started = it().make(caller_, kind, {info_.ptr(), args[0]});
     if (!started.work || !open()) return nullptr;
-    return it().start_single(caller_, kind, started, Py_None, args[0], [&](Ticket ticket) {
-      return call(it().engine_, ticket, it().group_, number_, static_cast<int>(*rank));
+    return it().start_single(caller_, kind, started, Py_None, args[0], 0, [&](Ticket ticket, Held& held) {
+      return call(it().engine_, ticket, it().group_, number_, static_cast<int>(*rank), held);
     });
   }
 

@@ -115,18 +115,19 @@ std::unique_ptr<Operation> Engine::begin_post(Ticket ticket, std::uint32_t id) {
 }
 
 template <typename Start>
-bool Engine::post(Ticket ticket, std::uint32_t id, const Start& start) {
-  std::lock_guard lock(lock_);
+bool Engine::post(Ticket ticket, std::uint32_t id, Held& held, const Start& start) {
+  const auto lock = lock_for_post(held);
   auto op = begin_post(ticket, id);
   start(op.get());  // may throw before the op is known to anybody else
-  return finish_post(op.release()) != 0;
+  return finish_post(op.release(), now_ns(), held) != 0;
 }
 
-std::uint64_t Engine::finish_post(Operation* op, std::uint64_t began) noexcept {
+std::uint64_t Engine::finish_post(Operation* op, std::uint64_t began, Held& held) noexcept {
   std::uint64_t ended = began;
   const bool copies = !op->done() && windows_.has_jobs();
   if (copies && !pacer_.bulk() && pacer_.has_copied_enough(began)) pacer_.hand_over();
   if (!op->done() && !pacer_.bulk()) {  // else the thread is at it
+    held.let_go();
     ended = spin(*op, began);
     if (copies) pacer_.note_copy(began, ended);
   }
@@ -185,8 +186,8 @@ bool Engine::withdraw(Request* request) {
 }
 
 bool Engine::send(Ticket ticket, std::uint32_t id, const void* data, std::size_t bytes, int dst, int channel,
-                  std::int64_t tag, int dtype) {
-  return post(ticket, id, [&](Operation* op) { start_send(op, data, bytes, dst, channel, tag, dtype); });
+                  std::int64_t tag, int dtype, Held& held) {
+  return post(ticket, id, held, [&](Operation* op) { start_send(op, data, bytes, dst, channel, tag, dtype); });
 }
 
 void Engine::start_send(Operation* op, const void* data, std::size_t bytes, int dst, int channel, std::int64_t tag,
@@ -201,8 +202,8 @@ void Engine::start_send(Operation* op, const void* data, std::size_t bytes, int 
 }
 
 bool Engine::recv(Ticket ticket, std::uint32_t id, void* data, std::size_t bytes, int src, int channel,
-                  std::int64_t tag, int dtype) {
-  return post(ticket, id, [&](Operation* op) { start_recv(op, data, bytes, src, channel, tag, dtype); });
+                  std::int64_t tag, int dtype, Held& held) {
+  return post(ticket, id, held, [&](Operation* op) { start_recv(op, data, bytes, src, channel, tag, dtype); });
 }
 
 void Engine::start_recv(Operation* op, void* data, std::size_t bytes, int src, int channel, std::int64_t tag,
@@ -244,27 +245,27 @@ void Engine::close_window(std::uint32_t id, std::uint64_t window) {
 }
 
 bool Engine::put(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank, std::uint64_t offset,
-                 const void* data, std::size_t bytes) {
-  return post(ticket, id, [&](Operation* op) { windows_.put(op, {window, rank, offset, bytes}, data); });
+                 const void* data, std::size_t bytes, Held& held) {
+  return post(ticket, id, held, [&](Operation* op) { windows_.put(op, {window, rank, offset, bytes}, data); });
 }
 
 bool Engine::get(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank, std::uint64_t offset, void* data,
-                 std::size_t bytes) {
-  return post(ticket, id, [&](Operation* op) { windows_.get(op, {window, rank, offset, bytes}, data); });
+                 std::size_t bytes, Held& held) {
+  return post(ticket, id, held, [&](Operation* op) { windows_.get(op, {window, rank, offset, bytes}, data); });
 }
 
 bool Engine::atomic(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank, std::uint64_t offset, bool swap,
                     std::size_t bytes, std::uint64_t a, std::uint64_t b) {
-  return post(ticket, id,
+  return post(ticket, id, nothing_held,
               [&](Operation* op) { windows_.change_atomically(op, {window, rank, offset, bytes}, swap, a, b); });
 }
 
-bool Engine::signal(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank) {
-  return post(ticket, id, [&](Operation* op) { windows_.signal(op, window, rank); });
+bool Engine::signal(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank, Held& held) {
+  return post(ticket, id, held, [&](Operation* op) { windows_.signal(op, window, rank); });
 }
 
-bool Engine::wait_signal(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank) {
-  return post(ticket, id, [&](Operation* op) { windows_.wait_signal(op, window, rank); });
+bool Engine::wait_signal(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank, Held& held) {
+  return post(ticket, id, held, [&](Operation* op) { windows_.wait_signal(op, window, rank); });
 }
 
 bool Engine::cancel_wait(std::uint32_t id, std::uint64_t window, int rank, Ticket ticket) {
@@ -273,7 +274,7 @@ bool Engine::cancel_wait(std::uint32_t id, std::uint64_t window, int rank, Ticke
 }
 
 bool Engine::flush(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank) {
-  return post(ticket, id, [&](Operation* op) { windows_.flush(op, window, rank); });
+  return post(ticket, id, nothing_held, [&](Operation* op) { windows_.flush(op, window, rank); });
 }
 
 // --------------------------------------------------------------------------------------------- what the inbox hands on

@@ -26,6 +26,7 @@
 
 #include "engine/closing.hpp"
 #include "engine/groups.hpp"
+#include "engine/held.hpp"
 #include "engine/inbox.hpp"
 #include "engine/lanes.hpp"
 #include "engine/messages.hpp"
@@ -91,32 +92,33 @@ class Engine : private Inbox::Owner {
   // ------------------------------------------------------------------------------------------------------------ ops
   // True: done, and nothing else is to be told. False: the outcome follows, under the ticket that the caller gave it.
   bool send(Ticket ticket, std::uint32_t group, const void* data, std::size_t bytes, int dst, int channel,
-            std::int64_t tag, int dtype);
+            std::int64_t tag, int dtype, Held& held = nothing_held);
   bool recv(Ticket ticket, std::uint32_t group, void* data, std::size_t bytes, int src, int channel, std::int64_t tag,
-            int dtype);
+            int dtype, Held& held = nothing_held);
   bool cancel(std::uint32_t group, int src, int channel, std::int64_t tag, Ticket ticket);
   // As much of a message that was too long for a device's buffer as would have fit; once, when its outcome is known.
   std::string head(Ticket ticket);
   // make: Task make(Group&, Unequal&), the schedule; called before this returns. Not 0: done, at that second of the
   // monotonic clock. 0: the outcome follows.
   template <typename Make>
-  double collective(Ticket ticket, std::uint32_t id, std::uint64_t fingerprint, const Make& make) {
-    std::lock_guard lock(lock_);
+  double collective(Ticket ticket, std::uint32_t id, std::uint64_t fingerprint, const Make& make,
+                    Held& held = nothing_held) {
+    const auto lock = lock_for_post(held);
     auto op = begin_post(ticket, id);
     Task task = make(op->group, op->unequal);
     const std::uint64_t began = now_ns();
     schedules_.begin(op->group, {std::move(task), fingerprint, op.get()});
-    return static_cast<double>(finish_post(op.release(), began)) * 1e-9;
+    return static_cast<double>(finish_post(op.release(), began, held)) * 1e-9;
   }
   // The same of a lane, which all ranks call by the same number. make: Task make(LaneCalls&, Unequal&).
   template <typename Make>
   double lane_collective(Ticket ticket, std::uint32_t id, std::uint64_t number, std::uint64_t fingerprint,
-                         const Make& make) {
-    std::lock_guard lock(lock_);
+                         const Make& make, Held& held = nothing_held) {
+    const auto lock = lock_for_post(held);
     auto op = begin_post(ticket, id);
     const std::uint64_t began = now_ns();
     add_to_lane<&Lanes::begin>(*op, number, fingerprint, make);
-    return static_cast<double>(finish_post(op.release(), began)) * 1e-9;
+    return static_cast<double>(finish_post(op.release(), began, held)) * 1e-9;
   }
 
   // --------------------------------------------------------------------------------------------------------- windows
@@ -129,14 +131,14 @@ class Engine : private Inbox::Owner {
   // Offsets are in bytes; ops of this rank take effect in the order of the calls. std::out_of_range: the window is
   // closed, or that does not lie within.
   bool put(Ticket ticket, std::uint32_t group, std::uint64_t window, int rank, std::uint64_t offset, const void* data,
-           std::size_t bytes);
+           std::size_t bytes, Held& held = nothing_held);
   bool get(Ticket ticket, std::uint32_t group, std::uint64_t window, int rank, std::uint64_t offset, void* data,
-           std::size_t bytes);
+           std::size_t bytes, Held& held = nothing_held);
   // Add a to an element of 4 or 8 bytes; or, to swap, replace a by b. The outcome tells what was there.
   bool atomic(Ticket ticket, std::uint32_t group, std::uint64_t window, int rank, std::uint64_t offset, bool swap,
               std::size_t bytes, std::uint64_t a, std::uint64_t b);
-  bool signal(Ticket ticket, std::uint32_t group, std::uint64_t window, int rank);
-  bool wait_signal(Ticket ticket, std::uint32_t group, std::uint64_t window, int rank);
+  bool signal(Ticket ticket, std::uint32_t group, std::uint64_t window, int rank, Held& held = nothing_held);
+  bool wait_signal(Ticket ticket, std::uint32_t group, std::uint64_t window, int rank, Held& held = nothing_held);
   bool cancel_wait(std::uint32_t group, std::uint64_t window, int rank, Ticket ticket);
   bool flush(Ticket ticket, std::uint32_t group, std::uint64_t window, int rank);  // -1: every rank's
 
@@ -188,14 +190,20 @@ class Engine : private Inbox::Owner {
     }
   }
 
-  // A post starts its op, and has it finished if that takes no longer than a moment.
+  // A post starts its op, and has it finished if that takes no longer than a moment. Whoever moves things on never
+  // wants what the caller holds, and so it may be kept but for the waits: for the lock, and for the op.
   template <typename Start>
-  bool post(Ticket ticket, std::uint32_t id, const Start& start);
+  bool post(Ticket ticket, std::uint32_t id, Held& held, const Start& start);
+  std::unique_lock<PriorityLock> lock_for_post(Held& held) {
+    if (lock_.try_lock_once()) return {lock_, std::adopt_lock};
+    held.let_go();
+    return std::unique_lock(lock_);
+  }
   void start_send(Operation* op, const void* data, std::size_t bytes, int dst, int channel, std::int64_t tag,
                   int dtype);
   void start_recv(Operation* op, void* data, std::size_t bytes, int src, int channel, std::int64_t tag, int dtype);
   // began: when its post was called. Returns when the op was done, ns; 0: it is not.
-  std::uint64_t finish_post(Operation* op, std::uint64_t began = now_ns()) noexcept;
+  std::uint64_t finish_post(Operation* op, std::uint64_t began, Held& held) noexcept;
   std::uint64_t spin(const Operation& op, std::uint64_t began) noexcept;  // returns when it last looked at the clock
   bool shares_core(const Operation& op) const noexcept;                   // with a rank that this one may wait for
   void give_core(const Operation& op, std::uint64_t may_block) noexcept;

@@ -24,6 +24,7 @@ class PriorityLock {
     wanting_.fetch_sub(1, std::memory_order_relaxed);
   }
   void unlock() { mutex_.unlock(); }
+  bool try_lock_once() { return mutex_.try_lock(); }
   bool try_lock() {
     if (mutex_.try_lock()) return true;
     wanting_.fetch_add(1, std::memory_order_relaxed);
