@@ -578,14 +578,15 @@ class Shortcuts {
     if (!one_more(caller, kind, it, counts)) return nullptr;
     const Amid amid(here_);
     nb::object before = counts.slot != nullptr ? nb::borrow(counts.slot->of(line())) : nb::object();
+    const nb::object named = counts.named;
     count(kind, counts);
     double at = 0;
     try {
       Unlocked unlocked;
       at = hand_over(caller, reinterpret_cast<Ticket>(it.known_by()), call);
     } catch (...) {  // with nothing changed
-      if (ring_ != nullptr) ring_->drop();
-      if (ring_ != nullptr && caller.in_lane()) lane_ring()->drop();
+      if (ring_ != nullptr) ring_->drop(kind.record.ptr());
+      if (ring_ != nullptr && named) lane_ring()->drop(named.ptr());
       if (counts.slot != nullptr) counts.slot->set(line(), before.release().ptr());
       issued_.set(line(), Py_NewRef(it.seq.ptr()));
       return nullptr;
@@ -634,8 +635,9 @@ class Shortcuts {
     return nb::borrow(caller.in_lane() ? caller.number() : calls_.of(held_[kTransport].ptr()));
   }
 
-  // As start, on another thread than the loop's. A collective is noted before it can be done, for what becomes of it
-  // the loop may hear meanwhile. A number may come between another op's type and time: what is recorded has its own.
+  // As start, on another thread than the loop's. The op is noted before the engine has it, for from then on the engine
+  // uses its memory, and of what becomes of a collective the loop may hear; nothing is reported of its ticket before
+  // leave(). A number may come between another op's type and time: what is recorded has its own.
   template <typename Call>
   [[gnu::noinline]] PyObject* start_elsewhere(const Caller& caller, const Kind& kind, const Started& it,
                                               PyObject* result, PyObject* kept, const Call& call) {
@@ -643,24 +645,29 @@ class Shortcuts {
     const nb::object& owner = held_[collective && caller.in_lane() ? kLanes : kTransport];
     const nb::object ticket = nb::steal(PyLong_FromVoidPtr(it.work.ptr()));
     const nb::object look_after = nb::steal(PyObject_GetAttr(owner.ptr(), names().look_after));
-    if (!ticket || !look_after) return nullptr;
-    Counts counts;
-    if (!one_more(caller, kind, it, counts)) return nullptr;
     const nb::object index = index_of(caller, kind);
-    if (!index) return nullptr;
+    const nb::object entry = entry_of(owner, it.work, index);
+    if (!ticket || !look_after || !entry) return nullptr;
+    Counts counts;
+    if (!one_more(caller, kind, it, counts) || !index.is(index_of(caller, kind))) return nullptr;
+    const auto forget_all = [&] {
+      if (collective) forget(caller, it, index);
+      remove(held_[kPending], ticket);
+    };
+    if (PyDict_SetItem(held_[kPending].ptr(), ticket.ptr(), entry.ptr()) != 0) return nullptr;
     Elsewhere place(engine_, group_);
     const auto begin = [&] {
       const auto on = reinterpret_cast<Ticket>(it.work.ptr());
       caller.in_lane() ? call(place, caller.lane, on) : call(place, group_, on);
     };
     if (collective) {
-      if (!note(caller, it, index)) return nullptr;
+      if (!note(caller, it, index)) return remove(held_[kPending], ticket), nullptr;
       try {
         begin();
       } catch (...) {  // with nothing changed
       }
       caller.busy = !place.placed();
-      if (caller.busy) return forget(caller, it, index), nullptr;
+      if (caller.busy) return forget_all(), nullptr;
     }
     count(kind, counts);
     if (counts.calls) calls_.set(held_[kTransport].ptr(), counts.calls.release().ptr());
@@ -671,24 +678,21 @@ class Shortcuts {
       if (!collective) begin();
       at = place.finish();
     } catch (const std::exception& error) {  // of a message, which was not sent
+      forget_all();
       PyErr_SetString(PyExc_RuntimeError, error.what());
       return nullptr;
     }
     if (at != 0) {
-      if (collective) forget(caller, it, index);
+      forget_all();
       return end_elsewhere(kind, it, result, kept, at);
     }
-    bool noted = set_pending(ticket, owner, it.work, index);
-    if (!noted) Py_INCREF(it.work.ptr());  // for good, and with it the tensors
-    if (noted) {
-      PyObject* given[] = {caller.keeper, caller.self.ptr(), it.work.ptr(), look_after.ptr(), index.ptr()};
-      noted = static_cast<bool>(nb::steal(PyObject_VectorcallMethod(names().kept, given, 5, nullptr)));
-    }
+    PyObject* given[] = {caller.keeper, caller.self.ptr(), it.work.ptr(), look_after.ptr(), index.ptr()};
+    const auto told = nb::steal(PyObject_VectorcallMethod(names().kept, given, 5, nullptr));
     {
       Unlocked unlocked;
       place.leave();
     }
-    return noted ? Py_NewRef(it.work.ptr()) : nullptr;
+    return told ? Py_NewRef(it.work.ptr()) : nullptr;
   }
 
   // The engine is done with it; if the loop has ended it meanwhile, that is how it has ended.
@@ -752,8 +756,11 @@ class Shortcuts {
 
   // Have the outcome told to an object.
   bool set_pending(const nb::object& ticket, const nb::object& owner, const nb::object& told, const nb::object& index) {
-    nb::object entry = nb::steal(PyTuple_Pack(3, owner.ptr(), told.ptr(), index.ptr()));
+    const nb::object entry = entry_of(owner, told, index);
     return entry && PyDict_SetItem(held_[kPending].ptr(), ticket.ptr(), entry.ptr()) == 0;
+  }
+  static nb::object entry_of(const nb::object& owner, const nb::object& told, const nb::object& index) {
+    return nb::steal(index ? PyTuple_Pack(3, owner.ptr(), told.ptr(), index.ptr()) : nullptr);
   }
 
   // A collective is pending: among the communicator's, or behind those of its lane.
@@ -770,12 +777,11 @@ class Shortcuts {
 
   // It is pending no more.
   void forget(const Caller& caller, const Started& it, const nb::object& index) {
-    PyObject* from = held_[kCollectives].ptr();
-    if (caller.in_lane()) {
-      if (!lane_queues().remove(caller.lane, it.work)) return;
-      from = held_[kGivenUpInLanes].ptr();  // it was the last of its lane
-    }
-    if (PyDict_Contains(from, index.ptr()) == 1) PyDict_DelItem(from, index.ptr());
+    if (!caller.in_lane()) return remove(held_[kCollectives], index);
+    if (lane_queues().remove(caller.lane, it.work)) remove(held_[kGivenUpInLanes], index);  // the last of its lane
+  }
+  static void remove(const nb::object& from, const nb::object& key) {
+    if (PyDict_Contains(from.ptr(), key.ptr()) == 1) PyDict_DelItem(from.ptr(), key.ptr());
   }
 
   // From now on a message of a lane is as Python starts it: its part of the op's run is told the outcome.
