@@ -19,8 +19,9 @@ from concurrency import run_on, turns
 from processes import HANGS
 
 import aiocomms
-from aiocomms.errors import WorkCancelledError
+from aiocomms.errors import CommError, WorkCancelledError
 from aiocomms.lowlevel import in_use
+from aiocomms.portal import works
 from aiocomms.testing import local_world
 
 pytest.importorskip("aiocomms_ucx._engine", reason="needs the ucx transport", exc_type=ImportError)
@@ -51,11 +52,11 @@ class Post:
         self._amid.set()
         assert self._go.wait(HANGS)
 
-    async def begin(self) -> None:
+    async def begin(self, posting: int = 1) -> None:
         self._thread.start()
         assert await anyio.to_thread.run_sync(self._amid.wait, HANGS)
         assert self.core.shortcuts is not None
-        assert self.core.shortcuts.posting == 1
+        assert self.core.shortcuts.posting == posting
 
     async def go(self) -> Any:
         """Let it go on, and return what its call returns."""
@@ -148,5 +149,105 @@ def test_its_memory_is_in_use(kind: str, eager: None) -> None:
                 assert arena.tolist() == [1.0] * 4 + [0.0] * 4
                 await turns()
                 assert not in_use(arena.untyped_storage())
+
+    run_on("asyncio", main)
+
+
+def test_the_loop_fails_it_before_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread hears of that, although nobody could be told then."""
+
+    async def main() -> None:
+        async with local_world(2, "ucx") as comms:
+            post = Post(comms[0], comms[0].portal().barrier)
+
+            class Slow(works._Listener):
+                def __init__(self, of: Any) -> None:
+                    post.stand()
+                    super().__init__(of)
+
+            monkeypatch.setattr(works, "_Listener", Slow)
+            monkeypatch.setattr(works.BlockingWork, "_overdue", lambda _: None)  # which would end it a second later
+            await post.begin()
+            await comms[1].aclose()
+            await comms[0]._core.over
+            with pytest.raises(CommError, match="rank 1"):
+                await wait(await post.go())
+
+    run_on("asyncio", main)
+
+
+def test_a_lane_that_closes_waits_for_it() -> None:
+    async def main() -> None:
+        async with local_world(2, "ucx") as comms:
+            mine, theirs = (comm.lane("one") for comm in comms)
+            portal = comms[0].portal().lane("one")
+            first = await anyio.to_thread.run_sync(portal.barrier)  # by the loop, which then knows the lane
+            await theirs.barrier()
+            await wait(first)
+            closed = anyio.Event()
+
+            async def close() -> None:
+                await mine.aclose()
+                closed.set()
+
+            async with amid(comms[0], portal.barrier, kept=False) as post, anyio.create_task_group() as tasks:
+                tasks.start_soon(close)
+                await turns(100)
+                assert not comms[0]._core.in_flight
+                assert not closed.is_set()
+                work = await post.go()
+                await turns(100)
+                assert not closed.is_set(), "it waits for what is in flight now"
+                await theirs.barrier()
+                await wait(work)
+            assert closed.is_set()
+
+    run_on("asyncio", main)
+
+
+def test_the_recorder_counts_it() -> None:
+    """It has a number among the collectives, and so those before it keep theirs."""
+
+    async def main() -> None:
+        async with local_world(2, "ucx") as comms:
+            for _ in range(2):
+                for work in [comm.all_reduce(torch.ones(1)) for comm in comms]:
+                    await work
+            with pytest.raises(CommError):
+                comms[0].all_reduce(torch.ones(1), "xor")
+            async with amid(comms[0], comms[0].portal().barrier, kept=False):
+                snapshot = comms[0]._core.recorder.snapshot("for the test")
+                assert [item.collective for item in snapshot.items()] == [1, 2]
+                brief = snapshot.header.brief
+                assert (brief.calls, brief.ended, brief.last) == (3, 2, "all_reduce #1")
+            await comms[1].barrier()
+
+    run_on("asyncio", main)
+
+
+def test_it_ends_at_once_and_the_communicator_is_closed_meanwhile() -> None:
+    """No hook is called on the thread, which would be the first one that hears of the op's end."""
+
+    async def main() -> None:
+        comm = await aiocomms.new_comm("ucx")
+        portal, heard = comm.portal(), list[Any]()
+        native: Any = comm._shortcuts
+        post = Post(comm, portal.barrier)
+
+        class Slow:
+            def post(self, *args: Any) -> Any:
+                work = native.post(*args)
+                post.stand()
+                return work
+
+        comm._shortcuts = Slow()
+        await post.begin(posting=0)
+        comm.register_post_hook(heard.append)
+        await comm.aclose()
+        work = await post.go()
+        await wait(work)
+        await turns()
+        assert not heard
+        comm._shortcuts = native
 
     run_on("asyncio", main)

@@ -276,7 +276,17 @@ class Shortcuts {
   nb::object lanes() const { return held_[kLaneRing]; }
   bool windows() const { return windows_; }
   // How many other threads' ops are between their first step and their last.
-  int posting() const { return elsewhere_; }
+  int posting() const {
+    int count = 0;
+    for (const Posting* it = elsewhere_; it != nullptr; it = it->next) ++count;
+    return count;
+  }
+  // Whether one of them is of a lane.
+  bool posting_in(std::uint64_t lane) const {
+    const Posting* it = elsewhere_;
+    while (it != nullptr && !(it->caller.in_lane() && it->caller.lane == lane)) it = it->next;
+    return it != nullptr;
+  }
   void record(bool whether) { ring_ = whether ? nb::inst_ptr<Ring>(held_[kRing]) : nullptr; }
   // Works are made of the classes that have `__await__` of a shortcut. windows: whether they have shortcuts, too.
   void use(nb::object work, nb::object lane_work, nb::object part, bool windows) {
@@ -483,6 +493,22 @@ class Shortcuts {
     int& posts_;
   };
 
+  // An op of another thread, amid its post for as long as this is there.
+  struct Posting {
+    Posting(Posting*& among, const Caller& whose) : first(among), caller(whose), next(std::exchange(among, this)) {}
+    Posting(const Posting&) = delete;
+    Posting& operator=(const Posting&) = delete;
+    ~Posting() {
+      Posting** at = &first;
+      while (*at != this) at = &(*at)->next;
+      *at = next;
+    }
+
+    Posting*& first;
+    const Caller& caller;
+    Posting* next;
+  };
+
   bool is_plain() const {
     return line() != nullptr && refusing_.of(line()) == Py_False && PyList_GET_SIZE(held_[kPreHooks].ptr()) == 0 &&
            PyList_GET_SIZE(held_[kPostHooks].ptr()) == 0 && failure_.of(held_[kTransport].ptr()) == Py_None &&
@@ -671,7 +697,7 @@ class Shortcuts {
     }
     count(kind, counts);
     if (counts.calls) calls_.set(held_[kTransport].ptr(), counts.calls.release().ptr());
-    const Amid amid(elsewhere_);
+    const Posting amid(elsewhere_, caller);
     double at = 0;
     try {
       Unlocked unlocked;
@@ -809,8 +835,8 @@ class Shortcuts {
   std::vector<Defined> operators_;
   std::vector<Record> records_;
   bool windows_ = false;
-  int here_ = 0;       // posts that the loop is amid, one within the other
-  int elsewhere_ = 0;  // those of other threads
+  int here_ = 0;                  // posts that the loop is amid, one within the other
+  Posting* elsewhere_ = nullptr;  // those of other threads
 };
 
 // ----------------------------------------------------------------------------------------------------- what is called
@@ -1073,6 +1099,7 @@ void define_shortcuts(nb::module_& module) {
       .def_prop_ro("ring", &Shortcuts::ring, nb::sig("def ring(self) -> Ring"))
       .def_prop_ro("lanes", &Shortcuts::lanes, nb::sig("def lanes(self) -> Ring"))
       .def_prop_ro("posting", &Shortcuts::posting)
+      .def("posting_in", &Shortcuts::posting_in, nb::arg("lane"))
       .def("record", &Shortcuts::record, nb::arg("whether"))
       .def_static(
           "method", [](nb::handle cls, nb::handle function) { return method_of(kSignatures, cls, function); },
