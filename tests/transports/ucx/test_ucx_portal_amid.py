@@ -251,3 +251,27 @@ def test_it_ends_at_once_and_the_communicator_is_closed_meanwhile() -> None:
         comm._shortcuts = native
 
     run_on("asyncio", main)
+
+
+def test_it_has_ended_and_the_one_behind_it_is_to_blame() -> None:
+    """Of an end within the post nobody hears before the post is left; the ranks disagree on what comes behind it."""
+
+    async def main() -> None:
+        async with local_world(2, "ucx") as comms:
+            mine, theirs = (comm.lane("one") for comm in comms)
+            portal = comms[0].portal().lane("one")
+            first = await anyio.to_thread.run_sync(portal.barrier)  # by the loop, which then knows the lane
+            await theirs.barrier()
+            await wait(first)
+            async with amid(comms[0], lambda: portal.all_reduce(torch.ones(1)), kept=True) as post:
+                await theirs.all_reduce(torch.ones(1))
+                works = mine.barrier(), theirs.broadcast(torch.ones(3), 0)
+                with pytest.raises(CommError, match=r"rank 0 calls barrier|calls barrier.*rank 1 calls broadcast"):
+                    await works[0]
+                with pytest.raises(CommError, match="barrier"):
+                    await works[1]
+                work = await post.go()
+            with pytest.raises(CommError, match="barrier"):
+                await wait(work)
+
+    run_on("asyncio", main)

@@ -1086,7 +1086,6 @@ void define_shortcuts(nb::module_& module) {
       .def(nb::init<>())
       .def("add", &LaneQueues::add, nb::sig("def add(self, lane: int, work: object, /) -> None"))
       .def("remove", &LaneQueues::remove, nb::sig("def remove(self, lane: int, work: object, /) -> bool"))
-      .def("first", &LaneQueues::first, nb::sig("def first(self, lane: int, /) -> typing.Any"))
       .def("__contains__", &LaneQueues::contains, nb::sig("def __contains__(self, lane: int, /) -> bool"))
       .def("__len__", &LaneQueues::size);
   nb::class_<OfWindow>(module, "WindowShortcuts", nb::type_slots(of_window.data()));
