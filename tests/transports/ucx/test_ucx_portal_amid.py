@@ -6,9 +6,8 @@ A thread is held there by what it calls of the core when its op is pending, just
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,7 +19,6 @@ from processes import HANGS
 
 import aiocomms
 from aiocomms.errors import CommError, WorkCancelledError
-from aiocomms.lowlevel import in_use
 from aiocomms.portal import works
 from aiocomms.testing import local_world
 
@@ -113,42 +111,6 @@ def test_a_receive_is_withdrawn() -> None:
                 assert (await received).item() == i
             assert untouched.item() == 0
             assert not [it for _, it, _ in core.transports[0].shared.pending.values() if it is pending]  # type: ignore
-
-    run_on("asyncio", main)
-
-
-@pytest.fixture
-def eager() -> Iterator[None]:
-    """Threads get the interpreter's lock as soon as they want it."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
-
-
-@pytest.mark.parametrize("kind", ["collective", "message"])
-def test_its_memory_is_in_use(kind: str, eager: None) -> None:
-    """From the moment on at which the engine has it: nobody may move it, such as to share it as a window."""
-
-    async def main() -> None:
-        async with local_world(2, "ucx") as comms:
-            portal, shortcuts, caught = comms[0].portal(), comms[0]._core.shortcuts, False
-            assert shortcuts is not None
-            while not caught:  # the thread may have been amid its post before this one could look
-                arena, works = torch.zeros(8), list[Any]()
-                call = portal.all_reduce if kind == "collective" else lambda tensor: portal.recv(tensor, 1)
-                thread = threading.Thread(target=lambda c=call, a=arena, w=works: w.append(c(a[:4])))
-                thread.start()
-                while not works and not (caught := shortcuts.posting == 1):
-                    pass
-                assert in_use(arena.untyped_storage())
-                theirs = comms[1].all_reduce(torch.ones(4)) if kind == "collective" else comms[1].send(torch.ones(4), 0)
-                await anyio.to_thread.run_sync(thread.join, HANGS)
-                assert (await wait(works[0])).tolist() == [1.0] * 4
-                await theirs
-                assert arena.tolist() == [1.0] * 4 + [0.0] * 4
-                await turns()
-                assert not in_use(arena.untyped_storage())
 
     run_on("asyncio", main)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from processes import HANGS, Rank, Run
 
 from aiocomms.communicator import Communicator
+from aiocomms.lowlevel import in_use
 from aiocomms.portal.works import BlockingWork
 
 pytest.importorskip("aiocomms_ucx._engine", reason="needs the ucx transport", exc_type=ImportError)
@@ -83,3 +85,45 @@ def test_threads_and_the_loop_of_both_ranks_post_at_once(ranks: Run) -> None:
     for calls, posted in ranks(2, everybody_posts):
         assert calls == (LANES + 2) * ROUNDS
         assert posted > 0, "some of them by the threads themselves"
+
+
+def called_elsewhere(call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    """Have another thread call, once this one lets it have the interpreter's lock."""
+    go, works = threading.Event(), list[Any]()
+    thread = threading.Thread(target=lambda: works.append(call()) if go.wait(HANGS) else None)
+    thread.start()
+    go.set()
+    return thread, works
+
+
+async def memory_in_use(place: Rank, kind: str) -> None:
+    async with place.open() as comm:
+        if place.rank == 1:
+            for _ in range(int((await comm.recv(torch.zeros(1), 0, tag=9)).item())):
+                await (comm.all_reduce(torch.ones(4)) if kind == "collective" else comm.send(torch.ones(4), 0))
+            return
+        portal, shortcuts = comm.portal(), comm._core.shortcuts
+        assert shortcuts is not None
+        call: Callable[[Any], Any] = (
+            portal.all_reduce if kind == "collective" else lambda tensor: portal.recv(tensor, 1)
+        )
+        calls: list[Any] = []
+        amid = False
+        while not amid:  # the thread may have been before this one could look
+            arena = torch.zeros(8)
+            thread, works = called_elsewhere(lambda mine=arena[:4]: call(mine))
+            while not works and not (amid := shortcuts.posting == 1):
+                pass
+            assert in_use(arena.untyped_storage())
+            thread.join(HANGS)
+            calls += works
+        await comm.send(torch.tensor([float(len(calls))]), 1, tag=9)
+        for work in calls:
+            assert (await asyncio.to_thread(work.wait)).tolist() == [1.0] * 4
+        assert arena.tolist() == [1.0] * 4 + [0.0] * 4
+
+
+@pytest.mark.parametrize("kind", ["collective", "message"])
+def test_the_memory_of_a_post_that_looks_on_is_in_use(ranks: Run, kind: str) -> None:
+    """Nobody may move it, such as to share it as a window."""
+    ranks(2, memory_in_use, kind)
