@@ -234,6 +234,16 @@ class Core(Posting):
 
     # ---------------------------------------------------------------------------------------------- closing
 
+    async def posted_elsewhere(self, lane: int | None = None) -> None:
+        """Wait, for a moment, until what other threads are posting is in flight, or done.
+
+        :param lane: of this lane; None: of the communicator and all lanes.
+        """
+        shortcuts = self.shortcuts
+        with anyio.CancelScope(shield=True):
+            while shortcuts is not None and (shortcuts.posting if lane is None else shortcuts.posting_in(lane)):
+                await anyio.lowlevel.checkpoint()
+
     async def aclose(self, released: Callable[[], object]) -> None:
         """Let ops under way end, withdraw receives that nothing has matched, and release everything. Idempotent.
 
@@ -255,9 +265,7 @@ class Core(Posting):
         with self._lock:
             self.life, actions = lifecycle.close(self.life)
             self.refusing = True
-        with anyio.CancelScope(shield=True):  # a moment: then what other threads post is in flight, or done
-            while self.shortcuts is not None and self.shortcuts.posting:
-                await anyio.lowlevel.checkpoint()
+        await self.posted_elsewhere()
         if Action.WITHDRAW not in actions:
             return
         assert self.life.closed is not None

@@ -146,6 +146,7 @@ class Lane(PointToPoint, Collectives, Objects):
         if get_ident() != core.thread:
             raise wrong_thread(f"aclose of {self!r}")
         self._closed = True
+        await core.posted_elsewhere(number)
         works = [work for work in core.in_flight if isinstance(work, LaneWork) and work.number == number]
         for work in works:
             if work.op.withdrawable and core.withdraw(work):

@@ -140,8 +140,9 @@ class Posting(Counted):
 
         A transport that raises another exception than a :class:`CommError` is broken, and the communicator is lost.
         """
-        if not isinstance(work, LaneWork):  # the other ranks' next collective is this one's next, too
-            self.calls -= work.op.family == "collectives"
+        if not isinstance(work, LaneWork) and work.op.family == "collectives":
+            self.calls -= 1  # the other ranks' next one is this one's next, too
+            self.recorder.refused.append(work.seq)
         return self.not_posted(work.op, error, work._comm_name())
 
     def not_posted(self, op: ops.Op, error: BaseException, where: str) -> BaseException:

@@ -94,6 +94,9 @@ class Shortcuts(Protocol):
     def posting(self) -> int:
         """How many ops of other threads are being posted, and not known to anybody else yet."""
 
+    def posting_in(self, lane: int) -> bool:
+        """Whether one of them is of a lane, by its number."""
+
     def post(self, target: Any, op: Any, keeper: Any, /) -> Any:
         """Start a plain op on another thread than the loop's, after that thread's earlier ones.
 

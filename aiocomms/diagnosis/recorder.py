@@ -142,6 +142,8 @@ class Look(NamedTuple):
     entries: list[Entry]
     lanes: dict[int, str]
     """The lanes of ops, by their numbers."""
+    refused: set[int]
+    """The numbers of collectives that could not be posted, and are none of those that all ranks count."""
     issued: int
     calls: int
     wall: float
@@ -206,6 +208,8 @@ class Recorder:
         has numbers, a :meth:`row`."""
         self.lanes: Ring = deque(maxlen=self.size) if shortcuts is None else shortcuts.lanes
         """Of each op of a lane its number and the lane's key, in words."""
+        self.refused: deque[int] = deque(maxlen=self.size)
+        """See :class:`Look`."""
         _learn(Op)
 
     @property
@@ -239,9 +243,9 @@ class Recorder:
         """
         comm = self._comm
         while True:  # the loop's thread may be calling more
-            issued = comm.issued
+            issued, calls = comm.issued, comm.calls
             entries = copied(self.ring)
-            lanes = dict(copied(self.lanes))
+            lanes, refused = dict(copied(self.lanes)), set(copied(self.refused))
             if comm.issued == issued:
                 break
         found = comm.driver.tasks_of([waiter for one in flying for waiter in one.waiters])
@@ -249,56 +253,63 @@ class Recorder:
         for one in flying:
             name, coroutine = next((found[waiter] for waiter in one.waiters if waiter in found), ("", None))
             tasks.append((name[:LONGEST], _place(coroutine)))
-        return Look(flying, tasks, entries, lanes, issued, comm.calls, time(), monotonic())
+        return Look(flying, tasks, entries, lanes, refused, issued, calls, time(), monotonic())
 
     def describe(self, look: Look, reason: str) -> Snapshot:
         """Put what was noted into words; on any thread, at any time."""
-        oldest, finished = self._rows(look)
-        # Behind one that ended late, and was called before all that the ring knows, others may be missing.
-        numbers = _numbers(look, [row for row in finished if row[0] >= oldest])
+        called, finished = _rows(look)
+        numbers = _numbers(look, called)
+        ended = _ended(look, numbers, {row[0] for row in finished})
         flying = sorted(zip(look.flying, look.tasks, strict=True), key=lambda one: one[0].work.seq)[:MOST]
         pending = [_item(one, *task, numbers.get(one.work.seq)) for one, task in flying]
         finished = [
-            (numbers.get(row[0]), look.lanes.get(row[0], ""), *row) for row in sorted(finished, key=lambda row: row[2])
+            (numbers.get(row[0]), look.lanes.get(row[0], ""), *row)
+            for row in sorted(finished[-self.size :], key=lambda row: row[2])
         ]
         comm = self._comm
         header = Header(
             FORMAT, comm.name, comm.rank, comm.size, _boot(), os.getpid(), look.wall, look.monotonic,
-            reason[: 4 * LONGEST], "", _brief(comm.rank, look, pending, finished),
+            reason[: 4 * LONGEST], "", _brief(comm.rank, look, ended, pending, finished),
         )  # fmt: skip
         return Snapshot(header, finished, pending)
 
-    def _rows(self, look: Look) -> tuple[int, list[tuple[Any, ...]]]:
-        """The number of the oldest call in the ring, and the last ops that have ended.
 
-        Of these numbers, types, times, arguments and errors, and when they were called. There is a type for every call,
-        so counted back from the last one they tell the numbers.
-        """
-        pending = {one.work.seq for one in look.flying}
-        seq = oldest = look.issued - sum(isinstance(entry, type) for entry in look.entries)
-        cls: Any = None
-        rows: dict[int, tuple[Any, ...]] = {}
-        for entry in look.entries:
-            if isinstance(entry, type):
-                seq, cls = seq + 1, entry
-            elif isinstance(entry, tuple):
-                rows[entry[0]] = entry
-            elif cls is not None:  # else it is of a call that has gone from the ring
-                rows[seq - 1] = (seq - 1, cls, entry, None, None, None)
-        return oldest, [row for number, row in rows.items() if number not in pending][-self.size :]
+def _rows(look: Look) -> tuple[dict[int, type[Op]], list[tuple[Any, ...]]]:
+    """The types of the last ops that were called, by their numbers; and :meth:`Recorder.row` of those that have ended.
+
+    There is a type for every call, so counted back from the last one they tell the numbers.
+    """
+    pending = {one.work.seq for one in look.flying}
+    seq = look.issued - sum(isinstance(entry, type) for entry in look.entries)
+    cls: Any = None
+    called: dict[int, type[Op]] = {}
+    rows: dict[int, tuple[Any, ...]] = {}
+    for entry in look.entries:
+        if isinstance(entry, type):
+            called[seq] = cls = entry
+            seq += 1
+        elif isinstance(entry, tuple):
+            rows[entry[0]] = entry
+        elif cls is not None:  # else it is of a call that has gone from the ring
+            rows[seq - 1] = (seq - 1, cls, entry, None, None, None)
+    return called, [row for number, row in rows.items() if number not in pending]
 
 
-def _numbers(look: Look, finished: Sequence[tuple[Any, ...]]) -> dict[int, int]:
-    """The numbers of collectives by sequence number, counted back from the last one that was called."""
-    seqs = [row[0] for row in finished if row[1].family == "collectives"]
-    seqs += [one.work.seq for one in look.flying if one.work.op.family == "collectives"]
+def _numbers(look: Look, called: dict[int, type[Op]]) -> dict[int, int]:
+    """The numbers of collectives by sequence number, counted back from the last one, which may be amid its post."""
+    seqs = {seq for seq, cls in called.items() if cls.family == "collectives"}
+    seqs |= {one.work.seq for one in look.flying if one.work.op.family == "collectives"}
     lanes = look.lanes.keys() | {one.work.seq for one in look.flying if isinstance(one.work, LaneWork)}
-    counted = sorted(set(seqs) - lanes, reverse=True)
-    return {**dict.fromkeys(lanes & set(seqs), 0), **dict(zip(counted, range(look.calls, 0, -1), strict=False))}
+    counted = sorted(seqs - lanes - look.refused, reverse=True)
+    return {**dict.fromkeys(lanes & seqs, 0), **dict(zip(counted, range(look.calls, 0, -1), strict=False))}
 
 
-def _brief(rank: int, look: Look, pending: Sequence[Item], finished: Sequence[tuple[Any, ...]]) -> Brief:
-    ended = min((item.collective - 1 for item in pending if item.collective), default=look.calls)
+def _ended(look: Look, numbers: dict[int, int], finished: set[int]) -> int:
+    """The number of the last collective that has ended, with all before it."""
+    return min((number - 1 for seq, number in numbers.items() if number and seq not in finished), default=look.calls)
+
+
+def _brief(rank: int, look: Look, ended: int, pending: Sequence[Item], finished: Sequence[tuple[Any, ...]]) -> Brief:
     last = next((row for row in reversed(finished) if ended and row[0] == ended), None)
     few = [msgspec.structs.replace(item, tensors=[], task="", where="") for item in pending[:SHOWN]]
     name = f"{last[3].name} #{last[2]}" if last else ""

@@ -283,18 +283,21 @@ class BlockingWork(Pending, Generic[T_co]):
         self._work, core = work, self._door.core
         self._seconds = on._seconds
         self._until = monotonic() + self._seconds
-        work._waiting().waiting.append(_Listener(self))
+        work.wake(_Listener(self))
         core.keep_elsewhere(work, self._seconds)
-        core.driver.call_threadsafe(
-            core.look_after, look_after, index
-        )  # and not by the door: the next call need not wait
+        # And not by the door, for the next call need not wait for that.
+        core.driver.call_threadsafe(core.look_after, look_after, index)
 
     # --------------------------------------------------------------------------------------- on the loop's thread
 
     def _ended_at_once(self) -> None:
+        core = self._door.core
         assert self._work is not None
-        self._door.core.ended_at_once(self._work)
+        if threading.get_ident() != core.thread:  # the door is closed: the loop has called the last hook
+            return self._ring()
+        core.ended_at_once(self._work)
         self._ended()
+        return None
 
     def _begin(self) -> None:
         asked = self._taken()

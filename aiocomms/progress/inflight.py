@@ -12,7 +12,7 @@ from torch import Tensor, UntypedStorage
 from aiocomms.errors import CapturedWorkError, CommError, LaneAbortedError, MismatchError, WorkCancelledError
 from aiocomms.lowlevel import memory
 from aiocomms.progress.deadlines import watchdog
-from aiocomms.progress.driver import Driver, Promise
+from aiocomms.progress.driver import Driver, Promise, Waiters
 from aiocomms.progress.heartbeat import Heartbeat
 from aiocomms.progress.loops import Waiter
 from aiocomms.progress.work import ABANDONED, DONE, T_co, UnseenError, Work
@@ -52,6 +52,10 @@ class StartedWork(Work[T_co]):
     def waiters(self) -> list[Waiter]:
         """The suspended awaiters."""
         return [] if self._waiters is None else list(self._waiters.waiting)
+
+    def wake(self, waiter: Waiter) -> None:
+        """Have a first waiter woken; on any thread, for whoever ends the work meanwhile sees it, or finds none."""
+        self._waiters = Waiters(self, self._nobody_waits, [waiter])
 
     def complete(self, value: Any = OP_RESULT) -> None:
         """See :meth:`aiocomms.transport.Completion.complete`."""
@@ -216,13 +220,13 @@ class InFlight:
         self._owner = owner
         self._heartbeat = heartbeat
         self._queues: dict[float, Queue] = {}
-        self._adding = threading.RLock()  # a queue must not be dropped while another thread adds to it
+        self._changing = threading.RLock()  # while there are to be others of them; to add takes no lock
         self._drained: Promise | None = None
         watchdog.register(self)
         memory.register(self)
 
     def __bool__(self) -> bool:
-        return any(self._queues.values())
+        return any(list(self._queues.values()))
 
     def __iter__(self) -> Iterator[StartedWork[Any]]:
         return iter([flying.work for flying in self.look()])
@@ -240,13 +244,11 @@ class InFlight:
         """Keep a work, and watch its deadline, ``seconds`` from now; infinity: it has none. On any thread."""
         if not work.op.moves:
             work.hold()
-        with self._adding:
-            queue = self._queues.get(seconds)
-            if queue is None:
-                self._queues = {s: q for s, q in self._queues.items() if q}
-                queue = self._queues[seconds] = Queue(seconds)
-            now = queue[work] = time.monotonic()
-            work.queue = queue
+        now = time.monotonic()
+        queue = self._queues.get(seconds)
+        while queue is None or not self._joins(queue, work, now):
+            queue = self._queue_of(seconds)
+        work.queue = queue
         period = self._heartbeat.period
         look = now + seconds if seconds < period else now + period
         if look < watchdog.wakes_at:
@@ -254,6 +256,27 @@ class InFlight:
                 watchdog.wake_by(look)
             except RuntimeError as error:  # what nobody watches might never end
                 self._owner.lose(CommError(f"nobody watches its deadlines: {error}"))
+
+    def _joins(self, queue: Queue, work: StartedWork[Any], now: float) -> bool:
+        """Add a work to a queue, unless another thread has just dropped that."""
+        queue[work] = now  # and only then look: whoever drops it looks in the other order, so that one of both sees it
+        if self._queues.get(queue.seconds) is queue:
+            return True
+        queue.pop(work, None)
+        return False
+
+    def _queue_of(self, seconds: float) -> Queue:
+        """Make the queue of a timeout, if there is none by now, and drop those that are empty."""
+        with self._changing:
+            if (found := self._queues.get(seconds)) is not None:
+                return found
+            for queue in list(self._queues.values()):
+                if not queue:
+                    del self._queues[queue.seconds]
+                    if queue:  # another thread has added to it meanwhile, and perhaps before it could see that
+                        self._queues[queue.seconds] = queue
+            made = self._queues[seconds] = Queue(seconds)
+            return made
 
     def remove(self, work: StartedWork[Any]) -> float:
         """Forget a work that has just become done.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import random
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import anyio
@@ -18,6 +19,7 @@ from processes import HANGS
 import aiocomms
 from aiocomms import ops
 from aiocomms.errors import CommAbortedError, CommClosedError, CommTimeoutError, LaneAbortedError
+from aiocomms.portal.works import BlockingWork
 from aiocomms.progress.inflight import StartedWork
 from aiocomms.testing import local_world
 
@@ -35,6 +37,26 @@ def which(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 def native(which: str) -> None:
     if which == "pure":
         pytest.skip("what is posted elsewhere only")
+
+
+@pytest.fixture
+def by_the_loop() -> None:
+    """Nothing that a test calls is posted by its own thread."""
+
+
+@pytest.fixture(autouse=True)
+def posts(which: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """Of each call whether its own thread has posted it; of a test's calls some are, where there are shortcuts."""
+    posts: list[bool] = []
+    post: Callable[[Any], bool] = BlockingWork._posted
+
+    def counted(work: Any) -> bool:
+        posts.append(post(work))
+        return posts[-1]
+
+    monkeypatch.setattr(BlockingWork, "_posted", counted)
+    yield posts
+    assert any(posts) == (which == "native" and "by_the_loop" not in request.fixturenames)
 
 
 async def in_thread(call: Callable[[], Any]) -> Any:
@@ -126,7 +148,7 @@ def test_plain_calls_of_a_lane(which: str) -> None:
     run_on("asyncio", main)
 
 
-def test_what_was_called_before_comes_before() -> None:
+def test_what_was_called_before_comes_before(by_the_loop: None) -> None:
     """A call that the loop is to start, and behind it a plain one, which must not overtake it."""
 
     async def main() -> None:
@@ -148,8 +170,8 @@ def test_what_was_called_before_comes_before() -> None:
     run_on("asyncio", main)
 
 
-def test_a_call_that_the_loop_is_amid_comes_before(native: None) -> None:
-    """The loop has taken it from the queue, and waits in its pre-hook while the thread calls the next one."""
+def test_a_call_that_the_loop_is_amid_comes_before(native: None, by_the_loop: None) -> None:
+    """It has its number, and the loop waits in its pre-hook while a thread calls the next one."""
 
     async def main() -> None:
         async with local_world(2, "ucx") as comms:
@@ -160,12 +182,11 @@ def test_a_call_that_the_loop_is_amid_comes_before(native: None) -> None:
                 later.append(here(portal.barrier))
 
             hook = comms[0].register_pre_hook(amid)
-            first = await in_thread(lambda: portal.all_reduce(torch.ones(2), hints={}))
+            first = comms[0].all_reduce(torch.ones(2))
             theirs = [comms[1].all_reduce(torch.ones(2)), comms[1].barrier()]
-            await in_thread(first.wait)
             await in_thread(later[0].wait)
-            assert [work._work.seq for work in (first, later[0])] == [0, 1]
-            for work in theirs:
+            assert [first.seq, later[0]._work.seq] == [0, 1]
+            for work in (first, *theirs):
                 await work
 
     run_on("asyncio", main)
@@ -409,6 +430,33 @@ def test_a_window_that_closes_goes_before_collectives_behind_it() -> None:
     run_on("asyncio", main)
 
 
+def test_a_collective_waits_behind_a_window_that_closes(native: None, posts: list[bool]) -> None:
+    """And no thread posts while those that have waited are posted."""
+
+    async def main() -> None:
+        async with local_world(2, "ucx") as comms:
+            portal, windows = comms[0].portal(), comms[0]._core.transports[0]._windows  # type: ignore[attr-defined]
+            works, hand_over = [here(portal.barrier)], windows._transport.hand_over
+            windows.behind = deque()  # as where its one-sided operations have not ended
+            works += [here(portal.barrier), here(portal.barrier)]
+            await turns()
+            assert [work._work for work in works[1:]] == list(windows.behind)
+
+            def slow(*args: Any) -> None:
+                works.append(here(portal.barrier))
+                hand_over(*args)
+
+            windows._transport.hand_over = slow
+            windows._post_behind()
+            assert posts == [True, False, False, False, False]
+            for _ in works:
+                await comms[1].barrier()
+            for work in works:
+                await in_thread(work.wait)
+
+    run_on("asyncio", main)
+
+
 def test_a_forked_child_is_refused_and_the_parent_goes_on() -> None:
     async def main() -> None:
         async with local_world(2, "ucx") as comms:
@@ -432,17 +480,23 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on() -> None:
     run_on("asyncio", main)
 
 
-def test_a_tensor_that_is_not_plain_goes_by_the_loop() -> None:
+NOT_PLAIN: dict[str, Callable[[Any], Any]] = {
+    "deadline": lambda on: on.all_reduce(torch.ones(2), timeout=HANGS),
+    "hints": lambda on: on.all_reduce(torch.ones(2), hints={}),
+    "tensor of another class": lambda on: on.all_reduce(torch.nn.Parameter(torch.ones(2), requires_grad=False)),
+    "factor": lambda on: on.all_reduce(torch.ones(2), aiocomms.ReduceOp.PREMUL_SUM(2.0)),
+    "object": lambda on: on.broadcast_object(7, 0),
+}
+
+
+@pytest.mark.parametrize("what", NOT_PLAIN)
+def test_what_is_not_plain_goes_by_the_loop(what: str, by_the_loop: None) -> None:
     async def main() -> None:
         async with local_world(2, "ucx") as comms:
-            mine = torch.ones(4)[::2]
-            work = here(lambda: comms[0].portal().send(mine.contiguous().requires_grad_(False), 1))
-            late = here(lambda: comms[0].portal().all_reduce(torch.ones(2), timeout=HANGS))
-            assert comms[0]._core.issued <= 1
-            theirs = comms[1].recv(torch.zeros(2), 0), comms[1].all_reduce(torch.ones(2))
+            work = here(lambda: NOT_PLAIN[what](comms[0].portal()))
+            assert comms[0]._core.issued == 0
+            theirs = NOT_PLAIN[what](comms[1])
             await in_thread(work.wait)
-            assert (await in_thread(late.wait)).tolist() == [2.0, 2.0]
-            for it in theirs:
-                await it
+            await theirs
 
     run_on("asyncio", main)

@@ -108,9 +108,14 @@ class LaneCollectives:
         return transport.engine.missing(transport.group)
 
     def _first(self, lane: int) -> Completion | None:
-        """The collective that is under way in a lane."""
-        first: Completion | None = self.pending.first(lane)
-        return None if first is None or first.done() else first
+        """The collective that is under way in a lane.
+
+        The engine knows: those before it may have ended, and the threads that have posted them not have heard of it.
+        """
+        transport = self._transport
+        ticket = transport.engine.under_way_in_lane(transport.group, lane)
+        owner, work, _ = transport.shared.pending.get(ticket, (None, None, 0))
+        return None if owner is not self or work is None or work.done() else work
 
     # ----------------------------------------------------------------------------- what cannot complete any more
 

@@ -8,8 +8,10 @@
 #include <cstring>
 #include <mutex>
 #include <numeric>
+#include <optional>
 
 #include "engine_collectives.hpp"
+#include "engine_elsewhere.hpp"
 #include "engine_given_up.hpp"
 #include "engine_hostile.hpp"
 #include "engine_lanes.hpp"
@@ -447,7 +449,8 @@ void farewell(Comm& comm) {
 }
 
 // The last rank is gone without a word, while the others wait for it.
-void death(Comm& comm) {
+// The engine is closed amid posts of another communicator.
+void death(Comm& comm, Comm& other) {
   Rank& rank = comm.rank;
   const int last = comm.size() - 1;
   if (comm.me == last) {
@@ -461,9 +464,13 @@ void death(Comm& comm) {
     const Notice lost = rank.wait_for([](const Notice& it) { return it.kind == Notice::kLost; }, "a death");
     expect(lost.peer != rank.number, "a rank hears of its own death");  // others may have followed the last one
   }
+  std::optional<Amid> amid;
+  if (comm.me != last) amid.emplace(other);  // the last one calls nothing
   rank.engine->lose_group(comm.group);
   rank.engine->close_group(comm.group);
   rank.close(false);
+  if (amid) amid->go_on();
+  if (amid) amid->leave();
 }
 
 void live(Rank& rank, std::vector<Part>& parts, bool dies) {
@@ -471,7 +478,7 @@ void live(Rank& rank, std::vector<Part>& parts, bool dies) {
   std::iota(all.begin(), all.end(), 0);
   std::vector<int> reversed(all.rbegin(), all.rend());
   Comm comm(rank, all), other(rank, reversed), doomed(rank, all), regretted(rank, all), recanted(rank, all),
-      disputed(rank, all), unlike(rank, all), forsaken(rank, all), left(rank, all);
+      disputed(rank, all), unlike(rank, all), forsaken(rank, all), left(rank, all), amid(rank, all);
   collectives(comm, other, 12);
   crowds_of_communicators(rank, all);
   lanes(comm, other, 8);
@@ -481,6 +488,8 @@ void live(Rank& rank, std::vector<Part>& parts, bool dies) {
   floods(comm);
   pours(comm);
   cancels(other, 12);
+  withdrawals_amid_a_post(other);
+  withdrawals_beside_a_post(other, 12);
   misfits(comm);
   windows(comm, parts, 0, 4);
   losses(doomed, comm);
@@ -489,10 +498,12 @@ void live(Rank& rank, std::vector<Part>& parts, bool dies) {
   quarrels(disputed);
   quarrels_in_a_lane(unlike);
   losses_in_lanes(forsaken);
+  losses_amid_posts(amid);
   departures_from_lanes(left);
   collectives(other, comm, 4);
+  if (dies) return death(comm, other);
   rank.engine->close_group(other.group);
-  dies ? death(comm) : farewell(comm);
+  farewell(comm);
 }
 
 }  // namespace

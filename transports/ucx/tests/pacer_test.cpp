@@ -100,6 +100,24 @@ void pacer_waits_as_long_as_it_has_worked() {
   CHECK(pacer.after_look(spin, false, kStart + Pacer::kSlice, kFree) == Next::kStop);
 }
 
+// Others wait for a look of a post beside the loop, and not for all of it.
+void pacer_looks_on_beside_the_loop() {
+  for (bool crowded : {false, true}) {
+    Pacer pacer;
+    pacer.configure(true, crowded);
+    const std::uint64_t slice = crowded ? Pacer::kCrowdedSlice : Pacer::kSlice;
+    pacer.begin_post(kStart - slice);
+    Pacer::Spin spin = pacer.begin_post_elsewhere(kStart);
+    CHECK(pacer.slice_ends() == kStart);
+    for (std::uint64_t now = kStart; now < kStart + slice; now += Pacer::kLookSlice) {
+      pacer.begin_look_elsewhere(now);
+      CHECK(pacer.slice_ends() == now + Pacer::kLookSlice);
+      CHECK(pacer.after_look(spin, true, pacer.slice_ends() - 1, kFree) == Next::kLook);
+    }
+    CHECK(pacer.after_look(spin, true, kStart + slice, kFree) == Next::kStop);
+  }
+}
+
 void pacer_in_a_crowd() {
   Pacer pacer;
   pacer.configure(true, true);
@@ -279,6 +297,7 @@ void test_pacer() {
   pacer_spins_again();
   pacer_gives_the_core_to_who_is_waited_for();
   pacer_waits_as_long_as_it_has_worked();
+  pacer_looks_on_beside_the_loop();
   pacer_in_a_crowd();
   pacer_hands_over();
   pacer_hands_over_copies();

@@ -380,6 +380,7 @@ NB_MODULE(_engine, module) {
       .def("has_let_go", &Engine::has_let_go, nb::arg("group"), nb::arg("rank"), Released())
       .def("missing", &Engine::missing, nb::arg("group"), Released())
       .def("missing_in_lane", &Engine::missing_in_lane, nb::arg("group"), nb::arg("lane"), Released())
+      .def("under_way_in_lane", &Engine::under_way_in_lane, nb::arg("group"), nb::arg("lane"), Released())
       .def("give_up_lane", &Engine::give_up_lane, nb::arg("group"), nb::arg("lane"), Released())
       .def("forget_lane", &Engine::forget_lane, nb::arg("group"), nb::arg("lane"), nb::arg("rank"), Released())
       .def(

@@ -36,11 +36,6 @@ class LaneQueues {
     if (last) queues_.erase(found);
     return last;
   }
-  // None: there is none.
-  nanobind::object first(std::uint64_t lane) const {
-    const auto found = queues_.find(lane);
-    return found == queues_.end() ? nanobind::none() : found->second.front();
-  }
   bool contains(std::uint64_t lane) const { return queues_.contains(lane); }
   std::size_t size() const { return queues_.size(); }
 

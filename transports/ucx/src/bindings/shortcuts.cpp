@@ -278,7 +278,17 @@ class Shortcuts {
   nb::object lanes() const { return held_[kLaneRing]; }
   bool windows() const { return windows_; }
   // How many other threads' ops are between their first step and their last.
-  int posting() const { return elsewhere_; }
+  int posting() const {
+    int count = 0;
+    for (const Posting* it = elsewhere_; it != nullptr; it = it->next) ++count;
+    return count;
+  }
+  // Whether one of them is of a lane.
+  bool posting_in(std::uint64_t lane) const {
+    const Posting* it = elsewhere_;
+    while (it != nullptr && !(it->caller.in_lane() && it->caller.lane == lane)) it = it->next;
+    return it != nullptr;
+  }
   void record(bool whether) { ring_ = whether ? nb::inst_ptr<Ring>(held_[kRing]) : nullptr; }
   // Works are made of the classes that have `__await__` of a shortcut. windows: whether they have shortcuts, too.
   void use(nb::object work, nb::object lane_work, nb::object part, bool windows) {
@@ -488,6 +498,22 @@ class Shortcuts {
     int& posts_;
   };
 
+  // An op of another thread, amid its post for as long as this is there.
+  struct Posting {
+    Posting(Posting*& among, const Caller& whose) : first(among), caller(whose), next(std::exchange(among, this)) {}
+    Posting(const Posting&) = delete;
+    Posting& operator=(const Posting&) = delete;
+    ~Posting() {
+      Posting** at = &first;
+      while (*at != this) at = &(*at)->next;
+      *at = next;
+    }
+
+    Posting*& first;
+    const Caller& caller;
+    Posting* next;
+  };
+
   bool is_plain() const {
     return line() != nullptr && refusing_.of(line()) == Py_False && PyList_GET_SIZE(held_[kPreHooks].ptr()) == 0 &&
            PyList_GET_SIZE(held_[kPostHooks].ptr()) == 0 && failure_.of(held_[kTransport].ptr()) == Py_None &&
@@ -593,6 +619,7 @@ class Shortcuts {
     if (!one_more(caller, kind, it, counts)) return nullptr;
     const Amid amid(here_);
     nb::object before = counts.slot != nullptr ? nb::borrow(counts.slot->of(line())) : nb::object();
+    const nb::object named = counts.named;
     count(kind, counts);
     double at = 0;
     try {
@@ -600,8 +627,8 @@ class Shortcuts {
       if (bytes > kAtOnce) held.let_go();
       at = call(reinterpret_cast<Ticket>(it.known_by()), held);
     } catch (...) {  // with nothing changed
-      if (ring_ != nullptr) ring_->drop();
-      if (ring_ != nullptr && caller.in_lane()) lane_ring()->drop();
+      if (ring_ != nullptr) ring_->drop(kind.record.ptr());
+      if (ring_ != nullptr && named) lane_ring()->drop(named.ptr());
       if (counts.slot != nullptr) counts.slot->set(line(), before.release().ptr());
       issued_.set(line(), Py_NewRef(it.seq.ptr()));
       return nullptr;
@@ -650,8 +677,9 @@ class Shortcuts {
     return nb::borrow(caller.in_lane() ? caller.number() : calls_.of(held_[kTransport].ptr()));
   }
 
-  // As start, on another thread than the loop's. A collective is noted before it can be done, for what becomes of it
-  // the loop may hear meanwhile. A number may come between another op's type and time: what is recorded has its own.
+  // As start, on another thread than the loop's. The op is noted before the engine has it, for from then on the engine
+  // uses its memory, and of what becomes of a collective the loop may hear; nothing is reported of its ticket before
+  // leave(). A number may come between another op's type and time: what is recorded has its own.
   template <typename Call>
   [[gnu::noinline]] PyObject* start_elsewhere(const Caller& caller, const Kind& kind, const Started& it,
                                               PyObject* result, PyObject* kept, const Call& call) {
@@ -659,52 +687,54 @@ class Shortcuts {
     const nb::object& owner = held_[collective && caller.in_lane() ? kLanes : kTransport];
     const nb::object ticket = nb::steal(PyLong_FromVoidPtr(it.work.ptr()));
     const nb::object look_after = nb::steal(PyObject_GetAttr(owner.ptr(), names().look_after));
-    if (!ticket || !look_after) return nullptr;
-    Counts counts;
-    if (!one_more(caller, kind, it, counts)) return nullptr;
     const nb::object index = index_of(caller, kind);
-    if (!index) return nullptr;
+    const nb::object entry = entry_of(owner, it.work, index);
+    if (!ticket || !look_after || !entry) return nullptr;
+    Counts counts;
+    if (!one_more(caller, kind, it, counts) || !index.is(index_of(caller, kind))) return nullptr;
+    const auto forget_all = [&] {
+      if (collective) forget(caller, it, index);
+      remove(held_[kPending], ticket);
+    };
+    if (PyDict_SetItem(held_[kPending].ptr(), ticket.ptr(), entry.ptr()) != 0) return nullptr;
     Elsewhere place(engine_, group_);
     const auto begin = [&] {
       const auto on = reinterpret_cast<Ticket>(it.work.ptr());
       caller.in_lane() ? call(place, caller.lane, on) : call(place, group_, on);
     };
     if (collective) {
-      if (!note(caller, it, index)) return nullptr;
+      if (!note(caller, it, index)) return remove(held_[kPending], ticket), nullptr;
       try {
         begin();
       } catch (...) {  // with nothing changed
       }
       caller.busy = !place.placed();
-      if (caller.busy) return forget(caller, it, index), nullptr;
+      if (caller.busy) return forget_all(), nullptr;
     }
     count(kind, counts);
     if (counts.calls) calls_.set(held_[kTransport].ptr(), counts.calls.release().ptr());
-    const Amid amid(elsewhere_);
+    const Posting amid(elsewhere_, caller);
     double at = 0;
     try {
       Unlocked unlocked;
       if (!collective) begin();
       at = place.finish();
     } catch (const std::exception& error) {  // of a message, which was not sent
+      forget_all();
       PyErr_SetString(PyExc_RuntimeError, error.what());
       return nullptr;
     }
     if (at != 0) {
-      if (collective) forget(caller, it, index);
+      forget_all();
       return end_elsewhere(kind, it, result, kept, at);
     }
-    bool noted = set_pending(ticket, owner, it.work, index);
-    if (!noted) Py_INCREF(it.work.ptr());  // for good, and with it the tensors
-    if (noted) {
-      PyObject* given[] = {caller.keeper, caller.self.ptr(), it.work.ptr(), look_after.ptr(), index.ptr()};
-      noted = static_cast<bool>(nb::steal(PyObject_VectorcallMethod(names().kept, given, 5, nullptr)));
-    }
+    PyObject* given[] = {caller.keeper, caller.self.ptr(), it.work.ptr(), look_after.ptr(), index.ptr()};
+    const auto told = nb::steal(PyObject_VectorcallMethod(names().kept, given, 5, nullptr));
     {
       Unlocked unlocked;
       place.leave();
     }
-    return noted ? Py_NewRef(it.work.ptr()) : nullptr;
+    return told ? Py_NewRef(it.work.ptr()) : nullptr;
   }
 
   // The engine is done with it; if the loop has ended it meanwhile, that is how it has ended.
@@ -772,8 +802,11 @@ class Shortcuts {
 
   // Have the outcome told to an object.
   bool set_pending(const nb::object& ticket, const nb::object& owner, const nb::object& told, const nb::object& index) {
-    nb::object entry = nb::steal(PyTuple_Pack(3, owner.ptr(), told.ptr(), index.ptr()));
+    const nb::object entry = entry_of(owner, told, index);
     return entry && PyDict_SetItem(held_[kPending].ptr(), ticket.ptr(), entry.ptr()) == 0;
+  }
+  static nb::object entry_of(const nb::object& owner, const nb::object& told, const nb::object& index) {
+    return nb::steal(index ? PyTuple_Pack(3, owner.ptr(), told.ptr(), index.ptr()) : nullptr);
   }
 
   // A collective is pending: among the communicator's, or behind those of its lane.
@@ -790,12 +823,11 @@ class Shortcuts {
 
   // It is pending no more.
   void forget(const Caller& caller, const Started& it, const nb::object& index) {
-    PyObject* from = held_[kCollectives].ptr();
-    if (caller.in_lane()) {
-      if (!lane_queues().remove(caller.lane, it.work)) return;
-      from = held_[kGivenUpInLanes].ptr();  // it was the last of its lane
-    }
-    if (PyDict_Contains(from, index.ptr()) == 1) PyDict_DelItem(from, index.ptr());
+    if (!caller.in_lane()) return remove(held_[kCollectives], index);
+    if (lane_queues().remove(caller.lane, it.work)) remove(held_[kGivenUpInLanes], index);  // the last of its lane
+  }
+  static void remove(const nb::object& from, const nb::object& key) {
+    if (PyDict_Contains(from.ptr(), key.ptr()) == 1) PyDict_DelItem(from.ptr(), key.ptr());
   }
 
   // From now on a message of a lane is as Python starts it: its part of the op's run is told the outcome.
@@ -823,8 +855,8 @@ class Shortcuts {
   std::vector<Defined> operators_;
   std::vector<Record> records_;
   bool windows_ = false;
-  int here_ = 0;       // posts that the loop is amid, one within the other
-  int elsewhere_ = 0;  // those of other threads
+  int here_ = 0;                  // posts that the loop is amid, one within the other
+  Posting* elsewhere_ = nullptr;  // those of other threads
 };
 
 // ----------------------------------------------------------------------------------------------------- what is called
@@ -1074,7 +1106,6 @@ void define_shortcuts(nb::module_& module) {
       .def(nb::init<>())
       .def("add", &LaneQueues::add, nb::sig("def add(self, lane: int, work: object, /) -> None"))
       .def("remove", &LaneQueues::remove, nb::sig("def remove(self, lane: int, work: object, /) -> bool"))
-      .def("first", &LaneQueues::first, nb::sig("def first(self, lane: int, /) -> typing.Any"))
       .def("__contains__", &LaneQueues::contains, nb::sig("def __contains__(self, lane: int, /) -> bool"))
       .def("__len__", &LaneQueues::size);
   nb::class_<OfWindow>(module, "WindowShortcuts", nb::type_slots(of_window.data()));
@@ -1087,6 +1118,7 @@ void define_shortcuts(nb::module_& module) {
       .def_prop_ro("ring", &Shortcuts::ring, nb::sig("def ring(self) -> Ring"))
       .def_prop_ro("lanes", &Shortcuts::lanes, nb::sig("def lanes(self) -> Ring"))
       .def_prop_ro("posting", &Shortcuts::posting)
+      .def("posting_in", &Shortcuts::posting_in, nb::arg("lane"))
       .def("record", &Shortcuts::record, nb::arg("whether"))
       .def_static(
           "method", [](nb::handle cls, nb::handle function) { return method_of(kSignatures, cls, function); },

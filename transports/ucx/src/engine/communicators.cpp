@@ -139,6 +139,12 @@ std::vector<int> Engine::missing_in_lane(std::uint32_t id, std::uint64_t lane) {
   return group.keyed ? lanes_of(group).missing(lane) : std::vector<int>();
 }
 
+Ticket Engine::under_way_in_lane(std::uint32_t id, std::uint64_t lane) {
+  std::lock_guard lock(lock_);
+  const Group& group = present(id);
+  return group.keyed ? lanes_of(group).under_way(lane) : 0;
+}
+
 template <typename Step>
 void Engine::change_lanes(std::uint32_t id, const Step& step) {
   std::lock_guard lock(lock_);

@@ -25,8 +25,10 @@ Pacer::Spin Elsewhere::begin() noexcept {
   const std::lock_guard lock(engine_.lock_);
   Group& group = op_->group;
   if (!engine_.stopping_) {
+    engine_.pacer_.begin_look_elsewhere(now_ns());
     if (waits_) lane_ ? lanes_of(group).start_next(*lane_) : engine_.schedules_.start_next(group);
     if (!op_->done() && !engine_.pacer_.bulk()) engine_.advance();
+    announce();
   }
   static_cast<void>(engine_.shares_core(*op_));  // which notes where this rank looks on
   return engine_.pacer_.begin_post_elsewhere(began_);
@@ -39,7 +41,9 @@ Pacer::Next Elsewhere::look(Pacer::Spin& spin) noexcept {
   if (!lock) return later(Pacer::Next::kRelax);  // whoever has it moves this on, too
   Pacer& pacer = engine_.pacer_;
   if (op_->done() || engine_.stopping_ || pacer.bulk()) return Pacer::Next::kStop;
+  pacer.begin_look_elsewhere(now_ns());
   const bool moved = engine_.advance();
+  announce();
   const Pacer::Next next = op_->done()
                                ? Pacer::Next::kStop
                                : pacer.after_look(spin, moved, now_ns(), [&] { return engine_.shares_core(*op_); });
@@ -49,7 +53,6 @@ Pacer::Next Elsewhere::look(Pacer::Spin& spin) noexcept {
 
 double Elsewhere::end() noexcept {
   const std::lock_guard lock(engine_.lock_);
-  if (engine_.ready()) engine_.reports_.wake_loop();  // ops of the loop may have ended meanwhile
   if (!op_->is_plain_success()) return 0;
   std::exchange(op_, nullptr)->forget();
   return static_cast<double>(now_ns()) * 1e-9;
@@ -62,11 +65,13 @@ void Elsewhere::leave() noexcept {
   const bool done = op->done();
   op->leave_post(began_);
   if (engine_.stopping_) return;
-  if (done) {
-    engine_.reports_.wake_loop();
-  } else if (engine_.pacer_.thread_is_late(engine_.is_quiet())) {
-    engine_.wake_thread();
-  }
+  announce();
+  if (!done && engine_.pacer_.thread_is_late(engine_.is_quiet())) engine_.wake_thread();
+}
+
+// Ops of the loop may have ended, too, and it may be parked.
+void Elsewhere::announce() noexcept {
+  if (engine_.ready()) engine_.reports_.wake_loop();
 }
 
 }  // namespace aiocomms

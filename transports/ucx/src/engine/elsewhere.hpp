@@ -6,7 +6,8 @@
 //    is started, which may take longer.
 // 2. finish(): the thread looks on until the op is done, for as long as the loop would, but that it holds the lock for
 //    one look at a time. The loop goes first.
-// 3. leave(): the outcome goes to the loop.
+// 3. leave(): the outcome goes to the loop, unless the loop has withdrawn the op meanwhile, of which it then hears no
+//    more.
 #pragma once
 
 #include <cstddef>
@@ -88,6 +89,7 @@ class Elsewhere {
   Pacer::Spin begin() noexcept;
   Pacer::Next look(Pacer::Spin& spin) noexcept;
   double end() noexcept;
+  void announce() noexcept;  // with the lock
 
   Engine& engine_;
   const std::uint32_t group_;

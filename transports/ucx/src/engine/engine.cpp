@@ -180,8 +180,7 @@ void Engine::give_core(const Operation& op, std::uint64_t may_block) noexcept {
 // Null: something has matched it, or will have ended it.
 bool Engine::withdraw(Request* request) {
   if (request == nullptr) return false;
-  reports_.withdraw();
-  delete request;
+  static_cast<Operation*>(request)->withdraw();  // for it has a ticket
   return true;
 }
 

@@ -85,6 +85,7 @@ class Engine : private Inbox::Owner {
   bool has_let_go(std::uint32_t group, int rank);  // whether a rank of this host has lost the communicator
   std::vector<int> missing(std::uint32_t group);   // the ranks that the collective under way waits for
   std::vector<int> missing_in_lane(std::uint32_t group, std::uint64_t lane);
+  Ticket under_way_in_lane(std::uint32_t group, std::uint64_t lane);  // 0: nothing
   // See Lanes. Of a communicator that is closed or lost there is nothing to do.
   void give_up_lane(std::uint32_t group, std::uint64_t lane);
   void forget_lane(std::uint32_t group, std::uint64_t lane, int rank);

@@ -300,6 +300,11 @@ void Lanes::end_with(int rank) {
   }
 }
 
+Ticket Lanes::under_way(std::uint64_t number) const {
+  const auto found = lanes_.find(number);
+  return found == lanes_.end() || found->second->calls.empty() ? 0 : found->second->calls.front().op->ticket;
+}
+
 std::vector<int> Lanes::missing(std::uint64_t number) const {
   std::vector<int> ranks;
   const auto found = lanes_.find(number);

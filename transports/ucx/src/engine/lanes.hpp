@@ -140,6 +140,8 @@ class Lanes final : public LaneSchedules {
   void give_up(std::uint64_t number);
   // A rank has given a lane up, as this one has, and nothing of it comes from there any more: what has is forgotten.
   void forget_rank(std::uint64_t number, int rank);
+  // The ticket of the collective that a lane has under way; 0: there is none.
+  Ticket under_way(std::uint64_t number) const;
   // The ranks that a lane's collective waits for.
   std::vector<int> missing(std::uint64_t number) const;
   void let_go() {

@@ -32,6 +32,8 @@ class Pacer {
   static constexpr std::uint64_t kSlice = 400'000;
   // The same where ranks outnumber cores: most of that time is then the other ranks'.
   static constexpr std::uint64_t kCrowdedSlice = 2'000'000;
+  // The same of a thread that posts beside the loop, of one look at the engine: the loop may wait for it meanwhile.
+  static constexpr std::uint64_t kLookSlice = 20'000;
   // Between posts that are so far apart the loop has had a turn.
   static constexpr std::uint64_t kApart = 50'000;
   // A loop that has not come for so long is taken to be busy or parked.
@@ -90,6 +92,7 @@ class Pacer {
   struct Spin {
     std::uint64_t began;
     std::uint64_t budget;          // that it may spin in vain
+    std::uint64_t ends;            // until when it may work at most
     std::uint64_t now = began;     // when it last looked at the clock
     std::uint64_t idle_since = 0;  // 0: something has moved since
   };
@@ -98,13 +101,17 @@ class Pacer {
   Spin begin_post(std::uint64_t now) {
     loop_seen_.store(now, std::memory_order_relaxed);
     turns_in_vain_ = 0;
-    return begin_post_elsewhere(now);
+    const Spin spin = begin_post_elsewhere(now);
+    slice_ends_ = spin.ends;
+    return spin;
   }
-  // The same by another thread than the loop's: whether that one is about nobody knows from it.
-  Spin begin_post_elsewhere(std::uint64_t now) {
-    slice_ends_ = now + (crowded_ ? kCrowdedSlice : kSlice);
-    return {now, now - in_vain_ >= kProbes * spin_most_ ? spin_most_ : spin_now_};
+  // The same by another thread than the loop's: whether that one is about nobody knows from it. Others have the engine
+  // between its looks, so that each of them has a slice of its own.
+  Spin begin_post_elsewhere(std::uint64_t now) const {
+    const std::uint64_t budget = now - in_vain_ >= kProbes * spin_most_ ? spin_most_ : spin_now_;
+    return {now, budget, now + (crowded_ ? kCrowdedSlice : kSlice)};
   }
+  void begin_look_elsewhere(std::uint64_t now) { slice_ends_ = now + kLookSlice; }
 
   // What the post does after it has looked at everything, and something has moved or nothing has. wanted: bool (),
   // asked where nothing has: whether a rank that may be waited for has this core. If so it is given the core at once,
@@ -114,20 +121,20 @@ class Pacer {
     spin.now = now;
     if (moved) {
       spin.idle_since = 0;
-      return slice_is_over(now) ? Next::kStop : Next::kLook;
+      return now >= spin.ends ? Next::kStop : Next::kLook;
     }
     if (spin.idle_since == 0) spin.idle_since = now;
     // It may wait for as long as it has worked: the peers have as much to copy. (Karlin, Li, Manasse, Owicki:
     // "Empirical Studies of Competitive Spinning for a Shared-Memory Multiprocessor", SOSP 1991.)
     const std::uint64_t budget = std::max(spin.budget, spin.idle_since - spin.began);
-    if (now - spin.idle_since >= budget || slice_is_over(now)) return Next::kStop;
+    if (now - spin.idle_since >= budget || now >= spin.ends) return Next::kStop;
     return crowded_ || wanted() ? Next::kYield : Next::kRelax;
   }
 
   // For how long a post may block that has offered its core in vain.
   std::uint64_t may_block(const Spin& spin) const {
     if (!crowded_ && spin.now - spin.idle_since < kGrace) return 0;
-    const std::uint64_t ends = std::min(spin.idle_since + std::min(spin.budget, kSpin), slice_ends_);
+    const std::uint64_t ends = std::min(spin.idle_since + std::min(spin.budget, kSpin), spin.ends);
     return ends - std::min(ends, spin.now);
   }
 

@@ -38,8 +38,15 @@ void Operation::forget() noexcept {
   delete this;
 }
 
+void Operation::withdraw() noexcept {
+  withdrawn_ = done_ = true;
+  status = Status::kDropped;
+  if (posted_) forget();
+}
+
 void Operation::leave_post(std::uint64_t began) noexcept {
   if (!expected_) expect_outcome();
+  if (withdrawn_) return forget();
   began_ = began;
   posted_ = true;
   if (done_) report();

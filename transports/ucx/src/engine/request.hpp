@@ -68,6 +68,8 @@ class Operation final : public Request {
   void expect_outcome() noexcept;
   // It is done, and nothing is to be told.
   void forget() noexcept;
+  // It was taken back from where it waited, and nothing is to be told. A post that still looks on deletes it.
+  void withdraw() noexcept;
 
   bool answers = false;  // its outcome is of interest even if it went well
   Unequal unequal;       // an all-to-all's
@@ -80,6 +82,7 @@ class Operation final : public Request {
   bool expected_ = false;    // its outcome
   bool posted_ = false;      // its post has returned
   bool done_ = false;
+  bool withdrawn_ = false;
 };
 
 // A message that a schedule waits for. Once UCX has finished it, it is among the Events until its schedule goes on,
