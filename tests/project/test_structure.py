@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -64,3 +66,14 @@ def test_a_folder_that_is_no_checkout_is_refused(tmp_path):
     refused = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
     assert refused.returncode == 2
     assert f"root is {tmp_path}, wanted a checkout" in refused.stderr
+
+
+def test_each_class_of_the_engine_has_a_name_of_its_own():
+    """The linker would take one of two for both, and what a template makes of it would corrupt memory."""
+    names = Counter(
+        name
+        for header in (ROOT / "transports" / "ucx" / "src").rglob("*.hpp")
+        for name in re.findall(r"^(?:class|struct|enum class) (\w+)[^;(]*\{", header.read_text(), re.MULTILINE)
+    )
+    assert len(names) > 50
+    assert [name for name, count in names.items() if count > 1] == []

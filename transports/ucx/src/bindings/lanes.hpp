@@ -61,7 +61,7 @@ inline std::int64_t tag_in_lane(std::uint64_t lane, std::int64_t tag) {
 // What stands in a Lane of Python's.
 struct LaneSlots {
   PyTypeObject* cls;  // borrowed: it is a module's
-  Slot shortcuts, known, closed;
+  PySlot shortcuts, known, closed;
 
   explicit LaneSlots(nanobind::handle of)
       : cls(reinterpret_cast<PyTypeObject*>(of.ptr())),

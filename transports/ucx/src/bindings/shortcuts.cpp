@@ -293,10 +293,10 @@ class Shortcuts {
   // Works are made of the classes that have `__await__` of a shortcut. windows: whether they have shortcuts, too.
   void use(nb::object work, nb::object lane_work, nb::object part, bool windows) {
     windows_ = windows;
-    state_ = Slot(work, "_state");
-    value_ = Slot(work, "_value");
-    words_ = Slot(lane_work, "lane");
-    number_ = Slot(lane_work, "number");
+    state_ = PySlot(work, "_state");
+    value_ = PySlot(work, "_value");
+    words_ = PySlot(lane_work, "lane");
+    number_ = PySlot(lane_work, "number");
     used_ = {std::move(work), std::move(lane_work), std::move(part)};
   }
   // The class of lanes.
@@ -483,7 +483,7 @@ class Shortcuts {
   struct Record {
     const Kind* kind;
     Call call;
-    std::vector<Slot> fields;
+    std::vector<PySlot> fields;
   };
 
   // One more is amid a post, for as long as this is there.
@@ -595,7 +595,7 @@ class Shortcuts {
   }
 
   // The number in a slot, and one more; null: no memory.
-  static nb::object next(const Slot& slot, PyObject* owner) {
+  static nb::object next(const PySlot& slot, PyObject* owner) {
     PyObject* before = slot.of(owner);
     return nb::steal(before == nullptr ? nullptr : PyLong_FromLongLong(PyLong_AsLongLong(before) + 1));
   }
@@ -644,7 +644,7 @@ class Shortcuts {
 
   // What counts one more op, and what the recorder keeps of its lane.
   struct Counts {
-    const Slot* slot = nullptr;  // besides that of all ops
+    const PySlot* slot = nullptr;  // besides that of all ops
     nb::object issued, more, calls, named;
   };
 
@@ -845,10 +845,10 @@ class Shortcuts {
   const int rank_, size_;
   const unsigned long thread_;
   std::array<nb::object, kHeld> held_;
-  const Slot issued_, laned_, called_, refusing_, posts_, failure_, calls_, behind_, posts_behind_;
+  const PySlot issued_, laned_, called_, refusing_, posts_, failure_, calls_, behind_, posts_behind_;
   Ring* ring_;  // null: nothing is recorded
   std::array<nb::object, kUsed> used_;
-  std::optional<Slot> state_, value_, words_, number_;
+  std::optional<PySlot> state_, value_, words_, number_;
   std::optional<LaneSlots> lane_;
   Kind all_reduce_, all_gather_single_, barrier_, broadcast_, recv_, reduce_scatter_single_, send_;
   Kind get_, put_, signal_, wait_signal_;  // of windows
@@ -915,7 +915,7 @@ struct StartMethod {
   Py_ssize_t arguments;
   PyObject* names[kArguments];  // interned
   PyTypeObject* cls;            // whose instances, and its subclasses', have the slot; borrowed: it has the function
-  Slot shortcuts;
+  PySlot shortcuts;
 };
 
 // `__await__` of works.
@@ -923,7 +923,7 @@ struct AwaitMethod {
   Method method;
   PyTypeObject* cls;
   PyObject* op_result;  // the value of a work that is done, and whose result is its op's
-  Slot state, error, value;
+  PySlot state, error, value;
 };
 
 PyObject* call_function(Method* method, Arguments args, size_t count, PyObject* names) {
@@ -1042,7 +1042,7 @@ nb::object method_of(const Signature (&signatures)[kCount], nb::handle cls, nb::
   const auto name = nb::cast<std::string>(function.attr("__name__"));
   for (const Signature& it : signatures) {
     if (name != it.name) continue;
-    const Slot shortcuts(cls, "_shortcuts");
+    const PySlot shortcuts(cls, "_shortcuts");
     auto method = new_method<StartMethod>(call_start, function);
     method->start = it.start;
     method->arguments = 0;
@@ -1057,7 +1057,7 @@ nb::object method_of(const Signature (&signatures)[kCount], nb::handle cls, nb::
 }
 
 nb::object await_of(nb::handle cls, nb::handle op_result) {
-  const Slot state(cls, "_state"), error(cls, "_error"), value(cls, "_value");
+  const PySlot state(cls, "_state"), error(cls, "_error"), value(cls, "_value");
   auto method = new_method<AwaitMethod>(call_await, nb::object(cls.attr("__await__")));
   method->cls = reinterpret_cast<PyTypeObject*>(cls.ptr());
   method->op_result = op_result.ptr();  // a constant of a module

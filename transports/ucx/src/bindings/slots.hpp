@@ -8,10 +8,11 @@
 
 namespace aiocomms {
 
-class Slot {
+// Not Slot: the collectives have a class of that name, and the linker takes either for both.
+class PySlot {
  public:
   // The slot of all instances of a class, and of its subclasses; nb::type_error: that attribute is none.
-  Slot(nanobind::handle cls, const char* name) {
+  PySlot(nanobind::handle cls, const char* name) {
     const nanobind::object found = cls.attr(name);
     auto member = reinterpret_cast<PyMemberDescrObject*>(found.ptr());
     if (Py_TYPE(found.ptr()) != &PyMemberDescr_Type || member->d_member->type != T_OBJECT_EX) {

@@ -101,7 +101,7 @@ class WindowShortcuts {
   nanobind::object shortcuts_;
   Caller caller_;  // the communicator: windows follow no lane
   nanobind::object info_;
-  const Slot closed_;
+  const PySlot closed_;
   const std::uint64_t number_;
   const DType dtype_;
 };
