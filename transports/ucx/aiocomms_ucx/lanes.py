@@ -31,7 +31,8 @@ class LaneCollectives:
         """The collectives that are not done, in the order of the calls; other threads add to them, too."""
         self.given_up: dict[int, CommError] = {}
         """Why, of lanes whose collectives the engine has not dropped yet."""
-        self._told: set[int] = set()  # lanes of which this rank has told what it calls
+        self._told: dict[int, str] = {}  # what this rank has told that it calls, by lane
+        self._asked: set[tuple[int, int]] = set()  # those that have been asked again what they call
         self._disagreeing: dict[int, int] = {}  # lanes in which a rank calls something else than this one, and which
         self._said: dict[tuple[int, int], str] = {}  # what ranks say that they call, by lane and rank
 
@@ -128,13 +129,14 @@ class LaneCollectives:
     def disagrees(self, rank: int, lane: int) -> None:
         """Handle that a rank calls something else in a lane than this one; it will say what."""
         self._disagreeing[lane] = rank
-        self._tell(lane)
+        self._tell(lane, again=False)
         self._reconsider(lane)
 
     def hear(self, rank: int, said: wire.LaneDispute) -> None:
         """Note what a rank calls in a lane, and answer."""
         self._said[said.lane, rank] = said.text
-        self._tell(said.lane)
+        # It may ask because it has seen a call that this rank has made since.
+        self._tell(said.lane, again=said.text != _NOTHING and self._told.get(said.lane) == _NOTHING)
         self._reconsider(said.lane)
 
     def reconsider(self) -> None:
@@ -142,12 +144,11 @@ class LaneCollectives:
         for lane in list(self._disagreeing):
             self._reconsider(lane)
 
-    def _tell(self, lane: int) -> None:
-        """Tell all ranks once what this one calls in a lane."""
-        if lane not in self._told:
-            self._told.add(lane)
+    def _tell(self, lane: int, *, again: bool) -> None:
+        """Tell all ranks what this one calls in a lane, once, or again if somebody asks."""
+        if again or lane not in self._told:
             work = self._first(lane)
-            text = _NOTHING if work is None else describe(work.op)
+            text = self._told[lane] = _NOTHING if work is None else describe(work.op)
             self._transport.tell_all(lambda number: wire.LaneDispute(number, lane, text))
 
     def _reconsider(self, lane: int) -> None:
@@ -156,6 +157,11 @@ class LaneCollectives:
         if rank is None or work is None:
             return
         theirs = self._said.get((lane, rank))
+        if theirs == _NOTHING and (lane, rank) not in self._asked:  # perhaps it has said so before it called
+            self._asked.add((lane, rank))
+            del self._said[lane, rank]
+            theirs = None
+            self._tell(lane, again=True)
         if theirs is None and rank not in self._transport.gone:
             return
         mine = describe(work.op)
