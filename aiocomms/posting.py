@@ -66,14 +66,14 @@ class Posting(Counted):
             work.seq = seq = self.issued  # again, for another thread's op may have come first
             if lane is not None:
                 self.recorder.lanes.append((seq, lane))
-            self.issued = seq + 1  # and with it, so that no other thread sees one without the other:
+            self.issued = seq + 1  # and with it, so that no other thread sees one without the others:
+            self.calls += lane is None and op.family == "collectives"
             if (trace := self.trace) is not None:
                 trace.append(kind)
             if self.pre_hooks:
-                self.pre_hooks.ask(op, seq)
+                self._ask(work)
             try:
                 if lane is None:
-                    self.calls += op.family == "collectives"
                     at = self.router[kind](op, work)
                 else:
                     self.laned += 1
@@ -135,14 +135,25 @@ class Posting(Counted):
 
         call_in_thread(op.call, lambda error: self.driver.call_threadsafe(ended, error))
 
+    def _ask(self, work: StartedWork[Any]) -> None:
+        try:
+            self.pre_hooks.ask(work.op, work.seq)
+        except BaseException:
+            self._uncount(work)
+            raise
+
+    def _uncount(self, work: StartedWork[Any]) -> None:
+        """An op is not posted; if it is a collective, the other ranks' next one is this one's next, too."""
+        if not isinstance(work, LaneWork) and work.op.family == "collectives":
+            self.calls -= 1
+            self.recorder.refused.append(work.seq)
+
     def post_raised(self, work: StartedWork[Any], error: BaseException) -> BaseException:
         """What the caller of an op gets that could not be posted: nothing of it was sent.
 
         A transport that raises another exception than a :class:`CommError` is broken, and the communicator is lost.
         """
-        if not isinstance(work, LaneWork) and work.op.family == "collectives":
-            self.calls -= 1  # the other ranks' next one is this one's next, too
-            self.recorder.refused.append(work.seq)
+        self._uncount(work)
         return self.not_posted(work.op, error, work._comm_name())
 
     def not_posted(self, op: ops.Op, error: BaseException, where: str) -> BaseException:

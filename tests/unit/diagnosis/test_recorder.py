@@ -105,7 +105,9 @@ def test_an_older_op_is_not_taken_for_one_in_its_place(run, monkeypatch):
             hook.remove()
             assert [item.seq for item in read(alone.dump())[1]] == [1, 2, 3]
             await alone.barrier()
-            assert [item.seq for item in read(alone.dump())[1]] == [2, 3, 5]
+            header, items = read(alone.dump())
+            assert [(item.seq, item.collective) for item in items] == [(2, 3), (3, 4), (5, 5)]
+            assert (header.brief.calls, header.brief.ended) == (5, 5)
 
     run(main)
 
