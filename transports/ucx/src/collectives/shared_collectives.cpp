@@ -189,6 +189,10 @@ Task read_in_place(Shared& shared, std::vector<const void*> from, std::vector<vo
   co_await shared.writable(round);
   std::memcpy(segment.own_slot(round), from.data(), from.size() * sizeof(void*));
   shared.publish(round);
+  for (std::size_t done = 0; done < bytes[me]; done += kCopyAtOnce) {
+    transfer(at(to[me], done), at(from[me], done), std::min(kCopyAtOnce, bytes[me] - done));
+    co_await shared.turn();
+  }
   co_await shared.all(round);
   for (int step = 1; step < ranks; ++step) {
     const int rank = (me + step) % ranks;
@@ -258,12 +262,7 @@ Task shared_spread(Shared& shared, const void* in, std::vector<void*> outs, Byte
   const bool several = std::count(bytes.begin(), bytes.end(), std::size_t{0}) + 1 < shared.ranks();
   // One part for all is quicker through the slots: its owner and its readers copy at the same time.
   if (!several || !in_place(shared, most)) return spread_by_slots(shared, in, std::move(outs), std::move(bytes));
-  const int me = shared.rank();
-  if (outs.empty()) {
-    std::fill(bytes.begin(), bytes.end(), 0);  // it takes nothing
-  } else {
-    transfer(outs[me], in, bytes[me]);
-  }
+  if (outs.empty()) std::fill(bytes.begin(), bytes.end(), 0);  // it takes nothing
   std::vector<const void*> from(static_cast<std::size_t>(shared.ranks()), in);
   return read_in_place(shared, std::move(from), std::move(outs), std::move(bytes));
 }
@@ -319,8 +318,6 @@ Task shared_exchange(Shared& shared, std::vector<const void*> ins, Bytes in_byte
     return exchange_by_slots(shared, std::move(ins), std::move(in_bytes), std::move(outs), std::move(out_bytes),
                              largest);
   }
-  const int me = shared.rank();
-  transfer(outs[me], ins[me], in_bytes[me]);
   return read_in_place(shared, std::move(ins), std::move(outs), std::move(out_bytes));
 }
 

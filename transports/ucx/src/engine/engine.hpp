@@ -107,6 +107,7 @@ class Engine : private Inbox::Owner {
     const auto lock = lock_for_post(held);
     auto op = begin_post(ticket, id);
     Task task = make(op->group, op->unequal);
+    if (!op->group.schedules.empty()) held.let_go();  // it may have to begin another thread's first, which may be large
     const std::uint64_t began = now_ns();
     schedules_.begin(op->group, {std::move(task), fingerprint, op.get()});
     return static_cast<double>(finish_post(op.release(), began, held)) * 1e-9;

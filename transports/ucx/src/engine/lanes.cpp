@@ -87,7 +87,7 @@ void Lanes::forget(LaneCalls& lane) noexcept {
 
 void Lanes::begin(LaneCalls& lane, Schedule schedule) {
   enqueue(lane, std::move(schedule));
-  if (lane.calls.size() == 1 && !group_.lost) schedules_.attempt(group_, [&] { go_on(lane); });
+  if (!lane.running && !group_.lost) schedules_.attempt(group_, [&] { go_on(lane); });
 }
 
 void Lanes::enqueue(LaneCalls& lane, Schedule schedule) {
