@@ -21,7 +21,7 @@ from typing import Any, ParamSpec, Self
 from aiocomms import communicator, opening
 from aiocomms.errors import CommError
 from aiocomms.lowlevel.ending import at_end
-from aiocomms.portal import works
+from aiocomms.portal import pending
 from aiocomms.portal.operations import BlockingLane
 from aiocomms.portal.portal import Portal
 from aiocomms.portal.views import BlockingBatch, BlockingStream, BlockingWindow
@@ -182,5 +182,5 @@ def _end(thread: weakref.ref[_LoopThread]) -> None:
     """The interpreter ends, and the program has left a communicator open."""
     left = thread()
     if left is not None:
-        works.stand_still()
+        pending.stand_still()
         left.stop()

@@ -5,5 +5,5 @@ that order and many in one turn, each in the context of the thread that has call
 thread rings a bell of each thread that waits for it (``works``).
 
 Nobody rings where the loop has ended or stands still. So each waiting thread looks for itself every
-:data:`~aiocomms.portal.works.LOOK` seconds, and ends what has no other end.
+:data:`~aiocomms.portal.pending.LOOK` seconds, and ends what has no other end.
 """

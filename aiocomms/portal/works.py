@@ -16,86 +16,14 @@ import torch
 from aiocomms.errors import CapturedWorkError, CommError, CommTimeoutError, WorkCancelledError
 from aiocomms.ops import Op, checks
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
+from aiocomms.portal import pending
 from aiocomms.portal.door import Door
+from aiocomms.portal.pending import Pending
 from aiocomms.progress.inflight import StartedWork
 from aiocomms.progress.work import UnseenError
 
-LOOK = 1.0
-"""Seconds after which a waiting thread looks again whether anybody is left to ring."""
-
 _T = TypeVar("_T")
 T_co = TypeVar("T_co", covariant=True)
-
-
-_still: list[bool] = []
-"""Not empty when the interpreter ends."""
-
-
-def stand_still() -> None:
-    """The interpreter ends: threads that wait now, which are daemons, hear no more, and so complain of nothing."""
-    _still.append(True)
-
-
-class Pending:
-    """Something that threads wait for, and that ends on the loop's thread."""
-
-    __slots__ = ("_bells", "_door", "_over")
-
-    def __init__(self, door: Door) -> None:
-        self._door = door
-        self._over = False
-        self._bells: list[LockType] = []  # one for each waiting thread
-
-    def _block(self, patience: float | None) -> bool:
-        """Block this thread until it has ended, and return whether it has.
-
-        :param patience: seconds; None: as long as it takes.
-        """
-        ends = None if patience is None else monotonic() + patience
-        bell = allocate_lock()
-        bell.acquire()
-        self._bells.append(bell)
-        try:
-            if self._door.core.refusing:
-                self._look()
-            while not self._over:
-                left = LOOK if ends is None else min(LOOK, ends - monotonic())
-                if left <= 0:
-                    break
-                if not bell.acquire(timeout=left):
-                    self._look()
-        finally:
-            if bell in self._bells:  # it has not rung
-                self._drop(bell)
-        while _still:
-            threading.Event().wait()
-        return self._over
-
-    def _drop(self, bell: LockType) -> None:
-        with contextlib.suppress(ValueError):  # it rings just now
-            self._bells.remove(bell)
-
-    def _ring(self) -> None:
-        """It has ended: let every waiting thread go on."""
-        self._over = True
-        while self._bells:
-            try:
-                self._bells.pop().release()
-            except IndexError:  # a thread has taken its own away
-                break
-
-    def _look(self) -> None:
-        """End it here if nobody else will."""
-        error = self._door.nobody() or self._overdue()
-        if error is not None:
-            self._fail(error)
-
-    def _overdue(self) -> CommError | None:
-        """The error with which it ends while the loop stands still; None: it goes on."""
-        return None
-
-    def _fail(self, error: BaseException) -> None:
-        raise NotImplementedError
 
 
 class Call(Pending, Generic[_T]):
@@ -180,7 +108,8 @@ class BlockingWork(Pending, Generic[T_co]):
     """
 
     __slots__ = (
-        "__weakref__", "_asked", "_comm", "_error", "_seconds", "_stream", "_unseen", "_until", "_where", "_work", "op",
+        "__weakref__", "_asked", "_comm", "_error", "_posted_as", "_seconds", "_stream", "_unseen", "_until", "_where",
+        "_work", "op",
     )  # fmt: skip
 
     def __init__(
@@ -201,6 +130,7 @@ class BlockingWork(Pending, Generic[T_co]):
         # The op comes after what the thread has put on its stream, which is not the current one of the loop's thread.
         self._stream = torch.cuda.current_stream(comm.device) if comm.device.type == "cuda" else None
         self._work: StartedWork[Any] | None = None
+        self._posted_as: tuple[Any, StartedWork[Any], Callable[[int], object], int] | None = None
         self._error: BaseException | None = None
         self._unseen: UnseenError | None = None
 
@@ -230,10 +160,7 @@ class BlockingWork(Pending, Generic[T_co]):
             try:
                 ended = self._block(patience)
             except BaseException:
-                settled = allocate_lock()
-                settled.acquire()
-                self._door.put(self._left_alone, settled)
-                settled.acquire(timeout=LOOK)  # what the other rank sends from now on is the next receive's
+                self._leave_alone()
                 raise
             if not ended:
                 raise TimeoutError(f"{self!r} was not done within {timeout} s; it goes on")
@@ -256,6 +183,13 @@ class BlockingWork(Pending, Generic[T_co]):
             self._block(None)
         return isinstance(self._outcome(), WorkCancelledError)
 
+    def _leave_alone(self) -> None:
+        """The thread has been made to stop: have a receive withdrawn that nothing has matched."""
+        settled = allocate_lock()
+        settled.acquire()
+        self._door.put(self._left_alone, settled)
+        settled.acquire(timeout=pending.LOOK)  # what the other rank sends from now on is the next receive's
+
     # ------------------------------------------------------------------------------------ on the thread that calls it
 
     def _posted(self) -> bool:
@@ -265,7 +199,14 @@ class BlockingWork(Pending, Generic[T_co]):
             return False
         try:
             work = shortcuts.post(self._comm, self.op, self)
-        except Exception as error:
+        except BaseException as error:
+            if self._posted_as is not None:  # a signal handler's, while it was being noted that the op is under way
+                self._taken()
+                door.put(self._kept)
+                self._leave_alone()
+                raise
+            if not isinstance(error, Exception):
+                raise
             raise door.core.not_posted(self.op, error, self._where) from error
         if work is None:
             return False
@@ -278,8 +219,10 @@ class BlockingWork(Pending, Generic[T_co]):
                 door.put(self._ended_at_once)
         return True
 
-    def _kept(self, on: Any, work: StartedWork[Any], look_after: Callable[[int], object], index: int) -> None:
-        """See :meth:`aiocomms.shortcuts.Shortcuts.post`."""
+    def _kept(self) -> None:
+        """See :meth:`aiocomms.shortcuts.Shortcuts.post`. To do it twice does no harm."""
+        assert self._posted_as is not None
+        on, work, look_after, index = self._posted_as
         self._work, core = work, self._door.core
         self._seconds = on._seconds
         self._until = monotonic() + self._seconds
@@ -287,6 +230,7 @@ class BlockingWork(Pending, Generic[T_co]):
         core.keep_elsewhere(work, self._seconds)
         # And not by the door, for the next call need not wait for that.
         core.driver.call_threadsafe(core.look_after, look_after, index)
+        self._posted_as = None
 
     # --------------------------------------------------------------------------------------- on the loop's thread
 
@@ -355,9 +299,9 @@ class BlockingWork(Pending, Generic[T_co]):
 
     def _overdue(self) -> CommError | None:
         core, now = self._door.core, monotonic()
-        if (failure := core.life.failure) is not None and now - failure.since >= LOOK:
+        if (failure := core.life.failure) is not None and now - failure.since >= pending.LOOK:
             return failure.error_of(self._work) if self._work is not None else self._door.refusal()
-        if now < self._until + LOOK or (self._work is not None and not self.op.withdrawable):
+        if now < self._until + pending.LOOK or (self._work is not None and not self.op.withdrawable):
             return None
         error = CommTimeoutError("its deadline passed, and its event loop, which something blocks, has not come round")
         if self._taken() is not None and not self.op.withdrawable:

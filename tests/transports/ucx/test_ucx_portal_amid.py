@@ -237,3 +237,28 @@ def test_it_has_ended_and_the_one_behind_it_is_to_blame() -> None:
                 await wait(work)
 
     run_on("asyncio", main)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
+def test_a_signal_handler_raises(error: type[BaseException]) -> None:
+    """The call raises it; the receive is withdrawn, the next one gets the message, and nothing is taken for broken."""
+
+    async def main() -> None:
+        async with local_world(2, "ucx") as comms:
+            portal, core, untouched = comms[0].portal(), comms[0]._core, torch.zeros(1)
+            keep = core.keep_elsewhere
+
+            def interrupted(*_: Any) -> None:
+                core.keep_elsewhere = keep  # type: ignore[method-assign]
+                raise error
+
+            core.keep_elsewhere = interrupted  # type: ignore[method-assign]
+            with pytest.raises(error):
+                await anyio.to_thread.run_sync(portal.recv, untouched, 1)
+            received = comms[0].recv(torch.zeros(1), 1)
+            await comms[1].send(torch.ones(1), 0)
+            assert (await received).item() == 1
+            assert untouched.item() == 0
+            assert not core.in_flight
+
+    run_on("asyncio", main)

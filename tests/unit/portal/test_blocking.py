@@ -113,7 +113,7 @@ HEAD = """
 import os, signal, sys, threading, torch
 from torch.distributed import HashStore
 from aiocomms import blocking
-from aiocomms.portal import works
+from aiocomms.portal import pending
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had its background jobs ignore it
 store = HashStore()
 def pair():
@@ -125,14 +125,14 @@ def pair():
     form(0)
     thread.join()
     return comms
-started = works.Pending._block
+started = pending.Pending._block
 def waiting():  # says so when the main thread waits, and not before
     def _block(self, patience):
         if threading.current_thread() is threading.main_thread():
             sys.stdout.write("now" + chr(10))  # in one piece, for other threads may write, too
             sys.stdout.flush()
         return started(self, patience)
-    works.Pending._block = _block
+    pending.Pending._block = _block
 """
 
 
@@ -145,7 +145,7 @@ try:
     one.recv(torch.zeros(1), 1).wait()
 except KeyboardInterrupt:
     pass
-works.Pending._block = started
+pending.Pending._block = started
 two.send(torch.ones(1), 0)
 tensor = torch.zeros(1)
 one.recv(tensor, 1).wait()

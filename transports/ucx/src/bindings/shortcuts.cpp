@@ -56,6 +56,7 @@ struct Names {
   PyObject* begin = PyUnicode_InternFromString("_begin");
   PyObject* adopted = PyUnicode_InternFromString("_adopted");
   PyObject* kept = PyUnicode_InternFromString("_kept");
+  PyObject* posted_as = PyUnicode_InternFromString("_posted_as");
 };
 
 const Names& names() {
@@ -403,7 +404,7 @@ class Shortcuts {
   bool takes() const { return is_plain() && PyThread_get_thread_ident() == thread_; }
 
   // An op that another thread than the loop's has called on target, by its record. Returns its work. Of one that is
-  // pending keeper._kept(on, work, look_after, index) was called before anybody could hear of its end.
+  // pending keeper was told, by _posted_as and _kept(), before anybody could hear of its end.
   PyObject* post(PyObject* own, PyObject* target, PyObject* record, PyObject* keeper) {
     const auto found = std::find_if(records_.begin(), records_.end(), [&](const Record& it) {
       return it.kind->record.ptr() == reinterpret_cast<PyObject*>(Py_TYPE(record));
@@ -728,8 +729,10 @@ class Shortcuts {
       forget_all();
       return end_elsewhere(kind, it, result, kept, at);
     }
-    PyObject* given[] = {caller.keeper, caller.self.ptr(), it.work.ptr(), look_after.ptr(), index.ptr()};
-    const auto told = nb::steal(PyObject_VectorcallMethod(names().kept, given, 5, nullptr));
+    // In two steps, for a signal handler may raise as soon as code of Python's runs.
+    const nb::object as = nb::steal(PyTuple_Pack(4, caller.self.ptr(), it.work.ptr(), look_after.ptr(), index.ptr()));
+    const bool given = as && PyObject_SetAttr(caller.keeper, names().posted_as, as.ptr()) == 0;
+    const auto told = nb::steal(given ? PyObject_CallMethodNoArgs(caller.keeper, names().kept) : nullptr);
     {
       Unlocked unlocked;
       place.leave();

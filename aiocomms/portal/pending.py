@@ -1,0 +1,84 @@
+"""What threads wait for, and who rings for them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from _thread import LockType, allocate_lock
+from time import monotonic
+
+from aiocomms.errors import CommError
+from aiocomms.portal.door import Door
+
+LOOK = 1.0
+"""Seconds after which a waiting thread looks again whether anybody is left to ring."""
+
+_still: list[bool] = []
+"""Not empty when the interpreter ends."""
+
+
+def stand_still() -> None:
+    """The interpreter ends: threads that wait now, which are daemons, hear no more, and so complain of nothing."""
+    _still.append(True)
+
+
+class Pending:
+    """Something that threads wait for, and that ends on the loop's thread."""
+
+    __slots__ = ("_bells", "_door", "_over")
+
+    def __init__(self, door: Door) -> None:
+        self._door = door
+        self._over = False
+        self._bells: list[LockType] = []  # one for each waiting thread
+
+    def _block(self, patience: float | None) -> bool:
+        """Block this thread until it has ended, and return whether it has.
+
+        :param patience: seconds; None: as long as it takes.
+        """
+        ends = None if patience is None else monotonic() + patience
+        bell = allocate_lock()
+        bell.acquire()
+        self._bells.append(bell)
+        try:
+            if self._door.core.refusing:
+                self._look()
+            while not self._over:
+                left = LOOK if ends is None else min(LOOK, ends - monotonic())
+                if left <= 0:
+                    break
+                if not bell.acquire(timeout=left):
+                    self._look()
+        finally:
+            if bell in self._bells:  # it has not rung
+                self._drop(bell)
+        while _still:
+            threading.Event().wait()
+        return self._over
+
+    def _drop(self, bell: LockType) -> None:
+        with contextlib.suppress(ValueError):  # it rings just now
+            self._bells.remove(bell)
+
+    def _ring(self) -> None:
+        """It has ended: let every waiting thread go on."""
+        self._over = True
+        while self._bells:
+            try:
+                self._bells.pop().release()
+            except IndexError:  # a thread has taken its own away
+                break
+
+    def _look(self) -> None:
+        """End it here if nobody else will."""
+        error = self._door.nobody() or self._overdue()
+        if error is not None:
+            self._fail(error)
+
+    def _overdue(self) -> CommError | None:
+        """The error with which it ends while the loop stands still; None: it goes on."""
+        return None
+
+    def _fail(self, error: BaseException) -> None:
+        raise NotImplementedError
