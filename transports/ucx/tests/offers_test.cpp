@@ -30,8 +30,8 @@ struct Pair {
     there.group.rank = 1;
     open(there, 1);
     for (std::size_t at = 0; at < kBytes; ++at) message[at] = static_cast<std::byte>(at * 7 + at / 4096);
-    sender.share(here_pool);
-    receiver.share(there_pool);
+    sender.share(&here_pool);
+    receiver.share(&there_pool);
     sender.allow_assistance(true);
     receiver.allow_assistance(true);
   }

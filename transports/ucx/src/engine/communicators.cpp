@@ -93,7 +93,7 @@ void Engine::open_group(std::uint32_t id, std::vector<std::uint32_t> their_ids, 
   // From here on nothing throws: it is open, or it is not.
   if (pool) {
     pool_ = std::move(pool);
-    offers_.share(*pool_);
+    offers_.share(pool_.get());
   }
   group.wire = std::move(wire);
   group.shared = std::move(shared);

@@ -465,6 +465,9 @@ void Engine::tear_down(bool sound, const std::function<bool()>& patient) noexcep
   groups_.drop_schedules();
   reports_.close();
   notes_.close();
+  if (!groups_.forget_closed()) return;
+  offers_.share(nullptr);
+  pool_.reset();
 }
 
 // Stay until everybody has got all that was sent to them: their engines acknowledge it without their loops.

@@ -49,6 +49,11 @@ void Groups::reap_closed() noexcept {
                 [](const std::unique_ptr<Group>& group) { return group->users == 0 && !group->holds_slots(); });
 }
 
+bool Groups::forget_closed() noexcept {
+  std::erase_if(closed_, [](const std::unique_ptr<Group>& group) { return group->users == 0; });
+  return groups_.empty() && closed_.empty();
+}
+
 void Groups::bury(int peer) noexcept {
   const auto depart = [peer](const Group& group) {
     const auto found = std::ranges::find(group.peers, peer);

@@ -44,6 +44,8 @@ class Groups {
   }
   // UCX is gone, and holds nothing any more.
   void drop_schedules() noexcept;
+  // This rank writes no slots any more, whoever reads them: forget what is closed. Returns whether nothing is left.
+  bool forget_closed() noexcept;
 
  private:
   void reap_held() noexcept;

@@ -26,7 +26,7 @@ class Offers {
   // Assistance is two copies in place of one: where ranks outnumber cores, no core is left for that.
   void allow_assistance(bool allowed) { assistance_ = allowed; }
   // The slots of all ranks of this host. Nobody assists where there are none.
-  void share(Pool& pool) { pool_ = &pool; }
+  void share(Pool* pool) { pool_ = pool; }
 
   // ------------------------------------------------------------------------------------------------------ as the
   // sender The message stays where it is until `pending` hears of it.
