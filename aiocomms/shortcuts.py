@@ -92,7 +92,7 @@ class Shortcuts(Protocol):
 
     @property
     def posting(self) -> int:
-        """How many ops of other threads are being posted, and not known to anybody else yet."""
+        """How many ops of other threads are being posted, and not in flight yet."""
 
     def posting_in(self, lane: int) -> bool:
         """Whether one of them is of a lane, by its number."""

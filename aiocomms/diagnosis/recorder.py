@@ -242,7 +242,7 @@ class Recorder:
             them are where they were until the next one.
         """
         comm = self._comm
-        while True:  # the loop's thread may be calling more
+        while True:  # other threads may be calling more
             issued, calls = comm.issued, comm.calls
             entries = copied(self.ring)
             lanes, refused = dict(copied(self.lanes)), set(copied(self.refused))

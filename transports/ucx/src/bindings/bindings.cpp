@@ -4,12 +4,12 @@
 // The rule of the interpreter's lock: a function either keeps it, and then takes no other lock, waits for nothing and
 // makes no call of UCX (`explain`, `is_plain`, `dtype_names`, `fileno`, `notes_fileno`, `ready`, `parks`, `reads_all`);
 // or it lets go of it around its call of the engine, and touches Python's objects before and after that alone: a tensor
-// is looked at, and bytes are copied, before; or, a shortcut's post of a few bytes, it tries the engine's lock once,
-// and lets go of the interpreter's before it waits for that, or for anything else (engine/held.hpp). So nobody waits
-// for the engine's lock who has the interpreter's, and nobody for the interpreter's who has the engine's, whose thread
-// never asks for it. (To let go may mean to wait for another thread to take it, which needs nothing for that.) Python's
-// threads call the engine at any time, all at once: the engine's own lock keeps them apart. (Python deletes an engine
-// with the lock held; by then it is closed.)
+// is looked at, and bytes are copied, before; or, a shortcut's post of a few bytes, it tries the engine's lock once, or
+// on another thread for 10 µs, and lets go of the interpreter's before it waits for that, or for a peer
+// (engine/held.hpp, engine/elsewhere.hpp). So nobody waits long for the engine's lock who has the interpreter's, and
+// nobody for the interpreter's who has the engine's, whose thread never asks for it. (To let go may mean to wait for
+// another thread to take it, which needs nothing for that.) Python's threads call the engine at any time, all at once:
+// the engine's own lock keeps them apart. (Python deletes an engine with the lock held; by then it is closed.)
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>

@@ -28,7 +28,7 @@ class Elsewhere {
   Elsewhere& operator=(const Elsewhere&) = delete;
   ~Elsewhere() { leave(); }
 
-  // As the methods of Engine; each returns that the op is not done, for it has not begun.
+  // As the methods of Engine; each returns that the op is not done: nobody has looked yet.
   template <typename Make>
   double collective(Ticket ticket, std::uint32_t group, std::uint64_t fingerprint, const Make& make) {
     place([&] {
