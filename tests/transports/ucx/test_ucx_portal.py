@@ -403,7 +403,10 @@ def test_threads_that_share_the_collectives_of_a_communicator(native: None) -> N
             core = comm._core
             assert core.issued == core.calls == count * (callers + 1)
             assert core.transports[0]._calls == core.calls  # type: ignore[attr-defined]
-            assert [item.collective for item in items(comm)] == [item.seq + 1 for item in items(comm)]
+            known = [item for item in items(comm) if item.collective is not None]
+            assert [item.collective for item in known] == [item.seq + 1 for item in known]
+            # A thread may note the end of its op so late that the call has gone from the ring, and its number with it.
+            assert len(items(comm)) - len(known) <= callers
             assert not core.transports[0]._collectives  # type: ignore[attr-defined]
 
     run_on("asyncio", main)
