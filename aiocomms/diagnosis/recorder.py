@@ -61,8 +61,8 @@ class Item(msgspec.Struct, omit_defaults=True):
     args: dict[str, int] = {}
     """Peers, tag and the like, by their names."""
     collective: int | None = None
-    """Its number among the collectives of its communicator, from 1: the same on all ranks. Of a lane's, 0. None: it is no
-    collective, or was called so long before it ended that this is not known any more."""
+    """Its number among the collectives of its communicator, from 1: the same on all ranks. Of a lane's, 0. None: it is
+    no collective, or one whose call has gone from the ring."""
     bytes: int | None = None
     """Of the tensor that it is about, unless it ended within the call."""
     posted: float | None = None
