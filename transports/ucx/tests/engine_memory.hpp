@@ -45,7 +45,7 @@ inline void post_window_ops(Comm& comm, std::vector<Op>& posted) {
   const auto post = [&](auto op, auto... arguments) {
     const Ticket ticket = comm.rank.post([&](Ticket it) {
       Counting counting;
-      return (engine.*op)(it, comm.group, 0, arguments...);
+      return post_on_window(engine, op, it, comm.group, 0, arguments...);
     });
     posted.push_back({ticket, [own, data] {}});
   };

@@ -227,7 +227,7 @@ struct View {
   template <class Op, class... Arguments>
   Ticket post(Op op, Arguments... arguments) {
     return comm.rank.post(
-        [&](Ticket ticket) { return (comm.rank.engine.get()->*op)(ticket, comm.group, window, arguments...); });
+        [&](Ticket ticket) { return post_on_window(*comm.rank.engine, op, ticket, comm.group, window, arguments...); });
   }
   template <class Op, class... Arguments>
   void finish(const char* what, Op op, Arguments... arguments) {

@@ -25,6 +25,7 @@
 #include <source_location>
 #include <string>
 #include <thread>
+#include <type_traits>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -32,6 +33,16 @@
 #include "engine/elsewhere.hpp"
 
 namespace aiocomms {
+
+// An op of windows, of somebody who holds nothing.
+template <typename Op, typename... Arguments>
+bool post_on_window(Engine& engine, Op op, Arguments... arguments) {
+  if constexpr (std::is_invocable_v<Op, Engine&, Arguments..., Held&>) {
+    return (engine.*op)(arguments..., nothing_held);
+  } else {
+    return (engine.*op)(arguments...);
+  }
+}
 
 inline std::atomic<unsigned> checks = 0, failures = 0;
 
