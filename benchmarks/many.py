@@ -51,7 +51,7 @@ def memory() -> tuple[int, int]:
     shared, counts = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
-            counts = "memfd:" in line
+            counts = "memfd:aiocomms" in line
         elif counts and line.startswith("Pss:"):
             shared += 1024 * int(line.split()[1])
     found = re.search(r"^VmPTE:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
 from processes import KILLED, PATIENCE, Rank, Run, death
 
 from aiocomms.communicator import Communicator
+from benchmarks.many import memory
 
 RANKS, SPLITS = 3, 24
 ELEMENTS = 2**18 + 3
@@ -31,21 +30,10 @@ def transport() -> str:
     return "ucx"
 
 
-def shared_memory() -> int:
-    """This process's share of the bytes of communicators' shared memory: the sum over all ranks is what there is."""
-    found, counts = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
-            counts = "memfd:aiocomms" in line
-        elif counts and line.startswith("Pss:"):
-            found += 1024 * int(line.split()[1])
-    return found
-
-
 async def memory_of_all(comm: Communicator) -> int:
     """The shared memory of all ranks of the communicator, at one moment at which none of them does anything."""
     await comm.barrier()
-    total = torch.tensor(shared_memory())
+    total = torch.tensor(memory()[0])
     await comm.all_reduce(total)
     return int(total)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -91,6 +91,16 @@ async def wait(work: Any) -> Any:
     return await anyio.to_thread.run_sync(work.wait)
 
 
+async def known_lane(comms: Sequence[aiocomms.Communicator]) -> tuple[Any, Any, Any]:
+    """A lane on both ranks, and on the first one's portal, by which the loop has made the call that begins it."""
+    mine, theirs = (comm.lane("one") for comm in comms)
+    portal = comms[0].portal().lane("one")
+    first = await anyio.to_thread.run_sync(portal.barrier)
+    await theirs.barrier()
+    await wait(first)
+    return mine, theirs, portal
+
+
 def test_a_receive_is_withdrawn() -> None:
     """By its deadline, say: the engine lets go of it, and the next one gets the message."""
 
@@ -141,11 +151,7 @@ def test_the_loop_fails_it_before_it_is_kept(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_lane_that_closes_waits_for_it() -> None:
     async def main() -> None:
         async with local_world(2, "ucx") as comms:
-            mine, theirs = (comm.lane("one") for comm in comms)
-            portal = comms[0].portal().lane("one")
-            first = await anyio.to_thread.run_sync(portal.barrier)  # by the loop, which then knows the lane
-            await theirs.barrier()
-            await wait(first)
+            mine, theirs, portal = await known_lane(comms)
             closed = anyio.Event()
 
             async def close() -> None:
@@ -220,11 +226,7 @@ def test_it_has_ended_and_the_one_behind_it_is_to_blame() -> None:
 
     async def main() -> None:
         async with local_world(2, "ucx") as comms:
-            mine, theirs = (comm.lane("one") for comm in comms)
-            portal = comms[0].portal().lane("one")
-            first = await anyio.to_thread.run_sync(portal.barrier)  # by the loop, which then knows the lane
-            await theirs.barrier()
-            await wait(first)
+            mine, theirs, portal = await known_lane(comms)
             async with amid(comms[0], lambda: portal.all_reduce(torch.ones(1)), kept=True) as post:
                 await theirs.all_reduce(torch.ones(1))
                 works = mine.barrier(), theirs.broadcast(torch.ones(3), 0)

@@ -2,6 +2,8 @@
 // references: any number of hosts, as many ranks on each as may be, and what moves next is drawn from a seed.
 #include "collectives/hierarchical.hpp"
 
+#include <numeric>
+
 #include "collectives/schedule_parts.hpp"
 #include "fake_hosts.hpp"
 #include "schedule_cases.hpp"
@@ -92,34 +94,13 @@ std::vector<std::vector<size_t>> divisions(size_t count, int size) {
 
 void test_reduce_scatter(const Layout& layout, const Reduction& reduction, const std::vector<size_t>& counts,
                          bool in_place) {
-  size_t count = 0;
-  std::vector<size_t> offsets;
-  for (size_t part : counts) {
-    offsets.push_back(count);
-    count += part;
-  }
-  const Case c(reduction, ranks_of(layout), count);
+  const Case c(reduction, ranks_of(layout), std::accumulate(counts.begin(), counts.end(), size_t{0}));
   const std::string what = text("reduce_scatter %s in place %d", c.name.c_str(), in_place) + name_of(layout);
-  std::vector<Buffer> data = c.inputs, separate;
-  std::vector<std::vector<const void*>> inputs(static_cast<size_t>(c.size));
-  for (int chunk = 0; chunk < c.size; ++chunk) {
-    for (int rank = 0; rank < c.size; ++rank) inputs[rank].push_back(data[rank].data() + offsets[chunk] * c.element);
-    separate.emplace_back(counts[chunk] * c.element);
-  }
-  const auto output = [&](int rank) {
-    return in_place ? data[rank].data() + offsets[rank] * c.element : separate[rank].data();
-  };
-  simulate(layout, what, [&](Reach reach, int rank) {
-    return hierarchical_reduce_scatter(reach, reduction, inputs[rank], counts, output(rank));
+  check_reduce_scatter(c, counts, in_place, what, report, [&](const auto& inputs, const auto& output) {
+    simulate(layout, what, [&](Reach reach, int rank) {
+      return hierarchical_reduce_scatter(reach, reduction, inputs[rank], counts, output(rank));
+    });
   });
-  for (int rank = 0; rank < c.size; ++rank) {
-    report.check(c.matches(output(rank), offsets[rank], counts[rank]), "wrong result", what);
-    Buffer restored = data[rank];
-    if (in_place)
-      std::copy_n(c.inputs[rank].data() + offsets[rank] * c.element, counts[rank] * c.element,
-                  restored.data() + offsets[rank] * c.element);
-    report.check(restored == c.inputs[rank], "an input was changed", what);
-  }
 }
 
 Buffer block(int from, size_t bytes) {

@@ -37,7 +37,7 @@ struct Pair {
   }
   ~Pair() { ::close(fd); }
   void open(Desk& desk, int rank) {
-    desk.group.local = {0, 1};
+    desk.group.hosts = {{{0, 1}}, 0, rank};
     desk.group.shared = std::make_unique<Shared>(SharedMemory{fd, rank, 2});
   }
   Operation* offer() {

@@ -155,4 +155,33 @@ struct Case {
   }
 };
 
+// A reduce_scatter in which rank r gets counts[r] elements. run: void (inputs, output), which has it done:
+// inputs[rank][r] is what a rank has for rank r, output(rank) where its own part goes.
+template <typename Run>
+void check_reduce_scatter(const Case& c, const std::vector<size_t>& counts, bool in_place, const std::string& what,
+                          Report& report, const Run& run) {
+  std::vector<Buffer> data = c.inputs, separate;
+  std::vector<std::vector<const void*>> inputs(static_cast<size_t>(c.size));
+  std::vector<size_t> offsets;
+  size_t offset = 0;
+  for (size_t count : counts) {
+    for (size_t rank = 0; rank < inputs.size(); ++rank) inputs[rank].push_back(data[rank].data() + offset * c.element);
+    offsets.push_back(offset);
+    offset += count;
+    separate.emplace_back(count * c.element);
+  }
+  const auto output = [&](int rank) {
+    return in_place ? data[rank].data() + offsets[rank] * c.element : separate[rank].data();
+  };
+  run(inputs, output);
+  for (int rank = 0; rank < c.size; ++rank) {
+    report.check(c.matches(output(rank), offsets[rank], counts[rank]), "wrong result", what);
+    Buffer restored = data[rank];
+    if (in_place)
+      std::copy_n(c.inputs[rank].data() + offsets[rank] * c.element, counts[rank] * c.element,
+                  restored.data() + offsets[rank] * c.element);
+    report.check(restored == c.inputs[rank], "an input was changed", what);
+  }
+}
+
 }  // namespace aiocomms

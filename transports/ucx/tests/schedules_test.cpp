@@ -52,30 +52,11 @@ void test_reduce(const Case& c, int root, bool in_place) {
 
 void test_reduce_scatter(const Case& c, const std::vector<size_t>& counts, bool in_place) {
   const std::string what = text("reduce_scatter %s in place %d", c.name.c_str(), in_place);
-  std::vector<Buffer> data = c.inputs, separate;
-  std::vector<std::vector<const void*>> inputs(static_cast<size_t>(c.size));
-  std::vector<size_t> offsets;
-  size_t offset = 0;
-  for (int chunk = 0; chunk < c.size; ++chunk) {
-    for (int rank = 0; rank < c.size; ++rank) inputs[rank].push_back(data[rank].data() + offset * c.element);
-    offsets.push_back(offset);
-    offset += counts[chunk];
-    separate.emplace_back(counts[chunk] * c.element);
-  }
-  const auto output = [&](int rank) {
-    return in_place ? data[rank].data() + offsets[rank] * c.element : separate[rank].data();
-  };
-  simulate(c.size, what, [&](Messages& messages, int rank) {
-    return reduce_scatter(messages, c.reduction, inputs[rank].data(), counts.data(), output(rank));
+  check_reduce_scatter(c, counts, in_place, what, report, [&](const auto& inputs, const auto& output) {
+    simulate(c.size, what, [&](Messages& messages, int rank) {
+      return reduce_scatter(messages, c.reduction, inputs[rank].data(), counts.data(), output(rank));
+    });
   });
-  for (int rank = 0; rank < c.size; ++rank) {
-    report.check(c.matches(output(rank), offsets[rank], counts[rank]), "wrong result", what);
-    Buffer restored = data[rank];
-    if (in_place)
-      std::copy_n(c.inputs[rank].data() + offsets[rank] * c.element, counts[rank] * c.element,
-                  restored.data() + offsets[rank] * c.element);
-    report.check(restored == c.inputs[rank], "an input was changed", what);
-  }
 }
 
 // How `count` elements may be divided among the ranks: evenly, all for one, at random with some empty.

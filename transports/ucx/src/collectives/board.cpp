@@ -3,17 +3,13 @@
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cstring>
-#include <system_error>
 
 namespace aiocomms {
 
 Board::Board(int fd, std::size_t offset, int rank, int ranks)
     : rank_(rank), ranks_(ranks), part_(part_for(ranks)), readers_(static_cast<std::size_t>(ranks)) {
-  void* mapped = mmap(nullptr, bytes(ranks), PROT_READ | PROT_WRITE, MAP_SHARED, fd, static_cast<off_t>(offset));
-  if (mapped == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "mmap");
-  memory_ = static_cast<std::byte*>(mapped);
+  memory_ = static_cast<std::byte*>(map_shared(fd, offset, bytes(ranks)));
 }
 
 Board::~Board() { munmap(memory_, bytes(ranks_)); }

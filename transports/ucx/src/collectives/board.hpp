@@ -11,6 +11,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "collectives/shared_memory.hpp"
+
 namespace aiocomms {
 
 class Board {
@@ -38,7 +40,7 @@ class Board {
   };
 
   static constexpr std::size_t bytes(int ranks) {  // whole pages
-    return up(static_cast<std::size_t>(ranks) * part_for(ranks), 4096);
+    return whole_pages(static_cast<std::size_t>(ranks) * part_for(ranks));
   }
   Board(int fd, std::size_t offset, int rank, int ranks);
   ~Board();
@@ -62,9 +64,8 @@ class Board {
     std::uint64_t room = 0;   // bytes, up to the last entry's end
   };
 
-  static constexpr std::size_t up(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) / unit * unit; }
   static constexpr std::size_t part_for(int ranks) {
-    const std::size_t counters = up(static_cast<std::size_t>(ranks) * sizeof(std::uint64_t), sizeof(Cell));
+    const std::size_t counters = rounded_up(static_cast<std::size_t>(ranks) * sizeof(std::uint64_t), sizeof(Cell));
     return kCells * sizeof(Cell) + kRoom + counters;
   }
   // Where an entry begins that comes behind `end`, counted without end: it lies in one piece.
@@ -72,7 +73,7 @@ class Board {
     return end % kRoom + bytes <= kRoom ? end : (end / kRoom + 1) * kRoom;
   }
   static std::uint64_t end_of(std::uint64_t end, std::size_t bytes) {
-    return bytes <= kInline ? end : place(end, bytes) + up(bytes, sizeof(Cell));
+    return bytes <= kInline ? end : place(end, bytes) + rounded_up(bytes, sizeof(Cell));
   }
   std::byte* part_of(int rank) const { return memory_ + static_cast<std::size_t>(rank) * part_; }
   Cell* cells_of(int rank) const { return reinterpret_cast<Cell*>(part_of(rank)); }

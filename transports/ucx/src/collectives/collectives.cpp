@@ -43,10 +43,6 @@ Task spread_from(Group& group, int local_rank, void* data, std::size_t bytes, in
   return shared_spread(shared, data, std::move(outs), std::move(sizes));
 }
 
-int local_index(const Group& group, int rank) {
-  return static_cast<int>(std::find(group.local.begin(), group.local.end(), rank) - group.local.begin());
-}
-
 // Reduce within each host, between the hosts' first ranks, and hand the result down: each byte crosses the network once
 // per host (as in MPICH's and Open MPI's SMP-aware collectives; Karonis et al., IPDPS 2000). root -1: all ranks.
 Task reduce_small(Group& group, Reduction reduction, int root, void* data, std::size_t count) {
@@ -66,7 +62,7 @@ Task reduce_small(Group& group, Reduction reduction, int root, void* data, std::
   }
   const int ranks = static_cast<int>(group.peers.size());
   if (group.shared && here) {
-    const int taker = root < 0 ? -1 : local_index(group, root);
+    const int taker = root < 0 ? -1 : group.place(root);
     if (taker != 0) {
       Task down = spread_from(group, 0, partial, count * size_of(local.dtype), taker);
       co_await down;
@@ -84,7 +80,7 @@ Task reduce_across(Group& group, Reduction reduction, int root, void* data, std:
 Task broadcast_across(Group& group, int root, void* data, std::size_t bytes) {
   const bool here = group.leader_of[root] == group.leader_of[group.rank];
   if (group.shared && here) {
-    Task within = spread_from(group, local_index(group, root), data, bytes);
+    Task within = spread_from(group, group.place(root), data, bytes);
     co_await within;
   }
   if (group.leaders) {

@@ -1,20 +1,17 @@
 #include "collectives/pool.hpp"
 
 #include <sys/mman.h>
-#include <sys/stat.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <iterator>
-#include <system_error>
 #include <utility>
 
 #include "collectives/segment.hpp"
+#include "collectives/shared_memory.hpp"
 
 namespace aiocomms {
 namespace {
 
-constexpr std::size_t kPage = 4096;
 constexpr int kAtOnce = 4;  // communicators whose pages go back at a time: whoever posts an op waits for that
 
 int count_here(const std::vector<int>& places) {
@@ -23,21 +20,8 @@ int count_here(const std::vector<int>& places) {
 
 }  // namespace
 
-void* map_shared(int fd, std::size_t offset, std::size_t bytes) {
-  const auto fail = [](const char* what) { throw std::system_error(errno, std::generic_category(), what); };
-  struct stat status;
-  if (fstat(fd, &status) != 0) fail("fstat");
-  if (static_cast<std::size_t>(status.st_size) < offset + bytes) {
-    errno = EINVAL;
-    fail("shared memory of another size than expected");
-  }
-  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, static_cast<off_t>(offset));
-  if (memory == MAP_FAILED) fail("mmap");
-  return memory;
-}
-
 std::size_t Pool::bytes(int ranks) {
-  const std::size_t counters = (sizeof(Counters) * static_cast<std::size_t>(ranks) + kPage - 1) / kPage * kPage;
+  const std::size_t counters = whole_pages(sizeof(Counters) * static_cast<std::size_t>(ranks));
   return counters + static_cast<std::size_t>(ranks) * (kForMessage + kSlots) * kSlot;
 }
 

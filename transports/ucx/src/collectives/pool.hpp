@@ -21,9 +21,6 @@ namespace aiocomms {
 
 class Segment;
 
-// Maps a part of a descriptor's memory, and does not close it. std::system_error: it cannot, or there is less.
-void* map_shared(int fd, std::size_t offset, std::size_t bytes);
-
 class Pool {
  public:
   static constexpr std::size_t kSlot = 128 * 1024;     // bytes of a slot; see docs/benchmarks/cpu.md

@@ -17,13 +17,10 @@
 #include <utility>
 
 #include "collectives/board.hpp"
+#include "collectives/shared_memory.hpp"
 
 namespace aiocomms {
 namespace {
-
-constexpr std::size_t kPage = 4096;
-
-std::size_t up(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
 [[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
 
@@ -34,7 +31,8 @@ std::size_t Segment::bytes(int ranks) {
     throw std::invalid_argument("ranks of one host: " + std::to_string(ranks) + ", wanted 1 to " +
                                 std::to_string(kMostRanks));
   }
-  return up(sizeof(Owner) * static_cast<std::size_t>(ranks)) + static_cast<std::size_t>(ranks) * kDepth * kSlot;
+  return whole_pages(sizeof(Owner) * static_cast<std::size_t>(ranks)) +
+         static_cast<std::size_t>(ranks) * kDepth * kSlot;
 }
 
 std::size_t Segment::place_of_pool(int ranks) { return 2 * bytes(ranks) + Board::bytes(ranks); }
@@ -72,7 +70,7 @@ Segment::Segment(SharedMemory memory, std::size_t offset)
     throw;
   }
   owners_ = static_cast<Owner*>(memory_);
-  slots_ = static_cast<std::byte*>(memory_) + up(sizeof(Owner) * static_cast<std::size_t>(ranks_));
+  slots_ = static_cast<std::byte*>(memory_) + whole_pages(sizeof(Owner) * static_cast<std::size_t>(ranks_));
 }
 
 Segment::~Segment() {

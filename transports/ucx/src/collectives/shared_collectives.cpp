@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "collectives/schedule_parts.hpp"
 #include "collectives/span.hpp"
 #include "net/copy.hpp"
 
@@ -15,13 +16,6 @@ constexpr std::size_t kDirect = 4096;
 constexpr std::size_t kSmallestChunk = 32 * 1024;
 // What is reduced is copied while it is in the innermost cache.
 constexpr std::size_t kTile = 8 * 1024;
-
-std::byte* at(void* base, std::size_t offset) { return static_cast<std::byte*>(base) + offset; }
-const std::byte* at(const void* base, std::size_t offset) { return static_cast<const std::byte*>(base) + offset; }
-
-void transfer(void* out, const void* in, std::size_t bytes) {
-  if (bytes && out != in) std::memcpy(out, in, bytes);
-}
 
 std::uint64_t rounds_for(std::size_t bytes, std::size_t chunk) {
   return std::max<std::size_t>(1, divided_up(bytes, chunk));
@@ -52,7 +46,7 @@ Task reduce_directly(Shared& shared, Reduction reduction, int root, void* data, 
   const bool small = bytes <= Segment::kInline;
   const std::uint64_t round = shared.take(1);
   co_await shared.writable(round);
-  transfer(small ? segment.line(shared.rank(), round).data : segment.own_slot(round), data, bytes);
+  copy_bytes(small ? segment.line(shared.rank(), round).data : segment.own_slot(round), data, bytes);
   shared.publish(round);
   co_await shared.all(round);
   if (root < 0 || root == shared.rank()) {
@@ -112,9 +106,9 @@ class Chunk {
     std::byte* there = shared_.segment.slot(owner, round_) + share.offset * size_;
     const std::size_t offset = (elements_.offset + share.offset) * size_;
     if (out) {
-      transfer(at(out, offset), there, share.length * size_);
+      copy_bytes(at(out, offset), there, share.length * size_);
     } else {
-      transfer(there, at(in, offset), share.length * size_);
+      copy_bytes(there, at(in, offset), share.length * size_);
     }
   }
 
@@ -190,7 +184,7 @@ Task read_in_place(Shared& shared, std::vector<const void*> from, std::vector<vo
   std::memcpy(segment.own_slot(round), from.data(), from.size() * sizeof(void*));
   shared.publish(round);
   for (std::size_t done = 0; done < bytes[me]; done += kCopyAtOnce) {
-    transfer(at(to[me], done), at(from[me], done), std::min(kCopyAtOnce, bytes[me] - done));
+    copy_bytes(at(to[me], done), at(from[me], done), std::min(kCopyAtOnce, bytes[me] - done));
     co_await shared.turn();
   }
   co_await shared.all(round);
@@ -235,11 +229,11 @@ Task spread_by_slots(Shared& shared, const void* in, std::vector<void*> outs, By
     if (turn < rounds && (turn == 0 || mine.length)) {
       co_await shared.writable(first + turn);
       if (mine.length) {
-        transfer(small ? segment.line(me, first + turn).data : segment.own_slot(first + turn), at(in, mine.offset),
-                 mine.length);
+        copy_bytes(small ? segment.line(me, first + turn).data : segment.own_slot(first + turn), at(in, mine.offset),
+                   mine.length);
       }
       shared.publish(first + turn);
-      if (takes) transfer(at(outs[me], mine.offset), at(in, mine.offset), mine.length);
+      if (takes) copy_bytes(at(outs[me], mine.offset), at(in, mine.offset), mine.length);
     }
     if (turn == meeting) co_await shared.all(first);
     for (int rank = 0; turn >= 1 && takes && rank < ranks; ++rank) {
@@ -247,8 +241,8 @@ Task spread_by_slots(Shared& shared, const void* in, std::vector<void*> outs, By
       if (rank == me || theirs.length == 0) continue;
       const std::uint64_t round = first + turn - 1;
       co_await shared.one(rank, round);
-      transfer(at(outs[rank], theirs.offset), small ? segment.line(rank, round).data : segment.slot(rank, round),
-               theirs.length);
+      copy_bytes(at(outs[rank], theirs.offset), small ? segment.line(rank, round).data : segment.slot(rank, round),
+                 theirs.length);
     }
     if (turn >= meeting) shared.finish(first + turn - 1);
     co_await shared.turn();
@@ -286,14 +280,14 @@ Task exchange_by_slots(Shared& shared, std::vector<const void*> ins, Bytes in_by
   const std::size_t step = std::min(chunk_for(largest), piece);
   const std::uint64_t rounds = rounds_for(largest, step);
   const std::uint64_t first = shared.take(rounds);
-  transfer(outs[me], ins[me], in_bytes[me]);
+  copy_bytes(outs[me], ins[me], in_bytes[me]);
   for (std::uint64_t turn = 0; turn <= rounds; ++turn) {
     if (turn < rounds) {
       co_await shared.writable(first + turn);
       for (int rank = 0; rank < shared.ranks(); ++rank) {
         const Span part(turn, step, in_bytes[rank]);
         if (rank != me && part.length) {
-          transfer(segment.own_slot(first + turn) + rank * piece, at(ins[rank], part.offset), part.length);
+          copy_bytes(segment.own_slot(first + turn) + rank * piece, at(ins[rank], part.offset), part.length);
         }
       }
       shared.publish(first + turn);
@@ -303,7 +297,7 @@ Task exchange_by_slots(Shared& shared, std::vector<const void*> ins, Bytes in_by
       const Span part(turn - 1, step, out_bytes[rank]);
       if (rank == me || part.length == 0) continue;
       co_await shared.one(rank, first + turn - 1);
-      transfer(at(outs[rank], part.offset), segment.slot(rank, first + turn - 1) + me * piece, part.length);
+      copy_bytes(at(outs[rank], part.offset), segment.slot(rank, first + turn - 1) + me * piece, part.length);
     }
     if (turn >= 1) shared.finish(first + turn - 1);
     co_await shared.turn();
@@ -360,8 +354,8 @@ Task shared_reduce_scatter(Shared& shared, Reduction reduction, std::vector<cons
       for (int rank = 0; rank < ranks; ++rank) {
         const Span part(turn, step, counts[rank]);
         if (rank != me && part.length) {
-          transfer(segment.own_slot(first + turn) + rank * piece, at(ins[rank], part.offset * size),
-                   part.length * size);
+          copy_bytes(segment.own_slot(first + turn) + rank * piece, at(ins[rank], part.offset * size),
+                     part.length * size);
         }
       }
       shared.publish(first + turn);

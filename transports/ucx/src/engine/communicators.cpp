@@ -64,7 +64,7 @@ void Engine::open_group(std::uint32_t id, std::vector<std::uint32_t> their_ids, 
     where.ranks[hosts[rank]].push_back(rank);
   }
   where.here = hosts[group.rank];
-  std::vector<int> local = where.ranks[where.here];
+  const std::vector<int>& local = where.ranks[where.here];
   where.place = static_cast<int>(std::ranges::find(local, group.rank) - local.begin());
   std::unique_ptr<Pool> pool = make_pool(group, local, segment);
   SharedMemory memory{segment, where.place, static_cast<int>(local.size()), pool ? pool.get() : pool_.get()};
@@ -99,7 +99,6 @@ void Engine::open_group(std::uint32_t id, std::vector<std::uint32_t> their_ids, 
   group.shared = std::move(shared);
   group.keyed = std::move(keyed);
   group.their_ids = std::move(their_ids);
-  group.local = std::move(local);
   group.leader_of = std::move(hosts);
   group.hosts = std::move(where);
 }
@@ -129,7 +128,7 @@ std::vector<int> Engine::missing(std::uint32_t id) {
   const Group& group = present(id);
   std::vector<int> ranks;
   if (!group.running || !group.shared) return ranks;
-  for (int rank : group.shared->missing()) ranks.push_back(group.local[rank]);
+  for (int rank : group.shared->missing()) ranks.push_back(group.local()[rank]);
   return ranks;
 }
 

@@ -66,7 +66,6 @@ struct Group {
   std::unique_ptr<Shared> shared;        // with the ranks of this host, if there are others
   std::unique_ptr<Messages> wire;        // between all ranks
   std::unique_ptr<Messages> leaders;     // between one rank of each host; on the others null
-  std::vector<int> local;                // this host's ranks, in the order of `shared`
   std::vector<int> leader_of;            // by rank: the number of its host
   Hosts hosts;                           // where the ranks are
 
@@ -122,10 +121,13 @@ struct Group {
     shared->segment.depart(place(of));
     keyed->depart(place(of));
   }
+  // This host's ranks, in the order of `shared`; once it is open.
+  const std::vector<int>& local() const { return hosts.ranks[static_cast<std::size_t>(hosts.here)]; }
   // Where a rank is among those of this host with whom this one shares memory, or -1.
   int place(int of) const {
-    const auto found = std::find(local.begin(), local.end(), of);
-    return shared && found != local.end() ? static_cast<int>(found - local.begin()) : -1;
+    if (!shared) return -1;
+    const auto found = std::find(local().begin(), local().end(), of);
+    return found != local().end() ? static_cast<int>(found - local().begin()) : -1;
   }
   // Whether a rank of this host has lost the communicator, and with it what it had not sent or shown yet.
   bool has_let_go(int of) const { return place(of) >= 0 && shared->segment.has_let_go(place(of)); }

@@ -61,7 +61,7 @@ bool Schedules::poll_group(Group& group) {
     end_finished(group);
   }
   if (group.shared->disagrees >= 0) {
-    report_mismatch(group, group.local[std::exchange(group.shared->disagrees, -1)], group.collectives);
+    report_mismatch(group, group.local()[std::exchange(group.shared->disagrees, -1)], group.collectives);
   }
   return moved || of_lanes;
 }
@@ -90,7 +90,7 @@ void Schedules::wake_peers(Group& group) {
   group.shared->published_any = false;
   for (int rank = 0; rank < group.shared->ranks(); ++rank) {
     if (rank != group.shared->rank() && group.shared->segment.claim_wake(rank)) {
-      wake_peer_(group.peers[group.local[rank]]);
+      wake_peer_(group.peers[group.local()[rank]]);
     }
   }
 }
