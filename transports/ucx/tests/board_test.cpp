@@ -10,6 +10,7 @@
 
 #include "collectives/segment.hpp"
 #include "parts.hpp"
+#include "segment_inside.hpp"
 
 namespace aiocomms {
 namespace {
@@ -75,6 +76,41 @@ void small_ones_fill_all_cells() {
   CHECK(boards.of[0]->next(2).cell == nullptr);
 }
 
+// Who awaits all is woken by the last of them, and who awaits one by that one; a message wakes who awaits anything.
+void who_blocks_is_woken_by_what_it_awaits() {
+  using Awaited = Segment::Awaited;
+  const int fd = Segment::create(3, false);
+  Segment here({fd, 0, 3}), second({fd, 1, 3}), third({fd, 2, 3});
+  const auto wakes = [&](Segment& publisher, const Awaited& awaited) {
+    here.begin_block(awaited);
+    CHECK(!publisher.claim_wake(0));
+    const bool woken = !SegmentInside::blocks(here);
+    here.begin_block(awaited);
+    second.rouse(0);
+    CHECK(SegmentInside::blocks(here) != woken);
+    here.end_block();
+    return woken;
+  };
+  CHECK(wakes(second, {}) && !wakes(second, {Awaited::kNever}));
+  here.publish(0);
+  second.publish(0);
+  CHECK(!wakes(second, {Awaited::kAll, 0, 0}));
+  CHECK(wakes(second, {Awaited::kOne, 1, 0}) && !wakes(second, {Awaited::kOne, 2, 0}));
+  third.publish(0);
+  CHECK(wakes(third, {Awaited::kAll, 0, 0}) && wakes(second, {Awaited::kAll, 2, 0}));
+  CHECK(!wakes(third, {Awaited::kAll, 0, 1}));
+  third.publish_second(7);
+  CHECK(wakes(third, {Awaited::kSecond, 2, 7}) && !wakes(third, {Awaited::kSecond, 1, 7}));
+  CHECK(!wakes(third, {Awaited::kWritable, 0, Segment::kDepth}));
+  for (Segment* each : {&here, &second, &third}) each->finish(1);
+  CHECK(wakes(third, {Awaited::kWritable, 0, Segment::kDepth}));
+  CHECK(!wakes(third, {Awaited::kWritable, 0, Segment::kDepth + 1}));
+  here.sleep(true);
+  third.rouse(0);  // UCX wakes its thread
+  CHECK(third.claim_wake(0));
+  close(fd);
+}
+
 // A post that blocks goes on when another rank publishes; that rank has no thread to wake then.
 void a_publisher_wakes_who_blocks() {
   constexpr std::uint64_t kForever = 60'000'000'000;
@@ -83,12 +119,12 @@ void a_publisher_wakes_who_blocks() {
   CHECK(!there.claim_wake(0));
   here.sleep(true);
   CHECK(there.claim_wake(0) && !there.claim_wake(0));
-  CHECK(!here.begin_block());
+  CHECK(!here.begin_block({}));
   here.block(1000);  // nobody comes
   CHECK(!there.claim_wake(0));
   here.block(kForever);  // somebody has come before
   here.sleep(true);
-  CHECK(here.begin_block());  // or the thread that sleeps would never hear of what is published from now on
+  CHECK(here.begin_block({}));  // or the thread that sleeps would never hear of what is published from now on
   here.end_block();
   CHECK(!there.claim_wake(0));
   for (std::uint64_t round = 0; round < 1000; ++round) {
@@ -98,7 +134,7 @@ void a_publisher_wakes_who_blocks() {
     });
     bool slept = false;
     while (!here.published(1, round)) {
-      slept |= here.begin_block();
+      slept |= here.begin_block({Segment::Awaited::kAll, 1, round});
       if (!here.published(1, round)) here.block(kForever);
       here.end_block();
     }
@@ -106,7 +142,7 @@ void a_publisher_wakes_who_blocks() {
     CHECK(!slept);  // not before: the publisher counts checks, too
   }
   here.note_core(3);
-  CHECK(!here.begin_block());
+  CHECK(!here.begin_block({}));
   CHECK(there.shares_core(3));  // it waits for its core
   close(fd);
 }
@@ -116,6 +152,7 @@ void a_publisher_wakes_who_blocks() {
 void test_board() {
   entries_come_in_order();
   small_ones_fill_all_cells();
+  who_blocks_is_woken_by_what_it_awaits();
   a_publisher_wakes_who_blocks();
 }
 

@@ -2,18 +2,9 @@
 
 #include <cstring>
 
-namespace aiocomms {
+#include "segment_inside.hpp"
 
-struct SegmentInside {
-  // What a rank has published and read: number + 1 of the round in each line, and the rounds below which it reads none.
-  static std::uint64_t first(Segment& segment, std::uint64_t line) {
-    return segment.owners_[segment.rank_].lines[line].round.load();
-  }
-  static std::uint64_t second(Segment& segment, std::uint64_t line) {
-    return segment.owners_[segment.rank_].second[line].round.load();
-  }
-  static std::uint64_t read(Segment& segment) { return segment.owners_[segment.rank_].done.round.load(); }
-};
+namespace aiocomms {
 
 void CriticalPath::note_published() {
   Shared* const shared = hosts_.shared(running_);
@@ -40,40 +31,19 @@ void CriticalPath::wait_for(What what, int place, std::uint64_t round) {
 
 // The rank that runs has looked: what it waits for is there, and has been since some time.
 bool Shared::Wait::ready() {
-  Segment& segment = shared_.segment;
+  using Awaited = Segment::Awaited;
   CriticalPath& path = *CriticalPath::current;
-  const auto all = [&](const auto& published) {
-    for (int rank = 0; rank < segment.ranks(); ++rank) {
-      if (!published(rank)) return false;
-    }
-    return true;
-  };
-  const auto first = [&](int rank) { return segment.published(rank, round_); };
   path.note_published();
-  switch (what_) {
-    case kWritable:
-      if (!segment.writable(round_)) return false;
-      for (int rank = 0; round_ >= Segment::kDepth && rank < segment.ranks(); ++rank)
-        path.wait_for(CriticalPath::What::kRead, rank, round_ - Segment::kDepth + 1);
-      return true;
-    case kOne:
-      if (!first(rank_)) return false;
-      path.wait_for(CriticalPath::What::kFirst, rank_, round_);
-      return true;
-    case kSecond:
-      if (!segment.published_second(rank_, round_)) return false;
-      path.wait_for(CriticalPath::What::kSecond, rank_, round_);
-      return true;
-    case kAll:
-      if (!all(first)) return false;
-      for (int rank = 0; rank < segment.ranks(); ++rank) path.wait_for(CriticalPath::What::kFirst, rank, round_);
-      return true;
-    case kTurn:
-      return true;
-    case kNever:
-      return false;
+  if (!shared_.segment.has_come(awaited_)) return false;
+  const auto& [what, place, round] = awaited_;
+  if (what == Awaited::kOne) path.wait_for(CriticalPath::What::kFirst, place, round);
+  if (what == Awaited::kSecond) path.wait_for(CriticalPath::What::kSecond, place, round);
+  for (int each = 0; each < shared_.segment.ranks(); ++each) {
+    if (what == Awaited::kAll) path.wait_for(CriticalPath::What::kFirst, each, round);
+    if (what == Awaited::kWritable && round >= Segment::kDepth)
+      path.wait_for(CriticalPath::What::kRead, each, round - Segment::kDepth + 1);
   }
-  return false;
+  return true;
 }
 
 void CriticalPath::send(int src, int dst, const void* data, std::size_t bytes, Event& event) {

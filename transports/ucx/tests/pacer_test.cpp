@@ -123,7 +123,8 @@ void pacer_in_a_crowd() {
   pacer.configure(true, true);
   Pacer::Spin spin = pacer.begin_post(kStart);
   CHECK(pacer.after_look(spin, false, kStart, kFree) == Next::kYield);
-  CHECK(pacer.may_block(spin) == Pacer::kSpin);
+  CHECK(pacer.may_block(spin, false) == Pacer::kSpin);
+  CHECK(pacer.may_block(spin, true) == Pacer::kCrowdedSpin);
   CHECK(pacer.slice_ends() == kStart + Pacer::kCrowdedSlice);
   spins_ever_less(pacer, Pacer::kCrowdedSpin, Pacer::kLeastCrowdedSpin);
   CHECK(pacer.end_visit(false, false, true, kStart) == Pacer::Visit::kYields);
@@ -214,13 +215,13 @@ void pacer_blocks_no_longer_than_it_spins() {
   pacer.configure(true, false);
   Pacer::Spin spin = pacer.begin_post(kStart);
   CHECK(pacer.after_look(spin, false, kStart + 10, kWanted) == Next::kYield);
-  CHECK(pacer.may_block(spin) == 0);  // it may be on another core by now
+  CHECK(pacer.may_block(spin, true) == 0);  // it may be on another core by now
   CHECK(pacer.after_look(spin, false, kStart + 10 + Pacer::kGrace, kWanted) == Next::kYield);
-  CHECK(pacer.may_block(spin) == Pacer::kSpin - Pacer::kGrace);
+  CHECK(pacer.may_block(spin, true) == Pacer::kSpin - Pacer::kGrace);
   CHECK(pacer.after_look(spin, false, kStart + 40'010, kWanted) == Next::kYield);
-  CHECK(pacer.may_block(spin) == Pacer::kSpin - 40'000);
+  CHECK(pacer.may_block(spin, true) == Pacer::kSpin - 40'000);
   CHECK(pacer.after_look(spin, false, kStart + 10 + Pacer::kSpin, kWanted) == Next::kStop);
-  CHECK(pacer.may_block(spin) == 0);
+  CHECK(pacer.may_block(spin, true) == 0);
 }
 
 void pacer_ticks_lingers_dozes_and_sleeps() {

@@ -81,7 +81,7 @@ Segment::~Segment() {
 // A futex is of 32 bits: the lower half of the number.
 std::uint32_t* Segment::futex_of(int rank) {
   constexpr int kLower = std::endian::native == std::endian::little ? 0 : 1;
-  return reinterpret_cast<std::uint32_t*>(&owners_[rank].asleep.round) + kLower;
+  return reinterpret_cast<std::uint32_t*>(&owners_[rank].rest.is) + kLower;
 }
 
 void Segment::block(std::uint64_t most_ns) {
@@ -100,6 +100,27 @@ bool Segment::writable(std::uint64_t round) {
   }
   all_done_ = done;
   return round < all_done_ + kDepth;
+}
+
+bool Segment::has_come(const Awaited& awaited) {
+  switch (awaited.what) {
+    case Awaited::kAnything:
+      return true;
+    case Awaited::kWritable:
+      return writable(awaited.round);
+    case Awaited::kOne:
+      return published(awaited.rank, awaited.round);
+    case Awaited::kSecond:
+      return published_second(awaited.rank, awaited.round);
+    case Awaited::kNever:
+      return false;
+    case Awaited::kAll:
+      break;
+  }
+  for (int rank = awaited.rank; rank < ranks_; ++rank) {
+    if (!published(rank, awaited.round)) return false;
+  }
+  return true;
 }
 
 bool Segment::give_back() noexcept {

@@ -103,25 +103,51 @@ class Segment {
   // A rank reads nothing at all any more: this one, or one that is gone and cannot say so.
   void depart(int rank) { owners_[rank].done.round.store(kDeparted, std::memory_order_seq_cst); }
 
+  // What is waited for: in a round, or of a rank. kAll: the lines of the ranks from `rank` on.
+  struct Awaited {
+    enum What : std::uint8_t { kAnything, kWritable, kAll, kOne, kSecond, kNever } what = kAnything;
+    int rank = 0;
+    std::uint64_t round = 0;
+  };
+  bool has_come(const Awaited& awaited);
+
   // A rank that is about to sleep says so first, then looks again; one that publishes looks who sleeps afterwards. All
   // of it sequentially consistent, so that one of the two sees the other (Dekker's way).
   void sleep(bool asleep) {
     if (asleep) owners_[rank_].core.round.store(0, std::memory_order_relaxed);
-    owners_[rank_].asleep.round.store(asleep ? kAsleep : kAwake, std::memory_order_seq_cst);
+    owners_[rank_].rest.is.store(asleep ? kAsleep : kAwake, std::memory_order_seq_cst);
   }
   // Whether the engine's thread of `rank` slept; whoever is told so wakes it. A post that blocks is woken here.
   bool claim_wake(int rank) {
-    std::atomic<std::uint64_t>& asleep = owners_[rank].asleep.round;
-    if (asleep.load(std::memory_order_seq_cst) == kAwake) return false;
-    const std::uint64_t was = asleep.exchange(kAwake, std::memory_order_seq_cst);
+    Rest& rest = owners_[rank].rest;
+    const std::uint64_t is = rest.is.load(std::memory_order_seq_cst);
+    if (is == kAwake || (is == kBlocked && !has_come(unpacked(rest.awaits.load(std::memory_order_seq_cst))))) {
+      return false;
+    }
+    const std::uint64_t was = rest.is.exchange(kAwake, std::memory_order_seq_cst);
     if (was == kBlocked) unblock(rank);
     return was == kAsleep;
   }
-  // A post that blocks until another rank publishes does likewise. It keeps its core, for which it waits. True: the
-  // engine's thread slept, and nobody else wakes it from now on.
-  bool begin_block() { return owners_[rank_].asleep.round.exchange(kBlocked, std::memory_order_seq_cst) == kAsleep; }
-  void block(std::uint64_t most_ns);  // returns at once if a rank has published since
-  void end_block() { owners_[rank_].asleep.round.store(kAwake, std::memory_order_seq_cst); }
+  // A post that blocks does likewise. It keeps its core, for which it waits, and is woken by the rank that publishes
+  // the last of what it awaits: if each rank that publishes woke each that waits for all, n ranks would be woken n
+  // times. True: the engine's thread slept, and nobody else wakes it from now on.
+  bool begin_block(const Awaited& awaited) {
+    owners_[rank_].rest.awaits.store(packed(awaited), std::memory_order_seq_cst);
+    return owners_[rank_].rest.is.exchange(kBlocked, std::memory_order_seq_cst) == kAsleep;
+  }
+  void block(std::uint64_t most_ns);  // returns at once if it has come since
+  // A message has been sent to `rank`, which may block until something comes. One that begins to just now may miss it,
+  // and then blocks for as long as it may: a fence would cost each message more.
+  void rouse(int rank) {
+    Rest& rest = owners_[rank].rest;
+    std::uint64_t is = kBlocked;
+    if (rest.is.load(std::memory_order_relaxed) != is ||
+        !has_come(unpacked(rest.awaits.load(std::memory_order_seq_cst)))) {
+      return;
+    }
+    if (rest.is.compare_exchange_strong(is, kAwake, std::memory_order_seq_cst)) unblock(rank);
+  }
+  void end_block() { owners_[rank_].rest.is.store(kAwake, std::memory_order_seq_cst); }
 
   // The core that this rank last posted from, for ranks that wait for it: one that has the same core must give it away
   // first. A rank that sleeps has none. Nothing is ordered by it, and one that is out of date costs a turn.
@@ -151,14 +177,19 @@ class Segment {
   friend struct SegmentInside;  // of the tests
 
   static constexpr std::uint64_t kDeparted = std::uint64_t{1} << 62;  // more rounds than there will ever be
-  // What Owner::asleep says: who waits, and how it is woken.
+  // What Rest::is says: who waits, and how it is woken.
   static constexpr std::uint64_t kAwake = 0, kAsleep = 1, kBlocked = 2;
+
+  struct alignas(64) Rest {
+    std::atomic<std::uint64_t> is;
+    std::atomic<std::uint64_t> awaits;  // of one that blocks
+  };
 
   struct Owner {
     Line lines[kDepth];
     Line second[kDepth];
     Line done;
-    Line asleep;
+    Rest rest;
     Line core;  // 1 + its number; 0: none
     Line gone;
   };
@@ -167,6 +198,18 @@ class Segment {
 #ifndef __SANITIZE_THREAD__  // which does not know fences
     std::atomic_thread_fence(order);
 #endif
+  }
+
+  static constexpr int kRoundBits = 45, kRankBits = 16;
+  static_assert(kMostRanks <= 1 << kRankBits);
+  static std::uint64_t packed(const Awaited& awaited) {
+    return (std::uint64_t{awaited.what} << kRankBits | static_cast<std::uint64_t>(awaited.rank)) << kRoundBits |
+           awaited.round;
+  }
+  static Awaited unpacked(std::uint64_t packed) {
+    const std::uint64_t front = packed >> kRoundBits;
+    return {static_cast<Awaited::What>(front >> kRankBits), static_cast<int>(front & ((1 << kRankBits) - 1)),
+            packed & ((std::uint64_t{1} << kRoundBits) - 1)};
   }
 
   std::byte* own(int rank, std::uint64_t round) { return slots_ + (rank * kDepth + round % kDepth) * kSlot; }

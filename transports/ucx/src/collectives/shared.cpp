@@ -4,24 +4,11 @@ namespace aiocomms {
 
 bool Shared::Wait::ready() {
   Segment& segment = shared_.segment;
-  switch (what_) {
-    case kWritable:
-      return segment.writable(round_);
-    case kOne:
-      return segment.published(rank_, round_);
-    case kSecond:
-      return segment.published_second(rank_, round_);
-    case kTurn:
-      return true;
-    case kNever:
-      return false;
-    case kAll:
-      break;
-  }
-  for (; rank_ < segment.ranks(); ++rank_) {
-    if (!segment.published(rank_, round_)) return false;
-    if (segment.line(rank_, round_).fingerprint != shared_.fingerprint) {
-      shared_.disagrees = rank_;
+  if (awaited_.what != Segment::Awaited::kAll) return segment.has_come(awaited_);
+  for (int& rank = awaited_.rank; rank < segment.ranks(); ++rank) {
+    if (!segment.published(rank, awaited_.round)) return false;
+    if (segment.line(rank, awaited_.round).fingerprint != shared_.fingerprint) {
+      shared_.disagrees = rank;
       return false;
     }
   }

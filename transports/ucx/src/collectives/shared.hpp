@@ -34,6 +34,7 @@ class Shared {
     return true;
   }
   bool waits_for_nothing() const { return waiting_ == nullptr; }
+  Segment::Awaited awaited() const { return waiting_ ? waiting_->awaited() : Segment::Awaited{}; }
   void forget() { waiting_ = nullptr; }  // the schedule is gone
   // The ranks whose first line of the collective under way has not come.
   std::vector<int> missing() const;
@@ -63,30 +64,29 @@ class Shared {
 
   class Wait {
    public:
-    enum What { kWritable, kAll, kOne, kSecond, kTurn, kNever };
-    Wait(Shared& shared, What what, std::uint64_t round, int rank = 0)
-        : shared_(shared), round_(round), rank_(rank), what_(what) {}
+    Wait(Shared& shared, const Segment::Awaited& awaited) : shared_(shared), awaited_(awaited) {}
     bool ready();
-    bool await_ready() { return what_ == kTurn ? now_ns() < *shared_.slice_ends : ready(); }
+    bool await_ready() { return is_turn() ? now_ns() < *shared_.slice_ends : ready(); }
     void await_suspend(std::coroutine_handle<> handle) {
       shared_.waiting_ = this;
       shared_.handle_ = handle;
     }
     void await_resume() const {}
+    const Segment::Awaited& awaited() const { return awaited_; }
 
    private:
+    bool is_turn() const { return awaited_.what == Segment::Awaited::kAnything; }
+
     Shared& shared_;
-    std::uint64_t round_;
-    int rank_;
-    What what_;
+    Segment::Awaited awaited_;
   };
 
-  Wait writable(std::uint64_t round) { return Wait(*this, Wait::kWritable, round); }
-  Wait all(std::uint64_t round) { return Wait(*this, Wait::kAll, round); }
-  Wait one(int rank, std::uint64_t round) { return Wait(*this, Wait::kOne, round, rank); }
-  Wait second(int rank, std::uint64_t round) { return Wait(*this, Wait::kSecond, round, rank); }
-  Wait never() { return Wait(*this, Wait::kNever, 0); }  // a rank is gone, as others will be told
-  Wait turn() { return Wait(*this, Wait::kTurn, 0); }    // lets others run if this schedule's slice is over
+  Wait writable(std::uint64_t round) { return {*this, {Segment::Awaited::kWritable, 0, round}}; }
+  Wait all(std::uint64_t round) { return {*this, {Segment::Awaited::kAll, 0, round}}; }
+  Wait one(int rank, std::uint64_t round) { return {*this, {Segment::Awaited::kOne, rank, round}}; }
+  Wait second(int rank, std::uint64_t round) { return {*this, {Segment::Awaited::kSecond, rank, round}}; }
+  Wait never() { return {*this, {Segment::Awaited::kNever}}; }    // a rank is gone, as others will be told
+  Wait turn() { return {*this, {Segment::Awaited::kAnything}}; }  // lets others run if this schedule's slice is over
 
  private:
   std::uint64_t next_ = 0;

@@ -150,7 +150,7 @@ std::uint64_t Engine::spin(const Operation& op, std::uint64_t began) noexcept {
     const Pacer::Next next = pacer_.after_look(spin, moved, now_ns(), [&] { return shares_core(op); });
     if (next == Pacer::Next::kStop) break;
     if (next == Pacer::Next::kRelax) relax();
-    if (next == Pacer::Next::kYield) give_core(op, pacer_.may_block(spin));
+    if (next == Pacer::Next::kYield) give_core(op, spin);
   }
   pacer_.end_post(spin, op.done());
   return spin.now;
@@ -164,17 +164,30 @@ bool Engine::shares_core(const Operation& op) const noexcept {
 }
 
 // A yield gives the core to threads of the same scheduling group alone: of this session, or of this container. Where
-// that has given it to nobody, and another rank was last seen on this core, this thread blocks until a rank publishes.
-void Engine::give_core(const Operation& op, std::uint64_t may_block) noexcept {
+// that has given it to nobody, and another rank was last seen on this core, this thread blocks until what it waits for
+// is published.
+void Engine::give_core(const Operation& op, const Pacer::Spin& spin) noexcept {
   sched_yield();
   const long before = std::exchange(switches_, switches());
-  if (switches_ != before || may_block == 0 || !op.group.shared) return;
+  if (switches_ != before || !op.group.shared) return;
   if (!shares_core(op) && !pacer_.crowded()) return;
+  const bool sole = is_sole(op);
+  const std::uint64_t most = pacer_.may_block(spin, sole);
+  if (most == 0) return;
   Segment& segment = op.group.shared->segment;
-  if (segment.begin_block()) wake_thread();
-  if (!advance() && !op.done()) segment.block(may_block);
+  if (segment.begin_block(sole ? op.group.shared->awaited() : Segment::Awaited{})) wake_thread();
+  if (!advance() && !op.done()) segment.block(most);
   segment.end_block();
   segment.note_core(core());
+}
+
+// Whether an op, whose post has not returned, waits for what its host's ranks publish, and there is nothing else for
+// this engine to do.
+bool Engine::is_sole(const Operation& op) const noexcept {
+  const Group& group = op.group;
+  return group.running && group.schedules.front().op == &op && !group.shared->waits_for_nothing() &&
+         schedules_.count() == 1 && group.lane_calls == 0 && reports_.pending() == 0 && !windows_.has_jobs() &&
+         !offers_.pulls() && !waits_for_room();
 }
 
 // Null: something has matched it, or will have ended it.

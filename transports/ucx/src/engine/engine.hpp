@@ -208,7 +208,8 @@ class Engine : private Inbox::Owner {
   std::uint64_t finish_post(Operation* op, std::uint64_t began, Held& held) noexcept;
   std::uint64_t spin(const Operation& op, std::uint64_t began) noexcept;  // returns when it last looked at the clock
   bool shares_core(const Operation& op) const noexcept;                   // with a rank that this one may wait for
-  void give_core(const Operation& op, std::uint64_t may_block) noexcept;
+  void give_core(const Operation& op, const Pacer::Spin& spin) noexcept;
+  bool is_sole(const Operation& op) const noexcept;
   bool withdraw(Request* request);
 
   bool advance() noexcept;  // one look at everything

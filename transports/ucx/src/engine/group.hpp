@@ -100,11 +100,22 @@ struct Group {
             .peer = static_cast<std::uint32_t>(peers[rank]),
             .tag = tag};
   }
+  // See Network::tell.
+  ucs_status_t tell(Network& network, int to, const Header& header, const void* payload = nullptr,
+                    std::size_t bytes = 0, Pending* pending = nullptr) const {
+    const ucs_status_t status = network.tell(peers[to], header, payload, bytes, pending);
+    rouse(to);
+    return status;
+  }
   // Tell a rank something that one number identifies.
   void tell(Network& network, int to, Channel channel, std::uint64_t number, std::uint64_t value = 0) const {
     Header header = header_to(to, channel, static_cast<std::int64_t>(number));
     header.value = value;
-    network.tell(peers[to], header, nullptr, 0, nullptr);
+    tell(network, to, header);
+  }
+  // A message is on its way to a rank, whose post may block until one comes.
+  void rouse(int to) const {
+    if (const int at = place(to); at >= 0) shared->segment.rouse(at);
   }
   // Its collectives end, the running one and those behind it. UCX holds nothing of theirs any more.
   void drop_schedules() noexcept;

@@ -58,7 +58,11 @@ ucs_status_t Sender::send(Group& group, int rank, Header header, const void* dat
   if (!device && header.bytes >= kOfferedFrom && peers_[peer].readable != 0) {
     return offers_.offer(group, rank, header, data, pending);
   }
-  if (peers_[peer].pid != 0 || header.bytes == 0) return worker_.send(peer, header, data, memory, pending);
+  if (peers_[peer].pid != 0 || header.bytes == 0) {
+    const ucs_status_t status = worker_.send(peer, header, data, memory, pending);
+    group.rouse(rank);
+    return status;
+  }
   return send_abroad(group, rank, header, data, device, pending);
 }
 

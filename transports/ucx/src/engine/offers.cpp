@@ -16,7 +16,7 @@ ucs_status_t Offers::offer(Group& group, int rank, Header header, const void* da
   const Offer offer{reinterpret_cast<std::uint64_t>(data), ++last_offer_};
   header.dtype |= kOffered;
   offered_.emplace(offer.number, Offered{&group, pending, rank, static_cast<const std::byte*>(data), header.bytes});
-  const ucs_status_t status = network_.tell(group.peers[rank], header, &offer, sizeof offer, nullptr);
+  const ucs_status_t status = group.tell(network_, rank, header, &offer, sizeof offer);
   if (status == UCS_OK || status == UCS_INPROGRESS) return UCS_INPROGRESS;
   offered_.erase(offer.number);
   return status;

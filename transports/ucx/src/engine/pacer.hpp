@@ -131,10 +131,12 @@ class Pacer {
     return crowded_ || wanted() ? Next::kYield : Next::kRelax;
   }
 
-  // For how long a post may block that has offered its core in vain.
-  std::uint64_t may_block(const Spin& spin) const {
+  // For how long a post may block that has offered its core in vain. sole: it waits for nothing but what wakes it, and
+  // nobody needs this rank meanwhile.
+  std::uint64_t may_block(const Spin& spin, bool sole) const {
     if (!crowded_ && spin.now - spin.idle_since < kGrace) return 0;
-    const std::uint64_t ends = std::min(spin.idle_since + std::min(spin.budget, kSpin), spin.ends);
+    const std::uint64_t budget = sole ? spin.budget : std::min(spin.budget, kSpin);
+    const std::uint64_t ends = std::min(spin.idle_since + budget, spin.ends);
     return ends - std::min(ends, spin.now);
   }
 

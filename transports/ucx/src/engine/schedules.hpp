@@ -37,6 +37,7 @@ class Schedules {
   bool resume() noexcept;
 
   bool idle() const { return active_.empty(); }
+  std::size_t count() const { return active_.size(); }  // of the communicators with something under way
   // Something of the communicator is under way.
   void activate(Group& group) {
     if (std::find(active_.begin(), active_.end(), &group) == active_.end()) active_.push_back(&group);

@@ -108,6 +108,13 @@ void Windows::close(Group& group, std::uint64_t number) {
 // --------------------------------------------------------------------------------------- copies and lanes, piece by
 // piece
 
+// Within this process, which cannot fail: now, or after the copies that are under way.
+void Windows::copy(Operation* op, Copy copy) {
+  if (!jobs_.empty() || copy.bytes > kStep) return start_job({op, copy, {}});
+  copy.advance(kStep);
+  op->finished(UCS_OK);
+}
+
 // Begin it now, or after the copies that are under way.
 void Windows::start_job(Job job) {
   jobs_.push_back(std::move(job));
@@ -116,7 +123,7 @@ void Windows::start_job(Job job) {
 
 bool Windows::advance_job() noexcept {
   Job& job = jobs_.front();
-  job.copy.advance(kStep);  // within this process, which cannot fail
+  job.copy.advance(kStep);
   if (job.copy.bytes > 0) return true;
   const Job done = std::move(job);
   jobs_.pop_front();
@@ -191,7 +198,7 @@ void Windows::put(Operation* op, const Place& place, const void* data) {
   Group& group = op->group;
   const Window::Part& to = part_of(group, place);
   if (to.mapped || place.bytes == 0) {
-    return start_job({op, {to.mapped + place.offset, static_cast<const std::byte*>(data), place.bytes}, {}});
+    return copy(op, {to.mapped + place.offset, static_cast<const std::byte*>(data), place.bytes});
   }
   const std::uint64_t there = to.address + place.offset;
   Lane& lane = lane_to(group, place.rank);
@@ -205,7 +212,7 @@ void Windows::get(Operation* op, const Place& place, void* data) {
   Group& group = op->group;
   const Window::Part& from = part_of(group, place);
   if (from.mapped || place.bytes == 0) {
-    return start_job({op, {static_cast<std::byte*>(data), from.mapped + place.offset, place.bytes}, {}});
+    return copy(op, {static_cast<std::byte*>(data), from.mapped + place.offset, place.bytes});
   }
   const std::uint64_t there = from.address + place.offset;
   Lane& lane = lane_to(group, place.rank);
@@ -238,7 +245,7 @@ void Windows::ask_atomic(Operation* op, int rank, std::uint64_t window, const At
   Pending* const waits = counted.release();
   Header header = op->group.header_to(rank, kAtomic, static_cast<std::int64_t>(window));
   header.bytes = sizeof what;
-  const ucs_status_t status = network_.tell(lane.peer, header, &what, sizeof what, nullptr);
+  const ucs_status_t status = op->group.tell(network_, rank, header, &what, sizeof what);
   if (status == UCS_OK || status == UCS_INPROGRESS) return;
   questions_.erase(what.number);
   waits->finished(status);
@@ -249,10 +256,11 @@ void Windows::signal(Operation* op, std::uint64_t window, int rank) {
   const bool own = rank == group.rank;
   const bool mapped = part_of(group, window, rank).mapped != nullptr || (own && !device_);
   const Header header = group.header_to(rank, kSignal, static_cast<std::int64_t>(window));
-  auto send = [this, header, own, peer = group.peers[rank]](Operation* it) {
+  auto send = [this, header, own, rank](Operation* it) {
     if (own) accept_signal(it->group, header);
-    follow(it, own ? UCS_OK : network_.tell(peer, header, nullptr, 0, it));
+    follow(it, own ? UCS_OK : it->group.tell(network_, rank, header, nullptr, 0, it));
   };
+  if (mapped && jobs_.empty()) return send(op);
   if (mapped) return start_job({op, {}, send});
   enqueue(lane_to(group, rank), {Lane::kTell, window, op, [=] { send(op); }});
 }

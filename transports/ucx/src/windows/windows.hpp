@@ -89,6 +89,7 @@ class Windows {
 
   Window::Part& part_of(Group& group, std::uint64_t window, int rank);
   Window::Part& part_of(Group& group, const Place& place);
+  void copy(Operation* op, Copy copy);
   void start_job(Job job);
   bool advance_job() noexcept;
   Lane& lane_to(Group& group, int rank);
