@@ -116,6 +116,29 @@ class Window:
         """
         return self._comm._issue(ops.Put(self._info, tensor, dst, offset), hints, timeout)
 
+    def put_signal(
+        self,
+        tensor: Tensor,
+        dst: int,
+        offset: int = 0,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
+    ) -> Work[Tensor]:
+        """Write a tensor into a rank's part of the window, and signal that rank behind it.
+
+        What :meth:`put` and :meth:`signal` do one after the other, in one call: OpenSHMEM's ``shmem_put_signal``.
+
+        :param tensor: a tensor of any shape and of the window's dtype; it must not be changed until the work is done.
+        :param dst: the rank whose part is written, and which is signalled; may be this rank.
+        :param offset: the first element of that part to write.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :returns: the work; its result is ``tensor``.
+        :raises ArgumentError: an argument is wrong, or the tensor would not fit; nothing was sent.
+        """
+        return self._comm._issue(ops.PutSignal(self._info, tensor, dst, offset), hints, timeout)
+
     def get(
         self,
         tensor: Tensor,

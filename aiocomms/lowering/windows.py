@@ -22,7 +22,7 @@ from aiocomms.ops import codec
 from aiocomms.ops.writing import write
 from aiocomms.transport import OP_RESULT, Capabilities, Completion, Rendezvous, Transport
 
-_REQUEST = struct.Struct("<B7xqqq")  # kind of operation, offset, count or first operand, second operand
+_REQUEST = struct.Struct("<B7xqqq")  # kind, offset, count or first operand, second operand or whether to signal
 _PUT, _GET, _ADD, _SWAP, _SIGNAL, _FLUSH, _CLOSE = range(7)
 
 
@@ -169,6 +169,8 @@ class TwoSided(Transport):
         what, offset, first, second = _REQUEST.unpack(self._packed(op))
         if isinstance(op, ops.Put):
             write(window.span(offset, first), op.tensor)
+            if second:
+                window.signal(self._comm.rank)
         elif isinstance(op, ops.Get):
             write(op.tensor, window.span(offset, first))
         elif isinstance(op, ops.Signal):
@@ -181,7 +183,7 @@ class TwoSided(Transport):
     def _packed(op: Any) -> bytes:
         match op:
             case ops.Put(_, tensor, _, offset):
-                return _REQUEST.pack(_PUT, offset, tensor.numel(), 0)
+                return _REQUEST.pack(_PUT, offset, tensor.numel(), isinstance(op, ops.PutSignal))
             case ops.Get(_, tensor, _, offset):
                 return _REQUEST.pack(_GET, offset, tensor.numel(), 0)
             case ops.FetchAdd(_, _, offset, value):
@@ -237,8 +239,11 @@ class TwoSided(Transport):
         while True:
             yield [ops.Recv(request, peer, window.tag, ops.RMA_REQUEST)]
             what, offset, first, second = _REQUEST.unpack(codec.to_bytes(request))
-            if what == _PUT and first:
-                yield [ops.Recv(window.span(offset, first), peer, window.tag, ops.RMA_DATA)]
+            if what == _PUT:
+                if first:
+                    yield [ops.Recv(window.span(offset, first), peer, window.tag, ops.RMA_DATA)]
+                if second:
+                    window.signal(peer)
             elif what == _GET:
                 yield [ops.Send(window.span(offset, first), peer, window.tag, ops.RMA_REPLY)]
             elif what == _SIGNAL:

@@ -100,6 +100,12 @@ class Put(_OnWindow, frozen=True, eq=False):
         return [("tensor", self.tensor)]
 
 
+class PutSignal(Put, frozen=True, eq=False):
+    """A :class:`Put`, and a :class:`Signal` behind it."""
+
+    name = kind = "put_signal"
+
+
 class Get(_OnWindow, frozen=True, eq=False):
     """Read rank ``src``'s part of the window, from element ``offset`` on, into ``tensor``."""
 

@@ -57,6 +57,7 @@ class BlockingWindow:
         return self._window.closed
 
     put = started(Window.put)
+    put_signal = started(Window.put_signal)
     get = started(Window.get)
     fetch_add = started(Window.fetch_add)
     compare_swap = started(Window.compare_swap)

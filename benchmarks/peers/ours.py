@@ -51,7 +51,8 @@ class Ours:
         if b.case.kind == "stream":
             return {name: self._stream(b)}
         if b.case.kind == "put_signal":
-            return {name: await self._put_signal(b), f"{name} send/recv": self._exchange(b)}
+            ways = await self._put_signal(b)
+            return {name: ways[0], f"{name} put, then signal": ways[1], f"{name} send/recv": self._exchange(b)}
         assert b.case.kind == "get"
         return {name: await self._get(b)}
 
@@ -99,22 +100,28 @@ class Ours:
 
         return Way(send if self.rank == 0 else receive)
 
-    async def _put_signal(self, b: Buffers) -> Way:
+    async def _put_signal(self, b: Buffers) -> list[Way]:
+        """In one call, and in two."""
         window = await self.comm.new_window(b.output)
         self._windows.append(window)
         source, peer = b.input, 1 - self.rank
 
-        async def first() -> None:
+        def put_and_signal() -> Awaitable[Any]:
             window.put(source, peer)
-            await window.signal(peer)
-            await window.wait_signal(peer)
+            return window.signal(peer)
 
-        async def second() -> None:
-            await window.wait_signal(peer)
-            window.put(source, peer)
-            await window.signal(peer)
+        def way(give: Callable[[], Awaitable[Any]]) -> Way:
+            async def first() -> None:
+                await give()
+                await window.wait_signal(peer)
 
-        return Way(first if self.rank == 0 else second)
+            async def second() -> None:
+                await window.wait_signal(peer)
+                await give()
+
+            return Way(first if self.rank == 0 else second)
+
+        return [way(partial(window.put_signal, source, peer)), way(put_and_signal)]
 
     async def _get(self, b: Buffers) -> Way:
         window = await self.comm.new_window(b.input)

@@ -502,7 +502,17 @@ def put_is_off_by_one() -> None:
     wrap(windows.Window, "act", act)
 
 
-@caught_by("test_windows")
+@caught_by("test_signals")
+def put_signal_does_not_signal() -> None:
+    def act(original: Any, window: Window, op: Any, rank: int, work: Any) -> Any:
+        if isinstance(op, ops.PutSignal):
+            op = ops.Put(op.window, op.tensor, op.dst, op.offset)
+        return original(window, op, rank, work)
+
+    wrap(windows.Window, "act", act)
+
+
+@caught_by("test_signals")
 def signals_are_not_counted() -> None:
     def signal(original: Any, window: Window, src: int, dst: int) -> Any:
         done = original(window, src, dst)

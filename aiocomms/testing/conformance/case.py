@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from aiocomms import ReduceOp, new_comm, ops
+from aiocomms import ReduceOp, Window, new_comm, ops
 from aiocomms.bootstrap.registry import find
 from aiocomms.communicator import Communicator
 from aiocomms.errors import UnsupportedOperation
@@ -247,3 +247,11 @@ def reductions() -> tuple[ReduceOp, ...]:
     """Return every reduction operator."""
     plain = ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "AVG")
     return (*(getattr(ReduceOp, name) for name in plain), ReduceOp.PREMUL_SUM(0.75))
+
+
+async def window(comm: Communicator, case: Case, dtype: torch.dtype, count: int) -> tuple[data.Slot, Window]:
+    """Open a window over zeros."""
+    if not {"rma", "p2p"} & set(comm.transports):
+        raise unittest.SkipTest("no transport carries one-sided operations, nor messages to express them in")
+    slot = case.full(torch.zeros(count, dtype=dtype))
+    return slot, await comm.new_window(slot.tensor)

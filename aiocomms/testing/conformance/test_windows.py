@@ -1,4 +1,4 @@
-"""Windows: memory that other ranks write, read and update atomically without its owner's help; and signals."""
+"""Windows: memory that other ranks write, read and update atomically without its owner's help."""
 
 from __future__ import annotations
 
@@ -12,31 +12,19 @@ import anyio
 import pytest
 import torch
 
-from aiocomms import Window, Work
+from aiocomms import Work
 from aiocomms.communicator import Communicator
 from aiocomms.errors import (
     ArgumentError,
-    CommAbortedError,
     CommClosedError,
-    CommTimeoutError,
     MismatchError,
     UnsupportedOperation,
-    WorkCancelledError,
 )
 from aiocomms.testing.conformance import data
-from aiocomms.testing.conformance.case import ALL_SIZES, Case, ranks
-from aiocomms.testing.conformance.data import Slot
+from aiocomms.testing.conformance.case import ALL_SIZES, Case, ranks, window
 
 PART = 11
 """The number of elements of a window that one other rank writes."""
-
-
-async def window(comm: Communicator, case: Case, dtype: torch.dtype, count: int) -> tuple[Slot, Window]:
-    """Open a window over zeros."""
-    if not {"rma", "p2p"} & set(comm.transports):
-        raise unittest.SkipTest("no transport carries one-sided operations, nor messages to express them in")
-    slot = case.full(torch.zeros(count, dtype=dtype))
-    return slot, await comm.new_window(slot.tensor)
 
 
 @ranks(*ALL_SIZES)
@@ -68,45 +56,6 @@ async def test_get_everywhere(comm: Communicator, case: Case) -> None:
             out.expect(case.bits(dtype, (PART,), r)[2:-1])
         await win.aclose()
         slot.expect(case.bits(dtype, (PART,), comm.rank))
-
-
-@ranks(2, 3, 7)
-@pytest.mark.parametrize("count", [0, 1, 1031, 40_009])
-async def test_a_signal_says_that_the_data_is_there(comm: Communicator, case: Case, count: int) -> None:
-    slot, win = await window(comm, case, torch.int32, count)
-    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    for turn in range(3):
-        mine = case.bits(torch.int32, (count,), comm.rank, turn).to(comm.device, copy=True)
-        await win.put(mine, right)
-        mine.fill_(-1)  # the put is done, so its source may be used again
-        await win.signal(right)
-        await win.wait_signal(left)
-        slot.expect(case.bits(torch.int32, (count,), left, turn))
-        await comm.barrier()
-    await win.aclose()
-
-
-@ranks(1, 2, 3)
-async def test_signals_are_counted(comm: Communicator, case: Case) -> None:
-    """Signals come before or after the waits; each wait takes one signal of the rank that it names."""
-    _, win = await window(comm, case, torch.int32, 1)
-    everyone = range(comm.size)
-    for dst in everyone:
-        for _ in range(comm.rank + 1):
-            win.signal(dst)
-    await win.flush()
-    for src in everyone:
-        for _ in range(src + 1):
-            await win.wait_signal(src)
-    await case.meet("all taken")
-    waiting = [win.wait_signal(src) for src in everyone]
-    assert not any(work.done() for work in waiting)
-    await case.meet("waiting")
-    for dst in everyone:
-        await win.signal(dst)
-    for work in waiting:
-        await work
-    await win.aclose()
 
 
 @ranks(1, 2, 3, 7)
@@ -220,28 +169,6 @@ async def test_windows_do_not_mix(comm: Communicator, case: Case) -> None:
 
 
 @ranks(2)
-async def test_a_wait_is_withdrawn(comm: Communicator, case: Case) -> None:
-    """A cancel, the cancellation of its awaiter, or its deadline withdraws it; the next wait gets the signal."""
-    _, win = await window(comm, case, torch.int32, 1)
-    if comm.rank == 0:
-        await case.told("withdrawn", 1)
-        await win.signal(1)
-    else:
-        work = win.wait_signal(0)
-        assert await work.cancel()
-        with pytest.raises(WorkCancelledError):
-            await work
-        with anyio.move_on_after(0):
-            await win.wait_signal(0)
-        with pytest.raises(CommTimeoutError):
-            await win.wait_signal(0, timeout=0.05)
-        case.tell("withdrawn")
-        await win.wait_signal(0)
-    await win.aclose()
-    assert not comm.aborted
-
-
-@ranks(2)
 async def test_an_access_whose_await_is_cancelled_happens(comm: Communicator, case: Case) -> None:
     """A put, a get and an addition are not withdrawn, and happen once."""
     slot, win = await window(comm, case, torch.int64, 3)
@@ -278,7 +205,8 @@ async def test_close_comes_after_everybodys_operations(comm: Communicator, case:
     if comm.rank == 1:
         slot.expect(torch.arange(PART, dtype=torch.int32))
     calls: list[Callable[[], object]]
-    calls = [lambda: win.put(slot.tensor, 0), win.flush, lambda: win.signal(0), lambda: win.fetch_add(0, 0, 1)]
+    calls = [lambda: win.put(slot.tensor, 0), lambda: win.put_signal(slot.tensor, 0), lambda: win.signal(0)]
+    calls += [win.flush, lambda: win.fetch_add(0, 0, 1)]
     for call in calls:
         with pytest.raises(CommClosedError, match="window"):
             call()
@@ -331,7 +259,7 @@ async def test_wrong_arguments(comm: Communicator, case: Case) -> None:
         lambda: win.put(other, 0, 3): "offset is 3",
         lambda: win.put(other, 0, real): "offset is 1.0",
         lambda: win.put(other.float(), 0): "tensor has dtype",
-        lambda: win.put(none, 0): "tensor",
+        lambda: win.put_signal(none, 0): "tensor",
         lambda: win.put(torch.zeros(4, dtype=torch.int32, device=comm.device)[::2], 0): "tensor",
         lambda: win.get(other, -1): "src is -1",
         lambda: win.get(other, 0, 2**62): "offset is",
@@ -384,16 +312,3 @@ async def test_a_window_has_one_dtype(comm: Communicator, case: Case) -> None:
         await comm.new_window(torch.zeros(4, dtype=torch.int32 if comm.rank else torch.float32, device=comm.device))
     _, win = await window(comm, case, torch.int32, 1)  # the communicator stays usable
     await win.aclose()
-
-
-@ranks(2)
-async def test_an_abort_ends_waits(comm: Communicator, case: Case) -> None:
-    _, win = await window(comm, case, torch.int32, 1)
-    work = win.wait_signal(1 - comm.rank)
-    await case.meet("waiting")
-    if comm.rank == 0:
-        comm.abort("for the test")
-    with pytest.raises(CommAbortedError, match="for the test"):
-        await work
-    with pytest.raises(CommAbortedError):
-        win.signal(0)

@@ -145,12 +145,14 @@ def plain_on(window: aiocomms.Window, peer: int) -> list[aiocomms.Work[Any]]:
         window.put(torch.ones(2), peer),
         window.put(torch.ones(2), dst=peer, offset=6),
         window.put(torch.empty(0), peer, 8),
+        window.put_signal(torch.ones(1), peer, 6),
+        window.put_signal(tensor=torch.ones(1), dst=peer),
         window.get(torch.ones(2), peer),
         window.get(tensor=torch.ones(2), src=peer, offset=3),
         window.signal(peer),
         window.signal(dst=peer),
         window.wait_signal(src=peer),
-        window.wait_signal(peer),
+        *(window.wait_signal(peer) for _ in range(3)),
     ]
 
 
@@ -215,7 +217,7 @@ def test_windows_of_a_subclass_have_none(monkeypatch: pytest.MonkeyPatch) -> Non
             windows = await windows_of(comms)
             noted.clear()
             plain_on(windows[0], 1)
-            assert noted == ["put"] * 3 + ["get"] * 2 + ["signal"] * 2 + ["wait_signal"] * 2
+            assert noted == ["put"] * 3 + ["put_signal"] * 2 + ["get"] * 2 + ["signal"] * 2 + ["wait_signal"] * 4
             comms[0].abort("enough")
 
     noted: list[str] = []
@@ -230,7 +232,7 @@ def test_the_methods_of_a_window_look_as_ever() -> None:
             assert isinstance(window, aiocomms.Window)
             assert type(window).__name__ == "Window"
             assert type(window).__doc__ == aiocomms.Window.__doc__
-            for name in ("put", "get", "signal", "wait_signal", "flush"):
+            for name in ("put", "put_signal", "get", "signal", "wait_signal", "flush"):
                 method = getattr(window, name)
                 assert inspect.signature(method) == inspect.signature(getattr(aiocomms.Window, name).__get__(window))
                 assert method.__doc__ == getattr(aiocomms.Window, name).__doc__

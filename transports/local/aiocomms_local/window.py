@@ -30,6 +30,8 @@ class Window:
         match op:
             case ops.Put():
                 write(self._span(op.dst, op.offset, op.tensor), op.tensor)
+                if isinstance(op, ops.PutSignal):
+                    return [(rank, work, OP_RESULT), *self._signal(rank, op.dst)]
             case ops.Get():
                 write(op.tensor, self._span(op.src, op.offset, op.tensor))
             case ops.FetchAdd():

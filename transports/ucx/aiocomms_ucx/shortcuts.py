@@ -24,6 +24,7 @@ _TYPES: Final[list[type[ops.Op]]] = [
     ops.Broadcast,
     ops.Get,
     ops.Put,
+    ops.PutSignal,
     ops.Recv,
     ops.ReduceScatterSingle,
     ops.Send,

@@ -92,6 +92,8 @@ class Windows:
         handle: Handle = op.window.handle
         number, size = handle.number, handle.itemsize
         match op:
+            case ops.PutSignal(tensor=tensor, dst=rank):
+                done = engine.put_signal(ticket, group, number, rank, op.offset * size, tensor)
             case ops.Put(tensor=tensor, dst=rank):
                 done = engine.put(ticket, group, number, rank, op.offset * size, tensor)
             case ops.Get(tensor=tensor, src=rank):

@@ -76,7 +76,7 @@ void small_ones_fill_all_cells() {
   CHECK(boards.of[0]->next(2).cell == nullptr);
 }
 
-// Who awaits all is woken by the last of them, and who awaits one by that one; a message wakes who awaits anything.
+// Who awaits all is woken by the last of them, and who awaits one by that one; a message wakes all.
 void who_blocks_is_woken_by_what_it_awaits() {
   using Awaited = Segment::Awaited;
   const int fd = Segment::create(3, false);
@@ -87,7 +87,7 @@ void who_blocks_is_woken_by_what_it_awaits() {
     const bool woken = !SegmentInside::blocks(here);
     here.begin_block(awaited);
     second.rouse(0);
-    CHECK(SegmentInside::blocks(here) != woken);
+    CHECK(!SegmentInside::blocks(here));
     here.end_block();
     return woken;
   };
@@ -99,6 +99,7 @@ void who_blocks_is_woken_by_what_it_awaits() {
   third.publish(0);
   CHECK(wakes(third, {Awaited::kAll, 0, 0}) && wakes(second, {Awaited::kAll, 2, 0}));
   CHECK(!wakes(third, {Awaited::kAll, 0, 1}));
+  CHECK(wakes(third, {Awaited::kOne, 65'535, 1}));  // there is no such rank
   third.publish_second(7);
   CHECK(wakes(third, {Awaited::kSecond, 2, 7}) && !wakes(third, {Awaited::kSecond, 1, 7}));
   CHECK(!wakes(third, {Awaited::kWritable, 0, Segment::kDepth}));

@@ -111,6 +111,34 @@ void windows_signal() {
   CHECK(outcomes.size() == 2 && outcomes[0].status == Status::kClosed && outcomes[1].status == Status::kClosed);
 }
 
+void windows_put_and_signal() {
+  const std::int64_t data = 11;
+  Office near(true);
+  near.windows.put_signal(near.operation(), {0, 1, 8, 8}, &data);
+  CHECK(near.memory[1] == 11 && near.ucx.calls.empty() && near.ucx.told[0].header.channel == kSignal);
+  CHECK(near.outcomes().size() == 1);
+  Office far(false);
+  far.windows.put_signal(far.operation(), {0, 1, 0, 8}, &data);
+  CHECK(far.ucx.calls == (std::vector<std::string>{"put", "flush"}) && far.ucx.told.empty());
+  far.ucx.finish();
+  CHECK(far.outcomes().empty());
+  far.ucx.finish();
+  CHECK(far.windows.advance_lanes() && far.ucx.told.size() == 1 && far.outcomes()[0].status == Status::kDone);
+  far.windows.put_signal(far.operation(), {0, 1, 64, 0}, &data);
+  CHECK(far.ucx.calls.size() == 2 && far.ucx.told.size() == 2 && far.outcomes().size() == 1);
+  // Of a put that fails nobody is told that it has arrived.
+  far.windows.put_signal(far.operation(), {0, 1, 0, 8}, &data);
+  far.ucx.finish(UCS_ERR_NO_MEMORY);
+  far.ucx.finish();
+  CHECK(far.windows.advance_lanes() && far.ucx.told.size() == 2 && far.outcomes()[0].status != Status::kDone);
+  far.windows.put_signal(far.operation(), {0, 1, 0, 8}, &data);
+  far.group.lost = true;
+  far.windows.release(far.group);
+  while (!far.ucx.under_way.empty()) far.ucx.finish(UCS_ERR_CANCELED);
+  CHECK(far.outcomes()[0].status == Status::kDropped && far.group.users == 0);
+  far.windows.close_lanes(far.group);
+}
+
 void windows_are_lost() {
   Office office(false);
   std::int64_t data = 0;
@@ -132,6 +160,7 @@ void test_windows() {
   windows_far_keep_the_order();
   windows_serve_and_ask_atomics();
   windows_signal();
+  windows_put_and_signal();
   windows_are_lost();
 }
 

@@ -153,11 +153,12 @@ bool recv_op(Engine& engine, Ticket ticket, std::uint32_t group, nb::handle tens
   return engine.recv(ticket, group, data.data, data.bytes(), src, channel, tag, static_cast<int>(data.dtype));
 }
 
+template <auto put>
 bool put_op(Engine& engine, Ticket ticket, std::uint32_t group, std::uint64_t window, int rank, std::uint64_t offset,
             nb::handle tensor) {
   const View data = view_of(tensor);
   Unlocked unlocked;
-  return engine.put(ticket, group, window, rank, offset, data.data, data.bytes());
+  return (engine.*put)(ticket, group, window, rank, offset, data.data, data.bytes(), nothing_held);
 }
 
 bool get_op(Engine& engine, Ticket ticket, std::uint32_t group, std::uint64_t window, int rank, std::uint64_t offset,
@@ -406,9 +407,12 @@ NB_MODULE(_engine, module) {
           nb::sig("def open_window(self, group: int, window: int, rank: int, mapped: torch.Tensor | None, rkey: bytes, "
                   "address: int, bytes: int, /) -> None"))
       .def("close_window", &Engine::close_window, nb::arg("group"), nb::arg("window"), Released())
-      .def("put", &put_op,
+      .def("put", &put_op<&Engine::put>,
            nb::sig("def put(self, ticket: int, group: int, window: int, rank: int, offset: int, tensor: torch.Tensor, "
                    "/) -> bool"))
+      .def("put_signal", &put_op<&Engine::put_signal>,
+           nb::sig("def put_signal(self, ticket: int, group: int, window: int, rank: int, offset: int, "
+                   "tensor: torch.Tensor, /) -> bool"))
       .def("get", &get_op,
            nb::sig("def get(self, ticket: int, group: int, window: int, rank: int, offset: int, tensor: torch.Tensor, "
                    "/) -> bool"))

@@ -249,6 +249,7 @@ class Shortcuts {
                               {"broadcast", &broadcast_},
                               {"get", &get_},
                               {"put", &put_},
+                              {"put_signal", &put_signal_},
                               {"recv", &recv_},
                               {"reduce_scatter_single", &reduce_scatter_single_},
                               {"send", &send_},
@@ -854,7 +855,7 @@ class Shortcuts {
   std::optional<PySlot> state_, value_, words_, number_;
   std::optional<LaneSlots> lane_;
   Kind all_reduce_, all_gather_single_, barrier_, broadcast_, recv_, reduce_scatter_single_, send_;
-  Kind get_, put_, signal_, wait_signal_;  // of windows
+  Kind get_, put_, put_signal_, signal_, wait_signal_;  // of windows
   std::vector<Defined> operators_;
   std::vector<Record> records_;
   bool windows_ = false;
@@ -900,6 +901,7 @@ constexpr Signature kSignatures[] = {
 
 constexpr Signature kOfWindow[] = {{"get", start_on_window<&OfWindow::get>, {"tensor", "src", "offset"}},
                                    {"put", start_on_window<&OfWindow::put>, {"tensor", "dst", "offset"}},
+                                   {"put_signal", start_on_window<&OfWindow::put_signal>, {"tensor", "dst", "offset"}},
                                    {"signal", start_on_window<&OfWindow::signal>, {"dst"}},
                                    {"wait_signal", start_on_window<&OfWindow::wait_signal>, {"src"}}};
 

@@ -37,6 +37,10 @@ class WindowShortcuts {
     auto call = [](Engine& engine, auto&&... where) { return engine.put(where...); };
     return copy(it().put_, args, count, false, call);
   }
+  PyObject* put_signal(Arguments args, Py_ssize_t count) {
+    auto call = [](Engine& engine, auto&&... where) { return engine.put_signal(where...); };
+    return copy(it().put_signal_, args, count, false, call);
+  }
   PyObject* get(Arguments args, Py_ssize_t count) {
     auto call = [](Engine& engine, auto&&... where) { return engine.get(where...); };
     return copy(it().get_, args, count, true, call);

@@ -136,16 +136,14 @@ class Segment {
     return owners_[rank_].rest.is.exchange(kBlocked, std::memory_order_seq_cst) == kAsleep;
   }
   void block(std::uint64_t most_ns);  // returns at once if it has come since
-  // A message has been sent to `rank`, which may block until something comes. One that begins to just now may miss it,
-  // and then blocks for as long as it may: a fence would cost each message more.
+  // A message for `rank` has been given to UCX, which may want it to look whatever it awaits. One that begins to block
+  // just now, or for which UCX has no room yet, may miss it, and then blocks for as long as it may: a fence would cost
+  // each message more.
   void rouse(int rank) {
-    Rest& rest = owners_[rank].rest;
-    std::uint64_t is = kBlocked;
-    if (rest.is.load(std::memory_order_relaxed) != is ||
-        !has_come(unpacked(rest.awaits.load(std::memory_order_seq_cst)))) {
-      return;
-    }
-    if (rest.is.compare_exchange_strong(is, kAwake, std::memory_order_seq_cst)) unblock(rank);
+    std::atomic<std::uint64_t>& is = owners_[rank].rest.is;
+    std::uint64_t was = kBlocked;
+    if (is.load(std::memory_order_relaxed) != was) return;
+    if (is.compare_exchange_strong(was, kAwake, std::memory_order_seq_cst)) unblock(rank);
   }
   void end_block() { owners_[rank_].rest.is.store(kAwake, std::memory_order_seq_cst); }
 

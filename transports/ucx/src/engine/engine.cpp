@@ -87,6 +87,7 @@ void Engine::start(const std::vector<std::string>& addresses, const std::vector<
     worker_->introduce(peer, addresses[peer], pids[peer] == 0, cookies.at(peer));
     peers_[peer] = {pids[peer], may_read(pids[peer]) ? pids[peer] : 0};
     alone = alone && (peer == rank_ || pids[peer] != getpid());
+    abroad_ = abroad_ || pids[peer] == 0;
     // UCX 1.21 maps the memory of a peer on this host at the first word to or from it, and does not survive that the
     // peer has just died: while a family forms all are there.
     if (peer != rank_ && pids[peer] != 0) worker_->connect(peer);
@@ -182,10 +183,10 @@ void Engine::give_core(const Operation& op, const Pacer::Spin& spin) noexcept {
 }
 
 // Whether an op, whose post has not returned, waits for what its host's ranks publish, and there is nothing else for
-// this engine to do.
+// this engine to do. Of what ranks of other hosts want of it nobody would tell it.
 bool Engine::is_sole(const Operation& op) const noexcept {
   const Group& group = op.group;
-  return group.running && group.schedules.front().op == &op && !group.shared->waits_for_nothing() &&
+  return !abroad_ && group.running && group.schedules.front().op == &op && !group.shared->waits_for_nothing() &&
          schedules_.count() == 1 && group.lane_calls == 0 && reports_.pending() == 0 && !windows_.has_jobs() &&
          !offers_.pulls() && !waits_for_room();
 }
@@ -259,6 +260,11 @@ void Engine::close_window(std::uint32_t id, std::uint64_t window) {
 bool Engine::put(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank, std::uint64_t offset,
                  const void* data, std::size_t bytes, Held& held) {
   return post(ticket, id, held, [&](Operation* op) { windows_.put(op, {window, rank, offset, bytes}, data); });
+}
+
+bool Engine::put_signal(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank, std::uint64_t offset,
+                        const void* data, std::size_t bytes, Held& held) {
+  return post(ticket, id, held, [&](Operation* op) { windows_.put_signal(op, {window, rank, offset, bytes}, data); });
 }
 
 bool Engine::get(Ticket ticket, std::uint32_t id, std::uint64_t window, int rank, std::uint64_t offset, void* data,

@@ -134,6 +134,8 @@ class Engine : private Inbox::Owner {
   // closed, or that does not lie within.
   bool put(Ticket ticket, std::uint32_t group, std::uint64_t window, int rank, std::uint64_t offset, const void* data,
            std::size_t bytes, Held& held = nothing_held);
+  bool put_signal(Ticket ticket, std::uint32_t group, std::uint64_t window, int rank, std::uint64_t offset,
+                  const void* data, std::size_t bytes, Held& held = nothing_held);
   bool get(Ticket ticket, std::uint32_t group, std::uint64_t window, int rank, std::uint64_t offset, void* data,
            std::size_t bytes, Held& held = nothing_held);
   // Add a to an element of 4 or 8 bytes; or, to swap, replace a by b. The outcome tells what was there.
@@ -257,6 +259,7 @@ class Engine : private Inbox::Owner {
   Windows windows_;
   Farewells farewells_;
   bool reads_in_place_ = false;
+  bool abroad_ = false;  // there are ranks on other hosts
 
   std::mutex closing_;
   bool stopping_ = false;

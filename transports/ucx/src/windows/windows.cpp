@@ -23,6 +23,8 @@ std::uint64_t atomically(std::byte* where, std::size_t bytes, bool swap, std::ui
   return bytes == 4 ? atomically<std::uint32_t>(where, swap, a, b) : atomically<std::uint64_t>(where, swap, a, b);
 }
 
+void finish(Operation* op) { op->finished(UCS_OK); }
+
 // Calls `then` when as many calls of UCX as announced have finished well.
 struct Countdown final : Pending {
   Countdown(int the_count, std::function<void(ucs_status_t)> the_then) : count(the_count), then(std::move(the_then)) {}
@@ -108,16 +110,14 @@ void Windows::close(Group& group, std::uint64_t number) {
 // --------------------------------------------------------------------------------------- copies and lanes, piece by
 // piece
 
-// Within this process, which cannot fail: now, or after the copies that are under way.
-void Windows::copy(Operation* op, Copy copy) {
-  if (!jobs_.empty() || copy.bytes > kStep) return start_job({op, copy, {}});
-  copy.advance(kStep);
-  op->finished(UCS_OK);
-}
-
-// Begin it now, or after the copies that are under way.
-void Windows::start_job(Job job) {
-  jobs_.push_back(std::move(job));
+// Within this process, which cannot fail: now, or after the copies that are under way. then(op) ends the op.
+template <typename Then>
+void Windows::copy(Operation* op, Copy copy, const Then& then) {
+  if (jobs_.empty() && copy.bytes <= kStep) {
+    copy.advance(kStep);
+    return then(op);
+  }
+  jobs_.push_back({op, copy, then});
   if (jobs_.size() == 1) advance_job();
 }
 
@@ -127,10 +127,6 @@ bool Windows::advance_job() noexcept {
   if (job.copy.bytes > 0) return true;
   const Job done = std::move(job);
   jobs_.pop_front();
-  if (!done.then) {
-    done.op->finished(UCS_OK);
-    return true;
-  }
   try {
     done.then(done.op);
   } catch (const std::bad_alloc&) {  // before anybody else had the op in hand
@@ -198,21 +194,45 @@ void Windows::put(Operation* op, const Place& place, const void* data) {
   Group& group = op->group;
   const Window::Part& to = part_of(group, place);
   if (to.mapped || place.bytes == 0) {
-    return copy(op, {to.mapped + place.offset, static_cast<const std::byte*>(data), place.bytes});
+    return copy(op, {to.mapped + place.offset, static_cast<const std::byte*>(data), place.bytes}, finish);
   }
+  put_far(group, op, place, data);
+}
+
+void Windows::put_far(Group& group, Pending* pending, const Place& place, const void* data) {
+  const Window::Part& to = part_of(group, place);
   const std::uint64_t there = to.address + place.offset;
   Lane& lane = lane_to(group, place.rank);
-  auto start = [this, op, data, there, bytes = place.bytes, peer = lane.peer, rkey = to.rkey] {
-    follow(op, network_.put(peer, rkey, there, data, bytes, op));
+  auto start = [this, pending, data, there, bytes = place.bytes, peer = lane.peer, rkey = to.rkey] {
+    follow(pending, network_.put(peer, rkey, there, data, bytes, pending));
   };
-  enqueue(lane, {Lane::kPut, place.window, op, start, there, there + place.bytes});
+  enqueue(lane, {Lane::kPut, place.window, pending, start, there, there + place.bytes});
+}
+
+void Windows::put_signal(Operation* op, const Place& place, const void* data) {
+  Group& group = op->group;
+  const Window::Part& to = part_of(group, place);
+  const std::uint64_t window = place.window;
+  const int rank = place.rank;
+  if (to.mapped) {
+    return copy(op, {to.mapped + place.offset, static_cast<const std::byte*>(data), place.bytes},
+                [=, this](Operation* it) { send_signal(it->group, it, window, rank); });
+  }
+  if (place.bytes == 0) return signal(op, window, rank);
+  auto both = new Countdown(2, [op](ucs_status_t worst) { op->finished(worst); });
+  put_far(group, both, place, data);
+  auto tell = [=, this, &group] {
+    if (both->worst != UCS_OK) return both->finished(both->worst);  // it would vouch for what has not arrived
+    send_signal(group, both, window, rank);
+  };
+  enqueue(lane_to(group, rank), {Lane::kTell, window, both, tell});
 }
 
 void Windows::get(Operation* op, const Place& place, void* data) {
   Group& group = op->group;
   const Window::Part& from = part_of(group, place);
   if (from.mapped || place.bytes == 0) {
-    return copy(op, {static_cast<std::byte*>(data), from.mapped + place.offset, place.bytes});
+    return copy(op, {static_cast<std::byte*>(data), from.mapped + place.offset, place.bytes}, finish);
   }
   const std::uint64_t there = from.address + place.offset;
   Lane& lane = lane_to(group, place.rank);
@@ -231,7 +251,7 @@ void Windows::change_atomically(Operation* op, const Place& place, bool swap, st
       it->details[0] = atomically(where, bytes, swap, a, b);
       it->finished(UCS_OK);
     };
-    return start_job({op, {}, change});
+    return copy(op, {}, change);
   }
   const Atomic what{place.offset, a, b, static_cast<std::uint32_t>(place.bytes), swap, ++last_question_};
   auto start = [=, this] { ask_atomic(op, place.rank, place.window, what); };
@@ -253,16 +273,19 @@ void Windows::ask_atomic(Operation* op, int rank, std::uint64_t window, const At
 
 void Windows::signal(Operation* op, std::uint64_t window, int rank) {
   Group& group = op->group;
-  const bool own = rank == group.rank;
-  const bool mapped = part_of(group, window, rank).mapped != nullptr || (own && !device_);
-  const Header header = group.header_to(rank, kSignal, static_cast<std::int64_t>(window));
-  auto send = [this, header, own, rank](Operation* it) {
-    if (own) accept_signal(it->group, header);
-    follow(it, own ? UCS_OK : it->group.tell(network_, rank, header, nullptr, 0, it));
-  };
-  if (mapped && jobs_.empty()) return send(op);
-  if (mapped) return start_job({op, {}, send});
+  const bool mapped = part_of(group, window, rank).mapped != nullptr || (rank == group.rank && !device_);
+  auto send = [=, this](Operation* it) { send_signal(it->group, it, window, rank); };
+  if (mapped) return copy(op, {}, send);
   enqueue(lane_to(group, rank), {Lane::kTell, window, op, [=] { send(op); }});
+}
+
+void Windows::send_signal(Group& group, Pending* pending, std::uint64_t window, int rank) {
+  const Header header = group.header_to(rank, kSignal, static_cast<std::int64_t>(window));
+  if (rank == group.rank) {
+    accept_signal(group, header);
+    return pending->finished(UCS_OK);
+  }
+  follow(pending, group.tell(network_, rank, header, nullptr, 0, pending));
 }
 
 void Windows::wait_signal(Operation* op, std::uint64_t window, int rank) {
@@ -292,7 +315,7 @@ void Windows::flush(Operation* op, std::uint64_t window, int rank) {
     auto all = new Countdown(static_cast<int>(lanes.size()), [it](ucs_status_t worst) { it->finished(worst); });
     for (Lane* lane : lanes) enqueue(*lane, {Lane::kTell, window, all, [all] { all->finished(UCS_OK); }});
   };
-  start_job({op, {}, flush_lanes});
+  copy(op, {}, flush_lanes);
 }
 
 // -------------------------------------------------------------------------------------------- what the others have

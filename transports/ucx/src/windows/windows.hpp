@@ -38,6 +38,7 @@ class Windows {
     std::size_t bytes;
   };
   void put(Operation* op, const Place& place, const void* data);
+  void put_signal(Operation* op, const Place& place, const void* data);  // both, the signal behind the put
   void get(Operation* op, const Place& place, void* data);
   void change_atomically(Operation* op, const Place& place, bool swap, std::uint64_t a, std::uint64_t b);
   void signal(Operation* op, std::uint64_t window, int rank);
@@ -77,7 +78,7 @@ class Windows {
   struct Job {
     Operation* op;
     Copy copy;
-    std::function<void(Operation*)> then;  // in place of ending the op
+    std::function<void(Operation*)> then;  // ends the op
   };
   // Who waits for the answer to an atomic, and where the value goes that it brings.
   struct Question {
@@ -89,8 +90,10 @@ class Windows {
 
   Window::Part& part_of(Group& group, std::uint64_t window, int rank);
   Window::Part& part_of(Group& group, const Place& place);
-  void copy(Operation* op, Copy copy);
-  void start_job(Job job);
+  template <typename Then>
+  void copy(Operation* op, Copy copy, const Then& then);
+  void put_far(Group& group, Pending* pending, const Place& place, const void* data);
+  void send_signal(Group& group, Pending* pending, std::uint64_t window, int rank);
   bool advance_job() noexcept;
   Lane& lane_to(Group& group, int rank);
   void enqueue(Lane& lane, Lane::Op op) noexcept;  // it ends where there is no memory
