@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from _thread import LockType, allocate_lock
+from _thread import allocate_lock
+from collections.abc import Callable
 from time import monotonic
+from typing import Protocol
 
 from aiocomms.errors import CommError
 from aiocomms.portal.door import Door
@@ -22,6 +24,26 @@ def stand_still() -> None:
     _still.append(True)
 
 
+class Bell(Protocol):
+    """What tells somebody that something has ended."""
+
+    def release(self) -> object:
+        """Tell; once."""
+
+
+class _Callback:
+    """Rings by a call."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call = call
+
+    def release(self) -> object:
+        """See :class:`Bell`."""
+        return self._call()
+
+
 class Pending:
     """Something that threads wait for, and that ends on the loop's thread."""
 
@@ -30,7 +52,7 @@ class Pending:
     def __init__(self, door: Door) -> None:
         self._door = door
         self._over = False
-        self._bells: list[LockType] = []  # one for each waiting thread
+        self._bells: list[Bell] = []  # one for each waiting thread, and for each callback
 
     def _block(self, patience: float | None) -> bool:
         """Block this thread until it has ended, and return whether it has.
@@ -57,7 +79,19 @@ class Pending:
             threading.Event().wait()
         return self._over
 
-    def _drop(self, bell: LockType) -> None:
+    def add_done_callback(self, call: Callable[[], object]) -> None:
+        """Have ``call()`` called once when it has ended: on the thread that ends it, the loop's, or here and now.
+
+        Any thread. It must neither block nor raise.
+        """
+        bell = _Callback(call)
+        self._bells.append(bell)
+        if self._over:
+            with contextlib.suppress(ValueError):  # whoever ends it calls it just now
+                self._bells.remove(bell)
+                call()
+
+    def _drop(self, bell: Bell) -> None:
         with contextlib.suppress(ValueError):  # it rings just now
             self._bells.remove(bell)
 

@@ -1,0 +1,22 @@
+"""A backend of ``torch.distributed`` over aiocomms, whose works can be awaited.
+
+>>> import aiocomms.torch_backend
+>>> dist.init_process_group("aiocomms")
+>>> dist.all_reduce(t)  # as ever, from any thread
+>>> await dist.all_reduce(t, async_op=True)  # in a coroutine of asyncio or trio
+
+To import it registers the backend. ``pg_options`` of ``init_process_group`` and ``new_group`` is the transport, as
+:func:`aiocomms.new_comm` takes it; without it aiocomms chooses one. Programs of ``torch.distributed`` run unchanged,
+and so do what is built on it: DDP, FSDP2, DTensor, pipelining schedules, functional collectives, checkpoints.
+"""
+
+from __future__ import annotations
+
+from torch import distributed as dist
+
+from aiocomms.torch_backend.group import BACKEND, Group, create
+from aiocomms.torch_backend.works import GroupWork
+
+__all__ = ["BACKEND", "Group", "GroupWork"]
+
+dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu"])

@@ -1,0 +1,339 @@
+"""A process group of ``torch.distributed`` whose operations are those of a communicator."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any, Final, ParamSpec
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from aiocomms import blocking
+from aiocomms.errors import CommError
+from aiocomms.ops.reductions import ReduceOp
+from aiocomms.portal.works import BlockingWork
+from aiocomms.torch_backend.works import GroupWork, raising_as_torch_does
+
+BACKEND: Final = "aiocomms"
+"""The name of the backend."""
+
+Parts = list[BlockingWork[Any]]
+_ProcessGroup: Any = dist.ProcessGroup  # of whose methods torch's stubs have overloads that it never calls here
+_P = ParamSpec("_P")
+
+
+def create(how: Any, options: Any) -> Group:
+    """Make a group for ``torch.distributed``; collective over its ranks.
+
+    :param how: torch's options of the group: its store, ranks and timeout.
+    :param options: the transport, as :func:`aiocomms.new_comm` takes it; None: the best that is available.
+    """
+    comm = blocking.new_comm(
+        "auto" if options is None else options,
+        store=how.store,
+        rank=how.group_rank,
+        size=how.group_size,
+        name=f"torch {how.group_id}",
+        timeout=how.timeout.total_seconds(),
+    )
+    return Group(comm, how.store)
+
+
+def _operator(op: Any) -> ReduceOp:
+    """The operator of torch, as aiocomms has it."""
+    kind = getattr(op, "op", op)
+    if kind == dist.ReduceOp.PREMUL_SUM:
+        return ReduceOp.PREMUL_SUM(op.factor)
+    found: ReduceOp = getattr(ReduceOp, kind.name)
+    return found
+
+
+def _called(method: Callable[_P, GroupWork]) -> Callable[_P, GroupWork]:
+    """A method that torch calls: it raises what torch's users expect."""
+
+    @functools.wraps(method)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> GroupWork:
+        with raising_as_torch_does():
+            return method(*args, **kwargs)
+
+    return call
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether aiocomms can move it as it is; or has to say why it moves none of the kind."""
+    dense = tensor.layout is torch.strided
+    return not dense or (tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg())
+
+
+class _Tensors:
+    """The tensors of one call: those that aiocomms moves in place of those that it cannot move as they are."""
+
+    def __init__(self) -> None:
+        self._copies: list[tuple[Tensor, Tensor]] = []
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """What has a tensor's values."""
+        tensor = tensor.detach() if tensor.requires_grad else tensor
+        return tensor if _is_plain(tensor) else tensor.resolve_conj().resolve_neg().contiguous()
+
+    def written(self, tensor: Tensor) -> Tensor:
+        """What has a tensor's values, and is written in its place."""
+        tensor = tensor.detach() if tensor.requires_grad else tensor
+        if _is_plain(tensor):
+            return tensor
+        copy = tensor.resolve_conj().resolve_neg().contiguous()
+        copy = copy.clone() if copy.data_ptr() == tensor.data_ptr() else copy
+        self._copies.append((tensor, copy))
+        return copy
+
+    @property
+    def finish(self) -> Callable[[], None] | None:
+        """What puts the values where they belong, when they are there; None: they are."""
+        return self._put_back if self._copies else None
+
+    def _put_back(self) -> None:
+        for tensor, copy in self._copies:
+            tensor.copy_(copy)
+
+
+class Group(_ProcessGroup):  # type: ignore[misc]
+    """A process group over a communicator, which is its own.
+
+    Any thread may call it. Its methods have the names and arguments that torch calls them with; use ``dist.*``. Tensors
+    may be non-contiguous, and may require grad, through which nothing flows.
+    """
+
+    def __init__(self, comm: blocking.Communicator, store: dist.Store) -> None:
+        super().__init__(comm.rank, comm.size)
+        self.comm = comm
+        """The communicator."""
+        self._store = store
+        self._completer = ThreadPoolExecutor(1, thread_name_prefix="aiocomms torch")
+        self._group_name, self._group_desc = "", ""
+        self._number = 0
+
+    # ------------------------------------------------------------------------------------------------ what it is
+
+    def name(self) -> str:
+        """The backend's name."""
+        return BACKEND
+
+    def _get_backend_name(self) -> str:
+        return BACKEND
+
+    def getBackendName(self) -> str:  # noqa: N802 - what C++ calls
+        """The backend's name."""
+        return BACKEND
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """Torch's name of the group."""
+        self._group_name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """Torch's name of the group."""
+        return self._group_name
+
+    def setGroupDesc(self, text: str) -> None:  # noqa: N802
+        """Torch's description of the group."""
+        self._group_desc = text
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """Torch's description of the group."""
+        return self._group_desc
+
+    @property
+    def group_name(self) -> str:
+        """Torch's name of the group."""
+        return self._group_name
+
+    @property
+    def group_desc(self) -> str:
+        """Torch's description of the group."""
+        return self._group_desc
+
+    def _set_group_name(self, name: str) -> None:
+        self._group_name = name
+
+    def _set_group_desc(self, text: str) -> None:
+        self._group_desc = text
+
+    def get_group_store(self) -> dist.Store:
+        """Where its ranks have met."""
+        return self._store
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Torch counts together what is called; so does this group."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._number
+
+    # ------------------------------------------------------------------------------------------------------ life
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the deadline of what is called from now on."""
+        self.comm.set_timeout(timeout.total_seconds())
+
+    def abort(self) -> None:
+        """Give up, on every rank."""
+        self.comm.abort("the process group was aborted")
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """Let what is under way end, and release everything."""
+        with contextlib.suppress(CommError):  # that it is lost its works have said
+            self.comm.close()
+        self._completer.shutdown(wait=False)
+
+    # ------------------------------------------------------------------------------------------------ collectives
+
+    @_called
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> GroupWork:
+        """See :func:`torch.distributed.all_reduce`."""
+        its, op = _Tensors(), _operator(opts.reduceOp)
+        return self._work([self.comm.all_reduce(its.written(tensor), op) for tensor in tensors], tensors, its)
+
+    allreduce_coalesced = allreduce
+
+    @_called
+    def reduce(self, tensors: Sequence[Tensor], opts: Any) -> GroupWork:
+        """See :func:`torch.distributed.reduce`."""
+        its, op, root = _Tensors(), _operator(opts.reduceOp), opts.rootRank
+        return self._work([self.comm.reduce(its.written(tensor), root, op) for tensor in tensors], tensors, its)
+
+    @_called
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> GroupWork:
+        """See :func:`torch.distributed.broadcast`."""
+        its, root = _Tensors(), opts.rootRank
+        return self._work([self.comm.broadcast(its.written(tensor), root) for tensor in tensors], tensors, its)
+
+    @_called
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> GroupWork:
+        """See :func:`torch.distributed.all_gather`."""
+        its, parts = _Tensors(), []
+        for into, tensor in zip(outputs, inputs, strict=True):
+            equal = len({each.shape for each in into}) == 1
+            gather = self.comm.all_gather if equal else self.comm.all_gather_v
+            parts.append(gather([its.written(each) for each in into], its.read(tensor)))
+        return self._work(parts, [each for into in outputs for each in into], its)
+
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
+    ) -> GroupWork:
+        """See :func:`torch.distributed.all_gather_coalesced`: the lists are by rank, and hold one tensor of each."""
+        return self.allgather([list(of_each) for of_each in zip(*outputs, strict=True)], inputs)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> GroupWork:
+        """See :func:`torch.distributed.all_gather_into_tensor`."""
+        return self.all_gather_single_coalesced([output], [input])
+
+    @_called
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> GroupWork:
+        """Several all-gathers into one tensor each."""
+        its = _Tensors()
+        parts = [
+            self.comm.all_gather_single(its.written(output), its.read(given))
+            for output, given in zip(outputs, inputs, strict=True)
+        ]
+        return self._work(parts, outputs, its)
+
+    @_called
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> GroupWork:
+        """See :func:`torch.distributed.reduce_scatter`."""
+        its, op, parts = _Tensors(), _operator(opts.reduceOp), []
+        for output, given in zip(outputs, inputs, strict=True):
+            equal = len({each.shape for each in given}) == 1
+            scatter = self.comm.reduce_scatter if equal else self.comm.reduce_scatter_v
+            parts.append(scatter(its.written(output), [its.read(each) for each in given], op))
+        return self._work(parts, outputs, its)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> GroupWork:
+        """See :func:`torch.distributed.reduce_scatter_tensor`."""
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    @_called
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
+    ) -> GroupWork:
+        """Several reduce-scatters of one tensor each."""
+        its, op = _Tensors(), _operator(opts.reduceOp)
+        parts = [
+            self.comm.reduce_scatter_single(its.written(output), its.read(given), op)
+            for output, given in zip(outputs, inputs, strict=True)
+        ]
+        return self._work(parts, outputs, its)
+
+    @_called
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> GroupWork:
+        """See :func:`torch.distributed.all_to_all`."""
+        its = _Tensors()
+        part = self.comm.all_to_all([its.written(each) for each in outputs], [its.read(each) for each in inputs])
+        return self._work([part], outputs, its)
+
+    @_called
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
+    ) -> GroupWork:
+        """See :func:`torch.distributed.all_to_all_single`."""
+        its = _Tensors()
+        into, given = its.written(output), its.read(input)
+        if output_splits or input_splits:
+            size = self.comm.size
+            splits = list(output_splits) or [len(output) // size] * size
+            part = self.comm.all_to_all_v_single(into, given, splits, list(input_splits) or [len(input) // size] * size)
+        else:
+            part = self.comm.all_to_all_single(into, given)
+        return self._work([part], [output], its)
+
+    @_called
+    def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> GroupWork:
+        """See :func:`torch.distributed.gather`."""
+        its, root = _Tensors(), opts.rootRank
+        into = list(outputs[0]) if self.comm.rank == root else None
+        written = None if into is None else [its.written(each) for each in into]
+        return self._work([self.comm.gather(written, its.read(inputs[0]), root)], into or [], its)
+
+    @_called
+    def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> GroupWork:
+        """See :func:`torch.distributed.scatter`."""
+        its, root = _Tensors(), opts.rootRank
+        given = [its.read(each) for each in inputs[0]] if self.comm.rank == root else None
+        return self._work([self.comm.scatter(its.written(outputs[0]), given, root)], outputs, its)
+
+    @_called
+    def barrier(self, opts: Any = None) -> GroupWork:
+        """See :func:`torch.distributed.barrier`."""
+        return self._work([self.comm.barrier()], [], _Tensors())
+
+    # --------------------------------------------------------------------------------------------- point to point
+
+    @_called
+    def send(self, tensors: Sequence[Tensor], dst: int, tag: int) -> GroupWork:
+        """See :func:`torch.distributed.isend`."""
+        its = _Tensors()
+        return self._work([self.comm.send(its.read(tensor), dst, tag) for tensor in tensors], [], its)
+
+    @_called
+    def recv(self, tensors: Sequence[Tensor], src: int, tag: int) -> GroupWork:
+        """See :func:`torch.distributed.irecv`."""
+        its = _Tensors()
+        return self._work([self.comm.recv(its.written(each), src, tag) for each in tensors], tensors, its, src)
+
+    # The names of before, which torch calls, too.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # ---------------------------------------------------------------------------------------------------- inside
+
+    def _work(self, parts: Parts, outputs: Sequence[Tensor], its: _Tensors, source: int = -1) -> GroupWork:
+        self._number += 1
+        return GroupWork(parts, list(outputs), its.finish, self._completer, source)

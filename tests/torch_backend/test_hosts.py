@@ -1,0 +1,157 @@
+"""What is built on torch.distributed, run over the backend and over gloo: DDP, FSDP2, DTensor, pipelines, checkpoints.
+
+The code is torch's own, out of its wheel; both backends must give the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.distributed.checkpoint as checkpoint
+from places import group
+from processes import HANGS, Rank, Run
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+pytestmark = [pytest.mark.timeout(HANGS), pytest.mark.processes]
+
+Found = dict[str, Tensor]
+
+
+def network(width: int = 8) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(width, 4 * width), nn.Tanh(), nn.Linear(4 * width, width))
+
+
+def batch(rank: int, rows: int = 6, width: int = 8) -> Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(rank))
+
+
+def whole(tensor: Any) -> Tensor:
+    found: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return found.detach().clone()
+
+
+def gradients(model: nn.Module) -> Found:
+    return {name: whole(it.grad) for name, it in model.named_parameters()}
+
+
+def ddp(rank: int) -> Found:
+    """Several steps, with many small buckets, and backward passes that are not reduced."""
+    model = DistributedDataParallel(network(), bucket_cap_mb=0.0005)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        with model.no_sync():
+            model(batch(rank + 10 * step)).square().mean().backward()
+        model(batch(rank + 10 * step + 5)).square().mean().backward()
+        optimizer.step()
+    return gradients(model) | {f"after {name}": whole(it) for name, it in model.named_parameters()}
+
+
+def fsdp(rank: int) -> Found:
+    model = network()
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh)
+    for step in range(2):
+        model(batch(rank + 10 * step)).square().mean().backward()
+    return gradients(model)
+
+
+def tensor_parallel(rank: int) -> Found:
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    model = parallelize_module(network(), init_device_mesh("cpu", (2,)), plan)
+    out = model(batch(3))
+    out.square().mean().backward()
+    return gradients(model) | {"out": whole(out)}
+
+
+def pipelined(rank: int, schedule: Any) -> Found:
+    model = network()
+    part = model[:2] if rank == 0 else model[2:]
+    stage = PipelineStage(part, rank, 2, torch.device("cpu"))
+    run = schedule(stage, n_microbatches=3, loss_fn=lambda out, wanted: (out - wanted).square().mean())
+    losses: list[Tensor] = []
+    for step in range(2):
+        if rank == 0:
+            run.step(batch(step))
+        else:
+            run.step(target=batch(step + 7), losses=losses)
+    return gradients(part) | {f"loss {i}": loss.detach() for i, loss in enumerate(losses)}
+
+
+def gpipe(rank: int) -> Found:
+    return pipelined(rank, ScheduleGPipe)
+
+
+def one_f_one_b(rank: int) -> Found:
+    return pipelined(rank, Schedule1F1B)
+
+
+def compiled(rank: int) -> Found:
+    world = dist.group.WORLD
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def run(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        total = functional.all_reduce(x * 2, "sum", world)
+        gathered = functional.all_gather_tensor(x, 0, world)
+        return total + 1, gathered, functional.reduce_scatter_tensor(gathered, "sum", 0, world)
+
+    with torch.no_grad():
+        return dict(zip(("total", "gathered", "scattered"), run(batch(rank)), strict=True))
+
+
+HOSTS: list[Callable[[int], Found]] = [ddp, fsdp, tensor_parallel, gpipe, one_f_one_b, compiled]
+
+
+async def compares(place: Rank, host: int) -> None:
+    found = []
+    for backend in ("gloo", "aiocomms"):
+        with group(place, backend):
+            found.append(HOSTS[host](place.rank))
+    theirs, ours = found
+    assert theirs.keys() == ours.keys()
+    assert theirs
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("host", range(len(HOSTS)), ids=[host.__name__ for host in HOSTS])
+def test_the_numbers_are_those_over_gloo(ucx: Run, host: int) -> None:
+    ucx(2, compares, host)
+
+
+async def keeps(place: Rank) -> None:
+    """What two ranks have written together they read again, into other values."""
+    with group(place):
+        mesh = init_device_mesh("cpu", (2,))
+
+        def sharded(factor: float) -> dict[str, Any]:
+            model = network()
+            fully_shard(model, mesh=mesh)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(factor)
+            return dict(model.state_dict())
+
+        written, read = sharded(3.0), sharded(0.0)
+        checkpoint.save(written, checkpoint_id=str(place.folder / "kept"))
+        checkpoint.load(read, checkpoint_id=str(place.folder / "kept"))
+        for name in written:
+            assert torch.equal(whole(read[name]), whole(written[name]))
+            assert bool(whole(read[name]).any())
+
+
+def test_checkpoints(ucx: Run) -> None:
+    ucx(2, keeps)

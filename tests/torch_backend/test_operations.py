@@ -1,0 +1,270 @@
+"""The operations of torch.distributed over the backend, and the ways to wait for them."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import anyio
+import pytest
+import torch
+import torch.distributed as dist
+import trio
+import uvloop
+from places import group
+from processes import HANGS, KILLED, Rank, Run
+
+import aiocomms
+from aiocomms.errors import CommError, PeerDiedError, UnsupportedOperation
+
+pytestmark = [pytest.mark.timeout(HANGS), pytest.mark.processes]
+
+
+async def reduces(place: Rank) -> None:
+    with group(place):
+        base = torch.arange(12.0).view(3, 4) + place.rank
+        total = sum(torch.arange(12.0).view(3, 4) + rank for rank in range(place.size))
+        for tensor in (base.clone(), base.t().clone().t(), base.clone().requires_grad_()):
+            dist.all_reduce(tensor)
+            assert torch.equal(tensor.detach(), total)
+        for op, expected in ((dist.ReduceOp.MAX, base - place.rank + place.size - 1), (dist.ReduceOp.AVG, total / 2)):
+            tensor = base.clone()
+            dist.all_reduce(tensor, op)
+            assert torch.equal(tensor, expected)
+        bits = torch.tensor([place.rank == 0, True, False])
+        dist.all_reduce(bits, dist.ReduceOp.BOR)
+        assert bits.tolist() == [True, True, False]
+        number = torch.tensor([1 + 2j])
+        dist.all_reduce(number)
+        assert number.tolist() == [2 + 4j]
+        negated = torch.tensor([1 + 2j, 3 - 1j]).conj().imag
+        dist.all_reduce(negated)
+        assert negated.tolist() == [-4.0, 2.0]
+        rooted = base.clone()
+        dist.reduce(rooted, 1)
+        assert torch.equal(rooted, total if place.rank == 1 else base)
+        several = [torch.ones(2), torch.ones(3)]
+        dist.all_reduce_coalesced(several)
+        assert [each.tolist() for each in several] == [[2.0] * 2, [2.0] * 3]
+        out = torch.empty(2, 2).t()
+        dist.reduce_scatter(out, [torch.full((2, 2), float(rank)) for rank in range(2)])
+        assert torch.equal(out, torch.full((2, 2), 2.0 * place.rank))
+        dist.reduce_scatter_single(out, torch.ones(4, 2))
+        assert torch.equal(out, torch.full((2, 2), 2.0))
+
+
+async def moves(place: Rank) -> None:
+    rank = place.rank
+    with group(place):
+        tensor = torch.full((2, 3), float(rank)).t()
+        dist.broadcast(tensor, 1)
+        assert torch.equal(tensor, torch.ones(3, 2))
+        mine = torch.full((2,), float(rank))
+        outs = [torch.zeros(4)[::2] for _ in range(2)]
+        dist.all_gather(outs, mine)
+        assert [out.tolist() for out in outs] == [[0.0, 0.0], [1.0, 1.0]]
+        uneven = [torch.zeros(1), torch.zeros(2)]
+        dist.all_gather(uneven, torch.ones(rank + 1))
+        assert [len(out) for out in uneven] == [1, 2]
+        whole = torch.zeros(2, 2)
+        dist.all_gather_single(whole, mine)
+        assert whole.tolist() == [[0.0, 0.0], [1.0, 1.0]]
+        gathered = [torch.zeros(2), torch.zeros(2)] if rank == 0 else None
+        dist.gather(mine, gathered, 0)
+        assert gathered is None or [out.tolist() for out in gathered] == [[0.0, 0.0], [1.0, 1.0]]
+        dist.scatter(mine, [torch.full((2,), 5.0), torch.full((2,), 6.0)] if rank == 1 else None, 1)
+        assert mine.tolist() == [5.0 + rank] * 2
+        out = torch.zeros(4)
+        dist.all_to_all_single(out, torch.arange(4.0) + 10 * rank)
+        assert out.tolist() == [0.0 + 2 * rank, 1.0 + 2 * rank, 10.0 + 2 * rank, 11.0 + 2 * rank]
+        sizes = [1, 2] if rank == 0 else [2, 3]
+        out = torch.zeros(sum(sizes))
+        dist.all_to_all_single(out, torch.full((3 if rank == 0 else 5,), float(rank)), sizes, sizes)
+        assert out.tolist() == [0.0] * sizes[0] + [1.0] * sizes[1]
+        outs = [torch.zeros(1), torch.zeros(1)]
+        dist.all_to_all(outs, [torch.tensor([10.0 * rank]), torch.tensor([10.0 * rank + 1])])
+        assert [out.item() for out in outs] == [float(rank), 10.0 + rank]
+        objects: list[Any] = [None, None]
+        dist.all_gather_object(objects, {"rank": rank})
+        assert objects == [{"rank": 0}, {"rank": 1}]
+        words = ["hear", 1] if rank == 0 else [None, None]
+        dist.broadcast_object_list(words)
+        assert words == ["hear", 1]
+        dist.barrier()
+
+
+async def messages(place: Rank) -> None:
+    peer = 1 - place.rank
+    with group(place):
+        mine, theirs = torch.full((2, 2), float(place.rank)).t(), torch.zeros(4)[::2]
+        ops = [dist.P2POp(dist.isend, mine, peer), dist.P2POp(dist.irecv, torch.zeros(2, 2).t(), peer)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        assert torch.equal(ops[1].tensor, torch.full((2, 2), float(peer)))
+        if place.rank == 0:
+            dist.send(torch.tensor([7.0, 8.0]), 1, tag=3)
+            dist.send(torch.tensor([9.0]), 1, tag=4)
+        else:
+            late = torch.zeros(1)
+            dist.recv(late, 0, tag=4)
+            work = dist.irecv(theirs, 0, tag=3)
+            assert work is not None
+            work.wait()
+            assert (late.item(), theirs.tolist()) == (9.0, [7.0, 8.0])
+
+
+async def groups(place: Rank) -> None:
+    with group(place) as world:
+        assert dist.get_backend() == "aiocomms"
+        assert isinstance(world, aiocomms.torch_backend.Group)
+        pair, alone = dist.new_group([0, 2], pg_options=place.transport), dist.new_group([1])
+        tensor = torch.ones(1)
+        if place.rank == 1:
+            dist.all_reduce(tensor, group=alone)
+        else:
+            dist.all_reduce(tensor, group=pair)
+        assert tensor.item() == (1.0 if place.rank == 1 else 2.0)
+        dist.all_reduce(tensor)
+        assert tensor.item() == 5.0
+
+
+@pytest.mark.parametrize("body", [reduces, moves, messages])
+def test_operations_are_those_of_torch(ranks: Run, body: Callable[[Rank], Awaitable[None]]) -> None:
+    ranks(2, body)
+
+
+def test_groups_of_some_ranks(ranks: Run) -> None:
+    ranks(3, groups)
+
+
+async def awaited(place: Rank, comes: str) -> None:
+    """One work is done within its call, or its first await; another when the other rank comes, later than that."""
+    tensor = torch.ones(2)
+    work = dist.all_reduce(tensor, async_op=True)
+    (out,) = await work
+    assert out is tensor
+    assert out.tolist() == [2.0] * 2
+    if place.rank == 0:
+        pending = dist.all_reduce(tensor, async_op=True)
+        beats = []
+
+        async def heart() -> None:
+            while not pending.is_completed():
+                beats.append(1)
+                if len(beats) == 3:
+                    place.tell(comes)
+                await anyio.sleep(0.001)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(heart)
+            await pending
+        assert len(beats) >= 3
+    else:
+        await anyio.to_thread.run_sync(place.told, comes)
+        await dist.all_reduce(tensor, async_op=True)
+    assert tensor.tolist() == [4.0] * 2
+    left = dist.all_reduce(tensor, async_op=True)
+    with anyio.move_on_after(0):
+        await left
+    left.wait()
+    assert tensor.tolist() == [8.0] * 2
+
+
+async def on_each_loop(place: Rank) -> None:
+    with group(place):
+        await awaited(place, "asyncio")
+
+        def elsewhere() -> None:
+            uvloop.run(awaited(place, "uvloop"))
+            trio.run(awaited, place, "trio")
+
+        await asyncio.to_thread(elsewhere)
+
+
+def test_works_are_awaited_on_each_loop(ranks: Run) -> None:
+    ranks(2, on_each_loop)
+
+
+def one_more(seen: threading.Event, future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+    seen.set()
+    return future.value()[0] + 1
+
+
+async def futures(place: Rank) -> None:
+    with group(place):
+        tensor = torch.ones(2)
+        for late in (False, True):
+            if place.rank == 1 and late:
+                await asyncio.to_thread(place.told, "asked")
+            work = dist.all_reduce(tensor, async_op=True)
+            assert work is not None
+            future, seen = work.get_future(), threading.Event()
+            assert work.get_future() is future
+            chained = future.then(functools.partial(one_more, seen))
+            if place.rank == 0 and late:
+                assert not future.done()
+                place.tell("asked")
+            assert await asyncio.to_thread(chained.wait) is not None
+            assert seen.is_set()
+            assert chained.value().tolist() == [5.0 if late else 3.0] * 2
+            assert work.is_success()
+            assert work.exception() is None
+            assert work.result()[0] is tensor
+
+
+def test_futures_end_by_themselves(ucx: Run) -> None:
+    ucx(2, futures)
+
+
+async def dies(place: Rank) -> None:
+    with group(place) as world:
+        dist.barrier()
+        if place.rank == 1:
+            place.die()
+        tensor = torch.ones(2)
+        with pytest.raises(dist.DistBackendError, match="rank 1") as raised:
+            dist.all_reduce(tensor)
+        assert isinstance(raised.value.__cause__, PeerDiedError)
+        assert raised.value.__cause__.peer == 1
+        with pytest.raises(dist.DistBackendError, match="rank 1"):
+            await dist.all_reduce(tensor, async_op=True)
+        assert world.comm.aborted
+
+
+@pytest.mark.fault(1)
+def test_a_death_is_an_error_that_names_the_rank(ucx: Run) -> None:
+    assert ucx(2, dies) == [None, KILLED]
+
+
+async def aborts(place: Rank) -> None:
+    with group(place) as world:
+        dist.barrier()
+        if place.rank == 0:
+            world.abort()
+        else:
+            with pytest.raises(dist.DistBackendError, match="process group was aborted"):
+                dist.all_reduce(torch.ones(2))
+
+
+def test_an_abort_reaches_every_rank(ucx: Run) -> None:
+    ucx(2, aborts)
+
+
+async def wrong(place: Rank) -> None:
+    with group(place):
+        with pytest.raises(UnsupportedOperation, match="avg"):
+            dist.all_reduce(torch.ones(2, dtype=torch.int32), dist.ReduceOp.AVG)
+        with pytest.raises(CommError):
+            dist.all_reduce(torch.eye(2).to_sparse())
+        tensor = torch.ones(2)
+        dist.all_reduce(tensor)
+        assert tensor.tolist() == [2.0] * 2
+    with pytest.raises(CommError, match="no_such"):
+        dist.init_process_group("aiocomms", store=dist.HashStore(), rank=0, world_size=1, pg_options="no_such")
+
+
+def test_what_is_wrong_is_said_and_the_group_goes_on(ucx: Run) -> None:
+    ucx(2, wrong)
