@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, Final, ParamSpec
 
@@ -17,7 +16,7 @@ from aiocomms import blocking
 from aiocomms.errors import CommError
 from aiocomms.ops.reductions import ReduceOp
 from aiocomms.portal.works import BlockingWork
-from aiocomms.torch_backend.works import GroupWork, raising_as_torch_does
+from aiocomms.torch_backend.works import Completer, GroupWork, raising_as_torch_does
 
 BACKEND: Final = "aiocomms"
 """The name of the backend."""
@@ -113,7 +112,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         self.comm = comm
         """The communicator."""
         self._store = store
-        self._completer = ThreadPoolExecutor(1, thread_name_prefix="aiocomms torch")
+        self._completer = Completer()
         self._group_name, self._group_desc = "", ""
         self._number = 0
 
@@ -187,7 +186,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         """Let what is under way end, and release everything."""
         with contextlib.suppress(CommError):  # that it is lost its works have said
             self.comm.close()
-        self._completer.shutdown(wait=False)
+        self._completer.close()
 
     # ------------------------------------------------------------------------------------------------ collectives
 

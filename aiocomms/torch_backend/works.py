@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Executor
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch import distributed as dist
 from aiocomms.errors import ArgumentError, CommError, UnsupportedOperation
 from aiocomms.portal.works import BlockingWork
 from aiocomms.progress.loops import Waiter, running_loop
+
+logger = logging.getLogger("aiocomms")
 
 
 @contextlib.contextmanager
@@ -27,6 +30,40 @@ def raising_as_torch_does() -> Generator[None, None, None]:
         raise
     except (CommError, TimeoutError) as error:
         raise dist.DistBackendError(str(error)) from error
+
+
+class Completer:
+    """A thread that calls what is to be done when works have ended, in their order; there once somebody has asked.
+
+    It is a daemon: what it calls is the program's, and may wait for a rank that never comes.
+    """
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Be there."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="aiocomms torch", daemon=True)
+                self._thread.start()
+
+    def submit(self, call: Callable[[], object]) -> None:
+        """Have something called; on any thread, which it does not keep."""
+        self._calls.put(call)
+
+    def close(self) -> None:
+        """End, after what is still to be called."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            try:
+                call()
+            except Exception:
+                logger.exception("%r raised", call)
 
 
 class GroupWork(dist.Work):
@@ -41,7 +78,7 @@ class GroupWork(dist.Work):
         parts: Sequence[BlockingWork[Any]],
         outputs: list[Tensor],
         finish: Callable[[], None] | None,
-        completer: Executor,
+        completer: Completer,
         source: int = -1,
     ) -> None:
         """Note what it consists of.
@@ -112,8 +149,11 @@ class GroupWork(dist.Work):
         """
         with self._lock:
             asked, self._future = self._future, self._future or torch.futures.Future()
-        if asked is None:
-            self._when_done(self._fulfil)
+        if asked is None and self.is_completed():
+            self._fulfil()
+        elif asked is None:
+            self._completer.start()
+            self._when_done(lambda: self._completer.submit(self._fulfil))
         return self._future
 
     # ------------------------------------------------------------------------------------------ as aiocomms has it
@@ -138,7 +178,7 @@ class GroupWork(dist.Work):
                 finish()
 
     def _when_done(self, call: Callable[[], object]) -> None:
-        """Call it when all parts have ended: here and now, or by the completer."""
+        """Call it when all parts have ended: here and now, or on the thread that ends the last."""
         left = [part for part in self._parts if not part.done()]
         if not left:
             call()
@@ -151,7 +191,7 @@ class GroupWork(dist.Work):
                 count -= 1
                 last = not count
             if last:
-                self._completer.submit(call)
+                call()
 
         for part in left:
             part.add_done_callback(one_less)
