@@ -14,9 +14,12 @@ from torch import distributed as dist
 
 from aiocomms import blocking
 from aiocomms.errors import CommError
+from aiocomms.ops.checks import COMM_TIMEOUT
 from aiocomms.ops.reductions import ReduceOp
 from aiocomms.portal.works import BlockingWork
-from aiocomms.torch_backend.works import Completer, GroupWork, raising_as_torch_does
+from aiocomms.torch_backend.completer import Completer
+from aiocomms.torch_backend.tensors import Tensors
+from aiocomms.torch_backend.works import GroupWork, raising_as_torch_does
 
 BACKEND: Final = "aiocomms"
 """The name of the backend."""
@@ -47,7 +50,7 @@ def _operator(op: Any) -> ReduceOp:
     """The operator of torch, as aiocomms has it."""
     kind = getattr(op, "op", op)
     if kind == dist.ReduceOp.PREMUL_SUM:
-        return ReduceOp.PREMUL_SUM(op.factor)
+        return ReduceOp.PREMUL_SUM(float(op.factor))
     found: ReduceOp = getattr(ReduceOp, kind.name)
     return found
 
@@ -61,43 +64,6 @@ def _called(method: Callable[_P, GroupWork]) -> Callable[_P, GroupWork]:
             return method(*args, **kwargs)
 
     return call
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether aiocomms can move it as it is; or has to say why it moves none of the kind."""
-    dense = tensor.layout is torch.strided
-    return not dense or (tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg())
-
-
-class _Tensors:
-    """The tensors of one call: those that aiocomms moves in place of those that it cannot move as they are."""
-
-    def __init__(self) -> None:
-        self._copies: list[tuple[Tensor, Tensor]] = []
-
-    def read(self, tensor: Tensor) -> Tensor:
-        """What has a tensor's values."""
-        tensor = tensor.detach() if tensor.requires_grad else tensor
-        return tensor if _is_plain(tensor) else tensor.resolve_conj().resolve_neg().contiguous()
-
-    def written(self, tensor: Tensor) -> Tensor:
-        """What has a tensor's values, and is written in its place."""
-        tensor = tensor.detach() if tensor.requires_grad else tensor
-        if _is_plain(tensor):
-            return tensor
-        copy = tensor.resolve_conj().resolve_neg().contiguous()
-        copy = copy.clone() if copy.data_ptr() == tensor.data_ptr() else copy
-        self._copies.append((tensor, copy))
-        return copy
-
-    @property
-    def finish(self) -> Callable[[], None] | None:
-        """What puts the values where they belong, when they are there; None: they are."""
-        return self._put_back if self._copies else None
-
-    def _put_back(self) -> None:
-        for tensor, copy in self._copies:
-            tensor.copy_(copy)
 
 
 class Group(_ProcessGroup):  # type: ignore[misc]
@@ -161,6 +127,15 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     def _set_group_desc(self, text: str) -> None:
         self._group_desc = text
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> Group:
+        if device.type != "cpu":
+            raise RuntimeError(f"the backend {BACKEND!r} carries no tensors of {device}")
+        return self
+
     def get_group_store(self) -> dist.Store:
         """Where its ranks have met."""
         return self._store
@@ -193,7 +168,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     @_called
     def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> GroupWork:
         """See :func:`torch.distributed.all_reduce`."""
-        its, op = _Tensors(), _operator(opts.reduceOp)
+        its, op = Tensors(), _operator(opts.reduceOp)
         return self._work([self.comm.all_reduce(its.written(tensor), op) for tensor in tensors], tensors, its)
 
     allreduce_coalesced = allreduce
@@ -201,19 +176,21 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     @_called
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> GroupWork:
         """See :func:`torch.distributed.reduce`."""
-        its, op, root = _Tensors(), _operator(opts.reduceOp), opts.rootRank
-        return self._work([self.comm.reduce(its.written(tensor), root, op) for tensor in tensors], tensors, its)
+        its, op, root = Tensors(), _operator(opts.reduceOp), opts.rootRank
+        give = its.written if self.comm.rank == root else its.read
+        return self._work([self.comm.reduce(give(tensor), root, op) for tensor in tensors], tensors, its)
 
     @_called
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> GroupWork:
         """See :func:`torch.distributed.broadcast`."""
-        its, root = _Tensors(), opts.rootRank
-        return self._work([self.comm.broadcast(its.written(tensor), root) for tensor in tensors], tensors, its)
+        its, root = Tensors(), opts.rootRank
+        give = its.read if self.comm.rank == root else its.written
+        return self._work([self.comm.broadcast(give(tensor), root) for tensor in tensors], tensors, its)
 
     @_called
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> GroupWork:
         """See :func:`torch.distributed.all_gather`."""
-        its, parts = _Tensors(), []
+        its, parts = Tensors(), []
         for into, tensor in zip(outputs, inputs, strict=True):
             equal = len({each.shape for each in into}) == 1
             gather = self.comm.all_gather if equal else self.comm.all_gather_v
@@ -235,7 +212,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> GroupWork:
         """Several all-gathers into one tensor each."""
-        its = _Tensors()
+        its = Tensors()
         parts = [
             self.comm.all_gather_single(its.written(output), its.read(given))
             for output, given in zip(outputs, inputs, strict=True)
@@ -245,7 +222,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     @_called
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> GroupWork:
         """See :func:`torch.distributed.reduce_scatter`."""
-        its, op, parts = _Tensors(), _operator(opts.reduceOp), []
+        its, op, parts = Tensors(), _operator(opts.reduceOp), []
         for output, given in zip(outputs, inputs, strict=True):
             equal = len({each.shape for each in given}) == 1
             scatter = self.comm.reduce_scatter if equal else self.comm.reduce_scatter_v
@@ -261,7 +238,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
     ) -> GroupWork:
         """Several reduce-scatters of one tensor each."""
-        its, op = _Tensors(), _operator(opts.reduceOp)
+        its, op = Tensors(), _operator(opts.reduceOp)
         parts = [
             self.comm.reduce_scatter_single(its.written(output), its.read(given), op)
             for output, given in zip(outputs, inputs, strict=True)
@@ -271,7 +248,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     @_called
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> GroupWork:
         """See :func:`torch.distributed.all_to_all`."""
-        its = _Tensors()
+        its = Tensors()
         part = self.comm.all_to_all([its.written(each) for each in outputs], [its.read(each) for each in inputs])
         return self._work([part], outputs, its)
 
@@ -280,20 +257,20 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
     ) -> GroupWork:
         """See :func:`torch.distributed.all_to_all_single`."""
-        its = _Tensors()
+        # Each rank says by itself whether its rows are cut evenly, so all of them take the form that need not.
+        its, size = Tensors(), self.comm.size
         into, given = its.written(output), its.read(input)
-        if output_splits or input_splits:
-            size = self.comm.size
-            splits = list(output_splits) or [len(output) // size] * size
-            part = self.comm.all_to_all_v_single(into, given, splits, list(input_splits) or [len(input) // size] * size)
-        else:
-            part = self.comm.all_to_all_single(into, given)
+        cuts = [
+            [part * (flat.numel() // (len(tensor) or 1)) for part in splits] or [flat.numel() // size] * size
+            for flat, tensor, splits in ((into, output, output_splits), (given, input, input_splits))
+        ]
+        part = self.comm.all_to_all_v_single(into, given, *cuts)
         return self._work([part], [output], its)
 
     @_called
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> GroupWork:
         """See :func:`torch.distributed.gather`."""
-        its, root = _Tensors(), opts.rootRank
+        its, root = Tensors(), opts.rootRank
         into = list(outputs[0]) if self.comm.rank == root else None
         written = None if into is None else [its.written(each) for each in into]
         return self._work([self.comm.gather(written, its.read(inputs[0]), root)], into or [], its)
@@ -301,27 +278,28 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     @_called
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> GroupWork:
         """See :func:`torch.distributed.scatter`."""
-        its, root = _Tensors(), opts.rootRank
+        its, root = Tensors(), opts.rootRank
         given = [its.read(each) for each in inputs[0]] if self.comm.rank == root else None
         return self._work([self.comm.scatter(its.written(outputs[0]), given, root)], outputs, its)
 
     @_called
     def barrier(self, opts: Any = None) -> GroupWork:
         """See :func:`torch.distributed.barrier`."""
-        return self._work([self.comm.barrier()], [], _Tensors())
+        timeout = None if opts is None or opts.timeout <= timedelta(0) else opts.timeout.total_seconds()
+        return self._work([self.comm.barrier(timeout=COMM_TIMEOUT if timeout is None else timeout)], [], Tensors())
 
     # --------------------------------------------------------------------------------------------- point to point
 
     @_called
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int) -> GroupWork:
         """See :func:`torch.distributed.isend`."""
-        its = _Tensors()
+        its = Tensors()
         return self._work([self.comm.send(its.read(tensor), dst, tag) for tensor in tensors], [], its)
 
     @_called
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int) -> GroupWork:
         """See :func:`torch.distributed.irecv`."""
-        its = _Tensors()
+        its = Tensors()
         return self._work([self.comm.recv(its.written(each), src, tag) for each in tensors], tensors, its, src)
 
     # The names of before, which torch calls, too.
@@ -333,6 +311,6 @@ class Group(_ProcessGroup):  # type: ignore[misc]
 
     # ---------------------------------------------------------------------------------------------------- inside
 
-    def _work(self, parts: Parts, outputs: Sequence[Tensor], its: _Tensors, source: int = -1) -> GroupWork:
+    def _work(self, parts: Parts, outputs: Sequence[Tensor], its: Tensors, source: int = -1) -> GroupWork:
         self._number += 1
-        return GroupWork(parts, list(outputs), its.finish, self._completer, source)
+        return GroupWork(its.parts(parts, self._completer), list(outputs), self._completer, source)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from datetime import timedelta
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -15,10 +13,9 @@ from torch import Tensor
 from torch import distributed as dist
 
 from aiocomms.errors import ArgumentError, CommError, UnsupportedOperation
-from aiocomms.portal.works import BlockingWork
 from aiocomms.progress.loops import Waiter, running_loop
-
-logger = logging.getLogger("aiocomms")
+from aiocomms.torch_backend.completer import Completer
+from aiocomms.torch_backend.tensors import Part, wait_for, when_done
 
 
 @contextlib.contextmanager
@@ -32,40 +29,6 @@ def raising_as_torch_does() -> Generator[None, None, None]:
         raise dist.DistBackendError(str(error)) from error
 
 
-class Completer:
-    """A thread that calls what is to be done when works have ended, in their order; there once somebody has asked.
-
-    It is a daemon: what it calls is the program's, and may wait for a rank that never comes.
-    """
-
-    def __init__(self) -> None:
-        self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Be there."""
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="aiocomms torch", daemon=True)
-                self._thread.start()
-
-    def submit(self, call: Callable[[], object]) -> None:
-        """Have something called; on any thread, which it does not keep."""
-        self._calls.put(call)
-
-    def close(self) -> None:
-        """End, after what is still to be called."""
-        self._calls.put(None)
-
-    def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            try:
-                call()
-            except Exception:
-                logger.exception("%r raised", call)
-
-
 class GroupWork(dist.Work):
     """One call of ``torch.distributed``, of which aiocomms has started one operation or several.
 
@@ -73,24 +36,15 @@ class GroupWork(dist.Work):
     raised by each way to wait, as :class:`torch.distributed.DistBackendError`, whose cause is the error of aiocomms.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[BlockingWork[Any]],
-        outputs: list[Tensor],
-        finish: Callable[[], None] | None,
-        completer: Completer,
-        source: int = -1,
-    ) -> None:
+    def __init__(self, parts: Sequence[Part], outputs: list[Tensor], completer: Completer, source: int = -1) -> None:
         """Note what it consists of.
 
         :param outputs: the tensors that are written.
-        :param finish: what remains to be done once, when all parts have ended well.
-        :param completer: calls what is done when all have ended, if somebody asks for a future.
+        :param completer: completes the future, if somebody asks for one.
         :param source: the rank that a message is received from.
         """
         super().__init__()
-        self._parts, self._outputs, self._finish = parts, outputs, finish
-        self._completer, self._source = completer, source
+        self._parts, self._outputs, self._completer, self._source = parts, outputs, completer, source
         self._lock = threading.Lock()
         self._future: torch.futures.Future[list[Tensor]] | None = None
 
@@ -105,10 +59,7 @@ class GroupWork(dist.Work):
         """
         patience = timeout.total_seconds()
         with raising_as_torch_does():
-            for part in self._parts:
-                part.wait(patience if patience > 0 else None)
-        if self._finish is not None:
-            self._end()
+            wait_for(self._parts, patience if patience > 0 else None)
         return True
 
     def synchronize(self) -> None:
@@ -145,15 +96,19 @@ class GroupWork(dist.Work):
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """Return a future of the tensors that are written.
 
-        It ends by itself, on a thread of the group, or within this call. No loop of the caller's takes part.
+        It ends by itself, on a thread of the group, or within this call. No loop of the caller's takes part. If the
+        work fails, what waits for the future raises ``RuntimeError`` with the error's text, as torch's futures do.
         """
         with self._lock:
-            asked, self._future = self._future, self._future or torch.futures.Future()
-        if asked is None and self.is_completed():
-            self._fulfil()
-        elif asked is None:
-            self._completer.start()
-            self._when_done(lambda: self._completer.submit(self._fulfil))
+            if self._future is not None:
+                return self._future
+            ended: torch.futures.Future[None] = torch.futures.Future()
+            # What a callback raises is an error for torch's C++, too; what set_exception sets is a value there.
+            self._future = ended.then(lambda _: self.result())
+        if self.is_completed():
+            ended.set_result(None)
+        else:
+            when_done(self._parts, lambda: self._completer.submit(lambda: ended.set_result(None)))
         return self._future
 
     # ------------------------------------------------------------------------------------------ as aiocomms has it
@@ -165,43 +120,9 @@ class GroupWork(dist.Work):
         """
         if not self.is_completed():
             loop, over = running_loop(), _Over()
-            self._when_done(lambda: loop.call_threadsafe(over.come))
+            when_done(self._parts, lambda: loop.call_threadsafe(over.come))
             yield from loop.park(over)
         return self.result()
-
-    # ---------------------------------------------------------------------------------------------------- inside
-
-    def _end(self) -> None:
-        with self._lock:
-            finish, self._finish = self._finish, None
-            if finish is not None:
-                finish()
-
-    def _when_done(self, call: Callable[[], object]) -> None:
-        """Call it when all parts have ended: here and now, or on the thread that ends the last."""
-        left = [part for part in self._parts if not part.done()]
-        if not left:
-            call()
-            return
-        count, lock = len(left), threading.Lock()
-
-        def one_less() -> None:
-            nonlocal count
-            with lock:
-                count -= 1
-                last = not count
-            if last:
-                call()
-
-        for part in left:
-            part.add_done_callback(one_less)
-
-    def _fulfil(self) -> None:
-        assert self._future is not None
-        try:
-            self._future.set_result(self.result())
-        except Exception as error:
-            self._future.set_exception(error)  # type: ignore[arg-type] # torch checks for an Exception
 
 
 class _Over:

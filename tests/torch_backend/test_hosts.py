@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.checkpoint as checkpoint
 from places import group
-from processes import HANGS, Rank, Run
+from processes import HANGS, KILLED, Rank, Run
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -148,9 +148,28 @@ async def keeps(place: Rank) -> None:
         written, read = sharded(3.0), sharded(0.0)
         checkpoint.save(written, checkpoint_id=str(place.folder / "kept"))
         checkpoint.load(read, checkpoint_id=str(place.folder / "kept"))
+        checkpoint.async_save(written, checkpoint_id=str(place.folder / "later")).result()
+        checkpoint.load(read, checkpoint_id=str(place.folder / "later"))
         for name in written:
             assert torch.equal(whole(read[name]), whole(written[name]))
             assert bool(whole(read[name]).any())
+
+
+async def loses_a_rank(place: Rank) -> None:
+    """DDP's reducer, which is C++, hears that the other rank is gone, and says so."""
+    with group(place):
+        model = DistributedDataParallel(network())
+        model(batch(place.rank)).sum().backward()
+        out = model(batch(place.rank)).sum()
+        if place.rank == 1:
+            place.die()
+        with pytest.raises(RuntimeError, match="rank 1"):
+            out.backward()
+
+
+@pytest.mark.fault(1)
+def test_ddp_hears_of_a_death(ucx: Run) -> None:
+    assert ucx(2, loses_a_rank) == [None, KILLED]
 
 
 def test_checkpoints(ucx: Run) -> None:

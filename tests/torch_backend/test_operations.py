@@ -6,6 +6,7 @@ import asyncio
 import functools
 import threading
 from collections.abc import Awaitable, Callable
+from datetime import timedelta
 from typing import Any
 
 import anyio
@@ -18,7 +19,7 @@ from places import group
 from processes import HANGS, KILLED, Rank, Run
 
 import aiocomms
-from aiocomms.errors import CommError, PeerDiedError, UnsupportedOperation
+from aiocomms.errors import ArgumentError, CommError, PeerDiedError, UnsupportedOperation
 
 pytestmark = [pytest.mark.timeout(HANGS), pytest.mark.processes]
 
@@ -43,6 +44,9 @@ async def reduces(place: Rank) -> None:
         negated = torch.tensor([1 + 2j, 3 - 1j]).conj().imag
         dist.all_reduce(negated)
         assert negated.tolist() == [-4.0, 2.0]
+        scaled = base.clone()
+        dist.all_reduce(scaled, dist._make_nccl_premul_sum(torch.tensor(0.5)))  # torch's only way to make one
+        assert torch.equal(scaled, total / 2)
         rooted = base.clone()
         dist.reduce(rooted, 1)
         assert torch.equal(rooted, total if place.rank == 1 else base)
@@ -84,6 +88,13 @@ async def moves(place: Rank) -> None:
         out = torch.zeros(sum(sizes))
         dist.all_to_all_single(out, torch.full((3 if rank == 0 else 5,), float(rank)), sizes, sizes)
         assert out.tolist() == [0.0] * sizes[0] + [1.0] * sizes[1]
+        out = torch.zeros(2, 2) if rank == 0 else torch.zeros(4, 2)[::2]
+        given = torch.arange(4.0).view(2, 2) + 10 * rank
+        dist.all_to_all_single(out, given, *(([1, 1], [1, 1]) if rank else ()))  # each says it in its own way
+        assert out.tolist() == [[2.0 * rank, 2.0 * rank + 1], [10.0 + 2 * rank, 11.0 + 2 * rank]]
+        shaped = torch.ones(2, 3) if rank == 0 else torch.zeros(6)
+        dist.broadcast(shaped, 0)
+        assert bool(shaped.all())
         outs = [torch.zeros(1), torch.zeros(1)]
         dist.all_to_all(outs, [torch.tensor([10.0 * rank]), torch.tensor([10.0 * rank + 1])])
         assert [out.item() for out in outs] == [float(rank), 10.0 + rank]
@@ -219,6 +230,60 @@ def test_futures_end_by_themselves(ucx: Run) -> None:
     ucx(2, futures)
 
 
+def reduces_once_more(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+    """As the hooks of powerSGD do: it waits for a future within a callback of one."""
+    tensor = future.value()[0].clone()
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work is not None
+    return work.get_future().wait()[0]
+
+
+async def nested(place: Rank) -> None:
+    with group(place):
+        if place.rank == 1:
+            await asyncio.to_thread(place.told, "asked")
+        first = dist.all_reduce(torch.ones(2), async_op=True)
+        assert first is not None
+        chained = first.get_future().then(reduces_once_more)
+        place.tell("asked")
+        assert (await asyncio.to_thread(chained.wait)).tolist() == [4.0, 4.0]
+
+
+def test_a_callback_may_wait_for_another_future(ucx: Run) -> None:
+    ucx(2, nested)
+
+
+async def puts_back(place: Rank) -> None:
+    """A work of a tensor that is not contiguous is done when the values are in it, whoever waits, and however many."""
+    with group(place):
+        for turn in range(20):
+            with torch.inference_mode(turn % 2 == 0):
+                tensor = torch.ones(300, 200).t()
+            if place.rank == 1:
+                await asyncio.to_thread(place.told, f"called {turn}")
+            work = dist.all_reduce(tensor, async_op=True)
+            assert work is not None
+            place.tell(f"called {turn}")
+            if turn % 4 == 0:
+                while not work.is_completed():  # noqa: ASYNC110 - it is this that is shown
+                    await asyncio.sleep(0)
+            elif turn % 4 == 1:
+                future = work.get_future()
+                await asyncio.to_thread(work.wait)
+                assert bool((future.wait()[0] == 2).all())
+            else:
+                await asyncio.gather(asyncio.to_thread(work.wait), asyncio.to_thread(work.wait))
+            assert bool((tensor == 2).all())
+        tensor.fill_(7.0)
+        assert work.is_success()
+        work.wait()
+        assert bool((tensor == 7).all())  # what is written later stays
+
+
+def test_values_are_put_back_before_a_work_is_done(ucx: Run) -> None:
+    ucx(2, puts_back)
+
+
 async def dies(place: Rank) -> None:
     with group(place) as world:
         dist.barrier()
@@ -237,6 +302,21 @@ async def dies(place: Rank) -> None:
 @pytest.mark.fault(1)
 def test_a_death_is_an_error_that_names_the_rank(ucx: Run) -> None:
     assert ucx(2, dies) == [None, KILLED]
+
+
+async def waits_at_a_barrier(place: Rank) -> None:
+    with group(place):
+        dist.barrier()
+        if place.rank == 1:
+            await asyncio.to_thread(place.told, "over")
+        else:
+            with pytest.raises(dist.DistBackendError, match="rank"):
+                dist.barrier(timeout=timedelta(seconds=0.2))
+            place.tell("over")
+
+
+def test_a_barrier_has_a_deadline_of_its_own(ucx: Run) -> None:
+    ucx(2, waits_at_a_barrier)
 
 
 async def aborts(place: Rank) -> None:
@@ -259,6 +339,17 @@ async def wrong(place: Rank) -> None:
             dist.all_reduce(torch.ones(2, dtype=torch.int32), dist.ReduceOp.AVG)
         with pytest.raises(CommError):
             dist.all_reduce(torch.eye(2).to_sparse())
+        with pytest.raises(ArgumentError, match="share memory"):
+            dist.all_reduce(torch.ones(1).expand(3))
+        if place.rank == 0:
+            late = dist.irecv(torch.ones(1), 1)
+            assert late is not None
+            with pytest.raises(dist.DistBackendError, match="it goes on"):
+                late.wait(timedelta(seconds=0.01))
+            place.tell("waited")
+        else:
+            await asyncio.to_thread(place.told, "waited")
+            dist.send(torch.ones(1), 0)
         tensor = torch.ones(2)
         dist.all_reduce(tensor)
         assert tensor.tolist() == [2.0] * 2
