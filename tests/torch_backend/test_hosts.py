@@ -167,7 +167,7 @@ async def loses_a_rank(place: Rank) -> None:
             out.backward()
 
 
-@pytest.mark.fault(1)
+@pytest.mark.fault(1, transport="ucx")
 def test_ddp_hears_of_a_death(ucx: Run) -> None:
     assert ucx(2, loses_a_rank) == [None, KILLED]
 

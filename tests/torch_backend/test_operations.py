@@ -299,7 +299,7 @@ async def dies(place: Rank) -> None:
         assert world.comm.aborted
 
 
-@pytest.mark.fault(1)
+@pytest.mark.fault(1, transport="ucx")
 def test_a_death_is_an_error_that_names_the_rank(ucx: Run) -> None:
     assert ucx(2, dies) == [None, KILLED]
 
