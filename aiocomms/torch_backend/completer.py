@@ -32,7 +32,7 @@ class Completer:
                 self._calls.put(call)
                 return
         try:
-            _thread.start_new_thread(self._run, (call,))  # threading's would wait until it runs
+            _thread.start_new_thread(self._run, ([call],))  # threading's would wait until it runs
         except RuntimeError:  # there can be no more threads
             self._call(call)
 
@@ -44,10 +44,11 @@ class Completer:
                 self._calls.put(None)
             self._idle = 0
 
-    def _run(self, first: Callable[[], object]) -> None:
-        call: Callable[[], object] | None = first
+    def _run(self, first: list[Callable[[], object]]) -> None:
+        call: Callable[[], object] | None = first.pop()
         while call is not None:
             self._call(call)
+            call = None  # a thread that waits keeps no tensor alive
             with self._lock:
                 if self._closed:
                     return

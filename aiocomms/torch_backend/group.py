@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final, ParamSpec
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from aiocomms import blocking
-from aiocomms.errors import CommError
+from aiocomms.errors import ArgumentError, CommError
 from aiocomms.ops.checks import COMM_TIMEOUT
 from aiocomms.ops.reductions import ReduceOp
 from aiocomms.portal.works import BlockingWork
@@ -64,6 +65,15 @@ def _called(method: Callable[_P, GroupWork]) -> Callable[_P, GroupWork]:
             return method(*args, **kwargs)
 
     return call
+
+
+def _cuts(tensor: Tensor, splits: Sequence[int], size: int) -> list[int]:
+    """How many elements of a tensor belong to each rank, whose rows are said, or are as many as any other's."""
+    rows = tensor.shape[0] if tensor.dim() else 0
+    counts = [operator.index(part) for part in splits] or [rows // size] * size
+    if not tensor.dim() or sum(counts) != rows:
+        raise ArgumentError(f"splits are {counts} for a tensor of shape {list(tensor.shape)}, wanted its rows in all")
+    return [count * (tensor.numel() // (rows or 1)) for count in counts]
 
 
 class Group(_ProcessGroup):  # type: ignore[misc]
@@ -159,9 +169,11 @@ class Group(_ProcessGroup):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Let what is under way end, and release everything."""
-        with contextlib.suppress(CommError):  # that it is lost its works have said
-            self.comm.close()
-        self._completer.close()
+        try:
+            with contextlib.suppress(CommError):  # that it is lost its works have said
+                self.comm.close()
+        finally:
+            self._completer.close()
 
     # ------------------------------------------------------------------------------------------------ collectives
 
@@ -192,7 +204,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         """See :func:`torch.distributed.all_gather`."""
         its, parts = Tensors(), []
         for into, tensor in zip(outputs, inputs, strict=True):
-            equal = len({each.shape for each in into}) == 1
+            equal = len({each.numel() for each in into}) == 1
             gather = self.comm.all_gather if equal else self.comm.all_gather_v
             parts.append(gather([its.written(each) for each in into], its.read(tensor)))
         return self._work(parts, [each for into in outputs for each in into], its)
@@ -224,7 +236,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         """See :func:`torch.distributed.reduce_scatter`."""
         its, op, parts = Tensors(), _operator(opts.reduceOp), []
         for output, given in zip(outputs, inputs, strict=True):
-            equal = len({each.shape for each in given}) == 1
+            equal = len({each.numel() for each in given}) == 1
             scatter = self.comm.reduce_scatter if equal else self.comm.reduce_scatter_v
             parts.append(scatter(its.written(output), [its.read(each) for each in given], op))
         return self._work(parts, outputs, its)
@@ -260,10 +272,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         # Each rank says by itself whether its rows are cut evenly, so all of them take the form that need not.
         its, size = Tensors(), self.comm.size
         into, given = its.written(output), its.read(input)
-        cuts = [
-            [part * (flat.numel() // (len(tensor) or 1)) for part in splits] or [flat.numel() // size] * size
-            for flat, tensor, splits in ((into, output, output_splits), (given, input, input_splits))
-        ]
+        cuts = _cuts(output, output_splits, size), _cuts(input, input_splits, size)
         part = self.comm.all_to_all_v_single(into, given, *cuts)
         return self._work([part], [output], its)
 

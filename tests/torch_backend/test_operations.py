@@ -339,6 +339,8 @@ async def wrong(place: Rank) -> None:
             dist.all_reduce(torch.ones(2, dtype=torch.int32), dist.ReduceOp.AVG)
         with pytest.raises(CommError):
             dist.all_reduce(torch.eye(2).to_sparse())
+        with pytest.raises(ArgumentError, match="splits"):
+            dist.all_to_all_single(torch.ones(3, 2), torch.ones(3, 2))
         with pytest.raises(ArgumentError, match="share memory"):
             dist.all_reduce(torch.ones(1).expand(3))
         if place.rank == 0:
