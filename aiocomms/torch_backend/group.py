@@ -98,9 +98,6 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         """The backend's name."""
         return BACKEND
 
-    def _get_backend_name(self) -> str:
-        return BACKEND
-
     def getBackendName(self) -> str:  # noqa: N802 - what C++ calls
         """The backend's name."""
         return BACKEND
@@ -120,22 +117,6 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     def getGroupDesc(self) -> str:  # noqa: N802
         """Torch's description of the group."""
         return self._group_desc
-
-    @property
-    def group_name(self) -> str:
-        """Torch's name of the group."""
-        return self._group_name
-
-    @property
-    def group_desc(self) -> str:
-        """Torch's description of the group."""
-        return self._group_desc
-
-    def _set_group_name(self, name: str) -> None:
-        self._group_name = name
-
-    def _set_group_desc(self, text: str) -> None:
-        self._group_desc = text
 
     @property
     def _device_types(self) -> list[torch.device]:

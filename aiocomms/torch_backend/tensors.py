@@ -48,6 +48,14 @@ def when_done(parts: Sequence[Part], call: Callable[[], object]) -> None:
         part.add_done_callback(one_less)
 
 
+def after(parts: Sequence[Part], completer: Completer, call: Callable[[], object]) -> None:
+    """Call what may take long, or is the program's: here and now if all parts have ended, or else by the completer."""
+    if all(part.done() for part in parts):
+        call()
+    else:
+        when_done(parts, lambda: completer.submit(call))
+
+
 def wait_for(parts: Sequence[Part], patience: float | None) -> None:
     """Block until all have ended, for ``patience`` seconds at most; and raise why the first has failed."""
     ends = None if patience is None else monotonic() + patience
@@ -105,10 +113,7 @@ class PutBack:
         self._over, self._lock = threading.Event(), threading.Lock()
         self._error: BaseException | None = None
         self._calls: list[Callable[[], object]] = []
-        if all(part.done() for part in parts):
-            self._run()
-        else:
-            when_done(parts, lambda: completer.submit(self._run))
+        after(parts, completer, self._run)
 
     def done(self) -> bool:
         """See :class:`Part`."""

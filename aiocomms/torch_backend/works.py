@@ -15,7 +15,7 @@ from torch import distributed as dist
 from aiocomms.errors import ArgumentError, CommError, UnsupportedOperation
 from aiocomms.progress.loops import Waiter, running_loop
 from aiocomms.torch_backend.completer import Completer
-from aiocomms.torch_backend.tensors import Part, wait_for, when_done
+from aiocomms.torch_backend.tensors import Part, after, wait_for, when_done
 
 
 @contextlib.contextmanager
@@ -105,10 +105,7 @@ class GroupWork(dist.Work):
             ended: torch.futures.Future[None] = torch.futures.Future()
             # What a callback raises is an error for torch's C++, too; what set_exception sets is a value there.
             self._future = ended.then(lambda _: self.result())
-        if self.is_completed():
-            ended.set_result(None)
-        else:
-            when_done(self._parts, lambda: self._completer.submit(lambda: ended.set_result(None)))
+        after(self._parts, self._completer, lambda: ended.set_result(None))
         return self._future
 
     # ------------------------------------------------------------------------------------------ as aiocomms has it

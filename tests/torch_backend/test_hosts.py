@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 pytestmark = [pytest.mark.timeout(HANGS), pytest.mark.processes]
+over_ucx = pytest.mark.parametrize("transport", ["ucx"])
 
 Found = dict[str, Tensor]
 
@@ -128,8 +129,9 @@ async def compares(place: Rank, host: int) -> None:
 
 
 @pytest.mark.parametrize("host", range(len(HOSTS)), ids=[host.__name__ for host in HOSTS])
-def test_the_numbers_are_those_over_gloo(ucx: Run, host: int) -> None:
-    ucx(2, compares, host)
+@over_ucx
+def test_the_numbers_are_those_over_gloo(ranks: Run, host: int) -> None:
+    ranks(2, compares, host)
 
 
 async def keeps(place: Rank) -> None:
@@ -168,9 +170,11 @@ async def loses_a_rank(place: Rank) -> None:
 
 
 @pytest.mark.fault(1, transport="ucx")
-def test_ddp_hears_of_a_death(ucx: Run) -> None:
-    assert ucx(2, loses_a_rank) == [None, KILLED]
+@over_ucx
+def test_ddp_hears_of_a_death(ranks: Run) -> None:
+    assert ranks(2, loses_a_rank) == [None, KILLED]
 
 
-def test_checkpoints(ucx: Run) -> None:
-    ucx(2, keeps)
+@over_ucx
+def test_checkpoints(ranks: Run) -> None:
+    ranks(2, keeps)

@@ -22,6 +22,7 @@ import aiocomms
 from aiocomms.errors import ArgumentError, CommError, UnsupportedOperation
 
 pytestmark = [pytest.mark.timeout(HANGS), pytest.mark.processes]
+over_ucx = pytest.mark.parametrize("transport", ["ucx"])
 
 
 async def reduces(place: Rank) -> None:
@@ -226,8 +227,9 @@ async def futures(place: Rank) -> None:
             assert work.result()[0] is tensor
 
 
-def test_futures_end_by_themselves(ucx: Run) -> None:
-    ucx(2, futures)
+@over_ucx
+def test_futures_end_by_themselves(ranks: Run) -> None:
+    ranks(2, futures)
 
 
 def reduces_once_more(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
@@ -249,8 +251,9 @@ async def nested(place: Rank) -> None:
         assert (await asyncio.to_thread(chained.wait)).tolist() == [4.0, 4.0]
 
 
-def test_a_callback_may_wait_for_another_future(ucx: Run) -> None:
-    ucx(2, nested)
+@over_ucx
+def test_a_callback_may_wait_for_another_future(ranks: Run) -> None:
+    ranks(2, nested)
 
 
 async def puts_back(place: Rank) -> None:
@@ -280,8 +283,9 @@ async def puts_back(place: Rank) -> None:
         assert bool((tensor == 7).all())  # what is written later stays
 
 
-def test_values_are_put_back_before_a_work_is_done(ucx: Run) -> None:
-    ucx(2, puts_back)
+@over_ucx
+def test_values_are_put_back_before_a_work_is_done(ranks: Run) -> None:
+    ranks(2, puts_back)
 
 
 async def dies(place: Rank) -> None:
@@ -300,8 +304,9 @@ async def dies(place: Rank) -> None:
 
 
 @pytest.mark.fault(1, transport="ucx")
-def test_a_death_is_an_error_that_names_the_rank(ucx: Run) -> None:
-    assert ucx(2, dies) == [None, KILLED]
+@over_ucx
+def test_a_death_is_an_error_that_names_the_rank(ranks: Run) -> None:
+    assert ranks(2, dies) == [None, KILLED]
 
 
 async def waits_at_a_barrier(place: Rank) -> None:
@@ -315,8 +320,9 @@ async def waits_at_a_barrier(place: Rank) -> None:
             place.tell("over")
 
 
-def test_a_barrier_has_a_deadline_of_its_own(ucx: Run) -> None:
-    ucx(2, waits_at_a_barrier)
+@over_ucx
+def test_a_barrier_has_a_deadline_of_its_own(ranks: Run) -> None:
+    ranks(2, waits_at_a_barrier)
 
 
 async def aborts(place: Rank) -> None:
@@ -329,8 +335,9 @@ async def aborts(place: Rank) -> None:
                 dist.all_reduce(torch.ones(2))
 
 
-def test_an_abort_reaches_every_rank(ucx: Run) -> None:
-    ucx(2, aborts)
+@over_ucx
+def test_an_abort_reaches_every_rank(ranks: Run) -> None:
+    ranks(2, aborts)
 
 
 async def wrong(place: Rank) -> None:
@@ -359,5 +366,6 @@ async def wrong(place: Rank) -> None:
         dist.init_process_group("aiocomms", store=dist.HashStore(), rank=0, world_size=1, pg_options="no_such")
 
 
-def test_what_is_wrong_is_said_and_the_group_goes_on(ucx: Run) -> None:
-    ucx(2, wrong)
+@over_ucx
+def test_what_is_wrong_is_said_and_the_group_goes_on(ranks: Run) -> None:
+    ranks(2, wrong)

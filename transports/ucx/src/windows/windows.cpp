@@ -6,6 +6,7 @@
 #include <memory>
 #include <new>
 #include <stdexcept>
+#include <utility>
 
 namespace aiocomms {
 namespace {
@@ -219,13 +220,16 @@ void Windows::put_signal(Operation* op, const Place& place, const void* data) {
                 [=, this](Operation* it) { send_signal(it->group, it, window, rank); });
   }
   if (place.bytes == 0) return signal(op, window, rank);
-  auto both = new Countdown(2, [op](ucs_status_t worst) { op->finished(worst); });
-  put_far(group, both, place, data);
-  auto tell = [=, this, &group] {
+  auto owned = std::make_unique<Countdown>(2, [op](ucs_status_t worst) { op->finished(worst); });
+  Countdown* const both = owned.get();
+  Lane& lane = lane_to(group, rank);
+  std::function<void()> tell = [=, this, &group] {
     if (both->worst != UCS_OK) return both->finished(both->worst);  // it would vouch for what has not arrived
     send_signal(group, both, window, rank);
   };
-  enqueue(lane_to(group, rank), {Lane::kTell, window, both, tell});
+  put_far(group, both, place, data);  // the last thing that may throw: from here on the op is known
+  static_cast<void>(owned.release());
+  enqueue(lane, {Lane::kTell, window, both, std::move(tell)});
 }
 
 void Windows::get(Operation* op, const Place& place, void* data) {
