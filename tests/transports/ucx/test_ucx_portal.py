@@ -82,6 +82,7 @@ def plain(on: Any) -> list[Any]:
         on.broadcast(torch.ones(2), 1),
         on.all_gather_single(torch.ones(4), torch.ones(2)),
         on.reduce_scatter_single(torch.ones(2), torch.ones(4)),
+        on.all_to_all_single(torch.ones(4), torch.ones(4)),
     ]
     if isinstance(on, aiocomms.Portal):
         works += [on.send(torch.ones(2), peer, 5), on.recv(torch.zeros(2), peer, 5)]

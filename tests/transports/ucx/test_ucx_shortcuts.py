@@ -99,6 +99,7 @@ def plain(comm: Any) -> list[aiocomms.Work[Any]]:
         comm.broadcast(torch.ones(2), 1),
         comm.broadcast(torch.ones(2), root=0),
         comm.all_gather_single(two, one),
+        comm.all_to_all_single(torch.ones(4), torch.ones(4)),
         comm.reduce_scatter_single(torch.ones(2), torch.ones(4)),
         comm.reduce_scatter_single(torch.ones(2), torch.ones(4), op=ReduceOp.PRODUCT),
         comm.send(torch.ones(2), peer),
@@ -845,6 +846,9 @@ def _tensors(rank: int = 0) -> dict[str, Any]:
     return {str(dtype): torch.ones(4).to(dtype) for dtype in dtypes} | {
         "two": torch.ones(2),
         "four": torch.arange(4.0),
+        "square": torch.arange(4.0).view(2, 2),
+        "three": torch.ones(3),
+        "three more": torch.ones(3),
         "eight": torch.arange(8.0),
         "empty": torch.empty(0),
         "of no dimension": torch.tensor(2.0),
@@ -896,6 +900,7 @@ def calls(draw: st.DrawFn) -> tuple[str, str, tuple[Any, ...], dict[str, Any]]:
 ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "all_reduce": {"tensor": A_TENSOR, "op": st.sampled_from(sorted(OPERATORS))},
     "all_gather_single": {"output": A_TENSOR, "input": A_TENSOR},
+    "all_to_all_single": {"output": A_TENSOR, "input": A_TENSOR},
     "barrier": {},
     "broadcast": {"tensor": A_TENSOR, "root": RANK},
     "reduce_scatter_single": {"output": A_TENSOR, "input": A_TENSOR, "op": st.sampled_from(sorted(OPERATORS))},
@@ -1010,6 +1015,11 @@ def both() -> Iterator[list[Door]]:
 @hypothesis.example(("lane", "exchange", ("four", "two", -(2**31)), {}))
 @hypothesis.example(("lane", "all_gather_single", ("both halves", "own half"), {}))
 @hypothesis.example(("current lane", "all_gather_single", ("both halves", "overlapping"), {}))
+@hypothesis.example(("communicator", "all_to_all_single", ("eight", "four"), {}))
+@hypothesis.example(("communicator", "all_to_all_single", ("four", "square"), {}))
+@hypothesis.example(("communicator", "all_to_all_single", ("three", "three more"), {}))
+@hypothesis.example(("lane", "all_to_all_single", ("both halves", "four"), {}))
+@hypothesis.example(("current lane", "all_to_all_single", ("both halves", "own half"), {}))
 @hypothesis.example(("communicator", "reduce_scatter_single", ("own half", "both halves", "MAX"), {}))
 @hypothesis.example(("lane", "reduce_scatter_single", ("four", "eight"), {"op": "AVG"}))
 @hypothesis.example(("current lane", "broadcast", ("four",), {"root": 1}))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _TYPES: Final[list[type[ops.Op]]] = [
     ops.AllGatherSingle,
     ops.AllReduce,
+    ops.AllToAllSingle,
     ops.Barrier,
     ops.Broadcast,
     ops.Get,

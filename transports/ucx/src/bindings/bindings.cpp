@@ -133,10 +133,7 @@ double all_to_all_op(Place& place, Ticket ticket, Number<Place> number, int form
   const bool equal = !is_list(inputs);
   const Blocks ins = blocks_of(inputs, size), outs = blocks_of(outputs, size);
   Unlocked unlocked;
-  const std::uint64_t fingerprint = fingerprint_of(form, ins.dtype, equal ? ins.bytes[0] : 0);
-  return place.collective(ticket, number, fingerprint, [&](auto& it, Unequal& unequal) {
-    return run_all_to_all(it, ins.inputs(), ins.bytes, outs.data, outs.bytes, equal, unequal);
-  });
+  return call_all_to_all(place, ticket, number, form, ins, outs, equal);
 }
 
 bool send_op(Engine& engine, Ticket ticket, std::uint32_t group, nb::handle tensor, int dst, int channel,

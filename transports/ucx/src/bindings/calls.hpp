@@ -97,4 +97,14 @@ double call_all_gather(Place& place, Ticket ticket, Number number, int form, con
                           [&](auto& it, Unequal&) { return run_all_gather(it, in.data, outs.data, outs.bytes); });
 }
 
+// equal: the blocks are of one size everywhere, as those of one tensor are.
+template <typename Place, typename Number>
+double call_all_to_all(Place& place, Ticket ticket, Number number, int form, const Blocks& ins, const Blocks& outs,
+                       bool equal) {
+  const std::uint64_t fingerprint = fingerprint_of(form, ins.dtype, equal ? ins.bytes[0] : 0);
+  return place.collective(ticket, number, fingerprint, [&](auto& it, Unequal& unequal) {
+    return run_all_to_all(it, ins.inputs(), ins.bytes, outs.data, outs.bytes, equal, unequal);
+  });
+}
+
 }  // namespace aiocomms

@@ -69,6 +69,10 @@ bool overlap(const View& a, const View& b) {
   return from(a) < from(b) + b.bytes() && from(b) < from(a) + a.bytes();
 }
 
+bool are_alike(const View& a, const View& b) {
+  return a.dtype == b.dtype && std::equal(a.shape.begin(), a.shape.end(), b.shape.begin(), b.shape.end());
+}
+
 // Whether whole has a place for size parts, of which part is the one of that rank or lies elsewhere.
 bool is_part(const View& part, const View& whole, int rank, int size) {
   if (part.dtype != whole.dtype || whole.count != part.count * static_cast<std::size_t>(size)) return false;
@@ -245,6 +249,7 @@ class Shortcuts {
         ring_(nb::inst_ptr<Ring>(held_[kRing])) {
     for (auto [name, kind] : {std::pair{"all_reduce", &all_reduce_},
                               {"all_gather_single", &all_gather_single_},
+                              {"all_to_all_single", &all_to_all_single_},
                               {"barrier", &barrier_},
                               {"broadcast", &broadcast_},
                               {"get", &get_},
@@ -263,6 +268,7 @@ class Shortcuts {
     for (const auto& [kind, call, names] :
          {Form{&all_reduce_, &Shortcuts::all_reduce, {"tensor", "op"}},
           Form{&all_gather_single_, &Shortcuts::all_gather_single, {"output", "input"}},
+          Form{&all_to_all_single_, &Shortcuts::all_to_all_single, {"output", "input"}},
           Form{&barrier_, &Shortcuts::barrier, {}}, Form{&broadcast_, &Shortcuts::broadcast, {"tensor", "root"}},
           Form{&recv_, &Shortcuts::recv, {"tensor", "src", "tag", "channel"}},
           Form{&reduce_scatter_single_, &Shortcuts::reduce_scatter_single, {"output", "input", "op"}},
@@ -373,6 +379,20 @@ class Shortcuts {
     return start(caller, all_gather_single_, it, args[0], nullptr, out->bytes(),
                  [&](auto& place, auto number, Ticket ticket) {
                    return call_all_gather(place, ticket, number, all_gather_single_.form, *in, outs);
+                 });
+  }
+
+  PyObject* all_to_all_single(const Caller& caller, Arguments args, Py_ssize_t count) {
+    if (count < 2) return nullptr;
+    const Started it = make(caller, all_to_all_single_, {args[0], args[1]});
+    const std::optional<View> out = it.view(args[0], true), in = it.view(args[1], false);
+    if (!out || !in || !are_alike(*out, *in) || overlap(*out, *in)) return nullptr;
+    if (in->shape.empty() || in->shape[0] % size_ != 0) return nullptr;
+    const auto size = static_cast<std::size_t>(size_);
+    const Blocks outs = cut(*out, size), ins = cut(*in, size);
+    return start(caller, all_to_all_single_, it, args[0], nullptr, in->bytes(),
+                 [&](auto& place, auto number, Ticket ticket) {
+                   return call_all_to_all(place, ticket, number, all_to_all_single_.form, ins, outs, true);
                  });
   }
 
@@ -854,7 +874,7 @@ class Shortcuts {
   std::array<nb::object, kUsed> used_;
   std::optional<PySlot> state_, value_, words_, number_;
   std::optional<LaneSlots> lane_;
-  Kind all_reduce_, all_gather_single_, barrier_, broadcast_, recv_, reduce_scatter_single_, send_;
+  Kind all_reduce_, all_gather_single_, all_to_all_single_, barrier_, broadcast_, recv_, reduce_scatter_single_, send_;
   Kind get_, put_, put_signal_, signal_, wait_signal_;  // of windows
   std::vector<Defined> operators_;
   std::vector<Record> records_;
@@ -893,6 +913,7 @@ struct Signature {
 constexpr Signature kSignatures[] = {
     {"all_reduce", start_on_line<&Shortcuts::all_reduce>, {"tensor", "op"}},
     {"all_gather_single", start_on_line<&Shortcuts::all_gather_single>, {"output", "input"}},
+    {"all_to_all_single", start_on_line<&Shortcuts::all_to_all_single>, {"output", "input"}},
     {"barrier", start_on_line<&Shortcuts::barrier>, {}},
     {"broadcast", start_on_line<&Shortcuts::broadcast>, {"tensor", "root"}},
     {"recv", start_on_line<&Shortcuts::recv>, {"tensor", "src", "tag"}},

@@ -219,7 +219,7 @@ std::optional<View> plain_view(nb::handle tensor, bool written) {
   const bool is_complex = *dtype == DType::Complex64 || *dtype == DType::Complex128;
   if (is_complex && truth(PyObject_Vectorcall(torch_.is_conj, &self, 1, nullptr)) != 0) return {};
   if (written && truth(PyObject_GetAttr(self, torch_.requires_grad)) != 0) return {};
-  return View{pointer(it), count, *dtype};
+  return View{pointer(it), count, *dtype, {it.shape, static_cast<std::size_t>(it.ndim)}};
 }
 
 }  // namespace aiocomms

@@ -8,7 +8,9 @@
 #include <nanobind/nanobind.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <optional>
+#include <span>
 
 #include "collectives/reduce.hpp"
 
@@ -18,6 +20,7 @@ struct View {
   void* data;
   std::size_t count;
   DType dtype;
+  std::span<const std::int64_t> shape = {};  // of one from plain_view, for as long as nothing changes the tensor
   std::size_t bytes() const { return count * size_of(dtype); }
 };
 

@@ -280,7 +280,6 @@ Task exchange_by_slots(Shared& shared, std::vector<const void*> ins, Bytes in_by
   const std::size_t step = std::min(chunk_for(largest), piece);
   const std::uint64_t rounds = rounds_for(largest, step);
   const std::uint64_t first = shared.take(rounds);
-  copy_bytes(outs[me], ins[me], in_bytes[me]);
   for (std::uint64_t turn = 0; turn <= rounds; ++turn) {
     if (turn < rounds) {
       co_await shared.writable(first + turn);
@@ -291,6 +290,9 @@ Task exchange_by_slots(Shared& shared, std::vector<const void*> ins, Bytes in_by
         }
       }
       shared.publish(first + turn);
+      // What stays here is copied while the others come.
+      const Span part(turn, step, in_bytes[me]);
+      copy_bytes(at(outs[me], part.offset), at(ins[me], part.offset), part.length);
     }
     if (turn == 1) co_await shared.all(first);
     for (int rank = 0; turn >= 1 && rank < shared.ranks(); ++rank) {
