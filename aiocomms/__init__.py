@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from aiocomms import blocking, cuda, errors, functional, ops, serving, testing
     from aiocomms.communicator import Communicator
     from aiocomms.diagnosis.on_signal import dump_on_signal
+    from aiocomms.endpoints.endpoint import Endpoint, open_endpoint
+    from aiocomms.endpoints.peer import Peer
+    from aiocomms.endpoints.regions import Region, RemoteRegion
     from aiocomms.errors import CommError
     from aiocomms.families.rma import Window
     from aiocomms.families.streams import ItemStream, TensorStream
@@ -37,10 +40,14 @@ __all__ = [
     "Capabilities",
     "CommError",
     "Communicator",
+    "Endpoint",
     "ItemStream",
     "Lane",
+    "Peer",
     "Portal",
     "ReduceOp",
+    "Region",
+    "RemoteRegion",
     "TensorStream",
     "Transport",
     "Window",
@@ -53,6 +60,7 @@ __all__ = [
     "functional",
     "get_comm",
     "new_comm",
+    "open_endpoint",
     "ops",
     "serving",
     "testing",
@@ -65,9 +73,13 @@ _HOME = {
     "Capabilities": "transport",
     "CommError": "errors",
     "Communicator": "communicator",
+    "Endpoint": "endpoints.endpoint",
     "Lane": "lanes",
+    "Peer": "endpoints.peer",
     "Portal": "portal.portal",
     "ReduceOp": "ops.reductions",
+    "Region": "endpoints.regions",
+    "RemoteRegion": "endpoints.regions",
     "ItemStream": "families.streams",
     "TensorStream": "families.streams",
     "Transport": "transport",
@@ -77,6 +89,7 @@ _HOME = {
     "from_process_group": "opening",
     "get_comm": "opening",
     "new_comm": "opening",
+    "open_endpoint": "endpoints.endpoint",
 }
 _MODULES = frozenset({"blocking", "cuda", "errors", "functional", "ops", "serving", "testing"})
 

@@ -26,6 +26,7 @@ __all__ = [
     "PeerDiedError",
     "PlanLostError",
     "ProtocolError",
+    "RegionError",
     "StoreLostError",
     "UnsupportedOperation",
     "WorkCancelledError",
@@ -195,6 +196,13 @@ class ProtocolError(CommError):
 
 class AuthError(ProtocolError):
     """Raised when a peer does not prove that it belongs to the job. That connection is dropped."""
+
+
+class RegionError(CommError):
+    """Raised when a region of another endpoint gives no access: forged, foreign, expired, revoked, or not that right.
+
+    Nothing was read or written. The connection with that endpoint stays usable.
+    """
 
 
 def wrong_thread(what: str) -> RuntimeError:

@@ -68,7 +68,7 @@ class new_comm:  # noqa: N801 - it is called like a function, as asyncpg.create_
         join: bool = False,
     ) -> None:
         self._transport = transport
-        self._device = _device(device)
+        self._device = device_of(device)
         self._where = (store, rank, size)
         self._name = checks.label(name)
         self._timeout = checks.deadline("timeout", timeout)
@@ -146,7 +146,7 @@ async def from_process_group(
         have no deadline, and forming has 600 s.
     :raises ArgumentTypeError: no available transport can run over it.
     """
-    where = _device(device)
+    where = device_of(device)
     plan = choose_adopter(pg, where, {})
     seconds = checks.deadline("timeout", timeout)
     return await _form(plan, None, pg.rank(), pg.size(), checks.label(name), where, seconds)
@@ -214,7 +214,11 @@ def _check_place(store: Store | None, rank: int | None, size: int | None) -> Non
         raise ArgumentError(f"rank, size and store belong together: {'; '.join(wrong)}")
 
 
-def _device(value: str | torch.device) -> torch.device:
+def device_of(value: str | torch.device) -> torch.device:
+    """The device that an argument names.
+
+    :raises ArgumentError: it names none.
+    """
     try:
         device = torch.device(value)
     except TypeError:

@@ -69,6 +69,8 @@ class Rendezvous(Protocol):
     timeout: float
     store: Store | None
     """Where the ranks met, as torch has it; None: there is none, or not yet."""
+    hosts: Sequence[str]
+    """Addresses of other ranks' hosts that are known already; often there are none."""
 
     def left(self) -> float:
         """The seconds of the timeout that are left, from when this rank began; negative once time is up."""

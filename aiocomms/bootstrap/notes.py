@@ -1,6 +1,6 @@
 """What the ranks of one communicator say to each other beside their ops, by :meth:`Transport.say`.
 
-Recovery and diagnosis use it. What a rank has sent is one of the records that stand here, or it is ignored.
+Recovery, diagnosis and endpoints use it. What a rank has sent is one of the records that stand here, or it is ignored.
 """
 
 from __future__ import annotations
@@ -57,7 +57,13 @@ class Place(msgspec.Struct, tag=2, array_like=True):
     where: bytes
 
 
-Note = Question | Answer | Place
+class Passed(msgspec.Struct, tag=3, array_like=True):
+    """What is to be passed on as it is."""
+
+    what: bytes
+
+
+Note = Question | Answer | Place | Passed
 _decoder = msgspec.msgpack.Decoder(Note)
 
 
@@ -74,6 +80,8 @@ class Notes:
         """Where ranks have said that the survivors meet."""
         self.on_word: Callable[[int, Question | Answer], object] = lambda rank, word: None
         """Called with what else a rank has said. It waits for nothing."""
+        self.on_passed: Callable[[int, bytes], object] = lambda rank, what: None
+        """Called with what a rank has passed on; the same."""
         self._size = size
 
     def say(self, rank: int, note: Note) -> bool:
@@ -89,6 +97,8 @@ class Notes:
             return
         if isinstance(found, Place):
             self.places[rank] = found.where
+        elif isinstance(found, Passed):
+            self.on_passed(rank, found.what)
         else:
             self.on_word(rank, found)
 

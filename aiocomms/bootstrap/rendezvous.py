@@ -8,7 +8,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Final
 
 import anyio
@@ -50,6 +50,7 @@ class StoreRendezvous(Board):
         self.size = size
         self.name = name
         self.device = device
+        self.hosts: Sequence[str] = ()
         self.timeout = FORMING if timeout == math.inf else timeout
         """The seconds to form in; once it is formed, those that ops have which are given no deadline."""
         self._ends = time.monotonic() + self.timeout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -32,20 +32,21 @@ class OneSided(Issuer):
         :raises MismatchError: the ranks' dtypes differ; the communicator stays usable.
         :raises UnsupportedOperation: no transport of this communicator has RMA.
         """
+        return await self._begin_window(tensor, timeout)
+
+    def _begin_window(self, tensor: Tensor, timeout: OpTimeout = COMM_TIMEOUT) -> Coroutine[Any, Any, Window]:
+        """Call the collectives that open a window; what is returned waits for their ends."""
         works: list[Work[Any]] = [self._issue_in_order(ops.WindowOpen(tensor), timeout=timeout)]
         mine = torch.tensor([tensor.numel(), sorted(map(str, checks.DTYPES)).index(str(tensor.dtype))])
         table = torch.empty(self.size, 2, dtype=torch.int64, device=self.device)
-        try:
+        with self._all_or_none(works):
             works.append(self._issue_in_order(ops.AllGatherSingle(table, mine.to(self.device)), timeout=timeout))
+        return self._opened_window(tensor, works, timeout)
+
+    async def _opened_window(self, tensor: Tensor, works: Sequence[Work[Any]], timeout: OpTimeout) -> Window:
+        with self._all_or_none(works):
             handle = await works[0]
             sizes, dtypes = (await works[1]).T.tolist()
-        except CommError as error:
-            for work in works:
-                if work.done():
-                    work.exception()  # it counts as asked for: this call's error says all
-            failure = error.within("new_window", works[0].seq)
-            self._core.lose(failure)  # the other ranks may have the window, and would wait for this one
-            raise failure from failure.__cause__
         window = Window(self, ops.WindowInfo(handle, tensor, sizes))
         if len(set(dtypes)) > 1:
             with contextlib.suppress(CommError):  # then it is lost, which the next operation says
@@ -57,6 +58,19 @@ class OneSided(Issuer):
                 comm=self.name, op="new_window", seq=works[0].seq, rank=self.rank,
             )  # fmt: skip
         return window
+
+    @contextlib.contextmanager
+    def _all_or_none(self, works: Sequence[Work[Any]]) -> Iterator[None]:
+        """If a part of opening a window fails, the communicator is lost: the others may have the window, and wait."""
+        try:
+            yield
+        except CommError as error:
+            for work in works:
+                if work.done():
+                    work.exception()  # it counts as asked for: this call's error says all
+            failure = error.within("new_window", works[0].seq)
+            self._core.lose(failure)
+            raise failure from failure.__cause__
 
 
 class Window:

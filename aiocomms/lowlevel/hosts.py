@@ -35,7 +35,7 @@ def reachable_address(names: Iterable[str], store: Store | None) -> str:
 
     That of ``AIOCOMMS_IFACE``, else that on the way to the store, to ``MASTER_ADDR``, or to another rank's host.
 
-    :param names: the names of hosts on which there are other ranks.
+    :param names: the names or addresses of hosts on which there are other ranks.
     :param store: where the ranks met, whose host they all can reach.
     :raises ArgumentError: it cannot be told; or the job has no token, so that nothing may be opened to other hosts.
     """

@@ -143,17 +143,18 @@ class JobStore(Store):
     deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815 - torch looks for these two by their names in C++
 
 
-def prove(connection: socket.socket, key: bytes, rank: int, patience: float) -> socket.socket:
-    """Prove to a store's server to be a rank of its job. Blocks.
+def prove(connection: socket.socket, key: bytes, rank: int, patience: float, to: str = SERVER) -> socket.socket:
+    """Prove to a server to be a rank of its job. Blocks.
 
     :param connection: is closed where this raises.
+    :param to: what the server is.
     :returns: the connection.
     :raises AuthError: the server has another token.
     :raises ProtocolError: the server is of another version, or none at all.
     :raises OSError: it closes the connection, or answers too late.
     """
     try:
-        dialogue = connector_dialogue(tune(connection, OUTAGE), key, rank, SERVER)
+        dialogue = connector_dialogue(tune(connection, OUTAGE), key, rank, to)
         connection.settimeout(patience)
         wanted = next(dialogue)
         try:
@@ -162,7 +163,7 @@ def prove(connection: socket.socket, key: bytes, rank: int, patience: float) -> 
         except StopIteration:
             return connection
         except RefusedError:
-            raise AuthError("who answers there is no store of a job") from None
+            raise AuthError(f"who answers there is not {to} of this job") from None
     except BaseException:
         connection.close()
         raise

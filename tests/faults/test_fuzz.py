@@ -5,6 +5,7 @@ The native engine's parsers are in transports/ucx/tests/engine_hostile.hpp.
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import random
@@ -26,7 +27,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiocomms.bootstrap import launchers, notes
-from aiocomms.errors import ArgumentError, ProtocolError
+from aiocomms.endpoints import attachments, credentials
+from aiocomms.errors import ArgumentError, ProtocolError, RegionError
 from aiocomms.families import parcels
 from aiocomms.families.items import Tensors
 from aiocomms.lowering import lane_ends
@@ -65,6 +67,21 @@ def _ucx_hello(data: bytes) -> object:
     return repr(ucx_bringup._hello(1, data))
 
 
+def _address(data: bytes) -> object:
+    """An argument of the program's own: what is wrong with it is an ArgumentError."""
+    try:
+        return credentials.read_address(data)
+    except ArgumentError as error:
+        raise ProtocolError(error.message) from None
+
+
+def _descriptor(data: bytes) -> object:
+    try:
+        return credentials.check_descriptor(data, KEY)
+    except RegionError as error:
+        raise ProtocolError(error.message) from None
+
+
 class Canary:
     sung = False
 
@@ -78,6 +95,9 @@ def _sing() -> None:
 
 HELLO = ucx_bringup.Hello("little", "host", "name", 1, [0, 1], "\0path", b"n" * 32)
 C10D_FRAME = c10d_wire.pack(c10d_wire.Header(c10d_wire.CALL, ident=3), b"all_reduce", (1, 2), torch.zeros(9).byte())
+KEY = credentials.new_key()
+ADDRESS = credentials.Address(b"e" * 16, "192.0.2.1", 9, {"p2p": "ucx"}, "cpu", math.inf)
+DESCRIPTOR = credentials.Descriptor(b"e" * 16, 1, "torch.float32", 2**20, True, False, 2.0**40)
 SIGNED, PLAIN = Seal(b"a token", "name", 1), Seal(None, "name", 1)
 
 # A parser that is its module's own is called as such: bytes that come by a connection are checked before it gets them.
@@ -100,6 +120,12 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
     "notes": (
         lambda data: notes.read(data, 3),
         notes.pack(notes.Answer(1, "is in barrier", [notes.Waiting(2, 1.5)], notes.Late(0, 3.5, "recv(src=0)", 0.5))),
+    ),
+    "addresses of endpoints": (_address, ADDRESS.pack()),
+    "descriptors of regions": (_descriptor, DESCRIPTOR.pack(KEY)),
+    "words of endpoints": (
+        lambda data: attachments.read(data, 1),
+        msgspec.msgpack.encode(attachments.Closing(0, 2**40, "its owner has revoked the region")),
     ),
     "notes of ucx": (ucx_wire.unpack, ucx_wire.pack(ucx_wire.Note(0, b"a note"))),
     "hellos of ucx": (_ucx_hello, ucx_wire.dialect().head + msgspec.msgpack.encode(HELLO)),

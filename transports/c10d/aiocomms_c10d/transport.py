@@ -17,7 +17,7 @@ import torch
 from torch._C._distributed_c10d import Backend, ProcessGroup
 
 from aiocomms import ops
-from aiocomms.errors import CommError, MismatchError
+from aiocomms.errors import CommError, MismatchError, UnsupportedOperation
 from aiocomms.lowlevel import Inbox, admitting, at_end, closed_by, gone, run_in_thread
 from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport
 from aiocomms_c10d import bringup, wire
@@ -132,6 +132,8 @@ class C10dTransport(Transport):
             rendezvous.store = await rendezvous.run(
                 "meeting over the adopted group", lambda: bringup.store_over(group, timeout)
             )
+        if rendezvous.store is None and rendezvous.size > 1:
+            raise UnsupportedOperation("transport 'c10d' meets in a store, and endpoints have none: use another one")
         with admitting(rendezvous.store):
             return await bringup.open_gloo(rendezvous, adopt)
 

@@ -91,7 +91,7 @@ async def open_shared_engine(
         hellos, key = await _hellos(rendezvous, mine)
         hosts = [hello.host for hello in hellos]
         far = [hello.name for hello in hellos if hello.host != mine.host]
-        outside = reachable_address((hellos[0].name, *far), rendezvous.store) if far else None
+        outside = reachable_address((*rendezvous.hosts, hellos[0].name, *far), rendezvous.store) if far else None
         if outside:
             listeners.append(stack.enter_context(socket.create_server((outside, 0), backlog=_BACKLOG)))
         endpoint = listeners[-1].getsockname()[:2] if outside else None

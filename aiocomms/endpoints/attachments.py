@@ -1,0 +1,408 @@
+"""The regions that two endpoints have opened to each other: windows of their communicator, each with one real part.
+
+A window is opened and closed by both, in one order of both. The one of rank 0 decides that order: it calls first, and
+says so; the other one calls what it hears, one after the other. So whoever wants something open or closed asks rank 0.
+What they say goes by notes, for which nobody has anything pending.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextvars import Context
+from typing import TYPE_CHECKING, Any, Final
+
+import anyio
+import msgspec
+import torch
+from torch import Tensor
+
+from aiocomms.bootstrap.notes import Passed
+from aiocomms.endpoints.credentials import FORGED, Descriptor, dtype_of
+from aiocomms.endpoints.regions import REVOKED, Region
+from aiocomms.errors import CommError, CommTimeoutError, ProtocolError, RegionError
+from aiocomms.lowlevel import UNREADABLE
+from aiocomms.ops import checks
+from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
+from aiocomms.progress.driver import Promise
+
+if TYPE_CHECKING:
+    from aiocomms.communicator import Communicator
+    from aiocomms.families.rma import Window
+
+LEADER: Final = 0
+
+
+class Ask(msgspec.Struct, tag=0, array_like=True):
+    """I want to use your region."""
+
+    question: int
+    descriptor: bytes
+
+
+class Refuse(msgspec.Struct, tag=1, array_like=True):
+    """You may not."""
+
+    question: int
+    why: str
+
+
+class Grant(msgspec.Struct, tag=2, array_like=True):
+    """You may: open it, leader."""
+
+    question: int
+    number: int
+
+
+class Opening(msgspec.Struct, tag=3, array_like=True):
+    """The leader opens a region of the rank ``owner``, because of a question of the other one."""
+
+    owner: int
+    number: int
+    question: int
+
+
+class Leave(msgspec.Struct, tag=4, array_like=True):
+    """Close it, leader."""
+
+    owner: int
+    number: int
+    why: str
+
+
+class Closing(msgspec.Struct, tag=5, array_like=True):
+    """The leader closes it."""
+
+    owner: int
+    number: int
+    why: str
+
+
+class Bye(msgspec.Struct, tag=6, array_like=True):
+    """This endpoint closes the connection."""
+
+
+Word = Ask | Refuse | Grant | Opening | Leave | Closing | Bye
+_decoder = msgspec.msgpack.Decoder(Word)
+_LONGEST_WHY: Final = 200
+
+
+def read(what: bytes, rank: int) -> Word:
+    """Decode what the other end says.
+
+    :param rank: this end's.
+    :raises ProtocolError: it makes no sense, or is not for this end to hear.
+    """
+    try:
+        word: Word = _decoder.decode(what)
+    except UNREADABLE as error:
+        raise ProtocolError(f"what the other endpoint says makes no sense: {error}", peer=1 - rank) from None
+    if isinstance(word, (Opening, Closing) if rank == LEADER else (Grant, Leave)):
+        raise ProtocolError(f"the other endpoint says {type(word).__name__}, which this one decides", peer=1 - rank)
+    return word
+
+
+class Attachment:
+    """One region that is open between the two, as either of them sees it."""
+
+    def __init__(self, owner: int, number: int, descriptor: bytes, opened: Promise, closed: Promise) -> None:
+        self.owner, self.number, self.descriptor = owner, number, descriptor
+        self.opened, self.closed = opened, closed
+        self.window: Window | None = None
+        """There once it is opened, unless the connection was lost before."""
+        self.over = ""
+        """Why nothing may be started on it any more; empty: it may."""
+        self.leaving = False
+
+
+class _Question:
+    """What this endpoint waits to be told of a region of the other one's: an attachment, or an error."""
+
+    def __init__(self, descriptor: bytes, dtype: torch.dtype, answered: Promise) -> None:
+        self.descriptor, self.dtype, self.answered = descriptor, dtype, answered
+        self.answer: Attachment | CommError | None = None
+
+    def end(self, answer: Attachment | CommError) -> None:
+        self.answer = answer
+        self.answered.set()
+
+
+class Attachments:
+    """All of one pair, on the loop's thread."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        grant: Callable[[bytes], Region],
+        bye: Callable[[], object],
+    ) -> None:
+        """Hear from now on what the other endpoint says.
+
+        :param grant: checks a descriptor of this endpoint's, and returns the region; it raises :class:`RegionError`.
+        :param bye: called when the other endpoint closes the connection.
+        """
+        self._comm, self._core = comm, comm._core
+        self._driver = comm._core.driver
+        self._grant, self._bye = grant, bye
+        self._me, self._other = comm.rank, 1 - comm.rank
+        self._granted: dict[int, Region] = {}
+        """This endpoint's regions that are open to the other one, or may be opened by it."""
+        self._known: dict[tuple[int, int], Attachment] = {}
+        self._questions: dict[int, _Question] = {}
+        self._numbers = itertools.count(1)
+        self._orders: deque[Opening | Closing] = deque()
+        self._following = False
+        self._over: CommError | None = None
+        self._core.notes.on_passed = lambda rank, what: self._driver.call_threadsafe(self._hear, what)
+
+    # ------------------------------------------------------------------------------------------- what is wanted here
+
+    async def attach(self, descriptor: bytes, says: Descriptor) -> Attachment:
+        """Open a region of the other endpoint, or find that it is open.
+
+        A call that is cancelled leaves the region to be opened; the next one finds it.
+
+        :param says: the same descriptor, decoded.
+        :raises RegionError: that endpoint refuses it.
+        :raises CommError: the connection is lost or closed.
+        """
+        while (known := self._known.get((self._other, says.number))) is not None and known.leaving:
+            await known.closed
+        found: Attachment | CommError | None = known
+        if found is None:
+            self._check()
+            question = next((one for one in self._questions.values() if one.descriptor == descriptor), None)
+            if question is None:
+                question = self._ask(descriptor, says)
+            await question.answered
+            found = question.answer
+        if isinstance(found, CommError):
+            raise found.about()
+        assert found is not None
+        if found.descriptor != descriptor:  # its owner has made one for each region
+            raise RegionError(FORGED)
+        await found.opened
+        if found.window is None:
+            self._check()
+        if found.window is None or found.window.sizes[self._other] != says.count:
+            raise RegionError(REVOKED)
+        return found
+
+    def _ask(self, descriptor: bytes, says: Descriptor) -> _Question:
+        number, question = next(self._numbers), _Question(descriptor, dtype_of(says), Promise(self._driver))
+        self._questions[number] = question
+        self._say(Ask(number, descriptor))
+        return question
+
+    async def close(self, attachment: Attachment, why: str, timeout: OpTimeout = COMM_TIMEOUT) -> None:
+        """Close one: what is under way ends, and the other endpoint starts nothing more. Idempotent.
+
+        :param why: what the other one is told.
+        :param timeout: how long that may take; afterwards the connection is lost.
+        """
+        seconds = self._comm._seconds if timeout is COMM_TIMEOUT else checks.deadline("timeout", timeout)
+        with anyio.move_on_after(seconds):
+            await attachment.opened
+            if not attachment.leaving and self._over is None:
+                attachment.leaving = True
+                self._stop(attachment, why)
+                if self._me == LEADER:
+                    self._lead(attachment, why)
+                else:
+                    self._say(Leave(attachment.owner, attachment.number, why[:_LONGEST_WHY]))
+            await attachment.closed
+            return
+        self._core.lose(CommTimeoutError(f"the other endpoint did not close a region within {seconds:g} s"))
+
+    def say_bye(self) -> None:
+        """Tell the other endpoint that this one closes the connection."""
+        self._say(Bye())
+
+    def end(self, error: CommError) -> None:
+        """The communicator is lost or closed: nobody is answered any more. The first reason stays."""
+        if self._over is not None:
+            return
+        self._over = error
+        self._core.notes.on_passed = lambda rank, what: None
+        self._bye = lambda: None  # which refers to the peer
+        for question in list(self._questions.values()):
+            question.end(error)
+        for attachment in list(self._known.values()):
+            self._stop(attachment, error.message)
+            attachment.opened.set()
+            self._closed(attachment)
+        self._granted.clear()
+        self._orders.clear()
+
+    def _check(self) -> None:
+        if self._over is not None:
+            raise self._over.about()
+
+    # ------------------------------------------------------------------------------------------------- what is heard
+
+    def _say(self, word: msgspec.Struct) -> None:
+        self._core.notes.say(self._other, Passed(msgspec.msgpack.encode(word)))
+
+    def _hear(self, what: bytes) -> None:
+        if self._over is not None:
+            return
+        try:
+            word = read(what, self._me)
+        except ProtocolError as error:
+            self._core.lose(error)
+            return
+        match word:
+            case Ask(question, descriptor):
+                self._answer(question, descriptor)
+            case Refuse(question, why):
+                self._end_question(question, RegionError(f"the other endpoint refuses it: {why}"))
+            case Grant(question, number):
+                if question in self._questions:
+                    self._begin(self._other, number, question)
+            case Leave(owner, number, why):
+                found = self._known.get((owner, number))
+                if found is not None and not found.leaving:
+                    found.leaving = True
+                    self._stop(found, why)
+                    self._driver.spawn(lambda: self._lead_when_opened(found, why), Context())
+            case Opening() | Closing():
+                self._obey(word)
+            case Bye():
+                self._bye()
+
+    def _obey(self, order: Opening | Closing) -> None:
+        """Follow the leader, behind what it has said before."""
+        if isinstance(order, Closing) and (known := self._known.get((order.owner, order.number))) is not None:
+            self._stop(known, order.why)
+        self._orders.append(order)
+        if not self._following:
+            self._following = True
+            self._driver.spawn(self._follow, Context())
+
+    def _stop(self, attachment: Attachment, why: str) -> None:
+        """Start nothing more on it."""
+        attachment.over = attachment.over or why or "closed by the other endpoint"
+
+    def _answer(self, question: int, descriptor: bytes) -> None:
+        try:
+            region = self._grant(descriptor)
+        except RegionError as error:
+            self._say(Refuse(question, error.message[:_LONGEST_WHY]))
+            return
+        number = region.number
+        known = self._known.get((self._me, number))
+        if known is not None and known.leaving:  # it was closed by the other end, which has heard of that first
+            self._driver.spawn(lambda: self._answer_when_closed(known, question, descriptor), Context())
+        elif known is not None:
+            self._say(Refuse(question, "it is open already"))
+        else:
+            self._granted[number] = region
+            if self._me == LEADER:
+                self._begin(self._me, number, question)
+            else:
+                self._say(Grant(question, number))
+
+    async def _answer_when_closed(self, known: Attachment, question: int, descriptor: bytes) -> None:
+        await known.closed
+        if self._over is None:
+            self._answer(question, descriptor)
+
+    def _end_question(self, number: int, answer: Attachment | CommError) -> None:
+        question = self._questions.pop(number, None)
+        if question is not None:
+            question.end(answer)
+
+    # --------------------------------------------------------------------------------------------- in one order of both
+
+    def _begin(self, owner: int, number: int, question: int) -> None:
+        """The leader opens a region, and tells the other one."""
+        self._open(owner, number, question)
+        self._say(Opening(owner, number, question))
+
+    def _lead(self, attachment: Attachment, why: str) -> None:
+        """The leader closes a region that is opened, and tells the other one."""
+        if attachment.window is not None:
+            self._close(attachment)
+            self._say(Closing(attachment.owner, attachment.number, why[:_LONGEST_WHY]))
+
+    async def _lead_when_opened(self, attachment: Attachment, why: str) -> None:
+        await attachment.opened
+        if self._over is None:
+            self._lead(attachment, why)
+
+    async def _follow(self) -> None:
+        """Call what the leader has called, in its order."""
+        try:
+            while self._orders:
+                order = self._orders.popleft()
+                if isinstance(order, Opening):
+                    self._open(order.owner, order.number, order.question)
+                elif (found := self._known.get((order.owner, order.number))) is not None:
+                    found.leaving = True
+                    self._stop(found, order.why)
+                    await found.opened
+                    if found.window is not None and self._over is None:
+                        self._close(found)
+        finally:
+            self._following = False
+
+    def _open(self, owner: int, number: int, question: int) -> None:
+        region = self._granted.get(number) if owner == self._me else None
+        asked = self._questions.get(question) if owner == self._other else None
+        if (owner, number) in self._known or (region is None and asked is None):
+            self._core.lose(ProtocolError("the other endpoint opens a region that nobody wanted", peer=self._other))
+            return
+        try:
+            opening = self._comm._begin_window(self._part(region, asked))
+        except CommError as error:
+            self._core.lose(error)  # the other end has begun
+            return
+        descriptor = b"" if asked is None else asked.descriptor
+        attachment = Attachment(owner, number, descriptor, Promise(self._driver), Promise(self._driver))
+        self._known[owner, number] = attachment
+        if region is not None:
+            region.opened(attachment, self.close)
+        if asked is not None:
+            self._end_question(question, attachment)
+        self._driver.spawn(lambda: self._finish_opening(attachment, opening, region), Context())
+
+    def _part(self, region: Region | None, asked: _Question | None) -> Tensor:
+        """This end's part: of the other one's region it has nothing."""
+        if region is not None:
+            return region.part()
+        assert asked is not None
+        return torch.empty(0, dtype=asked.dtype, device=self._comm.device)
+
+    async def _finish_opening(
+        self, attachment: Attachment, opening: Coroutine[Any, Any, Window], region: Region | None
+    ) -> None:
+        try:
+            attachment.window = await opening
+        except CommError:  # the communicator is lost
+            return
+        finally:
+            attachment.opened.set()
+        if region is not None and region.revoked:  # since it was granted
+            await self.close(attachment, REVOKED)
+
+    def _close(self, attachment: Attachment) -> None:
+        assert attachment.window is not None
+        try:
+            closing = attachment.window._start_closing()
+        except CommError:  # the communicator is lost
+            return
+
+        def closed(work: Any) -> None:
+            work.exception()  # if it has one, the communicator is lost
+            self._closed(attachment)
+
+        closing.add_done_callback(closed)
+
+    def _closed(self, attachment: Attachment) -> None:
+        """Neither end uses it any more."""
+        self._known.pop((attachment.owner, attachment.number), None)
+        region = self._granted.pop(attachment.number, None) if attachment.owner == self._me else None
+        if region is not None:
+            region.left(attachment)
+        attachment.closed.set()

@@ -1,0 +1,178 @@
+"""What an endpoint hands out as bytes: its address, by which others connect, and descriptors of its regions.
+
+Whoever has a job's token can check an address, and so nobody is led to a stranger. A descriptor is checked by the
+endpoint that made it, and by nobody else: its key never leaves that endpoint.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import time
+from typing import Final, TypeVar
+
+import msgspec
+import torch
+
+from aiocomms.errors import ArgumentError, AuthError, ProtocolError, RegionError
+from aiocomms.lowlevel import HEAD_BYTES, UNREADABLE, Dialect, mac, same
+from aiocomms.lowlevel.auth import read_token
+from aiocomms.ops import checks
+
+FORGED: Final = "its owner has not made this descriptor, or it was changed"
+_T = TypeVar("_T", bound=msgspec.Struct)
+_MAC: Final = 32
+LONGEST: Final = 1024
+"""Bytes of an address, and of a descriptor."""
+_ADDRESS: Final = Dialect("an endpoint's address", b"aioA", 1)
+_DESCRIPTOR: Final = Dialect("a region's descriptor", b"aioD", 1)
+DTYPES: Final = {str(dtype): dtype for dtype in checks.DTYPES}
+
+
+class Address(msgspec.Struct, frozen=True, array_like=True):
+    """Where an endpoint is, and what it speaks."""
+
+    endpoint: bytes
+    """16 random bytes, which tell it from every other one."""
+    host: str
+    port: int
+    transports: dict[str, str]
+    """Names of transports by family of ops."""
+    device: str
+    expires: float
+    """When nobody connects by it any more, in seconds since 1970; infinity: never."""
+
+    @property
+    def name(self) -> str:
+        """The beginning of the endpoint's number, for people."""
+        return self.endpoint.hex()[:8]
+
+    def pack(self) -> bytes:
+        """As bytes, signed with the job's token if it has one."""
+        payload = msgspec.msgpack.encode(self)
+        return _ADDRESS.head + mac(_key(), "address", _ADDRESS.head, payload) + payload
+
+    def secret(self, purpose: str) -> bytes:
+        """A key for the connections that are made by this address; without a token everybody knows it."""
+        return mac(_key(), purpose, self.endpoint)
+
+
+class Descriptor(msgspec.Struct, frozen=True, array_like=True):
+    """A region, and what may be done with it."""
+
+    endpoint: bytes
+    """Its owner."""
+    number: int
+    """Which of the owner's regions it is. A number is never used again, and so it is the region's generation, too."""
+    dtype: str
+    count: int
+    """Elements."""
+    read: bool
+    write: bool
+    expires: float
+    """See :attr:`Address.expires`."""
+
+    def pack(self, key: bytes) -> bytes:
+        """As bytes, signed.
+
+        :param key: the owner's own.
+        """
+        payload = msgspec.msgpack.encode(self)
+        return _DESCRIPTOR.head + mac(key, "descriptor", _DESCRIPTOR.head, payload) + payload
+
+
+def new_key() -> bytes:
+    """A key that nobody else knows."""
+    return secrets.token_bytes(32)
+
+
+def expiry(name: str, lifetime: checks.Timeout) -> float:
+    """When something expires that is made now.
+
+    :param lifetime: seconds, or None for ever.
+    :raises ArgumentError: it is neither.
+    """
+    seconds = checks.deadline(name, lifetime)
+    return math.inf if seconds == math.inf else time.time() + seconds
+
+
+def expired(expires: float) -> bool:
+    """Whether it has expired, by this host's clock."""
+    return time.time() >= expires
+
+
+def read_address(data: object) -> Address:
+    """Decode an address, and check it.
+
+    :raises ArgumentTypeError: it is not bytes.
+    :raises ArgumentError: it is no address, or has expired.
+    :raises AuthError: it was not made with this job's token.
+    """
+    raw = _bytes("address", data)
+    try:
+        payload = _ADDRESS.check(raw, "address")
+    except ProtocolError as error:
+        raise ArgumentError(f"address is not an endpoint's: {error.message}") from None
+    if not same(payload[:_MAC], mac(_key(), "address", _ADDRESS.head, payload[_MAC:])):
+        raise AuthError("address was not made with this job's token, or was changed")
+    try:
+        address = _decoded(payload[_MAC:], Address)
+    except ProtocolError as error:
+        raise ArgumentError(f"address is not an endpoint's: {error.message}") from None
+    if expired(address.expires):
+        raise ArgumentError(f"address has expired {time.time() - address.expires:.3g} s ago: ask for a fresh one")
+    return address
+
+
+def read_descriptor(data: object) -> Descriptor:
+    """Decode a descriptor. What it says is not to be believed before its owner has checked it.
+
+    :raises ArgumentTypeError: it is not bytes.
+    :raises RegionError: it is no descriptor.
+    """
+    raw = _bytes("descriptor", data)
+    try:
+        found = _decoded(_DESCRIPTOR.check(raw, "descriptor")[_MAC:], Descriptor)
+    except ProtocolError as error:
+        raise RegionError(f"descriptor is not a region's: {error.message}") from None
+    if found.dtype not in DTYPES or not 0 <= found.count < 2**62 or not 0 <= found.number < 2**62:
+        raise RegionError("descriptor is not a region's: it makes no sense")
+    return found
+
+
+def check_descriptor(data: bytes, key: bytes) -> Descriptor:
+    """Decode a descriptor of this endpoint's.
+
+    :param key: with which this endpoint signs them.
+    :raises RegionError: this endpoint has not made it, or it has expired.
+    """
+    found = read_descriptor(data)
+    if not same(data, found.pack(key)):  # also if it is encoded in another way
+        raise RegionError(FORGED)
+    if expired(found.expires):
+        raise RegionError("the descriptor has expired")
+    return found
+
+
+def dtype_of(descriptor: Descriptor) -> torch.dtype:
+    """The dtype of a region."""
+    return DTYPES[descriptor.dtype]
+
+
+def _key() -> bytes:
+    return mac(read_token(os.environ) or b"", "aiocomms", "endpoint")
+
+
+def _bytes(name: str, data: object) -> bytes:
+    if not isinstance(data, (bytes, bytearray, memoryview)):
+        raise checks.wrong_type(name, data, "bytes")
+    raw = bytes(data)
+    return raw if HEAD_BYTES + _MAC < len(raw) <= LONGEST else b""
+
+
+def _decoded(payload: bytes, kind: type[_T]) -> _T:
+    try:
+        return msgspec.msgpack.decode(payload, type=kind)
+    except UNREADABLE as error:
+        raise ProtocolError(f"it makes no sense: {error}") from None

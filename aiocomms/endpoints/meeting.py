@@ -1,0 +1,174 @@
+"""How two endpoints form what they communicate by: over the connection that one of them has made."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from typing import Final, TypeVar
+
+import msgspec
+import torch
+
+from aiocomms.bootstrap.rendezvous import StoreRendezvous
+from aiocomms.endpoints.credentials import Address
+from aiocomms.errors import CommTimeoutError, PeerDiedError, ProtocolError
+from aiocomms.lowlevel import UNREADABLE, tune
+from aiocomms.lowlevel.auth import MAX_RECORD, Seal, read_token
+from aiocomms.lowlevel.jobstore import prove
+
+ENDPOINT: Final = "the endpoint"
+"""Who is connected to: what a proof names in place of a rank."""
+CALLER: Final = 0
+"""The rank of whoever connects; the other one has 1."""
+_LENGTH: Final = struct.Struct("!I")
+_MOST: Final = 2 * MAX_RECORD
+_T = TypeVar("_T", bound=msgspec.Struct)
+
+
+class Hello(msgspec.Struct, array_like=True):
+    """What whoever connects says first."""
+
+    address: bytes
+    """Its own."""
+    nonce: bytes
+
+
+class Answer(msgspec.Struct, array_like=True):
+    """What it is told."""
+
+    nonce: bytes
+    refusal: str = ""
+    """Why they do not form a connection; empty: they do."""
+    crossed: bool = False
+    """The refusal is that the other one is connecting to this one, too."""
+
+
+class Line:
+    """A connection with another endpoint, for one message after the other. It blocks."""
+
+    def __init__(self, connection: socket.socket, seconds: float) -> None:
+        """Take a connection that is proved, and close it in the end.
+
+        :param seconds: how long they may take to form.
+        """
+        self._connection = tune(connection)
+        self.host = str(connection.getpeername()[0])
+        self.ends = time.monotonic() + seconds
+
+    def tell(self, what: bytes) -> None:
+        """Send a message.
+
+        :raises PeerDiedError: the other one has gone.
+        :raises CommTimeoutError: time is up.
+        """
+        with self._named():
+            self._connection.sendall(_LENGTH.pack(len(what)) + what)
+
+    def hear(self) -> bytes:
+        """Wait for the next message.
+
+        :raises PeerDiedError: the other one has gone.
+        :raises CommTimeoutError: time is up.
+        :raises ProtocolError: it makes no sense.
+        """
+        with self._named():
+            (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+            if length > _MOST:
+                raise ProtocolError(f"the other endpoint sends {length} bytes, wanted at most {_MOST}")
+            return self._read(length)
+
+    def extend(self, seconds: float) -> None:
+        """Give them so long from now on."""
+        self.ends = time.monotonic() + seconds
+
+    def close(self) -> None:
+        """Close it; a thread that waits for it goes on."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+    def _read(self, count: int) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            piece = self._connection.recv(count - len(data))
+            if not piece:
+                raise ConnectionResetError("it has closed the connection")
+            data += piece
+        return bytes(data)
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            self._connection.settimeout(max(0.001, self.ends - time.monotonic()))
+            yield
+        except TimeoutError:
+            raise CommTimeoutError("the other endpoint did not answer in time") from None
+        except OSError as error:
+            raise PeerDiedError(f"the other endpoint is gone: {error}") from error
+
+
+def call(address: Address, mine: bytes, seconds: float) -> tuple[Line, Answer, bytes]:
+    """Connect to an endpoint, prove to be of the job, and say who this is. Blocks.
+
+    :param mine: this endpoint's address.
+    :returns: the connection, what the endpoint answers, and what this one has chosen for the seal.
+    :raises PeerDiedError: nobody listens there.
+    :raises AuthError: who does has another token.
+    """
+    where = f"the endpoint {address.name} at {address.host}:{address.port}"
+    ends = time.monotonic() + seconds
+    try:
+        connection = socket.create_connection((address.host, address.port), seconds)
+        proved = prove(connection, address.secret("connect"), CALLER, max(0.001, ends - time.monotonic()), ENDPOINT)
+    except TimeoutError:
+        raise CommTimeoutError(f"{where} did not answer within {seconds:g} s") from None
+    except OSError as error:
+        raise PeerDiedError(f"{where} cannot be reached: {error}") from error
+    line, nonce = Line(proved, max(0.001, ends - time.monotonic())), os.urandom(16)
+    try:
+        line.tell(msgspec.msgpack.encode(Hello(mine, nonce)))
+        return line, heard(line, Answer), nonce
+    except BaseException:
+        line.close()
+        raise
+
+
+def heard(line: Line, kind: type[_T]) -> _T:
+    """Wait for a message of a kind.
+
+    :raises ProtocolError: it is of another one.
+    """
+    try:
+        return msgspec.msgpack.decode(line.hear(), type=kind)
+    except UNREADABLE as error:
+        raise ProtocolError(f"what the other endpoint says makes no sense: {error}") from None
+
+
+class Pair(StoreRendezvous):
+    """Two endpoints as the ranks of a communicator: they meet over a connection, in place of a store."""
+
+    def __init__(self, line: Line, rank: int, name: str, device: torch.device, timeout: float, seal: Seal) -> None:
+        super().__init__(None, rank, 2, name=name, device=device, timeout=timeout, seal=seal)
+        self._line = line
+        self.hosts: Sequence[str] = (line.host,)
+
+    async def exchange(self, key: str, value: bytes) -> list[bytes]:
+        """See :meth:`aiocomms.transport.Rendezvous.exchange`."""
+        theirs = await self.run(f"meeting the other endpoint ({key})", lambda: self._swap(key, value))
+        return [value, theirs] if self.rank == CALLER else [theirs, value]
+
+    def _swap(self, key: str, value: bytes) -> bytes:
+        other = 1 - self.rank
+        self._line.tell(self._seal.sign(key, self.rank, value))
+        return self._seal.verify(key, other, self._line.hear())
+
+
+def seal_of(caller: Address, called: Address, *nonces: bytes) -> Seal:
+    """What signs what the two say while they form; the same for both."""
+    return Seal(read_token(os.environ), "endpoints", caller.endpoint.hex(), called.endpoint.hex()).child(
+        *(nonce.hex() for nonce in nonces)
+    )

@@ -1,0 +1,251 @@
+"""The other endpoint, as one that is connected with it sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Self, TypeVar, overload
+
+import anyio
+import torch
+from torch import Tensor
+
+from aiocomms.communicator import Communicator
+from aiocomms.endpoints.attachments import Attachments
+from aiocomms.endpoints.credentials import Address, Descriptor, expired, read_descriptor
+from aiocomms.endpoints.regions import RemoteRegion
+from aiocomms.errors import CommClosedError, CommError, CommTimeoutError, RegionError
+from aiocomms.families.hooks import Hook
+from aiocomms.families.rma import Window
+from aiocomms.families.streams import ItemStream, TensorStream
+from aiocomms.ops import checks
+from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
+from aiocomms.progress.work import Work
+
+T = TypeVar("T")
+
+
+class Peer:
+    """Another endpoint that this one is connected with; made by :meth:`Endpoint.connect` and :meth:`Endpoint.accept`.
+
+    The two are a communicator of two ranks, with its deadlines, errors, records and rules: what ends it ends nothing of
+    any other peer. ``async with`` closes the connection.
+    """
+
+    _signals: Window
+
+    def __init__(
+        self, comm: Communicator, attachments: Attachments, address: Address, forget: Callable[[Peer], object]
+    ) -> None:
+        self._comm, self._attachments, self._address, self._forget = comm, attachments, address, forget
+        self._other = 1 - comm.rank
+        self._remotes: dict[bytes, RemoteRegion] = {}
+        """The regions that are open, by their descriptors."""
+        comm.register_abort_hook(self._lost)
+
+    def __repr__(self) -> str:
+        return f"<Peer {self.name} of {self._comm!r}>"
+
+    async def _begin(self) -> None:
+        """Meet the other end, so that each hears all that the other one says from now on."""
+        # A window of one element, for signals: those of an empty one would be behind nothing that was put.
+        self._signals = await self._comm.new_window(torch.zeros(1, dtype=torch.uint8, device=self._comm.device))
+
+    @property
+    def name(self) -> str:
+        """The beginning of the other endpoint's number: 8 hexadecimal digits."""
+        return self._address.name
+
+    @property
+    def address(self) -> bytes:
+        """The other endpoint's address, as it has given it when they connected."""
+        return self._address.pack()
+
+    @property
+    def transports(self) -> dict[str, str]:
+        """Which transport carries what: transport names by family."""
+        return self._comm.transports
+
+    @property
+    def closed(self) -> bool:
+        """Whether the connection is over: closed on either side, or lost."""
+        return self._comm.closed or self._comm.aborted
+
+    # ------------------------------------------------------------------------------------------------------ messages
+
+    def send(
+        self, tensor: Tensor, tag: int = 0, *, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT
+    ) -> Work[Tensor]:
+        """Send a tensor; see :meth:`Communicator.send`."""
+        return self._comm.send(tensor, self._other, tag, hints=hints, timeout=timeout)
+
+    def recv(
+        self, tensor: Tensor, tag: int = 0, *, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT
+    ) -> Work[Tensor]:
+        """Receive a tensor; see :meth:`Communicator.recv`."""
+        return self._comm.recv(tensor, self._other, tag, hints=hints, timeout=timeout)
+
+    def send_object(
+        self,
+        obj: Any,
+        tag: int = 0,
+        *,
+        pickle: bool = False,
+        hints: Mapping[str, Any] | None = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
+    ) -> Work[None]:
+        """Send an object; see :meth:`Communicator.send_object`."""
+        return self._comm.send_object(obj, self._other, tag, pickle=pickle, hints=hints, timeout=timeout)
+
+    def recv_object(
+        self,
+        tag: int = 0,
+        *,
+        pickle: bool = False,
+        hints: Mapping[str, Any] | None = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
+    ) -> Work[Any]:
+        """Receive an object; see :meth:`Communicator.recv_object`."""
+        return self._comm.recv_object(self._other, tag, pickle=pickle, hints=hints, timeout=timeout)
+
+    @overload
+    async def open_stream(
+        self, capacity: int = 8, name: str = "", *, capacity_bytes: int | None = None
+    ) -> TensorStream: ...
+
+    @overload
+    async def open_stream(
+        self, capacity: int = 8, name: str = "", *, items: type[T], capacity_bytes: int | None = None
+    ) -> ItemStream[T]: ...
+
+    async def open_stream(
+        self, capacity: int = 8, name: str = "", *, items: Any = Tensor, capacity_bytes: int | None = None
+    ) -> ItemStream[Any]:
+        """Open a stream to the other endpoint, which opens one, too; see :meth:`Communicator.open_stream`."""
+        return await self._comm.open_stream(self._other, capacity, name, items=items, capacity_bytes=capacity_bytes)
+
+    # ------------------------------------------------------------------------------------------------------- regions
+
+    async def attach(self, descriptor: bytes, *, timeout: OpTimeout = COMM_TIMEOUT) -> RemoteRegion:
+        """Open a region of the other endpoint; the same one again where it is open.
+
+        :param descriptor: what :attr:`Region.descriptor` says there.
+        :param timeout: the deadline in seconds, None for no deadline; by default the endpoint's.
+        :raises ArgumentTypeError: it is not bytes.
+        :raises RegionError: the other endpoint has not made it, or has revoked it; it was changed, or has expired.
+        :raises CommTimeoutError: the other endpoint has not answered by then; the connection stays usable.
+        :raises CommError: the connection is lost or closed.
+        """
+        try:
+            seconds = self._comm._seconds if timeout is COMM_TIMEOUT else checks.deadline("timeout", timeout)
+            says = self._checked(descriptor)
+            with anyio.move_on_after(seconds) as late:
+                attachment = await self._attachments.attach(bytes(descriptor), says)
+            if late.cancelled_caught:
+                raise CommTimeoutError(f"the other endpoint has not opened the region within {seconds:g} s")
+        except CommError as error:
+            raise error.about(comm=self._comm.name, op="attach") from error.__cause__
+        remote = self._remotes.get(bytes(descriptor))
+        if remote is None or not remote.is_of(attachment):
+            self._remotes = {key: it for key, it in self._remotes.items() if not it.closed}
+            remote = self._remotes[bytes(descriptor)] = RemoteRegion(says, attachment, self._attachments.close)
+        return remote
+
+    async def _attached(self, descriptor: bytes) -> RemoteRegion:
+        remote = self._remotes.get(descriptor) if type(descriptor) is bytes else None
+        return await self.attach(descriptor) if remote is None or remote.closed else remote
+
+    async def put(
+        self, tensor: Tensor, descriptor: bytes, offset: int = 0, *, timeout: OpTimeout = COMM_TIMEOUT
+    ) -> Tensor:
+        """Write a tensor into a region: :meth:`attach`, if that is not done, and :meth:`RemoteRegion.put`.
+
+        :returns: ``tensor``, which may be changed again.
+        :raises CommError: as these two do.
+        """
+        return await (await self._attached(descriptor)).put(tensor, offset, timeout=timeout)
+
+    async def get(
+        self, tensor: Tensor, descriptor: bytes, offset: int = 0, *, timeout: OpTimeout = COMM_TIMEOUT
+    ) -> Tensor:
+        """Read from a region into a tensor: :meth:`attach`, if that is not done, and :meth:`RemoteRegion.get`.
+
+        :returns: ``tensor``.
+        :raises CommError: as these two do.
+        """
+        return await (await self._attached(descriptor)).get(tensor, offset, timeout=timeout)
+
+    async def signal(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> None:
+        """Tell the other endpoint that all that was put so far has arrived; it waits by :meth:`wait_signal`.
+
+        :param timeout: the deadline in seconds, None for no deadline; by default the endpoint's.
+        :raises CommError: the connection is lost or closed.
+        """
+        dirty = [remote for remote in self._remotes.values() if remote.dirty]
+        flushed = []
+        for remote in dirty:
+            remote.dirty = False
+            if not remote.closed:  # else closing has flushed it
+                flushed.append(remote.flush(timeout=timeout))
+        for work in flushed:
+            await work
+        await self._signals.signal(self._other, timeout=timeout)
+
+    def wait_signal(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> Work[None]:
+        """Wait for one signal of the other endpoint, and consume it; see :meth:`Window.wait_signal`."""
+        return self._signals.wait_signal(self._other, timeout=timeout)
+
+    # ------------------------------------------------------------------------------------------------------- the end
+
+    def register_abort_hook(self, fn: Callable[[CommError], object]) -> Hook:
+        """Have ``fn(error)`` called on the loop's thread when the connection is lost, the other process's death say.
+
+        :returns: a handle with ``.remove()``.
+        :raises ArgumentTypeError: ``fn`` cannot be called.
+        """
+        return self._comm.register_abort_hook(fn)
+
+    async def lost(self) -> CommError:
+        """Wait until the connection is lost; see :meth:`Communicator.lost`.
+
+        :raises CommClosedError: it was closed on either side.
+        """
+        return await self._comm.lost()
+
+    def abort(self, reason: str | BaseException) -> None:
+        """Give the connection up, on both sides; see :meth:`Communicator.abort`."""
+        self._comm.abort(reason)
+
+    async def aclose(self) -> None:
+        """Close the connection: ops under way end, and everything is released. Idempotent.
+
+        :raises CommError: a transport broke while it closed; everything else is released.
+        """
+        if not self.closed:
+            self._attachments.say_bye()
+        self._attachments.end(CommClosedError("the connection was closed"))
+        self._remotes.clear()
+        self._forget(self)
+        await self._comm.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if error is not None:
+            self.abort(error)
+        await self.aclose()
+
+    def _lost(self, error: CommError) -> None:
+        self._attachments.end(error)
+        self._forget(self)
+
+    def _checked(self, descriptor: object) -> Descriptor:
+        """What a descriptor says, if it can be one of the other endpoint's."""
+        says = read_descriptor(descriptor)
+        if says.endpoint != self._address.endpoint:
+            raise RegionError(
+                f"the descriptor is of a region of endpoint {says.endpoint.hex()[:8]}, and this peer is {self.name}"
+            )
+        if expired(says.expires):
+            raise RegionError("the descriptor has expired")
+        return says

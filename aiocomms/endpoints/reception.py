@@ -1,0 +1,134 @@
+"""Listens for other endpoints, on the loop's thread, and lets in who proves to be of the job."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+from collections.abc import Callable
+from contextvars import Context
+from typing import Final
+
+import anyio
+
+from aiocomms.endpoints.meeting import CALLER, ENDPOINT
+from aiocomms.errors import ArgumentError, CommError
+from aiocomms.lowlevel import Unshared, check_exposed
+from aiocomms.lowlevel.auth import read_token
+from aiocomms.lowlevel.gate import MOST_HALF_OPEN, Entrance, Proved
+from aiocomms.lowlevel.handshake import Dialogue, acceptor_dialogue
+from aiocomms.lowlevel.storeserver import owner
+from aiocomms.progress.driver import Driver
+from aiocomms.transport import Capabilities
+
+_BACKLOG: Final = 1024
+_PAUSE: Final = 0.05
+"""Seconds before another look at who knocks, where there is no descriptor to let them in."""
+
+
+class Reception:
+    """Serves one listener; all that knock are watched as one descriptor. Nobody wakes up where nobody knocks."""
+
+    capabilities = Capabilities(ops=frozenset())
+
+    def __init__(self, host: str, driver: Driver) -> None:
+        """Listen.
+
+        :param host: an address of this host.
+        :raises ArgumentError: the host is not an address of this one; or others could reach it, and the job has no
+            token.
+        """
+        self._listener = _listen(host)
+        self.host, self.port = str(self._listener.getsockname()[0]), int(self._listener.getsockname()[1])
+        self._unshared = Unshared(self._listener.getsockname())
+        self._guarded = read_token(os.environ) is None
+        self._driver = driver
+        self._key = b""
+        self._let_in: Callable[[socket.socket], object] = socket.socket.close
+        self._selector = selectors.EpollSelector()
+        self._entrance = Entrance(self._selector, MOST_HALF_OPEN)
+
+    def open(self, key: bytes, let_in: Callable[[socket.socket], object]) -> None:
+        """Let others in from now on.
+
+        :param key: what only who belongs to the job can know, if it has a token.
+        :param let_in: called with each connection that is proved.
+        """
+        self._key, self._let_in = key, let_in
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._driver.attach(self)
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._driver.detach(self)
+        self._entrance.close()
+        self._selector.close()
+        self._listener.close()
+        self._unshared.release()
+
+    # --------------------------------------------------------------------------------------- what the driver calls
+
+    def fileno(self) -> int:
+        """See :class:`aiocomms.progress.driver.Served`."""
+        return self._selector.fileno()
+
+    def progress(self) -> bool:
+        """See :class:`aiocomms.progress.driver.Served`."""
+        for key, _ in self._selector.select(0):
+            if key.data is not None:
+                self._enter(self._entrance.read(key.data))
+            elif not self._accept():
+                self._selector.unregister(self._listener)  # else it stays readable
+                self._driver.spawn(self._listen_again, Context())
+        self._entrance.expired()
+        return False
+
+    def on_failure(self, error: CommError) -> None:
+        """See :class:`aiocomms.progress.driver.Served`. The driver has reported it; nobody is let in any more."""
+
+    def _accept(self) -> bool:
+        """Accept who knocks. False: there is no descriptor for them."""
+        before = len(self._entrance), self._entrance.dropped
+        proved = self._entrance.accept(self._listener, self._dialogue)
+        for one in proved:
+            self._enter(one)
+        return bool(proved) or before != (len(self._entrance), self._entrance.dropped)
+
+    def _dialogue(self, connection: socket.socket) -> Dialogue:
+        return acceptor_dialogue(connection, self._key, ENDPOINT, (CALLER,))
+
+    def _enter(self, proved: Proved | None) -> None:
+        if proved is None:
+            return
+        connection = proved[1]
+        if self._guarded and owner(connection) not in (None, os.geteuid()):
+            connection.close()
+            return
+        connection.setblocking(True)
+        self._let_in(connection)
+
+    async def _listen_again(self) -> None:
+        await anyio.sleep(_PAUSE)
+        with contextlib.suppress(ValueError, KeyError, OSError):  # it was closed meanwhile
+            self._selector.register(self._listener, selectors.EVENT_READ)
+
+
+def _listen(host: str) -> socket.socket:
+    """Listen at an address of this host, on a free port."""
+    try:
+        family, *_, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(where[:2], family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise ArgumentError(f"host is {host!r}, wanted an address of this host: {error}") from None
+    address = str(listener.getsockname()[0])
+    try:
+        if address in ("0.0.0.0", "::"):  # noqa: S104 - it is refused
+            raise ArgumentError(f"host is {host!r}, which is every interface, wanted one address")
+        if not (address.startswith("127.") or address == "::1"):
+            check_exposed(f"the endpoint at {address} can be reached from other hosts")
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener

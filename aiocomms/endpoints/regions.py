@@ -1,0 +1,209 @@
+"""Memory that an endpoint opens to others, as its owner and as these see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Mapping
+from typing import TYPE_CHECKING, Any, Self
+
+import anyio
+import torch
+from torch import Tensor
+
+from aiocomms.endpoints.credentials import Descriptor, expired
+from aiocomms.errors import RegionError
+from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
+from aiocomms.progress.work import Work
+
+if TYPE_CHECKING:
+    from aiocomms.endpoints.attachments import Attachment
+    from aiocomms.families.rma import Window
+
+REVOKED = "its owner has revoked the region"
+Close = Callable[..., Coroutine[Any, Any, None]]
+"""Closes an attachment: ``close(attachment, why, timeout)``."""
+
+
+class Region:
+    """Memory of this endpoint's that others may read or write; made by :meth:`Endpoint.register`.
+
+    ``async with`` revokes it at the end.
+    """
+
+    def __init__(self, tensor: Tensor, says: Descriptor, key: bytes, forget: Callable[[], object]) -> None:
+        self._tensor, self._descriptor, self._says = tensor, says.pack(key), says
+        self._forget = forget
+        self._open: dict[Attachment, Close] = {}
+        self._revoked = False
+
+    def __repr__(self) -> str:
+        rights = "".join(letter for letter, may in zip("rw", (self._says.read, self._says.write), strict=True) if may)
+        return f"<Region {self._says.number}: {self._says.count} of {self._says.dtype}, {rights}>"
+
+    @property
+    def tensor(self) -> Tensor:
+        """The memory."""
+        return self._tensor
+
+    @property
+    def descriptor(self) -> bytes:
+        """What whoever is to use the region is given: at most 1,024 bytes, which only this endpoint can have made."""
+        return self._descriptor
+
+    @property
+    def revoked(self) -> bool:
+        """Whether nobody may use it any more."""
+        return self._revoked
+
+    async def revoke(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> None:
+        """Take it back: what is under way ends, and nobody reads or writes it when this returns. Idempotent.
+
+        :param timeout: the seconds that the other endpoints have for that, None for no deadline; by default the
+            endpoint's. Connections with those that do not manage are lost.
+        """
+        self._revoked = True
+        self._forget()
+        async with anyio.create_task_group() as tasks:
+            for attachment, close in self._open.items():
+                tasks.start_soon(close, attachment, REVOKED, timeout)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.revoke()
+
+    @property
+    def number(self) -> int:
+        """Its number among the endpoint's."""
+        return self._says.number
+
+    def part(self) -> Tensor:
+        """What is opened to another endpoint: nothing of it once it is revoked."""
+        return self._tensor.new_empty(0) if self._revoked else self._tensor
+
+    def opened(self, attachment: Attachment, close: Close) -> None:
+        """It is open to another endpoint, until :meth:`left`."""
+        self._open[attachment] = close
+
+    def left(self, attachment: Attachment) -> None:
+        """It is not open to that one any more."""
+        self._open.pop(attachment, None)
+
+
+class RemoteRegion:
+    """A region of another endpoint's; made by :meth:`Peer.attach`. Offsets and sizes are in elements.
+
+    Operations take effect in the order of the calls. A ``put`` is done when its source may be reused; it has arrived
+    when the other endpoint gets a later :meth:`Peer.signal`, or a later ``flush`` is done.
+    """
+
+    def __init__(self, says: Descriptor, attachment: Attachment, close: Close) -> None:
+        self._says, self._attachment, self._close = says, attachment, close
+        assert attachment.window is not None
+        self._window: Window = attachment.window
+        self._owner = attachment.owner
+        self.dirty = False
+        """Whether something was put since the last signal."""
+
+    def __repr__(self) -> str:
+        state = f" ({self._attachment.over})" if self._attachment.over else ""
+        return f"<RemoteRegion {self._says.number}: {self._says.count} of {self._says.dtype}{state}>"
+
+    @property
+    def count(self) -> int:
+        """Its number of elements."""
+        return self._says.count
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its elements."""
+        return self._window.tensor.dtype
+
+    @property
+    def readable(self) -> bool:
+        """Whether :meth:`get` is allowed."""
+        return self._says.read
+
+    @property
+    def writable(self) -> bool:
+        """Whether :meth:`put` is allowed."""
+        return self._says.write
+
+    @property
+    def closed(self) -> bool:
+        """Whether it may not be used any more: it was revoked or closed, has expired, or the connection is over."""
+        return bool(self._attachment.over) or expired(self._says.expires)
+
+    def is_of(self, attachment: Attachment) -> bool:
+        """Whether it is this opening of the region, and no earlier one."""
+        return self._attachment is attachment
+
+    def put(
+        self,
+        tensor: Tensor,
+        offset: int = 0,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
+    ) -> Work[Tensor]:
+        """Write a tensor into the region.
+
+        :param tensor: a tensor of any shape and of the region's dtype; it must not be changed until the work is done.
+        :param offset: the first element to write.
+        :param hints: advice to the transport.
+        :param timeout: the deadline in seconds, None for no deadline; by default the endpoint's.
+        :returns: the work; its result is ``tensor``.
+        :raises ArgumentError: an argument is wrong, or the tensor would not fit; nothing was sent.
+        :raises RegionError: the region may not be written, or not any more; nothing was sent.
+        """
+        self._check("put", "written", self._says.write)
+        work = self._window.put(tensor, self._owner, offset, hints=hints, timeout=timeout)
+        self.dirty = True
+        return work
+
+    def get(
+        self,
+        tensor: Tensor,
+        offset: int = 0,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
+    ) -> Work[Tensor]:
+        """Read from the region into a tensor.
+
+        :param tensor: the tensor to read into, of any shape and of the region's dtype.
+        :param offset: the first element to read.
+        :param hints: advice to the transport.
+        :param timeout: the deadline in seconds, None for no deadline; by default the endpoint's.
+        :returns: the work; its result is ``tensor``.
+        :raises ArgumentError: an argument is wrong, or the region has fewer elements; nothing was sent.
+        :raises RegionError: the region may not be read, or not any more; nothing was sent.
+        """
+        self._check("get", "read", self._says.read)
+        return self._window.get(tensor, self._owner, offset, hints=hints, timeout=timeout)
+
+    def flush(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> Work[None]:
+        """Wait until all that was put so far is visible to the owner.
+
+        :param timeout: the deadline in seconds, None for no deadline; by default the endpoint's.
+        :returns: the work; its result is None.
+        :raises RegionError: the region may not be used any more.
+        """
+        self._check("flush", "used", True)
+        return self._window.flush(self._owner, timeout=timeout)
+
+    async def aclose(self) -> None:
+        """Use it no more: what is under way ends, and the owner hears of it. Idempotent."""
+        await self._close(self._attachment, "")
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def _check(self, op: str, done: str, right: bool) -> None:
+        over = self._attachment.over or ("its descriptor has expired" if expired(self._says.expires) else "")
+        if over or not right:
+            why = over or f"its owner does not let it be {done}"
+            raise RegionError(f"the region cannot be {done}: {why}", op=op, comm=self._window._comm.name)

@@ -1,0 +1,379 @@
+"""Endpoints: two processes that connect by an address, and what they open to each other by descriptors."""
+
+from __future__ import annotations
+
+import contextlib
+import unittest
+from collections.abc import AsyncIterator
+from typing import NamedTuple
+
+import anyio
+import pytest
+import torch
+
+from aiocomms import Endpoint, Peer, errors, open_endpoint
+from aiocomms.communicator import Communicator
+from aiocomms.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CommAbortedError,
+    CommClosedError,
+    CommError,
+    CommTimeoutError,
+    RegionError,
+)
+from aiocomms.testing.conformance import data
+from aiocomms.testing.conformance.case import Case, ranks
+from aiocomms.testing.conformance.test_idle import expect_silence
+
+PART = 11
+
+
+class Ends(NamedTuple):
+    """One rank's endpoint, and the other rank's as it sees it."""
+
+    here: Endpoint
+    peer: Peer
+
+
+@contextlib.asynccontextmanager
+async def connected(comm: Communicator, case: Case) -> AsyncIterator[Ends]:
+    """Rank 0 connects with rank 1, which accepts; the endpoints are closed when both are through."""
+    case.need("p2p")
+    transport, device = case.place.transport, case.place.device
+    async with open_endpoint(transport, device, timeout=case.place.deadline) as here:
+        if comm.rank == 0:
+            try:
+                peer = await here.connect(await comm.recv_object(1))
+            except errors.UnsupportedOperation as error:
+                await comm.send_object(str(error), 1)
+                raise unittest.SkipTest(str(error)) from None
+            await comm.send_object("", 1)
+        else:
+            await comm.send_object(here.address, 0)
+            if why := await comm.recv_object(0):
+                raise unittest.SkipTest(why)
+            peer = await here.accept()
+        yield Ends(here, peer)
+        await comm.barrier()
+
+
+async def descriptor(comm: Communicator, given: bytes | None = None) -> bytes:
+    """What rank 1 gives rank 0."""
+    if comm.rank == 1:
+        assert given is not None
+        await comm.send_object(given, 0)
+        return given
+    got: bytes = await comm.recv_object(1)
+    return got
+
+
+@ranks(2)
+async def test_messages(comm: Communicator, case: Case) -> None:
+    """Tensors, objects and streams, in both directions; both ends know the other one's address."""
+    async with connected(comm, case) as (here, peer):
+        other = 1 - comm.rank
+        sent, got = case.full(case.bits(torch.float32, (PART,), comm.rank)), case.empty(torch.float32, (PART,))
+        work = peer.send(sent.tensor, tag=7)
+        assert await peer.recv(got.tensor, tag=7) is got.tensor
+        assert await work is sent.tensor
+        got.expect(case.bits(torch.float32, (PART,), other))
+        work_ = peer.send_object({"from": comm.rank})
+        assert await peer.recv_object() == {"from": other}
+        await work_
+        async with await peer.open_stream() as stream:
+            await stream.send(torch.full((2,), comm.rank, device=comm.device))
+            assert (await stream.receive()).tolist() == [other, other]
+        assert here.peers == [peer]
+        assert not peer.closed
+        work_ = comm.send_object(here.address, other)
+        assert peer.address == await comm.recv_object(other)
+        await work_
+
+
+@ranks(2)
+async def test_put_get_signal(comm: Communicator, case: Case) -> None:
+    """For every dtype; a signal comes behind what was put."""
+    async with connected(comm, case) as (here, peer):
+        for dtype in data.ALL_DTYPES:
+            content = case.bits(dtype, (PART,))
+            if comm.rank == 1:
+                slot = case.full(torch.zeros(2 * PART, dtype=dtype))
+                async with here.register(slot.tensor) as region:
+                    await descriptor(comm, region.descriptor)
+                    await peer.wait_signal()
+                    slot.expect(torch.cat([torch.zeros(PART, dtype=dtype), content]))
+                    await comm.recv_object(0)
+                assert region.revoked
+            else:
+                given, got = case.full(content), case.empty(dtype, (2 * PART,))
+                remote = await peer.attach(await descriptor(comm))
+                assert (remote.count, remote.dtype, remote.readable, remote.writable) == (2 * PART, dtype, True, True)
+                assert await remote.put(given.tensor, PART) is given.tensor
+                await peer.signal()
+                assert await remote.get(got.tensor) is got.tensor
+                got.expect(torch.cat([torch.zeros(PART, dtype=dtype), content]))
+                given.expect_untouched()
+                await comm.send_object(None, 1)
+
+
+@ranks(2)
+async def test_both_have_regions_and_attach_at_once(comm: Communicator, case: Case) -> None:
+    """Each opens several of the other one's, in its own order, and closes them in another."""
+    async with connected(comm, case) as (here, peer):
+        slots = [case.full(torch.zeros(4, dtype=torch.int64)) for _ in range(5)]
+        regions = [here.register(slot.tensor) for slot in slots]
+        work = comm.send_object([region.descriptor for region in regions], 1 - comm.rank)
+        theirs = await comm.recv_object(1 - comm.rank)
+        await work
+        order = [0, 1, 2, 3, 4] if comm.rank else [4, 2, 0, 3, 1]
+
+        async def use(number: int) -> None:
+            await peer.put(torch.full((4,), 10 * comm.rank + number, device=comm.device), theirs[number])
+
+        async with anyio.create_task_group() as tasks:
+            for number in order:
+                tasks.start_soon(use, number)
+        await peer.signal()
+        await peer.wait_signal()
+        for number, slot in enumerate(slots):
+            slot.expect(torch.full((4,), 10 * (1 - comm.rank) + number))
+        await comm.barrier()
+        async with anyio.create_task_group() as tasks:
+            for number in reversed(order):
+                tasks.start_soon(regions[number].revoke)
+        assert all(region.revoked for region in regions)
+
+
+@pytest.mark.fault(108)
+@ranks(2)
+async def test_a_revoked_region(comm: Communicator, case: Case) -> None:
+    """What is under way ends, and nothing starts any more: at the other end at once, and by the descriptor never."""
+    async with connected(comm, case) as (here, peer):
+        slot = case.full(torch.zeros(PART))
+        if comm.rank == 1:
+            region = here.register(slot.tensor)
+            await descriptor(comm, region.descriptor)
+            await comm.recv_object(0)
+            await region.revoke()
+            await region.revoke()
+            content = slot.tensor.clone()
+            await comm.send_object("revoked", 0)
+            await comm.recv_object(0)
+            assert slot.tensor.equal(content)
+        else:
+            given = await descriptor(comm)
+            remote = await peer.attach(given)
+            assert await peer.attach(given) is remote
+            work = remote.put(case.full(torch.ones(PART)).tensor)
+            await comm.send_object("go on", 1)
+            assert await comm.recv_object(1) == "revoked"
+            await work
+            assert remote.closed
+            for attempt in (remote.put, remote.get):
+                with pytest.raises(RegionError, match="revoked"):
+                    attempt(torch.zeros(PART, device=comm.device))
+            with pytest.raises(RegionError, match="revoked"):
+                await peer.attach(given)
+            await comm.send_object("tried", 1)
+
+
+@ranks(2)
+async def test_close_and_attach_again(comm: Communicator, case: Case) -> None:
+    async with connected(comm, case) as (here, peer):
+        if comm.rank == 1:
+            slot = case.full(torch.zeros(1))
+            async with here.register(slot.tensor) as region:
+                await descriptor(comm, region.descriptor)
+                await comm.recv_object(0)
+                slot.expect(torch.tensor([9.0]))
+        else:
+            given = await descriptor(comm)
+            for value in range(10):
+                async with await peer.attach(given) as remote:
+                    await remote.put(torch.tensor([float(value)], device=comm.device))
+                with pytest.raises(RegionError):
+                    remote.flush()
+            await comm.send_object(None, 1)
+
+
+@pytest.mark.fault(109)
+@ranks(2)
+async def test_rights_and_bounds(comm: Communicator, case: Case) -> None:
+    async with connected(comm, case) as (here, peer):
+        slot = case.full(torch.arange(8.0))
+        if comm.rank == 1:
+            kinds = [(True, False), (False, True)]
+            regions = [here.register(slot.tensor, read=read, write=write) for read, write in kinds]
+            await comm.send_object([region.descriptor for region in regions], 0)
+            await comm.recv_object(0)
+            slot.expect(torch.arange(8.0))
+            with pytest.raises(ArgumentError, match="read and write are both False"):
+                here.register(slot.tensor, read=False, write=False)
+            with pytest.raises(ArgumentTypeError, match="tensor is"):
+                here.register([1.0])  # type: ignore[arg-type]
+        else:
+            readable, writable = [await peer.attach(it) for it in await comm.recv_object(1)]
+            x = torch.zeros(4, device=comm.device)
+            with pytest.raises(RegionError, match="does not let it be written"):
+                readable.put(x)
+            with pytest.raises(RegionError, match="does not let it be read"):
+                writable.get(x)
+            with pytest.raises(ArgumentError, match="offset is 5 for 4 elements"):
+                writable.put(x, 5)
+            with pytest.raises(ArgumentError, match="dtype"):
+                writable.put(x.double())
+            await readable.get(x, 4)
+            assert x.tolist() == [4, 5, 6, 7]
+            await comm.send_object(None, 1)
+
+
+@pytest.mark.fault(110)
+@ranks(2)
+async def test_descriptors_that_give_nothing(comm: Communicator, case: Case) -> None:
+    """Forged, foreign and expired ones, and what is none at all."""
+    async with connected(comm, case) as (here, peer):
+        slot = case.full(torch.zeros(8))
+        if comm.rank == 1:
+            region = here.register(slot.tensor)
+            brief = here.register(slot.tensor, lifetime=1e-9)
+            await comm.send_object((region.descriptor, brief.descriptor), 0)
+            await comm.recv_object(0)
+            slot.expect(torch.zeros(8))
+        else:
+            good, expired = await comm.recv_object(1)
+            mine = here.register(torch.zeros(8, device=comm.device)).descriptor
+            forged = [good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :] for at in range(len(good))]
+            for _ in ("before it is attached", "and afterwards"):
+                for wrong in [*forged, good[:-1], good + b"\0", b"", bytes(40), expired, mine]:
+                    with pytest.raises(RegionError):
+                        await peer.put(torch.ones(8, device=comm.device), wrong)
+                await peer.get(torch.ones(8, device=comm.device), good)
+            with pytest.raises(ArgumentTypeError, match="descriptor is"):
+                await peer.put(torch.ones(8, device=comm.device), "descriptor")  # type: ignore[arg-type]
+            await comm.send_object(None, 1)
+
+
+@ranks(2)
+async def test_addresses_that_lead_nowhere(comm: Communicator, case: Case) -> None:
+    async with connected(comm, case) as (here, _):
+        with pytest.raises(ArgumentError, match="this endpoint's own"):
+            await here.connect(here.address)
+        with pytest.raises(ArgumentTypeError, match="address is"):
+            await here.connect("address")  # type: ignore[arg-type]
+        for at in range(len(here.address)):
+            wrong = bytearray(here.address)
+            wrong[at] ^= 1
+            with pytest.raises((ArgumentError, errors.AuthError)):
+                await here.connect(bytes(wrong))
+        async with open_endpoint(case.place.transport, case.place.device) as gone:
+            address = gone.address
+        with pytest.raises(errors.PeerDiedError, match="cannot be reached"):
+            await here.connect(address)
+
+
+@ranks(2)
+async def test_calls_that_cross(comm: Communicator, case: Case) -> None:
+    """Both connect at once, each several times, and have one connection."""
+    async with connected(comm, case) as (here, peer):
+        transport, device = case.place.transport, case.place.device
+        for _ in range(4):
+            async with open_endpoint(transport, device, timeout=case.place.deadline) as other:
+                work = comm.send_object(other.address, 1 - comm.rank)
+                address = await comm.recv_object(1 - comm.rank)
+                await work
+                found: list[Peer] = []
+
+                async def connect(other: Endpoint = other, address: bytes = address, found: list[Peer] = found) -> None:
+                    found.append(await other.connect(address))
+
+                async with anyio.create_task_group() as tasks:
+                    for _ in range(3):
+                        tasks.start_soon(connect)
+                assert other.peers == [found[0]] == [*set(found)]
+                sent = found[0].send_object(comm.rank)
+                assert await found[0].recv_object() == 1 - comm.rank
+                await sent
+                await comm.barrier()
+        assert here.peers == [peer]
+
+
+@ranks(2)
+async def test_a_close_ends_it_on_both_sides(comm: Communicator, case: Case) -> None:
+    async with connected(comm, case) as (here, peer):
+        slot = case.full(torch.zeros(4))
+        if comm.rank == 1:
+            await descriptor(comm, here.register(slot.tensor).descriptor)
+            await comm.recv_object(0)
+            await peer.aclose()
+        else:
+            remote = await peer.attach(await descriptor(comm))
+            await comm.send_object(None, 1)
+        with pytest.raises(CommClosedError):
+            await peer.lost()
+        with pytest.raises((CommClosedError, CommAbortedError)):  # the latter: it was under way
+            await peer.send(torch.zeros(1, device=comm.device))
+        if comm.rank == 0:
+            with pytest.raises(RegionError):
+                remote.put(torch.zeros(4, device=comm.device))
+        assert here.peers == []
+        await comm.barrier()
+
+
+@ranks(2)
+async def test_an_abort_ends_one_connection(comm: Communicator, case: Case) -> None:
+    """Its hooks are called, its ops fail on both sides; another connection of the same endpoint goes on."""
+    async with connected(comm, case) as (here, peer):
+        transport, device = case.place.transport, case.place.device
+        async with open_endpoint(transport, device, timeout=case.place.deadline) as second:
+            if comm.rank == 0:
+                another = await second.connect(await comm.recv_object(1))
+            else:
+                await comm.send_object(second.address, 0)
+                another = await second.accept()
+            heard: list[CommError] = []
+            peer.register_abort_hook(heard.append)
+            pending = peer.recv(torch.zeros(1, device=comm.device))
+            await comm.barrier()
+            if comm.rank == 0:
+                peer.abort("enough")
+            with pytest.raises(CommAbortedError, match="enough"):
+                await pending
+            assert "enough" in str(await peer.lost())
+            assert len(heard) == 1
+            assert here.peers == []
+            work = another.send_object("still here")
+            assert await another.recv_object() == "still here"
+            await work
+            await comm.barrier()
+
+
+@ranks(2)
+async def test_nothing_wakes_up(comm: Communicator, case: Case) -> None:
+    async with connected(comm, case) as (here, peer):
+        await expect_silence(case, "with an endpoint that is connected")
+        if comm.rank == 1:
+            await descriptor(comm, here.register(case.full(torch.zeros(4)).tensor).descriptor)
+        else:
+            await peer.attach(await descriptor(comm))
+        await expect_silence(case, "with a region that is attached")
+
+
+@pytest.mark.fault(111)
+@ranks(2)
+async def test_a_rank_that_does_not_answer(comm: Communicator, case: Case) -> None:
+    """Attaching is late and fails alone; the connection stays usable."""
+    case.need_processes()
+    async with connected(comm, case) as (here, peer):
+        if comm.rank == 1:
+            region = here.register(case.full(torch.zeros(4)).tensor)
+            await descriptor(comm, region.descriptor)
+            case.wait_blocking("late")
+            await comm.recv_object(0)
+        else:
+            given = await descriptor(comm)
+            with pytest.raises(CommTimeoutError, match="has not opened the region"):
+                await peer.attach(given, timeout=0.05)
+            case.tell_blocking("late")
+            await peer.put(torch.ones(4, device=comm.device), given)
+            await comm.send_object(None, 1)

@@ -1,0 +1,332 @@
+"""Endpoints whose other end dies, lies, is a stranger, or goes on with what was given up: the cases 108 to 113."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import socket
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import KILLED, Rank, Run
+
+import aiocomms
+from aiocomms.endpoints import attachments
+from aiocomms.endpoints.attachments import Leave, Opening
+from aiocomms.errors import AuthError, CommAbortedError, CommError, PeerDiedError, ProtocolError, RegionError
+
+Notice = Callable[[Sequence[float]], None]
+MIB = 2**18
+"""Elements of float32."""
+
+
+@pytest.fixture
+def transport() -> str:
+    return "ucx"
+
+
+def given(place: Rank, name: str) -> bytes:
+    """What another process has left for this one, once it has."""
+    place.told(f"{name} is there")
+    return (place.folder / name).read_bytes()
+
+
+def give(place: Rank, name: str, what: bytes) -> None:
+    (place.folder / name).write_bytes(what)
+    place.tell(f"{name} is there")
+
+
+# --------------------------------------------------------------------------------------------- 112: one of them dies
+
+
+async def hub_and_two(place: Rank, doing: str) -> Any:
+    if place.rank > 0:
+        async with aiocomms.open_endpoint("ucx") as here:
+            peer = await here.connect(await asyncio.to_thread(given, place, "address"))
+            await peer.send_object(place.rank)
+            region = here.register(torch.zeros(MIB))
+            await peer.send_object((region.descriptor, here.register(torch.zeros(4)).descriptor))
+            if place.rank == 2:
+                await peer.recv_object()
+                place.die()
+            assert await peer.recv_object() == "go on"
+            return region.tensor.sum().item()
+    async with aiocomms.open_endpoint("ucx") as here:
+        give(place, "address", here.address)
+        peers = {}
+        for _ in range(2):
+            peer = await here.accept()
+            peers[await peer.recv_object()] = peer
+        descriptors = {rank: await peers[rank].recv_object() for rank in (1, 2)}
+        remotes = {rank: await peers[rank].attach(descriptors[rank][0]) for rank in (1, 2)}
+        unused = descriptors[2][1]
+        mine = here.register(torch.zeros(8))
+        heard: list[CommError] = []
+        peers[2].register_abort_hook(heard.append)
+        pending: dict[str, Callable[[], Any]] = {
+            "receiving": lambda: peers[2].recv(torch.zeros(4)),
+            "a stream": lambda: stream_of(peers[2]),
+            "attaching": lambda: peers[2].attach(unused),
+            "waiting for a signal": lambda: peers[2].wait_signal(),
+        }
+        await peers[2].send_object("die")
+        if doing != "nothing":
+            with pytest.raises(PeerDiedError):
+                await pending[doing]()
+        assert isinstance(await peers[2].lost(), PeerDiedError)
+        noticed = place.since_death()
+        assert [type(error) for error in heard] == [PeerDiedError]
+        with pytest.raises(RegionError):
+            remotes[2].put(torch.ones(MIB))
+        with pytest.raises(CommAbortedError):
+            await peers[2].send(torch.ones(1))
+        assert here.peers == [peers[1]]
+        await mine.revoke()
+        await remotes[1].put(torch.ones(MIB))
+        await peers[1].signal()
+        await peers[1].send_object("go on")
+        return noticed
+
+
+async def stream_of(peer: aiocomms.Peer) -> None:
+    async with await peer.open_stream() as stream:
+        await stream.receive()
+
+
+@pytest.mark.fault(112, transport="ucx")
+@pytest.mark.parametrize("doing", ["receiving", "a stream", "attaching", "waiting for a signal", "nothing"])
+def test_a_death_ends_one_connection(ranks: Run, notice: Notice, doing: str) -> None:
+    noticed, total, killed = ranks(3, hub_and_two, doing)
+    assert killed == KILLED
+    assert total == MIB
+    notice([noticed])
+
+
+async def put_for_ever(peer: aiocomms.Peer, remote: aiocomms.RemoteRegion, source: torch.Tensor) -> None:
+    while True:
+        works = [remote.put(source) for _ in range(4)]
+        await peer.signal()
+        for work in works:
+            await work
+
+
+async def die_amid_puts(place: Rank, rounds: int) -> Any:
+    """The owner dies while megabytes are put into its memory."""
+    async with aiocomms.open_endpoint("ucx") as here:
+        if place.rank == 1:
+            region = here.register(torch.zeros(16 * MIB))
+            give(place, "descriptor", region.descriptor)
+            give(place, "address", here.address)
+            peer = await here.accept()
+            for _ in range(rounds):
+                await peer.wait_signal()
+            place.die()
+        peer = await here.connect(await asyncio.to_thread(given, place, "address"))
+        remote = await peer.attach(given(place, "descriptor"))
+        source = torch.ones(16 * MIB)
+        with pytest.raises(CommError):
+            await put_for_ever(peer, remote, source)
+        assert isinstance(await peer.lost(), PeerDiedError)
+        assert here.peers == []
+        return None
+
+
+@pytest.mark.fault(112, transport="ucx")
+def test_the_owner_dies_amid_puts(ranks: Run) -> None:
+    assert ranks(2, die_amid_puts, 3) == [None, KILLED]
+
+
+# --------------------------------------------------------------------------- 113: cancelled puts, and their tensors
+
+
+async def cancel_puts(place: Rank) -> Any:
+    """A thousand puts are cancelled amid, and their tensors dropped, and the memory filled with something else."""
+    count = 1000
+    async with aiocomms.open_endpoint("ucx") as here:
+        if place.rank == 1:
+            region = here.register(torch.zeros(count, 1024))
+            give(place, "descriptor", region.descriptor)
+            give(place, "address", here.address)
+            peer = await here.accept()
+            await peer.wait_signal()
+            rows = region.tensor
+            return bool((rows == torch.arange(1.0, count + 1)[:, None]).all())
+        peer = await here.connect(await asyncio.to_thread(given, place, "address"))
+        descriptor = given(place, "descriptor")
+        remote = await peer.attach(descriptor)
+        left = []
+        for number in range(count):
+            tensor = torch.full((1024,), float(number + 1))
+            left.append(weakref.ref(tensor))
+            if number % 2:
+                task = asyncio.ensure_future(peer.put(tensor, descriptor, number * 1024))
+                await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+            else:
+                work = remote.put(tensor, number * 1024)
+                await work.cancel()
+            del tensor
+            torch.full((1024,), -1.0)  # what would be put, were the memory another tensor's by now
+        await remote.flush()
+        await peer.signal()
+        del work, task
+        await asyncio.sleep(0)  # the loop has held the last result up to here
+        gc.collect()
+        return [number for number, one in enumerate(left) if one() is not None]
+
+
+@pytest.mark.fault(113, transport="ucx")
+def test_cancelled_puts(ranks: Run) -> None:
+    assert ranks(2, cancel_puts) == [[], True]
+
+
+async def come_and_go(place: Rank, count: int) -> Any:
+    """A hub that endpoints connect with one after the other; descriptors, threads and memory come back."""
+    if place.rank == 1:
+        address = await asyncio.to_thread(given, place, "address")
+        for _ in range(count):
+            async with aiocomms.open_endpoint("ucx") as here:
+                peer = await here.connect(address)
+                await peer.send_object(here.register(torch.zeros(1024)).descriptor)
+                await peer.wait_signal()
+        return None
+    async with aiocomms.open_endpoint("ucx") as here:
+        give(place, "address", here.address)
+        looks = []
+        for number in range(count):
+            peer = await here.accept()
+            await peer.put(torch.ones(1024), await peer.recv_object())
+            await peer.signal()
+            with contextlib.suppress(CommError):  # one that is closed
+                await peer.lost()
+            await peer.aclose()
+            del peer
+            if number in (count // 2, count - 1):
+                gc.collect()
+                looks.append((entries("fd"), entries("task"), resident()))
+        before, after = looks
+        assert after[:2] == before[:2], looks
+        return (after[2] - before[2]) / (count // 2)
+
+
+def entries(what: str) -> int:
+    """This process's descriptors, or its threads."""
+    return len(list(Path("/proc/self", what).iterdir()))
+
+
+def resident() -> int:
+    """Bytes of this process's memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.long)])
+def test_endpoints_come_and_go(ranks: Run, count: int) -> None:
+    growth, _ = ranks(2, come_and_go, count)
+    assert growth < 2**20 if count < 100 else 2**15
+
+
+# ------------------------------------------------------------------------------ 22, 60, 110: strangers, and liars
+
+
+async def knock(place: Rank) -> Any:
+    """Garbage at the listener, connections that say nothing; those of the job are let in all the same."""
+    async with aiocomms.open_endpoint("ucx") as here, aiocomms.open_endpoint("ucx") as other:
+        there = (here._address.host, here._address.port)
+        silent = [socket.create_connection(there) for _ in range(200)]
+        for rubbish in (b"GET / HTTP/1.1\r\n\r\n", bytes(1000), os.urandom(1000), b"aioG\x02\x00" + bytes(100)):
+            with socket.create_connection(there) as stranger:
+                stranger.sendall(rubbish)
+        peer = await other.connect(here.address)
+        found = await here.accept()
+        work = peer.send_object("hello")
+        assert await found.recv_object() == "hello"
+        await work
+        for one in silent:
+            one.close()
+    return None
+
+
+@pytest.mark.fault(22, transport="ucx")
+def test_strangers_knock(ranks: Run) -> None:
+    assert ranks(1, knock) == [None]
+
+
+async def other_tokens(place: Rank) -> Any:
+    async with aiocomms.open_endpoint("ucx") as here:
+        give(place, f"address of {place.rank}", here.address)
+        address = await asyncio.to_thread(given, place, f"address of {1 - place.rank}")
+        with pytest.raises(AuthError, match="token"):
+            await here.connect(address)
+        await asyncio.to_thread(lambda: (place.tell(f"tried {place.rank}"), place.told(f"tried {1 - place.rank}")))
+        return here.peers == []
+
+
+def set_token(rank: int) -> None:
+    os.environ["AIOCOMMS_TOKEN"] = f"a token of rank {rank}, and of nobody else"
+
+
+@pytest.mark.fault(110, transport="ucx")
+def test_another_token(ranks: Run) -> None:
+    assert ranks(2, other_tokens, before=set_token) == [True, True]
+
+
+async def lie(place: Rank, word: str) -> Any:
+    """An end that says what it may not loses the connection; no other one is touched, and no byte of the region."""
+    async with aiocomms.open_endpoint("local") as here, aiocomms.open_endpoint("local") as liar:
+        peer = await liar.connect(here.address)
+        found = await here.accept()
+        region = here.register(torch.zeros(4))
+        said: dict[str, Any] = {
+            "nonsense": b"\xff\xff",
+            "a decision": Leave(0, 1, "") if found._comm.rank else Opening(0, 1, 1),
+            "what nobody wants": Opening(1, region.number, 7),
+        }
+        what = said[word]
+        say: Callable[[Any], Any] = peer._attachments._say
+        if isinstance(what, bytes):
+            peer._comm._core.notes.say(1, attachments.Passed(what))
+        else:
+            say(what)
+        assert isinstance(await found.lost(), (ProtocolError, CommAbortedError))
+        assert here.peers == []
+        again = await liar.connect(here.address)
+        await again.put(torch.ones(4), region.descriptor)
+        return region.tensor.tolist()
+
+
+@pytest.mark.fault(110)
+@pytest.mark.parametrize("word", ["nonsense", "a decision", "what nobody wants"])
+def test_an_end_that_lies(ranks: Run, word: str) -> None:
+    assert ranks(1, lie, word) == [[1.0] * 4]
+
+
+async def connect_anew(place: Rank) -> Any:
+    """A process that has been restarted without a word connects again, with the same hub."""
+    async with aiocomms.open_endpoint("ucx") as here:
+        if place.rank == 0:
+            give(place, "address", here.address)
+            first = await here.accept()
+            assert isinstance(await first.lost(), PeerDiedError)
+            place.tell("noticed")
+            second = await here.accept()
+            return await second.recv_object()
+        address = await asyncio.to_thread(given, place, "address")
+        if place.rank == 1:
+            await here.connect(address)
+            place.die()
+        await asyncio.to_thread(place.told, "noticed")
+        await (await here.connect(address)).send_object("anew")
+        return time.monotonic() > 0
+
+
+@pytest.mark.fault(112, transport="ucx")
+def test_a_process_that_was_restarted(ranks: Run) -> None:
+    assert ranks(3, connect_anew) == ["anew", KILLED, True]
