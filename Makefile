@@ -217,6 +217,7 @@ bench: $(BENCH_VENV)/ucx.stamp
 	$(BENCH_BIN)/python -m benchmarks.many
 	$(BENCH_BIN)/python -m benchmarks.many --ranks 8 --splits 1000
 	$(BENCH_BIN)/python -m benchmarks.torch_backend
+	$(BENCH_BIN)/python -m benchmarks.endpoints
 
 ## What grows with the number of ranks while a communicator forms: processes, ranks of one loop, calls of the store.
 bench-scale: $(VENV)/ucx.stamp

@@ -290,7 +290,7 @@ class Attachments:
         except RegionError as error:
             self._say(Refuse(question, error.message[:_LONGEST_WHY]))
             return
-        number = region.number
+        number = region._number
         known = self._known.get((self._me, number))
         if known is not None and known.leaving:  # it was closed by the other end, which has heard of that first
             self._driver.spawn(lambda: self._answer_when_closed(known, question, descriptor), Context())
@@ -362,7 +362,7 @@ class Attachments:
         attachment = Attachment(owner, number, descriptor, Promise(self._driver), Promise(self._driver))
         self._known[owner, number] = attachment
         if region is not None:
-            region.opened(attachment, self.close)
+            region._opened(attachment, self.close)
         if asked is not None:
             self._end_question(question, attachment)
         self._driver.spawn(lambda: self._finish_opening(attachment, opening, region), Context())
@@ -370,7 +370,7 @@ class Attachments:
     def _part(self, region: Region | None, asked: _Question | None) -> Tensor:
         """This end's part: of the other one's region it has nothing."""
         if region is not None:
-            return region.part()
+            return region._part()
         assert asked is not None
         return torch.empty(0, dtype=asked.dtype, device=self._comm.device)
 
@@ -404,5 +404,5 @@ class Attachments:
         self._known.pop((attachment.owner, attachment.number), None)
         region = self._granted.pop(attachment.number, None) if attachment.owner == self._me else None
         if region is not None:
-            region.left(attachment)
+            region._left(attachment)
         attachment.closed.set()

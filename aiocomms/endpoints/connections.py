@@ -23,10 +23,9 @@ import torch
 from aiocomms.bootstrap.registry import Plan, open_transports
 from aiocomms.bootstrap.rendezvous import FORMING
 from aiocomms.communicator import Communicator
-from aiocomms.endpoints.attachments import Attachments
 from aiocomms.endpoints.credentials import Address, read_address
 from aiocomms.endpoints.meeting import CALLER, Answer, Hello, Line, Pair, call, heard, seal_of
-from aiocomms.endpoints.peer import Peer
+from aiocomms.endpoints.peer import End, Peer
 from aiocomms.endpoints.regions import Region
 from aiocomms.errors import ArgumentError, CommClosedError, CommError, CommTimeoutError, MismatchError, PeerDiedError
 from aiocomms.lowlevel import run_in_thread
@@ -59,6 +58,8 @@ class Connections:
         self._mine, self._name, self._device, self._plan, self._seconds = mine, name, device, plan, timeout
         self._grant, self._driver = grant, Driver.current()
         self._peers: dict[bytes, Peer] = {}
+        self._left: set[Peer] = set()
+        """Those that the other end has closed, until they are closed here."""
         self._forming: dict[bytes, Promise] = {}
         """The endpoints with which a connection is being formed, by whichever of the two."""
         self._calling: set[bytes] = set()
@@ -154,9 +155,8 @@ class Connections:
             seconds = FORMING if self._seconds == inf else self._seconds
             line.extend(seconds)
             peer = await self._meet(line, 1 - CALLER, there, seal_of(there, self._mine, hello.nonce, nonce), seconds)
-        if not peer.closed:
-            self._arrived[peer] = None
-            self._wake_acceptors()
+        self._arrived[peer] = None
+        self._wake_acceptors()
 
     # -------------------------------------------------------------------------------------------------------- forming
 
@@ -168,8 +168,7 @@ class Connections:
         transports = await open_transports(self._plan, lambda cls, _: cls.open(pair, self._plan.options))
         pair.timeout = self._seconds
         comm = Communicator(pair, self._plan, transports)
-        attachments = Attachments(comm, self._grant, lambda: self._soon(peer.aclose))
-        peer = Peer(comm, attachments, there, self.forget)
+        peer = Peer(comm, there, self._grant, self._ended)
         try:
             await peer._begin()
             self._check()
@@ -206,12 +205,17 @@ class Connections:
 
     # -------------------------------------------------------------------------------------------------------- the end
 
-    def forget(self, peer: Peer) -> None:
-        """A connection is over: it was closed, or lost, and then everything is released that it holds."""
+    def _ended(self, peer: Peer, how: End) -> None:
+        """A connection is over. One that was lost is closed here, one that the other end has closed by the program."""
         endpoint = peer._address.endpoint
-        self._arrived.pop(peer, None)
         if self._peers.get(endpoint) is peer:
             del self._peers[endpoint]
+        if how is End.LEFT:
+            self._left.add(peer)
+        else:
+            self._left.discard(peer)
+            self._arrived.pop(peer, None)
+        if how is End.LOST:
             self._soon(peer.aclose)
 
     async def close(self, why: CommClosedError) -> None:
@@ -219,7 +223,7 @@ class Connections:
         self.closed = why
         self._wake_acceptors()
         async with anyio.create_task_group() as tasks:
-            for peer in self.peers:
+            for peer in (*self.peers, *self._left):
                 tasks.start_soon(peer.aclose)
         with anyio.CancelScope(shield=True):
             while self._tasks:

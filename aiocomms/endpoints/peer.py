@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeVar, overload
 
@@ -12,16 +13,27 @@ from torch import Tensor
 from aiocomms.communicator import Communicator
 from aiocomms.endpoints.attachments import Attachments
 from aiocomms.endpoints.credentials import Address, Descriptor, expired, read_descriptor
-from aiocomms.endpoints.regions import RemoteRegion
+from aiocomms.endpoints.regions import Region, RemoteRegion
 from aiocomms.errors import CommClosedError, CommError, CommTimeoutError, RegionError
 from aiocomms.families.hooks import Hook
 from aiocomms.families.rma import Window
 from aiocomms.families.streams import ItemStream, TensorStream
 from aiocomms.ops import checks
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
+from aiocomms.progress.driver import Promise
 from aiocomms.progress.work import Work
 
 T = TypeVar("T")
+
+
+class End(enum.Enum):
+    """How a connection has ended."""
+
+    CLOSED = enum.auto()
+    """On this side; everything is released."""
+    LEFT = enum.auto()
+    """On the other side."""
+    LOST = enum.auto()
 
 
 class Peer:
@@ -34,10 +46,16 @@ class Peer:
     _signals: Window
 
     def __init__(
-        self, comm: Communicator, attachments: Attachments, address: Address, forget: Callable[[Peer], object]
+        self,
+        comm: Communicator,
+        address: Address,
+        grant: Callable[[bytes], Region],
+        ended: Callable[[Peer, End], object],
     ) -> None:
-        self._comm, self._attachments, self._address, self._forget = comm, attachments, address, forget
+        self._comm, self._address, self._ended = comm, address, ended
+        self._attachments = Attachments(comm, grant, self._left)
         self._other = 1 - comm.rank
+        self._over, self._why = Promise(comm._core.driver), CommClosedError("the connection was closed")
         self._remotes: dict[bytes, RemoteRegion] = {}
         """The regions that are open, by their descriptors."""
         comm.register_abort_hook(self._lost)
@@ -67,8 +85,11 @@ class Peer:
 
     @property
     def closed(self) -> bool:
-        """Whether the connection is over: closed on either side, or lost."""
-        return self._comm.closed or self._comm.aborted
+        """Whether the connection is over: closed on either side, or lost.
+
+        Where the other side has closed it, messages that it had sent by then can still be received.
+        """
+        return self._over.is_set
 
     # ------------------------------------------------------------------------------------------------------ messages
 
@@ -145,7 +166,7 @@ class Peer:
         except CommError as error:
             raise error.about(comm=self._comm.name, op="attach") from error.__cause__
         remote = self._remotes.get(bytes(descriptor))
-        if remote is None or not remote.is_of(attachment):
+        if remote is None or not remote._is_of(attachment):
             self._remotes = {key: it for key, it in self._remotes.items() if not it.closed}
             remote = self._remotes[bytes(descriptor)] = RemoteRegion(says, attachment, self._attachments.close)
         return remote
@@ -180,10 +201,10 @@ class Peer:
         :param timeout: the deadline in seconds, None for no deadline; by default the endpoint's.
         :raises CommError: the connection is lost or closed.
         """
-        dirty = [remote for remote in self._remotes.values() if remote.dirty]
+        dirty = [remote for remote in self._remotes.values() if remote._dirty]
         flushed = []
         for remote in dirty:
-            remote.dirty = False
+            remote._dirty = False
             if not remote.closed:  # else closing has flushed it
                 flushed.append(remote.flush(timeout=timeout))
         for work in flushed:
@@ -205,11 +226,15 @@ class Peer:
         return self._comm.register_abort_hook(fn)
 
     async def lost(self) -> CommError:
-        """Wait until the connection is lost; see :meth:`Communicator.lost`.
+        """Wait until the connection is lost: a death, an abort, a deadline.
 
+        :returns: why, as :meth:`Communicator.lost` does.
         :raises CommClosedError: it was closed on either side.
         """
-        return await self._comm.lost()
+        await self._over
+        if self._comm.aborted:
+            return await self._comm.lost()
+        raise self._why.about(comm=self._comm.name, op="lost")
 
     def abort(self, reason: str | BaseException) -> None:
         """Give the connection up, on both sides; see :meth:`Communicator.abort`."""
@@ -218,13 +243,14 @@ class Peer:
     async def aclose(self) -> None:
         """Close the connection: ops under way end, and everything is released. Idempotent.
 
+        The other side can still receive messages whose sends are done.
+
         :raises CommError: a transport broke while it closed; everything else is released.
         """
-        if not self.closed:
+        if not self._comm.closed and not self._comm.aborted:
             self._attachments.say_bye()
-        self._attachments.end(CommClosedError("the connection was closed"))
+        self._end(self._why, End.CLOSED)
         self._remotes.clear()
-        self._forget(self)
         await self._comm.aclose()
 
     async def __aenter__(self) -> Self:
@@ -235,9 +261,18 @@ class Peer:
             self.abort(error)
         await self.aclose()
 
+    def _left(self) -> None:
+        """The other end has closed the connection. What it has sent may still be on its way, or wait for a receive."""
+        self._why = CommClosedError("the other endpoint has closed the connection")
+        self._end(self._why, End.LEFT)
+
     def _lost(self, error: CommError) -> None:
-        self._attachments.end(error)
-        self._forget(self)
+        self._end(error, End.LOST)
+
+    def _end(self, why: CommError, how: End) -> None:
+        self._attachments.end(why)
+        self._ended(self, how)
+        self._over.set()
 
     def _checked(self, descriptor: object) -> Descriptor:
         """What a descriptor says, if it can be one of the other endpoint's."""

@@ -73,19 +73,19 @@ class Region:
         await self.revoke()
 
     @property
-    def number(self) -> int:
+    def _number(self) -> int:
         """Its number among the endpoint's."""
         return self._says.number
 
-    def part(self) -> Tensor:
+    def _part(self) -> Tensor:
         """What is opened to another endpoint: nothing of it once it is revoked."""
         return self._tensor.new_empty(0) if self._revoked else self._tensor
 
-    def opened(self, attachment: Attachment, close: Close) -> None:
-        """It is open to another endpoint, until :meth:`left`."""
+    def _opened(self, attachment: Attachment, close: Close) -> None:
+        """It is open to another endpoint, until :meth:`_left`."""
         self._open[attachment] = close
 
-    def left(self, attachment: Attachment) -> None:
+    def _left(self, attachment: Attachment) -> None:
         """It is not open to that one any more."""
         self._open.pop(attachment, None)
 
@@ -102,7 +102,7 @@ class RemoteRegion:
         assert attachment.window is not None
         self._window: Window = attachment.window
         self._owner = attachment.owner
-        self.dirty = False
+        self._dirty = False
         """Whether something was put since the last signal."""
 
     def __repr__(self) -> str:
@@ -134,7 +134,7 @@ class RemoteRegion:
         """Whether it may not be used any more: it was revoked or closed, has expired, or the connection is over."""
         return bool(self._attachment.over) or expired(self._says.expires)
 
-    def is_of(self, attachment: Attachment) -> bool:
+    def _is_of(self, attachment: Attachment) -> bool:
         """Whether it is this opening of the region, and no earlier one."""
         return self._attachment is attachment
 
@@ -158,7 +158,7 @@ class RemoteRegion:
         """
         self._check("put", "written", self._says.write)
         work = self._window.put(tensor, self._owner, offset, hints=hints, timeout=timeout)
-        self.dirty = True
+        self._dirty = True
         return work
 
     def get(

@@ -267,6 +267,11 @@ class Promise:
         self._set = False
         self._waiters = Waiters(self)
 
+    @property
+    def is_set(self) -> bool:
+        """Whether it has happened."""
+        return self._set
+
     def set(self) -> None:
         """Let every waiter go on."""
         self._set = True

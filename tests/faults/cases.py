@@ -16,6 +16,8 @@ NO_LISTENER = "nothing listens, and nothing of another process is read"
 NO_VERSIONS = "debug mode compares ops with each other; it reads no version counters, and sees no program's write"
 OF_UCX = "it uses neither UCX nor shared memory of the host"
 ABOVE_TRANSPORTS = "streams are above transports: shown over `local`"
+NO_ENDPOINTS = "it meets in a store, and endpoints have none"
+SKIPPED = f"{NO_ENDPOINTS}: its tests are skipped"
 OF_THE_DECODER = "memory is measured of the decoder, not of the process"
 
 
@@ -271,5 +273,25 @@ CASES = (
         107,
         "a cable that loses, delays, reorders, repeats, is slow, is cut for 2 s, or takes smaller frames",
         local=NO_NETWORK,
+    ),
+    # Endpoints.
+    Case(108, "a region that was revoked", but={"c10d": SKIPPED}),
+    Case(109, "a right that a descriptor does not give; bounds", but={"c10d": SKIPPED}),
+    Case(
+        110,
+        "a descriptor that is forged, foreign, expired; an end that lies; another token",
+        but={"c10d": SKIPPED},
+    ),
+    Case(
+        111,
+        "an endpoint that does not answer",
+        but={"local": "ranks of one loop cannot be late for each other: its tests are skipped", "c10d": SKIPPED},
+    ),
+    Case(112, "a peer dies, and no other connection notices; it comes again", local=ONE_PROCESS, c10d=NO_ENDPOINTS),
+    Case(
+        113,
+        "cancelled puts, and their tensors",
+        local="a put is done within its call",
+        c10d=NO_ENDPOINTS,
     ),
 )
