@@ -70,7 +70,7 @@ class Rendezvous(Protocol):
     store: Store | None
     """Where the ranks met, as torch has it; None: there is none, or not yet."""
     hosts: Sequence[str]
-    """Addresses of other ranks' hosts that are known already; often there are none."""
+    """Addresses of other ranks' hosts that are known already."""
 
     def left(self) -> float:
         """The seconds of the timeout that are left, from when this rank began; negative once time is up."""
@@ -353,8 +353,7 @@ class Transport(ABC):
         Works in flight need not be completed (the communicator ends them), but their tensors are kept until the wire is
         quiet.
 
-        Raising: the transport is broken, which is said in the log. If the communicator is lost already, its first
-        reason stays.
+        Raising: the transport is broken, as the log says. Of a communicator that is lost the first reason stays.
         """
 
     @abstractmethod

@@ -11,7 +11,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import msgspec
@@ -20,9 +20,9 @@ from torch import Tensor
 
 from aiocomms.bootstrap.notes import Passed
 from aiocomms.endpoints.credentials import FORGED, Descriptor, dtype_of
-from aiocomms.endpoints.regions import REVOKED, Region
+from aiocomms.endpoints.regions import REVOKED, Attachment, Region
+from aiocomms.endpoints.words import LEADER, LONGEST_WHY, Ask, Bye, Closing, Grant, Leave, Opening, Refuse, Word, read
 from aiocomms.errors import CommError, CommTimeoutError, ProtocolError, RegionError
-from aiocomms.lowlevel import UNREADABLE
 from aiocomms.ops import checks
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
 from aiocomms.progress.driver import Promise
@@ -30,90 +30,6 @@ from aiocomms.progress.driver import Promise
 if TYPE_CHECKING:
     from aiocomms.communicator import Communicator
     from aiocomms.families.rma import Window
-
-LEADER: Final = 0
-
-
-class Ask(msgspec.Struct, tag=0, array_like=True):
-    """I want to use your region."""
-
-    question: int
-    descriptor: bytes
-
-
-class Refuse(msgspec.Struct, tag=1, array_like=True):
-    """You may not."""
-
-    question: int
-    why: str
-
-
-class Grant(msgspec.Struct, tag=2, array_like=True):
-    """You may: open it, leader."""
-
-    question: int
-    number: int
-
-
-class Opening(msgspec.Struct, tag=3, array_like=True):
-    """The leader opens a region of the rank ``owner``, because of a question of the other one."""
-
-    owner: int
-    number: int
-    question: int
-
-
-class Leave(msgspec.Struct, tag=4, array_like=True):
-    """Close it, leader."""
-
-    owner: int
-    number: int
-    why: str
-
-
-class Closing(msgspec.Struct, tag=5, array_like=True):
-    """The leader closes it."""
-
-    owner: int
-    number: int
-    why: str
-
-
-class Bye(msgspec.Struct, tag=6, array_like=True):
-    """This endpoint closes the connection."""
-
-
-Word = Ask | Refuse | Grant | Opening | Leave | Closing | Bye
-_decoder = msgspec.msgpack.Decoder(Word)
-_LONGEST_WHY: Final = 200
-
-
-def read(what: bytes, rank: int) -> Word:
-    """Decode what the other end says.
-
-    :param rank: this end's.
-    :raises ProtocolError: it makes no sense, or is not for this end to hear.
-    """
-    try:
-        word: Word = _decoder.decode(what)
-    except UNREADABLE as error:
-        raise ProtocolError(f"what the other endpoint says makes no sense: {error}", peer=1 - rank) from None
-    if isinstance(word, (Opening, Closing) if rank == LEADER else (Grant, Leave)):
-        raise ProtocolError(f"the other endpoint says {type(word).__name__}, which this one decides", peer=1 - rank)
-    return word
-
-
-class Attachment:
-    """One region that is open between the two, as either of them sees it."""
-
-    def __init__(self, owner: int, number: int, descriptor: bytes, opened: Promise, closed: Promise) -> None:
-        self.owner, self.number, self.descriptor = owner, number, descriptor
-        self.opened, self.closed = opened, closed
-        self.window: Window | None = None
-        """There once it is opened, unless the connection was lost before."""
-        self.over = ""
-        """Why nothing may be started on it any more; empty: it may."""
-        self.leaving = False
 
 
 class _Question:
@@ -210,7 +126,7 @@ class Attachments:
                 if self._me == LEADER:
                     self._lead(attachment, why)
                 else:
-                    self._say(Leave(attachment.owner, attachment.number, why[:_LONGEST_WHY]))
+                    self._say(Leave(attachment.owner, attachment.number, why[:LONGEST_WHY]))
             await attachment.closed
             return
         self._core.lose(CommTimeoutError(f"the other endpoint did not close a region within {seconds:g} s"))
@@ -241,7 +157,7 @@ class Attachments:
 
     # ------------------------------------------------------------------------------------------------- what is heard
 
-    def _say(self, word: msgspec.Struct) -> None:
+    def _say(self, word: Word) -> None:
         self._core.notes.say(self._other, Passed(msgspec.msgpack.encode(word)))
 
     def _hear(self, what: bytes) -> None:
@@ -288,7 +204,7 @@ class Attachments:
         try:
             region = self._grant(descriptor)
         except RegionError as error:
-            self._say(Refuse(question, error.message[:_LONGEST_WHY]))
+            self._say(Refuse(question, error.message[:LONGEST_WHY]))
             return
         number = region._number
         known = self._known.get((self._me, number))
@@ -324,7 +240,7 @@ class Attachments:
         """The leader closes a region that is opened, and tells the other one."""
         if attachment.window is not None:
             self._close(attachment)
-            self._say(Closing(attachment.owner, attachment.number, why[:_LONGEST_WHY]))
+            self._say(Closing(attachment.owner, attachment.number, why[:LONGEST_WHY]))
 
     async def _lead_when_opened(self, attachment: Attachment, why: str) -> None:
         await attachment.opened

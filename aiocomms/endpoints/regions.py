@@ -15,12 +15,25 @@ from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
 from aiocomms.progress.work import Work
 
 if TYPE_CHECKING:
-    from aiocomms.endpoints.attachments import Attachment
     from aiocomms.families.rma import Window
+    from aiocomms.progress.driver import Promise
 
 REVOKED = "its owner has revoked the region"
 Close = Callable[..., Coroutine[Any, Any, None]]
 """Closes an attachment: ``close(attachment, why, timeout)``."""
+
+
+class Attachment:
+    """One region that is open between the two, as either of them sees it."""
+
+    def __init__(self, owner: int, number: int, descriptor: bytes, opened: Promise, closed: Promise) -> None:
+        self.owner, self.number, self.descriptor = owner, number, descriptor
+        self.opened, self.closed = opened, closed
+        self.window: Window | None = None
+        """There once it is opened, unless the connection was lost before."""
+        self.over = ""
+        """Why nothing may be started on it any more; empty: it may."""
+        self.leaving = False
 
 
 class Region:

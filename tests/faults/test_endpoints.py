@@ -18,8 +18,8 @@ import torch
 from processes import KILLED, Rank, Run
 
 import aiocomms
-from aiocomms.endpoints import attachments
-from aiocomms.endpoints.attachments import Leave, Opening
+from aiocomms.bootstrap.notes import Passed
+from aiocomms.endpoints.words import Leave, Opening
 from aiocomms.errors import AuthError, CommAbortedError, CommError, PeerDiedError, ProtocolError, RegionError
 
 Notice = Callable[[Sequence[float]], None]
@@ -294,7 +294,7 @@ async def lie(place: Rank, word: str) -> Any:
         what = said[word]
         say: Callable[[Any], Any] = peer._attachments._say
         if isinstance(what, bytes):
-            peer._comm._core.notes.say(1, attachments.Passed(what))
+            peer._comm._core.notes.say(1, Passed(what))
         else:
             say(what)
         assert isinstance(await found.lost(), (ProtocolError, CommAbortedError))
@@ -316,13 +316,14 @@ async def connect_anew(place: Rank) -> Any:
         if place.rank == 0:
             give(place, "address", here.address)
             first = await here.accept()
+            await first.send_object("die")
             assert isinstance(await first.lost(), PeerDiedError)
             place.tell("noticed")
             second = await here.accept()
             return await second.recv_object()
         address = await asyncio.to_thread(given, place, "address")
         if place.rank == 1:
-            await here.connect(address)
+            await (await here.connect(address)).recv_object()
             place.die()
         await asyncio.to_thread(place.told, "noticed")
         await (await here.connect(address)).send_object("anew")

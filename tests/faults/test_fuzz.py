@@ -27,7 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiocomms.bootstrap import launchers, notes
-from aiocomms.endpoints import attachments, credentials
+from aiocomms.endpoints import credentials, words
 from aiocomms.errors import ArgumentError, ProtocolError, RegionError
 from aiocomms.families import parcels
 from aiocomms.families.items import Tensors
@@ -124,8 +124,8 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
     "addresses of endpoints": (_address, ADDRESS.pack()),
     "descriptors of regions": (_descriptor, DESCRIPTOR.pack(KEY)),
     "words of endpoints": (
-        lambda data: attachments.read(data, 1),
-        msgspec.msgpack.encode(attachments.Closing(0, 2**40, "its owner has revoked the region")),
+        lambda data: words.read(data, 1),
+        msgspec.msgpack.encode(words.Closing(0, 2**40, "its owner has revoked the region")),
     ),
     "notes of ucx": (ucx_wire.unpack, ucx_wire.pack(ucx_wire.Note(0, b"a note"))),
     "hellos of ucx": (_ucx_hello, ucx_wire.dialect().head + msgspec.msgpack.encode(HELLO)),

@@ -1,0 +1,83 @@
+"""What the two ends of a connection say to each other of their regions, by notes."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from aiocomms.errors import ProtocolError
+from aiocomms.lowlevel import UNREADABLE
+
+LEADER: Final = 0
+"""The rank that decides in which order regions are opened and closed."""
+LONGEST_WHY: Final = 200
+"""Characters of a reason."""
+
+
+class Ask(msgspec.Struct, tag=0, array_like=True):
+    """I want to use your region."""
+
+    question: int
+    descriptor: bytes
+
+
+class Refuse(msgspec.Struct, tag=1, array_like=True):
+    """You may not."""
+
+    question: int
+    why: str
+
+
+class Grant(msgspec.Struct, tag=2, array_like=True):
+    """You may: open it, leader."""
+
+    question: int
+    number: int
+
+
+class Opening(msgspec.Struct, tag=3, array_like=True):
+    """The leader opens a region of the rank ``owner``, because of a question of the other one."""
+
+    owner: int
+    number: int
+    question: int
+
+
+class Leave(msgspec.Struct, tag=4, array_like=True):
+    """Close it, leader."""
+
+    owner: int
+    number: int
+    why: str
+
+
+class Closing(msgspec.Struct, tag=5, array_like=True):
+    """The leader closes it."""
+
+    owner: int
+    number: int
+    why: str
+
+
+class Bye(msgspec.Struct, tag=6, array_like=True):
+    """This endpoint closes the connection."""
+
+
+Word = Ask | Refuse | Grant | Opening | Leave | Closing | Bye
+_decoder = msgspec.msgpack.Decoder(Word)
+
+
+def read(what: bytes, rank: int) -> Word:
+    """Decode what the other end says.
+
+    :param rank: this end's.
+    :raises ProtocolError: it makes no sense, or is not for this end to hear.
+    """
+    try:
+        word: Word = _decoder.decode(what)
+    except UNREADABLE as error:
+        raise ProtocolError(f"what the other endpoint says makes no sense: {error}", peer=1 - rank) from None
+    if isinstance(word, (Opening, Closing) if rank == LEADER else (Grant, Leave)):
+        raise ProtocolError(f"the other endpoint says {type(word).__name__}, which this one decides", peer=1 - rank)
+    return word
