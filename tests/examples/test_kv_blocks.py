@@ -1,0 +1,180 @@
+"""KV blocks that nodes write into each other's memory: two processes, memory, no model."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from processes import HANGS, KILLED, Rank, Run
+
+from aiocomms.errors import ArgumentError, CommError, RegionError
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+COUNT, LENGTH = 16, 4096
+
+
+@pytest.fixture
+def transport() -> str:
+    return "ucx"
+
+
+def load(name: str) -> ModuleType:
+    """A module of the example, in whatever process this is."""
+    if str(EXAMPLES) not in sys.path:
+        sys.path.insert(0, str(EXAMPLES))
+    return importlib.import_module(f"kv_blocks.{name}")
+
+
+def memory(value: int) -> memoryview:
+    """Blocks of which the n-th has this value, and n more, in each byte."""
+    data = bytearray(b"".join(bytes([value + n]) * LENGTH for n in range(COUNT)))
+    return memoryview(data).cast("B", (COUNT, LENGTH))
+
+
+def give(place: Rank, name: str, what: bytes) -> None:
+    (place.folder / name).write_bytes(what)
+    place.tell(f"{name} is there")
+
+
+def given(place: Rank, name: str) -> bytes:
+    place.told(f"{name} is there")
+    return (place.folder / name).read_bytes()
+
+
+def ended(transport: Any, number: int, peer: str) -> Any:
+    """Poll as the engine's loop does, until a transfer has ended."""
+    ends = time.monotonic() + HANGS
+    while time.monotonic() < ends:
+        found = transport.poll(peer)
+        if number in (*found.done, *found.failed):
+            return found
+        time.sleep(0.001)
+    raise AssertionError(f"transfer {number} hangs")
+
+
+def faulty(transport: Any, peer: str) -> str | None:
+    """Poll until a node cannot be used any more, and return why."""
+    fault: str | None = None
+    ends = time.monotonic() + HANGS
+    while fault is None and time.monotonic() < ends:
+        time.sleep(0.001)
+        fault = transport.poll(peer).peer_fault
+    return fault
+
+
+# ------------------------------------------------------------------------------------------------------- awaited
+
+
+async def write(place: Rank) -> list[int]:
+    """Both write into each other's memory, in both orders, and see what came."""
+    mine, other = memory(100 * place.rank), 1 - place.rank
+    blocks = await load("blocks").Blocks.open(mine)
+    give(place, f"metadata {place.rank}", blocks.metadata)
+    await blocks.add("other", await asyncio.to_thread(given, place, f"metadata {other}"), COUNT, LENGTH)
+    await blocks.write_blocks("other", [0, 1, 2, 7], [10, 11, 12, 9])
+    with pytest.raises(ArgumentError, match=r"remote indices \[16\], wanted 0 <= index < 16"):
+        await blocks.write_blocks("other", [0, 1], [0, 16])
+    with pytest.raises(ArgumentError, match="2 local indices, and 1 remote"):
+        await blocks.write_blocks("other", [0, 1], [0])
+    with pytest.raises(ArgumentError, match="'nobody' was not added"):
+        await blocks.write_blocks("nobody", [0], [0])
+    place.tell(f"written {place.rank}")
+    await place.all_told("written", other)
+    place.tell(f"seen {place.rank}")
+    await place.all_told("seen", other)
+    await blocks.remove("other")
+    assert all(len(set(row)) == 1 for row in mine.tolist())
+    await blocks.aclose()
+    return [row[0] for row in mine.tolist()]
+
+
+def test_both_write(ranks: Run) -> None:
+    first = [*range(9), 107, 100, 101, 102, 13, 14, 15]
+    second = [*range(100, 109), 7, 0, 1, 2, 113, 114, 115]
+    assert ranks(2, write) == [first, second]
+
+
+async def refuse(place: Rank) -> None:
+    """Blocks of another size, metadata that was changed or is none, a node that has closed."""
+    module = load("blocks")
+    one, two = await module.Blocks.open(memory(0)), await module.Blocks.open(memory(100))
+    with pytest.raises(ArgumentError, match="blocks of 1 bytes, and this one of 4096"):
+        await one.add("two", two.metadata, COUNT, 1)
+    with pytest.raises(ArgumentError, match="wanted 17 blocks"):
+        await one.add("two", two.metadata, COUNT + 1, LENGTH)
+    with pytest.raises(ArgumentError, match="makes no sense"):
+        await one.add("two", b"nonsense", COUNT, LENGTH)
+    changed = bytearray(two.metadata)
+    changed[-1] ^= 1
+    with pytest.raises((ArgumentError, RegionError)):
+        await one.add("two", bytes(changed), COUNT, LENGTH)
+    await two.aclose()
+    with pytest.raises(CommError):
+        await one.add("two", two.metadata, COUNT, LENGTH)
+    await one.aclose()
+    with pytest.raises(ArgumentError, match=r"wanted writable, contiguous \[blocks, bytes of a block\]"):
+        await module.Blocks.open(memoryview(bytes(8)))
+
+
+def test_what_does_not_fit(ranks: Run) -> None:
+    ranks(1, refuse)
+
+
+def test_blocks_that_lie_behind_each_other_are_one_put() -> None:
+    runs = load("blocks").runs
+    assert list(runs([0, 1, 2, 7, 8, 3], [4, 5, 6, 7, 9, 10])) == [(0, 4, 3), (7, 7, 1), (8, 9, 1), (3, 10, 1)]
+    assert list(runs([], [])) == []
+
+
+# ---------------------------------------------------------------------------------------------- submitted, and polled
+
+
+async def submit(place: Rank, dies: bool) -> Any:
+    await asyncio.to_thread(lambda: None)  # the caller's loop has no part in it
+    mine = memory(100 * place.rank)
+    transport = load("transport").EndpointTransport(mine, {"model": "none"})
+    assert (transport.num_blocks, transport.block_len) == (COUNT, LENGTH)
+    assert len(transport.config_fingerprint) == 16
+    if place.rank == 1:
+        give(place, "metadata", transport.get_agent_metadata())
+        place.told("written")
+        if dies:
+            place.die()
+        rows = [row[0] for row in mine.tolist()]
+        transport.close()
+        return rows
+    metadata = given(place, "metadata")
+    assert transport.write_blocks("decode", [0], [0]) is None
+    transport.add_remote_peer("decode", metadata, 0, COUNT, LENGTH)
+    number = transport.write_blocks("decode", [3, 4, 5], [0, 1, 15])
+    found = ended(transport, number, "decode")
+    assert (found.done, found.failed, found.peer_fault) == ([number], [], None)
+    assert transport.write_blocks("decode", [0], [COUNT]) is None
+    assert transport.cancel([number, 77], mode="wait") == []
+    place.tell("written")
+    fault = faulty(transport, "decode")
+    assert transport.write_blocks("decode", [0], [0]) is None
+    transport.remove_remote_peer("decode")
+    assert transport.poll("decode").peer_fault is None
+    transport.close()
+    transport.close()
+    return fault
+
+
+def test_submit_and_poll(ranks: Run) -> None:
+    fault, rows = ranks(2, submit, False)
+    assert rows == [3, 4, *range(102, 115), 5]
+    assert fault == "it has closed the connection"
+
+
+@pytest.mark.fault(112, transport="ucx")
+def test_a_node_that_dies(ranks: Run) -> None:
+    fault, rows = ranks(2, submit, True)
+    assert rows == KILLED
+    assert "is gone" in fault
