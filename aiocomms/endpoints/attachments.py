@@ -11,6 +11,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -22,7 +23,7 @@ from aiocomms.bootstrap.notes import Passed
 from aiocomms.endpoints.credentials import FORGED, Descriptor, dtype_of
 from aiocomms.endpoints.regions import REVOKED, Attachment, Region
 from aiocomms.endpoints.words import LEADER, LONGEST_WHY, Ask, Bye, Closing, Grant, Leave, Opening, Refuse, Word, read
-from aiocomms.errors import CommError, CommTimeoutError, ProtocolError, RegionError
+from aiocomms.errors import CommError, CommTimeoutError, ProtocolError, RegionError, as_reason, wrong_thread
 from aiocomms.ops import checks
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
 from aiocomms.progress.driver import Promise
@@ -83,27 +84,29 @@ class Attachments:
         :raises RegionError: that endpoint refuses it.
         :raises CommError: the connection is lost or closed.
         """
-        while (known := self._known.get((self._other, says.number))) is not None and known.leaving:
-            await known.closed
-        found: Attachment | CommError | None = known
-        if found is None:
+        while True:
             self._check()
-            question = next((one for one in self._questions.values() if one.descriptor == descriptor), None)
-            if question is None:
-                question = self._ask(descriptor, says)
-            await question.answered
-            found = question.answer
-        if isinstance(found, CommError):
-            raise found.about()
-        assert found is not None
-        if found.descriptor != descriptor:  # its owner has made one for each region
-            raise RegionError(FORGED)
-        await found.opened
-        if found.window is None:
-            self._check()
-        if found.window is None or found.window.sizes[self._other] != says.count:
-            raise RegionError(REVOKED)
-        return found
+            found = self._known.get((self._other, says.number))
+            if found is None:
+                found = await self._answered(descriptor, says)
+            if found.descriptor != descriptor:  # its owner has made one for each region
+                raise RegionError(FORGED)
+            await found.opened
+            if found.window is not None and not found.over:
+                if found.window.sizes[self._other] != says.count:
+                    raise RegionError(REVOKED)
+                return found
+            await found.closed  # then its owner says whether it may be opened again
+
+    async def _answered(self, descriptor: bytes, says: Descriptor) -> Attachment:
+        question = next((one for one in self._questions.values() if one.descriptor == descriptor), None)
+        if question is None:
+            question = self._ask(descriptor, says)
+        await question.answered
+        if isinstance(question.answer, CommError):
+            raise question.answer.about()
+        assert question.answer is not None
+        return question.answer
 
     def _ask(self, descriptor: bytes, says: Descriptor) -> _Question:
         number, question = next(self._numbers), _Question(descriptor, dtype_of(says), Promise(self._driver))
@@ -116,20 +119,24 @@ class Attachments:
 
         :param why: what the other one is told.
         :param timeout: how long that may take; afterwards the connection is lost.
+        :raises CommTimeoutError: it is.
         """
+        self.check_thread("close")
         seconds = self._comm._seconds if timeout is COMM_TIMEOUT else checks.deadline("timeout", timeout)
         with anyio.move_on_after(seconds):
             await attachment.opened
             if not attachment.leaving and self._over is None:
                 attachment.leaving = True
-                self._stop(attachment, why)
+                self._stop(attachment, why or "it was closed here")
                 if self._me == LEADER:
                     self._lead(attachment, why)
                 else:
                     self._say(Leave(attachment.owner, attachment.number, why[:LONGEST_WHY]))
             await attachment.closed
             return
-        self._core.lose(CommTimeoutError(f"the other endpoint did not close a region within {seconds:g} s"))
+        late = CommTimeoutError(f"the other endpoint did not let go of a region within {seconds:g} s")
+        self._core.lose(late)
+        raise late
 
     def say_bye(self) -> None:
         """Tell the other endpoint that this one closes the connection."""
@@ -150,6 +157,27 @@ class Attachments:
             self._closed(attachment)
         self._granted.clear()
         self._orders.clear()
+
+    def check_thread(self, op: str) -> None:
+        """Check that this is the loop's thread.
+
+        :raises RuntimeError: it is not.
+        """
+        if get_ident() != self._core.thread:
+            raise wrong_thread(f"{op} on '{self._comm.name}'")
+
+    def _spawn(self, call: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run something in a task. What it must not raise ends the connection, and nothing else."""
+
+        async def run() -> None:
+            try:
+                await call()
+            except Exception as error:
+                if not isinstance(error, CommError):
+                    self._driver.report("a region could not be opened or closed", error)
+                self._core.lose(CommError(f"a region could not be opened or closed: {as_reason(error)}"))
+
+        self._driver.spawn(run, Context())
 
     def _check(self) -> None:
         if self._over is not None:
@@ -181,7 +209,7 @@ class Attachments:
                 if found is not None and not found.leaving:
                     found.leaving = True
                     self._stop(found, why)
-                    self._driver.spawn(lambda: self._lead_when_opened(found, why), Context())
+                    self._spawn(lambda: self._lead_when_opened(found, why))
             case Opening() | Closing():
                 self._obey(word)
             case Bye():
@@ -194,7 +222,7 @@ class Attachments:
         self._orders.append(order)
         if not self._following:
             self._following = True
-            self._driver.spawn(self._follow, Context())
+            self._spawn(self._follow)
 
     def _stop(self, attachment: Attachment, why: str) -> None:
         """Start nothing more on it."""
@@ -209,7 +237,7 @@ class Attachments:
         number = region._number
         known = self._known.get((self._me, number))
         if known is not None and known.leaving:  # it was closed by the other end, which has heard of that first
-            self._driver.spawn(lambda: self._answer_when_closed(known, question, descriptor), Context())
+            self._spawn(lambda: self._answer_when_closed(known, question, descriptor))
         elif known is not None:
             self._say(Refuse(question, "it is open already"))
         else:
@@ -271,8 +299,8 @@ class Attachments:
             return
         try:
             opening = self._comm._begin_window(self._part(region, asked))
-        except CommError as error:
-            self._core.lose(error)  # the other end has begun
+        except Exception as error:  # the other end has begun
+            self._core.lose(error if isinstance(error, CommError) else CommError(as_reason(error)))
             return
         descriptor = b"" if asked is None else asked.descriptor
         attachment = Attachment(owner, number, descriptor, Promise(self._driver), Promise(self._driver))
@@ -281,7 +309,7 @@ class Attachments:
             region._opened(attachment, self.close)
         if asked is not None:
             self._end_question(question, attachment)
-        self._driver.spawn(lambda: self._finish_opening(attachment, opening, region), Context())
+        self._spawn(lambda: self._finish_opening(attachment, opening, region))
 
     def _part(self, region: Region | None, asked: _Question | None) -> Tensor:
         """This end's part: of the other one's region it has nothing."""
@@ -295,8 +323,6 @@ class Attachments:
     ) -> None:
         try:
             attachment.window = await opening
-        except CommError:  # the communicator is lost
-            return
         finally:
             attachment.opened.set()
         if region is not None and region.revoked:  # since it was granted

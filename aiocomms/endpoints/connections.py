@@ -14,7 +14,8 @@ import socket
 from collections.abc import Callable, Coroutine, Iterator
 from contextvars import Context
 from math import inf
-from typing import Any, Final
+from typing import Any, Final, Literal
+from weakref import WeakSet
 
 import anyio
 import msgspec
@@ -23,10 +24,10 @@ import torch
 from aiocomms.bootstrap.registry import Plan, open_transports
 from aiocomms.bootstrap.rendezvous import FORMING
 from aiocomms.communicator import Communicator
-from aiocomms.endpoints.credentials import Address, read_address
-from aiocomms.endpoints.meeting import CALLER, Answer, Hello, Line, Pair, call, heard, seal_of
+from aiocomms.endpoints.credentials import Address, expired, read_address
+from aiocomms.endpoints.meeting import CALLER, Answer, Call, Hello, Line, Pair, heard, seal_of
 from aiocomms.endpoints.peer import End, Peer
-from aiocomms.endpoints.regions import Region
+from aiocomms.endpoints.regions import Region, all_of
 from aiocomms.errors import ArgumentError, CommClosedError, CommError, CommTimeoutError, MismatchError, PeerDiedError
 from aiocomms.lowlevel import run_in_thread
 from aiocomms.lowlevel.auth import Seal
@@ -37,8 +38,17 @@ _ANSWERS: Final = 10.0
 """Seconds in which whoever has connected must say who it is."""
 _AT_ONCE: Final = 32
 """Endpoints that form a connection with this one at once, on their own account; others wait."""
+_MOST_GONE: Final = 16
+"""Of those that were not accepted, and that the other end has closed."""
 _PAUSE: Final = 0.01
 """Seconds before another call, where the other endpoint has said that it calls this one: it may have given up."""
+
+
+class _Forming:
+    """With one endpoint: how many calls of it, and answers to its calls, are under way."""
+
+    def __init__(self, ended: Promise) -> None:
+        self.ended, self.calls, self.answers = ended, 0, 0
 
 
 class Connections:
@@ -60,11 +70,11 @@ class Connections:
         self._peers: dict[bytes, Peer] = {}
         self._left: set[Peer] = set()
         """Those that the other end has closed, until they are closed here."""
-        self._forming: dict[bytes, Promise] = {}
+        self._all: WeakSet[Peer] = WeakSet()
+        self._forming: dict[bytes, _Forming] = {}
         """The endpoints with which a connection is being formed, by whichever of the two."""
-        self._calling: set[bytes] = set()
-        self._answering: set[bytes] = set()
-        """Those whose call was answered, and counts."""
+        self._scopes: set[anyio.CancelScope] = set()
+        """Of what :meth:`close` cuts short."""
         self._limit = anyio.Semaphore(_AT_ONCE)
         self._arrived: dict[Peer, None] = {}
         """Those that another endpoint has asked for, and that nobody has been handed."""
@@ -87,27 +97,36 @@ class Connections:
         if misfit := self._misfit(there):
             raise MismatchError(f"the endpoint {there.name} cannot be connected with: {misfit}")
         with anyio.move_on_after(seconds):
-            while there.endpoint not in self._peers:
+            while (peer := self._peers.get(there.endpoint)) is None:
                 self._check()
-                if there.endpoint in self._forming:
-                    await self._forming[there.endpoint]
-                elif not await self._call(there, seconds):
+                forming = self._forming.get(there.endpoint)
+                if forming is not None:
+                    await forming.ended
+                    continue
+                with self._until_closed():
+                    called = await self._call(there, seconds)
+                    if called is not None:
+                        return called
                     await anyio.sleep(_PAUSE)
-            return self._peers[there.endpoint]
+            return peer
         raise CommTimeoutError(f"after {seconds:g} s there was no connection with the endpoint {there.name}")
 
-    async def _call(self, there: Address, seconds: float) -> bool:
-        """Call another endpoint. False: its own call counts, or may."""
-        with self._form(there.endpoint, self._calling):
-            line, answer, nonce = await run_in_thread(lambda: call(there, self._mine.pack(), seconds))
-            with contextlib.closing(line):
-                if answer.crossed or there.endpoint in self._answering or there.endpoint in self._peers:
-                    return False  # to hang up now tells the other one that this call does not count
+    async def _call(self, there: Address, seconds: float) -> Peer | None:
+        """Call another endpoint. None: its own call counts, or may."""
+        with self._form(there.endpoint, "calls") as forming:
+            call = Call(there, self._mine.pack(), seconds)
+            try:
+                line, answer = await run_in_thread(call.run)
+                if answer.crossed or forming.answers or there.endpoint in self._peers:
+                    return None  # to hang up now tells the other one that this call does not count
                 if answer.refusal:
                     raise MismatchError(f"the endpoint {there.name} refuses the connection: {answer.refusal}")
                 await run_in_thread(lambda: line.tell(b""))
-                await self._meet(line, CALLER, there, seal_of(self._mine, there, nonce, answer.nonce), seconds)
-                return True
+                return await self._meet(
+                    line, CALLER, there, seal_of(self._mine, there, call.nonce, answer.nonce), seconds
+                )
+            finally:
+                call.hang_up()
 
     # ---------------------------------------------------------------------------------------------------- being called
 
@@ -129,34 +148,43 @@ class Connections:
 
     async def _receive(self, connection: socket.socket) -> None:
         try:
-            async with self._limit:
-                with contextlib.closing(Line(connection, _ANSWERS)) as line:
-                    await self._answer(line)
+            with contextlib.closing(connection), self._until_closed():
+                async with self._limit:
+                    with contextlib.closing(Line(connection, _ANSWERS)) as line:
+                        await self._answer(line)
         except (CommError, OSError) as error:  # the other endpoint is told by what it sees
-            _log.warning("an endpoint that has connected with '%s' was lost at once: %s", self._name, error)
+            if self.closed is None:
+                _log.warning("an endpoint that has connected with '%s' was lost at once: %s", self._name, error)
 
     async def _answer(self, line: Line) -> None:
         hello = await run_in_thread(lambda: heard(line, Hello))
-        there, nonce = read_address(hello.address), secrets.token_bytes(16)
-        crossed = there.endpoint in self._calling and self._mine.endpoint < there.endpoint
-        refusal = self._misfit(there)
+        there, nonce = read_address(hello.address, late=True), secrets.token_bytes(16)
+        forming = self._forming.get(there.endpoint)
+        crossed = forming is not None and forming.calls > 0 and self._mine.endpoint < there.endpoint
+        refusal = "its address has expired" if expired(self._mine.expires) else self._misfit(there)
         answer = msgspec.msgpack.encode(Answer(nonce, refusal, crossed))
         if crossed or refusal:
             await run_in_thread(lambda: line.tell(answer))
             return
-        with self._form(there.endpoint, self._answering):
+        with self._form(there.endpoint, "answers"):
             await run_in_thread(lambda: line.tell(answer))
             try:
                 await run_in_thread(line.hear)
             except PeerDiedError:  # it has hung up: it answers a call of this endpoint's
                 return
-            if (stale := self._peers.get(there.endpoint)) is not None:
-                stale.abort("the other endpoint has connected anew")
             seconds = FORMING if self._seconds == inf else self._seconds
             line.extend(seconds)
             peer = await self._meet(line, 1 - CALLER, there, seal_of(there, self._mine, hello.nonce, nonce), seconds)
         self._arrived[peer] = None
+        self._bound_arrived()
         self._wake_acceptors()
+
+    def _bound_arrived(self) -> None:
+        """Nobody may ever ask for those that have come and gone: the oldest of them are closed."""
+        over = [peer for peer in self._arrived if peer in self._left]
+        for peer in over[:-_MOST_GONE]:
+            del self._arrived[peer]
+            self._soon(peer.aclose)
 
     # -------------------------------------------------------------------------------------------------------- forming
 
@@ -168,33 +196,52 @@ class Connections:
         transports = await open_transports(self._plan, lambda cls, _: cls.open(pair, self._plan.options))
         pair.timeout = self._seconds
         comm = Communicator(pair, self._plan, transports)
+        comm._guard.dismiss()  # the endpoint's says what was left open
         peer = Peer(comm, there, self._grant, self._ended)
+        self._all.add(peer)
         try:
             await peer._begin()
             self._check()
+            if comm.aborted:
+                raise await comm.lost()
         except BaseException:
             comm.abort("the connection was not formed")
             with anyio.CancelScope(shield=True):
                 await peer.aclose()
             raise
-        self._peers[there.endpoint] = peer
+        if (stale := self._peers.get(there.endpoint)) is not None:
+            stale.abort("the other endpoint has connected anew")
+        if not peer.closed:  # else the other end has left already
+            self._peers[there.endpoint] = peer
         return peer
 
     @contextlib.contextmanager
-    def _form(self, endpoint: bytes, how: set[bytes]) -> Iterator[None]:
-        """While a connection with an endpoint is being formed; who wants one, too, waits for that.
-
-        :param how: by whose call.
-        """
-        formed = self._forming.setdefault(endpoint, Promise(self._driver))
-        how.add(endpoint)
+    def _form(self, endpoint: bytes, by: Literal["calls", "answers"]) -> Iterator[_Forming]:
+        """While a connection with an endpoint is being formed; who wants one, too, waits for that."""
+        forming = self._forming.setdefault(endpoint, _Forming(Promise(self._driver)))
+        setattr(forming, by, getattr(forming, by) + 1)
         try:
-            yield
+            yield forming
         finally:
-            how.discard(endpoint)
-            if self._forming.get(endpoint) is formed:
+            setattr(forming, by, getattr(forming, by) - 1)
+            if not forming.calls + forming.answers:
                 del self._forming[endpoint]
-            formed.set()
+                forming.ended.set()
+
+    @contextlib.contextmanager
+    def _until_closed(self) -> Iterator[None]:
+        """Cut short what is done meanwhile when the endpoint is closed.
+
+        :raises CommClosedError: it was.
+        """
+        with anyio.CancelScope() as scope:
+            self._scopes.add(scope)
+            try:
+                yield
+            finally:
+                self._scopes.discard(scope)
+        if scope.cancelled_caught:
+            self._check()
 
     def _misfit(self, there: Address) -> str:
         """Why the two cannot communicate; empty: they can."""
@@ -217,18 +264,26 @@ class Connections:
             self._arrived.pop(peer, None)
         if how is End.LOST:
             self._soon(peer.aclose)
+        self._bound_arrived()
 
     async def close(self, why: CommClosedError) -> None:
         """End all, and wait for what is under way."""
         self.closed = why
         self._wake_acceptors()
-        async with anyio.create_task_group() as tasks:
-            for peer in (*self.peers, *self._left):
-                tasks.start_soon(peer.aclose)
-        with anyio.CancelScope(shield=True):
-            while self._tasks:
-                self._idle = Promise(self._driver)
-                await self._idle
+        for scope in self._scopes:
+            scope.cancel()
+        try:
+            await all_of([peer.aclose for peer in (*self.peers, *self._left)])
+        finally:
+            with anyio.CancelScope(shield=True):  # which takes no longer than a communicator takes to close
+                while self._tasks:
+                    self._idle = Promise(self._driver)
+                    await self._idle
+
+    def disown(self) -> None:
+        """This is a forked child, which has no part in them."""
+        for peer in list(self._all):
+            peer._comm._disown()
 
     def _wake_acceptors(self) -> None:
         arrival, self._arrival = self._arrival, Promise(self._driver)
@@ -245,8 +300,8 @@ class Connections:
         async def run() -> None:
             try:
                 await call()
-            except CommError as error:
-                self._driver.report(f"a connection of '{self._name}' could not be closed", error)
+            except Exception as error:  # which would end a run of trio
+                self._driver.report(f"a connection of '{self._name}' could not be formed, or closed", error)
             finally:
                 self._tasks -= 1
                 if not self._tasks:

@@ -102,9 +102,10 @@ def expired(expires: float) -> bool:
     return time.time() >= expires
 
 
-def read_address(data: object) -> Address:
+def read_address(data: object, *, late: bool = False) -> Address:
     """Decode an address, and check it.
 
+    :param late: it may have expired: only who connects by it is to mind that.
     :raises ArgumentTypeError: it is not bytes.
     :raises ArgumentError: it is no address, or has expired.
     :raises AuthError: it was not made with this job's token.
@@ -120,7 +121,7 @@ def read_address(data: object) -> Address:
         address = _decoded(payload[_MAC:], Address)
     except ProtocolError as error:
         raise ArgumentError(f"address is not an endpoint's: {error.message}") from None
-    if expired(address.expires):
+    if not late and expired(address.expires):
         raise ArgumentError(f"address has expired {time.time() - address.expires:.3g} s ago: ask for a fresh one")
     return address
 

@@ -230,6 +230,7 @@ class Endpoint:
         """This is a forked child, which has no part in it."""
         self._closed = Promise(self._driver)
         self._closed.set()
+        self._connections.disown()
 
     def _grant(self, descriptor: bytes) -> Region:
         """The region that another endpoint may use by a descriptor.

@@ -111,30 +111,48 @@ class Line:
             raise PeerDiedError(f"the other endpoint is gone: {error}") from error
 
 
-def call(address: Address, mine: bytes, seconds: float) -> tuple[Line, Answer, bytes]:
-    """Connect to an endpoint, prove to be of the job, and say who this is. Blocks.
+class Call:
+    """A call of another endpoint: connects, proves to be of the job, and says who this is."""
 
-    :param mine: this endpoint's address.
-    :returns: the connection, what the endpoint answers, and what this one has chosen for the seal.
-    :raises PeerDiedError: nobody listens there.
-    :raises AuthError: who does has another token.
-    """
-    where = f"the endpoint {address.name} at {address.host}:{address.port}"
-    ends = time.monotonic() + seconds
-    try:
-        connection = socket.create_connection((address.host, address.port), seconds)
-        proved = prove(connection, address.secret("connect"), CALLER, max(0.001, ends - time.monotonic()), ENDPOINT)
-    except TimeoutError:
-        raise CommTimeoutError(f"{where} did not answer within {seconds:g} s") from None
-    except OSError as error:
-        raise PeerDiedError(f"{where} cannot be reached: {error}") from error
-    line, nonce = Line(proved, max(0.001, ends - time.monotonic())), os.urandom(16)
-    try:
-        line.tell(msgspec.msgpack.encode(Hello(mine, nonce)))
-        return line, heard(line, Answer), nonce
-    except BaseException:
-        line.close()
-        raise
+    def __init__(self, address: Address, mine: bytes, seconds: float) -> None:
+        """Begin with nothing.
+
+        :param mine: this endpoint's address.
+        :param seconds: for all of it.
+        """
+        self._address, self._mine, self._seconds = address, mine, seconds
+        self._connection = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET)
+        self.nonce = os.urandom(16)
+        """What this end has chosen for the seal."""
+
+    def run(self) -> tuple[Line, Answer]:
+        """Make it. Blocks, until :meth:`hang_up` at the latest.
+
+        :returns: the connection, and what the endpoint answers.
+        :raises PeerDiedError: nobody listens there.
+        :raises CommTimeoutError: it does not answer.
+        :raises AuthError: who does has another token.
+        """
+        address, ends = self._address, time.monotonic() + self._seconds
+        where = f"the endpoint {address.name} at {address.host}:{address.port}"
+        try:
+            self._connection.settimeout(self._seconds)
+            self._connection.connect((address.host, address.port))
+            left = max(0.001, ends - time.monotonic())
+            prove(self._connection, address.secret("connect"), CALLER, left, ENDPOINT)
+            line = Line(self._connection, max(0.001, ends - time.monotonic()))
+        except TimeoutError:
+            raise CommTimeoutError(f"{where} did not answer within {self._seconds:g} s") from None
+        except OSError as error:
+            raise PeerDiedError(f"{where} cannot be reached: {error}") from error
+        line.tell(msgspec.msgpack.encode(Hello(self._mine, self.nonce)))
+        return line, heard(line, Answer)
+
+    def hang_up(self) -> None:
+        """End it; a thread that makes it goes on."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
 
 
 def heard(line: Line, kind: type[_T]) -> _T:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeVar, overload
 
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 from aiocomms.communicator import Communicator
+from aiocomms.core import CLOSE_GRACE
 from aiocomms.endpoints.attachments import Attachments
 from aiocomms.endpoints.credentials import Address, Descriptor, expired, read_descriptor
 from aiocomms.endpoints.regions import Region, RemoteRegion
@@ -156,6 +159,7 @@ class Peer:
         :raises CommTimeoutError: the other endpoint has not answered by then; the connection stays usable.
         :raises CommError: the connection is lost or closed.
         """
+        self._attachments.check_thread("attach")
         try:
             seconds = self._comm._seconds if timeout is COMM_TIMEOUT else checks.deadline("timeout", timeout)
             says = self._checked(descriptor)
@@ -167,13 +171,20 @@ class Peer:
             raise error.about(comm=self._comm.name, op="attach") from error.__cause__
         remote = self._remotes.get(bytes(descriptor))
         if remote is None or not remote._is_of(attachment):
-            self._remotes = {key: it for key, it in self._remotes.items() if not it.closed}
+            self._remotes = {key: it for key, it in self._remotes.items() if not it.closed or not it._settled}
             remote = self._remotes[bytes(descriptor)] = RemoteRegion(says, attachment, self._attachments.close)
         return remote
 
-    async def _attached(self, descriptor: bytes) -> RemoteRegion:
+    async def _attached(self, descriptor: bytes, timeout: OpTimeout) -> tuple[RemoteRegion, OpTimeout]:
+        """The region, and what is left of a deadline."""
         remote = self._remotes.get(descriptor) if type(descriptor) is bytes else None
-        return await self.attach(descriptor) if remote is None or remote.closed else remote
+        if remote is not None and not remote.closed:
+            return remote, timeout
+        began = time.monotonic()
+        remote = await self.attach(descriptor, timeout=timeout)
+        if timeout is None or timeout is COMM_TIMEOUT:
+            return remote, timeout
+        return remote, max(0.001, checks.deadline("timeout", timeout) - (time.monotonic() - began))
 
     async def put(
         self, tensor: Tensor, descriptor: bytes, offset: int = 0, *, timeout: OpTimeout = COMM_TIMEOUT
@@ -183,7 +194,8 @@ class Peer:
         :returns: ``tensor``, which may be changed again.
         :raises CommError: as these two do.
         """
-        return await (await self._attached(descriptor)).put(tensor, offset, timeout=timeout)
+        remote, left = await self._attached(descriptor, timeout)
+        return await remote.put(tensor, offset, timeout=left)
 
     async def get(
         self, tensor: Tensor, descriptor: bytes, offset: int = 0, *, timeout: OpTimeout = COMM_TIMEOUT
@@ -193,7 +205,8 @@ class Peer:
         :returns: ``tensor``.
         :raises CommError: as these two do.
         """
-        return await (await self._attached(descriptor)).get(tensor, offset, timeout=timeout)
+        remote, left = await self._attached(descriptor, timeout)
+        return await remote.get(tensor, offset, timeout=left)
 
     async def signal(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> None:
         """Tell the other endpoint that all that was put so far has arrived; it waits by :meth:`wait_signal`.
@@ -201,14 +214,8 @@ class Peer:
         :param timeout: the deadline in seconds, None for no deadline; by default the endpoint's.
         :raises CommError: the connection is lost or closed.
         """
-        dirty = [remote for remote in self._remotes.values() if remote._dirty]
-        flushed = []
-        for remote in dirty:
-            remote._dirty = False
-            if not remote.closed:  # else closing has flushed it
-                flushed.append(remote.flush(timeout=timeout))
-        for work in flushed:
-            await work
+        for remote in list(self._remotes.values()):
+            await remote._settle(timeout)
         await self._signals.signal(self._other, timeout=timeout)
 
     def wait_signal(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> Work[None]:
@@ -247,11 +254,22 @@ class Peer:
 
         :raises CommError: a transport broke while it closed; everything else is released.
         """
-        if not self._comm.closed and not self._comm.aborted:
-            self._attachments.say_bye()
-        self._end(self._why, End.CLOSED)
-        self._remotes.clear()
-        await self._comm.aclose()
+        self._attachments.check_thread("aclose")
+        try:
+            if not self.closed:
+                await self._drain()
+        finally:
+            if not self._comm.closed and not self._comm.aborted:
+                self._attachments.say_bye()
+            self._end(self._why, End.CLOSED)
+            self._remotes.clear()
+            await self._comm.aclose()
+
+    async def _drain(self) -> None:
+        """Let what was put arrive, for the other end may use its memory for something else once it hears of the end."""
+        with anyio.move_on_after(CLOSE_GRACE), contextlib.suppress(CommError):
+            for remote in list(self._remotes.values()):
+                await remote._settle(COMM_TIMEOUT)
 
     async def __aenter__(self) -> Self:
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import selectors
 import socket
@@ -90,7 +91,10 @@ class Reception:
     def _accept(self) -> bool:
         """Accept who knocks. False: there is no descriptor for them."""
         before = len(self._entrance), self._entrance.dropped
-        proved = self._entrance.accept(self._listener, self._dialogue)
+        try:
+            proved = self._entrance.accept(self._listener, self._dialogue)
+        except OSError:  # the selector has no room for one
+            return False
         for one in proved:
             self._enter(one)
         return bool(proved) or before != (len(self._entrance), self._entrance.dropped)
@@ -102,11 +106,15 @@ class Reception:
         if proved is None:
             return
         connection = proved[1]
-        if self._guarded and owner(connection) not in (None, os.geteuid()):
+        try:
+            stranger = self._guarded and owner(connection) not in (None, os.geteuid())
+            connection.setblocking(True)
+        except OSError:  # it has gone again
+            stranger = True
+        if stranger:
             connection.close()
-            return
-        connection.setblocking(True)
-        self._let_in(connection)
+        else:
+            self._let_in(connection)
 
     async def _listen_again(self) -> None:
         await anyio.sleep(_PAUSE)
@@ -120,7 +128,9 @@ def _listen(host: str) -> socket.socket:
         family, *_, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(where[:2], family=family, backlog=_BACKLOG)
     except OSError as error:
-        raise ArgumentError(f"host is {host!r}, wanted an address of this host: {error}") from None
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            raise ArgumentError(f"host is {host!r}, wanted an address of this host: {error}") from None
+        raise CommError(f"nothing can listen at {host!r}: {error}") from error
     address = str(listener.getsockname()[0])
     try:
         if address in ("0.0.0.0", "::"):  # noqa: S104 - it is refused

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping
+import functools
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, Self
 
 import anyio
@@ -10,13 +12,32 @@ import torch
 from torch import Tensor
 
 from aiocomms.endpoints.credentials import Descriptor, expired
-from aiocomms.errors import RegionError
+from aiocomms.errors import CommError, RegionError, wrong_thread
+from aiocomms.ops import checks
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
 from aiocomms.progress.work import Work
 
 if TYPE_CHECKING:
     from aiocomms.families.rma import Window
     from aiocomms.progress.driver import Promise
+
+
+async def all_of(calls: Iterable[Callable[[], Coroutine[Any, Any, None]]]) -> None:
+    """Run them all, each to its end, and raise the first error afterwards."""
+    errors: list[CommError] = []
+
+    async def run(call: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        try:
+            await call()
+        except CommError as error:
+            errors.append(error)
+
+    async with anyio.create_task_group() as tasks:
+        for call in calls:
+            tasks.start_soon(run, call)
+    if errors:
+        raise errors[0]
+
 
 REVOKED = "its owner has revoked the region"
 Close = Callable[..., Coroutine[Any, Any, None]]
@@ -46,7 +67,7 @@ class Region:
         self._tensor, self._descriptor, self._says = tensor, says.pack(key), says
         self._forget = forget
         self._open: dict[Attachment, Close] = {}
-        self._revoked = False
+        self._revoked, self._thread = False, get_ident()
 
     def __repr__(self) -> str:
         rights = "".join(letter for letter, may in zip("rw", (self._says.read, self._says.write), strict=True) if may)
@@ -70,14 +91,23 @@ class Region:
     async def revoke(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> None:
         """Take it back: what is under way ends, and nobody reads or writes it when this returns. Idempotent.
 
+        That holds for the endpoints that are connected. One whose connection was lost before, though its process goes
+        on (it was stopped, or its deadlines have passed), may have begun to write by then.
+
         :param timeout: the seconds that the other endpoints have for that, None for no deadline; by default the
-            endpoint's. Connections with those that do not manage are lost.
+            endpoint's.
+        :raises ArgumentError: ``timeout`` is none; nothing was revoked.
+        :raises CommTimeoutError: one did not let go by then. The connection with it is lost, and as long as its process
+            lives it may finish what it had begun.
+        :raises RuntimeError: this is not the endpoint's thread.
         """
+        if get_ident() != self._thread:
+            raise wrong_thread("revoke")
+        if timeout is not COMM_TIMEOUT:
+            checks.deadline("timeout", timeout)
         self._revoked = True
         self._forget()
-        async with anyio.create_task_group() as tasks:
-            for attachment, close in self._open.items():
-                tasks.start_soon(close, attachment, REVOKED, timeout)
+        await all_of([functools.partial(close, it, REVOKED, timeout) for it, close in self._open.items()])
 
     async def __aenter__(self) -> Self:
         return self
@@ -115,8 +145,8 @@ class RemoteRegion:
         assert attachment.window is not None
         self._window: Window = attachment.window
         self._owner = attachment.owner
-        self._dirty = False
-        """Whether something was put since the last signal."""
+        self._puts = self._seen = 0
+        """How often something was put, and how many of these are known to be visible."""
 
     def __repr__(self) -> str:
         state = f" ({self._attachment.over})" if self._attachment.over else ""
@@ -147,6 +177,20 @@ class RemoteRegion:
         """Whether it may not be used any more: it was revoked or closed, has expired, or the connection is over."""
         return bool(self._attachment.over) or expired(self._says.expires)
 
+    @property
+    def _settled(self) -> bool:
+        return self._puts == self._seen
+
+    async def _settle(self, timeout: OpTimeout) -> None:
+        """Wait until all that was put so far is visible."""
+        puts = self._puts
+        if puts > self._seen:
+            if self._window.closed:  # which comes after everything
+                await self._attachment.closed
+            else:
+                await self._window.flush(self._owner, timeout=timeout)
+            self._seen = max(self._seen, puts)
+
     def _is_of(self, attachment: Attachment) -> bool:
         """Whether it is this opening of the region, and no earlier one."""
         return self._attachment is attachment
@@ -171,7 +215,7 @@ class RemoteRegion:
         """
         self._check("put", "written", self._says.write)
         work = self._window.put(tensor, self._owner, offset, hints=hints, timeout=timeout)
-        self._dirty = True
+        self._puts += 1
         return work
 
     def get(

@@ -4,23 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import os
 import socket
+import struct
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from processes import KILLED, Rank, Run
 
 import aiocomms
 from aiocomms.bootstrap.notes import Passed
+from aiocomms.endpoints import credentials
+from aiocomms.endpoints.meeting import ENDPOINT, Call
 from aiocomms.endpoints.words import Leave, Opening
-from aiocomms.errors import AuthError, CommAbortedError, CommError, PeerDiedError, ProtocolError, RegionError
+from aiocomms.errors import (
+    AuthError,
+    CommAbortedError,
+    CommClosedError,
+    CommError,
+    CommTimeoutError,
+    PeerDiedError,
+    ProtocolError,
+    RegionError,
+)
+from aiocomms.lowlevel import jobstore
 
 Notice = Callable[[Sequence[float]], None]
 MIB = 2**18
@@ -143,6 +159,105 @@ def test_the_owner_dies_amid_puts(ranks: Run) -> None:
     assert ranks(2, die_amid_puts, 3) == [None, KILLED]
 
 
+def unshared(count: int) -> torch.Tensor:
+    """Memory that torch does not own, and so cannot move to where processes share it."""
+    return torch.frombuffer(bytearray(4 * count), dtype=torch.float32)
+
+
+async def leave_amid_puts(place: Rank, mapped: bool) -> Any:
+    """Who closes amid its puts writes nothing any more once the owner has heard of that."""
+    async with aiocomms.open_endpoint("ucx") as here:
+        if place.rank == 1:
+            memory = torch.zeros(8 * MIB) if mapped else unshared(8 * MIB)
+            region = here.register(memory)
+            give(place, "descriptor", region.descriptor)
+            give(place, "address", here.address)
+            peer = await here.accept()
+            with pytest.raises(CommClosedError):
+                await peer.lost()
+            await region.revoke()
+            memory.fill_(5)
+            await asyncio.to_thread(place.told, "closed")
+            return bool((memory == 5).all())
+        peer = await here.connect(await asyncio.to_thread(given, place, "address"))
+        remote = await peer.attach(given(place, "descriptor"))
+        for _ in range(4):
+            remote.put(torch.ones(8 * MIB))
+        await peer.aclose()
+    place.tell("closed")
+    return None
+
+
+@pytest.mark.fault(108, transport="ucx")
+@pytest.mark.parametrize("mapped", [True, False])
+def test_a_close_amid_puts(ranks: Run, mapped: bool) -> None:
+    assert ranks(2, leave_amid_puts, mapped) == [None, True]
+
+
+async def signal_behind_puts(place: Rank, how: str) -> Any:
+    """Memory that cannot be shared, so that puts and signals go different ways; none overtakes the other."""
+    async with aiocomms.open_endpoint("ucx") as here:
+        if place.rank == 1:
+            memory = unshared(16 * MIB)
+            give(place, "descriptor", here.register(memory).descriptor)
+            give(place, "address", here.address)
+            peer = await here.accept()
+            await peer.wait_signal()
+            seen = bool(memory[-1] == 1)
+            await peer.send_object(None)
+            with contextlib.suppress(CommError):
+                await peer.lost()
+            return seen
+        peer = await here.connect(await asyncio.to_thread(given, place, "address"))
+        remote = await peer.attach(given(place, "descriptor"))
+        work = remote.put(torch.ones(16 * MIB))
+        first = asyncio.ensure_future(peer.signal())
+        await asyncio.sleep(0)
+        if how == "cancelled":
+            first.cancel()
+        if how == "closed":
+            closing = asyncio.ensure_future(remote.aclose())
+            await asyncio.sleep(0)
+        await asyncio.gather(peer.signal(), first, return_exceptions=True)
+        await peer.recv_object()
+        if how == "closed":
+            await closing
+        await work
+    return None
+
+
+@pytest.mark.parametrize("how", ["twice", "cancelled", "closed"])
+def test_no_signal_overtakes_puts(ranks: Run, how: str) -> None:
+    assert ranks(2, signal_behind_puts, how) == [None, True]
+
+
+async def hold_on(place: Rank) -> Any:
+    """One whose loop is busy does not let go of a region; the owner is told that, and loses that connection alone."""
+    async with aiocomms.open_endpoint("ucx") as here:
+        if place.rank == 1:
+            region = here.register(torch.zeros(4))
+            give(place, "descriptor", region.descriptor)
+            give(place, "address", here.address)
+            peer = await here.accept()
+            await peer.recv_object()
+            with pytest.raises(CommTimeoutError, match="did not let go"):
+                await region.revoke(timeout=0.1)
+            place.tell("revoked")
+            assert isinstance(await peer.lost(), CommTimeoutError)
+            return here.peers == []
+        peer = await here.connect(await asyncio.to_thread(given, place, "address"))
+        await peer.attach(given(place, "descriptor"))
+        await peer.send_object("attached")
+        place.told("revoked")
+        assert isinstance(await peer.lost(), CommTimeoutError)
+        return here.peers == []
+
+
+@pytest.mark.fault(111, transport="ucx")
+def test_an_owner_is_told_who_holds_on(ranks: Run) -> None:
+    assert ranks(2, hold_on) == [True, True]
+
+
 # --------------------------------------------------------------------------- 113: cancelled puts, and their tensors
 
 
@@ -246,6 +361,11 @@ async def knock(place: Rank) -> Any:
         for rubbish in (b"GET / HTTP/1.1\r\n\r\n", bytes(1000), os.urandom(1000), b"aioG\x02\x00" + bytes(100)):
             with socket.create_connection(there) as stranger:
                 stranger.sendall(rubbish)
+        for _ in range(50):  # who proves to be of the job, and resets the connection
+            caller = socket.create_connection(there)
+            caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            prove = functools.partial(jobstore.prove, caller, here._address.secret("connect"), 0, 10, ENDPOINT)
+            (await asyncio.to_thread(prove)).close()
         peer = await other.connect(here.address)
         found = await here.accept()
         work = peer.send_object("hello")
@@ -259,6 +379,54 @@ async def knock(place: Rank) -> Any:
 @pytest.mark.fault(22, transport="ucx")
 def test_strangers_knock(ranks: Run) -> None:
     assert ranks(1, knock) == [None]
+
+
+async def close_on_the_silent(place: Rank) -> Any:
+    """Neither one that calls and then says nothing keeps an endpoint from closing, nor one that is called."""
+    async with aiocomms.open_endpoint("ucx") as here:
+        there = credentials.read_address(here.address)
+        async with aiocomms.open_endpoint("ucx") as other:
+            mine = other.address
+        call = Call(there, mine, 60)
+        line, _ = await asyncio.to_thread(call.run)
+        line.tell(b"")
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            address = msgspec.structs.replace(there, endpoint=b"silent".ljust(16), port=silent.getsockname()[1])
+            pending = asyncio.ensure_future(here.connect(address.pack()))
+            while not here._connections._forming:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            await here.aclose()
+            with pytest.raises(CommClosedError):
+                await pending
+            while any(it.name == "aiocomms blocking call" for it in threading.enumerate()):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        call.hang_up()
+    return True
+
+
+@pytest.mark.fault(22, transport="ucx")
+def test_the_silent_keep_nobody_from_closing(ranks: Run) -> None:
+    assert ranks(1, close_on_the_silent) == [True]
+
+
+async def call_and_hang_up(place: Rank) -> Any:
+    """Who calls in another endpoint's name, and hangs up, ends no connection of that."""
+    async with aiocomms.open_endpoint("ucx") as here, aiocomms.open_endpoint("ucx") as other:
+        peer = await here.connect(other.address)
+        call = Call(credentials.read_address(here.address), other.address, 60)
+        line, _ = await asyncio.to_thread(call.run)
+        line.tell(b"")
+        call.hang_up()
+        found = await other.accept()
+        work = peer.send_object("still here")
+        assert await found.recv_object() == "still here"
+        await work
+        return here.peers == [peer]
+
+
+@pytest.mark.fault(110, transport="ucx")
+def test_a_call_in_anothers_name(ranks: Run) -> None:
+    assert ranks(1, call_and_hang_up) == [True]
 
 
 async def other_tokens(place: Rank) -> Any:

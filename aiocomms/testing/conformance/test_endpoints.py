@@ -155,6 +155,9 @@ async def test_a_revoked_region(comm: Communicator, case: Case) -> None:
             region = here.register(slot.tensor)
             await descriptor(comm, region.descriptor)
             await comm.recv_object(0)
+            with pytest.raises(ArgumentError, match="timeout is -1"):
+                await region.revoke(timeout=-1)
+            assert not region.revoked
             await region.revoke()
             await region.revoke()
             content = slot.tensor.clone()
@@ -266,6 +269,10 @@ async def test_addresses_that_lead_nowhere(comm: Communicator, case: Case) -> No
             wrong[at] ^= 1
             with pytest.raises((ArgumentError, errors.AuthError)):
                 await here.connect(bytes(wrong))
+        async with open_endpoint(case.place.transport, case.place.device, lifetime=1e-9) as brief:
+            with pytest.raises(ArgumentError, match="has expired"):
+                await here.connect(brief.address)
+            assert not (await brief.connect(here.address)).closed
         async with open_endpoint(case.place.transport, case.place.device) as gone:
             address = gone.address
         with pytest.raises(errors.PeerDiedError, match="cannot be reached"):
@@ -326,6 +333,19 @@ async def test_a_close_ends_it_on_both_sides(comm: Communicator, case: Case) -> 
 
 
 @ranks(2)
+async def test_who_comes_and_goes_unseen(comm: Communicator, case: Case) -> None:
+    """Of those that nobody accepts few are kept; what they had is given back."""
+    async with connected(comm, case) as (here, peer):
+        for _ in range(25):
+            async with open_endpoint(case.place.transport, case.place.device, timeout=case.place.deadline) as other:
+                await other.connect(here.address)
+        while len(here.peers) > 1:
+            await (set(here.peers) - {peer}).pop()._over
+        assert here.peers == [peer]
+        assert len(here._connections._left) <= 17
+
+
+@ranks(2)
 async def test_an_abort_ends_one_connection(comm: Communicator, case: Case) -> None:
     """Its hooks are called, its ops fail on both sides; another connection of the same endpoint goes on."""
     async with connected(comm, case) as (here, peer):
@@ -379,6 +399,8 @@ async def test_a_rank_that_does_not_answer(comm: Communicator, case: Case) -> No
             given = await descriptor(comm)
             with pytest.raises(CommTimeoutError, match="has not opened the region"):
                 await peer.attach(given, timeout=0.05)
+            with pytest.raises(CommTimeoutError, match="has not opened the region"):
+                await peer.put(torch.ones(4, device=comm.device), given, timeout=0.05)
             case.tell_blocking("late")
             await peer.put(torch.ones(4, device=comm.device), given)
             await comm.send_object(None, 1)
