@@ -1,0 +1,120 @@
+"""Endpoints: how a connection ends, and what it costs while it does nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from aiocomms import open_endpoint
+from aiocomms.communicator import Communicator
+from aiocomms.errors import (
+    CommAbortedError,
+    CommClosedError,
+    CommError,
+    CommTimeoutError,
+    RegionError,
+)
+from aiocomms.testing.conformance.case import Case, ranks
+from aiocomms.testing.conformance.test_endpoints import connected, descriptor
+from aiocomms.testing.conformance.test_idle import expect_silence
+
+
+@ranks(2)
+async def test_a_close_ends_it_on_both_sides(comm: Communicator, case: Case) -> None:
+    """What was sent before is still received."""
+    async with connected(comm, case) as (here, peer):
+        slot = case.full(torch.zeros(4))
+        if comm.rank == 1:
+            await descriptor(comm, here.register(slot.tensor).descriptor)
+            await comm.recv_object(0)
+            await peer.send_object("last")
+            await peer.aclose()
+        else:
+            remote = await peer.attach(await descriptor(comm))
+            pending = peer.recv_object()
+            await comm.send_object(None, 1)
+        with pytest.raises(CommClosedError):
+            await peer.lost()
+        if comm.rank == 0:
+            assert await pending == "last"
+        with pytest.raises(CommClosedError if comm.rank else CommAbortedError):
+            await peer.recv(torch.zeros(1, device=comm.device))
+        if comm.rank == 0:
+            with pytest.raises(RegionError):
+                remote.put(torch.zeros(4, device=comm.device))
+        assert here.peers == []
+        await comm.barrier()
+
+
+@ranks(2)
+async def test_who_comes_and_goes_unseen(comm: Communicator, case: Case) -> None:
+    """Of those that nobody accepts few are kept; what they had is given back."""
+    async with connected(comm, case) as (here, peer):
+        for _ in range(25):
+            async with open_endpoint(case.place.transport, case.place.device, timeout=case.place.deadline) as other:
+                await other.connect(here.address)
+        while len(here.peers) > 1:
+            await (set(here.peers) - {peer}).pop()._over
+        assert here.peers == [peer]
+        assert len(here._connections._left) <= 17
+
+
+@ranks(2)
+async def test_an_abort_ends_one_connection(comm: Communicator, case: Case) -> None:
+    """Its hooks are called, its ops fail on both sides; another connection of the same endpoint goes on."""
+    async with connected(comm, case) as (here, peer):
+        transport, device = case.place.transport, case.place.device
+        async with open_endpoint(transport, device, timeout=case.place.deadline) as second:
+            if comm.rank == 0:
+                another = await second.connect(await comm.recv_object(1))
+            else:
+                await comm.send_object(second.address, 0)
+                another = await second.accept()
+            heard: list[CommError] = []
+            peer.register_abort_hook(heard.append)
+            pending = peer.recv(torch.zeros(1, device=comm.device))
+            await comm.barrier()
+            if comm.rank == 0:
+                peer.abort("enough")
+            with pytest.raises(CommAbortedError, match="enough"):
+                await pending
+            assert "enough" in str(await peer.lost())
+            assert len(heard) == 1
+            assert here.peers == []
+            work = another.send_object("still here")
+            assert await another.recv_object() == "still here"
+            await work
+            await comm.barrier()
+
+
+@ranks(2)
+async def test_nothing_wakes_up(comm: Communicator, case: Case) -> None:
+    async with connected(comm, case) as (here, peer):
+        await expect_silence(case, "with an endpoint that is connected")
+        if comm.rank == 1:
+            await descriptor(comm, here.register(case.full(torch.zeros(4)).tensor).descriptor)
+        else:
+            await peer.attach(await descriptor(comm))
+        await expect_silence(case, "with a region that is attached")
+
+
+@pytest.mark.fault(111)
+@ranks(2)
+async def test_a_rank_that_does_not_answer(comm: Communicator, case: Case) -> None:
+    """Attaching is late and fails alone; the connection stays usable."""
+    case.need_processes()
+    async with connected(comm, case) as (here, peer):
+        if comm.rank == 1:
+            region = here.register(case.full(torch.zeros(4)).tensor)
+            await descriptor(comm, region.descriptor)
+            case.wait_blocking("late")
+            await comm.recv_object(0)
+        else:
+            given = await descriptor(comm)
+            with pytest.raises(CommTimeoutError, match="has not opened the region"):
+                await peer.attach(given, timeout=0.05)
+            with pytest.raises(CommTimeoutError, match="has not opened the region"):
+                await peer.put(torch.ones(4, device=comm.device), given, timeout=0.05)
+            case.tell_blocking("late")
+            await peer.put(torch.ones(4, device=comm.device), given)
+            await comm.send_object(None, 1)
