@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, integers, optional, seq
 from aiocomms.ops.reductions import ReduceOp
 from aiocomms.progress.work import Work
 
+_T = TypeVar("_T")
 
 class Collectives(Issuer):
     """Every rank calls the same collectives in the same order, with arguments that fit each other.
@@ -292,14 +293,14 @@ class Collectives(Issuer):
         """Give every rank ``r`` the root's ``inputs[r]``.
 
         :param output: this rank's tensor, written; on the root it may be ``inputs[root]`` itself.
-        :param inputs: one tensor per rank on the root; None elsewhere.
+        :param inputs: one tensor per rank on the root; not looked at elsewhere.
         :param root: the rank that has the inputs.
         :param hints: advice to the transport.
         :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
         :returns: the work; its result is ``output``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
-        return self._issue(ops.Scatter(output, optional("inputs", inputs), root), hints, timeout)
+        return self._issue(ops.Scatter(output, optional("inputs", self._of_root(inputs, root)), root), hints, timeout)
 
     def gather(
         self,
@@ -312,7 +313,7 @@ class Collectives(Issuer):
     ) -> Work[list[Tensor] | None]:
         """Gather every rank's tensor on the root; all tensors have one shape.
 
-        :param outputs: one tensor per rank on the root, written; None elsewhere.
+        :param outputs: one tensor per rank on the root, written; not looked at elsewhere.
         :param input: this rank's tensor; on the root it may be ``outputs[root]`` itself.
         :param root: the rank that gets the tensors.
         :param hints: advice to the transport.
@@ -320,7 +321,7 @@ class Collectives(Issuer):
         :returns: the work; its result is ``outputs``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
-        return self._issue(ops.Gather(optional("outputs", outputs), input, root), hints, timeout)
+        return self._issue(ops.Gather(optional("outputs", self._of_root(outputs, root)), input, root), hints, timeout)
 
     def gather_single(
         self,
@@ -333,7 +334,7 @@ class Collectives(Issuer):
     ) -> Work[Tensor | None]:
         """Gather every rank's tensor, in rank order, into one tensor on the root.
 
-        :param output: ``size`` times the elements of ``input`` on the root, written; None elsewhere.
+        :param output: ``size`` times the elements of ``input`` on the root, written; not looked at elsewhere.
         :param input: this rank's tensor; on the root it may be chunk ``root`` of ``output``.
         :param root: the rank that gets the tensors.
         :param hints: advice to the transport.
@@ -341,7 +342,7 @@ class Collectives(Issuer):
         :returns: the work; its result is ``output``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
-        return self._issue(ops.GatherSingle(output, input, root), hints, timeout)
+        return self._issue(ops.GatherSingle(self._of_root(output, root), input, root), hints, timeout)
 
     def barrier(self, *, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT) -> Work[None]:
         """Wait until every rank has called ``barrier``.
@@ -351,6 +352,10 @@ class Collectives(Issuer):
         :returns: the work; its result is None.
         """
         return self._issue(ops.Barrier(), hints, timeout)
+
+    def _of_root(self, given: _T, root: int) -> _T | None:
+        """What is given, on the root; elsewhere, where MPI and torch ignore it, nothing."""
+        return given if root == self.rank else None
 
     def _operator(self, name: str, op: object) -> ReduceOp:
         """Parse the operator that a caller gave the method ``name`` in another form than a :class:`ReduceOp`."""
