@@ -235,26 +235,39 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         """
         self._seconds = checks.deadline("timeout", timeout)
 
-    async def split(self, ranks: Sequence[int], name: str | None = None) -> Communicator | None:
+    async def split(
+        self,
+        ranks: Sequence[int],
+        name: str | None = None,
+        *,
+        timeout: OpTimeout = COMM_TIMEOUT,
+        hints: Mapping[str, Any] | None = None,
+    ) -> Communicator | None:
         """Form communicators of some of the ranks. Collective over this one.
 
         :param ranks: the new communicator's members, as ranks of this one, in their new order; the same on each of
         them, and with this rank among them. Empty on a rank that joins none.
         :param name: the new communicator's name, the same on all of them; None: this one's with a number.
+        :param timeout: its timeout in seconds, within which it forms, as of :func:`aiocomms.new_comm`; by default that
+            with which this one was formed.
+        :param hints: advice to the transports, which comes before that with which this one was formed.
         :returns: the new communicator, or None where ``ranks`` is empty.
-        :raises ArgumentError: ``ranks`` is no list of distinct ranks, or leaves this rank out; or a wrong name.
+        :raises ArgumentError: ``ranks`` is no list of distinct ranks, or leaves this rank out; or another argument is
+            wrong. Nothing was sent.
         :raises MismatchError: two ranks name groups that overlap and differ.
         :raises StoreLostError: the store is gone, and the transport cannot do without it; this communicator goes on.
         :raises CommAbortedError: it has failed on another rank, or was cancelled there. Then this communicator is lost.
         """
         members = checks.members(ranks, self._core)
         child = f"{self.name}/{self._children + 1}" if name is None else checks.label(name)
+        seconds = self._rendezvous.timeout if timeout is COMM_TIMEOUT else checks.deadline("timeout", timeout)
+        plan = self._plan if hints is None else self._plan.advised(hints)
         number = self._children = self._children + 1  # another split may begin before this one goes on
         core = self._core
         with anyio.CancelScope() as scope:
             hook = self.register_abort_hook(lambda _: scope.cancel())  # also of what meets the others elsewhere
             try:
-                return await self._form_child(members, child, number)
+                return await self._form_child(members, child, number, plan, seconds)
             except StoreLostError:
                 raise  # on every rank that needs the store; this communicator does not
             except BaseException as error:
@@ -267,7 +280,9 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         assert lost is not None
         raise lost.about(comm=self.name, op="split", rank=self.rank)
 
-    async def _form_child(self, members: list[int], child: str, number: int) -> Communicator | None:
+    async def _form_child(
+        self, members: list[int], child: str, number: int, plan: Plan, seconds: float
+    ) -> Communicator | None:
         """Agree on the groups of a split, and form this rank's."""
         gather = AllGatherObject(0, False, (self._parcel("split", members, False),))
         claims: list[list[int]] = await self._issue_in_order(gather)
@@ -284,10 +299,10 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
                     await transport.split_nobody(alone)
             return None
         key = f"{child}#{number}.{members[0]}"
-        rendezvous = self._rendezvous.child(key, child, members.index(self.rank), len(members))
-        plan, parents = self._plan, self._core.by_family
+        rendezvous = self._rendezvous.child(key, child, members.index(self.rank), len(members), timeout=seconds)
+        parents = self._core.by_family
         opened = await open_transports(plan, lambda _, f: parents[f].split(rendezvous, members, plan.options))
-        rendezvous.timeout = self._rendezvous.timeout
+        rendezvous.timeout = seconds
         return Communicator(rendezvous, plan, opened)
 
     async def reconfigure(

@@ -17,7 +17,9 @@ import torch
 from aiocomms import ops
 from aiocomms.cuda import no_gpu
 from aiocomms.errors import ArgumentError, ArgumentTypeError, CommError, UnsupportedOperation
+from aiocomms.ops import checks
 from aiocomms.progress.guard import broken
+from aiocomms.progress.heartbeat import silence
 from aiocomms.transport import Transport
 
 _log = logging.getLogger("aiocomms")
@@ -39,6 +41,16 @@ class Plan(msgspec.Struct, frozen=True):
     names: dict[ops.Family, str]
     classes: dict[ops.Family, type[Transport]]
     options: Mapping[str, Any]
+
+    def advised(self, hints: Mapping[str, Any]) -> Plan:
+        """The same with other hints, which come before those that it has.
+
+        :raises ArgumentError: a hint is wrong.
+        """
+        checks.mapping("hints", hints)
+        options = {**self.options, **hints}
+        silence(options)
+        return Plan(self.names, self.classes, options)
 
 
 def entries() -> dict[str, EntryPoint]:

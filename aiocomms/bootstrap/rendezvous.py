@@ -56,16 +56,20 @@ class StoreRendezvous(Board):
         self._ends = time.monotonic() + self.timeout
         self._kept: Store | None = None  # the one at the bottom, which a PrefixStore does not keep if it is in Python
 
-    def child(self, key: str, name: str, rank: int, size: int, store: Store | None = None) -> StoreRendezvous:
+    def child(
+        self, key: str, name: str, rank: int, size: int, store: Store | None = None, timeout: float | None = None
+    ) -> StoreRendezvous:
         """The rendezvous of a communicator of some of these ranks.
 
         :param key: tells it from every other child; the same on all its ranks.
         :param store: in place of :attr:`store`.
+        :param timeout: in place of :attr:`timeout`.
         """
         parent = self.store if store is None else store
         child = StoreRendezvous(
             None if parent is None else PrefixStore(key, parent),
-            rank, size, name=name, device=self.device, timeout=self.timeout, seal=self._seal.child(key),
+            rank, size, name=name, device=self.device, timeout=self.timeout if timeout is None else timeout,
+            seal=self._seal.child(key),
         )  # fmt: skip
         child.root, child._kept = self.root, self._kept or self.root or self.store
         return child

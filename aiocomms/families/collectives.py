@@ -16,6 +16,7 @@ from aiocomms.progress.work import Work
 
 _T = TypeVar("_T")
 
+
 class Collectives(Issuer):
     """Every rank calls the same collectives in the same order, with arguments that fit each other.
 

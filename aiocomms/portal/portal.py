@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self, TypeVar, overload
@@ -149,9 +149,16 @@ class Portal(Operations, Hooked):
         """Set the deadline of ops that name none, of the communicator, too; any thread."""
         self._comm.set_timeout(timeout)
 
-    def split(self, ranks: Sequence[int], name: str | None = None) -> Self | None:
+    def split(
+        self,
+        ranks: Sequence[int],
+        name: str | None = None,
+        *,
+        timeout: OpTimeout = COMM_TIMEOUT,
+        hints: Mapping[str, Any] | None = None,
+    ) -> Self | None:
         """Form communicators of some of the ranks, with a portal each; see :meth:`Communicator.split`."""
-        child = self._run("split", lambda: self._comm.split(ranks, name))
+        child = self._run("split", lambda: self._comm.split(ranks, name, timeout=timeout, hints=hints))
         return None if child is None else self._of(child)
 
     def reconfigure(

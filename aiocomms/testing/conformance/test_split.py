@@ -42,6 +42,35 @@ async def test_all(comm: Communicator, case: Case) -> None:
     await comm.barrier()
 
 
+@ranks(2)
+async def test_a_timeout_and_hints_of_its_own(comm: Communicator, case: Case) -> None:
+    """By default those of the parent, whatever that has been told since; a wrong one is refused before all else."""
+    formed, members = comm.timeout, [0, 1]
+    comm.set_timeout(77)
+    own: list[tuple[float | None, dict[str, Any]]] = [
+        (formed, {}),
+        (33.0, {"timeout": 33}),
+        (None, {"timeout": None, "hints": {"heartbeat": 0}}),
+    ]
+    for wanted, more in own:
+        child = await comm.split(members, **more)
+        assert child is not None
+        case.opened.append(child)
+        assert child.timeout == wanted
+        await check_sum(child, members)
+        await child.aclose()
+    mistakes: list[tuple[str, dict[str, Any]]] = [
+        ("timeout is 0", {"timeout": 0}),
+        ("hints is 3", {"hints": 3}),
+        ("heartbeat", {"hints": {"heartbeat": -1}}),
+    ]
+    for text, wrong in mistakes if comm.rank == 0 else []:
+        with pytest.raises(ArgumentError, match=text):
+            await comm.split(members, **wrong)
+    comm.set_timeout(formed)
+    await comm.barrier()
+
+
 @ranks(2, 3, 7)
 async def test_reversed(comm: Communicator, case: Case) -> None:
     """The order given is the new order of the ranks."""
