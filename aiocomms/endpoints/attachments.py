@@ -22,8 +22,29 @@ from torch import Tensor
 from aiocomms.bootstrap.notes import Passed
 from aiocomms.endpoints.credentials import FORGED, Descriptor, dtype_of
 from aiocomms.endpoints.regions import REVOKED, Attachment, Region
-from aiocomms.endpoints.words import LEADER, LONGEST_WHY, Ask, Bye, Closing, Grant, Leave, Opening, Refuse, Word, read
-from aiocomms.errors import CommError, CommTimeoutError, ProtocolError, RegionError, as_reason, wrong_thread
+from aiocomms.endpoints.words import (
+    LEADER,
+    LONGEST_WHY,
+    Ask,
+    Bye,
+    Closing,
+    Grant,
+    Here,
+    Leave,
+    Opening,
+    Refuse,
+    Word,
+    read,
+)
+from aiocomms.errors import (
+    CommError,
+    CommTimeoutError,
+    ProtocolError,
+    RegionError,
+    UnsupportedOperation,
+    as_reason,
+    wrong_thread,
+)
 from aiocomms.ops import checks
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
 from aiocomms.progress.driver import Promise
@@ -138,6 +159,16 @@ class Attachments:
         self._core.lose(late)
         raise late
 
+    def say_here(self) -> None:
+        """Tell the other endpoint that this one is there.
+
+        :raises UnsupportedOperation: the transport carries no such words.
+        """
+        if not self._say(Here()):
+            raise UnsupportedOperation(
+                "the transport carries no notes (Transport.say), which endpoints need: use another"
+            )
+
     def say_bye(self) -> None:
         """Tell the other endpoint that this one closes the connection."""
         self._say(Bye())
@@ -185,8 +216,8 @@ class Attachments:
 
     # ------------------------------------------------------------------------------------------------- what is heard
 
-    def _say(self, word: Word) -> None:
-        self._core.notes.say(self._other, Passed(msgspec.msgpack.encode(word)))
+    def _say(self, word: Word) -> bool:
+        return self._core.notes.say(self._other, Passed(msgspec.msgpack.encode(word)))
 
     def _hear(self, what: bytes) -> None:
         if self._over is not None:

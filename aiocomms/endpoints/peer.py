@@ -68,6 +68,7 @@ class Peer:
 
     async def _begin(self) -> None:
         """Meet the other end, so that each hears all that the other one says from now on."""
+        self._attachments.say_here()
         # A window of one element, for signals: those of an empty one would be behind nothing that was put.
         self._signals = await self._comm.new_window(torch.zeros(1, dtype=torch.uint8, device=self._comm.device))
 

@@ -64,7 +64,11 @@ class Bye(msgspec.Struct, tag=6, array_like=True):
     """This endpoint closes the connection."""
 
 
-Word = Ask | Refuse | Grant | Opening | Leave | Closing | Bye
+class Here(msgspec.Struct, tag=7, array_like=True):
+    """This end is there."""
+
+
+Word = Ask | Refuse | Grant | Opening | Leave | Closing | Bye | Here
 _decoder = msgspec.msgpack.Decoder(Word)
 
 

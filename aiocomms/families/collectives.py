@@ -301,7 +301,9 @@ class Collectives(Issuer):
         :returns: the work; its result is ``output``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
-        return self._issue(ops.Scatter(output, optional("inputs", self._of_root(inputs, root)), root), hints, timeout)
+        return self._issue(
+            ops.Scatter(output, optional("inputs", _of_root(inputs, root, self.rank)), root), hints, timeout
+        )
 
     def gather(
         self,
@@ -322,7 +324,9 @@ class Collectives(Issuer):
         :returns: the work; its result is ``outputs``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
-        return self._issue(ops.Gather(optional("outputs", self._of_root(outputs, root)), input, root), hints, timeout)
+        return self._issue(
+            ops.Gather(optional("outputs", _of_root(outputs, root, self.rank)), input, root), hints, timeout
+        )
 
     def gather_single(
         self,
@@ -343,7 +347,7 @@ class Collectives(Issuer):
         :returns: the work; its result is ``output``.
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
-        return self._issue(ops.GatherSingle(self._of_root(output, root), input, root), hints, timeout)
+        return self._issue(ops.GatherSingle(_of_root(output, root, self.rank), input, root), hints, timeout)
 
     def barrier(self, *, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT) -> Work[None]:
         """Wait until every rank has called ``barrier``.
@@ -354,13 +358,14 @@ class Collectives(Issuer):
         """
         return self._issue(ops.Barrier(), hints, timeout)
 
-    def _of_root(self, given: _T, root: int) -> _T | None:
-        """What is given, on the root; elsewhere, where MPI and torch ignore it, nothing."""
-        return given if root == self.rank else None
-
     def _operator(self, name: str, op: object) -> ReduceOp:
         """Parse the operator that a caller gave the method ``name`` in another form than a :class:`ReduceOp`."""
         try:
             return ReduceOp.parse(op)
         except ArgumentError as error:
             raise error.about(comm=self.name, op=name, rank=self.rank) from None
+
+
+def _of_root(given: _T, root: int, rank: int) -> _T | None:
+    """What is given, on the root; elsewhere, where MPI and torch ignore it, nothing."""
+    return given if root == rank else None
