@@ -159,6 +159,19 @@ class Attachments:
         self._core.lose(late)
         raise late
 
+    def stop(self, why: str) -> None:
+        """Start nothing more on any region of the other endpoint."""
+        for attachment in self._known.values():
+            if attachment.owner == self._other:
+                self._stop(attachment, why)
+
+    async def settle(self) -> None:
+        """Wait until what was begun to be opened is: the other end takes part in that, and would wait for this one."""
+        for question in list(self._questions.values()):
+            await question.answered
+        for attachment in list(self._known.values()):
+            await attachment.opened
+
     def say_here(self) -> None:
         """Tell the other endpoint that this one is there.
 

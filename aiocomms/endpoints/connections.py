@@ -47,8 +47,16 @@ _PAUSE: Final = 0.01
 class _Forming:
     """With one endpoint: how many calls of it, and answers to its calls, are under way."""
 
-    def __init__(self, ended: Promise) -> None:
-        self.ended, self.calls, self.answers = ended, 0, 0
+    def __init__(self, driver: Driver) -> None:
+        self.ended, self.calls, self.answers = Promise(driver), 0, 0
+        self.answering: anyio.CancelScope | None = None
+        """Of the last answer."""
+        self._driver = driver
+
+    def look_again(self) -> None:
+        """There is a connection, or nothing is under way any more: who waits for either looks."""
+        ended, self.ended = self.ended, Promise(self._driver)
+        ended.set()
 
 
 class Connections:
@@ -166,7 +174,10 @@ class Connections:
         if crossed or refusal:
             await run_in_thread(lambda: line.tell(answer))
             return
-        with self._form(there.endpoint, "answers"):
+        with self._form(there.endpoint, "answers") as forming, anyio.CancelScope() as scope:
+            if forming.answering is not None:  # it has given that call up, or it would not make this one
+                forming.answering.cancel()
+            forming.answering = scope
             await run_in_thread(lambda: line.tell(answer))
             try:
                 await run_in_thread(line.hear)
@@ -175,9 +186,9 @@ class Connections:
             seconds = FORMING if self._seconds == inf else self._seconds
             line.extend(seconds)
             peer = await self._meet(line, 1 - CALLER, there, seal_of(there, self._mine, hello.nonce, nonce), seconds)
-        self._arrived[peer] = None
-        self._bound_arrived()
-        self._wake_acceptors()
+            self._arrived[peer] = None
+            self._bound_arrived()
+            self._wake_acceptors()
 
     def _bound_arrived(self) -> None:
         """Nobody may ever ask for those that have come and gone: the oldest of them are closed."""
@@ -213,12 +224,14 @@ class Connections:
             stale.abort("the other endpoint has connected anew")
         if not peer.closed:  # else the other end has left already
             self._peers[there.endpoint] = peer
+        if (forming := self._forming.get(there.endpoint)) is not None:
+            forming.look_again()
         return peer
 
     @contextlib.contextmanager
     def _form(self, endpoint: bytes, by: Literal["calls", "answers"]) -> Iterator[_Forming]:
         """While a connection with an endpoint is being formed; who wants one, too, waits for that."""
-        forming = self._forming.setdefault(endpoint, _Forming(Promise(self._driver)))
+        forming = self._forming.setdefault(endpoint, _Forming(self._driver))
         setattr(forming, by, getattr(forming, by) + 1)
         try:
             yield forming
@@ -226,14 +239,15 @@ class Connections:
             setattr(forming, by, getattr(forming, by) - 1)
             if not forming.calls + forming.answers:
                 del self._forming[endpoint]
-                forming.ended.set()
+                forming.look_again()
 
     @contextlib.contextmanager
     def _until_closed(self) -> Iterator[None]:
         """Cut short what is done meanwhile when the endpoint is closed.
 
-        :raises CommClosedError: it was.
+        :raises CommClosedError: it was, or is already.
         """
+        self._check()
         with anyio.CancelScope() as scope:
             self._scopes.add(scope)
             try:

@@ -15,7 +15,7 @@ import torch
 
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.endpoints.credentials import Address
-from aiocomms.errors import CommTimeoutError, PeerDiedError, ProtocolError
+from aiocomms.errors import CommError, CommTimeoutError, PeerDiedError, ProtocolError
 from aiocomms.lowlevel import UNREADABLE, tune
 from aiocomms.lowlevel.auth import MAX_RECORD, Seal, read_token
 from aiocomms.lowlevel.jobstore import prove
@@ -119,9 +119,13 @@ class Call:
 
         :param mine: this endpoint's address.
         :param seconds: for all of it.
+        :raises CommError: there is no descriptor for it.
         """
         self._address, self._mine, self._seconds = address, mine, seconds
-        self._connection = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET)
+        try:
+            self._connection = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET)
+        except OSError as error:
+            raise CommError(f"no connection can be made: {error}") from error
         self.nonce = os.urandom(16)
         """What this end has chosen for the seal."""
 

@@ -59,6 +59,7 @@ class Peer:
         self._attachments = Attachments(comm, grant, self._left)
         self._other = 1 - comm.rank
         self._over, self._why = Promise(comm._core.driver), CommClosedError("the connection was closed")
+        self._arrived = False  # all that was put
         self._remotes: dict[bytes, RemoteRegion] = {}
         """The regions that are open, by their descriptors."""
         comm.register_abort_hook(self._lost)
@@ -215,8 +216,13 @@ class Peer:
         :param timeout: the deadline in seconds, None for no deadline; by default the endpoint's.
         :raises CommError: the connection is lost or closed.
         """
-        for remote in list(self._remotes.values()):
-            await remote._settle(timeout)
+        seconds = self._comm._seconds if timeout is COMM_TIMEOUT else checks.deadline("timeout", timeout)
+        with anyio.move_on_after(seconds) as late:
+            await self._settle(timeout)
+        if late.cancelled_caught:
+            raise CommTimeoutError(
+                f"what was put has not arrived within {seconds:g} s", comm=self._comm.name, op="signal"
+            )
         await self._signals.signal(self._other, timeout=timeout)
 
     def wait_signal(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> Work[None]:
@@ -256,12 +262,17 @@ class Peer:
         :raises CommError: a transport broke while it closed; everything else is released.
         """
         self._attachments.check_thread("aclose")
+        self._arrived = self.closed
         try:
             if not self.closed:
+                self._attachments.stop("the connection was closed")
                 await self._drain()
         finally:
             if not self._comm.closed and not self._comm.aborted:
-                self._attachments.say_bye()
+                if self._arrived:
+                    self._attachments.say_bye()
+                else:
+                    self._comm.abort("closed before all that was put had arrived")
             self._end(self._why, End.CLOSED)
             self._remotes.clear()
             await self._comm.aclose()
@@ -269,8 +280,16 @@ class Peer:
     async def _drain(self) -> None:
         """Let what was put arrive, for the other end may use its memory for something else once it hears of the end."""
         with anyio.move_on_after(CLOSE_GRACE), contextlib.suppress(CommError):
-            for remote in list(self._remotes.values()):
-                await remote._settle(COMM_TIMEOUT)
+            await self._settle(COMM_TIMEOUT)
+            self._arrived = True
+            await self._attachments.settle()
+
+    async def _settle(self, timeout: OpTimeout) -> None:
+        """Wait until all that was put so far is visible."""
+        settling = [remote._settling(timeout) for remote in self._remotes.values() if not remote._settled]
+        for remote, puts, arrival in settling:
+            await arrival
+            remote._seen = max(remote._seen, puts)
 
     async def __aenter__(self) -> Self:
         return self

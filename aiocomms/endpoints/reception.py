@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import os
 import selectors
 import socket
@@ -133,9 +134,10 @@ def _listen(host: str) -> socket.socket:
         raise CommError(f"nothing can listen at {host!r}: {error}") from error
     address = str(listener.getsockname()[0])
     try:
-        if address in ("0.0.0.0", "::"):  # noqa: S104 - it is refused
+        ip = ipaddress.ip_address(address.partition("%")[0])
+        if ip.is_unspecified:
             raise ArgumentError(f"host is {host!r}, which is every interface, wanted one address")
-        if not (address.startswith("127.") or address == "::1"):
+        if not ip.is_loopback:
             check_exposed(f"the endpoint at {address} can be reached from other hosts")
         listener.setblocking(False)
     except BaseException:

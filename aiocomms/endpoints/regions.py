@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Self
 
@@ -179,17 +179,14 @@ class RemoteRegion:
 
     @property
     def _settled(self) -> bool:
-        return self._puts == self._seen
+        """Whether all that was put so far is visible."""
+        return self._puts == self._seen or self._attachment.closed.is_set
 
-    async def _settle(self, timeout: OpTimeout) -> None:
-        """Wait until all that was put so far is visible."""
-        puts = self._puts
-        if puts > self._seen:
-            if self._window.closed:  # which comes after everything
-                await self._attachment.closed
-            else:
-                await self._window.flush(self._owner, timeout=timeout)
-            self._seen = max(self._seen, puts)
+    def _settling(self, timeout: OpTimeout) -> tuple[RemoteRegion, int, Awaitable[None]]:
+        """Begin to see to that: the number of puts that are visible once the last is awaited."""
+        if self._window.closed:  # which comes after everything
+            return self, self._puts, self._attachment.closed
+        return self, self._puts, self._window.flush(self._owner, timeout=timeout)
 
     def _is_of(self, attachment: Attachment) -> bool:
         """Whether it is this opening of the region, and no earlier one."""

@@ -368,4 +368,4 @@ class Collectives(Issuer):
 
 def _of_root(given: _T, root: int, rank: int) -> _T | None:
     """What is given, on the root; elsewhere, where MPI and torch ignore it, nothing."""
-    return given if root == rank else None
+    return None if type(root) is int and root != rank else given

@@ -64,6 +64,8 @@ class Blocks:
         :raises ArgumentError: they are not, or it is no metadata.
         :raises CommError: it cannot be reached, or gives no access.
         """
+        if name in self._nodes:
+            raise ArgumentError(f"node {name!r} was added already")
         if length != self._length:
             raise ArgumentError(f"node {name!r} has blocks of {length} bytes, and this one of {self._length}")
         try:
@@ -73,6 +75,7 @@ class Blocks:
         peer = await self._here.connect(given.address)
         region = await peer.attach(given.descriptor)
         if region.count != blocks * length:
+            await region.aclose()
             raise ArgumentError(f"node {name!r} has {region.count} bytes, wanted {blocks} blocks of {length}")
         node = self._nodes[name] = Node(peer, region, blocks)
         peer.register_abort_hook(lambda error: setattr(node, "fault", error.message))
@@ -113,12 +116,14 @@ class Blocks:
         :raises CommError: that node is lost; some of them may have been written.
         """
         node, length = self.check(name, local, remote), self._length
-        works = [
-            node.region.put(self._memory[mine * length : (mine + count) * length], theirs * length)
-            for mine, theirs, count in runs(local, remote)
-        ]
+        works = []
         failures = []
-        for work in works:
+        try:
+            for mine, theirs, count in runs(local, remote):
+                works.append(node.region.put(self._memory[mine * length : (mine + count) * length], theirs * length))
+        except CommError as error:
+            failures.append(error)
+        for work in works:  # each to its end: until then its blocks are read
             try:
                 await work
             except CommError as error:
@@ -129,8 +134,10 @@ class Blocks:
 
     async def aclose(self) -> None:
         """Take the memory back, and part from all nodes."""
-        await self._region.revoke()
-        await self._here.aclose()
+        try:
+            await self._region.revoke()
+        finally:
+            await self._here.aclose()
 
 
 def runs(local: Sequence[int], remote: Sequence[int]) -> Iterator[tuple[int, int, int]]:

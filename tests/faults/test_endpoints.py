@@ -7,6 +7,7 @@ import contextlib
 import functools
 import gc
 import os
+import random
 import socket
 import struct
 import threading
@@ -164,7 +165,7 @@ def unshared(count: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(4 * count), dtype=torch.float32)
 
 
-async def leave_amid_puts(place: Rank, mapped: bool) -> Any:
+async def leave_amid_puts(place: Rank, mapped: bool, how: str) -> Any:
     """Who closes amid its puts writes nothing any more once the owner has heard of that."""
     async with aiocomms.open_endpoint("ucx") as here:
         if place.rank == 1:
@@ -173,25 +174,32 @@ async def leave_amid_puts(place: Rank, mapped: bool) -> Any:
             give(place, "descriptor", region.descriptor)
             give(place, "address", here.address)
             peer = await here.accept()
-            with pytest.raises(CommClosedError):
-                await peer.lost()
+            with contextlib.suppress(CommClosedError):
+                error = await peer.lost()
+                assert (how, type(error)) == ("cancelled", CommAbortedError)
             await region.revoke()
             memory.fill_(5)
             await asyncio.to_thread(place.told, "closed")
             return bool((memory == 5).all())
         peer = await here.connect(await asyncio.to_thread(given, place, "address"))
         remote = await peer.attach(given(place, "descriptor"))
-        for _ in range(4):
+        works = [remote.put(torch.ones(8 * MIB)) for _ in range(4)]
+        closing = asyncio.ensure_future(peer.aclose())
+        await asyncio.sleep(0)
+        with pytest.raises(RegionError, match="the connection was closed"):
             remote.put(torch.ones(8 * MIB))
-        await peer.aclose()
+        if how == "cancelled":
+            closing.cancel()
+        await asyncio.gather(closing, *works, return_exceptions=True)
     place.tell("closed")
     return None
 
 
 @pytest.mark.fault(108, transport="ucx")
 @pytest.mark.parametrize("mapped", [True, False])
-def test_a_close_amid_puts(ranks: Run, mapped: bool) -> None:
-    assert ranks(2, leave_amid_puts, mapped) == [None, True]
+@pytest.mark.parametrize("how", ["closed", "cancelled"])
+def test_a_close_amid_puts(ranks: Run, mapped: bool, how: str) -> None:
+    assert ranks(2, leave_amid_puts, mapped, how) == [None, True]
 
 
 async def signal_behind_puts(place: Rank, how: str) -> Any:
@@ -407,6 +415,29 @@ async def close_on_the_silent(place: Rank) -> Any:
 @pytest.mark.fault(22, transport="ucx")
 def test_the_silent_keep_nobody_from_closing(ranks: Run) -> None:
     assert ranks(1, close_on_the_silent) == [True]
+
+
+async def connect_and_give_up(place: Rank) -> Any:
+    """Calls that are given up amid, from either side and at any turn of the loop, keep nobody from connecting."""
+    turns = random.Random(1)
+    for _ in range(60):
+        async with aiocomms.open_endpoint("local") as one, aiocomms.open_endpoint("local") as two:
+            for _ in range(2):
+                here, there = (one, two) if turns.random() < 0.5 else (two, one)
+                task = asyncio.ensure_future(here.connect(there.address))
+                for _ in range(turns.randrange(40)):
+                    await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+            peer, other = await asyncio.gather(one.connect(two.address), two.connect(one.address))
+            work = peer.send_object("connected")
+            assert await other.recv_object() == "connected"
+            await work
+    return True
+
+
+def test_calls_that_are_given_up(ranks: Run) -> None:
+    assert ranks(1, connect_and_give_up) == [True]
 
 
 async def call_and_hang_up(place: Rank) -> Any:
