@@ -43,7 +43,9 @@ class OneSided(Issuer):
             works.append(self._issue_in_order(ops.AllGatherSingle(table, mine.to(self.device)), timeout=timeout))
         return self._opened_window(tensor, works, timeout)
 
-    async def _opened_window(self, tensor: Tensor, works: Sequence[Work[Any]], timeout: OpTimeout) -> Window:
+    async def _opened_window(
+        self, tensor: Tensor, works: Sequence[Work[Any]], timeout: OpTimeout = COMM_TIMEOUT
+    ) -> Window:
         with self._all_or_none(works):
             handle = await works[0]
             sizes, dtypes = (await works[1]).T.tolist()
