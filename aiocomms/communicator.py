@@ -260,7 +260,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         """
         members = checks.members(ranks, self._core)
         child = f"{self.name}/{self._children + 1}" if name is None else checks.label(name)
-        seconds = self._rendezvous.timeout if timeout is COMM_TIMEOUT else checks.deadline("timeout", timeout)
+        seconds = checks.op_deadline(timeout, self._rendezvous.timeout)
         plan = self._plan if hints is None else self._plan.advised(hints)
         number = self._children = self._children + 1  # another split may begin before this one goes on
         core = self._core

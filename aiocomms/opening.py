@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping
+from contextlib import AbstractAsyncContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -15,7 +17,7 @@ from torch.distributed import Store
 from aiocomms.bootstrap import directory, newcomers
 from aiocomms.bootstrap.directory import DEFAULT
 from aiocomms.bootstrap.launchers import read_environment
-from aiocomms.bootstrap.registry import Plan, choose, choose_adopter, open_transports
+from aiocomms.bootstrap.registry import Plan, advice, choose, choose_adopter, open_transports
 from aiocomms.bootstrap.rendezvous import FORMING, StoreRendezvous
 from aiocomms.bootstrap.stores import connect_store
 from aiocomms.communicator import Communicator
@@ -24,10 +26,42 @@ from aiocomms.lowlevel.auth import Seal, read_token
 from aiocomms.lowlevel.stores import admitting
 from aiocomms.ops import checks
 from aiocomms.ops.checks import Timeout
-from aiocomms.progress import heartbeat
+
+_Opened = TypeVar("_Opened", bound=AbstractAsyncContextManager[Any])
 
 
-class new_comm:  # noqa: N801 - it is called like a function, as asyncpg.create_pool is
+class Opening(ABC, Generic[_Opened]):
+    """What opens something that is used by ``async with``; it is awaited for that, or used so itself."""
+
+    _example: str
+    """Of a program that does not forget the ``await``."""
+    _it: _Opened | None = None
+
+    @abstractmethod
+    async def _open(self) -> _Opened:
+        """Open it."""
+
+    def __await__(self) -> Generator[Any, Any, _Opened]:
+        return self._open().__await__()
+
+    if not TYPE_CHECKING:  # which see a forgotten await by themselves, and would take any attribute for granted
+
+        def __getattr__(self, name: str) -> Any:
+            hint = "" if name.startswith("__") else f": did you forget `await`? {self._example}"
+            raise AttributeError(f"{type(self).__name__}(...) has no attribute {name!r}{hint}")
+
+    async def __aenter__(self) -> _Opened:
+        self._it = await self._open()
+        return self._it
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._it is not None
+        await self._it.__aexit__(kind, error, trace)
+
+
+class new_comm(Opening[Communicator]):  # noqa: N801 - it is called like a function, as asyncpg.create_pool is
     """Form a communicator with the other ranks; collective.
 
     Await it for a :class:`~aiocomms.communicator.Communicator`, or use it as ``async with new_comm(...) as comm:``,
@@ -54,6 +88,8 @@ class new_comm:  # noqa: N801 - it is called like a function, as asyncpg.create_
     :raises AuthError: some rank has not the same token; says which.
     """
 
+    _example = "comm = await new_comm(...)"
+
     def __init__(
         self,
         transport: str | Mapping[str, str] = "auto",
@@ -72,32 +108,9 @@ class new_comm:  # noqa: N801 - it is called like a function, as asyncpg.create_
         self._where = (store, rank, size)
         self._name = checks.label(name)
         self._timeout = checks.deadline("timeout", timeout)
-        if hints is not None:
-            checks.mapping("hints", hints)
-        self._options = dict(hints or {})
-        heartbeat.silence(self._options)
+        self._options = advice(hints)
         self._join = join
-        self._comm: Communicator | None = None
         _check_place(store, rank, size)
-
-    def __await__(self) -> Generator[Any, Any, Communicator]:
-        return self._open().__await__()
-
-    if not TYPE_CHECKING:  # which see a forgotten await by themselves, and would take any attribute for granted
-
-        def __getattr__(self, name: str) -> Any:
-            hint = "" if name.startswith("__") else ": did you forget `await`? comm = await new_comm(...)"
-            raise AttributeError(f"new_comm(...) has no attribute {name!r}{hint}")
-
-    async def __aenter__(self) -> Communicator:
-        self._comm = await self._open()
-        return await self._comm.__aenter__()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._comm is not None
-        await self._comm.__aexit__(kind, error, trace)
 
     async def _open(self) -> Communicator:
         store, rank, size = self._where

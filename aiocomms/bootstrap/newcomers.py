@@ -13,8 +13,8 @@ from torch.distributed import PrefixStore, Store
 from aiocomms.bootstrap.records import pauses, read, write
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.errors import CommAbortedError, CommTimeoutError, MismatchError, ProtocolError
+from aiocomms.lowlevel import failures
 from aiocomms.lowlevel.auth import Seal, read_token
-from aiocomms.lowlevel.failures import UNREADABLE
 from aiocomms.lowlevel.stores import store_errors
 
 _T = TypeVar("_T")
@@ -116,7 +116,5 @@ def decoded(value: bytes, kind: type[_T]) -> _T:
 
     :raises ProtocolError: it makes no sense.
     """
-    try:
-        return msgspec.msgpack.decode(value, type=kind)
-    except UNREADABLE as error:
-        raise ProtocolError(f"what the ranks have decided makes no sense: {error}") from None
+    found: _T = failures.decoded(value, kind, "what the ranks have decided")
+    return found

@@ -47,10 +47,19 @@ class Plan(msgspec.Struct, frozen=True):
 
         :raises ArgumentError: a hint is wrong.
         """
+        return Plan(self.names, self.classes, {**self.options, **advice(hints)})
+
+
+def advice(hints: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A program's hints, checked.
+
+    :raises ArgumentError: they are no mapping, or one of the core's own is wrong.
+    """
+    if hints is not None:
         checks.mapping("hints", hints)
-        options = {**self.options, **hints}
-        silence(options)
-        return Plan(self.names, self.classes, options)
+    options = dict(hints or {})
+    silence(options)
+    return options
 
 
 def entries() -> dict[str, EntryPoint]:

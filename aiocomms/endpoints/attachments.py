@@ -143,7 +143,7 @@ class Attachments:
         :raises CommTimeoutError: it is.
         """
         self.check_thread("close")
-        seconds = self._comm._seconds if timeout is COMM_TIMEOUT else checks.deadline("timeout", timeout)
+        seconds = checks.op_deadline(timeout, self._comm._seconds)
         with anyio.move_on_after(seconds):
             await attachment.opened
             if not attachment.leaving and self._over is None:
@@ -250,10 +250,9 @@ class Attachments:
                     self._begin(self._other, number, question)
             case Leave(owner, number, why):
                 found = self._known.get((owner, number))
-                if found is not None and not found.leaving:
-                    found.leaving = True
+                if found is not None:
                     self._stop(found, why)
-                    self._spawn(lambda: self._lead_when_opened(found, why))
+                    self._spawn(lambda: self.close(found, why))
             case Opening() | Closing():
                 self._obey(word)
             case Bye():
@@ -280,7 +279,7 @@ class Attachments:
             return
         number = region._number
         known = self._known.get((self._me, number))
-        if known is not None and known.leaving:  # it was closed by the other end, which has heard of that first
+        if known is not None and known.over:  # it was closed by the other end, which has heard of that first
             self._spawn(lambda: self._answer_when_closed(known, question, descriptor))
         elif known is not None:
             self._say(Refuse(question, "it is open already"))
@@ -313,11 +312,6 @@ class Attachments:
         if attachment.window is not None:
             self._close(attachment)
             self._say(Closing(attachment.owner, attachment.number, why[:LONGEST_WHY]))
-
-    async def _lead_when_opened(self, attachment: Attachment, why: str) -> None:
-        await attachment.opened
-        if self._over is None:
-            self._lead(attachment, why)
 
     async def _follow(self) -> None:
         """Call what the leader has called, in its order."""

@@ -31,7 +31,7 @@ from aiocomms.endpoints.regions import Region, all_of
 from aiocomms.errors import ArgumentError, CommClosedError, CommError, CommTimeoutError, MismatchError, PeerDiedError
 from aiocomms.lowlevel import run_in_thread
 from aiocomms.lowlevel.auth import Seal
-from aiocomms.progress.driver import Driver, Promise
+from aiocomms.progress.driver import Bell, Driver
 
 _log = logging.getLogger("aiocomms")
 _ANSWERS: Final = 10.0
@@ -48,15 +48,11 @@ class _Forming:
     """With one endpoint: how many calls of it, and answers to its calls, are under way."""
 
     def __init__(self, driver: Driver) -> None:
-        self.ended, self.calls, self.answers = Promise(driver), 0, 0
+        self.calls = self.answers = 0
+        self.news = Bell(driver)
+        """There is a connection, or nothing is under way any more."""
         self.answering: anyio.CancelScope | None = None
         """Of the last answer."""
-        self._driver = driver
-
-    def look_again(self) -> None:
-        """There is a connection, or nothing is under way any more: who waits for either looks."""
-        ended, self.ended = self.ended, Promise(self._driver)
-        ended.set()
 
 
 class Connections:
@@ -86,8 +82,8 @@ class Connections:
         self._limit = anyio.Semaphore(_AT_ONCE)
         self._arrived: dict[Peer, None] = {}
         """Those that another endpoint has asked for, and that nobody has been handed."""
-        self._arrival = Promise(self._driver)
-        self._tasks, self._idle = 0, Promise(self._driver)
+        self._arrival, self._idle = Bell(self._driver), Bell(self._driver)
+        self._tasks = 0
         self.closed: CommClosedError | None = None
 
     @property
@@ -109,7 +105,7 @@ class Connections:
                 self._check()
                 forming = self._forming.get(there.endpoint)
                 if forming is not None:
-                    await forming.ended
+                    await forming.news
                     continue
                 with self._until_closed():
                     called = await self._call(there, seconds)
@@ -188,7 +184,7 @@ class Connections:
             peer = await self._meet(line, 1 - CALLER, there, seal_of(there, self._mine, hello.nonce, nonce), seconds)
             self._arrived[peer] = None
             self._bound_arrived()
-            self._wake_acceptors()
+            self._arrival.ring()
 
     def _bound_arrived(self) -> None:
         """Nobody may ever ask for those that have come and gone: the oldest of them are closed."""
@@ -225,7 +221,7 @@ class Connections:
         if not peer.closed:  # else the other end has left already
             self._peers[there.endpoint] = peer
         if (forming := self._forming.get(there.endpoint)) is not None:
-            forming.look_again()
+            forming.news.ring()
         return peer
 
     @contextlib.contextmanager
@@ -239,7 +235,7 @@ class Connections:
             setattr(forming, by, getattr(forming, by) - 1)
             if not forming.calls + forming.answers:
                 del self._forming[endpoint]
-                forming.look_again()
+                forming.news.ring()
 
     @contextlib.contextmanager
     def _until_closed(self) -> Iterator[None]:
@@ -283,7 +279,7 @@ class Connections:
     async def close(self, why: CommClosedError) -> None:
         """End all, and wait for what is under way."""
         self.closed = why
-        self._wake_acceptors()
+        self._arrival.ring()
         for scope in self._scopes:
             scope.cancel()
         try:
@@ -291,17 +287,12 @@ class Connections:
         finally:
             with anyio.CancelScope(shield=True):  # which takes no longer than a communicator takes to close
                 while self._tasks:
-                    self._idle = Promise(self._driver)
                     await self._idle
 
     def disown(self) -> None:
         """This is a forked child, which has no part in them."""
         for peer in list(self._all):
             peer._comm._disown()
-
-    def _wake_acceptors(self) -> None:
-        arrival, self._arrival = self._arrival, Promise(self._driver)
-        arrival.set()
 
     def _check(self) -> None:
         if self.closed is not None:
@@ -318,7 +309,6 @@ class Connections:
                 self._driver.report(f"a connection of '{self._name}' could not be formed, or closed", error)
             finally:
                 self._tasks -= 1
-                if not self._tasks:
-                    self._idle.set()
+                self._idle.ring()
 
         self._driver.spawn(run, Context())

@@ -10,18 +10,17 @@ import math
 import os
 import secrets
 import time
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 import torch
 
 from aiocomms.errors import ArgumentError, AuthError, ProtocolError, RegionError
-from aiocomms.lowlevel import HEAD_BYTES, UNREADABLE, Dialect, mac, same
+from aiocomms.lowlevel import HEAD_BYTES, Dialect, decoded, mac, same
 from aiocomms.lowlevel.auth import read_token
 from aiocomms.ops import checks
 
 FORGED: Final = "its owner has not made this descriptor, or it was changed"
-_T = TypeVar("_T", bound=msgspec.Struct)
 _MAC: Final = 32
 LONGEST: Final = 1024
 """Bytes of an address, and of a descriptor."""
@@ -118,7 +117,7 @@ def read_address(data: object, *, late: bool = False) -> Address:
     if not same(payload[:_MAC], mac(_key(), "address", _ADDRESS.head, payload[_MAC:])):
         raise AuthError("address was not made with this job's token, or was changed")
     try:
-        address = _decoded(payload[_MAC:], Address)
+        address: Address = decoded(payload[_MAC:], Address, "it")
     except ProtocolError as error:
         raise ArgumentError(f"address is not an endpoint's: {error.message}") from None
     if not late and expired(address.expires):
@@ -134,7 +133,7 @@ def read_descriptor(data: object) -> Descriptor:
     """
     raw = _bytes("descriptor", data)
     try:
-        found = _decoded(_DESCRIPTOR.check(raw, "descriptor")[_MAC:], Descriptor)
+        found: Descriptor = decoded(_DESCRIPTOR.check(raw, "descriptor")[_MAC:], Descriptor, "it")
     except ProtocolError as error:
         raise RegionError(f"descriptor is not a region's: {error.message}") from None
     if found.dtype not in DTYPES or not 0 <= found.count < 2**62 or not 0 <= found.number < 2**62:
@@ -170,10 +169,3 @@ def _bytes(name: str, data: object) -> bytes:
         raise checks.wrong_type(name, data, "bytes")
     raw = bytes(data)
     return raw if HEAD_BYTES + _MAC < len(raw) <= LONGEST else b""
-
-
-def _decoded(payload: bytes, kind: type[_T]) -> _T:
-    try:
-        return msgspec.msgpack.decode(payload, type=kind)
-    except UNREADABLE as error:
-        raise ProtocolError(f"it makes no sense: {error}") from None

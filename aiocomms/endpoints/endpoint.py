@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from aiocomms.bootstrap.registry import Plan, choose
+from aiocomms.bootstrap.registry import Plan, advice, choose
 from aiocomms.bootstrap.rendezvous import FORMING
 from aiocomms.diagnosis.leak_guard import LeakGuard
 from aiocomms.endpoints.connections import Connections
@@ -22,14 +22,13 @@ from aiocomms.endpoints.reception import Reception
 from aiocomms.endpoints.regions import REVOKED, Region
 from aiocomms.errors import ArgumentError, CommClosedError, CommError, RegionError, wrong_thread
 from aiocomms.lowlevel import LOOPBACK
-from aiocomms.opening import device_of
+from aiocomms.opening import Opening, device_of
 from aiocomms.ops import checks
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
-from aiocomms.progress import heartbeat
 from aiocomms.progress.driver import Driver, Promise
 
 
-class open_endpoint:  # noqa: N801 - it is called like a function, as new_comm is
+class open_endpoint(Opening["Endpoint"]):  # noqa: N801 - it is called like a function, as new_comm is
     """Open an endpoint, by whose address other processes connect with this one: no ranks, no store, no launcher.
 
     Await it for an :class:`Endpoint`, or use it as ``async with open_endpoint(...) as here:``, which closes it.
@@ -48,6 +47,8 @@ class open_endpoint:  # noqa: N801 - it is called like a function, as new_comm i
     :raises UnsupportedOperation: the transport is not available; says why, and what else there is.
     """
 
+    _example = "here = await open_endpoint(...)"
+
     def __init__(
         self,
         transport: str | Mapping[str, str] = "auto",
@@ -62,29 +63,8 @@ class open_endpoint:  # noqa: N801 - it is called like a function, as new_comm i
         self._transport, self._device = transport, device_of(device)
         if not isinstance(host, str):
             raise checks.wrong_type("host", host, "an address of this host as a str")
-        if hints is not None:
-            checks.mapping("hints", hints)
-        self._options = dict(hints or {})
-        heartbeat.silence(self._options)
+        self._options = advice(hints)
         self._where = host, expiry("lifetime", lifetime), checks.label(name), checks.deadline("timeout", timeout)
-        self._here: Endpoint | None = None
-
-    def __await__(self) -> Generator[Any, Any, Endpoint]:
-        return self._open().__await__()
-
-    if not TYPE_CHECKING:  # which see a forgotten await by themselves, and would take any attribute for granted
-
-        def __getattr__(self, name: str) -> Any:
-            hint = "" if name.startswith("__") else ": did you forget `await`? here = await open_endpoint(...)"
-            raise AttributeError(f"open_endpoint(...) has no attribute {name!r}{hint}")
-
-    async def __aenter__(self) -> Endpoint:
-        self._here = await self._open()
-        return self._here
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        assert self._here is not None
-        await self._here.__aexit__(kind, error, trace)
 
     async def _open(self) -> Endpoint:
         return Endpoint(choose(self._transport, self._device, 2, self._options), self._device, *self._where)
@@ -156,7 +136,7 @@ class Endpoint:
         """
         self._check("connect")
         try:
-            seconds = self._seconds if timeout is COMM_TIMEOUT else checks.deadline("timeout", timeout)
+            seconds = checks.op_deadline(timeout, self._seconds)
             return await self._connections.connect(address, FORMING if seconds == inf else seconds)
         except CommError as error:
             raise error.about(comm=self.name, op="connect") from error.__cause__

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import struct
 import time
 from collections.abc import Iterator, Sequence
 from typing import Final, TypeVar
@@ -16,15 +15,16 @@ import torch
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.endpoints.credentials import Address
 from aiocomms.errors import CommError, CommTimeoutError, PeerDiedError, ProtocolError
-from aiocomms.lowlevel import UNREADABLE, tune
+from aiocomms.lowlevel import decoded, tune
 from aiocomms.lowlevel.auth import MAX_RECORD, Seal, read_token
 from aiocomms.lowlevel.jobstore import prove
+from aiocomms.lowlevel.sockets import read_exactly
+from aiocomms.lowlevel.storeserver import LENGTH
 
 ENDPOINT: Final = "the endpoint"
 """Who is connected to: what a proof names in place of a rank."""
 CALLER: Final = 0
 """The rank of whoever connects; the other one has 1."""
-_LENGTH: Final = struct.Struct("!I")
 _MOST: Final = 2 * MAX_RECORD
 _T = TypeVar("_T", bound=msgspec.Struct)
 
@@ -66,7 +66,7 @@ class Line:
         :raises CommTimeoutError: time is up.
         """
         with self._named():
-            self._connection.sendall(_LENGTH.pack(len(what)) + what)
+            self._connection.sendall(LENGTH.pack(len(what)) + what)
 
     def hear(self) -> bytes:
         """Wait for the next message.
@@ -76,10 +76,10 @@ class Line:
         :raises ProtocolError: it makes no sense.
         """
         with self._named():
-            (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+            (length,) = LENGTH.unpack(read_exactly(self._connection, LENGTH.size))
             if length > _MOST:
                 raise ProtocolError(f"the other endpoint sends {length} bytes, wanted at most {_MOST}")
-            return self._read(length)
+            return read_exactly(self._connection, length)
 
     def extend(self, seconds: float) -> None:
         """Give them so long from now on."""
@@ -90,15 +90,6 @@ class Line:
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
-
-    def _read(self, count: int) -> bytes:
-        data = bytearray()
-        while len(data) < count:
-            piece = self._connection.recv(count - len(data))
-            if not piece:
-                raise ConnectionResetError("it has closed the connection")
-            data += piece
-        return bytes(data)
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
@@ -164,10 +155,8 @@ def heard(line: Line, kind: type[_T]) -> _T:
 
     :raises ProtocolError: it is of another one.
     """
-    try:
-        return msgspec.msgpack.decode(line.hear(), type=kind)
-    except UNREADABLE as error:
-        raise ProtocolError(f"what the other endpoint says makes no sense: {error}") from None
+    found: _T = decoded(line.hear(), kind, "what the other endpoint says")
+    return found
 
 
 class Pair(StoreRendezvous):

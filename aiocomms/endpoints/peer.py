@@ -59,7 +59,6 @@ class Peer:
         self._attachments = Attachments(comm, grant, self._left)
         self._other = 1 - comm.rank
         self._over, self._why = Promise(comm._core.driver), CommClosedError("the connection was closed")
-        self._arrived = False  # all that was put
         self._remotes: dict[bytes, RemoteRegion] = {}
         """The regions that are open, by their descriptors."""
         comm.register_abort_hook(self._lost)
@@ -163,18 +162,19 @@ class Peer:
         """
         self._attachments.check_thread("attach")
         try:
-            seconds = self._comm._seconds if timeout is COMM_TIMEOUT else checks.deadline("timeout", timeout)
+            seconds = checks.op_deadline(timeout, self._comm._seconds)
             says = self._checked(descriptor)
             with anyio.move_on_after(seconds) as late:
-                attachment = await self._attachments.attach(bytes(descriptor), says)
+                key = bytes(descriptor)
+                attachment = await self._attachments.attach(key, says)
             if late.cancelled_caught:
                 raise CommTimeoutError(f"the other endpoint has not opened the region within {seconds:g} s")
         except CommError as error:
             raise error.about(comm=self._comm.name, op="attach") from error.__cause__
-        remote = self._remotes.get(bytes(descriptor))
+        remote = self._remotes.get(key)
         if remote is None or not remote._is_of(attachment):
-            self._remotes = {key: it for key, it in self._remotes.items() if not it.closed or not it._settled}
-            remote = self._remotes[bytes(descriptor)] = RemoteRegion(says, attachment, self._attachments.close)
+            self._remotes = {of: it for of, it in self._remotes.items() if not it.closed or not it._settled}
+            remote = self._remotes[key] = RemoteRegion(says, attachment, self._attachments.close)
         return remote
 
     async def _attached(self, descriptor: bytes, timeout: OpTimeout) -> tuple[RemoteRegion, OpTimeout]:
@@ -216,7 +216,7 @@ class Peer:
         :param timeout: the deadline in seconds, None for no deadline; by default the endpoint's.
         :raises CommError: the connection is lost or closed.
         """
-        seconds = self._comm._seconds if timeout is COMM_TIMEOUT else checks.deadline("timeout", timeout)
+        seconds = checks.op_deadline(timeout, self._comm._seconds)
         with anyio.move_on_after(seconds) as late:
             await self._settle(timeout)
         if late.cancelled_caught:
@@ -262,27 +262,23 @@ class Peer:
         :raises CommError: a transport broke while it closed; everything else is released.
         """
         self._attachments.check_thread("aclose")
-        self._arrived = self.closed
+        arrived = self.closed  # all that was put: the other end may use its memory for something else from then on
         try:
-            if not self.closed:
+            if not arrived:
                 self._attachments.stop("the connection was closed")
-                await self._drain()
+                with anyio.move_on_after(CLOSE_GRACE), contextlib.suppress(CommError):
+                    await self._settle(COMM_TIMEOUT)
+                    arrived = True
+                    await self._attachments.settle()
         finally:
             if not self._comm.closed and not self._comm.aborted:
-                if self._arrived:
+                if arrived:
                     self._attachments.say_bye()
                 else:
                     self._comm.abort("closed before all that was put had arrived")
             self._end(self._why, End.CLOSED)
             self._remotes.clear()
             await self._comm.aclose()
-
-    async def _drain(self) -> None:
-        """Let what was put arrive, for the other end may use its memory for something else once it hears of the end."""
-        with anyio.move_on_after(CLOSE_GRACE), contextlib.suppress(CommError):
-            await self._settle(COMM_TIMEOUT)
-            self._arrived = True
-            await self._attachments.settle()
 
     async def _settle(self, timeout: OpTimeout) -> None:
         """Wait until all that was put so far is visible."""

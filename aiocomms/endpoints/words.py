@@ -7,7 +7,7 @@ from typing import Final
 import msgspec
 
 from aiocomms.errors import ProtocolError
-from aiocomms.lowlevel import UNREADABLE
+from aiocomms.lowlevel import decoded
 
 LEADER: Final = 0
 """The rank that decides in which order regions are opened and closed."""
@@ -69,7 +69,6 @@ class Here(msgspec.Struct, tag=7, array_like=True):
 
 
 Word = Ask | Refuse | Grant | Opening | Leave | Closing | Bye | Here
-_decoder = msgspec.msgpack.Decoder(Word)
 
 
 def read(what: bytes, rank: int) -> Word:
@@ -78,10 +77,7 @@ def read(what: bytes, rank: int) -> Word:
     :param rank: this end's.
     :raises ProtocolError: it makes no sense, or is not for this end to hear.
     """
-    try:
-        word: Word = _decoder.decode(what)
-    except UNREADABLE as error:
-        raise ProtocolError(f"what the other endpoint says makes no sense: {error}", peer=1 - rank) from None
+    word: Word = decoded(what, Word, "what the other endpoint says", 1 - rank)
     if isinstance(word, (Opening, Closing) if rank == LEADER else (Grant, Leave)):
         raise ProtocolError(f"the other endpoint says {type(word).__name__}, which this one decides", peer=1 - rank)
     return word

@@ -13,7 +13,8 @@ to move memory safely                   :func:`in_use`; :func:`register` what us
 to leave no connection to a fork        :class:`Unshared`
 to stop before the interpreter ends     :func:`at_end`
 to tell versions of a protocol apart    :class:`Dialect`, :data:`HEAD_BYTES`; before all else
-to decode what a rank has sent          :data:`UNREADABLE`, what msgspec raises of bytes that make no sense
+to decode what a rank has sent          :func:`decoded`; :data:`UNREADABLE`, what msgspec raises of bytes that make no
+                                        sense
 to use a store                          :func:`serve_store`, :func:`reach_store`, :func:`admitting`,
                                         :func:`store_errors`
 to fail as every transport does         :func:`closed_by`, :func:`gone`, :func:`misfit`, :func:`disagreement`,
@@ -29,7 +30,7 @@ from aiocomms.errors import closed_by, gone
 from aiocomms.lowlevel.auth import MAX_RECORD, check_exposed, mac, same
 from aiocomms.lowlevel.cloexec import closed_on_exec
 from aiocomms.lowlevel.ending import at_end
-from aiocomms.lowlevel.failures import UNREADABLE, Reason, disagreement, misfit
+from aiocomms.lowlevel.failures import UNREADABLE, Reason, decoded, disagreement, misfit
 from aiocomms.lowlevel.forks import Unshared
 from aiocomms.lowlevel.gate import Gate, same_user
 from aiocomms.lowlevel.hosts import LOOPBACK, host_id, reachable_address
@@ -56,6 +57,7 @@ __all__ = [
     "check_exposed",
     "closed_by",
     "closed_on_exec",
+    "decoded",
     "disagreement",
     "gone",
     "host_id",

@@ -5,7 +5,7 @@ Those of a rank that has closed, or died, need nothing but their rank, and stand
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import torch
@@ -62,6 +62,20 @@ def disagreement(index: int, peer: int, theirs: str, rank: int, mine: str) -> Mi
 
 UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises of bytes that make no sense."""
+
+
+def decoded(data: bytes, kind: Any, what: str, peer: int | None = None) -> Any:
+    """Decode what a rank has sent, by msgpack.
+
+    :param kind: its type, or a union of types.
+    :param what: what it is, the beginning of the error's message.
+    :param peer: the rank.
+    :raises ProtocolError: it makes no sense.
+    """
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except UNREADABLE as error:
+        raise ProtocolError(f"{what} makes no sense: {error}", peer=peer) from None
 
 
 class Reason(msgspec.Struct, array_like=True, frozen=True):

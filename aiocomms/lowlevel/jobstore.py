@@ -17,7 +17,7 @@ from torch.distributed import DistNetworkError, DistStoreError, Store
 from aiocomms.errors import AuthError
 from aiocomms.lowlevel.forks import Unshared
 from aiocomms.lowlevel.handshake import RefusedError, connector_dialogue
-from aiocomms.lowlevel.sockets import tune
+from aiocomms.lowlevel.sockets import read_exactly, tune
 from aiocomms.lowlevel.storeserver import LENGTH, OUTAGE, SERVER, StoreServer, perform
 
 _FIRST_PAUSE: Final = 0.0005
@@ -70,8 +70,8 @@ class JobStore(Store):
             try:
                 connection.settimeout(self.timeout.total_seconds())
                 connection.sendall(LENGTH.pack(len(request)) + request)
-                (length,) = LENGTH.unpack(_read(connection, LENGTH.size))
-                answer = _read(connection, length)
+                (length,) = LENGTH.unpack(read_exactly(connection, LENGTH.size))
+                answer = read_exactly(connection, length)
             except OSError as error:
                 self._connection = None  # what comes later would be taken for the next answer
                 connection.close()
@@ -159,7 +159,7 @@ def prove(connection: socket.socket, key: bytes, rank: int, patience: float, to:
         wanted = next(dialogue)
         try:
             while True:
-                wanted = dialogue.send(_read(connection, wanted))
+                wanted = dialogue.send(read_exactly(connection, wanted))
         except StopIteration:
             return connection
         except RefusedError:
@@ -167,16 +167,6 @@ def prove(connection: socket.socket, key: bytes, rank: int, patience: float, to:
     except BaseException:
         connection.close()
         raise
-
-
-def _read(connection: socket.socket, count: int) -> bytes:
-    data = bytearray()
-    while len(data) < count:
-        piece = connection.recv(count - len(data))
-        if not piece:
-            raise ConnectionResetError("it has closed the connection")
-        data += piece
-    return bytes(data)
 
 
 def _raw(value: str | bytes) -> bytes:

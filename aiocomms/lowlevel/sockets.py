@@ -19,3 +19,17 @@ def tune(connection: socket.socket, seconds: int = 5) -> socket.socket:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * seconds)
     return connection
+
+
+def read_exactly(connection: socket.socket, count: int) -> bytes:
+    """Wait for so many bytes of a connection that blocks.
+
+    :raises OSError: it has ended before, or its timeout has passed.
+    """
+    data = bytearray()
+    while len(data) < count:
+        piece = connection.recv(count - len(data))
+        if not piece:
+            raise ConnectionResetError("it has closed the connection")
+        data += piece
+    return bytes(data)

@@ -360,6 +360,14 @@ def deadline(name: str, value: Timeout) -> float:
         raise type(error)(f"{error.message}; or None, for no deadline") from None
 
 
+def op_deadline(timeout: OpTimeout, default: float) -> float:
+    """The same for the deadline of one op.
+
+    :param default: that of an op that is given none, in seconds.
+    """
+    return default if timeout is COMM_TIMEOUT else deadline("timeout", timeout)
+
+
 def seconds(name: str, value: float | timedelta) -> float:
     """Check a time span, and return it in seconds as a float.
 

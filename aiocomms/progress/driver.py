@@ -280,3 +280,17 @@ class Promise:
     def __await__(self) -> Generator[Any, Any, None]:
         if not self._set:
             yield from self._driver.park(self._waiters)
+
+
+class Bell:
+    """As :class:`Promise`, but it rings again and again: the tasks that wait go on, and look at what they wait for."""
+
+    __slots__ = ("_driver", "_waiters", "ring")
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._waiters = Waiters(self)
+        self.ring = self._waiters.wake
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        yield from self._driver.park(self._waiters)

@@ -37,16 +37,6 @@ def memory(value: int) -> memoryview:
     return memoryview(data).cast("B", (COUNT, LENGTH))
 
 
-def give(place: Rank, name: str, what: bytes) -> None:
-    (place.folder / name).write_bytes(what)
-    place.tell(f"{name} is there")
-
-
-def given(place: Rank, name: str) -> bytes:
-    place.told(f"{name} is there")
-    return (place.folder / name).read_bytes()
-
-
 def ended(transport: Any, number: int, peer: str) -> Any:
     """Poll as the engine's loop does, until a transfer has ended."""
     ends = time.monotonic() + HANGS
@@ -75,8 +65,8 @@ async def write(place: Rank) -> list[int]:
     """Both write into each other's memory, in both orders, and see what came."""
     mine, other = memory(100 * place.rank), 1 - place.rank
     blocks = await load("blocks").Blocks.open(mine)
-    give(place, f"metadata {place.rank}", blocks.metadata)
-    await blocks.add("other", await asyncio.to_thread(given, place, f"metadata {other}"), COUNT, LENGTH)
+    place.give(f"metadata {place.rank}", blocks.metadata)
+    await blocks.add("other", await asyncio.to_thread(place.given, f"metadata {other}"), COUNT, LENGTH)
     await blocks.write_blocks("other", [0, 1, 2, 7], [10, 11, 12, 9])
     with pytest.raises(ArgumentError, match=r"remote indices \[16\], wanted 0 <= index < 16"):
         await blocks.write_blocks("other", [0, 1], [0, 16])
@@ -142,14 +132,14 @@ async def submit(place: Rank, dies: bool) -> Any:
     assert (transport.num_blocks, transport.block_len) == (COUNT, LENGTH)
     assert len(transport.config_fingerprint) == 16
     if place.rank == 1:
-        give(place, "metadata", transport.get_agent_metadata())
+        place.give("metadata", transport.get_agent_metadata())
         place.told("written")
         if dies:
             place.die()
         rows = [row[0] for row in mine.tolist()]
         transport.close()
         return rows
-    metadata = given(place, "metadata")
+    metadata = place.given("metadata")
     assert transport.write_blocks("decode", [0], [0]) is None
     transport.add_remote_peer("decode", metadata, 0, COUNT, LENGTH)
     number = transport.write_blocks("decode", [3, 4, 5], [0, 1, 15])

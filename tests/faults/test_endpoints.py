@@ -49,24 +49,13 @@ def transport() -> str:
     return "ucx"
 
 
-def given(place: Rank, name: str) -> bytes:
-    """What another process has left for this one, once it has."""
-    place.told(f"{name} is there")
-    return (place.folder / name).read_bytes()
-
-
-def give(place: Rank, name: str, what: bytes) -> None:
-    (place.folder / name).write_bytes(what)
-    place.tell(f"{name} is there")
-
-
 # --------------------------------------------------------------------------------------------- 112: one of them dies
 
 
 async def hub_and_two(place: Rank, doing: str) -> Any:
     if place.rank > 0:
         async with aiocomms.open_endpoint("ucx") as here:
-            peer = await here.connect(await asyncio.to_thread(given, place, "address"))
+            peer = await here.connect(await asyncio.to_thread(place.given, "address"))
             await peer.send_object(place.rank)
             region = here.register(torch.zeros(MIB))
             await peer.send_object((region.descriptor, here.register(torch.zeros(4)).descriptor))
@@ -76,7 +65,7 @@ async def hub_and_two(place: Rank, doing: str) -> Any:
             assert await peer.recv_object() == "go on"
             return region.tensor.sum().item()
     async with aiocomms.open_endpoint("ucx") as here:
-        give(place, "address", here.address)
+        place.give("address", here.address)
         peers = {}
         for _ in range(2):
             peer = await here.accept()
@@ -139,14 +128,14 @@ async def die_amid_puts(place: Rank, rounds: int) -> Any:
     async with aiocomms.open_endpoint("ucx") as here:
         if place.rank == 1:
             region = here.register(torch.zeros(16 * MIB))
-            give(place, "descriptor", region.descriptor)
-            give(place, "address", here.address)
+            place.give("descriptor", region.descriptor)
+            place.give("address", here.address)
             peer = await here.accept()
             for _ in range(rounds):
                 await peer.wait_signal()
             place.die()
-        peer = await here.connect(await asyncio.to_thread(given, place, "address"))
-        remote = await peer.attach(given(place, "descriptor"))
+        peer = await here.connect(await asyncio.to_thread(place.given, "address"))
+        remote = await peer.attach(place.given("descriptor"))
         source = torch.ones(16 * MIB)
         with pytest.raises(CommError):
             await put_for_ever(peer, remote, source)
@@ -171,8 +160,8 @@ async def leave_amid_puts(place: Rank, mapped: bool, how: str) -> Any:
         if place.rank == 1:
             memory = torch.zeros(8 * MIB) if mapped else unshared(8 * MIB)
             region = here.register(memory)
-            give(place, "descriptor", region.descriptor)
-            give(place, "address", here.address)
+            place.give("descriptor", region.descriptor)
+            place.give("address", here.address)
             peer = await here.accept()
             with contextlib.suppress(CommClosedError):
                 error = await peer.lost()
@@ -181,8 +170,8 @@ async def leave_amid_puts(place: Rank, mapped: bool, how: str) -> Any:
             memory.fill_(5)
             await asyncio.to_thread(place.told, "closed")
             return bool((memory == 5).all())
-        peer = await here.connect(await asyncio.to_thread(given, place, "address"))
-        remote = await peer.attach(given(place, "descriptor"))
+        peer = await here.connect(await asyncio.to_thread(place.given, "address"))
+        remote = await peer.attach(place.given("descriptor"))
         works = [remote.put(torch.ones(8 * MIB)) for _ in range(4)]
         closing = asyncio.ensure_future(peer.aclose())
         await asyncio.sleep(0)
@@ -207,8 +196,8 @@ async def signal_behind_puts(place: Rank, how: str) -> Any:
     async with aiocomms.open_endpoint("ucx") as here:
         if place.rank == 1:
             memory = unshared(16 * MIB)
-            give(place, "descriptor", here.register(memory).descriptor)
-            give(place, "address", here.address)
+            place.give("descriptor", here.register(memory).descriptor)
+            place.give("address", here.address)
             peer = await here.accept()
             await peer.wait_signal()
             seen = bool(memory[-1] == 1)
@@ -216,8 +205,8 @@ async def signal_behind_puts(place: Rank, how: str) -> Any:
             with contextlib.suppress(CommError):
                 await peer.lost()
             return seen
-        peer = await here.connect(await asyncio.to_thread(given, place, "address"))
-        remote = await peer.attach(given(place, "descriptor"))
+        peer = await here.connect(await asyncio.to_thread(place.given, "address"))
+        remote = await peer.attach(place.given("descriptor"))
         work = remote.put(torch.ones(16 * MIB))
         first = asyncio.ensure_future(peer.signal())
         await asyncio.sleep(0)
@@ -244,8 +233,8 @@ async def hold_on(place: Rank) -> Any:
     async with aiocomms.open_endpoint("ucx") as here:
         if place.rank == 1:
             region = here.register(torch.zeros(4))
-            give(place, "descriptor", region.descriptor)
-            give(place, "address", here.address)
+            place.give("descriptor", region.descriptor)
+            place.give("address", here.address)
             peer = await here.accept()
             await peer.recv_object()
             with pytest.raises(CommTimeoutError, match="did not let go"):
@@ -253,8 +242,8 @@ async def hold_on(place: Rank) -> Any:
             place.tell("revoked")
             assert isinstance(await peer.lost(), CommTimeoutError)
             return here.peers == []
-        peer = await here.connect(await asyncio.to_thread(given, place, "address"))
-        await peer.attach(given(place, "descriptor"))
+        peer = await here.connect(await asyncio.to_thread(place.given, "address"))
+        await peer.attach(place.given("descriptor"))
         await peer.send_object("attached")
         place.told("revoked")
         assert isinstance(await peer.lost(), CommTimeoutError)
@@ -275,14 +264,14 @@ async def cancel_puts(place: Rank) -> Any:
     async with aiocomms.open_endpoint("ucx") as here:
         if place.rank == 1:
             region = here.register(torch.zeros(count, 1024))
-            give(place, "descriptor", region.descriptor)
-            give(place, "address", here.address)
+            place.give("descriptor", region.descriptor)
+            place.give("address", here.address)
             peer = await here.accept()
             await peer.wait_signal()
             rows = region.tensor
             return bool((rows == torch.arange(1.0, count + 1)[:, None]).all())
-        peer = await here.connect(await asyncio.to_thread(given, place, "address"))
-        descriptor = given(place, "descriptor")
+        peer = await here.connect(await asyncio.to_thread(place.given, "address"))
+        descriptor = place.given("descriptor")
         remote = await peer.attach(descriptor)
         left = []
         for number in range(count):
@@ -314,7 +303,7 @@ def test_cancelled_puts(ranks: Run) -> None:
 async def come_and_go(place: Rank, count: int) -> Any:
     """A hub that endpoints connect with one after the other; descriptors, threads and memory come back."""
     if place.rank == 1:
-        address = await asyncio.to_thread(given, place, "address")
+        address = await asyncio.to_thread(place.given, "address")
         for number in range(count):
             async with aiocomms.open_endpoint("ucx") as here:
                 peer = await here.connect(address)
@@ -323,7 +312,7 @@ async def come_and_go(place: Rank, count: int) -> Any:
             await asyncio.to_thread(place.told, f"next {number}")
         return None
     async with aiocomms.open_endpoint("ucx") as here:
-        give(place, "address", here.address)
+        place.give("address", here.address)
         looks = []
         for number in range(count):
             peer = await here.accept()
@@ -462,8 +451,8 @@ def test_a_call_in_anothers_name(ranks: Run) -> None:
 
 async def other_tokens(place: Rank) -> Any:
     async with aiocomms.open_endpoint("ucx") as here:
-        give(place, f"address of {place.rank}", here.address)
-        address = await asyncio.to_thread(given, place, f"address of {1 - place.rank}")
+        place.give(f"address of {place.rank}", here.address)
+        address = await asyncio.to_thread(place.given, f"address of {1 - place.rank}")
         with pytest.raises(AuthError, match="token"):
             await here.connect(address)
         await asyncio.to_thread(lambda: (place.tell(f"tried {place.rank}"), place.told(f"tried {1 - place.rank}")))
@@ -513,14 +502,14 @@ async def connect_anew(place: Rank) -> Any:
     """A process that has been restarted without a word connects again, with the same hub."""
     async with aiocomms.open_endpoint("ucx") as here:
         if place.rank == 0:
-            give(place, "address", here.address)
+            place.give("address", here.address)
             first = await here.accept()
             await first.send_object("die")
             assert isinstance(await first.lost(), PeerDiedError)
             place.tell("noticed")
             second = await here.accept()
             return await second.recv_object()
-        address = await asyncio.to_thread(given, place, "address")
+        address = await asyncio.to_thread(place.given, "address")
         if place.rank == 1:
             await (await here.connect(address)).recv_object()
             place.die()
