@@ -71,6 +71,9 @@ class Rendezvous(Protocol):
     """Where the ranks met, as torch has it; None: there is none, or not yet."""
     hosts: Sequence[str]
     """Addresses of other ranks' hosts that are known already."""
+    home: dict[Any, Any] | None
+    """Where a transport keeps, by a key of its own, what it shares with other communicators of the same endpoint, which
+    come and go; None: this communicator is none of an endpoint's."""
 
     def left(self) -> float:
         """The seconds of the timeout that are left, from when this rank began; negative once time is up."""

@@ -51,6 +51,7 @@ class StoreRendezvous(Board):
         self.name = name
         self.device = device
         self.hosts: Sequence[str] = ()
+        self.home: dict[Any, Any] | None = None
         self.timeout = FORMING if timeout == math.inf else timeout
         """The seconds to form in; once it is formed, those that ops have which are given no deadline."""
         self._ends = time.monotonic() + self.timeout

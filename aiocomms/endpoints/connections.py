@@ -71,6 +71,8 @@ class Connections:
         """
         self._mine, self._name, self._device, self._plan, self._seconds = mine, name, device, plan, timeout
         self._grant, self._driver = grant, Driver.current()
+        self._home: dict[Any, Any] = {}
+        """What the transports keep for all of them."""
         self._peers: dict[bytes, Peer] = {}
         self._left: set[Peer] = set()
         """Those that the other end has closed, until they are closed here."""
@@ -199,7 +201,7 @@ class Connections:
         """Form the communicator of two, and the peer that is made of it."""
         ends = (self._mine, there) if rank == CALLER else (there, self._mine)
         name = f"endpoints {'-'.join(end.name for end in ends)}"  # the same on both
-        pair = Pair(line, rank, name, self._device, seconds, seal)
+        pair = Pair(line, rank, name, self._device, seconds, seal, self._home)
         transports = await open_transports(self._plan, lambda cls, _: cls.open(pair, self._plan.options))
         pair.timeout = self._seconds
         comm = Communicator(pair, self._plan, transports)

@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 import torch
@@ -162,9 +162,11 @@ def heard(line: Line, kind: type[_T]) -> _T:
 class Pair(StoreRendezvous):
     """Two endpoints as the ranks of a communicator: they meet over a connection, in place of a store."""
 
-    def __init__(self, line: Line, rank: int, name: str, device: torch.device, timeout: float, seal: Seal) -> None:
+    def __init__(
+        self, line: Line, rank: int, name: str, device: torch.device, timeout: float, seal: Seal, home: dict[Any, Any]
+    ) -> None:
         super().__init__(None, rank, 2, name=name, device=device, timeout=timeout, seal=seal)
-        self._line = line
+        self._line, self.home = line, home
         self.hosts: Sequence[str] = (line.host,)
 
     async def exchange(self, key: str, value: bytes) -> list[bytes]:

@@ -29,7 +29,7 @@ class Unshared:
 
     def __init__(self, *addresses: Address) -> None:
         """Until :meth:`release`, or until nothing refers to it any more."""
-        self._records = b""
+        self._records: list[bytes] = []
         self._owner: Callable[[], object] = lambda: None
         for address in addresses:
             self.add(address)
@@ -37,7 +37,11 @@ class Unshared:
 
     def add(self, address: Address) -> None:
         """Add an address; as bytes, anything that contains it in the kernel's format."""
-        self._records += _packed(address)
+        self._records.append(_packed(address))
+
+    def remove(self, address: Address) -> None:
+        """The connections with an address are closed."""
+        self._records.remove(_packed(address))
 
     def belongs_to(self, owner: object) -> None:
         """Hold this for as long as there is that object, which uses the connections.
@@ -49,13 +53,13 @@ class Unshared:
 
     def release(self) -> None:
         """The connections are closed, and others may get the same addresses."""
-        self._records = b""
+        self._records = []
         self._owner = lambda: None
 
     def covers(self, address: Address) -> bool:
         """Whether it is one of them."""
         packed = _packed(address)
-        return len(packed) > 0 and packed in self._records
+        return len(packed) > 0 and any(packed in record for record in self._records)
 
     def let_go(self) -> None:
         """This is a child."""

@@ -411,7 +411,7 @@ def test_a_communicator_that_never_opened_says_no_farewell() -> None:
             here: Any = transport_of(mine)
             there: Any = transport_of(theirs)
             work = theirs.all_reduce(torch.ones(3))
-            orphan = UcxTransport(here.shared, here.peers, here.hosts, here.pids)
+            orphan = UcxTransport(here.shared, here.ranks)
             await orphan.aclose()
             # A message behind the farewell, which no rank writes that works as it should.
             here._tell(1, wire.Dispute(here._numbers[1], 99, "what comes behind the farewell"))

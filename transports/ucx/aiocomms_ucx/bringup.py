@@ -8,17 +8,25 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+import anyio
 import msgspec
 
 from aiocomms.cuda import Cuda
-from aiocomms.errors import ArgumentError, AuthError, CommError, ProtocolError, UnsupportedOperation
+from aiocomms.errors import (
+    ArgumentError,
+    AuthError,
+    CommError,
+    CommTimeoutError,
+    ProtocolError,
+    UnsupportedOperation,
+)
 from aiocomms.lowlevel import (
     Gate,
-    Unshared,
     check_exposed,
     closed_on_exec,
     host_id,
@@ -71,53 +79,106 @@ class Place(msgspec.Struct, array_like=True):
     """What of its environment may be why something does not work, on it or on another."""
     in_place: bool = False
     """Whether the ranks of its host read large parts where they lie. That of each host's first rank counts."""
+    other: int = -1
+    """What its engine calls the other one, if the two are endpoints; else an engine's number is its rank."""
 
 
-async def open_shared_engine(
+class Ranks(msgspec.Struct, frozen=True):
+    """The ranks of a communicator, in their order."""
+
+    peers: list[int]
+    """Each one's number in the engine."""
+    hosts: list[str]
+    pids: list[int]
+    """Each one's process."""
+    in_place: bool
+    """Whether the ranks of this host read large parts of collectives where they lie; all of them do, or none."""
+
+    def some(self, ranks: Sequence[int]) -> Ranks:
+        """Some of them."""
+        return Ranks(
+            [self.peers[rank] for rank in ranks],
+            [self.hosts[rank] for rank in ranks],
+            [self.pids[rank] for rank in ranks],
+            self.in_place,
+        )
+
+
+@contextlib.asynccontextmanager
+async def shared_engine(
     rendezvous: Rendezvous, cuda: Cuda | None = None, memory: int = NO_DEVICE
-) -> tuple[SharedEngine, list[str], list[int]]:
-    """Connect to the other ranks, and open an engine. Collective.
+) -> AsyncIterator[tuple[SharedEngine, Ranks]]:
+    """Connect to the other ranks, with an engine of their own, or with that of an endpoint. Collective.
+
+    Whoever enters it adds a communicator to the engine before leaving it.
 
     :param cuda: the GPU whose memory the engine carries; None if it carries the memory of CPUs.
     :param memory: UCX's type of that GPU's memory.
-    :returns: the engine, and each rank's host and process.
     :raises CommTimeoutError: a rank did not come, or did not connect.
     :raises AuthError: a rank does not have this job's token.
     """
     rank, size = rendezvous.rank, rendezvous.size
     mine = _introduction()
-    with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(_listen_here(mine.path))]
-        hellos, key = await _hellos(rendezvous, mine)
-        hosts = [hello.host for hello in hellos]
-        far = [hello.name for hello in hellos if hello.host != mine.host]
-        outside = reachable_address((*rendezvous.hosts, hellos[0].name, *far), rendezvous.store) if far else None
-        if outside:
-            listeners.append(stack.enter_context(socket.create_server((outside, 0), backlog=_BACKLOG)))
-        endpoint = listeners[-1].getsockname()[:2] if outside else None
-        engine, place, trouble = await rendezvous.run(
-            "opening UCX", lambda: _opened(rank, hellos, endpoint, outside, cuda, memory)
-        )
-        places = await _places(rendezvous, place)
-        if trouble:
-            raise trouble
-        blame(rank, [place.trouble for place in places], [place.hindrances for place in places])
-        unshared = Unshared(*(hello.path for hello in hellos), *(place.endpoint for place in places if place.endpoint))
-        gate = Gate(rank, key, _connectors(rank, hellos, places), size)
-        connections = await rendezvous.run(
-            "connecting to the other ranks", lambda: gate.run(listeners, _SHARE * rendezvous.left())
-        )
-    sockets = [-1 if peer == rank else tune(connections[peer]).detach() for peer in range(size)]
-    here = *_near(mine, hellos), places[hosts.index(mine.host)].in_place
-    _start(engine, [place.address for place in places], sockets, *here, _cookies(key, rank, size))
-    return SharedEngine(engine, rank, unshared, cuda), hosts, [hello.pid for hello in hellos]
+    async with contextlib.AsyncExitStack() as forming:
+        with contextlib.ExitStack() as stack:
+            listeners = [stack.enter_context(_listen_here(mine.path))]
+            hellos, key = await _hellos(rendezvous, mine)
+            far = [hello.name for hello in hellos if hello.host != mine.host]
+            outside = reachable_address((*rendezvous.hosts, hellos[0].name, *far), rendezvous.store) if far else None
+            if outside:
+                listeners.append(stack.enter_context(socket.create_server((outside, 0), backlog=_BACKLOG)))
+            endpoint = listeners[-1].getsockname()[:2] if outside else None
+            shared, trouble = await _engine_of(rendezvous, outside, cuda, memory)
+            if shared is not None:
+                await forming.enter_async_context(_forming(shared))
+            other = -1 if rendezvous.home is None or shared is None else next(shared.numbers)
+            place = await rendezvous.run("opening UCX", lambda: _place(rank, hellos, shared, trouble))
+            place.endpoint, place.other = endpoint, other
+            places = await _places(rendezvous, place)
+            if shared is None:
+                raise trouble or AssertionError
+            blame(rank, [place.trouble for place in places], [place.hindrances for place in places])
+            gate = Gate(rank, key, _connectors(rank, hellos, places), size)
+            connections = await rendezvous.run(
+                "connecting to the other ranks", lambda: gate.run(listeners, _SHARE * rendezvous.left())
+            )
+        yield shared, _introduce(shared, rank, hellos, places, connections, _cookies(key, rank, size))
 
 
-def _near(mine: Hello, hellos: Sequence[Hello]) -> tuple[list[int], bool]:
-    """Return the process of each rank of this host, 0 for others; and whether there are more of them than cores."""
+@contextlib.asynccontextmanager
+async def _forming(shared: SharedEngine) -> AsyncIterator[None]:
+    """While a communicator forms that is to share an engine, others' ends do not end it."""
+    shared.forming += 1
+    try:
+        yield
+    finally:
+        shared.forming -= 1
+        await shared.settle()
+
+
+def _introduce(
+    shared: SharedEngine, rank: int, hellos: Sequence[Hello], places: Sequence[Place],
+    connections: Mapping[int, socket.socket], cookies: Sequence[tuple[int, int]],
+) -> Ranks:  # fmt: skip
+    """Let an engine know those of the other ranks, and itself."""
+    mine, hosts = hellos[rank], [hello.host for hello in hellos]
     here = [hello for hello in hellos if hello.host == mine.host]
     crowded = len(here) > len({core for hello in here for core in hello.cores})
-    return [hello.pid if hello in here else 0 for hello in hellos], crowded
+    other = places[rank].other
+    peers = [peer if other < 0 else shared.number if peer == rank else other for peer in range(len(hellos))]
+    for peer, (hello, place) in enumerate(zip(hellos, places, strict=True)):
+        addresses = [hello.path, *([place.endpoint] if place.endpoint else [])]
+        if other >= 0:  # this rank listens for each connection anew
+            addresses += [mine.path, *([endpoint] if (endpoint := places[rank].endpoint) else [])]
+        fd = -1 if peer == rank else tune(connections[peer]).detach()
+        pid = hello.pid if hello in here else 0
+        name = rank if other < 0 else place.other
+        try:
+            shared.introduce(peers[peer], addresses, place.address, fd, pid, cookies[peer], name, crowded)
+        except RuntimeError as error:
+            raise CommError(f"rank {peer} cannot be introduced to the engine: {error}{circumstances()}") from error
+    in_place = crowded or places[hosts.index(mine.host)].in_place
+    return Ranks(peers, hosts, [hello.pid for hello in hellos], in_place)
 
 
 def blame(rank: int, troubles: Sequence[str], why: Sequence[Sequence[str]]) -> None:
@@ -145,21 +206,54 @@ def _closed(rank: int, hellos: Sequence[Hello]) -> str:
     return ""
 
 
-def _opened(
-    rank: int, hellos: Sequence[Hello], endpoint: tuple[str, int] | None, *options: Any
-) -> tuple[Engine | None, Place, CommError | None]:
-    """Open the engine, or return why this rank cannot; and what the others are told before that is raised."""
-    engine, trouble = None, None
+class _Kept:
+    """The engine of an endpoint's communicators."""
+
+    def __init__(self) -> None:
+        self.opening = anyio.Lock()
+        self.engine: Callable[[], SharedEngine | None] = lambda: None
+
+
+async def _engine_of(
+    rendezvous: Rendezvous, outside: str | None, cuda: Cuda | None, memory: int
+) -> tuple[SharedEngine | None, CommError | None]:
+    """Open an engine, or find that of the endpoint; or return why there is none, which the others are told first."""
+
+    async def opened(number: int) -> SharedEngine:
+        return SharedEngine(await rendezvous.run("opening UCX", lambda: _started(number, outside, cuda, memory)), cuda)
+
     try:
-        engine = _engine(rank, len(hellos), *options)
-    except UcxError as error:
-        trouble = CommError(f"rank {rank} cannot open UCX: {error}{circumstances()}")
-        trouble.__cause__ = error
+        if rendezvous.home is None:
+            return await opened(rendezvous.rank), None
+        kept = rendezvous.home.setdefault((__name__, outside, rendezvous.device), _Kept())
+        async with kept.opening:
+            found = kept.engine()
+            if found is None or not found.lasts:
+                found = await opened(0)
+                kept.engine = weakref.ref(found)
+            return found, None
+    except CommTimeoutError:
+        raise
     except CommError as error:
-        trouble = error
+        return None, error
+
+
+def _started(number: int, outside: str | None, cuda: Cuda | None, memory: int) -> Engine:
+    try:
+        engine = _engine(number, outside, cuda, memory)
+        engine.start()
+    except UcxError as error:
+        raise CommError(f"rank {number} cannot open UCX: {error}{circumstances()}") from error
+    except RuntimeError as error:
+        raise CommError(f"the engine cannot be started: {error}{circumstances()}") from error
+    return engine
+
+
+def _place(rank: int, hellos: Sequence[Hello], shared: SharedEngine | None, trouble: CommError | None) -> Place:
+    """Where the others find this rank's engine, or why they do not."""
     text = trouble.message if trouble else _closed(rank, hellos)
-    address = engine.address() if engine else b""
-    return engine, Place(address, endpoint, text, hindrances(), _reads_in_place(rank, hellos)), trouble
+    address = shared.engine.address() if shared else b""
+    return Place(address, None, text, hindrances(), _reads_in_place(rank, hellos))
 
 
 def _reads_in_place(rank: int, hellos: Sequence[Hello]) -> bool:
@@ -171,27 +265,20 @@ def _reads_in_place(rank: int, hellos: Sequence[Hello]) -> bool:
     return found is not None and found.reads_in_place
 
 
-def _start(engine: Engine, *arguments: Any) -> None:
-    try:
-        engine.start(*arguments)
-    except RuntimeError as error:
-        raise CommError(f"the engine cannot be started: {error}{circumstances()}") from error
-
-
 def _introduction() -> Hello:
     host = f"{host_id('net', 'pid')}/{os.getuid()}"
     path, nonce = f"\0aiocomms-{secrets.token_hex(16)}", secrets.token_bytes(_NONCE)
     return Hello(sys.byteorder, host, socket.gethostname(), os.getpid(), usable_cores(), path, nonce)
 
 
-def _engine(rank: int, size: int, outside: str | None, cuda: Cuda | None, memory: int) -> Engine:
+def _engine(number: int, outside: str | None, cuda: Cuda | None, memory: int) -> Engine:
     if cuda is None:
         with closed_on_exec():
-            return Engine(rank, size, _options(outside, gpu=False))
+            return Engine(number, _options(outside, gpu=False))
     cuda.activate()
     try:
         with closed_on_exec():
-            return Engine(rank, size, _options(outside, gpu=True), memory)
+            return Engine(number, _options(outside, gpu=True), memory)
     except UcxError as error:
         tls = os.environ.get("UCX_TLS")
         why = (

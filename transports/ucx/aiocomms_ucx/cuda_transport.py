@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import select
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Self
 
 import msgspec
@@ -17,7 +17,7 @@ from aiocomms.errors import CommError, ProtocolError, UnsupportedOperation
 from aiocomms.lowlevel import Waker
 from aiocomms.transport import Completion, Rendezvous
 from aiocomms_ucx._engine import CUDA, TURNS
-from aiocomms_ucx.bringup import open_shared_engine
+from aiocomms_ucx.bringup import Ranks
 from aiocomms_ucx.shared_engine import SharedEngine
 from aiocomms_ucx.status import TRUNCATED
 from aiocomms_ucx.transport import UcxTransport
@@ -117,8 +117,8 @@ class CudaUcxTransport(UcxTransport):
     windows = CudaWindows
     proves = False  # its messages would be of the GPU's memory, and wait for its streams
 
-    def __init__(self, shared: SharedEngine, peers: Sequence[int], hosts: Sequence[str], pids: Sequence[int]) -> None:
-        super().__init__(shared, peers, hosts, pids)
+    def __init__(self, shared: SharedEngine, ranks: Ranks) -> None:
+        super().__init__(shared, ranks)
         assert shared.cuda is not None
         self.cuda: Cuda = shared.cuda
         self._waker = Waker()
@@ -136,9 +136,7 @@ class CudaUcxTransport(UcxTransport):
     @classmethod
     async def open(cls, rendezvous: Rendezvous, options: Mapping[str, Any]) -> Self:
         """See :meth:`Transport.open`."""
-        cuda, memory = cls.layer(rendezvous.device)
-        shared, hosts, pids = await open_shared_engine(rendezvous, cuda, memory)
-        return await cls._join(shared, rendezvous, range(rendezvous.size), hosts, pids, first=True)
+        return await cls._open(rendezvous, *cls.layer(rendezvous.device))
 
     # --------------------------------------------------------------------------------------- ops and their outcomes
 

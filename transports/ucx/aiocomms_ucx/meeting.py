@@ -59,13 +59,14 @@ class Member(msgspec.Struct, array_like=True):
 async def meet(transport: UcxTransport, rendezvous: Rendezvous, *, first: bool) -> None:
     """Open the communicator. Collective.
 
-    :param first: it is the first one of its engine, and nothing has been sent by that yet.
+    :param first: it is the first one of its ranks' engines, and nothing has been sent by these to each other yet.
     :raises CommError: some rank could not; the same on all ranks.
     """
     rank, size = transport.rank, transport.size
     check_crowd(transport.hosts)
     here = [peer for peer in range(size) if not transport.far(peer)]
-    segment, trouble = _create(rank, here, first)
+    pooled = first and rendezvous.home is None  # the connections of an endpoint do not know each other
+    segment, trouble = _create(rank, here, pooled)
     try:
         mine = Member(transport.group, segment, transport.engine.reads_all(transport.peers), trouble, hindrances())
         raw = await rendezvous.exchange("ucx members", msgspec.msgpack.encode(mine))
@@ -73,7 +74,7 @@ async def meet(transport: UcxTransport, rendezvous: Rendezvous, *, first: bool) 
         why = [member.hindrances for member in members]
         blame(rank, [member.trouble for member in members], why)
         transport.named([member.number for member in members])
-        trouble = _open(transport, members, here)
+        trouble = _open(transport, members, here, pooled)
         if first and transport.proves:
             trouble = await _prove(transport, trouble, _SHARE * rendezvous.left())
         # After this, no rank opens the descriptor any more.
@@ -96,17 +97,17 @@ def check_crowd(hosts: Sequence[str]) -> None:
             )
 
 
-def _create(rank: int, here: list[int], first: bool) -> tuple[int, str]:
+def _create(rank: int, here: list[int], pooled: bool) -> tuple[int, str]:
     """Create the memory that the ranks of this host share, on the first of them; that of a family with its first."""
     if here[0] != rank or len(here) == 1:
         return _NONE, ""
     try:
-        return create_segment(len(here), first), ""
+        return create_segment(len(here), pooled), ""
     except (RuntimeError, OSError) as error:
         return _NONE, f"rank {rank} cannot create shared memory: {error}"
 
 
-def _open(transport: UcxTransport, members: list[Member], here: list[int]) -> str:
+def _open(transport: UcxTransport, members: list[Member], here: list[int], pooled: bool) -> str:
     """Open the communicator in the engine; what fails hinders no messages, so that the proofs of others go on."""
     numbers = {host: number for number, host in enumerate(dict.fromkeys(transport.hosts))}
     hosts = [numbers[host] for host in transport.hosts]
@@ -119,7 +120,7 @@ def _open(transport: UcxTransport, members: list[Member], here: list[int]) -> st
         trouble = f"on rank {transport.rank}: {error.message}"
     try:
         names = [member.number for member in members]
-        transport.engine.open_group(transport.group, names, fd, hosts, readable)
+        transport.engine.open_group(transport.group, names, fd, pooled, hosts, readable, transport.ranks.in_place)
     except (RuntimeError, OSError) as error:
         trouble = f"rank {transport.rank} cannot use the shared memory of its host: {error}"
     finally:

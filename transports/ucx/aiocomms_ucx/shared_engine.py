@@ -1,10 +1,13 @@
-"""The engine that a communicator shares with all communicators split from it, and the works that wait for it."""
+"""The engine that communicators share: those of a family, or of an endpoint; and the works that wait for it."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import weakref
-from typing import TYPE_CHECKING, Final
+from collections import Counter
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 
@@ -30,17 +33,24 @@ Entry = tuple["UcxTransport | LaneCollectives", Completion, int]
 
 
 class SharedEngine:
-    """One rank's engine, and the communicators that share it. What is not marked is called on the loop's thread."""
+    """One rank's engine, and the communicators that share it. What is not marked is called on the loop's thread.
 
-    def __init__(self, engine: Engine, rank: int, unshared: Unshared, cuda: Cuda | None = None) -> None:
+    It ends with the last of them, and parts from another rank's engine with the last that both are in.
+    """
+
+    def __init__(self, engine: Engine, cuda: Cuda | None = None) -> None:
         """Start without communicators.
 
-        :param unshared: the addresses of its control connections.
+        :param engine: it has been started.
         :param cuda: the GPU whose memory the engine carries; None if it carries the memory of CPUs.
         """
         self.engine = engine
         self.cuda = cuda
-        self.rank = rank
+        self.number: int = engine.number
+        self.numbers = itertools.count(self.number + 1)
+        """Those of engines that come later, if it is an endpoint's."""
+        self.forming = 0
+        """Communicators that are about to share it."""
         self.transports: dict[int, UcxTransport] = {}
         """The transports, by the engine's number of their communicator."""
         self.pending: dict[int, Entry] = {}
@@ -48,16 +58,50 @@ class SharedEngine:
 
         An entry keeps its op's tensors alive, because the wire may still use them.
         """
-        self.broken = False
+        self._known: dict[int, list[Any]] = {}
+        """The other engines, by number: the addresses of the connections with them."""
+        self._uses: Counter[int] = Counter()
+        """In how many communicators each of them is."""
+        self._silent: set[int] = set()
+        """Those of whom nobody waits for a goodbye."""
+        self._retired = self._closed = False
         register(self)
         try:
             self._listener = Listener(engine.notes_fileno(), self.hear_notes)
         except (RuntimeError, OSError) as error:
             engine.close(False, 0.0)
             raise CommError(f"what other ranks say cannot be heard: {error}") from error
-        self._unshared = unshared
-        unshared.belongs_to(self)
+        self._unshared = Unshared()
+        self._unshared.belongs_to(self)
         _open_engines.add(self)
+
+    @property
+    def lasts(self) -> bool:
+        """Whether other communicators may come to share it: it is not closed, and UCX is rid of all that have left."""
+        return not (self._retired or self._closed)
+
+    def introduce(
+        self, peer: int, addresses: Iterable[Any], address: bytes, socket: int, pid: int,
+        cookies: tuple[int, int], name: int, crowded: bool,
+    ) -> None:  # fmt: skip
+        """Let the engine know another one, or itself.
+
+        :param addresses: those of the connections with it.
+        """
+        if peer != self.number:
+            self._known[peer] = list(addresses)
+            for each in self._known[peer]:
+                self._unshared.add(each)
+        self.engine.introduce(peer, address, socket, pid, cookies, name, crowded)
+
+    def distrust(self, peers: Collection[int]) -> None:
+        """Wait for no goodbye of some: they are dead or silent, or have not got to know this one."""
+        self._silent.update(self._known.keys() & peers)
+
+    def join(self, group: int, transport: UcxTransport) -> None:
+        """Add a communicator."""
+        self.transports[group] = transport
+        self._uses.update(transport.peers)
 
     def progress(self) -> bool | None:
         """Make progress, and pass on outcomes and notices.
@@ -86,7 +130,7 @@ class SharedEngine:
 
     def _handle_notice(self, kind: int, peer: int, group: int, detail: int, raw: bytes) -> None:
         if kind == NoticeKind.LOST:
-            self.broken = True
+            self.distrust([peer])
             for transport in list(self.transports.values()):
                 transport.lost(peer)
         elif kind == NoticeKind.FRAME:
@@ -124,20 +168,47 @@ class SharedEngine:
             transport.misled(peer, what)
 
     async def leave(self, group: int) -> None:
-        """Close a communicator. The last one closes the engine."""
-        del self.transports[group]
+        """Close a communicator."""
+        self._uses.subtract(self.transports.pop(group).peers)
         self.engine.close_group(group)
-        if not self.transports:
+        await self.settle()
+
+    async def settle(self) -> None:
+        """Part from those that are in no communicator any more. If there is none, and none forms, close the engine."""
+        if self._closed:
+            return
+        if not self.transports and not self.forming:
+            self._closed = True
             await run_in_thread(self._close, anyhow=True)
             self.pending.clear()
             self._unshared.release()
             _open_engines.discard(self)
+        elif gone := [peer for peer in self._known if self._uses[peer] <= 0]:
+            addresses = [address for peer in gone for address in self._known.pop(peer)]
+            silent = self._silent.intersection(gone)
+            self._silent -= silent
+            for peer in gone:
+                del self._uses[peer]
+            clean = await run_in_thread(lambda: self._part(silent.symmetric_difference(gone), silent), anyhow=True)
+            self._retired = self._retired or not clean
+            for address in addresses if not self._closed else ():  # else all of them have been released
+                self._unshared.remove(address)
+
+    def _part(self, peers: Collection[int], silent: Collection[int]) -> bool:
+        """Part from some. Blocks, off the loop.
+
+        :returns: whether UCX keeps nothing of them until the engine is closed.
+        """
+        if self.cuda is not None:
+            self.cuda.activate()
+        clean = not silent or self.engine.part(list(silent), False, _GOODBYE)
+        return self.engine.part(list(peers), True, _GOODBYE) and clean
 
     def _close(self) -> None:
         """Close the engine. Blocks, off the loop."""
         if self.cuda is not None:
             self.cuda.activate()
-        self.engine.close(not self.broken, _GOODBYE)
+        self.engine.close(not self._silent, _GOODBYE)
         self._listener.join()
 
 

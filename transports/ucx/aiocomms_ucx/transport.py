@@ -10,12 +10,13 @@ from typing import Any, Final, Self, cast
 import torch
 
 from aiocomms import ops
+from aiocomms.cuda import Cuda
 from aiocomms.errors import ArgumentError, CommError, PeerDiedError, ProtocolError
 from aiocomms.lowlevel import Reason, closed_by, disagreement, gone
 from aiocomms.transport import Capabilities, Completion, Rendezvous
 from aiocomms_ucx import speeds, wire
-from aiocomms_ucx._engine import MOST_TURNS, is_plain
-from aiocomms_ucx.bringup import no_cuda_in_ucx, open_shared_engine
+from aiocomms_ucx._engine import MOST_TURNS, NO_DEVICE, is_plain
+from aiocomms_ucx.bringup import Ranks, no_cuda_in_ucx, shared_engine
 from aiocomms_ucx.collectives import START, describe
 from aiocomms_ucx.lanes import LaneCarrier, LaneCollectives
 from aiocomms_ucx.meeting import meet
@@ -49,19 +50,13 @@ class UcxTransport(LaneCarrier, Hastened):
     proves = True
     """Whether messages are exchanged while the first communicator forms."""
 
-    def __init__(self, shared: SharedEngine, peers: Sequence[int], hosts: Sequence[str], pids: Sequence[int]) -> None:
-        """Add a communicator to an engine.
-
-        :param peers: each rank's number in the engine.
-        :param hosts: each rank's host.
-        :param pids: each rank's process.
-        """
+    def __init__(self, shared: SharedEngine, ranks: Ranks) -> None:
+        """Add a communicator to an engine."""
         self.shared = shared
         self.engine = shared.engine
-        self.peers = list(peers)
-        self.hosts = list(hosts)
-        self.pids = list(pids)
-        self.rank = self.peers.index(shared.rank)
+        self.ranks = ranks
+        self.peers, self.hosts, self.pids = ranks.peers, ranks.hosts, ranks.pids
+        self.rank = self.peers.index(shared.number)
         self.size = len(self.peers)
         self.group = self.engine.add_group(self.rank, self.peers)
         self._numbers = [0] * self.size
@@ -78,7 +73,7 @@ class UcxTransport(LaneCarrier, Hastened):
         self._aborted = self._closed = False
         self.gone: set[int] = set()
         """The ranks that have closed, or whose connection has broken."""
-        shared.transports[self.group] = self
+        shared.join(self.group, self)
 
     @classmethod
     def probe(cls, device: torch.device) -> str | None:
@@ -106,31 +101,28 @@ class UcxTransport(LaneCarrier, Hastened):
             from aiocomms_ucx.cuda_transport import CudaUcxTransport  # imported only where it is needed
 
             return cast("Self", await CudaUcxTransport.open(rendezvous, options))
-        shared, hosts, pids = await open_shared_engine(rendezvous)
-        return await cls._join(shared, rendezvous, range(rendezvous.size), hosts, pids, first=True)
+        return await cls._open(rendezvous, None, NO_DEVICE)
+
+    @classmethod
+    async def _open(cls, rendezvous: Rendezvous, cuda: Cuda | None, memory: int) -> Self:
+        """Open it on an engine.
+
+        :param cuda, memory: see :func:`shared_engine`.
+        """
+        async with shared_engine(rendezvous, cuda, memory) as (shared, ranks):
+            self = cls(shared, ranks)
+        return await self._meet(rendezvous, first=True)
 
     async def split(self, rendezvous: Rendezvous, ranks: Sequence[int], options: Mapping[str, Any]) -> Self:
         """See :meth:`Transport.split`. Both communicators share the engine."""
-        peers = [self.peers[rank] for rank in ranks]
-        hosts = [self.hosts[rank] for rank in ranks]
-        return await self._join(self.shared, rendezvous, peers, hosts, [self.pids[rank] for rank in ranks])
+        return await type(self)(self.shared, self.ranks.some(ranks))._meet(rendezvous, first=False)
 
-    @classmethod
-    async def _join(
-        cls,
-        shared: SharedEngine,
-        rendezvous: Rendezvous,
-        peers: Sequence[int],
-        hosts: Sequence[str],
-        pids: Sequence[int],
-        *,
-        first: bool = False,
-    ) -> Self:
-        self = cls(shared, peers, hosts, pids)
+    async def _meet(self, rendezvous: Rendezvous, *, first: bool) -> Self:
         try:
             await meet(self, rendezvous, first=first)
         except BaseException:
-            shared.broken = shared.broken or first  # nobody waits for a goodbye
+            if first:
+                self.shared.distrust(self.peers)
             await self.aclose()
             raise
         return self
@@ -263,8 +255,8 @@ class UcxTransport(LaneCarrier, Hastened):
         with self._ending:
             if self._closed:
                 return ()
-            signs = self.engine.signs()
-        return [math.inf if peer == self.shared.rank else signs[peer] / 1e9 for peer in self.peers]
+            signs = self.engine.signs(self.peers)
+        return [math.inf if rank == self.rank else sign / 1e9 for rank, sign in enumerate(signs)]
 
     def side_channel(self) -> UcxSideChannel:
         """See :meth:`Transport.side_channel`. The control connections to ranks that are alive stay."""
@@ -380,7 +372,7 @@ class UcxTransport(LaneCarrier, Hastened):
                 return
             self._aborted = True
             if isinstance(error, PeerDiedError):  # the peer may be silent although its connection is open
-                self.shared.broken = True
+                self.shared.distrust(self.peers)
             reason = Reason.of(error, self.rank)
             self.tell_all(lambda number: wire.Abort(number, reason, self._disputed))
             self.engine.lose_group(self.group)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import math
-import mmap
 import os
 import stat
 from collections import deque
@@ -19,6 +18,7 @@ from aiocomms.errors import CommError, ProtocolError, UnsupportedOperation
 from aiocomms.lowlevel import gone, in_use, register
 from aiocomms.transport import Completion
 from aiocomms_ucx import wire
+from aiocomms_ucx._engine import map_memory
 from aiocomms_ucx.collectives import FORMS
 from aiocomms_ucx.status import has_ended
 
@@ -256,10 +256,10 @@ class Windows:
                 or part.offset + count * handle.itemsize > status.st_size
             ):
                 raise ProtocolError(f"rank {rank} names memory for its window that is not its own", peer=rank)
-            memory = mmap.mmap(fd, 0)
+            memory = map_memory(fd, status.st_size)
         finally:
             os.close(fd)
-        return torch.frombuffer(memory, dtype=dtype, count=count, offset=part.offset).view(part.shape)
+        return memory[part.offset : part.offset + count * handle.itemsize].view(dtype).view(part.shape)
 
     def _meet_to_close(self, handle: Handle, work: Completion) -> None:
         transport = self._transport

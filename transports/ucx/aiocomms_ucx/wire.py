@@ -9,7 +9,7 @@ import msgspec
 from aiocomms.errors import ProtocolError
 from aiocomms.lowlevel import UNREADABLE, Dialect, Reason
 
-VERSION: Final = 10
+VERSION: Final = 11
 """Of all that the two sides of this transport tell each other, the engine's messages included."""
 _PREFIX: Final = b"\x01"  # the engine has no frames of its own with this prefix
 _NOTE: Final = b"N"  # the engine does not give these to the loop

@@ -21,6 +21,14 @@ struct EngineInside {
     std::lock_guard lock(engine.lock_);
     return engine.groups_.at(group).users;
   }
+  static void refuse(Engine& engine, int peer) {
+    std::lock_guard lock(engine.lock_);
+    engine.worker_->refuse(peer);
+  }
+  static std::uint64_t heard(Engine& engine, int peer) {  // over the control connection
+    std::lock_guard lock(engine.lock_);
+    return engine.control_->signs({peer}).front();
+  }
   static Pool& pool(Engine& engine) { return *engine.pool_; }
   static bool overflows(Engine& engine) {
     std::lock_guard lock(engine.lock_);

@@ -20,9 +20,12 @@ class Intruder {
         as_(static_cast<std::uint32_t>(as)),
         group_(world.ids[0]),
         large_(300'000, std::byte{1}),
-        worker_(world.size(), {{"TLS", "^sysv,tcp"}}, {}, [](int, const Header&, const void*, void*) {}, [](int) {}) {
+        worker_({{"TLS", "^sysv,tcp"}}, {}, [](int, const Header&, const void*, void*) {}, [](int) {}) {
     const std::uint64_t cookie = knows ? world.cookie(as, 0) : world.cookie(as, 0) ^ (1ull << random_.below(64));
-    worker_.introduce(0, world.ranks[0]->engine->address(), false, {cookie, 0});
+    worker_.make_room(2);
+    const std::string address = world.ranks[0]->engine->address();
+    worker_.introduce(0, address, false, {cookie, 0}, as_);
+    worker_.introduce(1, address, false, {cookie, 0}, static_cast<std::uint32_t>(random_.below(1ull << 32)));
   }
   ~Intruder() {
     settle(5'000);
@@ -32,22 +35,23 @@ class Intruder {
 
   void send_any() {
     Header header = any_header();
-    if (random_.below(8) == 0) {  // so large that it stays with its sender for a while
+    const int to = random_.below(16) == 0 ? 1 : 0;  // the same rank, that is told another number of its sender
+    if (random_.below(8) == 0) {                    // so large that it stays with its sender for a while
       header.bytes = large_.size();
-      worker_.send(0, header, large_.data(), Memory::kOwn, nullptr);
+      worker_.send(to, header, large_.data(), Memory::kOwn, nullptr);
     } else {
       std::array<std::byte, 64> payload;
       for (std::byte& it : payload) it = static_cast<std::byte>(random_.below(256));
       std::size_t bytes = random_.below(payload.size() + 1);
       if (header.dtype & kOffered && random_.below(2)) bytes = sizeof(Offer);
       if (header.channel == kAtomic && random_.below(2)) bytes = any_atomic(payload.data(), header);
-      worker_.tell(0, header, payload.data(), bytes, nullptr);
+      worker_.tell(to, header, payload.data(), bytes, nullptr);
     }
     settle(1);
   }
   // What no rank sends: fewer bytes than it says.
   void send_nonsense() {
-    Header header{.group = group_, .source = static_cast<std::uint16_t>(as_), .dtype = 4, .peer = as_, .bytes = ~0ull};
+    Header header{.group = group_, .source = static_cast<std::uint16_t>(as_), .dtype = 4, .bytes = ~0ull};
     worker_.tell(0, header, nullptr, 0, nullptr);
   }
   // Send off what there is room for, for so many ms at most.
@@ -67,7 +71,6 @@ class Intruder {
                   .source = static_cast<std::uint16_t>(as_),
                   .channel = kChannels[random_.below(std::size(kChannels))],
                   .dtype = static_cast<std::uint8_t>(4 | (random_.below(3) ? 0 : kOffered)),
-                  .peer = as_,
                   .tag = static_cast<std::int64_t>(random_.below(4)),
                   .bytes = kSizes[random_.below(std::size(kSizes))],
                   .value = random_.below(3)};

@@ -11,6 +11,7 @@
 #include <optional>
 
 #include "engine_collectives.hpp"
+#include "engine_coming.hpp"
 #include "engine_elsewhere.hpp"
 #include "engine_given_up.hpp"
 #include "engine_hostile.hpp"
@@ -537,6 +538,7 @@ int main(int count, char** arguments) {
       ++worlds;
       ++seed;
     }
+    worlds += comings_and_goings(seed++);
     for (int attack = 0; attack < kAttacks; ++attack, ++seed, ++worlds) {
       World world(3, Spread::kOne, seed);
       world.run([&](Rank& rank) { attacked(rank, attack % 4 != 0, [](Comm& comm) { messages(comm, 2); }); });

@@ -22,13 +22,15 @@ inline void unwanted() {
     ++arrived;
     if (descriptor) takes->release(descriptor);
   };
-  Worker taker(2, options, {}, drop, [](int) {});
-  Worker giver(2, options, {}, [](int, const Header&, const void*, void*) {}, [](int) {});
+  Worker taker(options, {}, drop, [](int) {});
+  Worker giver(options, {}, [](int, const Header&, const void*, void*) {}, [](int) {});
   takes = &taker;
-  giver.introduce(1, taker.address(), false, {7, 9});
-  taker.introduce(0, giver.address(), false, {9, 7});
+  giver.make_room(2);
+  taker.make_room(1);
+  giver.introduce(1, taker.address(), false, {7, 9}, 0);
+  taker.introduce(0, giver.address(), false, {9, 7}, 1);
   for (int sent = 0; sent < kMessages; ++sent) {
-    const Header header{.dtype = 4, .peer = 0, .bytes = large.size()};
+    const Header header{.dtype = 4, .bytes = large.size()};
     giver.send(1, header, large.data(), Memory::kOwn, nullptr);
   }
   const std::uint64_t ends = now_ns() + 60'000'000'000;

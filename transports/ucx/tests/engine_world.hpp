@@ -223,14 +223,18 @@ class World {
         sockets[b][a] = pair[1];
       }
     }
-    std::vector<std::string> addresses;
-    for (auto& rank : ranks) addresses.push_back(rank->engine->address());
     for (int rank = 0; rank < the_size; ++rank) {
-      std::vector<int> pids;
-      for (int host : host_of) pids.push_back(host == host_of[rank] ? getpid() : 0);
-      std::vector<Cookies> cookies;
-      for (int peer = 0; peer < the_size; ++peer) cookies.push_back({cookie(rank, peer), cookie(peer, rank)});
-      ranks[rank]->engine->start(addresses, sockets[rank], pids, crowded, the_seed % 3 == 0, cookies);
+      Engine& engine = *ranks[rank]->engine;
+      engine.start();
+      for (int peer = 0; peer < the_size; ++peer) {
+        const pid_t pid = host_of[peer] == host_of[rank] ? getpid() : 0;
+        Introduction introduction{ranks[peer]->engine->address(),
+                                  Socket(sockets[rank][peer]),
+                                  pid,
+                                  {cookie(rank, peer), cookie(peer, rank)},
+                                  static_cast<std::uint32_t>(rank)};
+        engine.introduce(peer, std::move(introduction), crowded);
+      }
     }
   }
 
@@ -265,7 +269,7 @@ inline Rank::Rank(World& the_world, int the_number, std::uint64_t seed)
   if (far) options.emplace_back("NET_DEVICES", "lo");
   std::optional<ucs_memory_type_t> device;
   if (the_world.device) device = UCS_MEMORY_TYPE_HOST;
-  engine = std::make_unique<Engine>(the_number, static_cast<int>(the_world.host_of.size()), options, device);
+  engine = std::make_unique<Engine>(the_number, options, device);
 }
 
 inline std::uint32_t Rank::open(const std::vector<int>& members) {
@@ -300,7 +304,9 @@ inline std::uint32_t Rank::open(const std::vector<int>& members) {
     // In some worlds ranks do as if they were not allowed to read each other's memory.
     const bool readable = world.seed % 4 < 2 && engine->reads_all(local);
     const int shared = local.size() > 1 ? world.fds[local.front()] : -1;
-    engine->open_group(group, theirs, shared, numbers, readable);
+    const bool pooled = members.size() == world.ranks.size();
+    const bool in_place = world.crowded || world.seed % 3 == 0;
+    engine->open_group(group, theirs, shared, pooled && group == 0, numbers, readable, in_place);
   }
   world.meeting.arrive_and_wait();
   if (leads) ::close(world.fds[number]);

@@ -2,7 +2,8 @@
 // the outcome.
 //
 // The rule of the interpreter's lock: a function either keeps it, and then takes no other lock, waits for nothing and
-// makes no call of UCX (`explain`, `is_plain`, `dtype_names`, `fileno`, `notes_fileno`, `ready`, `parks`, `reads_all`);
+// makes no call of UCX (`explain`, `is_plain`, `dtype_names`, `map_memory`, `number`, `fileno`, `notes_fileno`,
+// `ready`, `parks`);
 // or it lets go of it around its call of the engine, and touches Python's objects before and after that alone: a tensor
 // is looked at, and bytes are copied, before; or, a shortcut's post of a few bytes, it tries the engine's lock once, or
 // on another thread for 10 µs, and lets go of the interpreter's before it waits for that, or for a peer
@@ -12,10 +13,12 @@
 // the engine's own lock keeps them apart. (Python deletes an engine with the lock held; by then it is closed.)
 
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <memory>
 #include <type_traits>
 
 #include "bindings/calls.hpp"
@@ -23,6 +26,7 @@
 #include "bindings/shortcuts.hpp"
 #include "bindings/tensors.hpp"
 #include "bindings/unlocked.hpp"
+#include "collectives/shared_memory.hpp"
 #include "engine/engine.hpp"
 #include "net/speeds.hpp"
 
@@ -172,6 +176,21 @@ bool tell_op(Engine& engine, Ticket ticket, std::uint32_t group, std::uint64_t w
 
 std::string text(const nb::bytes& bytes) { return std::string(bytes.c_str(), bytes.size()); }
 
+// All that a descriptor is of, as a tensor of bytes. Python's mmap would keep a copy of the descriptor.
+nb::object map_memory(int fd, std::size_t bytes) {
+  struct Mapping {
+    void* memory;
+    std::size_t bytes;
+  };
+  auto mapping = std::make_unique<Mapping>(Mapping{map_shared(fd, 0, bytes), bytes});
+  nb::capsule owner(mapping.get(), [](void* raw) noexcept {
+    const std::unique_ptr<Mapping> mapping(static_cast<Mapping*>(raw));
+    munmap(mapping->memory, mapping->bytes);
+  });
+  void* memory = mapping.release()->memory;
+  return nb::cast(nb::ndarray<nb::pytorch, std::uint8_t, nb::ndim<1>>(memory, {bytes}, owner));
+}
+
 // What `call` returns, made without the interpreter's lock.
 template <typename Call>
 auto released(const Call& call) {
@@ -197,14 +216,10 @@ void open_window(Engine& engine, std::uint32_t group, std::uint64_t window, int 
   released([&] { engine.open_window(group, window, rank, data, key, address, bytes); });
 }
 
-void start(Engine& engine, const std::vector<nb::bytes>& addresses, const std::vector<int>& sockets,
-           const std::vector<int>& pids, bool crowded, bool in_place,
-           const std::vector<std::pair<std::uint64_t, std::uint64_t>>& cookies) {
-  std::vector<std::string> texts;
-  std::vector<Cookies> pairs;
-  for (const auto& [ours, theirs] : cookies) pairs.push_back({ours, theirs});
-  for (const nb::bytes& address : addresses) texts.push_back(text(address));
-  released([&] { engine.start(texts, sockets, pids, crowded, in_place, pairs); });
+void introduce(Engine& engine, int peer, const nb::bytes& address, int socket, int pid,
+               std::pair<std::uint64_t, std::uint64_t> cookies, std::uint32_t name, bool crowded) {
+  Introduction introduction{text(address), Socket(socket), pid, {cookies.first, cookies.second}, name};
+  released([&] { engine.introduce(peer, std::move(introduction), crowded); });
 }
 
 bool send_frame(Engine& engine, int peer, const nb::bytes& frame) {
@@ -331,6 +346,8 @@ NB_MODULE(_engine, module) {
         return nb::make_tuple(speeds.read, speeds.copied);
       },
       nb::sig("def measure_speeds() -> tuple[int, int]"));
+  module.def("map_memory", &map_memory, nb::arg("fd"), nb::arg("bytes"),
+             nb::sig("def map_memory(fd: int, bytes: int) -> torch.Tensor"));
   module.def("create_segment", &Segment::create, nb::arg("ranks"), nb::arg("with_pool"), Released());
 
   nb::class_<InLanes> lanes(module, "Lanes");
@@ -340,16 +357,18 @@ NB_MODULE(_engine, module) {
   engine
       .def(
           "__init__",
-          [](Engine* engine, int rank, int size, const std::vector<std::pair<std::string, std::string>>& options,
-             int device) {
+          [](Engine* engine, int number, const std::vector<std::pair<std::string, std::string>>& options, int device) {
             std::optional<ucs_memory_type_t> memory;
             if (device != kNoDevice) memory = static_cast<ucs_memory_type_t>(device);
-            new (engine) Engine(rank, size, options, memory);
+            new (engine) Engine(number, options, memory);
           },
-          nb::arg("rank"), nb::arg("size"), nb::arg("options"), nb::arg("device") = kNoDevice, Released())
+          nb::arg("number"), nb::arg("options"), nb::arg("device") = kNoDevice, Released())
       .def("address", [](Engine& engine) { return released_bytes([&] { return engine.address(); }); })
-      .def("start", &start, nb::arg("addresses"), nb::arg("sockets"), nb::arg("pids"), nb::arg("crowded"),
-           nb::arg("in_place"), nb::arg("cookies"))
+      .def_prop_ro("number", &Engine::number)
+      .def("start", &Engine::start, Released())
+      .def("introduce", &introduce, nb::arg("peer"), nb::arg("address"), nb::arg("socket"), nb::arg("pid"),
+           nb::arg("cookies"), nb::arg("name"), nb::arg("crowded"))
+      .def("part", &Engine::part, nb::arg("peers"), nb::arg("sound"), nb::arg("patience"), Released())
       .def("fileno", &Engine::fileno)
       .def_prop_ro("ready", &Engine::ready)
       .def_prop_ro("parks", &Engine::parks)
@@ -370,11 +389,11 @@ NB_MODULE(_engine, module) {
       .def("take_notes", &take_notes, nb::sig("def take_notes(self) -> list[tuple[int, bytes]]"))
       .def("add_group", &Engine::add_group, nb::arg("rank"), nb::arg("peers"), Released())
       .def("open_group", &Engine::open_group, nb::arg("group"), nb::arg("their_ids"), nb::arg("segment"),
-           nb::arg("hosts"), nb::arg("readable"), Released())
-      .def("reads_all", &Engine::reads_all, nb::arg("peers"))
+           nb::arg("pooled"), nb::arg("hosts"), nb::arg("readable"), nb::arg("in_place"), Released())
+      .def("reads_all", &Engine::reads_all, nb::arg("peers"), Released())
       .def("lose_group", &Engine::lose_group, nb::arg("group"), Released())
       .def("close_group", &Engine::close_group, nb::arg("group"), Released())
-      .def("signs", &Engine::signs, Released())
+      .def("signs", &Engine::signs, nb::arg("peers"), Released())
       .def("has_let_go", &Engine::has_let_go, nb::arg("group"), nb::arg("rank"), Released())
       .def("missing", &Engine::missing, nb::arg("group"), Released())
       .def("missing_in_lane", &Engine::missing_in_lane, nb::arg("group"), nb::arg("lane"), Released())

@@ -33,9 +33,9 @@ class Pool {
   static constexpr std::uint32_t kNone = kSlots + 1;  // none
 
   static std::size_t bytes(int ranks);
-  // Maps a part of a descriptor, which it does not close. rank: of the family. places: of all its ranks among those of
-  // this host; -1: it is on another. overflows: is told when a first segment uses slots of its own, so that somebody
-  // calls trim() from then on.
+  // Maps a part of a descriptor, which it does not close. rank: this engine's number. places: by the numbers of all
+  // ranks of the family, where each is among those of this host; -1: it is on another. overflows: is told when a first
+  // segment uses slots of its own, so that somebody calls trim() from then on.
   Pool(int fd, std::size_t offset, int rank, std::vector<int> places, std::function<void()> overflows);
   ~Pool();
   Pool(const Pool&) = delete;

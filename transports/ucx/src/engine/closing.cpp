@@ -16,7 +16,7 @@ bool Farewell::unpack(const std::string& frame, Farewell& farewell) {
   if (frame.size() != 1 + 3 * sizeof order + sizeof collectives) return false;
   const char* at = frame.data();
   const char kind = *at++;
-  if (kind != kCommunicator && kind != kEngine) return false;
+  if (kind != kCommunicator && kind != kEngine && kind != kEcho) return false;
   farewell.kind = static_cast<Kind>(kind);
   auto read = [&](auto& field) {
     std::memcpy(&field, at, sizeof field);

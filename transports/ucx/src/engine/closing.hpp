@@ -1,7 +1,7 @@
-// What a rank says when it closes a communicator, or its engine. It counts once all that the rank has sent has come.
+// What a rank says when it closes a communicator, or its engine; or when it is asked whether what it sends comes. It
+// counts once all that the rank has sent before has come.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <utility>
@@ -10,7 +10,7 @@
 namespace aiocomms {
 
 struct Farewell {
-  enum Kind : char { kCommunicator = 'B', kEngine = 'E' } kind;
+  enum Kind : char { kCommunicator = 'B', kEngine = 'E', kEcho = 'P' } kind;
   std::uint32_t order;        // messages sent before
   std::uint32_t group, rank;  // of the communicator, as the receiver knows them
   std::uint64_t collectives;  // that the rank has done
@@ -22,25 +22,28 @@ struct Farewell {
 
 // The frame that acknowledges a farewell to an engine.
 inline constexpr char kAcknowledgement = 'A';
+// The frame that asks for an echo: an empty message, and what says that it has been sent.
+inline constexpr char kQuestion = 'Q';
 
-// The farewells that wait for messages, and those of this engine that its peers have not acknowledged yet.
+// By peer: the farewells that wait for messages, and those of this engine that its peers have not acknowledged yet.
 class Farewells {
  public:
-  explicit Farewells(int peers) : waiting_(peers), unacknowledged_(peers) {}
-
+  void make_room(std::size_t peers) {
+    if (peers <= unacknowledged_.size()) return;
+    waiting_.resize(peers);
+    unacknowledged_.resize(peers);
+  }
   void add(int peer, const Farewell& farewell) { waiting_[peer].push_back(farewell); }
   bool waiting(int peer) const { return !waiting_[peer].empty(); }
   // Those for which all messages have come by now; they do not wait any more.
   std::vector<Farewell> take_due(int peer, std::uint32_t received);
 
   void expect_acknowledgement(int peer, bool expected) { unacknowledged_[peer] = expected; }
-  bool all_acknowledged() const {
-    return std::find(unacknowledged_.begin(), unacknowledged_.end(), true) == unacknowledged_.end();
-  }
+  bool acknowledged(int peer) const { return !unacknowledged_[peer]; }
 
  private:
-  std::vector<std::vector<Farewell>> waiting_;  // by peer
-  std::vector<bool> unacknowledged_;            // by peer
+  std::vector<std::vector<Farewell>> waiting_;
+  std::vector<bool> unacknowledged_;
 };
 
 }  // namespace aiocomms

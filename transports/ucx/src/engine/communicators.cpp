@@ -5,11 +5,18 @@
 #include "engine/engine.hpp"
 
 namespace aiocomms {
+namespace {
+
+constexpr std::size_t kMostRanks = 65'535;  // a rank is 16 bits of a header
+constexpr std::uint32_t kNobodys = ~0u;     // the number of no communicator
+
+}  // namespace
 
 std::uint32_t Engine::add_group(int rank, std::vector<int> peers) {
   if (rank < 0 || rank >= static_cast<int>(peers.size())) throw std::invalid_argument("this rank is none of them");
-  for (int peer : peers) static_cast<void>(peers_.at(static_cast<std::size_t>(peer)));
+  if (peers.size() > kMostRanks) throw std::invalid_argument(std::to_string(peers.size()) + " ranks");
   std::lock_guard lock(lock_);
+  for (int peer : peers) static_cast<void>(peers_.at(static_cast<std::size_t>(peer)));
   if (stopping_) throw std::runtime_error("the engine is closed");
   if (reports_.failed()) throw std::runtime_error("the engine has failed");
   return groups_.add(rank, std::move(peers));
@@ -26,7 +33,8 @@ Group& Engine::opened(std::uint32_t id) {
   return group;
 }
 
-bool Engine::reads_all(const std::vector<int>& peers) const {
+bool Engine::reads_all(const std::vector<int>& peers) {
+  std::lock_guard lock(lock_);
   return std::all_of(peers.begin(), peers.end(), [this](int number) {
     const Peer& peer = peers_.at(static_cast<std::size_t>(number));
     return peer.readable == peer.pid;
@@ -35,16 +43,15 @@ bool Engine::reads_all(const std::vector<int>& peers) const {
 
 // The pool of the family is part of its first communicator's memory.
 std::unique_ptr<Pool> Engine::make_pool(const Group& group, const std::vector<int>& local, int segment) {
-  if (group.id != 0 || segment < 0 || group.peers.size() != peers_.size()) return nullptr;
   const int ranks = static_cast<int>(local.size());
   std::vector<int> places(peers_.size(), -1);
   for (int place = 0; place < ranks; ++place) places[group.peers[local[place]]] = place;
-  return std::make_unique<Pool>(segment, Segment::place_of_pool(ranks), rank_, std::move(places),
+  return std::make_unique<Pool>(segment, Segment::place_of_pool(ranks), number_, std::move(places),
                                 [this] { wake_thread(); });
 }
 
-void Engine::open_group(std::uint32_t id, std::vector<std::uint32_t> their_ids, int segment, std::vector<int> hosts,
-                        bool readable) {
+void Engine::open_group(std::uint32_t id, std::vector<std::uint32_t> their_ids, int segment, bool pooled,
+                        std::vector<int> hosts, bool readable, bool in_place) {
   std::lock_guard lock(lock_);
   Group& group = present(id);
   if (hosts.size() != group.peers.size() || their_ids.size() != group.peers.size()) {
@@ -66,7 +73,7 @@ void Engine::open_group(std::uint32_t id, std::vector<std::uint32_t> their_ids, 
   where.here = hosts[group.rank];
   const std::vector<int>& local = where.ranks[where.here];
   where.place = static_cast<int>(std::ranges::find(local, group.rank) - local.begin());
-  std::unique_ptr<Pool> pool = make_pool(group, local, segment);
+  std::unique_ptr<Pool> pool = pooled && segment >= 0 ? make_pool(group, local, segment) : nullptr;
   SharedMemory memory{segment, where.place, static_cast<int>(local.size()), pool ? pool.get() : pool_.get()};
   for (int rank : local) {
     if (memory.pool) memory.places.push_back(memory.pool->place_of(group.peers[rank]));
@@ -74,9 +81,8 @@ void Engine::open_group(std::uint32_t id, std::vector<std::uint32_t> their_ids, 
   std::unique_ptr<Shared> shared;
   if (segment >= 0) {
     shared = std::make_unique<Shared>(memory);
-    const bool in_place = readable && (pacer_.crowded() || reads_in_place_);
     for (int rank : local) {
-      if (in_place) shared->pids.push_back(peers_[group.peers[rank]].readable);
+      if (readable && in_place) shared->pids.push_back(peers_[group.peers[rank]].readable);
     }
   }
   auto wire_between = [&](std::vector<int> ranks) {
@@ -113,9 +119,14 @@ std::vector<Notes::Note> Engine::take_notes() {
   return notes_.take();
 }
 
-std::vector<std::uint64_t> Engine::signs() {
+std::vector<std::uint64_t> Engine::signs(const std::vector<int>& peers) {
   std::lock_guard lock(lock_);
-  return control_->signs();
+  std::vector<std::uint64_t> heard = control_->signs(peers);
+  for (std::size_t at = 0; at < peers.size(); ++at) {
+    const std::uint64_t asked = peers_[static_cast<std::size_t>(peers[at])].asked;
+    if (asked != 0 && heard[at] != ~std::uint64_t{0}) heard[at] = std::min(heard[at], asked);
+  }
+  return heard;
 }
 
 bool Engine::has_let_go(std::uint32_t id, int rank) {
@@ -209,6 +220,9 @@ void Engine::handle_frame(int peer, std::string frame) {
   Farewell farewell;
   if (!frame.empty() && frame[0] == kAcknowledgement) {
     farewells_.expect_acknowledgement(peer, false);
+  } else if (!frame.empty() && frame[0] == kQuestion) {
+    worker_->tell(peer, {.group = kNobodys}, nullptr, 0, nullptr);
+    control_->send(peer, Farewell{Farewell::kEcho, worker_->sent(peer), 0, 0, 0}.pack());
   } else if (!frame.empty() && frame[0] == kNote) {
     notes_.add(peer, std::move(frame));
   } else if (Farewell::unpack(frame, farewell)) {
@@ -225,6 +239,10 @@ void Engine::apply_farewells(int peer) {
   for (const Farewell& farewell : farewells_.take_due(peer, inbox_.received(peer))) {
     if (farewell.kind == Farewell::kEngine) {
       control_->send(peer, std::string(1, kAcknowledgement));
+      continue;
+    }
+    if (farewell.kind == Farewell::kEcho) {
+      peers_[peer].asked = 0;
       continue;
     }
     Group* group = groups_.find(farewell.group);

@@ -6,8 +6,11 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <numeric>
 #include <stdexcept>
+#include <tuple>
 #include <utility>
 
 #include "net/relax.hpp"
@@ -33,26 +36,17 @@ bool may_read(pid_t pid) {
   return pid != 0 && process_vm_readv(pid, &here, 1, &nowhere, 1, 0) < 0 && errno == EFAULT;
 }
 
-}  // namespace
-
-namespace {
-
-int checked(int rank, int size) {
-  constexpr int kMost = 65'535;  // a rank is 16 bits of a header
-  if (size < 1 || size > kMost || rank < 0 || rank >= size) {
-    throw std::invalid_argument("rank " + std::to_string(rank) + " of " + std::to_string(size));
-  }
-  return size;
+std::function<bool()> for_seconds(double seconds) {
+  return [ends = now_ns() + static_cast<std::uint64_t>(seconds * 1e9)] { return now_ns() < ends; };
 }
 
 }  // namespace
 
-Engine::Engine(int rank, int size, const std::vector<std::pair<std::string, std::string>>& options,
+Engine::Engine(int number, const std::vector<std::pair<std::string, std::string>>& options,
                std::optional<ucs_memory_type_t> device)
-    : rank_(rank),
-      peers_(checked(rank, size)),
+    : number_(number),
       worker_(std::make_unique<Worker>(
-          size, options, device,
+          options, device,
           [this](int peer, const Header& header, const void* payload, void* descriptor) {
             attempt([&] {
               inbox_.arrive(peer, header, payload, descriptor);
@@ -63,12 +57,24 @@ Engine::Engine(int rank, int size, const std::vector<std::pair<std::string, std:
             inbox_.forget_early(peer);
             attempt([&] { reports_.notify({Notice::kMisled, peer, 0, 0, {}}); });
           })),
+      control_(std::make_unique<Control>(
+          worker_->event_fd(),
+          Control::Heard{[this](int peer, std::string frame) { handle_frame(peer, std::move(frame)); },
+                         [this](int peer, bool parted) {
+                           std::lock_guard lock(lock_);
+                           farewells_.expect_acknowledgement(peer, false);
+                           groups_.bury(peer);
+                           worker_->write_off(peer);
+                           if (!parted) reports_.notify({Notice::kLost, peer, 0, 0, {}});
+                           if (!parted && peers_[peer].pid != 0) ask_the_others(peer);
+                         }})),
       schedules_(reports_, pacer_.slice_ends(), [this](int peer) { control_->ring(peer); }),
       offers_(*worker_),
       inbox_(peers_, worker_->device(), groups_, *worker_, *this),
       sender_(peers_, *worker_, offers_),
-      windows_(*worker_, worker_->device()),
-      farewells_(size) {
+      windows_(*worker_, worker_->device()) {
+  constexpr int kMost = 1 << 30;
+  if (number < 0 || number > kMost) throw std::invalid_argument("engine " + std::to_string(number));
   if (device == UCS_MEMORY_TYPE_CUDA) cuda_.emplace();
 }
 
@@ -77,34 +83,42 @@ Engine::~Engine() {
   worker_.reset();  // of an engine that was never started: before what its callbacks may still want to touch
 }
 
-void Engine::start(const std::vector<std::string>& addresses, const std::vector<int>& sockets,
-                   const std::vector<int>& pids, bool crowded, bool in_place, const std::vector<Cookies>& cookies) {
-  for (std::size_t given : {addresses.size(), sockets.size(), pids.size(), cookies.size()}) {
-    if (given != peers_.size()) throw std::invalid_argument("there is something for each peer");
-  }
-  bool alone = true;
+void Engine::start() { thread_ = std::thread(&Engine::run, this); }
+
+void Engine::make_room(std::size_t peers) {
+  worker_->make_room(peers);
+  control_->make_room(peers);
+  inbox_.make_room(peers);
+  farewells_.make_room(peers);
+  if (peers > peers_.size()) peers_.resize(peers);
+}
+
+// UCX has one queue for what all processes of this host send to this one. A process that dies while it puts something
+// there (between taking an element and marking it as written) stops it for ever, and nobody can take that element away.
+// So each of the others has to show that its messages still come; until it has, it counts as silent since it was asked.
+void Engine::ask_the_others(int dead) {
   for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
-    worker_->introduce(peer, addresses[peer], pids[peer] == 0, cookies.at(peer));
-    peers_[peer] = {pids[peer], may_read(pids[peer]) ? pids[peer] : 0};
-    alone = alone && (peer == rank_ || pids[peer] != getpid());
-    abroad_ = abroad_ || pids[peer] == 0;
-    // UCX 1.21 maps the memory of a peer on this host at the first word to or from it, and does not survive that the
-    // peer has just died: while a family forms all are there.
-    if (peer != rank_ && pids[peer] != 0) worker_->connect(peer);
+    if (peer == dead || peer == number_ || peers_[peer].pid == 0 || peers_[peer].asked != 0) continue;
+    if (control_->send(peer, std::string(1, kQuestion))) peers_[peer].asked = now_ns();
   }
-  control_ = std::make_unique<Control>(
-      sockets, worker_->event_fd(),
-      Control::Heard{[this](int peer, std::string frame) { handle_frame(peer, std::move(frame)); },
-                     [this](int peer, bool parted) {
-                       std::lock_guard lock(lock_);
-                       farewells_.expect_acknowledgement(peer, false);
-                       groups_.bury(peer);
-                       if (!parted) reports_.notify({Notice::kLost, peer, 0, 0, {}});
-                     }});
-  pacer_.configure(alone, crowded);
-  offers_.allow_assistance(!crowded);
-  reads_in_place_ = in_place;
-  thread_ = std::thread(&Engine::run, this);
+}
+
+void Engine::introduce(int peer, Introduction introduction, bool crowded) {
+  const auto [pid, cookies, name] = std::tuple(introduction.pid, introduction.cookies, introduction.name);
+  std::lock_guard lock(lock_);
+  if (stopping_) throw std::runtime_error("the engine is closed");
+  make_room(static_cast<std::size_t>(peer) + 1);
+  worker_->introduce(peer, std::move(introduction.address), pid == 0, cookies, name);
+  peers_[peer] = {pid, may_read(pid) ? pid : 0};
+  // UCX 1.21 maps the memory of a peer on this host at the first word to or from it, and does not survive that the
+  // peer has just died: while they are introduced to each other both are there.
+  if (peer != number_ && pid != 0) worker_->connect(peer);
+  control_->connect(peer, std::move(introduction.socket));
+  alone_ = alone_ && (peer == number_ || pid != getpid());
+  crowded_ = crowded_ || crowded;
+  abroad_ = abroad_ || pid == 0;
+  pacer_.configure(alone_, crowded_);
+  offers_.allow_assistance(!crowded_);
 }
 
 // ------------------------------------------------------------------------------------------------------------ a post
@@ -446,9 +460,12 @@ void Engine::close(bool sound, double patience) noexcept {
   }
   std::lock_guard closing(closing_);
   if (!thread_.joinable()) return;
-  const std::uint64_t ends = now_ns() + static_cast<std::uint64_t>(patience * 1e9);
-  auto patient = [&] { return now_ns() < ends; };
-  if (sound) sound = part_from_peers(patient);
+  const auto patient = for_seconds(patience);
+  if (sound) {
+    std::vector<int> all(peers_.size());
+    std::iota(all.begin(), all.end(), 0);
+    sound = await_arrival(all, patient);
+  }
   stop_thread();
   std::lock_guard lock(lock_);
   tear_down(sound && !reports_.failed(), patient);  // what the peers were to be told may not have gone out
@@ -489,29 +506,55 @@ void Engine::tear_down(bool sound, const std::function<bool()>& patient) noexcep
   pool_.reset();
 }
 
-// Stay until everybody has got all that was sent to them: their engines acknowledge it without their loops.
-// False: they cannot be told.
-bool Engine::part_from_peers(const std::function<bool()>& patient) noexcept {
+// Their engines acknowledge that they have got everything without their loops.
+bool Engine::await_arrival(const std::vector<int>& peers, const std::function<bool()>& patient) noexcept {
   bool told;
   {
     std::lock_guard lock(lock_);
-    told = attempt([&] {
-      for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
+    told = !stopping_ && attempt([&] {
+      for (int peer : peers) {
         const Farewell farewell{Farewell::kEngine, worker_->sent(peer), 0, 0, 0};
-        farewells_.expect_acknowledgement(peer, peer != rank_ && control_->send(peer, farewell.pack()));
+        farewells_.expect_acknowledgement(peer, peer != number_ && control_->send(peer, farewell.pack()));
       }
     });
   }
-  for (bool waiting = told; waiting && patient();) {
+  if (told) advance_until([&](int peer) { return farewells_.acknowledged(peer); }, peers, patient);
+  return told;
+}
+
+// Move things on until that is so of each of these peers.
+template <typename Is>
+void Engine::advance_until(const Is& is, const std::vector<int>& peers, const std::function<bool()>& patient) noexcept {
+  for (bool waiting = true; waiting && patient();) {
     {
       std::lock_guard lock(lock_);
+      if (stopping_) return;
       while (advance()) {
       }
-      waiting = !farewells_.all_acknowledged();
+      waiting = !std::ranges::all_of(peers, is);
     }
     if (waiting) usleep(50);
   }
-  return told;
+}
+
+bool Engine::part(const std::vector<int>& peers, bool sound, double patience) noexcept {
+  const auto patient = for_seconds(patience);
+  sound = sound && await_arrival(peers, patient);
+  {
+    std::lock_guard lock(lock_);
+    if (stopping_) return false;
+    for (int peer : peers) worker_->forget(peer, sound);
+  }
+  advance_until([&](int peer) { return !worker_->closing(peer); }, peers, patient);
+  std::lock_guard lock(lock_);
+  if (stopping_) return false;
+  for (int peer : peers) {
+    inbox_.forget_early(peer);
+    worker_->write_off(peer);
+    attempt([&] { control_->part(peer); });
+    sound = sound && worker_->closed(peer);
+  }
+  return sound;
 }
 
 }  // namespace aiocomms

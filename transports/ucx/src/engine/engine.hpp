@@ -1,4 +1,7 @@
-// The engine: one rank's worker, control connections and thread, for a communicator and all that are split from it.
+// The engine: a worker, control connections and a thread, for the communicators of one rank.
+//
+// It has other engines as its peers, who come and go. Those of the ranks of a communicator, and of all that are split
+// from it, are a family: they are introduced to each other when the first one forms.
 //
 // An op is posted on the loop's thread, which spins for a moment in case it can be done at once. What is left is moved
 // on by whoever comes by: the loop, while it polls, or the engine's own thread, which sleeps while there is nothing to
@@ -48,40 +51,42 @@ namespace aiocomms {
 
 class Engine : private Inbox::Owner {
  public:
-  // rank, size: in the family, that is, the communicator that all others are split from.
+  // number: what it calls itself.
   // device: see Worker; and the calling thread's context is used, if it is a GPU's.
-  Engine(int rank, int size, const std::vector<std::pair<std::string, std::string>>& options,
+  Engine(int number, const std::vector<std::pair<std::string, std::string>>& options,
          std::optional<ucs_memory_type_t> device);
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
+  int number() const { return number_; }
   std::string address() const { return worker_->address(); }
-  // sockets: a connection to each peer, taken over. pids: of peers on this host, else 0.
-  // crowded: there are more ranks than cores on this host. in_place: the kernel reads another process's memory about as
-  // quickly as it is copied twice; the same on all ranks of a host. cookies: what tells each peer's messages from
-  // strangers'.
-  void start(const std::vector<std::string>& addresses, const std::vector<int>& sockets, const std::vector<int>& pids,
-             bool crowded, bool in_place, const std::vector<Cookies>& cookies);
+  void start();
+  // A peer, by a number that nobody has had, or itself. Both must know each other before either sends anything.
+  // crowded: there are more ranks than cores on this host.
+  void introduce(int peer, Introduction introduction, bool crowded);
+  // Part from peers with whom there are no communicators any more; nobody else has to do with them. sound: wait until
+  // they have got everything, at most `patience` seconds. Returns whether that went well, and nothing of them is left.
+  bool part(const std::vector<int>& peers, bool sound, double patience) noexcept;
   int fileno() const { return reports_.fileno(); }
   bool ready() const { return reports_.ready(); }
   bool parks() const { return pacer_.parks(); }  // see Pacer
 
   // ------------------------------------------------------------------------------------------------- communicators
   std::uint32_t add_group(int rank, std::vector<int> peers);
-  // segment: shared memory of the ranks of this host, not taken over; -1: this rank is alone there. That of the
-  // family's first communicator has a Pool in it. hosts: by rank. readable: each rank of this host may read each
-  // other's memory.
-  void open_group(std::uint32_t group, std::vector<std::uint32_t> their_ids, int segment, std::vector<int> hosts,
-                  bool readable);
-  bool reads_all(const std::vector<int>& peers) const;  // whether this rank may read the memory of those on its host
-  void lose_group(std::uint32_t group);                 // nothing of it is moved on any more
-  void close_group(std::uint32_t group);                // and the others are told
+  // segment: shared memory of the ranks of this host, not taken over; -1: this rank is alone there. pooled: it has the
+  // family's Pool in it. hosts: by rank. readable: each rank of this host may read each other's memory. in_place: they
+  // read large parts of collectives where they lie; the same on all of them.
+  void open_group(std::uint32_t group, std::vector<std::uint32_t> their_ids, int segment, bool pooled,
+                  std::vector<int> hosts, bool readable, bool in_place);
+  bool reads_all(const std::vector<int>& peers);  // whether this rank may read the memory of those on its host
+  void lose_group(std::uint32_t group);           // nothing of it is moved on any more
+  void close_group(std::uint32_t group);          // and the others are told
   bool send_frame(int peer, const std::string& frame);
   // See Notes: of what the other ranks say, that which is not for the loop.
   int notes_fileno() const { return notes_.fileno(); }
   std::vector<Notes::Note> take_notes();
-  std::vector<std::uint64_t> signs();
+  std::vector<std::uint64_t> signs(const std::vector<int>& peers);  // see Control
   bool has_let_go(std::uint32_t group, int rank);  // whether a rank of this host has lost the communicator
   std::vector<int> missing(std::uint32_t group);   // the ranks that the collective under way waits for
   std::vector<int> missing_in_lane(std::uint32_t group, std::uint64_t lane);
@@ -168,6 +173,8 @@ class Engine : private Inbox::Owner {
   void pull(Request* receive, const Header& header, const Offer& offer) override;
   void failed(Group& group) noexcept override { reports_.fail(group); }
 
+  void make_room(std::size_t peers);
+  void ask_the_others(int dead);
   std::unique_ptr<Pool> make_pool(const Group& group, const std::vector<int>& local, int segment);
   Group& present(std::uint32_t id);  // of an engine that is not closed
   Group& opened(std::uint32_t id);   // the same, and the other ranks are known
@@ -238,11 +245,14 @@ class Engine : private Inbox::Owner {
   void handle_departure(Group& group, int rank, std::uint64_t collectives);
   void lose(Group& group) noexcept;  // release it, after the others can see that
   void release(Group& group) noexcept;
-  bool part_from_peers(const std::function<bool()>& patient) noexcept;
+  // Wait until these have got all that was sent to them. False: they cannot be told.
+  bool await_arrival(const std::vector<int>& peers, const std::function<bool()>& patient) noexcept;
+  template <typename Is>
+  void advance_until(const Is& is, const std::vector<int>& peers, const std::function<bool()>& patient) noexcept;
   void stop_thread() noexcept;
   void tear_down(bool sound, const std::function<bool()>& patient) noexcept;
 
-  const int rank_;
+  const int number_;
   std::vector<Peer> peers_;
   PriorityLock lock_;
   Pacer pacer_;
@@ -258,8 +268,9 @@ class Engine : private Inbox::Owner {
   Sender sender_;
   Windows windows_;
   Farewells farewells_;
-  bool reads_in_place_ = false;
-  bool abroad_ = false;  // there are ranks on other hosts
+  bool alone_ = true;     // no peer is in this process
+  bool crowded_ = false;  // there are more ranks than cores
+  bool abroad_ = false;   // there are peers on other hosts
 
   std::mutex closing_;
   bool stopping_ = false;

@@ -94,11 +94,7 @@ struct Group {
 
   // The header of a message to one of its ranks. What else a message says the caller sets by name.
   Header header_to(int to, std::uint8_t channel, std::int64_t tag) const {
-    return {.group = their_ids[to],
-            .source = static_cast<std::uint16_t>(rank),
-            .channel = channel,
-            .peer = static_cast<std::uint32_t>(peers[rank]),
-            .tag = tag};
+    return {.group = their_ids[to], .source = static_cast<std::uint16_t>(rank), .channel = channel, .tag = tag};
   }
   // See Network::tell.
   ucs_status_t tell(Network& network, int to, const Header& header, const void* payload = nullptr,

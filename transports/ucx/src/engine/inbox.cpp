@@ -41,13 +41,15 @@ class Inbox::Descriptor {
 
 Inbox::Inbox(const std::vector<Peer>& peers, bool device, Groups& groups, Network& network, Owner& owner,
              std::uint32_t first)
-    : peers_(peers),
-      device_(device),
-      groups_(groups),
-      network_(network),
-      owner_(owner),
-      received_(peers.size(), first),
-      early_(peers.size()) {}
+    : peers_(peers), device_(device), groups_(groups), network_(network), owner_(owner), first_(first) {
+  make_room(peers.size());
+}
+
+void Inbox::make_room(std::size_t peers) {
+  if (peers <= early_.size()) return;
+  received_.resize(peers, first_);
+  early_.resize(peers);
+}
 
 void Inbox::arrive(int peer, const Header& header, const void* payload, void* handed) {
   Descriptor descriptor(network_, handed);

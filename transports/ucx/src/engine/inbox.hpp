@@ -33,11 +33,13 @@ class Inbox {
     ~Owner() = default;
   };
 
-  // peers: as long as the engine has, by its numbers. device: users' memory is a device's, and never looked at here.
-  // first: the number of each peer's first message.
+  // peers: the engine's. device: users' memory is a device's, and never looked at here. first: the number of each
+  // peer's first message.
   Inbox(const std::vector<Peer>& peers, bool device, Groups& groups, Network& network, Owner& owner,
         std::uint32_t first = 0);
 
+  // There are more peers.
+  void make_room(std::size_t peers);
   // UCX has delivered a message: its payload, valid in this call only, or a descriptor. std::bad_alloc: the messages
   // behind it are not delivered any more.
   void arrive(int peer, const Header& header, const void* payload, void* descriptor);
@@ -80,6 +82,7 @@ class Inbox {
   Groups& groups_;
   Network& network_;
   Owner& owner_;
+  const std::uint32_t first_;
   std::vector<std::uint32_t> received_;                                   // messages, by peer
   std::vector<std::map<std::uint32_t, std::unique_ptr<Message>>> early_;  // that overtook others, by peer
 };

@@ -40,27 +40,18 @@ void watch(int epoll, int fd, std::uint32_t what, int how = EPOLL_CTL_ADD, std::
 
 }  // namespace
 
-Control::Control(const std::vector<int>& sockets, int worker_fd, Heard heard)
-    : links_(sockets.size()), heard_(std::move(heard)) {
-  for (std::size_t peer = 0; peer < sockets.size(); ++peer) links_[peer].fd = sockets[peer];
+Control::Control(int worker_fd, Heard heard) : heard_(std::move(heard)) {
   try {
-    open(worker_fd);
+    near_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
+    all_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
+    bell_ = checked(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd");
+    watch(near_, bell_, kBell);
+    watch(all_, near_, 0);
+    watch(all_, worker_fd, 0);
   } catch (...) {
     shut();
     throw;
   }
-}
-
-void Control::open(int worker_fd) {
-  near_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
-  all_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
-  bell_ = checked(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd");
-  watch(near_, bell_, kBell);
-  for (std::uint32_t peer = 0; peer < links_.size(); ++peer) {
-    if (links_[peer].fd >= 0) watch(near_, links_[peer].fd, peer);
-  }
-  watch(all_, near_, 0);
-  watch(all_, worker_fd, 0);
 }
 
 Control::~Control() { shut(); }
@@ -73,6 +64,29 @@ void Control::shut() noexcept {
   for (int* fd : {&near_, &all_, &bell_}) {
     if (*fd >= 0) close(std::exchange(*fd, -1));
   }
+}
+
+void Control::make_room(std::size_t peers) {
+  std::lock_guard lock(mutex_);
+  while (links_.size() < peers) links_.emplace_back();
+}
+
+void Control::connect(int peer, Socket socket) {
+  std::lock_guard lock(mutex_);
+  Link& link = links_.at(static_cast<std::size_t>(peer));
+  link.fd = socket.release();
+  link.heard = now_ns();
+  if (link.fd >= 0) watch(near_, link.fd, static_cast<std::uint32_t>(peer));
+}
+
+// The socket is closed on the thread that listens to it, which finds its end.
+void Control::part(int peer) {
+  std::lock_guard lock(mutex_);
+  Link& link = links_.at(static_cast<std::size_t>(peer));
+  if (link.fd < 0) return;
+  post(peer, kFarewell, {});
+  link.parted = true;
+  shutdown(link.fd, SHUT_RDWR);
 }
 
 void Control::wake() {
@@ -93,14 +107,15 @@ bool Control::send(int peer, const std::string& frame) {
   return true;
 }
 
-std::vector<std::uint64_t> Control::signs() {
+std::vector<std::uint64_t> Control::signs(const std::vector<int>& peers) {
   std::lock_guard lock(mutex_);
   std::vector<std::uint64_t> heard;
-  heard.reserve(links_.size());
-  for (std::size_t peer = 0; peer < links_.size(); ++peer) {
-    heard.push_back(links_[peer].fd < 0 ? ~std::uint64_t{0} : links_[peer].heard);
+  heard.reserve(peers.size());
+  for (int peer : peers) {
+    const Link& link = links_.at(static_cast<std::size_t>(peer));
+    heard.push_back(link.fd < 0 ? ~std::uint64_t{0} : link.heard);
     // One that has not been sent yet does as well as a second.
-    if (links_[peer].out.empty()) post(static_cast<int>(peer), kAsk, {});
+    if (link.out.empty()) post(peer, kAsk, {});
   }
   return heard;
 }
@@ -161,7 +176,7 @@ void Control::wait(int timeout_ms, bool worker) {
 }
 
 void Control::hear(int peer) {
-  Link& link = links_[peer];
+  Link& link = link_to(peer);  // whose descriptor is changed on this thread alone from now on
   std::array<char, 16384> buffer;
   ssize_t got = recv(link.fd, buffer.data(), buffer.size(), MSG_DONTWAIT);
   if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
@@ -179,7 +194,10 @@ void Control::hear(int peer) {
     if (link.in.size() - at - sizeof prefix < prefix.bytes) break;
     std::string payload = link.in.substr(at + sizeof prefix, prefix.bytes);
     at += sizeof prefix + prefix.bytes;
-    if (prefix.kind == kFarewell) link.parted = true;
+    if (prefix.kind == kFarewell) {
+      std::lock_guard lock(mutex_);
+      link.parted = true;
+    }
     if (prefix.kind == kFrame) heard_.frame(peer, std::move(payload));
     if (prefix.kind == kAsk) {
       std::lock_guard lock(mutex_);
@@ -198,7 +216,7 @@ void Control::lose(int peer) {
     epoll_ctl(near_, EPOLL_CTL_DEL, link.fd, nullptr);
     close(link.fd);
     link.fd = -1;
-    link.out.clear();
+    link.in = link.out = {};
   }
   heard_.lost(peer, parted);
 }

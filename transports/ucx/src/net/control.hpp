@@ -6,10 +6,13 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <mutex>
 #include <string>
 #include <vector>
+
+#include "net/socket.hpp"
 
 namespace aiocomms {
 
@@ -20,18 +23,25 @@ class Control {
     std::function<void(int peer, bool parted)> lost;  // parted: after its farewell
   };
 
-  // sockets: one for each peer, taken over; -1 for this rank itself.
-  Control(const std::vector<int>& sockets, int worker_fd, Heard heard);
+  // worker_fd: see Worker::event_fd().
+  Control(int worker_fd, Heard heard);
   ~Control();
   Control(const Control&) = delete;
   Control& operator=(const Control&) = delete;
 
   // ---------------------------------------------------------------------------------------------- from any thread
+  // Peers have the numbers below.
+  void make_room(std::size_t peers);
+  // socket: the connection to the peer, taken over; -1: it is this rank itself.
+  void connect(int peer, Socket socket);
+  // Part from a peer, which sees it as a rank's end in order. Whoever listens hears that it is lost.
+  void part(int peer);
   void ring(int peer);                            // let a peer's thread look
   bool send(int peer, const std::string& frame);  // false: the peer is gone
-  // When each peer was last heard of, ns of now_ns(), or the end of time where it is known to be gone; all are asked
-  // for another sign of life, which their engines' own threads give, whatever their loops and interpreters do.
-  std::vector<std::uint64_t> signs();
+  // When each of some peers was last heard of, ns of now_ns(), or the end of time where it is known to be gone; they
+  // are asked for another sign of life, which their engines' own threads give, whatever their loops and interpreters
+  // do.
+  std::vector<std::uint64_t> signs(const std::vector<int>& peers);
   void farewell();       // what ends now ends in order
   void shut() noexcept;  // all connections; the peers are gone then. No thread waits any more.
   void wake();           // let this rank's own thread look
@@ -41,8 +51,6 @@ class Control {
   void wait(int timeout_ms, bool worker);
 
  private:
-  void open(int worker_fd);
-
   struct Link {
     int fd = -1;
     bool parted = false;      // it has said farewell
@@ -57,9 +65,13 @@ class Control {
   void listen(int peer, bool more);
   void hear(int peer);
   void lose(int peer);
+  Link& link_to(int peer) {
+    std::lock_guard lock(mutex_);
+    return links_.at(static_cast<std::size_t>(peer));
+  }
 
   std::mutex mutex_;
-  std::vector<Link> links_;
+  std::deque<Link> links_;  // whose place stays; to find one needs the mutex
   Heard heard_;
   int near_ = -1;  // epoll: doorbell and sockets
   int all_ = -1;   // epoll: those, and UCX

@@ -11,7 +11,7 @@ struct Header {
   std::uint16_t source = 0;  // rank in the communicator
   std::uint8_t channel = 0;  // whose message: a channel of aiocomms.ops, or one of the engine's own, below
   std::uint8_t dtype = 0;    // and flags, below
-  std::uint32_t peer = 0;    // the sender's number in the engine's family
+  std::uint32_t peer = 0;    // what the receiver calls the sender; Worker sets it
   std::int64_t tag = 0;  // the user's, or the number of a collective, of a lane, of a window, of an offer or an atomic
   std::uint64_t bytes = 0;  // of the payload
   std::uint64_t value = 0;  // a collective's fingerprint; what an atomic has found

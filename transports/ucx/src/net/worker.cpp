@@ -65,9 +65,9 @@ bool reaches(ucp_context_h context, ucs_memory_type_t memory) {
 UcxError::UcxError(const char* call, ucs_status_t status)
     : std::runtime_error(std::string(call) + ": " + ucs_status_string(status)) {}
 
-Worker::Worker(int peers, const std::vector<std::pair<std::string, std::string>>& options,
-               std::optional<ucs_memory_type_t> device, Arrived arrived, Misled misled)
-    : device_(device), peers_(peers), arrived_(std::move(arrived)), misled_(std::move(misled)) {
+Worker::Worker(const std::vector<std::pair<std::string, std::string>>& options, std::optional<ucs_memory_type_t> device,
+               Arrived arrived, Misled misled)
+    : device_(device), arrived_(std::move(arrived)), misled_(std::move(misled)) {
   ucp_config_t* config = nullptr;
   check("ucp_config_read", ucp_config_read(nullptr, nullptr, &config));
   for (const auto& [name, value] : options) {
@@ -81,8 +81,8 @@ Worker::Worker(int peers, const std::vector<std::pair<std::string, std::string>>
   }
   ucp_params_t params{};
   params.field_mask = UCP_PARAM_FIELD_FEATURES | UCP_PARAM_FIELD_REQUEST_SIZE | UCP_PARAM_FIELD_REQUEST_INIT;
-  params.request_size = sizeof(Pending*);  // of a call that is counted: who waits for it
-  params.request_init = [](void* request) { *static_cast<Pending**>(request) = nullptr; };
+  params.request_size = sizeof(Counted);
+  params.request_init = [](void* request) { *static_cast<Counted*>(request) = {}; };
   params.features = UCP_FEATURE_AM | UCP_FEATURE_RMA | UCP_FEATURE_WAKEUP;
   ucs_status_t status = ucp_init_version(kUcxMajor, kUcxMinor, &params, config, &context_);
   ucp_config_release(config);
@@ -138,21 +138,44 @@ int Worker::event_fd() const {
   return fd;
 }
 
-void Worker::introduce(int peer, std::string address, bool watched, Cookies cookies) {
-  peers_[peer].address = std::move(address);
-  peers_[peer].cookies = cookies;
-  peers_[peer].watched = watched;
+void Worker::make_room(std::size_t peers) {
+  while (peers_.size() < peers) peers_.emplace_back();
+}
+
+void Worker::introduce(int number, std::string address, bool watched, Cookies cookies, std::uint32_t name) {
+  Peer& peer = peers_[number];
+  peer.address = std::move(address);
+  peer.watched = watched;
+  peer.cookies = cookies;
+  peer.name = name;
+  peer.heard = true;
+  peer.failed = false;
 }
 
 void Worker::refuse(int peer) {
-  if (std::exchange(peers_[peer].refused, true)) return;
-  std::uint64_t& cookie = peers_[peer].cookies.theirs;
-  cookie = ~cookie;  // nothing that it sends has this one
-  misled_(peer);
+  if (std::exchange(peers_[peer].heard, false)) misled_(peer);
 }
 
-ucp_ep_h Worker::endpoint(int number) {
+void Worker::write_off(int number) {
   Peer& peer = peers_[number];
+  if (!std::exchange(peer.written_off, true)) unfinished_ -= peer.unfinished;
+}
+
+void Worker::forget(int number, bool flush) {
+  Peer& peer = peers_[number];
+  peer.heard = false;
+  if (peer.endpoint != nullptr && (flush || peer.watched)) {
+    ucp_request_param_t param = request_param(&peer);
+    if (peer.watched && (peer.failed || !flush)) {
+      param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
+      param.flags = UCP_EP_CLOSE_FLAG_FORCE;
+    }
+    peer.closing = outcome(ucp_ep_close_nbx(std::exchange(peer.endpoint, nullptr), &param)) == UCS_INPROGRESS;
+  }
+  peer.failed = true;
+}
+
+ucp_ep_h Worker::endpoint(Peer& peer) {
   if (peer.endpoint == nullptr && !peer.failed) {
     ucp_ep_params_t params{};
     params.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE;
@@ -192,51 +215,58 @@ ucp_request_param_t Worker::counted(ucp_request_param_t param) {
 }
 
 // A counted call has returned.
-ucs_status_t Worker::count(ucs_status_ptr_t request, Pending* pending) {
+ucs_status_t Worker::count(ucs_status_ptr_t request, Pending* pending, Peer* peer) {
   const ucs_status_t status = outcome(request);
   if (status == UCS_INPROGRESS) {
-    *static_cast<Pending**>(request) = pending;  // no callback comes before the next progress()
-    ++unfinished_;
+    *static_cast<Counted*>(request) = {pending, peer};  // no callback comes before the next progress()
+    if (peer) ++peer->unfinished;
+    if (!peer || !peer->written_off) ++unfinished_;
   }
   return status;
 }
 
 void Worker::on_counted(void* request, ucs_status_t status, void* worker) {
-  --static_cast<Worker*>(worker)->unfinished_;
-  on_done(request, status, *static_cast<Pending**>(request));
+  const auto [pending, peer] = *static_cast<Counted*>(request);
+  if (peer) --peer->unfinished;
+  if (!peer || !peer->written_off) --static_cast<Worker*>(worker)->unfinished_;
+  on_done(request, status, pending);
 }
 
 void Worker::on_counted_fetch(void* request, ucs_status_t status, std::size_t, void* worker) {
   on_counted(request, status, worker);
 }
 
+void Worker::sign(Header& header, const Peer& to) {
+  header.order = to.sent;
+  header.peer = to.name;
+  header.cookie = to.cookies.ours;
+}
+
 ucs_status_t Worker::send(int peer, Header header, const void* data, Memory memory, Pending* pending) {
-  header.order = peers_[peer].sent;
-  header.cookie = peers_[peer].cookies.ours;
-  return send(peer, &header, sizeof header, data, header.bytes, memory, pending);
+  sign(header, peers_[peer]);
+  return send(peers_[peer], &header, sizeof header, data, header.bytes, memory, pending);
 }
 
 ucs_status_t Worker::tell(int peer, Header header, const void* what, std::size_t bytes, Pending* pending) {
-  header.order = peers_[peer].sent;
-  header.cookie = peers_[peer].cookies.ours;
+  sign(header, peers_[peer]);
   std::array<std::byte, sizeof header + kLongestTold> both;
   std::memcpy(both.data(), &header, sizeof header);
   if (bytes) std::memcpy(both.data() + sizeof header, what, bytes);
-  return send(peer, both.data(), sizeof header + bytes, nullptr, 0, Memory::kOwn, pending);
+  return send(peers_[peer], both.data(), sizeof header + bytes, nullptr, 0, Memory::kOwn, pending);
 }
 
-ucs_status_t Worker::send(int number, const void* header, std::size_t header_bytes, const void* data, std::size_t bytes,
+ucs_status_t Worker::send(Peer& peer, const void* header, std::size_t header_bytes, const void* data, std::size_t bytes,
                           Memory memory, Pending* pending) {
-  ucp_ep_h to = endpoint(number);
-  if (to == nullptr) return peers_[number].why;
-  ++peers_[number].sent;
+  ucp_ep_h to = endpoint(peer);
+  if (to == nullptr) return peer.why;
+  ++peer.sent;
   ucp_request_param_t param = counted(this->param(memory, nullptr));
   param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
   param.flags = UCP_AM_SEND_FLAG_COPY_HEADER;
   // By rendezvous the receiver is handed a descriptor, and UCX alone touches the memory at both ends.
   if (memory == Memory::kUsers && device_ && bytes) param.flags |= UCP_AM_SEND_FLAG_RNDV;
   if (bytes == 0) param.flags |= UCP_AM_SEND_FLAG_EAGER;  // nothing to fetch, whatever UCX_RNDV_THRESH says
-  return count(ucp_am_send_nbx(to, kMessage, header, header_bytes, data, bytes, &param), pending);
+  return count(ucp_am_send_nbx(to, kMessage, header, header_bytes, data, bytes, &param), pending, &peer);
 }
 
 ucs_status_t Worker::on_message(void* arg, const void* raw, std::size_t header_bytes, void* data, std::size_t bytes,
@@ -245,8 +275,9 @@ ucs_status_t Worker::on_message(void* arg, const void* raw, std::size_t header_b
   Header header;
   if (header_bytes < sizeof header) return UCS_OK;  // nobody of ours
   std::memcpy(&header, raw, sizeof header);
-  if (header.peer >= self.peers_.size() || header.cookie != self.peers_[header.peer].cookies.theirs) return UCS_OK;
+  if (header.peer >= self.peers_.size()) return UCS_OK;
   const int peer = static_cast<int>(header.peer);
+  if (!self.peers_[peer].heard || header.cookie != self.peers_[peer].cookies.theirs) return UCS_OK;
   const std::size_t told = header_bytes - sizeof header;
   const std::size_t wanted = header.dtype & kOffered ? sizeof(Offer) : header.bytes;
   const bool offer_told = told || !(header.dtype & kOffered);
@@ -289,7 +320,7 @@ ucs_status_t Worker::fetch(void* descriptor, void* data, std::size_t count, ucp_
   if (device_) param = counted(param);
   param.cb.recv_am = device_ ? on_counted_fetch : on_fetched;
   ucs_status_ptr_t request = ucp_am_recv_data_nbx(worker_, descriptor, data, count, &param);
-  return device_ ? this->count(request, pending) : outcome(request);
+  return device_ ? this->count(request, pending, nullptr) : outcome(request);
 }
 
 ucs_status_t Worker::put(int peer, ucp_rkey_h rkey, std::uint64_t address, const void* data, std::size_t bytes,
@@ -299,7 +330,7 @@ ucs_status_t Worker::put(int peer, ucp_rkey_h rkey, std::uint64_t address, const
   ucp_request_param_t param = this->param(Memory::kUsers, pending);
   if (device_) param = counted(param);
   ucs_status_ptr_t request = ucp_put_nbx(to, data, bytes, address, rkey, &param);
-  return device_ ? count(request, pending) : outcome(request);
+  return device_ ? count(request, pending, &peers_[peer]) : outcome(request);
 }
 
 ucs_status_t Worker::get(int peer, ucp_rkey_h rkey, std::uint64_t address, void* data, std::size_t bytes,
@@ -309,7 +340,7 @@ ucs_status_t Worker::get(int peer, ucp_rkey_h rkey, std::uint64_t address, void*
   ucp_request_param_t param = this->param(Memory::kUsers, pending);
   if (device_) param = counted(param);
   ucs_status_ptr_t request = ucp_get_nbx(from, data, bytes, address, rkey, &param);
-  return device_ ? count(request, pending) : outcome(request);
+  return device_ ? count(request, pending, &peers_[peer]) : outcome(request);
 }
 
 ucs_status_t Worker::flush(int number, Pending* pending) {
@@ -351,18 +382,11 @@ ucp_rkey_h Worker::unpack(int peer, const std::string& packed) {
 }
 
 void Worker::disconnect(const std::function<bool()>& patience) {
-  for (Peer& peer : peers_) {
-    if (peer.endpoint == nullptr) continue;
-    ucp_request_param_t param = request_param(&closing_);
-    if (peer.failed) {
-      param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
-      param.flags = UCP_EP_CLOSE_FLAG_FORCE;
-    }
-    closing_.open += outcome(ucp_ep_close_nbx(peer.endpoint, &param)) == UCS_INPROGRESS;
-    peer.endpoint = nullptr;
-    peer.failed = true;
+  const int all = static_cast<int>(peers_.size());
+  for (int peer = 0; peer < all; ++peer) forget(peer, true);
+  for (int peer = 0; peer < all; ++peer) {
+    while (closing(peer) && patience()) progress();
   }
-  while (closing_.open > 0 && patience()) progress();
 }
 
 }  // namespace aiocomms

@@ -1,0 +1,24 @@
+#pragma once
+
+#include <unistd.h>
+
+#include <utility>
+
+namespace aiocomms {
+
+// A descriptor that is closed unless somebody takes it over.
+class Socket {
+ public:
+  explicit Socket(int fd) : fd_(fd) {}
+  Socket(Socket&& other) noexcept : fd_(other.release()) {}
+  Socket& operator=(Socket&&) = delete;
+  ~Socket() {
+    if (fd_ >= 0) close(fd_);
+  }
+  int release() noexcept { return std::exchange(fd_, -1); }
+
+ private:
+  int fd_;
+};
+
+}  // namespace aiocomms
