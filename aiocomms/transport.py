@@ -72,8 +72,7 @@ class Rendezvous(Protocol):
     hosts: Sequence[str]
     """Addresses of other ranks' hosts that are known already."""
     home: dict[Any, Any] | None
-    """Where a transport keeps, by a key of its own, what it shares with other communicators of the same endpoint, which
-    come and go; None: this communicator is none of an endpoint's."""
+    """What the connections of an endpoint share, which a transport keeps by a key of its own; None: this is none."""
 
     def left(self) -> float:
         """The seconds of the timeout that are left, from when this rank began; negative once time is up."""
@@ -89,10 +88,7 @@ class Rendezvous(Protocol):
         """
 
     def secret(self, purpose: str) -> bytes:
-        """32 bytes that the ranks of this communicator share, and that nobody knows who has not the job's token.
-
-        Without a token anybody can compute them.
-        """
+        """32 bytes that its ranks alone know, if the job has a token; else anybody can compute them."""
 
     async def run(self, what: str, call: Callable[[], Any]) -> Any:
         """Run a blocking call in a thread of its own, off the loop, within the timeout.
