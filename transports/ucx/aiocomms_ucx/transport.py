@@ -105,10 +105,7 @@ class UcxTransport(LaneCarrier, Hastened):
 
     @classmethod
     async def _open(cls, rendezvous: Rendezvous, cuda: Cuda | None, memory: int) -> Self:
-        """Open it on an engine.
-
-        :param cuda, memory: see :func:`shared_engine`.
-        """
+        """Open it on an engine; see :func:`shared_engine`."""
         async with shared_engine(rendezvous, cuda, memory) as (shared, ranks):
             self = cls(shared, ranks)
         return await self._meet(rendezvous, first=True)
