@@ -176,6 +176,7 @@ class Core(Posting):
         self._ended = True
         for work in self.in_flight:
             work.abandon(failure.error_of(work))
+        self.router.loopback.clear()
         hooks, self.abort_hooks = self.abort_hooks, Hooks()  # once
         if hooks:
             hooks.call(self.driver, failure.error)
@@ -273,6 +274,7 @@ class Core(Posting):
         for work in self.in_flight:
             if work.op.withdrawable and self.withdraw(work):
                 work.abandon(CommClosedError("the communicator was closed, and the op withdrawn"))
+        self.router.loopback.close()
         with anyio.move_on_after(CLOSE_GRACE):
             await self.in_flight.drained()
 

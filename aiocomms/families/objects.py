@@ -35,7 +35,7 @@ class SendObject(Op, frozen=True, eq=False):
 
     def check(self, group: Group) -> None:
         """See :meth:`Op.check`."""
-        checks.other("dst", self.dst, group)
+        checks.end("dst", self.dst, group)
         checks.tagged(self.tag)
 
     def reads(self) -> list[tuple[str, Tensor]]:
@@ -55,7 +55,7 @@ class RecvObject(Op, frozen=True, eq=False):
 
     def check(self, group: Group) -> None:
         """See :meth:`Op.check`."""
-        checks.other("src", self.src, group)
+        checks.end("src", self.src, group)
         checks.tagged(self.tag)
 
 
@@ -249,7 +249,7 @@ class Objects(Issuer):
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[None]:
-        """Send an object to another rank.
+        """Send an object to a rank: another one or, if tensors are on the CPU, this one.
 
         :param obj: the object.
         :param dst: the receiving rank.
@@ -272,7 +272,7 @@ class Objects(Issuer):
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Any]:
-        """Receive an object from another rank.
+        """Receive an object from a rank: another one or, if tensors are on the CPU, this one.
 
         :param src: the sending rank.
         :param tag: the tag of the ``send_object`` that the receive matches: a 32-bit signed integer.

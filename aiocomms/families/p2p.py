@@ -22,6 +22,7 @@ class PointToPoint(Issuer):
 
     Messages are matched by source, destination and tag. Messages that match the same receives arrive in the order in
     which they were sent. A send may complete before or after its receive is posted; programs must not rely on either.
+    One to this rank itself never does before.
     """
 
     def send(
@@ -33,7 +34,7 @@ class PointToPoint(Issuer):
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Tensor]:
-        """Send a tensor to another rank.
+        """Send a tensor to a rank: another one or, if tensors are on the CPU, this one.
 
         :param tensor: a contiguous tensor of any shape and dtype; it must not be changed until the work is done.
         :param dst: the receiving rank.
@@ -54,7 +55,7 @@ class PointToPoint(Issuer):
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
     ) -> Work[Tensor]:
-        """Receive a tensor from another rank.
+        """Receive a tensor from a rank: another one or, if tensors are on the CPU, this one.
 
         :param tensor: the tensor to receive into, of the message's dtype and size in bytes.
         :param src: the sending rank.

@@ -153,6 +153,9 @@ class LaneEnds:
             del self.given_up[next(iter(self.given_up))]
         self.given_up[number] = error
         left = self._router.stop(number, error)
+        for send in left:
+            if send.dst == self._comm.rank:
+                self._drop(send.dst, send.channel, send.tag)
         for rank in self._others():
             tags = [(send.channel, send.tag) for send in left if send.dst == rank]
             told = msgspec.structs.replace(told, tags=tags[:_MOST_TAGS])

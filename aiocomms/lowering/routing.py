@@ -10,6 +10,7 @@ from aiocomms import ops
 from aiocomms.errors import CommError, UnsupportedOperation
 from aiocomms.lowering.lane_ends import LaneEnds
 from aiocomms.lowering.lanes import Turns, collective_tag, within
+from aiocomms.lowering.loopback import Loopback
 from aiocomms.lowering.runs import BatchRun, Offload, Part, Poster, Run, Steps
 from aiocomms.lowering.schedules import SCHEDULES, Context
 from aiocomms.progress.guard import guarded
@@ -33,6 +34,7 @@ class Router(dict[type[ops.Op], Route]):
         self[Offload] = comm.offload  # type: ignore[assignment]
         self._runs: weakref.WeakKeyDictionary[Completion, weakref.ref[Run]] = weakref.WeakKeyDictionary()
         """The schedules of lowered ops that may be withdrawn or stopped. Messages keep them, and they their works."""
+        self.loopback = Loopback(comm.rank)
         self.turns = Turns(comm)
         self.lane_ends = LaneEnds(comm, self)
         self.within = LaneRoutes(self.decide_within)
@@ -45,6 +47,8 @@ class Router(dict[type[ops.Op], Route]):
         """Withdraw an unmatched receive or wait; False if it is under way."""
         lowered = self._runs.get(work)
         if lowered is None:
+            if self.loopback.carries(work.op):
+                return self.loopback.withdraw(work)
             return guarded(False, self._transports[work.op.family].try_cancel, work)
         run = lowered()
         return run is not None and run.withdraw()
@@ -65,7 +69,10 @@ class Router(dict[type[ops.Op], Route]):
 
     def post_at_once(self, op: ops.Recv, work: Completion) -> None:
         """See :meth:`Transport.post_at_once`."""
-        self._transports["p2p"].post_at_once(op, work)
+        if self.loopback.carries(op):
+            self.loopback.recv(op, work)
+        else:
+            self._transports["p2p"].post_at_once(op, work)
 
     def forget(self, number: int, rank: int) -> None:
         """Nothing of a lane comes from a rank any more; see :meth:`Transport.forget_lane`."""
@@ -86,7 +93,21 @@ class Router(dict[type[ops.Op], Route]):
         fallback = self._lower if cls in SCHEDULES and self._has_messages() else self._refuse
         if transport is None or cls not in transport.capabilities.ops:
             return fallback
+        if cls in (ops.Send, ops.Recv):
+            return self._unless_to_itself(cls, transport.post)
         return _where_it_reduces(cls, transport.capabilities, transport.post, fallback)
+
+    def _unless_to_itself(self, cls: type[ops.Op], post: Route) -> Route:
+        """The route of messages: ``post``, but for what this rank sends to itself."""
+        rank, loopback = self._comm.rank, self.loopback
+
+        def send(op: Any, work: Completion) -> float | None:
+            return (post if op.dst != rank else loopback.send)(op, work)
+
+        def recv(op: Any, work: Completion) -> float | None:
+            return (post if op.src != rank else loopback.recv)(op, work)
+
+        return send if cls is ops.Send else recv
 
     def decide_within(self, cls: type[ops.Op]) -> LaneRoute:
         """The route of a type of op on lanes."""

@@ -10,6 +10,7 @@ to prove who they are in other ways     :func:`mac` and :func:`same`, with a key
                                         :func:`check_exposed` before listening; :data:`MAX_RECORD`
 to leak no descriptor into children     :func:`closed_on_exec`
 to move memory safely                   :func:`in_use`; :func:`register` what uses memory and is no op
+to copy a message within a process      :func:`copy_message`
 to leave no connection to a fork        :class:`Unshared`
 to stop before the interpreter ends     :func:`at_end`
 to tell versions of a protocol apart    :class:`Dialect`, :data:`HEAD_BYTES`; before all else
@@ -29,6 +30,7 @@ from __future__ import annotations
 from aiocomms.errors import closed_by, gone
 from aiocomms.lowlevel.auth import MAX_RECORD, check_exposed, mac, same
 from aiocomms.lowlevel.cloexec import closed_on_exec
+from aiocomms.lowlevel.copying import copy_message
 from aiocomms.lowlevel.ending import at_end
 from aiocomms.lowlevel.failures import UNREADABLE, Reason, decoded, disagreement, misfit
 from aiocomms.lowlevel.forks import Unshared
@@ -57,6 +59,7 @@ __all__ = [
     "check_exposed",
     "closed_by",
     "closed_on_exec",
+    "copy_message",
     "decoded",
     "disagreement",
     "gone",

@@ -24,7 +24,7 @@ class Send(Op, frozen=True, eq=False):
 
     def check(self, group: Group) -> None:
         checks.readable("tensor", self.tensor, group)
-        checks.other("dst", self.dst, group)
+        checks.end("dst", self.dst, group)
         checks.tagged(self.tag)
 
     def result(self) -> Tensor:
@@ -47,7 +47,7 @@ class Recv(Op, frozen=True, eq=False):
 
     def check(self, group: Group) -> None:
         checks.writable("tensor", self.tensor, group)
-        checks.other("src", self.src, group)
+        checks.end("src", self.src, group)
         checks.tagged(self.tag)
 
     def result(self) -> Tensor:

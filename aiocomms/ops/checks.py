@@ -296,6 +296,16 @@ def other(name: str, value: int, group: Group) -> None:
         raise ArgumentError(f"{name} is {value}, this rank itself; wanted another rank")
 
 
+def end(name: str, value: int, group: Group) -> None:
+    """Check that a value is a rank to send to or receive from: this one, too, if the tensors are on the CPU."""
+    index(name, value, group)
+    if value == group.rank and group.device.type != "cpu":
+        raise ArgumentError(
+            f"{name} is {value}, this rank itself; wanted another rank, as the tensors are on {group.device}: there a "
+            "stream copies what a rank would send to itself, by tensor.copy_()"
+        )
+
+
 def tagged(value: int) -> None:
     """Check that a value is a tag: a 32-bit signed ``int``."""
     if type(value) is not int:

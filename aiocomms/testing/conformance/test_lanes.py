@@ -293,7 +293,7 @@ async def test_wrong_arguments_leave_everything_usable(comm: Communicator, case:
     calls: list[Callable[[], object]] = [
         lambda: lane.all_reduce(cast("Tensor", "x")),
         lambda: lane.broadcast(number(comm, 1), 9),
-        lambda: lane.send(number(comm, 1), comm.rank),
+        lambda: lane.send(number(comm, 1), comm.size),
         lambda: lane.recv(number(comm, 1), 1 - comm.rank, 2**31),
         lambda: lane.all_reduce(number(comm, 1), timeout=-1),
         lambda: lane.set_timeout(0),

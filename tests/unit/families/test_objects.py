@@ -124,7 +124,7 @@ def test_bad_arguments_send_nothing():
             with pytest.raises(ArgumentTypeError, match="obj holds"):
                 one.send_object(object(), 1)
             with pytest.raises(ArgumentError, match="dst"):
-                one.send_object(1, 0)
+                one.send_object(1, 2)
             with pytest.raises(ArgumentError, match="tag"):
                 one.send_object(1, 1, 2**31)
             with pytest.raises(ArgumentError, match="src"):

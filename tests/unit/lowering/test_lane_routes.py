@@ -30,7 +30,7 @@ def way_of(op: ops.Op, capabilities: Capabilities | None) -> tuple[str, int]:
         capabilities=capabilities, post_in_lane=lambda op, lane, work: ways.append(("transport", lane))
     )
     family = {op.family: cast("Transport", transport)} if capabilities is not None else {}
-    routes = Lowering(cast("Any", SimpleNamespace(offload=None)), family).within
+    routes = Lowering(cast("Any", SimpleNamespace(offload=None, rank=0)), family).within
     for _ in range(2):  # decided, and found again
         routes[type(op)](op, 5, cast("Any", None))
     assert ways[0] == ways[1]

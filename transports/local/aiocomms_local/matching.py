@@ -7,9 +7,8 @@ from collections import defaultdict, deque
 from typing import TYPE_CHECKING, Any
 
 from aiocomms import ops
-from aiocomms.errors import CommError, MessageTruncatedError, MismatchError
-from aiocomms.lowlevel import closed_by, disagreement, misfit
-from aiocomms.ops.writing import write, writing
+from aiocomms.errors import CommError, MismatchError
+from aiocomms.lowlevel import closed_by, copy_message, disagreement
 from aiocomms.transport import OP_RESULT, Completion
 from aiocomms_local.semantics import perform
 from aiocomms_local.window import Window
@@ -164,18 +163,7 @@ class Matcher:
 
 def _transfer(send: ops.Send, recv: ops.Recv, src: int) -> Any:
     """Copy one message. Returns the outcome of the receive: its result, or an error."""
-    given, wanted = send.tensor, recv.tensor
-    if given.requires_grad:  # an autograd graph does not reach from one rank to another
-        given = given.detach()
-    error = misfit(src, given.dtype, given.nbytes, wanted, given.shape)
-    if error is None:
-        with writing(wanted):
-            wanted.copy_(given.view(wanted.shape))
-        return OP_RESULT
-    if isinstance(error, MessageTruncatedError):
-        n = min(given.numel(), wanted.numel())
-        write(wanted.view(-1)[:n], given.view(-1)[:n])
-    return error
+    return copy_message(send.tensor, recv.tensor, src) or OP_RESULT
 
 
 def _peer(op: Any) -> int | None:

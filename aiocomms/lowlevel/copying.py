@@ -1,0 +1,29 @@
+"""A message from one tensor of this process to another one, with what every receive promises."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from aiocomms.errors import CommError, MessageTruncatedError
+from aiocomms.lowlevel.failures import misfit
+from aiocomms.ops.writing import write, writing
+
+
+def copy_message(given: Tensor, wanted: Tensor, src: int) -> CommError | None:
+    """Copy what a rank has sent, a tensor of this process, into the buffer of the receive that it has matched.
+
+    :param given: the sender's tensor.
+    :param wanted: the receiver's; it need not be of the same shape.
+    :param src: the sender.
+    :returns: what the receive fails with, see :func:`misfit`; None: it has the message.
+    """
+    if given.requires_grad:  # an autograd graph does not reach from one rank to another
+        given = given.detach()
+    error = misfit(src, given.dtype, given.nbytes, wanted, given.shape)
+    if error is None:
+        with writing(wanted):
+            wanted.copy_(given.view(wanted.shape))
+    elif isinstance(error, MessageTruncatedError):
+        n = min(given.numel(), wanted.numel())
+        write(wanted.view(-1)[:n], given.view(-1)[:n])
+    return error
