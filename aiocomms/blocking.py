@@ -124,7 +124,7 @@ class Communicator(Portal):
     def reconfigure(
         self, ranks: Sequence[int] | None = None, *, size: int | None = None, timeout: float | timedelta = 10.0
     ) -> Self:
-        """Form a new communicator of the ranks that are left of this lost one, which it closes.
+        """Form the communicator that takes the place of this one, which is closed when it stands.
 
         See :meth:`aiocomms.Communicator.reconfigure`.
         """

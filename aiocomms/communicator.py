@@ -308,7 +308,9 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
     async def reconfigure(
         self, ranks: Sequence[int] | None = None, *, size: int | None = None, timeout: float | timedelta = 10.0
     ) -> Communicator:
-        """Form a new communicator of the ranks that are left of this lost one, which it closes; collective over those.
+        """Form the communicator that takes the place of this one, lost or not; collective over the ranks that are left.
+
+        This one is closed when the new one stands. Until then what is under way on it goes on, if it is not lost.
 
         :param ranks: who is left, the same on all; None: whoever calls this within a quarter of ``timeout`` seconds.
         :param size: the new size; who is left keeps its number, and newcomers (``new_comm(join=True)``) fill the gaps.
@@ -319,7 +321,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         """
         core, failure = self._core, self._core.life.failure
         reason = None if failure is None else failure.error
-        old = recovery.Lost(self._rendezvous, self._plan, core.notes, self._seconds, reason, self.closed)
+        old = recovery.Predecessor(self._rendezvous, self._plan, core.notes, self._seconds, reason, self.closed)
         return await recovery.replace(self, Communicator(*await recovery.form_again(old, ranks, size, timeout)))
 
     def dump(self, folder: str | os.PathLike[str] | None = None) -> Path:

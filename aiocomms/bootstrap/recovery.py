@@ -1,4 +1,4 @@
-"""The survivors of a lost communicator agree on who they are, and form a new one.
+"""The ranks that are left of a communicator, lost or not, agree on who they are, and form a new one.
 
 They meet in the store in which the old one was formed. If that is gone, and the transport has a side channel, the
 lowest of them serves a new one and tells the others where. There each says that it has come, and the lowest proposes:
@@ -69,8 +69,8 @@ class Decision(msgspec.Struct, array_like=True):
         return len(self.old) + len(self.joins)
 
 
-class Lost(NamedTuple):
-    """A lost communicator, as far as recovery goes."""
+class Predecessor(NamedTuple):
+    """The communicator in whose place another one is formed."""
 
     rendezvous: StoreRendezvous
     plan: Plan
@@ -98,13 +98,15 @@ class Ends(Protocol):
 _Ends = TypeVar("_Ends", bound=Ends)
 
 
-async def form_again(lost: Lost, ranks: Sequence[int] | None, size: int | None, timeout: float | timedelta) -> Formed:
-    """Form the communicator that takes a lost one's place; see :meth:`aiocomms.Communicator.reconfigure`."""
-    old = lost.rendezvous
+async def form_again(
+    before: Predecessor, ranks: Sequence[int] | None, size: int | None, timeout: float | timedelta
+) -> Formed:
+    """Form the communicator that takes another one's place; see :meth:`aiocomms.Communicator.reconfigure`."""
+    old = before.rendezvous
     try:
         seconds = checks.seconds("timeout", timeout)
         with admitting(old.root):
-            return await Recovery(lost, ranks, size, seconds).run()
+            return await Recovery(before, ranks, size, seconds).run()
     except CommError as error:
         raise error.about(comm=old.name, op="reconfigure", rank=old.rank) from error.__cause__
     except OSError as error:
@@ -112,7 +114,7 @@ async def form_again(lost: Lost, ranks: Sequence[int] | None, size: int | None, 
 
 
 async def replace(old: Ends, new: _Ends) -> _Ends:
-    """Close the lost communicator, in whose place is another one."""
+    """Close the communicator in whose place is another one."""
     try:
         await old.aclose()
     except BaseException as error:  # nobody here will have the new one, and the other ranks have it already
@@ -125,19 +127,19 @@ async def replace(old: Ends, new: _Ends) -> _Ends:
 class Recovery:
     """One rank's part in it."""
 
-    def __init__(self, lost: Lost, ranks: Sequence[int] | None, size: int | None, seconds: float) -> None:
+    def __init__(self, before: Predecessor, ranks: Sequence[int] | None, size: int | None, seconds: float) -> None:
         """Begin; see :func:`form_again`.
 
         :raises ArgumentError: an argument is wrong.
         """
-        self._lost = lost
-        self._old = lost.rendezvous
+        self._before = before
+        self._old = before.rendezvous
         self._ranks = None if ranks is None else sorted(checks.members(ranks, self._old, "reconfigure"))
         self._wanted = size
         self._seconds = seconds
         self._ends = time.monotonic() + seconds
-        self._reason = _check(lost, self._ranks, size)
-        side_channels = (guarded(None, transport.side_channel) for transport in lost.notes.transports)
+        _check(before, self._ranks, size)
+        side_channels = (guarded(None, transport.side_channel) for transport in before.notes.transports)
         self._line: SideChannel | None = next((line for line in side_channels if line is not None), None)
         self._moved = False  # to a new store
 
@@ -157,13 +159,13 @@ class Recovery:
         raise AssertionError
 
     async def _form(self, decision: Decision, root: Store) -> Formed:
-        old, plan = self._old, self._lost.plan
+        old, plan = self._old, self._before.plan
         rank = next(new for new, before in decision.old.items() if before == old.rank)
         # Half of what is left: then there is time for another attempt.
         rendezvous = old.successor(root, decision.key, old.epoch + 1, rank, decision.size, max(1.0, self._left() / 2))
         options = {name: value for name, value in plan.options.items() if name != "adopt"}
         transports = await open_transports(plan, lambda cls, _: cls.open(rendezvous, options))
-        rendezvous.timeout = self._lost.timeout
+        rendezvous.timeout = self._before.timeout
         return rendezvous, msgspec.structs.replace(plan, options=options), transports
 
     def _left(self) -> float:
@@ -171,7 +173,8 @@ class Recovery:
 
     def _dead(self, rank: int) -> bool:
         """Whether a rank is known not to come."""
-        named = isinstance(self._reason, PeerDiedError) and self._reason.peer == rank
+        reason = self._before.reason
+        named = isinstance(reason, PeerDiedError) and reason.peer == rank
         return rank != self._old.rank and (named or (self._line is not None and self._line.gone(rank)))
 
     # --------------------------------------------------------------------------------------------- where they meet
@@ -196,15 +199,15 @@ class Recovery:
     async def _told_place(self, line: SideChannel) -> tuple[Store, Store | None] | None:
         """Where the lowest rank that lives says; the others take its turn if it does not."""
         rank = self._old.rank
-        alive = [it for it in range(self._old.size) if not self._dead(it)]
-        places = (self._lost.notes.places.get(it) for it in alive if it != rank)
+        alive = [it for it in self._ranks or range(self._old.size) if not self._dead(it)]
+        places = (self._before.notes.places.get(it) for it in alive if it != rank)
         note = next((place for place in places if place is not None), None)
         if note is None and self._seconds - self._left() < alive.index(rank) * self._seconds / 4:
             return None
         if note is None:
             note, place = await self._lead(line)
             for other in alive:
-                self._lost.notes.say(other, Place(note))
+                self._before.notes.say(other, Place(note))
             return place
         root = self._old.root
         if note == _OLD and root is not None:
@@ -333,17 +336,14 @@ class Recovery:
         return decision
 
 
-def _check(lost: Lost, ranks: Sequence[int] | None, size: int | None) -> CommError:
-    """Check that it is lost, and that this rank is not out; why it is lost."""
-    reason, rank = lost.reason, lost.rendezvous.rank
-    if lost.closed:
-        raise CommClosedError("it was closed on this rank: its survivors are found over what it still holds")
-    if reason is None:
-        raise ArgumentError("the communicator is not lost: split() makes smaller ones, and abort() gives it up")
+def _check(before: Predecessor, ranks: Sequence[int] | None, size: int | None) -> None:
+    """Check that it is not closed, and that this rank is not out."""
+    reason, rank = before.reason, before.rendezvous.rank
+    if before.closed:
+        raise CommClosedError("it was closed on this rank: its ranks are found over what it still holds")
     if ranks is not None and not ranks:
         raise ArgumentError("ranks is empty, wanted this rank and others")
     if size is not None and (type(size) is not int or not rank < size):
         raise ArgumentError(f"size is {size!r}, wanted an int above this rank's number, {rank}")
-    if isinstance(reason.__cause__, PeerDiedError) and reason.__cause__.peer == rank:
+    if reason is not None and isinstance(reason.__cause__, PeerDiedError) and reason.__cause__.peer == rank:
         raise CommAbortedError(reason.message)
-    return reason

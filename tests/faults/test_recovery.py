@@ -359,6 +359,32 @@ def test_a_newcomer_takes_the_place_of_the_dead(ranks: Run, transport: str) -> N
     assert results == [("world@2", 0, 3), ("world@2", 2, 3), ("world@2", 1, 3)]
 
 
+async def take_one_in(place: Rank) -> Any:
+    """Nobody has died: ranks 0 and 1 make room for a third, while a message is under way."""
+    if place.rank == 2:
+        await asyncio.to_thread(place.told, "formed")
+        comm = await aiocomms.new_comm(place.transport, store=place.store(), rank=2, size=3, timeout=20, join=True)
+    else:
+        old = await place.open(ranks=[0, 1])
+        peer = 1 - place.rank
+        sending, got = old.send(numbers(LARGE, place.rank), peer), empty(LARGE)
+        receiving = old.recv(got, peer)
+        if place.rank == 0:
+            place.tell("formed")
+        comm = await old.reconfigure(size=3)
+        assert torch.equal(await receiving, numbers(LARGE, peer))
+        await sending
+        assert (old.closed, old.aborted) == (True, False)
+    await works(comm)
+    await comm.aclose()
+    return comm.name, comm.rank, comm.size
+
+
+@pytest.mark.parametrize("transport", ["ucx", "c10d"])
+def test_a_healthy_one_takes_a_newcomer_in(ranks: Run, transport: str) -> None:
+    assert ranks(3, take_one_in) == [("world@2", rank, 3) for rank in range(3)]
+
+
 async def be_replaced_again(place: Rank) -> Any:
     """Rank 0 outlives processes 1 and 2, each of which dies as rank 1, and process 3 stays."""
     if place.rank < 2:

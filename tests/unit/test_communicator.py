@@ -193,9 +193,9 @@ def test_what_is_wrong_with_a_reconfiguration_is_said_as_its_own():
             ):
                 await world[0].reconfigure([1])
             with pytest.raises(
-                ArgumentError, match=r"^reconfigure on 'world' \(rank 0\): the communicator is not lost"
+                ArgumentError, match=r"^reconfigure on 'world' \(rank 1\): size is 1, wanted an int above"
             ):
-                await world[0].reconfigure()
+                await world[1].reconfigure(size=1)
 
     run_on("asyncio", main)
 

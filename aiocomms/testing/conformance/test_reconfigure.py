@@ -1,0 +1,77 @@
+"""A communicator that is not lost is formed anew: of all its ranks, or of fewer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from aiocomms.communicator import Communicator
+from aiocomms.errors import CommAbortedError, CommClosedError, CommTimeoutError
+from aiocomms.testing.conformance.case import Case, ranks
+
+SHAPE = (6,)
+
+
+async def works(comm: Communicator) -> None:
+    total = await comm.all_reduce(torch.ones(SHAPE, device=comm.device))
+    assert (total == comm.size).all()
+
+
+@ranks(1, 2, 3)
+async def test_again_and_again(comm: Communicator, case: Case) -> None:
+    """The predecessor is closed, as by hand: what is under way ends, and what nothing has matched fails."""
+    first = await case.open("first")
+    summing = first.all_reduce(torch.ones(SHAPE, device=comm.device))
+    waiting = None
+    if "p2p" in comm.transports and comm.size > 1:
+        waiting = first.recv(torch.ones(SHAPE, device=comm.device), (comm.rank + 1) % comm.size)
+    second = await first.reconfigure(timeout=case.place.deadline)
+    assert (await summing == comm.size).all()
+    assert first.closed and not first.aborted
+    if waiting is not None:
+        with pytest.raises((CommClosedError, CommAbortedError), match="closed"):  # here, or by the other rank before
+            await waiting
+    assert (second.name, second.rank, second.size) == ("first@2", comm.rank, comm.size)
+    await works(second)
+    third = await second.reconfigure(range(comm.size), timeout=case.place.deadline)
+    assert (third.name, third.rank, third.size) == ("first@3", comm.rank, comm.size)
+    await works(third)
+    await third.aclose()
+    await comm.barrier()
+
+
+@ranks(3, 4)
+async def test_fewer(comm: Communicator, case: Case) -> None:
+    """Whoever is left out hears that the others have closed it, and may not take their place."""
+    old = await case.open("old")
+    left = [rank for rank in range(comm.size) if rank != 1]
+    if comm.rank == 1:
+        await case.told("formed")
+        with pytest.raises(CommAbortedError, match="closed by rank"):
+            await old.barrier()
+        with pytest.raises(CommAbortedError, match="this rank is excluded"):
+            await old.reconfigure(timeout=case.place.deadline)
+        await old.aclose()
+    else:
+        new = await old.reconfigure(left, timeout=case.place.deadline)
+        assert (new.rank, new.size) == (left.index(comm.rank), len(left))
+        await works(new)
+        case.tell("formed")
+        await new.aclose()
+    await comm.barrier()
+
+
+@ranks(2, 3)
+async def test_one_that_does_not_come(comm: Communicator, case: Case) -> None:
+    """The communicator stays as it was, and another time all of them come."""
+    old = await case.open("old")
+    if comm.rank:
+        await case.told("late", 0)
+    else:
+        with pytest.raises(CommTimeoutError):
+            await old.reconfigure(list(range(comm.size)), timeout=1)
+        case.tell("late")
+    await works(old)
+    new = await old.reconfigure(list(range(comm.size)), timeout=case.place.deadline)
+    await works(new)
+    await new.aclose()
