@@ -275,6 +275,22 @@ class Window:
         """
         return self._comm._issue(ops.MapRemoteTensor(self._info, rank), hints, timeout)
 
+    def mapped(self, rank: int) -> bool:
+        """Whether a rank's part is memory of this process, too, so that :meth:`map_remote_tensor` gives it.
+
+        It is known since the window was opened. On the CPU this process then reads and writes that part by itself, as
+        in a window of ``MPI_Win_allocate_shared``; any other takes messages, or the network's RMA.
+
+        :param rank: the rank whose part it is; may be this rank.
+        :raises ArgumentError: it is no rank of this communicator.
+        :raises CommClosedError: the window is closed.
+        """
+        try:
+            ops.MapRemoteTensor(self._info, rank).check(self._comm._core)
+        except CommError as error:
+            raise error.about(comm=self._comm.name, op="mapped", rank=self._comm.rank) from None
+        return rank in getattr(self._info.handle, "mapped", ())
+
     async def aclose(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> None:
         """Close the window after all ranks' operations on it. Collective. Idempotent.
 

@@ -29,8 +29,10 @@ _PUT, _GET, _ADD, _SWAP, _SIGNAL, _FLUSH, _CLOSE = range(7)
 class _Window:
     """This rank's part of one window."""
 
-    def __init__(self, tag: int, tensor: Tensor) -> None:
+    def __init__(self, tag: int, tensor: Tensor, rank: int) -> None:
         self.tag = tag
+        self.mapped = (rank,)
+        """The ranks whose memory this process has: none but this one."""
         self.flat = tensor.view(-1)
         self.signals: Counter[int] = Counter()
         """The number of signals that nobody has waited for yet, by source."""
@@ -203,7 +205,7 @@ class TwoSided(Transport):
 
     def _open(self, tensor: Tensor, work: Completion) -> None:
         self._windows += 1  # opening is collective, so all ranks count alike
-        window = _Window(self._windows & 0x7FFFFFFF, tensor)
+        window = _Window(self._windows & 0x7FFFFFFF, tensor, self._comm.rank)
         for peer in range(self._comm.size):
             if peer != self._comm.rank:
                 window.serving += 1

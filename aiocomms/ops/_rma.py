@@ -64,7 +64,10 @@ class _OnWindow(_Rma, frozen=True, eq=False):
 
 
 class WindowOpen(_Rma, frozen=True, eq=False):
-    """Open ``tensor`` to the other ranks. Collective. The transport completes the op with its handle of the window."""
+    """Open ``tensor`` to the other ranks. Collective. The transport completes the op with its handle of the window.
+
+    ``MapRemoteTensor`` maps the parts of the ranks in the handle's ``mapped``; without that attribute nobody's.
+    """
 
     name = kind = "new_window"
     moves = True

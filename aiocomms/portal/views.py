@@ -66,6 +66,10 @@ class BlockingWindow:
     flush = started(Window.flush)
     map_remote_tensor = started(Window.map_remote_tensor)
 
+    def mapped(self, rank: int) -> bool:
+        """Whether a rank's part is memory of this process, too; see :meth:`Window.mapped`."""
+        return self._window.mapped(rank)
+
     def close(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> None:
         """Close the window after all ranks' operations on it. Collective. Idempotent."""
         run(self._door, "close", lambda: self._window.aclose(timeout=timeout))

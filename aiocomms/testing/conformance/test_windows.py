@@ -293,15 +293,35 @@ async def test_only_integers_count(comm: Communicator, case: Case) -> None:
 @ranks(2)
 async def test_a_mapped_window_is_the_window(comm: Communicator, case: Case) -> None:
     slot, win = await window(comm, case, torch.int32, 4)
-    try:
-        mapped = await win.map_remote_tensor(1 - comm.rank)
-    except UnsupportedOperation:
+    if not win.mapped(1 - comm.rank):
+        with pytest.raises(UnsupportedOperation):
+            await win.map_remote_tensor(1 - comm.rank)
         await win.aclose()
-        raise unittest.SkipTest("the ranks share no memory") from None
+        raise unittest.SkipTest("the ranks share no memory")
+    mapped = await win.map_remote_tensor(1 - comm.rank)
     mapped[2] = comm.rank + 5
     await comm.barrier()
     slot.expect(torch.tensor([0, 0, 6 - comm.rank, 0], dtype=torch.int32))
     await win.aclose()
+
+
+@ranks(1, 3)
+async def test_whether_a_window_can_be_mapped(comm: Communicator, case: Case) -> None:
+    """One's own part can, and what is said of any part is so."""
+    slot, win = await window(comm, case, torch.int32, 4)
+    assert win.mapped(comm.rank)
+    for rank in range(comm.size):
+        if win.mapped(rank):
+            assert (await win.map_remote_tensor(rank)).shape == slot.tensor.shape
+        else:
+            with pytest.raises(UnsupportedOperation):
+                await win.map_remote_tensor(rank)
+    for wrong in (comm.size, -1, True, "0"):
+        with pytest.raises(ArgumentError, match=r"mapped on .*rank is"):
+            win.mapped(cast("Any", wrong))
+    await win.aclose()
+    with pytest.raises(CommClosedError, match="window is closed"):
+        win.mapped(comm.rank)
 
 
 @ranks(2)

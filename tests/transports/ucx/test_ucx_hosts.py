@@ -99,9 +99,11 @@ async def use_window(comm: Communicator, layout: str) -> None:
         assert torch.equal(await window.get(empty(LARGE), src, offset=rank * LARGE), numbers(LARGE, rank, src))
     for other in range(size):
         if layout[other] == layout[rank]:
+            assert window.mapped(other)
             mapped = await window.map_remote_tensor(other)
             assert torch.equal(mapped[rank * LARGE : (rank + 1) * LARGE], numbers(LARGE, rank, other))
         else:
+            assert not window.mapped(other)
             with pytest.raises(UnsupportedOperation, match=f"rank {other} is on another host"):
                 await window.map_remote_tensor(other)
     await window.aclose()

@@ -139,6 +139,7 @@ def test_a_window_does_not_move_what_an_op_of_another_communicator_has(transport
             assert tensor.data_ptr() == place
             await asyncio.gather(two.send(torch.ones(2**16), 0), work)
             assert (tensor == 1).all()
+            assert (remote.mapped(0), remote.mapped(1), window.mapped(1)) == (False, True, True)
             with pytest.raises(UnsupportedOperation, match="rank 0 was in use when the window was opened"):
                 await remote.map_remote_tensor(0)
             await remote.put(torch.full((4,), 7.0), 0, offset=1)

@@ -17,6 +17,8 @@ class Window:
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
+        self.mapped = range(len(tensors))
+        """The ranks whose memory this process has."""
         self.signals: Counter[tuple[int, int]] = Counter()
         """The number of signals that no wait has consumed yet, by source and destination."""
         self.waiting: defaultdict[tuple[int, int], deque[Completion]] = defaultdict(deque)
