@@ -110,9 +110,13 @@ class Core(Posting):
         """Whether this rank has begun to close it."""
         return self._closing is not None
 
+    def refusal(self) -> CommError | None:
+        """Why it refuses whatever comes; None: it does not."""
+        return self.life.refusal()
+
     def refused(self, op: ops.Op) -> Exception:
         """The error of an op that is refused."""
-        error = self.life.refusal()
+        error = self.refusal()
         if error is None:
             return wrong_thread(f"{op.name} on '{self.name}'")
         return error.about(comm=self.name, op=op.name, rank=self.rank)

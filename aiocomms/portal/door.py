@@ -1,4 +1,4 @@
-"""The door through which other threads reach a communicator's loop: a queue of calls."""
+"""The door through which other threads reach the loop of a communicator or an endpoint: a queue of calls."""
 
 from __future__ import annotations
 
@@ -6,12 +6,39 @@ import os
 from collections import deque
 from collections.abc import Callable
 from threading import get_ident
-from typing import Any
+from typing import Any, Protocol
 
-from aiocomms.core import Core
 from aiocomms.errors import CommClosedError, CommError
 from aiocomms.lowlevel.waker import Waker
+from aiocomms.progress.driver import Driver
 from aiocomms.transport import Capabilities
+
+
+class Inside(Protocol):
+    """What a door leads to: a communicator's core, or an endpoint."""
+
+    name: str
+    driver: Driver
+    thread: int
+    """Of its loop."""
+
+    @property
+    def rank(self) -> int | None:
+        """This rank; None: there are no ranks."""
+
+    @property
+    def refusing(self) -> bool:
+        """Whether it is lost or closed: who waits looks at once."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+
+    def refusal(self) -> CommError | None:
+        """The error of whatever comes once it is lost or closed."""
+
+    def lose(self, error: CommError) -> None:
+        """Its door is broken."""
 
 
 class Door:
@@ -19,7 +46,7 @@ class Door:
 
     capabilities = Capabilities(frozenset())
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Inside) -> None:
         self.core = core
         self._process = os.getpid()
         self._calls: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
@@ -55,7 +82,7 @@ class Door:
         if get_ident() == self.core.thread:
             raise RuntimeError(
                 f"{what} on '{self.core.name}' was called on the loop's own thread, which would wait for itself; "
-                "await the communicator's own method there"
+                "await the method of the event loop's own object there"
             )
 
     def nobody(self) -> CommError | None:
@@ -66,7 +93,7 @@ class Door:
 
     def refusal(self) -> CommError:
         """The error of a call that comes too late."""
-        error = self.core.life.refusal() or CommClosedError("its event loop has ended")
+        error = self.core.refusal() or CommClosedError("its event loop has ended")
         return error.about(comm=self.core.name, rank=self.core.rank)
 
     # ---------------------------------------------------------------------------------------- on the loop's thread
@@ -109,7 +136,7 @@ class Door:
         self.closed = True
 
     def close(self) -> None:
-        """The communicator is closed: what waits is refused, and so is what comes."""
+        """What it leads to is closed: what waits is refused, and so is what comes."""
         self.closed = True
         self.core.driver.detach(self)
         self.progress()

@@ -91,7 +91,7 @@ class BlockingLane(Operations):
     def __init__(self, door: Door, lane: Any) -> None:
         self.rank, self.size, self.name, self.device = lane.rank, lane.size, lane.name, lane.device
         self.key: Key = lane.key
-        self._core, self._door, self._target = door.core, door, lane
+        self._core, self._door, self._target = lane._core, door, lane
         self._where = f"{lane.name}, lane {lane._names()[1]}"
 
     def __repr__(self) -> str:

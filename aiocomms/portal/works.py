@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 import anyio
 import torch
 
+from aiocomms.core import Core
 from aiocomms.errors import CapturedWorkError, CommError, CommTimeoutError, WorkCancelledError
 from aiocomms.ops import Op, checks
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
@@ -108,8 +109,8 @@ class BlockingWork(Pending, Generic[T_co]):
     """
 
     __slots__ = (
-        "__weakref__", "_asked", "_comm", "_error", "_posted_as", "_seconds", "_stream", "_unseen", "_until", "_where",
-        "_work", "op",
+        "__weakref__", "_asked", "_comm", "_core", "_error", "_posted_as", "_seconds", "_stream", "_unseen", "_until",
+        "_where", "_work", "op",
     )  # fmt: skip
 
     def __init__(
@@ -122,6 +123,7 @@ class BlockingWork(Pending, Generic[T_co]):
         """
         super().__init__(door)
         self._comm, self._where = comm, where
+        self._core: Core = comm._core
         self.op = op
         """The record of what was asked."""
         self._seconds: float = comm._seconds if timeout is COMM_TIMEOUT else checks.deadline("timeout", timeout)
@@ -207,13 +209,13 @@ class BlockingWork(Pending, Generic[T_co]):
                 raise
             if not isinstance(error, Exception):
                 raise
-            raise door.core.not_posted(self.op, error, self._where) from error
+            raise self._core.not_posted(self.op, error, self._where) from error
         if work is None:
             return False
         self._taken()
         if self._work is None:  # it is not kept, for it has ended: nobody else hears of that
             self._work = work
-            if work.fault is None and not door.core.post_hooks:
+            if work.fault is None and not self._core.post_hooks:
                 self._over = True
             else:  # another thread has just registered a hook; or the loop has found that the op cannot be done
                 door.put(self._ended_at_once)
@@ -223,7 +225,7 @@ class BlockingWork(Pending, Generic[T_co]):
         """See :meth:`aiocomms.shortcuts.Shortcuts.post`. To do it twice does no harm."""
         assert self._posted_as is not None
         on, work, look_after, index = self._posted_as
-        self._work, core = work, self._door.core
+        self._work, core = work, self._core
         self._seconds = on._seconds
         self._until = monotonic() + self._seconds
         work.wake(_Listener(self))
@@ -235,7 +237,7 @@ class BlockingWork(Pending, Generic[T_co]):
     # --------------------------------------------------------------------------------------- on the loop's thread
 
     def _ended_at_once(self) -> None:
-        core = self._door.core
+        core = self._core
         assert self._work is not None
         if threading.get_ident() != core.thread:  # the door is closed: the loop has called the last hook
             return self._ring()
@@ -265,12 +267,12 @@ class BlockingWork(Pending, Generic[T_co]):
 
     def _ended(self) -> None:
         """The op has; whoever waits goes on after the hooks."""
-        work, driver = self._work, self._door.core.driver
+        work, driver = self._work, self._core.driver
         assert work is not None
         error = work.error
         if error is not None and not self._bells and work._unseen is None and _by_itself(work):
             self._unseen = UnseenError(driver, error)
-        if error is not None or self._door.core.post_hooks:
+        if error is not None or self._core.post_hooks:
             driver.call_soon(self._ring)
         else:
             self._ring()
@@ -298,7 +300,7 @@ class BlockingWork(Pending, Generic[T_co]):
         return self._error if self._work is None or self._error is not None else self._work.error
 
     def _overdue(self) -> CommError | None:
-        core, now = self._door.core, monotonic()
+        core, now = self._core, monotonic()
         if (failure := core.life.failure) is not None and now - failure.since >= pending.LOOK:
             return failure.error_of(self._work) if self._work is not None else self._door.refusal()
         if now < self._until + pending.LOOK or (self._work is not None and not self.op.withdrawable):

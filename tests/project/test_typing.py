@@ -32,7 +32,7 @@ def check(portal: aiocomms.Portal, t: torch.Tensor) -> None:
 WORK = "aiocomms.portal.works.BlockingWork[torch._tensor.Tensor]"
 REVEALED = [
     WORK, "torch._tensor.Tensor", "list[Any]", "list[torch._tensor.Tensor]", "int",
-    "aiocomms.blocking.Communicator | None",
+    "aiocomms.blocking.communicator.Communicator | None",
 ]  # fmt: skip
 
 

@@ -1,0 +1,32 @@
+"""aiocomms for synchronous programs: the same methods, which block, over an asyncio loop in a thread of its own.
+
+>>> with aiocomms.blocking.new_comm("auto") as comm:
+...     t = comm.all_reduce(t).wait()
+
+What returns a :class:`~aiocomms.Work` elsewhere returns a :class:`BlockingWork` here; what is awaited there blocks.
+"""
+
+from __future__ import annotations
+
+from aiocomms.blocking.communicator import Communicator, from_process_group, new_comm
+from aiocomms.blocking.endpoint import Endpoint, open_endpoint
+from aiocomms.blocking.peer import BlockingPeer, BlockingRegion, BlockingRemoteRegion
+from aiocomms.portal.operations import BlockingLane
+from aiocomms.portal.views import BlockingBatch, BlockingStream, BlockingWindow
+from aiocomms.portal.works import BlockingWork
+
+__all__ = [
+    "BlockingBatch",
+    "BlockingLane",
+    "BlockingPeer",
+    "BlockingRegion",
+    "BlockingRemoteRegion",
+    "BlockingStream",
+    "BlockingWindow",
+    "BlockingWork",
+    "Communicator",
+    "Endpoint",
+    "from_process_group",
+    "new_comm",
+    "open_endpoint",
+]

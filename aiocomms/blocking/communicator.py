@@ -1,0 +1,85 @@
+"""Communicators of synchronous programs: portals with a loop in a thread of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Self
+
+from aiocomms import communicator, opening
+from aiocomms.blocking.loop_thread import LoopThread, blocking
+from aiocomms.portal.portal import Portal
+
+
+class Communicator(Portal):
+    """One rank's handle on a fixed, ordered group of ranks, for a synchronous program; made by :func:`new_comm`.
+
+    Any thread may use it. Its hooks are called on the thread of its event loop.
+    """
+
+    def __init__(self, comm: communicator.Communicator, thread: LoopThread) -> None:
+        super().__init__(comm)
+        comm._guard.opened("use `with`, or call its close()")
+        self._thread: LoopThread | None = thread
+        thread.enter()
+
+    def __repr__(self) -> str:
+        return repr(self._comm)
+
+    def close(self) -> None:
+        """Close: let ops that are under way end, withdraw receives that nothing matched, release everything.
+
+        It waits up to :data:`aiocomms.core.CLOSE_GRACE` seconds for the former. Idempotent.
+
+        :raises RuntimeError: this is the loop's own thread, as that of a hook.
+        :raises CommError: a transport broke while it closed; everything else is released.
+        """
+        if not self._door.closed:
+            self._door.elsewhere("close")
+        try:
+            super().close()
+        finally:
+            self._leave()
+
+    def reconfigure(
+        self, ranks: Sequence[int] | None = None, *, size: int | None = None, timeout: float | timedelta = 10.0
+    ) -> Self:
+        """Form the communicator that takes the place of this one, which is closed when it stands.
+
+        See :meth:`aiocomms.Communicator.reconfigure`.
+        """
+        new = super().reconfigure(ranks, size=size, timeout=timeout)
+        self._leave()
+        return new
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.abort(error)  # the peers may be waiting for ops that this rank will never call
+        self.close()
+
+    def _of(self, comm: Any) -> Self:
+        assert self._thread is not None  # for it has just run this
+        return type(self)(comm, self._thread)
+
+    def _leave(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.leave()
+
+
+new_comm = blocking(
+    opening.new_comm,
+    Communicator,
+    "Form a communicator with the other ranks, in a thread of its own; collective. ``with`` closes it.",
+)
+from_process_group = blocking(
+    opening.from_process_group,
+    Communicator,
+    "Form a communicator over a ``torch.distributed`` process group; collective.",
+)

@@ -1,0 +1,164 @@
+"""Endpoints of synchronous programs, and of hosts that call from threads of their own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import Self, TypeVar
+
+from torch import Tensor
+
+from aiocomms.blocking.loop_thread import LoopThread, blocking
+from aiocomms.blocking.peer import BlockingPeer, BlockingRegion
+from aiocomms.endpoints import endpoint as endpoints
+from aiocomms.endpoints.peer import Peer
+from aiocomms.errors import CommClosedError, CommError
+from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
+from aiocomms.portal.door import Door
+from aiocomms.portal.works import run
+
+_T = TypeVar("_T")
+
+
+class _Inside:
+    """What an endpoint's door leads to; see :class:`aiocomms.portal.door.Inside`."""
+
+    rank = None
+
+    def __init__(self, endpoint: endpoints.Endpoint) -> None:
+        self._endpoint = endpoint
+        self.name, self.driver, self.thread = endpoint.name, endpoint._driver, endpoint._thread
+
+    @property
+    def closed(self) -> bool:
+        return self._endpoint.closed
+
+    refusing = closed
+
+    def refusal(self) -> CommError | None:
+        return CommClosedError("the endpoint is closed") if self.closed else None
+
+    def lose(self, error: CommError) -> None:
+        for peer in self._endpoint.peers:
+            peer.abort(error)
+
+
+class Endpoint:
+    """An :class:`aiocomms.Endpoint` whose methods block; made by :func:`open_endpoint`. Any thread may use it.
+
+    Each method has the arguments, the result and the errors of the endpoint's of the same name. If Ctrl-C ends what
+    blocks, it is cancelled.
+    """
+
+    def __init__(self, endpoint: endpoints.Endpoint, thread: LoopThread) -> None:
+        endpoint._guard.opened("use `with`, or call its close()")
+        self.name, self.device, self.address = endpoint.name, endpoint.device, endpoint.address
+        self._endpoint = endpoint
+        self._door = Door(_Inside(endpoint))
+        self._views: dict[Peer, BlockingPeer] = {}
+        """Of the connections that are not closed, on the loop's thread."""
+        self._thread: LoopThread | None = thread
+        thread.enter()
+
+    def __repr__(self) -> str:
+        return repr(self._endpoint)
+
+    @property
+    def peers(self) -> Sequence[BlockingPeer]:
+        """The endpoints that this one is connected with."""
+
+        async def views() -> Sequence[BlockingPeer]:
+            return [self._view(peer) for peer in self._endpoint.peers]
+
+        return self._run("peers", views)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._endpoint.closed
+
+    def connect(self, address: bytes, *, timeout: OpTimeout = COMM_TIMEOUT) -> BlockingPeer:
+        """Connect with another endpoint, or find that this one is; see :meth:`aiocomms.Endpoint.connect`."""
+
+        async def view() -> BlockingPeer:
+            return self._view(await self._endpoint.connect(address, timeout=timeout))
+
+        return self._run("connect", view)
+
+    def accept(self, *, timeout: Timeout = None) -> BlockingPeer:
+        """Wait for the next endpoint that connects to this one; see :meth:`aiocomms.Endpoint.accept`.
+
+        :param timeout: the caller's patience in seconds; None: as long as it takes.
+        :raises TimeoutError: none came in time; the next call gets the one that comes later.
+        """
+
+        async def view() -> BlockingPeer:
+            return self._view(await self._endpoint.accept())
+
+        return self._run("accept", view, timeout)
+
+    def register(
+        self, tensor: Tensor, *, read: bool = True, write: bool = True, lifetime: Timeout = None
+    ) -> BlockingRegion:
+        """Open memory to others; see :meth:`aiocomms.Endpoint.register`."""
+
+        async def region() -> BlockingRegion:
+            opened = self._endpoint.register(tensor, read=read, write=write, lifetime=lifetime)
+            return BlockingRegion(self._door, opened)
+
+        return self._run("register", region)
+
+    def close(self) -> None:
+        """Close it: every connection, and what listens. Idempotent. See :meth:`aiocomms.Endpoint.aclose`.
+
+        :raises RuntimeError: this is the loop's own thread.
+        """
+        self.__exit__(None, None, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        async def closing() -> None:
+            try:
+                await self._endpoint.__aexit__(kind, error, trace)
+            finally:
+                self._door.close()
+
+        there = not self._door.closed and not self.closed
+        if there:
+            self._door.elsewhere("close")
+        try:
+            if there:
+                with contextlib.suppress(CommClosedError):  # another thread has just closed it, or its loop has ended
+                    self._run("close", closing)
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.leave()
+
+    def _run(self, what: str, call: Callable[[], Awaitable[_T]], timeout: Timeout = None) -> _T:
+        if self.closed:  # also in a forked child, where nobody comes to the door
+            raise CommClosedError("the endpoint is closed", comm=self.name, op=what)
+        return run(self._door, what, call, timeout)
+
+    def _view(self, peer: Peer) -> BlockingPeer:
+        """Always the same one of one connection; on the loop's thread."""
+        view = self._views.get(peer)
+        if view is None:
+            self._views = {it: of for it, of in self._views.items() if not it._comm.closed}
+            view = self._views[peer] = BlockingPeer(peer)
+        return view
+
+
+open_endpoint = blocking(
+    endpoints.open_endpoint,
+    Endpoint,
+    "Open an endpoint, with an event loop in a thread of its own. ``with`` closes it.",
+)

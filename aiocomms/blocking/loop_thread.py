@@ -1,0 +1,102 @@
+"""The thread with an event loop that opens something for a synchronous program, and runs for as long as it is used."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Awaitable, Callable
+from typing import Any, ParamSpec, TypeVar
+
+from aiocomms.errors import CommError
+from aiocomms.lowlevel.ending import at_end
+from aiocomms.portal import pending
+
+_P = ParamSpec("_P")
+_Opened = TypeVar("_Opened")
+_Blocking = TypeVar("_Blocking")
+
+
+class LoopThread:
+    """A thread that runs an event loop for as long as communicators or endpoints use it."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._users = 0
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="aiocomms blocking", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._loop.close()
+            raise CommError(f"no thread can be started: {error}") from error
+
+    def open(self, opening: Awaitable[_Opened]) -> _Opened:
+        """Await what opens something, and return that."""
+
+        async def main() -> _Opened:
+            return await opening
+
+        opened = asyncio.run_coroutine_threadsafe(main(), self._loop).result()
+        at_end(functools.partial(_end, weakref.ref(self)))  # before the transport's own end, which is known by now
+        return opened
+
+    def enter(self) -> None:
+        """One more communicator or endpoint uses it."""
+        with self._lock:
+            self._users += 1
+
+    def leave(self) -> None:
+        """One less; with the last one it ends."""
+        with self._lock:
+            self._users -= 1
+            last = not self._users
+        if last:
+            self.stop()
+
+    def stop(self) -> None:
+        """End the loop with all that is still open, and wait for that; twice is once."""
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:  # in a forked child it is not
+            with contextlib.suppress(RuntimeError):  # it has ended just now
+                self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join()
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._stop.wait())
+
+
+def blocking(
+    open_: Callable[_P, Awaitable[_Opened]], wrap: Callable[[_Opened, LoopThread], _Blocking], described: str
+) -> Callable[_P, _Blocking]:
+    """The function that starts a thread for a loop, and has it open something.
+
+    :param open_: opens it, in a loop.
+    :param wrap: what is returned, made of that.
+    :param described: the beginning of the function's docstring.
+    """
+
+    @functools.wraps(open_)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _Blocking:
+        opening = open_(*args, **kwargs)  # here, for what is wrong with the arguments is said by this thread
+        thread = LoopThread()
+        try:
+            return wrap(thread.open(opening), thread)
+        except BaseException:
+            thread.stop()
+            raise
+
+    name: Any = getattr(open_, "__name__")  # noqa: B009 - of a callable, as far as types know
+    call.__doc__ = f"{described}\n\nArguments and errors are those of :func:`aiocomms.{name}`."
+    return call
+
+
+def _end(thread: weakref.ref[LoopThread]) -> None:
+    """The interpreter ends, and the program has left something open."""
+    left = thread()
+    if left is not None:
+        pending.stand_still()
+        left.stop()

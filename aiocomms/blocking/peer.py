@@ -1,0 +1,226 @@
+"""What an endpoint is connected with, and what the two open to each other, on other threads than its loop's."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Self, TypeVar, cast, overload
+
+import torch
+from torch import Tensor
+
+from aiocomms.endpoints.peer import Peer
+from aiocomms.endpoints.regions import Region, RemoteRegion
+from aiocomms.errors import CommClosedError, CommError
+from aiocomms.families.hooks import Hook
+from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
+from aiocomms.portal.door import Door
+from aiocomms.portal.portal import Portal
+from aiocomms.portal.views import BlockingStream, BlockingWindow, started
+from aiocomms.portal.works import BlockingWork, run
+
+_T = TypeVar("_T")
+
+
+class BlockingPeer:
+    """An :class:`aiocomms.Peer` for all threads but its loop's: another endpoint that this one is connected with.
+
+    Each method has the arguments, the result and the errors of the peer's of the same name. What returns a
+    :class:`~aiocomms.Work` there returns a :class:`~aiocomms.BlockingWork` here; what is awaited there blocks here.
+    """
+
+    def __init__(self, peer: Peer) -> None:
+        self.name, self.address, self.transports = peer.name, peer.address, peer.transports
+        self._peer, self._other = peer, peer._other
+        self._comm = peer._comm.portal()
+        self._counting = threading.Lock()  # what several threads put
+        self._signals = BlockingWindow(self._comm, peer._signals)
+        self.register_abort_hook: Callable[[Callable[[CommError], object]], Hook] = self._comm.register_abort_hook
+
+    def __repr__(self) -> str:
+        return f"<Blocking{repr(self._peer)[1:]}"
+
+    @property
+    def closed(self) -> bool:
+        """Whether the connection is over: closed on either side, or lost."""
+        return self._peer.closed
+
+    # What these call is the portal's, and so returns the works of that.
+    send = started(Peer.send)
+    recv = started(Peer.recv)
+    send_object = started(Peer.send_object)
+    recv_object = started(Peer.recv_object)
+    wait_signal = started(Peer.wait_signal)
+
+    @overload
+    def open_stream(
+        self, capacity: int = 8, name: str = "", *, capacity_bytes: int | None = None, timeout: Timeout = None
+    ) -> BlockingStream[Tensor]: ...
+
+    @overload
+    def open_stream(
+        self, capacity: int = 8, name: str = "", *, items: type[_T], capacity_bytes: int | None = None,
+        timeout: Timeout = None,
+    ) -> BlockingStream[_T]: ...  # fmt: skip
+
+    def open_stream(
+        self, capacity: int = 8, name: str = "", *, items: Any = Tensor, capacity_bytes: int | None = None,
+        timeout: Timeout = None,
+    ) -> BlockingStream[Any]:  # fmt: skip
+        """Open a stream to the other endpoint; see :meth:`Portal.open_stream`."""
+        return self._comm.open_stream(
+            self._other, capacity, name, items=items, capacity_bytes=capacity_bytes, timeout=timeout
+        )
+
+    def attach(self, descriptor: bytes, *, timeout: OpTimeout = COMM_TIMEOUT) -> BlockingRemoteRegion:
+        """Open a region of the other endpoint; see :meth:`aiocomms.Peer.attach`."""
+        remote = self._comm._run("attach", lambda: self._peer.attach(descriptor, timeout=timeout))
+        return BlockingRemoteRegion(self._comm, remote, self._counting)
+
+    def put(self, tensor: Tensor, descriptor: bytes, offset: int = 0, *, timeout: OpTimeout = COMM_TIMEOUT) -> Tensor:
+        """Write a tensor into a region; see :meth:`aiocomms.Peer.put`."""
+        return self._comm._run("put", lambda: self._peer.put(tensor, descriptor, offset, timeout=timeout))
+
+    def get(self, tensor: Tensor, descriptor: bytes, offset: int = 0, *, timeout: OpTimeout = COMM_TIMEOUT) -> Tensor:
+        """Read from a region into a tensor; see :meth:`aiocomms.Peer.get`."""
+        return self._comm._run("get", lambda: self._peer.get(tensor, descriptor, offset, timeout=timeout))
+
+    def signal(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> None:
+        """Tell the other endpoint that all that was put so far has arrived; see :meth:`aiocomms.Peer.signal`."""
+        self._comm._run("signal", lambda: self._peer.signal(timeout=timeout))
+
+    def lost(self, *, timeout: Timeout = None) -> CommError:
+        """Wait until the connection is lost; see :meth:`aiocomms.Peer.lost`.
+
+        :param timeout: the caller's patience in seconds; None: as long as it takes.
+        :returns: why.
+        :raises TimeoutError: it was not lost in time.
+        :raises CommClosedError: it was closed on either side.
+        """
+        try:
+            return self._comm._run("lost", self._peer.lost, timeout)
+        except CommError:
+            if not self._comm.aborted:
+                raise
+        return self._comm.lost()  # it is closed, too, and so nothing runs any more
+
+    def abort(self, reason: str | BaseException) -> None:
+        """Give the connection up, on both sides; any thread. See :meth:`aiocomms.Peer.abort`."""
+        self._peer.abort(reason)
+
+    def close(self) -> None:
+        """Close the connection: ops under way end, and everything is released. Idempotent.
+
+        See :meth:`aiocomms.Peer.aclose`.
+        """
+        if not self._comm.closed:
+            with contextlib.suppress(CommClosedError):  # another thread has just closed it, or its loop has ended
+                self._comm._run("close", self._peer.aclose)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.abort(error)
+        self.close()
+
+
+class BlockingRegion:
+    """An :class:`aiocomms.Region` for all threads but its endpoint's loop's. ``with`` revokes it."""
+
+    def __init__(self, door: Door, region: Region) -> None:
+        self._door, self._region = door, region
+        self.tensor, self.descriptor = region.tensor, region.descriptor
+
+    def __repr__(self) -> str:
+        return f"<Blocking{repr(self._region)[1:]}"
+
+    @property
+    def revoked(self) -> bool:
+        """Whether nobody may use it any more."""
+        return self._region.revoked
+
+    def revoke(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> None:
+        """Take it back; see :meth:`aiocomms.Region.revoke`. Nothing is left to do once its endpoint is closed."""
+        if not self._door.core.closed:
+            with contextlib.suppress(CommClosedError):  # it has just been
+                run(self._door, "revoke", lambda: self._region.revoke(timeout=timeout))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.revoke()
+
+
+class BlockingRemoteRegion:
+    """An :class:`aiocomms.RemoteRegion` whose operations a thread can wait for. ``with`` closes it."""
+
+    def __init__(self, portal: Portal, remote: RemoteRegion, counting: threading.Lock) -> None:
+        self._remote, self._door, self._owner = remote, portal._door, remote._owner
+        self._says, self._attachment = remote._says, remote._attachment
+        self._window, self._counting = BlockingWindow(portal, remote._window), counting
+
+    def __repr__(self) -> str:
+        return f"<Blocking{repr(self._remote)[1:]}"
+
+    @property
+    def count(self) -> int:
+        """Its number of elements."""
+        return self._remote.count
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its elements."""
+        return self._remote.dtype
+
+    @property
+    def readable(self) -> bool:
+        """Whether :meth:`get` is allowed."""
+        return self._remote.readable
+
+    @property
+    def writable(self) -> bool:
+        """Whether :meth:`put` is allowed."""
+        return self._remote.writable
+
+    @property
+    def closed(self) -> bool:
+        """Whether it may not be used any more."""
+        return self._remote.closed
+
+    def put(
+        self,
+        tensor: Tensor,
+        offset: int = 0,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
+    ) -> BlockingWork[Tensor]:
+        """Write a tensor into the region; see :meth:`aiocomms.RemoteRegion.put`."""
+        self._check("put", "written", self.writable)
+        with self._counting:
+            work = self._window.put(tensor, self._owner, offset, hints=hints, timeout=timeout)
+            self._remote._puts += 1
+        return work
+
+    get = started(RemoteRegion.get)
+    flush = started(RemoteRegion.flush)
+    _check: Callable[..., None] = cast("Any", RemoteRegion._check)
+
+    def close(self) -> None:
+        """Use it no more: what is under way ends, and the owner hears of it. Idempotent."""
+        if not self._door.core.closed:
+            with contextlib.suppress(CommClosedError):  # the connection has just been closed
+                run(self._door, "close", self._remote.aclose)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
