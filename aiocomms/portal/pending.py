@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from _thread import allocate_lock
+from _thread import LockType, allocate_lock
 from collections.abc import Callable
 from time import monotonic
 from typing import Protocol
@@ -34,10 +34,10 @@ class Bell(Protocol):
 class _Callback:
     """Rings by a call."""
 
-    __slots__ = ("_call",)
+    __slots__ = ("_call", "waits")
 
-    def __init__(self, call: Callable[[], object]) -> None:
-        self._call = call
+    def __init__(self, call: Callable[[], object], waits: bool) -> None:
+        self._call, self.waits = call, waits
 
     def release(self) -> object:
         """See :class:`Bell`."""
@@ -82,14 +82,36 @@ class Pending:
     def add_done_callback(self, call: Callable[[], object]) -> None:
         """Have ``call()`` called once when it has ended: on the thread that ends it, the loop's, or here and now.
 
-        Any thread. It must neither block nor raise.
+        Any thread. It must neither block nor raise. Who has it called waits, as a thread does that blocks.
         """
-        bell = _Callback(call)
+        self._call_when_over(_Callback(call, waits=True))
+
+    def add_step(self, call: Callable[[], object]) -> None:
+        """Have ``call()`` called as :meth:`add_done_callback` does, on behalf of nobody who waits."""
+        self._call_when_over(_Callback(call, waits=False))
+
+    def _call_when_over(self, bell: _Callback) -> None:
         self._bells.append(bell)
         if self._over:
             with contextlib.suppress(ValueError):  # whoever ends it calls it just now
                 self._bells.remove(bell)
-                call()
+                bell.release()
+
+    def _leave_alone(self) -> None:
+        """This thread has been made to stop waiting: have what can be withdrawn be so, if nobody else waits for it."""
+        settled = allocate_lock()
+        settled.acquire()
+        self._door.put(self._left_alone, settled)
+        settled.acquire(timeout=LOOK)  # what the other rank sends from now on is the next receive's
+
+    def _left_alone(self, settled: LockType) -> None:
+        if all(isinstance(bell, _Callback) and not bell.waits for bell in self._bells):
+            self._withdraw()
+        settled.release()
+
+    def _withdraw(self) -> None:
+        """Withdraw it, on the loop's thread, if that is possible."""
+        raise NotImplementedError
 
     def _drop(self, bell: Bell) -> None:
         with contextlib.suppress(ValueError):  # it rings just now

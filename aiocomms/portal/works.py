@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from _thread import LockType, allocate_lock
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import Context, copy_context
 from time import monotonic
@@ -185,13 +184,6 @@ class BlockingWork(Pending, Generic[T_co]):
             self._block(None)
         return isinstance(self._outcome(), WorkCancelledError)
 
-    def _leave_alone(self) -> None:
-        """The thread has been made to stop: have a receive withdrawn that nothing has matched."""
-        settled = allocate_lock()
-        settled.acquire()
-        self._door.put(self._left_alone, settled)
-        settled.acquire(timeout=pending.LOOK)  # what the other rank sends from now on is the next receive's
-
     # ------------------------------------------------------------------------------------ on the thread that calls it
 
     def _posted(self) -> bool:
@@ -280,12 +272,6 @@ class BlockingWork(Pending, Generic[T_co]):
     def _withdraw(self) -> None:
         if self._work is not None and not self._over:
             self._work._withdraw()
-
-    def _left_alone(self, settled: LockType) -> None:
-        """A thread has been made to stop waiting."""
-        if not self._bells:
-            self._withdraw()
-        settled.release()
 
     # ---------------------------------------------------------------------------------------------- on any thread
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import ctypes
 import gc
 import threading
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ import anyio
 import anyio.to_thread
 import pytest
 import torch
-from concurrency import together
+from concurrency import together, turns
 from processes import HANGS
 from torch.distributed import HashStore
 
@@ -324,5 +325,36 @@ def test_a_stream_gives_up_in_time_and_loses_nothing(run):
                 tasks.start_soon(in_thread, lambda: body(two))
             with pytest.raises(TimeoutError):
                 await in_thread(lambda: one.portal().open_stream(1, name="nobody", timeout=0.01))
+
+    run(main)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_step_is_nobody_who_waits(run, waits):
+    """A receive of an interrupted thread is withdrawn if only a step follows it, and goes on for a callback."""
+
+    async def main() -> None:
+        async with local_world(2) as (one, two):
+            called, threads, tensor = threading.Event(), [], torch.zeros(1)
+            work = await in_thread(lambda: two.portal().recv(tensor, 0))
+            (work.add_done_callback if waits else work.add_step)(called.set)
+
+            def wait() -> None:
+                threads.append(threading.get_ident())
+                work.wait()
+
+            waiter = Thread(wait)
+            while len(work._bells) == 1:
+                await turns()
+            interrupt = ctypes.py_object(KeyboardInterrupt)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(threads[0]), interrupt)
+            assert isinstance(await in_thread(waiter.end), KeyboardInterrupt)
+            assert work.done() != waits
+            sent = one.send(torch.ones(1), 1)
+            if not waits:
+                assert (await two.recv(torch.zeros(1), 0)).item() == 1.0
+            await sent
+            await in_thread(called.wait)
+            assert bool(tensor) == waits
 
     run(main)
