@@ -14,9 +14,16 @@ from __future__ import annotations
 
 from torch import distributed as dist
 
-from aiocomms.torch_backend.group import BACKEND, Group, create
-from aiocomms.torch_backend.works import GroupWork
+from aiocomms.torch_backend.group import Group, create
+from aiocomms.torch_backend.works import BACKEND, GroupWork
 
-__all__ = ["BACKEND", "Group", "GroupWork"]
+__all__ = ["BACKEND", "Group", "GroupWork", "register"]
 
-dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu"])
+
+def register() -> None:
+    """Register the backend; the import of this module has done so. From 2.14 on torch finds this by an entry point."""
+    if BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu"])
+
+
+register()

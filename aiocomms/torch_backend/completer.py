@@ -20,13 +20,16 @@ class Completer:
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._idle = 0
+        self._under_way = 0
+        self._own = threading.local()
         self._closed = False
 
     def submit(self, call: Callable[[], object]) -> None:
         """Have something called; on any thread, which it does not keep."""
-        with self._lock:
+        with self._changed:
+            self._under_way += 1
             if self._idle:
                 self._idle -= 1
                 self._calls.put(call)
@@ -36,9 +39,14 @@ class Completer:
         except RuntimeError:  # there can be no more threads
             self._call(call)
 
+    def drain(self) -> None:
+        """Wait until what was submitted has been called; what has called this goes on after it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._under_way <= getattr(self._own, "depth", 0))
+
     def close(self) -> None:
         """End the threads, each after what it calls."""
-        with self._lock:
+        with self._changed:
             self._closed = True
             for _ in range(self._idle):
                 self._calls.put(None)
@@ -49,15 +57,21 @@ class Completer:
         while call is not None:
             self._call(call)
             call = None  # a thread that waits keeps no tensor alive
-            with self._lock:
+            with self._changed:
                 if self._closed:
                     return
                 self._idle += 1
             call = self._calls.get()
 
-    @staticmethod
-    def _call(call: Callable[[], object]) -> None:
+    def _call(self, call: Callable[[], object]) -> None:
+        depth = getattr(self._own, "depth", 0)
+        self._own.depth = depth + 1
         try:
             call()
         except Exception:
             logger.exception("%r raised", call)
+        finally:
+            self._own.depth = depth
+            with self._changed:
+                self._under_way -= 1
+                self._changed.notify_all()

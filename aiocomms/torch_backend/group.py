@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Final, ParamSpec
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
@@ -17,15 +16,15 @@ from aiocomms import blocking
 from aiocomms.errors import ArgumentError, CommError
 from aiocomms.ops.checks import COMM_TIMEOUT
 from aiocomms.ops.reductions import ReduceOp
-from aiocomms.portal.works import BlockingWork
+from aiocomms.torch_backend import sparse
+from aiocomms.torch_backend.any_source import Receives
 from aiocomms.torch_backend.completer import Completer
-from aiocomms.torch_backend.tensors import Tensors
-from aiocomms.torch_backend.works import GroupWork, raising_as_torch_does
+from aiocomms.torch_backend.monitored import monitored_barrier
+from aiocomms.torch_backend.parts import Step
+from aiocomms.torch_backend.ranges import Range, profiling
+from aiocomms.torch_backend.tensors import Tensors, cuts
+from aiocomms.torch_backend.works import BACKEND, GroupWork, raising_as_torch_does
 
-BACKEND: Final = "aiocomms"
-"""The name of the backend."""
-
-Parts = list[BlockingWork[Any]]
 _ProcessGroup: Any = dist.ProcessGroup  # of whose methods torch's stubs have overloads that it never calls here
 _P = ParamSpec("_P")
 
@@ -56,24 +55,28 @@ def _operator(op: Any) -> ReduceOp:
     return found
 
 
-def _called(method: Callable[_P, GroupWork]) -> Callable[_P, GroupWork]:
-    """A method that torch calls: it raises what torch's users expect."""
+def _called(name: str, given: int | None = 0) -> Callable[[Callable[_P, GroupWork]], Callable[_P, GroupWork]]:
+    """A method that torch calls: it raises what torch's users expect, and is a range of torch's profiler.
 
-    @functools.wraps(method)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> GroupWork:
-        with raising_as_torch_does():
-            return method(*args, **kwargs)
+    :param given: which of its arguments are the tensors that the profiler shows; None: there are none.
+    """
 
-    return call
+    def of(method: Callable[_P, GroupWork]) -> Callable[_P, GroupWork]:
+        @functools.wraps(method)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> GroupWork:
+            with raising_as_torch_does():
+                if not profiling():
+                    return method(*args, **kwargs)
+                span = Range(f"{BACKEND}:{name}", () if given is None else args[1 + given :][:1])
+                try:
+                    return method(*args, **kwargs).within(span)
+                except BaseException:
+                    span.end()
+                    raise
 
+        return call
 
-def _cuts(tensor: Tensor, splits: Sequence[int], size: int) -> list[int]:
-    """How many elements of a tensor belong to each rank, whose rows are said, or are as many as any other's."""
-    rows = tensor.shape[0] if tensor.dim() else 0
-    counts = [operator.index(part) for part in splits] or [rows // size] * size
-    if not tensor.dim() or sum(counts) != rows:
-        raise ArgumentError(f"splits are {counts} for a tensor of shape {list(tensor.shape)}, wanted its rows in all")
-    return [count * (tensor.numel() // (rows or 1)) for count in counts]
+    return of
 
 
 class Group(_ProcessGroup):  # type: ignore[misc]
@@ -89,8 +92,10 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         """The communicator."""
         self._store = store
         self._completer = Completer()
+        self._receives = Receives(comm)
         self._group_name, self._group_desc = "", ""
-        self._number = 0
+        self._number = self._barriers = self._sums = 0
+        self._together: list[GroupWork] | None = None
 
     # ------------------------------------------------------------------------------------------------ what it is
 
@@ -146,41 +151,83 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     def abort(self) -> None:
         """Give up, on every rank."""
         self.comm.abort("the process group was aborted")
-        self.shutdown()
+        self._release()
 
     def shutdown(self) -> None:
-        """Let what is under way end, and release everything."""
+        """Let what is under way end, with the callbacks of its futures, and release everything."""
+        self._release(self._completer.drain)
+
+    def _release(self, then: Callable[[], object] = lambda: None) -> None:
         try:
             with contextlib.suppress(CommError):  # that it is lost its works have said
                 self.comm.close()
+            then()
         finally:
             self._completer.close()
 
+    @property
+    def supports_splitting(self) -> bool:
+        """Whether :meth:`split_group` is there."""
+        return True
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> Group | None:
+        """See :func:`torch.distributed.split_group`, which torch has for the CPU from 2.15 on. Collective.
+
+        :param ranks: the new group's, as ranks of this one; they share its transport.
+        :param opts: must be None: the transport is this group's.
+        :returns: the new group, or None on a rank that is not in it.
+        """
+        if opts is not None:
+            raise ArgumentError(f"pg_options of a split is {opts!r}, wanted None: it has the transport of its parent")
+        members = ranks if self.comm.rank in ranks else ()
+        seconds = COMM_TIMEOUT if timeout is None else timeout.total_seconds()
+        with raising_as_torch_does():
+            comm = self.comm.split(members, group_name and f"{self.comm.name}/{group_name}", timeout=seconds)
+        if comm is None:
+            return None
+        group = Group(comm, dist.PrefixStore(f"{comm.name}/", self._store))
+        group.setGroupName(group_name or "")
+        group.setGroupDesc(group_desc or "")
+        return group
+
     # ------------------------------------------------------------------------------------------------ collectives
 
-    @_called
-    def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> GroupWork:
+    @_called("all_reduce")
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> GroupWork:
         """See :func:`torch.distributed.all_reduce`."""
-        its, op = Tensors(), _operator(opts.reduceOp)
-        return self._work([self.comm.all_reduce(its.written(tensor), op) for tensor in tensors], tensors, its)
+        its, op = Tensors(), _operator((opts or dist.AllreduceOptions()).reduceOp)
+        parts = [
+            self.comm.all_reduce(its.written(tensor), op) if tensor.layout is torch.strided else self._sum(tensor, op)
+            for tensor in tensors
+        ]
+        return self._work(parts, tensors, its)
 
     allreduce_coalesced = allreduce
 
-    @_called
-    def reduce(self, tensors: Sequence[Tensor], opts: Any) -> GroupWork:
+    @_called("reduce")
+    def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> GroupWork:
         """See :func:`torch.distributed.reduce`."""
+        opts = opts or dist.ReduceOptions()
         its, op, root = Tensors(), _operator(opts.reduceOp), opts.rootRank
         give = its.written if self.comm.rank == root else its.read
         return self._work([self.comm.reduce(give(tensor), root, op) for tensor in tensors], tensors, its)
 
-    @_called
-    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> GroupWork:
+    @_called("broadcast")
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> GroupWork:
         """See :func:`torch.distributed.broadcast`."""
-        its, root = Tensors(), opts.rootRank
+        its, root = Tensors(), (opts or dist.BroadcastOptions()).rootRank
         give = its.read if self.comm.rank == root else its.written
         return self._work([self.comm.broadcast(give(tensor), root) for tensor in tensors], tensors, its)
 
-    @_called
+    @_called("all_gather", 1)
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> GroupWork:
         """See :func:`torch.distributed.all_gather`."""
         its, parts = Tensors(), []
@@ -200,7 +247,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         """See :func:`torch.distributed.all_gather_into_tensor`."""
         return self.all_gather_single_coalesced([output], [input])
 
-    @_called
+    @_called("all_gather_single", 1)
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> GroupWork:
@@ -212,40 +259,42 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         ]
         return self._work(parts, outputs, its)
 
-    @_called
-    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> GroupWork:
+    @_called("reduce_scatter", 1)
+    def reduce_scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
+    ) -> GroupWork:
         """See :func:`torch.distributed.reduce_scatter`."""
-        its, op, parts = Tensors(), _operator(opts.reduceOp), []
+        its, op, parts = Tensors(), _operator((opts or dist.ReduceScatterOptions()).reduceOp), []
         for output, given in zip(outputs, inputs, strict=True):
             equal = len({each.numel() for each in given}) == 1
             scatter = self.comm.reduce_scatter if equal else self.comm.reduce_scatter_v
             parts.append(scatter(its.written(output), [its.read(each) for each in given], op))
         return self._work(parts, outputs, its)
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> GroupWork:
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> GroupWork:
         """See :func:`torch.distributed.reduce_scatter_tensor`."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
-    @_called
+    @_called("reduce_scatter_single", 1)
     def reduce_scatter_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> GroupWork:
         """Several reduce-scatters of one tensor each."""
-        its, op = Tensors(), _operator(opts.reduceOp)
+        its, op = Tensors(), _operator((opts or dist.ReduceScatterOptions()).reduceOp)
         parts = [
             self.comm.reduce_scatter_single(its.written(output), its.read(given), op)
             for output, given in zip(outputs, inputs, strict=True)
         ]
         return self._work(parts, outputs, its)
 
-    @_called
+    @_called("all_to_all", 1)
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> GroupWork:
         """See :func:`torch.distributed.all_to_all`."""
         its = Tensors()
         part = self.comm.all_to_all([its.written(each) for each in outputs], [its.read(each) for each in inputs])
         return self._work([part], outputs, its)
 
-    @_called
+    @_called("all_to_all_single", 1)
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
     ) -> GroupWork:
@@ -253,44 +302,69 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         # Each rank says by itself whether its rows are cut evenly, so all of them take the form that need not.
         its, size = Tensors(), self.comm.size
         into, given = its.written(output), its.read(input)
-        cuts = _cuts(output, output_splits, size), _cuts(input, input_splits, size)
-        part = self.comm.all_to_all_v_single(into, given, *cuts)
+        part = self.comm.all_to_all_v_single(
+            into, given, cuts(output, output_splits, size), cuts(input, input_splits, size)
+        )
         return self._work([part], [output], its)
 
-    @_called
-    def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> GroupWork:
+    @_called("gather", 1)
+    def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> GroupWork:
         """See :func:`torch.distributed.gather`."""
-        its, root = Tensors(), opts.rootRank
+        its, root = Tensors(), (opts or dist.GatherOptions()).rootRank
         into = list(outputs[0]) if self.comm.rank == root else None
         written = None if into is None else [its.written(each) for each in into]
         return self._work([self.comm.gather(written, its.read(inputs[0]), root)], into or [], its)
 
-    @_called
-    def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> GroupWork:
+    @_called("scatter", 1)
+    def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> GroupWork:
         """See :func:`torch.distributed.scatter`."""
-        its, root = Tensors(), opts.rootRank
+        its, root = Tensors(), (opts or dist.ScatterOptions()).rootRank
         given = [its.read(each) for each in inputs[0]] if self.comm.rank == root else None
         return self._work([self.comm.scatter(its.written(outputs[0]), given, root)], outputs, its)
 
-    @_called
+    @_called("barrier", None)
     def barrier(self, opts: Any = None) -> GroupWork:
         """See :func:`torch.distributed.barrier`."""
         timeout = None if opts is None or opts.timeout <= timedelta(0) else opts.timeout.total_seconds()
         return self._work([self.comm.barrier(timeout=COMM_TIMEOUT if timeout is None else timeout)], [], Tensors())
 
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """See :func:`torch.distributed.monitored_barrier`. Where ranks are missing, the group goes on."""
+        self._barriers += 1
+        seconds = self.comm.timeout if timeout is None else timeout.total_seconds()
+        with raising_as_torch_does():
+            monitored_barrier(self.comm, self._barriers, seconds, wait_all_ranks)
+
     # --------------------------------------------------------------------------------------------- point to point
 
-    @_called
+    @_called("send")
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int) -> GroupWork:
         """See :func:`torch.distributed.isend`."""
         its = Tensors()
         return self._work([self.comm.send(its.read(tensor), dst, tag) for tensor in tensors], [], its)
 
-    @_called
+    @_called("recv")
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int) -> GroupWork:
         """See :func:`torch.distributed.irecv`."""
         its = Tensors()
-        return self._work([self.comm.recv(its.written(each), src, tag) for each in tensors], tensors, its, src)
+        parts = [self._receives.from_one(its.written(each), src, tag) for each in tensors]
+        return self._work(parts, tensors, its, lambda: src)
+
+    @_called("recvAnySource")
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> GroupWork:
+        """See :func:`torch.distributed.irecv` without a source. It takes a buffer for each other rank."""
+        its = Tensors()
+        receives = [self._receives.from_any(its.written(each), tag) for each in tensors]
+        return self._work(receives, tensors, its, lambda: receives[0].source if receives[0].source is not None else -1)
+
+    # ------------------------------------------------------------------------------------------------- together
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._together = []
+
+    def _end_coalescing(self, device: torch.device) -> GroupWork:
+        works, self._together = self._together or [], None
+        return GroupWork.of_all(works, self._completer)
 
     # The names of before, which torch calls, too.
     _allgather_base = all_gather_single
@@ -301,6 +375,18 @@ class Group(_ProcessGroup):  # type: ignore[misc]
 
     # ---------------------------------------------------------------------------------------------------- inside
 
-    def _work(self, parts: Parts, outputs: Sequence[Tensor], its: Tensors, source: int = -1) -> GroupWork:
+    def _sum(self, tensor: Tensor, op: ReduceOp) -> Step:
+        sparse.check(tensor, op)
+        self._sums += 1
+        return Step((), functools.partial(sparse.all_reduce, self.comm, tensor, self._sums)).after(
+            self._completer, here=False
+        )
+
+    def _work(
+        self, parts: Sequence[Any], outputs: Sequence[Tensor], its: Tensors, source: Callable[[], int] = lambda: -1
+    ) -> GroupWork:
         self._number += 1
-        return GroupWork(its.parts(parts, self._completer), list(outputs), self._completer, source)
+        work = GroupWork(its.parts(list(parts), self._completer), list(outputs), self._completer, source)
+        if self._together is not None:
+            self._together.append(work)
+        return work

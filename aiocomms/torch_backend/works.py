@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from aiocomms.errors import ArgumentError, CommError, UnsupportedOperation
+from aiocomms.errors import ArgumentError, CommError, CommTimeoutError, UnsupportedOperation
 from aiocomms.progress.loops import Waiter, running_loop
 from aiocomms.torch_backend.completer import Completer
-from aiocomms.torch_backend.tensors import Part, after, wait_for, when_done
+from aiocomms.torch_backend.parts import Part, wait_for, when_done
+from aiocomms.torch_backend.ranges import Range
+
+BACKEND: Final = "aiocomms"
+"""The name of the backend."""
 
 
 @contextlib.contextmanager
@@ -25,6 +29,8 @@ def raising_as_torch_does() -> Generator[None, None, None]:
         yield
     except (ArgumentError, UnsupportedOperation):
         raise
+    except CommTimeoutError as error:
+        raise dist.DistBackendError(f"[{BACKEND}] Timed out in {error}") from error  # in words that programs look for
     except (CommError, TimeoutError) as error:
         raise dist.DistBackendError(str(error)) from error
 
@@ -36,17 +42,34 @@ class GroupWork(dist.Work):
     raised by each way to wait, as :class:`torch.distributed.DistBackendError`, whose cause is the error of aiocomms.
     """
 
-    def __init__(self, parts: Sequence[Part], outputs: list[Tensor], completer: Completer, source: int = -1) -> None:
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        outputs: list[Tensor],
+        completer: Completer,
+        source: Callable[[], int] = lambda: -1,
+    ) -> None:
         """Note what it consists of.
 
         :param outputs: the tensors that are written.
         :param completer: completes the future, if somebody asks for one.
-        :param source: the rank that a message is received from.
+        :param source: says, once it is done, which rank a message came from.
         """
         super().__init__()
         self._parts, self._outputs, self._completer, self._source = parts, outputs, completer, source
         self._lock = threading.Lock()
         self._future: torch.futures.Future[list[Tensor]] | None = None
+
+    @classmethod
+    def of_all(cls, works: Sequence[GroupWork], completer: Completer) -> Self:
+        """One that is done when all of some are."""
+        outputs = [tensor for work in works for tensor in work._outputs]
+        return cls([part for work in works for part in work._parts], outputs, completer)
+
+    def within(self, span: Range) -> Self:
+        """Have a profiler's range end with it; nobody has waited for it yet."""
+        self._parts = span.around(list(self._parts), self._completer)
+        return self
 
     # ---------------------------------------------------------------------------------------- as torch calls them
 
@@ -91,7 +114,9 @@ class GroupWork(dist.Work):
 
     def source_rank(self) -> int:
         """Return the rank that a message came from."""
-        return self._source
+        return self._source()
+
+    _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """Return a future of the tensors that are written.
@@ -105,7 +130,10 @@ class GroupWork(dist.Work):
             ended: torch.futures.Future[None] = torch.futures.Future()
             # What a callback raises is an error for torch's C++, too; what set_exception sets is a value there.
             self._future = ended.then(lambda _: self.result())
-        after(self._parts, self._completer, lambda: ended.set_result(None))
+        if self.is_completed():
+            ended.set_result(None)
+        else:
+            when_done(self._parts, lambda: self._completer.submit(lambda: ended.set_result(None)))
         return self._future
 
     # ------------------------------------------------------------------------------------------ as aiocomms has it

@@ -60,6 +60,14 @@ def ddp(rank: int) -> Found:
     return gradients(model) | {f"after {name}": whole(it) for name, it in model.named_parameters()}
 
 
+def ddp_sparse(rank: int) -> Found:
+    """Gradients of an embedding, of which each rank has other rows, and of these another number."""
+    torch.manual_seed(1)
+    model = DistributedDataParallel(nn.EmbeddingBag(10, 3, sparse=True, mode="sum"))
+    model(torch.arange(2 + 4 * rank).view(1, -1)).square().sum().backward()
+    return gradients(model)
+
+
 def fsdp(rank: int) -> Found:
     model = network()
     mesh = init_device_mesh("cpu", (2,))
@@ -113,7 +121,7 @@ def compiled(rank: int) -> Found:
         return dict(zip(("total", "gathered", "scattered"), run(batch(rank)), strict=True))
 
 
-HOSTS: list[Callable[[int], Found]] = [ddp, fsdp, tensor_parallel, gpipe, one_f_one_b, compiled]
+HOSTS: list[Callable[[int], Found]] = [ddp, ddp_sparse, fsdp, tensor_parallel, gpipe, one_f_one_b, compiled]
 
 
 async def compares(place: Rank, host: int) -> None:

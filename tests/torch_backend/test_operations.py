@@ -344,8 +344,10 @@ async def wrong(place: Rank) -> None:
     with group(place):
         with pytest.raises(UnsupportedOperation, match="avg"):
             dist.all_reduce(torch.ones(2, dtype=torch.int32), dist.ReduceOp.AVG)
-        with pytest.raises(CommError):
-            dist.all_reduce(torch.eye(2).to_sparse())
+        with pytest.raises(UnsupportedOperation, match="sparse"):
+            dist.all_reduce(torch.eye(2).to_sparse(), dist.ReduceOp.MAX)
+        with pytest.raises(ArgumentError, match="sparse"):
+            dist.broadcast(torch.eye(2).to_sparse(), 0)
         with pytest.raises(ArgumentError, match="splits"):
             dist.all_to_all_single(torch.ones(3, 2), torch.ones(3, 2))
         with pytest.raises(ArgumentError, match="share memory"):
