@@ -27,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo serve demo-tensor-parallel demo-kv-cache check test test-long core rules examples suites unit long \
 	conformance-local conformance-in-process conformance-in-processes conformance-loops faults-quick faults soak chaos \
-	test-sanitizers lint format conformance conformance-ucxx test-cupy bench bench-scale structure gpu-check gpu-wheels docs clean
+	test-sanitizers test-hosts lint format conformance conformance-ucxx test-cupy bench bench-scale structure gpu-check gpu-wheels docs clean
 
 $(VENV)/setup.stamp: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -96,13 +96,13 @@ suites: $(VENV)/ucx.stamp
 	$(PYTEST) -m "not long" $(SUITES)
 
 unit: $(VENV)/ucx.stamp
-	$(PYTEST) -m "not long" --ignore=tests/faults $(addprefix --ignore=,$(EXAMPLES) $(SUITES) $(ENGINE))
+	$(PYTEST) -m "not long" --ignore=tests/faults --ignore=tests/hosts $(addprefix --ignore=,$(EXAMPLES) $(SUITES) $(ENGINE))
 
 faults-quick: $(VENV)/ucx.stamp
 	$(PYTEST) -m "not long" tests/faults
 
 long: $(VENV)/ucx.stamp
-	$(PYTEST) -m long --ignore=$(ENGINE)
+	$(PYTEST) -m long --ignore=$(ENGINE) --ignore=tests/hosts
 
 conformance-local: $(VENV)/ucx.stamp
 	$(CONFORMANCE) --transport=local --loops=asyncio
@@ -195,6 +195,17 @@ conformance-ucxx: .venv-ucxx/setup.stamp
 test-cupy: .venv-cupy/setup.stamp
 	.venv-cupy/bin/python -m pytest tests/transports/nccl/wheels
 
+# What hosts' own tests need is theirs alone: `expecttest` and `parameterized` are what torch's are written with.
+.venv-hosts/setup.stamp: pyproject.toml $(UCX_NATIVE)
+	$(PYTHON) -m venv .venv-hosts
+	.venv-hosts/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" expecttest parameterized
+	.venv-hosts/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[test]" --editable ./$(UCX)
+	touch $@
+
+## Hosts' own code where the host is heavy: torch's tests of torch.distributed over the backend.
+test-hosts: .venv-hosts/setup.stamp
+	.venv-hosts/bin/python -m pytest tests/hosts
+
 # The peers have an environment of their own: UCXX pins the version of UCX, and nothing else needs them.
 $(BENCH_VENV)/setup.stamp: pyproject.toml examples/transport_ucxx/pyproject.toml
 	$(PYTHON) -m venv $(BENCH_VENV)
@@ -252,4 +263,4 @@ gpu-wheels:
 	$(if $(NCCL),$(PYTHON) -m pip wheel --quiet --wheel-dir "$(WHEELS)" --no-deps "$(NCCL)")
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(GPU_VENV) .venv-ucxx .venv-cupy build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) $(GPU_VENV) .venv-ucxx .venv-cupy .venv-hosts build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
