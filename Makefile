@@ -7,6 +7,9 @@ VENV ?= .venv
 BIN := $(abspath $(VENV))/bin
 BENCH_VENV ?= .venv-bench
 BENCH_BIN := $(abspath $(BENCH_VENV))/bin
+HOSTS_VENV ?= .venv-hosts
+HOSTS_BIN := $(abspath $(HOSTS_VENV))/bin
+HOSTS_NEED := expecttest parameterized
 # What `make gpu-check` installs besides. torch asks for an older NCCL, so that comes last; NCCL= leaves torch's.
 GPU_VENV ?= .venv-gpu
 GPU_BIN := $(abspath $(GPU_VENV))/bin
@@ -25,9 +28,9 @@ SOURCES := aiocomms transports tests examples benchmarks
 # Each of the tests' hundred processes would compile our modules anew, and rewrite every assertion.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve demo-tensor-parallel demo-kv-cache check test test-long core rules examples suites unit long \
+.PHONY: demo serve demo-tensor-parallel demo-kv-cache demo-ray check test test-long core rules examples suites unit long \
 	conformance-local conformance-in-process conformance-in-processes conformance-loops faults-quick faults soak chaos \
-	test-sanitizers test-hosts lint format conformance conformance-ucxx test-cupy bench bench-scale structure gpu-check gpu-wheels docs clean
+	test-sanitizers lint format conformance conformance-ucxx test-cupy test-hosts bench bench-scale structure gpu-check gpu-wheels docs clean
 
 $(VENV)/setup.stamp: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -55,6 +58,10 @@ demo-tensor-parallel: $(VENV)/ucx.stamp
 ## KV-cache blocks pushed from a prefill process to a decode process, compared with one process.
 demo-kv-cache: $(VENV)/ucx.stamp
 	cd examples && OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m kv_cache
+
+## The embedding server's stages as actors of Ray, on a cluster of its own; every vector checked, and a stage killed.
+demo-ray: $(HOSTS_VENV)/ucx.stamp
+	cd examples && RAY_USAGE_STATS_ENABLED=0 $(HOSTS_BIN)/python -m ray_pipeline
 
 # Tests as jobs of their own: the examples and the code of the documentation, as their users run them; the conformance
 # suite as a stranger runs it, on transports with faults and on fakes of devices. Every other one is in `unit`.
@@ -195,16 +202,21 @@ conformance-ucxx: .venv-ucxx/setup.stamp
 test-cupy: .venv-cupy/setup.stamp
 	.venv-cupy/bin/python -m pytest tests/transports/nccl/wheels
 
-# What hosts' own tests need is theirs alone: `expecttest` and `parameterized` are what torch's are written with.
-.venv-hosts/setup.stamp: pyproject.toml $(UCX_NATIVE)
-	$(PYTHON) -m venv .venv-hosts
-	.venv-hosts/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" expecttest parameterized
-	.venv-hosts/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[test]" --editable ./$(UCX)
+# Hosts of aiocomms are heavy: Ray with its processes, and what torch's own tests of distributed want.
+$(HOSTS_VENV)/setup.stamp: pyproject.toml
+	$(PYTHON) -m venv $(HOSTS_VENV)
+	$(HOSTS_BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(HOSTS_BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[demo,ray,test]" $(HOSTS_NEED)
 	touch $@
 
-## Hosts' own code where the host is heavy: torch's tests of torch.distributed over the backend.
-test-hosts: .venv-hosts/setup.stamp
-	.venv-hosts/bin/python -m pytest tests/hosts
+$(HOSTS_VENV)/ucx.stamp: $(HOSTS_VENV)/setup.stamp $(UCX_NATIVE)
+	AIOCOMMS_WERROR=ON $(HOSTS_BIN)/python -m pip install --quiet --disable-pip-version-check --editable ./$(UCX)
+	touch $@
+
+## What is made for hosts, with their own code running: torch's tests of torch.distributed, Ray.
+test-hosts: $(HOSTS_VENV)/ucx.stamp
+	$(HOSTS_BIN)/python -m pytest tests/hosts
+	$(HOSTS_BIN)/python -m pytest tests/project/test_layers.py -k imported_first
 
 # The peers have an environment of their own: UCXX pins the version of UCX, and nothing else needs them.
 $(BENCH_VENV)/setup.stamp: pyproject.toml examples/transport_ucxx/pyproject.toml

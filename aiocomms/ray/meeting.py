@@ -1,0 +1,185 @@
+"""How ranks of Ray find each other: one meeting, as each rank sees it. All of it blocks.
+
+Rank 0 serves a store, and puts a record with its address into Ray's key-value store (that of the GCS), under the name
+and a number that nobody else has. The others look for such records. When all have said in the store that they are
+there, rank 0 takes its record away, and only then lets them go on: so whoever looks for the next meeting of that name
+never finds the last one's. The record of a rank 0 that was killed is taken away by whoever finds that nobody listens
+there.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from typing import Final
+
+import msgspec
+import ray
+from ray.experimental import internal_kv
+
+from aiocomms.errors import (
+    ArgumentError,
+    CommClosedError,
+    CommError,
+    CommTimeoutError,
+    MismatchError,
+    StoreLostError,
+)
+from aiocomms.lowlevel import LOOPBACK, decoded, reach_store, serve_store, store_errors
+from aiocomms.lowlevel.jobstore import JobStore
+from aiocomms.ray.places import UNPROTECTED, node, own_host
+
+NAMESPACE: Final = "aiocomms"
+"""Of the keys in the GCS."""
+_VERDICT: Final = "verdict"
+"""The key by which rank 0 lets the others go on: the ranks that did not come, or none."""
+_PROBE: Final = 2.0
+"""Seconds for one attempt to find out whether somebody listens."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.25
+"""Seconds between two looks for what is not there yet."""
+
+
+class Record(msgspec.Struct, array_like=True):
+    """Where rank 0 serves the store, and what it has been told."""
+
+    host: str
+    port: int
+    node: str
+    size: int
+
+
+class Meeting:
+    """One rank's part of a meeting."""
+
+    def __init__(self, name: str, rank: int, size: int, seconds: float) -> None:
+        if not internal_kv._internal_kv_initialized():
+            raise CommError("Ray is not initialized in this process: this is for its actors, tasks and drivers")
+        self._name, self._rank, self._size, self._seconds = name, rank, size, seconds
+        self._ends = time.monotonic() + seconds
+        self._prefix = f"{ray.get_runtime_context().namespace}\0{name}\0".encode()
+        self.given_up = False
+        """Nobody waits for it any more."""
+
+    def run(self) -> JobStore:
+        """Meet, and return the store.
+
+        :raises CommError: as :class:`aiocomms.ray.rendezvous` does.
+        """
+        return self._host() if self._rank == 0 else self._join()
+
+    # ---------------------------------------------------------------------------------------------------------- rank 0
+
+    def _host(self) -> JobStore:
+        for key, record in self._records():
+            if self._listens(key, record):
+                raise ArgumentError(f"another actor, on node {record.node}, is rank 0 of '{self._name}' just now")
+        host = own_host()
+        store, port = serve_store(host, self._seconds)
+        record = Record(host, port, node(), self._size)
+        key = self._prefix + secrets.token_bytes(8)
+        with store.admitting():
+            internal_kv._internal_kv_put(key, msgspec.msgpack.encode(record), namespace=NAMESPACE)
+            try:
+                absent = self._absent(store)
+                for _ in self._looks():
+                    if not absent:
+                        break
+                    absent = self._absent(store)
+            finally:
+                self._delete(key)
+            store.set(_VERDICT, msgspec.msgpack.encode(absent))
+        if absent:
+            raise self._late(absent)
+        return store
+
+    def _absent(self, store: JobStore) -> list[int]:
+        return [rank for rank in range(1, self._size) if not store.check([_arrival(rank)])]
+
+    # ------------------------------------------------------------------------------------------------------ the others
+
+    def _join(self) -> JobStore:
+        store = self._find()
+        with store_errors("rank 0 was lost before all had come"):
+            if store.add(_arrival(self._rank), 1) > 1:
+                raise ArgumentError(f"another actor is rank {self._rank} of '{self._name}' already")
+            for _ in self._looks():
+                if store.check([_VERDICT]):
+                    absent: list[int] = decoded(store.get(_VERDICT), list[int], "what rank 0 says of a meeting", 0)
+                    if absent:
+                        raise self._late(absent)
+                    return store
+            raise self._late(self._absent(store) or [0])
+
+    def _find(self) -> JobStore:
+        """Rank 0's store, once it is served."""
+        for _ in self._looks():
+            for key, record in self._records():
+                if record.host == LOOPBACK and record.node != node():
+                    raise ArgumentError(f"rank 0 is on node {record.node}, and this rank on {node()}, {UNPROTECTED}")
+                store = self._reached(key, record)
+                if store is None:
+                    continue
+                if record.size != self._size:
+                    raise MismatchError(f"size is {self._size}, and rank 0's is {record.size}", peer=0)
+                return store
+        raise self._late([0])
+
+    def _reached(self, key: bytes, record: Record) -> JobStore | None:
+        try:
+            return reach_store(record.host, record.port, self._rank, max(0.1, self._left()))
+        except StoreLostError as error:  # it was killed, or has just given up
+            if isinstance(error.__cause__, ConnectionRefusedError):
+                self._delete(key)
+            return None
+
+    # ------------------------------------------------------------------------------------------------------------ both
+
+    def _records(self) -> Iterator[tuple[bytes, Record]]:
+        """The records of the name, with their keys: more than one where a rank 0 was killed."""
+        for key in internal_kv._internal_kv_list(self._prefix, namespace=NAMESPACE):
+            value = internal_kv._internal_kv_get(key, namespace=NAMESPACE)
+            if value is not None:  # else it was just taken away
+                yield key, decoded(value, Record, "the record of a rendezvous in Ray", 0)
+
+    def _listens(self, key: bytes, record: Record) -> bool:
+        try:
+            socket.create_connection((record.host, record.port), _PROBE).close()
+        except ConnectionRefusedError:
+            self._delete(key)
+            return False
+        except OSError:
+            return False
+        return True
+
+    def _delete(self, key: bytes) -> None:
+        internal_kv._internal_kv_del(key, namespace=NAMESPACE)
+
+    def _looks(self) -> Iterator[None]:
+        """Time to look, again and again, until time is up.
+
+        :raises CommClosedError: nobody waits any more.
+        """
+        pause = _FIRST_PAUSE
+        while True:
+            if self.given_up:
+                raise CommClosedError("the rendezvous was given up")
+            yield
+            if self._left() <= 0:
+                return
+            time.sleep(min(pause, self._left()))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _left(self) -> float:
+        return max(0.0, self._ends - time.monotonic())
+
+    def _late(self, absent: list[int]) -> CommTimeoutError:
+        who = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
+        return CommTimeoutError(
+            f"{who} of {self._size} did not come to '{self._name}' within {self._seconds:g} s", peer=absent[0]
+        )
+
+
+def _arrival(rank: int) -> str:
+    return f"rank {rank} is here"

@@ -1,0 +1,35 @@
+"""Where a process of Ray can be reached by others of its job."""
+
+from __future__ import annotations
+
+import os
+
+import ray
+
+from aiocomms.errors import ArgumentError
+from aiocomms.lowlevel import LOOPBACK, check_exposed
+from aiocomms.lowlevel.auth import read_token
+
+UNPROTECTED = (
+    "for this job has no token: give the driver and all workers one, by AIOCOMMS_TOKEN in os.environ and in "
+    "ray.init(runtime_env={'env_vars': {'AIOCOMMS_TOKEN': os.environ['AIOCOMMS_TOKEN']}})"
+)
+"""Why a process listens on loopback, and what to do about it."""
+
+
+def own_host() -> str:
+    """The address of this process's node at which other nodes reach it; loopback, where the job has no token.
+
+    :raises ArgumentError: the token is not as it must be.
+    """
+    if read_token(os.environ) is None:
+        try:
+            check_exposed("a process of Ray can be reached from other nodes")
+        except ArgumentError:
+            return LOOPBACK
+    return node()
+
+
+def node() -> str:
+    """The address of this process's node."""
+    return str(ray.util.get_node_ip_address())

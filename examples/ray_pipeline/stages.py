@@ -1,0 +1,95 @@
+"""A stage of the model as an async actor: what it does is the embedding server's, and where it runs is Ray's to say.
+
+    driver                 rank 0              rank 1            ...   rank n-1
+    embed.remote ───────>  Batcher ── plan ──> stage 1 ─> ...  ──────> stage n-1
+        vectors <───────   stage 0 <────────────────────── vectors ───────'
+
+The actors meet by a name, with `aiocomms.ray.rendezvous`. When one dies, Ray starts it anew and calls its `run` again,
+while the others hear of the death and meet by the same name: the pipeline goes on with the new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from functools import partial
+from typing import TYPE_CHECKING
+
+import anyio
+import ray
+import torch
+from anyio import to_thread
+from embedding_server import model
+from embedding_server.batcher import Batcher, PipelineDownError
+from embedding_server.pipeline import Pipeline
+
+import aiocomms.ray
+from aiocomms.serving import Service
+
+if TYPE_CHECKING:
+    from aiocomms import Communicator
+    from aiocomms.serving import Driver
+
+MEETING = 120.0
+"""Seconds in which all stages meet, the time included in which Ray starts one anew."""
+LOST = "The model lost one of its stages; Ray is starting it anew."
+
+
+@ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=-1, scheduling_strategy="SPREAD")
+class Stage:
+    """One stage; the first one also takes texts."""
+
+    def __init__(self) -> None:
+        self._driving: asyncio.Future[tuple[Driver, Batcher]] = asyncio.Future()
+        self._stopping = asyncio.Event()
+
+    async def run(self, name: str, rank: int, size: int) -> int:
+        """Be a stage until `stop` of the first one.
+
+        :param name: what the stages meet by
+        :returns: the rank, when it has ended in good order
+        """
+        meet = partial(aiocomms.ray.rendezvous, name, rank=rank, size=size, timeout=MEETING)
+
+        async def recover(lost: Communicator) -> Communicator:
+            return await meet()
+
+        async with Service(await meet(), recover) as service:
+            torch.set_num_threads(1)  # as many as Ray has given it
+            pipeline = Pipeline(service.comm, await to_thread.run_sync(model.Stage, rank, size))
+            if rank == 0:
+                await self._drive(service, pipeline)
+            else:
+                await service.work(pipeline.execute)
+        return rank
+
+    async def _drive(self, service: Service, pipeline: Pipeline) -> None:
+        async with service.drive(pipeline.execute) as driver, anyio.create_task_group() as tasks:
+            batcher = Batcher(driver, service.comm.size, LOST)
+            tasks.start_soon(batcher.feed)
+            self._driving.set_result((driver, batcher))
+            await self._stopping.wait()
+            batcher.stop("The pipeline is stopping.")
+            tasks.cancel_scope.cancel()
+
+    async def embed(self, texts: list[str]) -> list[list[float]]:
+        """Return one vector of 384 numbers per text. Many calls at once travel together. It is for the first stage.
+
+        :raises PipelineDownError: the pipeline is stopping
+        """
+        driver, batcher = await asyncio.shield(self._driving)
+        while True:
+            try:
+                return await batcher.embed(texts)
+            except PipelineDownError:
+                if self._stopping.is_set():
+                    raise
+            await driver.ready()  # once another process has the place of the stage that was lost
+
+    async def stop(self) -> None:
+        """End all stages, once what is under way has ended. It is for the first stage."""
+        self._stopping.set()
+
+    async def where(self) -> tuple[str, int]:
+        """The node and the process that this stage runs in."""
+        return ray.get_runtime_context().get_node_id(), os.getpid()

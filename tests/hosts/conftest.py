@@ -1,0 +1,62 @@
+"""Hosts of aiocomms, as their users run them: `make test-hosts`, in an environment that has them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+MIB = 2**20
+ROOT = Path(__file__).parents[2]
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",  # else Ray writes a token into the home directory
+    "RAY_DISABLE_IMPORT_WARNING": "1",
+    "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "AIOCOMMS_HEARTBEAT": "0",  # a source that is stopped is to be killed, and not given up before
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": os.pathsep.join(map(str, (Path(__file__).parent, ROOT / "examples"))),  # where workers find actors
+}
+
+
+@pytest.fixture(scope="module")
+def ray_folder() -> Iterator[Path]:
+    """Where Ray keeps what it makes. At the end nothing of it runs any more, and the folder is gone."""
+    before = dict(os.environ)
+    os.environ.update(QUIET)
+    folder = Path(tempfile.mkdtemp(prefix="ray"))  # a short name, for sockets lie in it
+    try:
+        yield folder
+    finally:
+        left = [
+            process
+            for process in psutil.process_iter(["cmdline"])
+            if str(folder) in " ".join(process.info["cmdline"] or [])
+        ]
+        for process in left:
+            process.kill()
+        shutil.rmtree(folder)
+        os.environ.clear()
+        os.environ.update(before)
+    assert left == []
+
+
+@pytest.fixture(scope="module")
+def cluster(ray_folder: Path) -> Iterator[None]:
+    """A cluster of Ray of one node with 2 CPUs."""
+    import ray
+
+    ray.init(
+        num_cpus=2, include_dashboard=False, object_store_memory=80 * MIB, _temp_dir=str(ray_folder),
+        logging_level="warning",
+    )  # fmt: skip
+    try:
+        yield
+    finally:
+        ray.shutdown()

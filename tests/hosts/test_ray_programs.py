@@ -1,0 +1,44 @@
+"""The page about Ray, and the example, as their users run them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+HANGS = 240.0
+
+
+@pytest.fixture(autouse=True)
+def there(ray_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray keeps what it makes where it is looked for."""
+    monkeypatch.setenv("RAY_TMPDIR", str(ray_folder))
+
+
+def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "project"))
+    import test_docs
+
+    page = ROOT / "docs" / "ray.md"
+    session = test_docs.Session(page, tmp_path)
+    session.run(session.left[-1])
+    assert session.left == []
+
+
+def test_the_example():
+    """Every vector is right, also once a stage was killed and Ray has started it anew."""
+    run = subprocess.run(
+        [sys.executable, "-m", "ray_pipeline"], cwd=ROOT / "examples", capture_output=True, text=True, timeout=HANGS,
+        check=False, env=os.environ | {"HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert re.search(r"^2 stages on 1 nodes: max difference \d\.\de-\d\d$", run.stdout, re.MULTILINE), run.stdout
+    assert re.search(r"^all vectors again after .* s: max difference \d\.\de-\d\d$", run.stdout, re.MULTILINE), (
+        run.stdout
+    )
+    assert "ended in good order: stages 0, 1\n" in run.stdout

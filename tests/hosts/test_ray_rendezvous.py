@@ -1,0 +1,211 @@
+"""Actors of Ray that meet by a name."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import ray
+import torch
+from ray.experimental import internal_kv
+
+import aiocomms
+import aiocomms.ray
+from aiocomms.errors import ArgumentError, CommError, CommTimeoutError, MismatchError, PeerDiedError, StoreLostError
+from aiocomms.lowlevel.jobstore import JobStore
+from aiocomms.ray import meeting
+
+
+@ray.remote(num_cpus=0)
+class Actor:
+    """An async actor that is one rank."""
+
+    comm: aiocomms.Communicator
+
+    def __init__(self) -> None:
+        self.arrived = threading.Event()
+        add = JobStore.add
+
+        def heard(store: JobStore, key: str, amount: int) -> int:
+            count = add(store, key, amount)
+            if key == meeting._arrival(1):
+                self.arrived.set()
+            return count
+
+        JobStore.add = heard
+
+    async def meet(self, name: str, rank: int, size: int, **more: Any) -> str:
+        self.arrived.clear()
+        self.comm = await aiocomms.ray.rendezvous(name, rank=rank, size=size, **more)
+        return repr(self.comm)
+
+    async def refused(self, *where: Any, **more: Any) -> tuple[str, str]:
+        with pytest.raises(CommError) as error:
+            await self.meet(*where, **more)
+        return type(error.value).__name__, str(error.value)
+
+    async def sum(self) -> float:
+        return (await self.comm.all_reduce(torch.ones(1))).item()
+
+    async def lost(self) -> str:
+        return type(await self.comm.lost()).__name__
+
+    async def close(self) -> None:
+        await self.comm.aclose()
+
+    async def given_up(self, *where: Any) -> None:
+        """A rendezvous that is cancelled, once its record is there."""
+        before = set(found())
+        task = asyncio.create_task(self.meet(*where))
+        await asyncio.to_thread(until, lambda: set(found()) - before)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.to_thread(until, lambda: not found())
+
+    async def has_arrived(self) -> None:
+        """Wait until this actor has told rank 0 of its last meeting that it is there."""
+        await asyncio.to_thread(self.arrived.wait)
+
+    async def process(self) -> int:
+        return os.getpid()
+
+    async def node(self) -> str:
+        return ray.get_runtime_context().get_node_id()
+
+
+def found() -> list[bytes]:
+    """What lies in Ray's own store of ours."""
+    return internal_kv._internal_kv_list(b"", namespace=meeting.NAMESPACE)
+
+
+def until(holds: Callable[[], object]) -> None:
+    """Look again and again whether something holds."""
+    while not holds():
+        time.sleep(0.001)
+
+
+def actors(number: int) -> list[Any]:
+    return [Actor.remote() for _ in range(number)]
+
+
+def meet(who: list[Any], name: str, **more: Any) -> list[str]:
+    return ray.get([actor.meet.remote(name, rank, len(who), **more) for rank, actor in enumerate(who)])
+
+
+def test_arguments_and_no_ray():
+    assert not ray.is_initialized()
+    for wrong, message in (
+        ({"rank": 2, "size": 2}, "rank is 2 and size is 2"),
+        ({"rank": "0", "size": 2}, "rank is '0', wanted an int"),
+        ({"rank": 0, "size": 2, "timeout": 0}, "timeout"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            aiocomms.ray.rendezvous("wrong", **wrong)
+
+    async def main() -> None:
+        await aiocomms.ray.rendezvous("nowhere", rank=0, size=2)
+
+    with pytest.raises(CommError, match="Ray is not initialized in this process"):
+        asyncio.run(main())
+
+
+@pytest.fixture(scope="module")
+def crew(cluster: None) -> list[Any]:
+    """Actors whom no test kills."""
+    return actors(4)
+
+
+def test_actors_meet_again_and_again(crew: list[Any]):
+    """By one name, in other roles, and with another actor in the place of one that was killed."""
+    three = [*crew[:2], Actor.remote()]
+    assert meet(three, "pipeline")[1] == "<Communicator 'pipeline' rank 1 of 3 on cpu>"
+    for _ in range(3):
+        three = [*three[1:], three[0]]
+        meet(three, "pipeline")
+        assert ray.get([actor.sum.remote() for actor in three]) == [3.0] * 3
+    killed = next(rank for rank, actor in enumerate(three) if actor not in crew)
+    os.kill(ray.get(three[killed].process.remote()), signal.SIGKILL)
+    left = [actor for actor in three if actor in crew]
+    assert ray.get([actor.lost.remote() for actor in left]) == [PeerDiedError.__name__] * 2
+    three[killed] = Actor.remote()
+    meet(three, "pipeline")
+    assert ray.get([actor.sum.remote() for actor in three]) == [3.0] * 3
+    ray.get([actor.close.remote() for actor in three])
+    assert found() == []
+
+
+def test_two_groups_at_once_and_a_driver(crew: list[Any]):
+    first, second = crew[:2], crew[2:3]
+    meetings = [actor.meet.remote("first", rank, 2) for rank, actor in enumerate(first)]
+    meetings.append(second[0].meet.remote("second", 0, 2))
+
+    async def driver() -> None:
+        async with aiocomms.ray.rendezvous("second", rank=1, size=2) as comm:
+            await meetings[-1]
+            summed = second[0].sum.remote()
+            assert (await comm.all_reduce(torch.ones(1))).item() == await summed == 2.0
+
+    asyncio.run(driver())
+    ray.get(meetings)
+    assert ray.get([actor.sum.remote() for actor in first]) == [2.0, 2.0]
+    assert found() == []
+
+
+def test_alone(crew: list[Any]):
+    meet(crew[:1], "alone")
+    assert ray.get(crew[0].sum.remote()) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("come", "named"), [([1, 2], "rank 0 of 4"), ([0, 2], "ranks 1, 3 of 4"), ([0, 1, 2], "rank 3 of 4")]
+)
+def test_who_did_not_come_is_named(crew: list[Any], come: list[int], named: str):
+    refused = [
+        actor.refused.remote("incomplete", rank, 4, timeout=1.0)
+        for actor, rank in zip(crew[: len(come)], come, strict=True)
+    ]
+    for name, message in ray.get(refused):
+        assert name == CommTimeoutError.__name__
+        assert f"{named} did not come to 'incomplete' within 1 s" in message
+    assert found() == []
+
+
+def test_a_rank_that_is_there_twice_and_another_size(crew: list[Any]):
+    first, again, other, late = crew
+    meeting_ = first.meet.remote("twice", 0, 3)
+    until(lambda: len(found()) == 1)
+    for rank, size, kind, message in (
+        (0, 3, ArgumentError, "is rank 0 of 'twice' just now"),
+        (1, 4, MismatchError, "size is 4, and rank 0's is 3"),
+    ):
+        name, said = ray.get(other.refused.remote("twice", rank, size))
+        assert (name, message in said) == (kind.__name__, True), said
+    waiting = again.meet.remote("twice", 1, 3)
+    ray.get(again.has_arrived.remote())
+    name, said = ray.get(other.refused.remote("twice", 1, 3))
+    assert (name, "rank 1 of 'twice' already" in said) == (ArgumentError.__name__, True), said
+    ray.get([meeting_, waiting, late.meet.remote("twice", 2, 3)])
+    assert found() == []
+
+
+def test_rank_0_is_killed_and_given_up(crew: list[Any]):
+    """Whoever has arrived is told; and the next rank 0 is not taken for the last one."""
+    first, second, third = Actor.remote(), *crew[:2]
+    process = ray.get(first.process.remote())
+    first.meet.remote("killed", 0, 3)
+    told = second.refused.remote("killed", 1, 3)
+    ray.get(second.has_arrived.remote())
+    os.kill(process, signal.SIGKILL)
+    name, said = ray.get(told)
+    assert (name, "rank 0" in said) == (StoreLostError.__name__, True), said
+    assert len(found()) == 1
+    ray.get(third.given_up.remote("killed", 0, 2))
+    assert found() == []
+    meet([third, second], "killed")
+    assert found() == []
