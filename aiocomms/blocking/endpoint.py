@@ -153,7 +153,7 @@ class Endpoint:
         view = self._views.get(peer)
         if view is None:
             self._views = {it: of for it, of in self._views.items() if not it._comm.closed}
-            view = self._views[peer] = BlockingPeer(peer)
+            view = self._views[peer] = BlockingPeer(self._door, peer)
         return view
 
 

@@ -31,9 +31,13 @@ class BlockingPeer:
     :class:`~aiocomms.Work` there returns a :class:`~aiocomms.BlockingWork` here; what is awaited there blocks here.
     """
 
-    def __init__(self, peer: Peer) -> None:
+    def __init__(self, door: Door, peer: Peer) -> None:
+        """Make it of a peer, on the loop's thread.
+
+        :param door: its endpoint's, by which the end of the connection is seen to: that of the connection closes then.
+        """
         self.name, self.address, self.transports = peer.name, peer.address, peer.transports
-        self._peer, self._other = peer, peer._other
+        self._peer, self._other, self._door = peer, peer._other, door
         self._comm = peer._comm.portal()
         self._counting = threading.Lock()  # what several threads put
         self._signals = BlockingWindow(self._comm, peer._signals)
@@ -77,7 +81,7 @@ class BlockingPeer:
     def attach(self, descriptor: bytes, *, timeout: OpTimeout = COMM_TIMEOUT) -> BlockingRemoteRegion:
         """Open a region of the other endpoint; see :meth:`aiocomms.Peer.attach`."""
         remote = self._comm._run("attach", lambda: self._peer.attach(descriptor, timeout=timeout))
-        return BlockingRemoteRegion(self._comm, remote, self._counting)
+        return BlockingRemoteRegion(self._door, self._comm, remote, self._counting)
 
     def put(self, tensor: Tensor, descriptor: bytes, offset: int = 0, *, timeout: OpTimeout = COMM_TIMEOUT) -> Tensor:
         """Write a tensor into a region; see :meth:`aiocomms.Peer.put`."""
@@ -116,8 +120,8 @@ class BlockingPeer:
         See :meth:`aiocomms.Peer.aclose`.
         """
         if not self._comm.closed:
-            with contextlib.suppress(CommClosedError):  # another thread has just closed it, or its loop has ended
-                self._comm._run("close", self._peer.aclose)
+            with contextlib.suppress(CommClosedError):  # the endpoint has just been closed, or its loop has ended
+                run(self._door, "close", self._peer.aclose)
 
     def __enter__(self) -> Self:
         return self
@@ -161,8 +165,8 @@ class BlockingRegion:
 class BlockingRemoteRegion:
     """An :class:`aiocomms.RemoteRegion` whose operations a thread can wait for. ``with`` closes it."""
 
-    def __init__(self, portal: Portal, remote: RemoteRegion, counting: threading.Lock) -> None:
-        self._remote, self._door, self._owner = remote, portal._door, remote._owner
+    def __init__(self, door: Door, portal: Portal, remote: RemoteRegion, counting: threading.Lock) -> None:
+        self._door, self._remote, self._owner = door, remote, remote._owner
         self._says, self._attachment = remote._says, remote._attachment
         self._window, self._counting = BlockingWindow(portal, remote._window), counting
 
@@ -216,7 +220,7 @@ class BlockingRemoteRegion:
     def close(self) -> None:
         """Use it no more: what is under way ends, and the owner hears of it. Idempotent."""
         if not self._door.core.closed:
-            with contextlib.suppress(CommClosedError):  # the connection has just been closed
+            with contextlib.suppress(CommClosedError):  # the endpoint has just been closed, or its loop has ended
                 run(self._door, "close", self._remote.aclose)
 
     def __enter__(self) -> Self:
