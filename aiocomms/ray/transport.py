@@ -7,6 +7,7 @@ source's program takes no part. Ray calls all of this from threads of its own.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -148,10 +149,12 @@ class EndpointTransport(TensorTransportManager):  # type: ignore[misc]
             if tensor.device.type != "cpu" or not tensor.is_contiguous():
                 raise ValueError(f"a tensor is {_looks(tensor)}, wanted a contiguous one on the CPU")
         here, regions, descriptors = self._here(), list[BlockingRegion](), list[bytes]()
-        for tensor in rdt_object:
-            if tensor.numel():
-                regions.append(here.register(tensor.detach(), write=False))
-            descriptors.append(regions[-1].descriptor if tensor.numel() else b"")
+        with contextlib.ExitStack() as stack:
+            for tensor in rdt_object:
+                if tensor.numel():
+                    regions.append(stack.enter_context(here.register(tensor.detach(), write=False)))
+                descriptors.append(regions[-1].descriptor if tensor.numel() else b"")
+            stack.pop_all()  # all or none
         shapes = [(tensor.shape, tensor.dtype) for tensor in rdt_object]
         meta = EndpointMetadata(shapes, "cpu" if rdt_object else None, _source(), here.address, descriptors)
         with self._lock:

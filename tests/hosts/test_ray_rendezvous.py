@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,15 @@ from ray.experimental import internal_kv
 
 import aiocomms
 import aiocomms.ray
-from aiocomms.errors import ArgumentError, CommError, CommTimeoutError, MismatchError, PeerDiedError, StoreLostError
+from aiocomms.errors import (
+    ArgumentError,
+    AuthError,
+    CommError,
+    CommTimeoutError,
+    MismatchError,
+    PeerDiedError,
+    StoreLostError,
+)
 from aiocomms.lowlevel.jobstore import JobStore
 from aiocomms.ray import meeting
 
@@ -27,21 +34,26 @@ class Actor:
     """An async actor that is one rank."""
 
     comm: aiocomms.Communicator
+    meeting: meeting.Meeting | None = None
 
     def __init__(self) -> None:
-        self.arrived = threading.Event()
+        self.arrived: set[str] = set()
         add = JobStore.add
 
         def heard(store: JobStore, key: str, amount: int) -> int:
             count = add(store, key, amount)
-            if key == meeting._arrival(1):
-                self.arrived.set()
+            self.arrived.add(self.meeting._name)
             return count
 
-        JobStore.add = heard
+        run = meeting.Meeting.run
+
+        def kept(self_: meeting.Meeting) -> JobStore:
+            self.meeting = self_
+            return run(self_)
+
+        JobStore.add, meeting.Meeting.run = heard, kept
 
     async def meet(self, name: str, rank: int, size: int, **more: Any) -> str:
-        self.arrived.clear()
         self.comm = await aiocomms.ray.rendezvous(name, rank=rank, size=size, **more)
         return repr(self.comm)
 
@@ -68,9 +80,14 @@ class Actor:
         await asyncio.gather(task, return_exceptions=True)
         await asyncio.to_thread(until, lambda: not found())
 
-    async def has_arrived(self) -> None:
-        """Wait until this actor has told rank 0 of its last meeting that it is there."""
-        await asyncio.to_thread(self.arrived.wait)
+    async def has_arrived(self, name: str) -> None:
+        """Wait until this actor has told rank 0 that it is there."""
+        await asyncio.to_thread(until, lambda: name in self.arrived)
+
+    async def time_is_up(self, name: str) -> None:
+        """As if the deadline of its meeting had passed."""
+        await asyncio.to_thread(until, lambda: self.meeting is not None and self.meeting._name == name)
+        self.meeting._ends = 0.0
 
     async def process(self) -> int:
         return os.getpid()
@@ -163,16 +180,29 @@ def test_alone(crew: list[Any]):
 
 
 @pytest.mark.parametrize(
-    ("come", "named"), [([1, 2], "rank 0 of 4"), ([0, 2], "ranks 1, 3 of 4"), ([0, 1, 2], "rank 3 of 4")]
+    ("come", "late", "named"),
+    [
+        ([1, 2], [1, 2], "rank 0 of 4"),
+        ([0, 2], [0], "ranks 1, 3 of 4"),
+        ([0, 2], [2], "ranks 1, 3 of 4"),
+        ([0, 1, 2], [0], "rank 3 of 4"),
+    ],
 )
-def test_who_did_not_come_is_named(crew: list[Any], come: list[int], named: str):
-    refused = [
-        actor.refused.remote("incomplete", rank, 4, timeout=1.0)
-        for actor, rank in zip(crew[: len(come)], come, strict=True)
-    ]
-    for name, message in ray.get(refused):
-        assert name == CommTimeoutError.__name__
-        assert f"{named} did not come to 'incomplete' within 1 s" in message
+def test_who_did_not_come_is_named(crew: list[Any], come: list[int], late: list[int], named: str):
+    """By rank 0, whom the others believe, or by one whose time is up before."""
+    who = dict(zip(come, crew, strict=False))
+    name = f"{come} {late}"
+    refused = {rank: actor.refused.remote(name, rank, 4) for rank, actor in who.items()}
+    if 0 in come:
+        ray.get([who[rank].has_arrived.remote(name) for rank in come if rank])
+    ray.get([who[rank].time_is_up.remote(name) for rank in late])
+    for rank in late if 0 not in late else come:
+        kind, message = ray.get(refused[rank])
+        assert kind == CommTimeoutError.__name__
+        assert f"{named} did not come to '{name}' within 600 s" in message
+    if 0 not in late and 0 in come:
+        ray.get(who[0].time_is_up.remote(name))
+        ray.get(refused[0])
     assert found() == []
 
 
@@ -186,8 +216,10 @@ def test_a_rank_that_is_there_twice_and_another_size(crew: list[Any]):
     ):
         name, said = ray.get(other.refused.remote("twice", rank, size))
         assert (name, message in said) == (kind.__name__, True), said
+    stranger = Actor.options(runtime_env={"env_vars": {"AIOCOMMS_TOKEN": "of another job, it seems"}}).remote()
+    assert ray.get(stranger.refused.remote("twice", 1, 3))[0] == AuthError.__name__
     waiting = again.meet.remote("twice", 1, 3)
-    ray.get(again.has_arrived.remote())
+    ray.get(again.has_arrived.remote("twice"))
     name, said = ray.get(other.refused.remote("twice", 1, 3))
     assert (name, "rank 1 of 'twice' already" in said) == (ArgumentError.__name__, True), said
     ray.get([meeting_, waiting, late.meet.remote("twice", 2, 3)])
@@ -200,7 +232,7 @@ def test_rank_0_is_killed_and_given_up(crew: list[Any]):
     process = ray.get(first.process.remote())
     first.meet.remote("killed", 0, 3)
     told = second.refused.remote("killed", 1, 3)
-    ray.get(second.has_arrived.remote())
+    ray.get(second.has_arrived.remote("killed"))
     os.kill(process, signal.SIGKILL)
     name, said = ray.get(told)
     assert (name, "rank 0" in said) == (StoreLostError.__name__, True), said
