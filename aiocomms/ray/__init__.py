@@ -11,8 +11,12 @@ of ``pip install "aiocomms[ucx]"``.
 from __future__ import annotations
 
 import torch
-from ray.experimental import register_tensor_transport
-from ray.experimental.rdt.util import transport_manager_info
+
+try:
+    from ray.experimental import register_tensor_transport
+    from ray.experimental.rdt.util import transport_manager_info
+except ImportError as error:
+    raise ImportError(f"aiocomms.ray needs Ray 2.60 or later, pip install 'aiocomms[ray]': {error}") from error
 
 from aiocomms.ray.awaiting import get
 from aiocomms.ray.rendezvous import rendezvous

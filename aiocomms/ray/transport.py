@@ -167,12 +167,14 @@ class EndpointTransport(TensorTransportManager):  # type: ignore[misc]
     def garbage_collect(self, obj_id: str, tensor_transport_meta: Any, tensors: list[Tensor]) -> None:
         """Nobody reads the object any more, and nobody may: when this returns its memory is the program's alone."""
         with self._lock:
-            _, regions = self._objects.pop(obj_id, (None, []))
+            _, regions = self._objects.get(obj_id, (None, []))
         for region in regions:
             try:
                 region.revoke(timeout=_RELEASE)
             except CommError as error:  # that receiver's connection is lost, and the region revoked
                 _log.warning("a receiver did not let go of object %s: %s", obj_id, error)
+        with self._lock:
+            self._objects.pop(obj_id, None)
 
     # ------------------------------------------------------------------------------------------------ at the receiver
 
@@ -234,8 +236,8 @@ class EndpointTransport(TensorTransportManager):  # type: ignore[misc]
 def _source() -> str:
     """What this process is called in another one's error."""
     context = ray.get_runtime_context()
-    actor = None if context.get_actor_id() is None else context.current_actor
-    return f"{'the driver' if actor is None else actor!r} (process {os.getpid()} on {ray.util.get_node_ip_address()})"
+    who = "a driver or task" if context.get_actor_id() is None else repr(context.current_actor)
+    return f"{who} (process {os.getpid()} on {ray.util.get_node_ip_address()})"
 
 
 def _looks(tensor: Tensor) -> str:

@@ -110,3 +110,10 @@ def test_a_public_class_or_function_is_described(name):
     for member in members:
         inherited = [getattr(getattr(cls, member, None), "__doc__", None) for cls in value.__mro__]
         assert any(inherited), f"{name}.{member} has no docstring"
+
+
+@pytest.mark.processes
+def test_without_ray_it_says_what_to_install():
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        python("-c", "import sys; sys.modules['ray'] = None; import aiocomms.ray")
+    assert "aiocomms.ray needs Ray 2.60 or later, pip install 'aiocomms[ray]'" in error.value.stderr
