@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-HANGS = 240.0
+HANGS = 600.0  # seconds after which a program hangs, however slow the machine
+
+pytestmark = pytest.mark.timeout(2 * HANGS)
 
 
 @pytest.fixture(autouse=True)
