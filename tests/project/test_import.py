@@ -117,3 +117,13 @@ def test_without_ray_it_says_what_to_install():
     with pytest.raises(subprocess.CalledProcessError) as error:
         python("-c", "import sys; sys.modules['ray'] = None; import aiocomms.ray")
     assert "aiocomms.ray needs Ray 2.60 or later, pip install 'aiocomms[ray]'" in error.value.stderr
+
+
+@pytest.mark.processes
+def test_what_a_torch_without_one_sided_transports_is_told():
+    """It is of no use for anything else that is imported: torch alone asks for it, by its entry point."""
+    code = "import sys; sys.modules['torch.distributed._transport'] = None; import aiocomms.torch_transport"
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        python("-c", code)
+    assert "ImportError: torch" in caught.value.stderr
+    assert "which came with 2.15: use aiocomms.blocking.open_endpoint" in caught.value.stderr

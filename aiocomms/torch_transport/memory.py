@@ -1,0 +1,128 @@
+"""Memory that is registered with a transport, views of it, and what the other end is told of it. All in bytes."""
+
+from __future__ import annotations
+
+import operator
+from typing import Literal, Self
+
+import torch
+from torch import Tensor
+
+from aiocomms.blocking.peer import BlockingRegion
+from aiocomms.endpoints.credentials import read_descriptor
+from aiocomms.errors import ArgumentError, RegionError
+from aiocomms.ops.checks import describe
+
+
+class Registration:
+    """A tensor that others may read and write. All that are registered of the same memory are one."""
+
+    def __init__(self, owner: object, tensor: Tensor, flat: Tensor, region: BlockingRegion) -> None:
+        """Note what it consists of.
+
+        :param owner: the transport.
+        :param flat: the same memory, as bytes.
+        """
+        self.owner, self.tensor, self.flat, self.region = owner, tensor, flat, region
+        self.active = True
+
+    def check(self) -> None:
+        """Check that it may be used.
+
+        :raises ArgumentError: it was unregistered, or its tensor has other memory by now.
+        """
+        if not self.active:
+            raise ArgumentError("the memory was unregistered: register the tensor again")
+        if (self.tensor.data_ptr(), self.tensor.nbytes) != (self.flat.data_ptr(), self.flat.nbytes):
+            raise ArgumentError(f"the registered tensor ({describe(self.tensor)}) was resized, or has another storage")
+
+
+class MemoryView:
+    """Some bytes of registered memory, to be written from."""
+
+    def __init__(self, registration: Registration, offset: int, length: int) -> None:
+        self._registration, self._offset, self._length = registration, offset, length
+
+    def size(self) -> int:
+        """How many bytes."""
+        return self._length
+
+    @property
+    def part(self) -> Tensor:
+        """These bytes; uint8."""
+        return self._registration.flat[self._offset : self._offset + self._length]
+
+
+class MutableMemoryView(MemoryView):
+    """Some bytes of registered memory, to be written from, or read into."""
+
+    @property
+    def writable(self) -> Literal[True]:
+        """It is."""
+        return True
+
+
+class Memory:
+    """A tensor that is registered."""
+
+    def __init__(self, registration: Registration) -> None:
+        self._registration = registration
+
+    def to_view(self, offset: int | None = None, length: int | None = None) -> MemoryView:
+        """Some of its bytes, to be written from; by default all behind ``offset``."""
+        return MemoryView(self._registration, *self._range(offset, length))
+
+    def to_mutable_view(self, offset: int | None = None, length: int | None = None) -> MutableMemoryView:
+        """Some of its bytes, to be read into."""
+        return MutableMemoryView(self._registration, *self._range(offset, length))
+
+    def to_remote_buffer(self, *, timeout: float | None = None) -> RemoteBuffer:
+        """What the other end reads and writes it by. It is there already, whatever ``timeout``."""
+        self._registration.check()
+        return RemoteBuffer(self._registration.region.descriptor)
+
+    def _range(self, offset: int | None, length: int | None) -> tuple[int, int]:
+        self._registration.check()
+        total = self._registration.flat.nbytes
+        first = 0 if offset is None else operator.index(offset)
+        if not 0 <= first <= total:
+            raise ArgumentError(f"offset is {first}, wanted 0 to {total}, the memory's bytes")
+        count = total - first if length is None else operator.index(length)
+        if not 0 <= count <= total - first:
+            raise ArgumentError(f"length is {count}, wanted 0 to {total - first}, the bytes behind offset {first}")
+        return first, count
+
+
+class RemoteBuffer:
+    """Memory of the other end: its region's descriptor, which only that end can have made."""
+
+    def __init__(self, descriptor: bytes) -> None:
+        """Take what :meth:`serialize` has given.
+
+        :raises ArgumentTypeError: it is not bytes.
+        :raises ArgumentError: it is none of that.
+        """
+        try:
+            says = read_descriptor(descriptor)
+        except RegionError as error:
+            raise ArgumentError(f"it is no remote buffer of aiocomms: {error.message}") from None
+        if says.dtype != str(torch.uint8):
+            raise ArgumentError(f"it is a region of {says.dtype}, wanted one of bytes, as transports register")
+        self._descriptor, self._length = bytes(descriptor), says.count
+
+    def size(self) -> int:
+        """How many bytes."""
+        return self._length
+
+    def serialize(self) -> bytes:
+        """At most 1,024 bytes, for who is to have access, and nobody else."""
+        return self._descriptor
+
+    @classmethod
+    def deserialize(cls, data: bytes) -> Self:
+        """What :meth:`serialize` has given. Nothing of it is executed.
+
+        :raises ArgumentTypeError: it is not bytes.
+        :raises ArgumentError: it is none of that.
+        """
+        return cls(data)

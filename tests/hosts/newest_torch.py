@@ -1,0 +1,80 @@
+"""The registry of one-sided transports of the newest torch on the package index, for the torch that is installed.
+
+It is pure Python. Of a wheel of half a gigabyte some 20 KB are fetched, by HTTP range requests, and kept in the
+environment: ``python tests/hosts/newest_torch.py`` does so, and the tests do where it has not been done.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+import urllib.request
+from importlib.util import find_spec
+from pathlib import Path
+
+from packaging.utils import parse_wheel_filename
+from packaging.version import Version
+from remotezip import RemoteZip
+
+FOLDER = "torch/distributed/_transport/"
+KEPT = Path(sys.prefix) / "newest-torch"
+INDEX = os.environ.get("PIP_INDEX_URL", "https://pypi.org/simple")
+JSON = "application/vnd.pypi.simple.v1+json"
+
+
+def fetched() -> Path:
+    """The folder of a package ``torch`` of which there is no more than that; fetched if it is not there yet.
+
+    :raises RuntimeError: the index cannot be asked, or its newest torch has no such package.
+    """
+    if not KEPT.is_dir():
+        try:
+            version, url = newest()
+            fetch(url, KEPT)
+        except OSError as error:  # of urllib, and of requests
+            raise RuntimeError(f"the newest torch cannot be fetched from {INDEX}: {error}") from error
+        (KEPT / "version").write_text(str(version))
+    return KEPT
+
+
+def newest() -> tuple[Version, str]:
+    """The version of the newest torch on the index, and where a wheel of it is: all have the same Python code."""
+    request = urllib.request.Request(f"{INDEX.rstrip('/')}/torch/", headers={"Accept": JSON})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        files = json.load(answer)["files"]
+    wheels = {
+        parse_wheel_filename(file["filename"])[1]: file["url"]
+        for file in files
+        if file["filename"].endswith(".whl") and not file.get("yanked")
+    }
+    version = max(it for it in wheels if not it.is_prerelease)
+    return version, wheels[version]
+
+
+def fetch(url: str, where: Path) -> None:
+    """Extract the package from a wheel."""
+    where.parent.mkdir(parents=True, exist_ok=True)
+    with RemoteZip(url) as wheel, tempfile.TemporaryDirectory(dir=where.parent) as folder:
+        names = [name for name in wheel.namelist() if name.startswith(FOLDER) and name.endswith(".py")]
+        if not names:
+            raise RuntimeError(f"{url} has no {FOLDER}: was it renamed? See docs/torch-transports.md")
+        for name in names:
+            wheel.extract(name, Path(folder) / "new")
+        if not where.is_dir():
+            shutil.move(Path(folder) / "new", where)
+
+
+def use(folder: str | Path) -> None:
+    """Have this process import the package from there, if the installed torch has none."""
+    from torch import distributed
+
+    if find_spec("torch.distributed._transport") is None:
+        distributed.__path__.append(str(Path(folder) / "torch" / "distributed"))
+
+
+if __name__ == "__main__":
+    fetched()
+    print(f"torch {(KEPT / 'version').read_text()}: {KEPT}")
