@@ -103,13 +103,13 @@ suites: $(VENV)/ucx.stamp
 	$(PYTEST) -m "not long" $(SUITES)
 
 unit: $(VENV)/ucx.stamp
-	$(PYTEST) -m "not long" --ignore=tests/faults --ignore=tests/hosts $(addprefix --ignore=,$(EXAMPLES) $(SUITES) $(ENGINE))
+	$(PYTEST) -m "not long" --ignore=tests/faults $(addprefix --ignore=,$(EXAMPLES) $(SUITES) $(ENGINE))
 
 faults-quick: $(VENV)/ucx.stamp
 	$(PYTEST) -m "not long" tests/faults
 
 long: $(VENV)/ucx.stamp
-	$(PYTEST) -m long --ignore=$(ENGINE) --ignore=tests/hosts
+	$(PYTEST) -m long --ignore=$(ENGINE)
 
 conformance-local: $(VENV)/ucx.stamp
 	$(CONFORMANCE) --transport=local --loops=asyncio
