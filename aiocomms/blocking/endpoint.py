@@ -7,14 +7,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Self, TypeVar
 
-from torch import Tensor, strided
+from torch import Tensor
 
 from aiocomms.blocking.loop_thread import LoopThread, blocking
 from aiocomms.blocking.peer import BlockingPeer, BlockingRegion
 from aiocomms.endpoints import endpoint as endpoints
 from aiocomms.endpoints.peer import Peer
 from aiocomms.errors import CommClosedError, CommError
-from aiocomms.lowlevel.memory import share
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
 from aiocomms.portal.door import Door
 from aiocomms.portal.works import run
@@ -102,15 +101,7 @@ class Endpoint:
     def register(
         self, tensor: Tensor, *, read: bool = True, write: bool = True, lifetime: Timeout = None
     ) -> BlockingRegion:
-        """Open memory to others; see :meth:`aiocomms.Endpoint.register`.
-
-        If its storage is moved, the calling thread does that.
-        """
-        if isinstance(tensor, Tensor) and tensor.layout is strided:  # of anything else the endpoint says what is wrong
-            try:
-                share(tensor)
-            except CommError as error:
-                raise error.about(comm=self.name, op="register") from None
+        """Open memory to others; see :meth:`aiocomms.Endpoint.register`."""
 
         async def region() -> BlockingRegion:
             opened = self._endpoint.register(tensor, read=read, write=write, lifetime=lifetime)

@@ -22,7 +22,6 @@ from aiocomms.endpoints.reception import Reception
 from aiocomms.endpoints.regions import REVOKED, Region
 from aiocomms.errors import ArgumentError, CommClosedError, CommError, RegionError, wrong_thread
 from aiocomms.lowlevel import LOOPBACK
-from aiocomms.lowlevel.memory import share
 from aiocomms.opening import Opening, device_of
 from aiocomms.ops import checks
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
@@ -157,11 +156,11 @@ class Endpoint:
         """Open memory of this process to whoever is given its descriptor and is connected with this endpoint.
 
         :param tensor: the memory: a contiguous tensor of any shape and dtype. Its storage may be moved to memory that
-            processes share, in place, so that it and its views go on being the same. That happens within this call.
+            processes share, in place, so that it and its views go on being the same.
         :param read: whether others may read it.
         :param write: whether others may write it.
         :param lifetime: the seconds for which they may; None: until it is revoked.
-        :raises ArgumentError: an argument is wrong; or an operation or a window uses the tensor.
+        :raises ArgumentError: an argument is wrong.
         """
         self._check("register")
         try:
@@ -172,7 +171,6 @@ class Endpoint:
             if not (read or write):
                 raise ArgumentError("read and write are both False, wanted at least one of them")
             expires = expiry("lifetime", lifetime)
-            share(tensor)
         except CommError as error:
             raise error.about(comm=self.name, op="register") from None
         number = next(self._numbers)

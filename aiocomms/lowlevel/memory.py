@@ -6,14 +6,12 @@ given its address to the network. Nothing is written down when an op starts; the
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Iterable
 from typing import Protocol
 
 from torch import Tensor, UntypedStorage
 
-from aiocomms.errors import ArgumentError
 from aiocomms.lowlevel.threads import copied
 
 
@@ -30,23 +28,6 @@ _holders: weakref.WeakSet[Holder] = weakref.WeakSet()
 def register(holder: Holder) -> None:
     """Have a holder asked, for as long as it lives."""
     _holders.add(holder)
-
-
-def share(tensor: Tensor) -> None:
-    """Move a tensor's storage on the CPU to memory that processes share, in place, so that all its views follow.
-
-    Here and now, when the program knows it: whoever opened it later would do so amid what other threads do with it.
-    What is no memory of torch's own stays where it is, and so does all for which there is no room.
-
-    :raises ArgumentError: an operation or a window uses it, and would go on to use the place where it was.
-    """
-    storage = tensor.untyped_storage()
-    if tensor.device.type != "cpu" or not tensor.nbytes or storage.is_shared() or not storage.resizable():
-        return
-    if in_use(storage):
-        raise ArgumentError("tensor is in use by an operation or a window: wait for its end before")
-    with contextlib.suppress(RuntimeError):
-        storage.share_memory_()
 
 
 def in_use(storage: UntypedStorage) -> bool:

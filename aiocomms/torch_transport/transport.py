@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections import deque
@@ -25,7 +26,7 @@ from aiocomms.blocking import open_endpoint
 from aiocomms.blocking.peer import BlockingPeer, BlockingRemoteRegion
 from aiocomms.bootstrap.registry import choose
 from aiocomms.errors import ArgumentError, CommClosedError, UnsupportedOperation
-from aiocomms.lowlevel import LOOPBACK
+from aiocomms.lowlevel import LOOPBACK, in_use
 from aiocomms.ops import checks
 from aiocomms.torch_transport.memory import Memory, MemoryView, MutableMemoryView, Registration, RemoteBuffer
 from aiocomms.torch_transport.works import TransferWork
@@ -176,6 +177,7 @@ class EndpointTransport(registry.Transport):  # type: ignore[misc]
         key = storage._cdata, int(tensor.storage_offset()) * tensor.element_size(), tensor.nbytes
         with self._lock:
             if (registration := self._registrations.get(key)) is None:
+                _share(tensor)
                 flat = tensor.detach().view(-1).view(torch.uint8)
                 registration = Registration(self, tensor, flat, self._endpoint.register(flat))
                 self._registrations[key] = registration
@@ -325,3 +327,14 @@ class EndpointTransport(registry.Transport):  # type: ignore[misc]
         if not isfinite(timeout) or timeout < 0:
             raise ArgumentError(f"timeout is {timeout}, wanted seconds: 0 or more, and finite")
         return float(timeout)
+
+
+def _share(tensor: Tensor) -> None:
+    """Move a tensor's storage to shared memory, which the engine would do when the other end comes, amid whatever."""
+    storage = tensor.untyped_storage()
+    if storage.is_shared() or not storage.resizable():  # what is not torch's own memory stays where it is
+        return
+    if in_use(storage):
+        raise ArgumentError("tensor is in use by an operation of aiocomms that has not ended: wait for it before")
+    with contextlib.suppress(RuntimeError):  # there is no room: it stays, too
+        storage.share_memory_()

@@ -143,37 +143,6 @@ def test_one_connection_has_one_peer(pair: Pair):
         one.accept(timeout=0.01)
 
 
-def test_memory_is_moved_by_the_thread_that_registers_it(pair: Pair):
-    """And not by the loop's, when somebody attaches the region, while the program's threads compute with it."""
-    tensor, view = torch.arange(8.0), torch.empty(0)
-    view.set_(tensor)
-    moved = []
-    storage = tensor.untyped_storage()
-    move = torch.UntypedStorage.share_memory_
-
-    def note(self: torch.UntypedStorage) -> torch.UntypedStorage:
-        moved.append((self.data_ptr(), threading.get_ident()))
-        return move(self)
-
-    before = storage.data_ptr()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.UntypedStorage, "share_memory_", note)
-        with pair.one.register(tensor) as region, pair.two_sees.attach(region.descriptor) as remote:
-            place = tensor.data_ptr()
-            remote.put(torch.full((2,), 9.0), 3).wait()
-            remote.flush().wait()
-            assert view.tolist() == [0, 1, 2, 9, 9, 5, 6, 7]
-            assert tensor.data_ptr() == place
-    assert moved == [(before, threading.get_ident())]
-    receiving = pair.two_sees.recv(used := torch.zeros(4))
-    if pair.two_sees.transports["p2p"] == "ucx":  # whose engine has its address
-        with pytest.raises(ArgumentError, match=r"register .*tensor is in use by an operation or a window"):
-            pair.two.register(used)
-    else:
-        pair.two.register(used).revoke()
-    receiving.cancel()
-
-
 def test_a_revoked_region_and_a_foreign_descriptor(pair: Pair):
     here, there, one, two = pair
     memory = torch.zeros(PART)
