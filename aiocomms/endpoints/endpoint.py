@@ -155,8 +155,9 @@ class Endpoint:
     def register(self, tensor: Tensor, *, read: bool = True, write: bool = True, lifetime: Timeout = None) -> Region:
         """Open memory of this process to whoever is given its descriptor and is connected with this endpoint.
 
-        :param tensor: the memory: a contiguous tensor of any shape and dtype. Its storage may be moved to memory that
-            processes share, in place, so that it and its views go on being the same.
+        :param tensor: the memory: a contiguous tensor of any shape and dtype. When the region is first opened its
+            storage may be moved to memory that processes share, in place, so that it and its views go on being the
+            same. No other thread may use it meanwhile; what is shared already (``share_memory_()``) stays.
         :param read: whether others may read it.
         :param write: whether others may write it.
         :param lifetime: the seconds for which they may; None: until it is revoked.
