@@ -128,11 +128,19 @@ def test_a_wait_that_is_withdrawn(ranks: Run) -> None:
 
 
 @pytest.mark.fault(76)
-@pytest.mark.parametrize("transport", ["local", "c10d", "ucx"])
-def test_a_window_does_not_move_what_an_op_of_another_communicator_has(transport: str) -> None:
+@pytest.mark.parametrize(("transport", "by_name"), [("local", False), ("c10d", False), ("ucx", False), ("ucx", True)])
+def test_a_window_does_not_move_what_an_op_of_another_communicator_has(
+    transport: str, by_name: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it move what processes share by a name, which torch would move once more to have a descriptor of it."""
+    if by_name:
+        monkeypatch.setattr(torch.multiprocessing, "_sharing_strategy", "file_system")
+
     async def main() -> None:
         async with local_world(2, transport) as (one, two), local_world(2, "ucx") as (here, there):
             tensor = torch.zeros(2**16)
+            if by_name:
+                tensor.share_memory_()
             place = tensor.data_ptr()
             work = one.recv(tensor, 1)
             window, remote = await asyncio.gather(here.new_window(tensor), there.new_window(torch.zeros(4)))

@@ -207,11 +207,13 @@ class Windows:
         alone = not any(not transport.far(rank) for rank in range(transport.size) if rank != transport.rank)
         if alone or tensor.nbytes == 0:
             return -1
-        if not storage.is_shared() and (not storage.resizable() or in_use(storage)):
+        # What is shared by name, with a strategy of torch's that is not its default, is moved once more.
+        stays = storage.is_shared() and torch.multiprocessing.get_sharing_strategy() == "file_descriptor"
+        if not stays and (not storage.resizable() or in_use(storage)):
             return -1
         try:
             return int(storage._share_fd_cpu_()[0])
-        except RuntimeError:  # the storage is shared by name, or there is no room
+        except RuntimeError:  # there is no room
             return -1
 
     def _opened_everywhere(self, work: Completion) -> None:
