@@ -1,4 +1,4 @@
-"""The registry of one-sided transports of the newest torch on the package index, for the torch that is installed.
+"""The registry of one-sided transports of a newer torch on the package index, for the torch that is installed.
 
 It is pure Python. Of a wheel of half a gigabyte some 20 KB are fetched, by HTTP range requests, and kept in the
 environment: ``python tests/hosts/newest_torch.py`` does so, and the tests do where it has not been done.
@@ -22,13 +22,15 @@ from remotezip import RemoteZip
 FOLDER = "torch/distributed/_transport/"
 KEPT = Path(sys.prefix) / "newest-torch"
 INDEX = os.environ.get("PIP_INDEX_URL", "https://pypi.org/simple")
+PINNED = "2.15.0"
+"""What the tests run with; NEWEST_TORCH in the environment says another version, for whoever looks what is new."""
 JSON = "application/vnd.pypi.simple.v1+json"
 
 
 def fetched() -> Path:
     """The folder of a package ``torch`` of which there is no more than that; fetched if it is not there yet.
 
-    :raises RuntimeError: the index cannot be asked, or its newest torch has no such package.
+    :raises RuntimeError: the index cannot be asked, or that torch is not there, or has no such package.
     """
     if not KEPT.is_dir():
         try:
@@ -41,7 +43,7 @@ def fetched() -> Path:
 
 
 def newest() -> tuple[Version, str]:
-    """The version of the newest torch on the index, and where a wheel of it is: all have the same Python code."""
+    """The version of torch that counts as the newest, and where a wheel of it is: all have the same Python code."""
     request = urllib.request.Request(f"{INDEX.rstrip('/')}/torch/", headers={"Accept": JSON})
     with urllib.request.urlopen(request, timeout=60) as answer:
         files = json.load(answer)["files"]
@@ -50,7 +52,9 @@ def newest() -> tuple[Version, str]:
         for file in files
         if file["filename"].endswith(".whl") and not file.get("yanked")
     }
-    version = max(it for it in wheels if not it.is_prerelease)
+    version = Version(os.environ.get("NEWEST_TORCH", PINNED))
+    if version not in wheels:
+        raise RuntimeError(f"{INDEX} has no wheel of torch {version}")
     return version, wheels[version]
 
 

@@ -208,7 +208,7 @@ class Windows:
         if alone or tensor.nbytes == 0:
             return -1
         # What is shared by name, with a strategy of torch's that is not its default, is moved once more.
-        stays = storage.is_shared() and torch.multiprocessing.get_sharing_strategy() == "file_descriptor"
+        stays = storage.is_shared() and torch.multiprocessing.get_sharing_strategy() == "file_descriptor"  # type: ignore[no-untyped-call]
         if not stays and (not storage.resizable() or in_use(storage)):
             return -1
         try:
