@@ -58,18 +58,18 @@ def by_multiprocessing(place: Rank, before: set[str]) -> None:
     multiprocessing.get_context("fork").Process(target=stay, args=(place, before), daemon=True).start()
 
 
-async def die_with_a_child(place: Rank, fork: Callable[[Rank, set[str]], None]) -> None:
+async def die_with_a_child(place: Rank, victim: int, fork: Callable[[Rank, set[str]], None]) -> None:
     before = sockets()
     comm = await place.open()
     await comm.barrier()
-    if place.rank == 1:
+    if place.rank == victim:
         fork(place, before)
         await asyncio.to_thread(place.told, "child")
         await comm.barrier()
         place.die()
     await comm.barrier()
     try:
-        assert (await death(comm.recv(torch.zeros(1), 1, timeout=PATIENCE))).peer == 1
+        assert (await death(comm.recv(torch.zeros(1), victim, timeout=PATIENCE))).peer == victim
         assert (place.folder / "extra").read_text() == ""
     finally:
         place.tell("over")
@@ -77,10 +77,14 @@ async def die_with_a_child(place: Rank, fork: Callable[[Rank, set[str]], None]) 
 
 
 @pytest.mark.fault(79)
+@pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("fork", [by_fork, by_multiprocessing])
-def test_a_rank_that_dies_and_leaves_a_child(ranks: Run, fork: Callable[[Rank, set[str]], None]) -> None:
-    """Its connections end with it, and the others hear of it at once: there is no heartbeat here."""
-    ranks(2, die_with_a_child, fork)
+def test_a_rank_that_dies_and_leaves_a_child(ranks: Run, victim: int, fork: Callable[[Rank, set[str]], None]) -> None:
+    """Its connections end with it, and the others hear of it at once: there is no heartbeat here.
+
+    Of any two ranks one has connected, and the other one was connected with.
+    """
+    ranks(2, die_with_a_child, victim, fork)
 
 
 @store_errors()

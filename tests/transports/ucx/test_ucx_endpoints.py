@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from aiocomms_ucx import shared_engine
 from aiocomms_ucx.shared_engine import SharedEngine
 from processes import KILLED, Rank, Run, held
 
@@ -71,6 +72,31 @@ async def one_engine(place: Rank) -> bool:
 
 def test_an_endpoint_has_one_engine(ranks: Run) -> None:
     assert ranks(1, one_engine) == [True]
+
+
+async def come_and_go(place: Rank) -> list[bool]:
+    """UCX keeps something of each peer with which it has exchanged more than a few bytes."""
+    shared_engine._MOST_PARTED = 3
+    async with endpoints(2) as (hub, other):
+        constant, there = await hub.connect(other.address), await other.accept()
+        first, engines = engine_of(constant), []
+        for _ in range(5):
+            async with aiocomms.open_endpoint("ucx") as guest:
+                peer, here = await guest.connect(hub.address), await hub.accept()
+                sending = peer.send(torch.ones(1000))
+                await here.recv(torch.empty(1000))
+                await sending
+                engines.append(engine_of(here) is first)
+                await here.aclose()
+        await talk(constant, there, 3)
+        assert not first.lasts
+        await constant.aclose()
+        assert first._closed
+    return engines
+
+
+def test_an_engine_that_has_seen_many_go_is_replaced(ranks: Run) -> None:
+    assert ranks(1, come_and_go) == [[True, True, True, False, False]]
 
 
 async def be_hub(place: Rank) -> Counter[str]:

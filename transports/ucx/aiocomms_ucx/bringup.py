@@ -160,17 +160,17 @@ def _introduce(
     shared: SharedEngine, rank: int, hellos: Sequence[Hello], places: Sequence[Place],
     connections: Mapping[int, socket.socket], cookies: Sequence[tuple[int, int]],
 ) -> Ranks:  # fmt: skip
-    """Let an engine know those of the other ranks, and itself."""
+    """Let an engine know those of the other ranks."""
     mine, hosts = hellos[rank], [hello.host for hello in hellos]
     here = [hello for hello in hellos if hello.host == mine.host]
     crowded = len(here) > len({core for hello in here for core in hello.cores})
     other = places[rank].other
     peers = [peer if other < 0 else shared.number if peer == rank else other for peer in range(len(hellos))]
     for peer, (hello, place) in enumerate(zip(hellos, places, strict=True)):
-        addresses = [hello.path, *([place.endpoint] if place.endpoint else [])]
-        if other >= 0:  # this rank listens for each connection anew
-            addresses += [mine.path, *([endpoint] if (endpoint := places[rank].endpoint) else [])]
-        fd = -1 if peer == rank else tune(connections[peer]).detach()
+        if peer == rank:
+            continue
+        addresses = [mine.path, hello.path, *(end for end in (places[rank].endpoint, place.endpoint) if end)]
+        fd = tune(connections[peer]).detach()
         pid = hello.pid if hello in here else 0
         name = rank if other < 0 else place.other
         try:
@@ -220,7 +220,9 @@ async def _engine_of(
     """Open an engine, or find that of the endpoint; or return why there is none, which the others are told first."""
 
     async def opened(number: int) -> SharedEngine:
-        return SharedEngine(await rendezvous.run("opening UCX", lambda: _started(number, outside, cuda, memory)), cuda)
+        rank = rendezvous.rank
+        engine = await rendezvous.run("opening UCX", lambda: _started(rank, number, outside, cuda, memory))
+        return SharedEngine(engine, cuda)
 
     try:
         if rendezvous.home is None:
@@ -238,12 +240,12 @@ async def _engine_of(
         return None, error
 
 
-def _started(number: int, outside: str | None, cuda: Cuda | None, memory: int) -> Engine:
+def _started(rank: int, number: int, outside: str | None, cuda: Cuda | None, memory: int) -> Engine:
     try:
         engine = _engine(number, outside, cuda, memory)
         engine.start()
     except UcxError as error:
-        raise CommError(f"rank {number} cannot open UCX: {error}{circumstances()}") from error
+        raise CommError(f"rank {rank} cannot open UCX: {error}{circumstances()}") from error
     except RuntimeError as error:
         raise CommError(f"the engine cannot be started: {error}{circumstances()}") from error
     return engine

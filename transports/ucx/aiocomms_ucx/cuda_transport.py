@@ -118,13 +118,12 @@ class CudaUcxTransport(UcxTransport):
     proves = False  # its messages would be of the GPU's memory, and wait for its streams
 
     def __init__(self, shared: SharedEngine, ranks: Ranks) -> None:
+        self._waker, self._epoll = Waker(), select.epoll()  # which may raise, before anybody knows the communicator
         super().__init__(shared, ranks)
         assert shared.cuda is not None
         self.cuda: Cuda = shared.cuda
-        self._waker = Waker()
         self.completions = Completions(self.cuda, self._waker.wake, TURNS, self)
         self._queue: deque[_Waiting] = deque()
-        self._epoll = select.epoll()
         for fd in (self.engine.fileno(), self._waker.fileno()):
             self._epoll.register(fd, select.EPOLLIN)
 

@@ -177,6 +177,8 @@ async def _prove(transport: UcxTransport, trouble: str, seconds: float) -> str:
             transport.post(trial.op, trial)
     with anyio.move_on_after(seconds):
         while transport.failure is None and not trouble and not all(trial.done() for trial in trials):
+            if transport.gone:
+                break
             if not transport.progress():
                 await anyio.sleep(_PAUSE)
     if isinstance(transport.failure, PeerDiedError):
@@ -187,6 +189,8 @@ async def _prove(transport: UcxTransport, trouble: str, seconds: float) -> str:
         pass  # the rank that has aborted says why
     elif transport.failure is not None:
         trouble = f"on rank {transport.rank}: {transport.failure.message}"
+    elif late and transport.gone:
+        trouble = f"rank {min(transport.gone)} has given up before rank {transport.rank} could {late}"
     elif late:
         trouble = f"within {seconds:.3g} s rank {transport.rank} could not {late}"
     if trouble:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import os
+import secrets
 import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any, Final
 
+import anyio
 from torch import Tensor
 
 from aiocomms.cuda import Cuda
@@ -25,6 +27,12 @@ if TYPE_CHECKING:
 
 _GOODBYE: Final = 2.0
 """Seconds in which the peers' engines must confirm that they have received everything, without their loops."""
+
+_MOST_PARTED: Final = 64
+"""Peers from which an engine parts before later communicators have another one.
+
+UCX gives an endpoint back with its worker alone, if a message of more than some 40 bytes went over it: 85 KiB each.
+"""
 
 _OF_LANES: Final = frozenset({NoticeKind.LANE_DISAGREES, NoticeKind.LANE_LEFT})
 
@@ -65,6 +73,10 @@ class SharedEngine:
         self._silent: set[int] = set()
         """Those of whom nobody waits for a goodbye."""
         self._retired = self._closed = False
+        self._parted = 0
+        """From how many it has parted."""
+        cookie = secrets.randbits(64)
+        engine.introduce(self.number, engine.address(), -1, os.getpid(), (cookie, cookie), self.number, False)
         register(self)
         try:
             self._listener = Listener(engine.notes_fileno(), self.hear_notes)
@@ -77,22 +89,25 @@ class SharedEngine:
 
     @property
     def lasts(self) -> bool:
-        """Whether other communicators may come to share it: it is not closed, and UCX is rid of all that have left."""
-        return not (self._retired or self._closed)
+        """Whether other communicators may come to share it: it is sound, and UCX is rid of those that have left."""
+        return not (self._retired or self._closed) and self._parted < _MOST_PARTED
 
     def introduce(
         self, peer: int, addresses: Iterable[Any], address: bytes, socket: int, pid: int,
         cookies: tuple[int, int], name: int, crowded: bool,
     ) -> None:  # fmt: skip
-        """Let the engine know another one, or itself.
+        """Let the engine know another one.
 
         :param addresses: those of the connections with it.
         """
-        if peer != self.number:
-            self._known[peer] = list(addresses)
-            for each in self._known[peer]:
-                self._unshared.add(each)
-        self.engine.introduce(peer, address, socket, pid, cookies, name, crowded)
+        self._known[peer] = list(addresses)
+        for each in self._known[peer]:
+            self._unshared.add(each)
+        try:
+            self.engine.introduce(peer, address, socket, pid, cookies, name, crowded)
+        except RuntimeError:
+            self._retired = True
+            raise
 
     def distrust(self, peers: Collection[int]) -> None:
         """Wait for no goodbye of some: they are dead or silent, or have not got to know this one."""
@@ -132,6 +147,8 @@ class SharedEngine:
         if kind == NoticeKind.LOST:
             self.distrust([peer])
             for transport in list(self.transports.values()):
+                rank = transport.rank_of(peer)
+                self._retired |= rank is not None and not transport.far(rank)
                 transport.lost(peer)
         elif kind == NoticeKind.FRAME:
             self._handle_frame(peer, raw)
@@ -140,6 +157,7 @@ class SharedEngine:
         elif group in self.transports:
             transport = self.transports[group]
             if kind == NoticeKind.FAILED:
+                self._retired = True
                 transport.failed(raw.decode(errors="replace"))
             elif kind in _OF_LANES:
                 (transport.lanes.left if kind == NoticeKind.LANE_LEFT else transport.lanes.disagrees)(peer, detail)
@@ -175,6 +193,10 @@ class SharedEngine:
 
     async def settle(self) -> None:
         """Part from those that are in no communicator any more. If there is none, and none forms, close the engine."""
+        with anyio.CancelScope(shield=True):  # which takes some seconds at most
+            await self._settle()
+
+    async def _settle(self) -> None:
         if self._closed:
             return
         if not self.transports and not self.forming:
@@ -190,7 +212,8 @@ class SharedEngine:
             for peer in gone:
                 del self._uses[peer]
             clean = await run_in_thread(lambda: self._part(silent.symmetric_difference(gone), silent), anyhow=True)
-            self._retired = self._retired or not clean
+            self._retired |= not clean
+            self._parted += len(gone)
             for address in addresses if not self._closed else ():  # else all of them have been released
                 self._unshared.remove(address)
 

@@ -2,15 +2,15 @@
 // the outcome.
 //
 // The rule of the interpreter's lock: a function either keeps it, and then takes no other lock, waits for nothing and
-// makes no call of UCX (`explain`, `is_plain`, `dtype_names`, `map_memory`, `number`, `fileno`, `notes_fileno`,
-// `ready`, `parks`);
-// or it lets go of it around its call of the engine, and touches Python's objects before and after that alone: a tensor
-// is looked at, and bytes are copied, before; or, a shortcut's post of a few bytes, it tries the engine's lock once, or
-// on another thread for 10 µs, and lets go of the interpreter's before it waits for that, or for a peer
-// (engine/held.hpp, engine/elsewhere.hpp). So nobody waits long for the engine's lock who has the interpreter's, and
-// nobody for the interpreter's who has the engine's, whose thread never asks for it. (To let go may mean to wait for
-// another thread to take it, which needs nothing for that.) Python's threads call the engine at any time, all at once:
-// the engine's own lock keeps them apart. (Python deletes an engine with the lock held; by then it is closed.)
+// makes no call of UCX (`explain`, `is_plain`, `dtype_names`, `map_memory`, `number`, `address`, `fileno`,
+// `notes_fileno`, `ready`, `parks`); or it lets go of it around its call of the engine, and touches Python's objects
+// before and after that alone: a tensor is looked at, and bytes are copied, before; or, a shortcut's post of a few
+// bytes, it tries the engine's lock once, or on another thread for 10 µs, and lets go of the interpreter's before it
+// waits for that, or for a peer (engine/held.hpp, engine/elsewhere.hpp). So nobody waits long for the engine's lock who
+// has the interpreter's, and nobody for the interpreter's who has the engine's, whose thread never asks for it. (To let
+// go may mean to wait for another thread to take it, which needs nothing for that.) Python's threads call the engine at
+// any time, all at once: the engine's own lock keeps them apart. (Python deletes an engine with the lock held; by then
+// it is closed.)
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -363,7 +363,7 @@ NB_MODULE(_engine, module) {
             new (engine) Engine(number, options, memory);
           },
           nb::arg("number"), nb::arg("options"), nb::arg("device") = kNoDevice, Released())
-      .def("address", [](Engine& engine) { return released_bytes([&] { return engine.address(); }); })
+      .def("address", [](Engine& engine) { return nb::bytes(engine.address().data(), engine.address().size()); })
       .def_prop_ro("number", &Engine::number)
       .def("start", &Engine::start, Released())
       .def("introduce", &introduce, nb::arg("peer"), nb::arg("address"), nb::arg("socket"), nb::arg("pid"),

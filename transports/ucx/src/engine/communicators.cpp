@@ -227,12 +227,28 @@ void Engine::handle_frame(int peer, std::string frame) {
     notes_.add(peer, std::move(frame));
   } else if (Farewell::unpack(frame, farewell)) {
     farewells_.add(peer, farewell);
-    while (advance()) {
-    }
-    apply_farewells(peer);
+    apply_farewells(peer);  // or when what it waits for arrives
   } else {
     reports_.notify({Notice::kFrame, peer, 0, 0, std::move(frame)});
   }
+}
+
+// What a peer has sent before its end counts. If a farewell still waits for some of that, it never comes, and whoever
+// waits for it is not to believe in an end in order.
+void Engine::handle_end(int peer, bool parted) {
+  std::lock_guard lock(lock_);
+  if (parted && farewells_.waiting(peer)) {
+    for (const std::uint64_t ends = now_ns() + Pacer::kSlice; advance() && now_ns() < ends;) {
+    }
+    apply_farewells(peer);
+    parted = !farewells_.waiting(peer);
+  }
+  farewells_.expect_acknowledgement(peer, false);
+  groups_.bury(peer);
+  worker_->write_off(peer);
+  if (parted) return;
+  reports_.notify({Notice::kLost, peer, 0, 0, {}});
+  if (peers_[peer].pid != 0) ask_the_others(peer);
 }
 
 void Engine::apply_farewells(int peer) {
@@ -242,7 +258,7 @@ void Engine::apply_farewells(int peer) {
       continue;
     }
     if (farewell.kind == Farewell::kEcho) {
-      peers_[peer].asked = 0;
+      if (peers_[peer].owes > 0 && --peers_[peer].owes == 0) peers_[peer].asked = 0;
       continue;
     }
     Group* group = groups_.find(farewell.group);

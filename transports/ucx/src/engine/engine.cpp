@@ -57,17 +57,11 @@ Engine::Engine(int number, const std::vector<std::pair<std::string, std::string>
             inbox_.forget_early(peer);
             attempt([&] { reports_.notify({Notice::kMisled, peer, 0, 0, {}}); });
           })),
+      address_(worker_->address()),
       control_(std::make_unique<Control>(
           worker_->event_fd(),
           Control::Heard{[this](int peer, std::string frame) { handle_frame(peer, std::move(frame)); },
-                         [this](int peer, bool parted) {
-                           std::lock_guard lock(lock_);
-                           farewells_.expect_acknowledgement(peer, false);
-                           groups_.bury(peer);
-                           worker_->write_off(peer);
-                           if (!parted) reports_.notify({Notice::kLost, peer, 0, 0, {}});
-                           if (!parted && peers_[peer].pid != 0) ask_the_others(peer);
-                         }})),
+                         [this](int peer, bool parted) { handle_end(peer, parted); }})),
       schedules_(reports_, pacer_.slice_ends(), [this](int peer) { control_->ring(peer); }),
       offers_(*worker_),
       inbox_(peers_, worker_->device(), groups_, *worker_, *this),
@@ -97,9 +91,12 @@ void Engine::make_room(std::size_t peers) {
 // there (between taking an element and marking it as written) stops it for ever, and nobody can take that element away.
 // So each of the others has to show that its messages still come; until it has, it counts as silent since it was asked.
 void Engine::ask_the_others(int dead) {
-  for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
-    if (peer == dead || peer == number_ || peers_[peer].pid == 0 || peers_[peer].asked != 0) continue;
-    if (control_->send(peer, std::string(1, kQuestion))) peers_[peer].asked = now_ns();
+  for (int number = 0; number < static_cast<int>(peers_.size()); ++number) {
+    Peer& peer = peers_[number];
+    if (number == dead || number == number_ || peer.pid == 0 || !control_->send(number, std::string(1, kQuestion))) {
+      continue;
+    }
+    if (peer.owes++ == 0) peer.asked = now_ns();
   }
 }
 
@@ -108,12 +105,12 @@ void Engine::introduce(int peer, Introduction introduction, bool crowded) {
   std::lock_guard lock(lock_);
   if (stopping_) throw std::runtime_error("the engine is closed");
   make_room(static_cast<std::size_t>(peer) + 1);
+  control_->connect(peer, std::move(introduction.socket));  // may throw; nobody has heard of the peer yet
   worker_->introduce(peer, std::move(introduction.address), pid == 0, cookies, name);
   peers_[peer] = {pid, may_read(pid) ? pid : 0};
   // UCX 1.21 maps the memory of a peer on this host at the first word to or from it, and does not survive that the
   // peer has just died: while they are introduced to each other both are there.
   if (peer != number_ && pid != 0) worker_->connect(peer);
-  control_->connect(peer, std::move(introduction.socket));
   alone_ = alone_ && (peer == number_ || pid != getpid());
   crowded_ = crowded_ || crowded;
   abroad_ = abroad_ || pid == 0;
@@ -464,7 +461,7 @@ void Engine::close(bool sound, double patience) noexcept {
   if (sound) {
     std::vector<int> all(peers_.size());
     std::iota(all.begin(), all.end(), 0);
-    sound = await_arrival(all, patient);
+    await_arrival(all, patient);  // who has not confirmed it by then is told of no end in order
   }
   stop_thread();
   std::lock_guard lock(lock_);
@@ -493,7 +490,9 @@ void Engine::tear_down(bool sound, const std::function<bool()>& patient) noexcep
   for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) inbox_.forget_early(peer);
   if (sound) {
     worker_->disconnect(patient);
-    attempt([&] { control_->farewell(); });
+    for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
+      if (farewells_.acknowledged(peer)) attempt([&] { control_->farewell(peer); });
+    }
   }
   windows_.destroy_keys();
   control_->shut();
@@ -518,43 +517,45 @@ bool Engine::await_arrival(const std::vector<int>& peers, const std::function<bo
       }
     });
   }
-  if (told) advance_until([&](int peer) { return farewells_.acknowledged(peer); }, peers, patient);
-  return told;
+  return told && advance_until([&](int peer) { return farewells_.acknowledged(peer); }, peers, patient);
 }
 
-// Move things on until that is so of each of these peers.
+// Move things on until that is so of each of these peers; in slices, for others want the engine meanwhile. Returns
+// whether it is.
 template <typename Is>
-void Engine::advance_until(const Is& is, const std::vector<int>& peers, const std::function<bool()>& patient) noexcept {
-  for (bool waiting = true; waiting && patient();) {
+bool Engine::advance_until(const Is& is, const std::vector<int>& peers, const std::function<bool()>& patient) noexcept {
+  do {
+    bool moved = false;
     {
       std::lock_guard lock(lock_);
-      if (stopping_) return;
-      while (advance()) {
-      }
-      waiting = !std::ranges::all_of(peers, is);
+      if (stopping_) return false;
+      for (const std::uint64_t ends = now_ns() + Pacer::kLookSlice; advance() && now_ns() < ends;) moved = true;
+      if (std::ranges::all_of(peers, is)) return true;
     }
-    if (waiting) usleep(50);
-  }
+    if (!moved) usleep(50);
+  } while (patient());
+  return false;
 }
 
 bool Engine::part(const std::vector<int>& peers, bool sound, double patience) noexcept {
   const auto patient = for_seconds(patience);
-  sound = sound && await_arrival(peers, patient);
+  const bool in_order = sound && await_arrival(peers, patient);
   {
     std::lock_guard lock(lock_);
     if (stopping_) return false;
-    for (int peer : peers) worker_->forget(peer, sound);
+    for (int peer : peers) worker_->forget(peer, in_order);
   }
   advance_until([&](int peer) { return !worker_->closing(peer); }, peers, patient);
   std::lock_guard lock(lock_);
   if (stopping_) return false;
+  bool clean = true;
   for (int peer : peers) {
     inbox_.forget_early(peer);
     worker_->write_off(peer);
-    attempt([&] { control_->part(peer); });
-    sound = sound && worker_->closed(peer);
+    attempt([&] { control_->part(peer, in_order); });
+    clean = clean && worker_->closed(peer);
   }
-  return sound;
+  return clean;
 }
 
 }  // namespace aiocomms

@@ -60,13 +60,13 @@ class Engine : private Inbox::Owner {
   Engine& operator=(const Engine&) = delete;
 
   int number() const { return number_; }
-  std::string address() const { return worker_->address(); }
+  const std::string& address() const { return address_; }  // of its worker
   void start();
   // A peer, by a number that nobody has had, or itself. Both must know each other before either sends anything.
   // crowded: there are more ranks than cores on this host.
   void introduce(int peer, Introduction introduction, bool crowded);
   // Part from peers with whom there are no communicators any more; nobody else has to do with them. sound: wait until
-  // they have got everything, at most `patience` seconds. Returns whether that went well, and nothing of them is left.
+  // they have got everything, at most `patience` seconds. Returns whether UCX has nothing of them any more.
   bool part(const std::vector<int>& peers, bool sound, double patience) noexcept;
   int fileno() const { return reports_.fileno(); }
   bool ready() const { return reports_.ready(); }
@@ -241,14 +241,15 @@ class Engine : private Inbox::Owner {
   }
 
   void handle_frame(int peer, std::string frame);
-  void apply_farewells(int peer);  // those for which all messages have come by now
+  void handle_end(int peer, bool parted);  // of the control connection
+  void apply_farewells(int peer);          // those for which all messages have come by now
   void handle_departure(Group& group, int rank, std::uint64_t collectives);
   void lose(Group& group) noexcept;  // release it, after the others can see that
   void release(Group& group) noexcept;
-  // Wait until these have got all that was sent to them. False: they cannot be told.
+  // Wait until these have got all that was sent to them. False: some have not.
   bool await_arrival(const std::vector<int>& peers, const std::function<bool()>& patient) noexcept;
   template <typename Is>
-  void advance_until(const Is& is, const std::vector<int>& peers, const std::function<bool()>& patient) noexcept;
+  bool advance_until(const Is& is, const std::vector<int>& peers, const std::function<bool()>& patient) noexcept;
   void stop_thread() noexcept;
   void tear_down(bool sound, const std::function<bool()>& patient) noexcept;
 
@@ -259,6 +260,7 @@ class Engine : private Inbox::Owner {
   Reports reports_{pacer_};
   Notes notes_;
   std::unique_ptr<Worker> worker_;
+  const std::string address_;
   std::unique_ptr<Control> control_;
   std::unique_ptr<Pool> pool_;  // with the ranks of this host, if there are others
   Groups groups_;

@@ -24,6 +24,7 @@ struct Peer {
   pid_t pid = 0;            // its process, if that is on this host
   pid_t readable = 0;       // the same, if this process may read its memory
   std::uint64_t asked = 0;  // since when it owes an echo, ns; 0: it owes none
+  int owes = 0;             // echoes
 };
 
 }  // namespace aiocomms

@@ -74,17 +74,17 @@ void Control::make_room(std::size_t peers) {
 void Control::connect(int peer, Socket socket) {
   std::lock_guard lock(mutex_);
   Link& link = links_.at(static_cast<std::size_t>(peer));
+  if (socket.get() >= 0) watch(near_, socket.get(), static_cast<std::uint32_t>(peer));
   link.fd = socket.release();
   link.heard = now_ns();
-  if (link.fd >= 0) watch(near_, link.fd, static_cast<std::uint32_t>(peer));
 }
 
 // The socket is closed on the thread that listens to it, which finds its end.
-void Control::part(int peer) {
+void Control::part(int peer, bool in_order) {
   std::lock_guard lock(mutex_);
   Link& link = links_.at(static_cast<std::size_t>(peer));
   if (link.fd < 0) return;
-  post(peer, kFarewell, {});
+  if (in_order) post(peer, kFarewell, {});
   link.parted = true;
   shutdown(link.fd, SHUT_RDWR);
 }
@@ -120,9 +120,9 @@ std::vector<std::uint64_t> Control::signs(const std::vector<int>& peers) {
   return heard;
 }
 
-void Control::farewell() {
+void Control::farewell(int peer) {
   std::lock_guard lock(mutex_);
-  for (std::size_t peer = 0; peer < links_.size(); ++peer) post(static_cast<int>(peer), kFarewell, {});
+  post(peer, kFarewell, {});
 }
 
 void Control::post(int peer, std::uint32_t kind, const std::string& payload) {

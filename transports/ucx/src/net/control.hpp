@@ -34,17 +34,17 @@ class Control {
   void make_room(std::size_t peers);
   // socket: the connection to the peer, taken over; -1: it is this rank itself.
   void connect(int peer, Socket socket);
-  // Part from a peer, which sees it as a rank's end in order. Whoever listens hears that it is lost.
-  void part(int peer);
+  // Part from a peer, which sees it as a rank's end, in order or not. Whoever listens hears that it has parted.
+  void part(int peer, bool in_order);
   void ring(int peer);                            // let a peer's thread look
   bool send(int peer, const std::string& frame);  // false: the peer is gone
   // When each of some peers was last heard of, ns of now_ns(), or the end of time where it is known to be gone; they
   // are asked for another sign of life, which their engines' own threads give, whatever their loops and interpreters
   // do.
   std::vector<std::uint64_t> signs(const std::vector<int>& peers);
-  void farewell();       // what ends now ends in order
-  void shut() noexcept;  // all connections; the peers are gone then. No thread waits any more.
-  void wake();           // let this rank's own thread look
+  void farewell(int peer);  // what ends now ends in order
+  void shut() noexcept;     // all connections; the peers are gone then. No thread waits any more.
+  void wake();              // let this rank's own thread look
 
   // ------------------------------------------------------------------------------------- on the engine's thread
   // Wait for any of it, and, if `worker` says so, for UCX too; hand on what was heard.

@@ -15,6 +15,7 @@ class Socket {
   ~Socket() {
     if (fd_ >= 0) close(fd_);
   }
+  int get() const { return fd_; }
   int release() noexcept { return std::exchange(fd_, -1); }
 
  private:

@@ -164,6 +164,8 @@ void Worker::write_off(int number) {
 void Worker::forget(int number, bool flush) {
   Peer& peer = peers_[number];
   peer.heard = false;
+  peer.forgotten = true;
+  peer.address = {};
   if (peer.endpoint != nullptr && (flush || peer.watched)) {
     ucp_request_param_t param = request_param(&peer);
     if (peer.watched && (peer.failed || !flush)) {
@@ -382,9 +384,13 @@ ucp_rkey_h Worker::unpack(int peer, const std::string& packed) {
 }
 
 void Worker::disconnect(const std::function<bool()>& patience) {
-  const int all = static_cast<int>(peers_.size());
-  for (int peer = 0; peer < all; ++peer) forget(peer, true);
-  for (int peer = 0; peer < all; ++peer) {
+  std::vector<int> closed;
+  for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
+    if (peers_[peer].forgotten) continue;
+    forget(peer, true);
+    closed.push_back(peer);
+  }
+  for (int peer : closed) {
     while (closing(peer) && patience()) progress();
   }
 }

@@ -91,7 +91,7 @@ class Worker final : public Network {
   ucp_rkey_h unpack(int peer, const std::string& rkey) override;
   void destroy(ucp_rkey_h rkey) override { ucp_rkey_destroy(rkey); }
 
-  // forget() all peers, and make progress until they are closed, or `patience` is over.
+  // forget() all peers that are not forgotten, and make progress until they are closed, or `patience` is over.
   void disconnect(const std::function<bool()>& patience);
 
  private:
@@ -110,6 +110,7 @@ class Worker final : public Network {
     ucs_status_t why = UCS_ERR_CONNECTION_RESET;  // if it has failed
     int unfinished = 0;
     bool written_off = false;
+    bool forgotten = false;
   };
 
   // What stands in UCX's request of a call that is counted.
