@@ -749,7 +749,7 @@ def test_a_request_beyond_a_window(offset: int, count: int) -> None:
     from aiocomms.lowering.windows import _Window
 
     whole = torch.full((3 * 64,), 7)
-    window = _Window(1, whole[64:128])
+    window = _Window(1, whole[64:128], 0)
     with pytest.raises(ProtocolError, match="of a window of 64"):
         window.span(offset, count)
     with pytest.raises(ProtocolError):
