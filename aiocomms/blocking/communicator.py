@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from aiocomms import communicator, opening
-from aiocomms.blocking.loop_thread import LoopThread, blocking
+from aiocomms.blocking.loop_thread import LoopThread, Use, blocking
 from aiocomms.portal.portal import Portal
 
 
@@ -21,8 +21,7 @@ class Communicator(Portal):
     def __init__(self, comm: communicator.Communicator, thread: LoopThread) -> None:
         super().__init__(comm)
         comm._guard.opened("use `with`, or call its close()")
-        self._thread: LoopThread | None = thread
-        thread.enter()
+        self._use = Use(thread)
 
     def __repr__(self) -> str:
         return repr(self._comm)
@@ -30,17 +29,14 @@ class Communicator(Portal):
     def close(self) -> None:
         """Close: let ops that are under way end, withdraw receives that nothing matched, release everything.
 
-        It waits up to :data:`aiocomms.core.CLOSE_GRACE` seconds for the former. Idempotent.
+        It waits up to :data:`aiocomms.core.CLOSE_GRACE` seconds for the former. Idempotent: a second thread waits for
+        the first.
 
         :raises RuntimeError: this is the loop's own thread, as that of a hook.
         :raises CommError: a transport broke while it closed; everything else is released.
         """
-        if not self._door.closed:
-            self._door.elsewhere("close")
-        try:
+        with self._use.ending(self._door):
             super().close()
-        finally:
-            self._leave()
 
     def reconfigure(
         self, ranks: Sequence[int] | None = None, *, size: int | None = None, timeout: float | timedelta = 10.0
@@ -50,7 +46,7 @@ class Communicator(Portal):
         See :meth:`aiocomms.Communicator.reconfigure`.
         """
         new = super().reconfigure(ranks, size=size, timeout=timeout)
-        self._leave()
+        self._use.leave()
         return new
 
     def __enter__(self) -> Self:
@@ -64,13 +60,8 @@ class Communicator(Portal):
         self.close()
 
     def _of(self, comm: Any) -> Self:
-        assert self._thread is not None  # for it has just run this
-        return type(self)(comm, self._thread)
-
-    def _leave(self) -> None:
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.leave()
+        assert self._use.thread is not None  # for it has just run this
+        return type(self)(comm, self._use.thread)
 
 
 new_comm = blocking(

@@ -9,7 +9,7 @@ from typing import Self, TypeVar
 
 from torch import Tensor
 
-from aiocomms.blocking.loop_thread import LoopThread, blocking
+from aiocomms.blocking.loop_thread import LoopThread, Use, blocking
 from aiocomms.blocking.peer import BlockingPeer, BlockingRegion
 from aiocomms.endpoints import endpoint as endpoints
 from aiocomms.endpoints.peer import Peer
@@ -58,8 +58,7 @@ class Endpoint:
         self._door = Door(_Inside(endpoint))
         self._views: dict[Peer, BlockingPeer] = {}
         """Of the connections that are not closed, on the loop's thread."""
-        self._thread: LoopThread | None = thread
-        thread.enter()
+        self._use = Use(thread)
 
     def __repr__(self) -> str:
         return repr(self._endpoint)
@@ -110,7 +109,9 @@ class Endpoint:
         return self._run("register", region)
 
     def close(self) -> None:
-        """Close it: every connection, and what listens. Idempotent. See :meth:`aiocomms.Endpoint.aclose`.
+        """Close it: every connection, and what listens. See :meth:`aiocomms.Endpoint.aclose`.
+
+        Idempotent: a second thread waits for the first.
 
         :raises RuntimeError: this is the loop's own thread.
         """
@@ -128,20 +129,10 @@ class Endpoint:
             finally:
                 self._door.close()
 
-        there = not self._door.closed and not self.closed
-        if there:
-            self._door.elsewhere("close")
-        try:
-            if there:
-                with contextlib.suppress(CommClosedError):  # another thread has just closed it, or its loop has ended
+        with self._use.ending(self._door):
+            if not self.closed:
+                with contextlib.suppress(CommClosedError):  # its loop has ended
                     self._run("close", closing)
-        finally:
-            self._leave()
-
-    def _leave(self) -> None:
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.leave()
 
     def _run(self, what: str, call: Callable[[], Awaitable[_T]], timeout: Timeout = None) -> _T:
         if self.closed:  # also in a forked child, where nobody comes to the door

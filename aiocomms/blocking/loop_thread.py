@@ -7,12 +7,13 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 from aiocomms.errors import CommError
 from aiocomms.lowlevel.ending import at_end
 from aiocomms.portal import pending
+from aiocomms.portal.door import Door
 
 _P = ParamSpec("_P")
 _Opened = TypeVar("_Opened")
@@ -57,9 +58,14 @@ class LoopThread:
         if last:
             self.stop()
 
+    @property
+    def alive(self) -> bool:
+        """Whether it runs; in a forked child it does not."""
+        return self._thread.is_alive()
+
     def stop(self) -> None:
         """End the loop with all that is still open, and wait for that; twice is once."""
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:  # in a forked child it is not
+        if self.alive and threading.current_thread() is not self._thread:
             with contextlib.suppress(RuntimeError):  # it has ended just now
                 self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()
@@ -67,6 +73,40 @@ class LoopThread:
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.run(self._stop.wait())
+
+
+class Use:
+    """The use that one communicator or endpoint makes of a thread, until it is closed."""
+
+    def __init__(self, thread: LoopThread) -> None:
+        self.thread: LoopThread | None = thread
+        """None: it has been left."""
+        self._lock = threading.RLock()  # a signal handler may close what it interrupts
+        thread.enter()
+
+    @contextlib.contextmanager
+    def ending(self, door: Door) -> Iterator[None]:
+        """Leave the thread after the body, which closes what uses it: whoever comes second waits for the first.
+
+        :param door: of what is closed.
+        :raises RuntimeError: this is the loop's own thread.
+        """
+        if self.thread is None or not self.thread.alive:  # in a forked child nobody might give the lock back
+            yield
+            return
+        door.elsewhere("close")
+        with self._lock:
+            try:
+                yield
+            finally:
+                self.leave()
+
+    def leave(self) -> None:
+        """Leave the thread; twice is once."""
+        with self._lock:
+            thread, self.thread = self.thread, None
+        if thread is not None:
+            thread.leave()
 
 
 def blocking(

@@ -8,14 +8,17 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
+import anyio.lowlevel
 import pytest
 import torch
 from processes import HANGS
 from torch.distributed import HashStore
 
 import aiocomms
-from aiocomms import blocking
+from aiocomms import blocking, core
+from aiocomms.bootstrap.registry import close_transports
 from aiocomms.errors import ArgumentError, CommAbortedError, CommClosedError, CommTimeoutError
 
 NAME = "aiocomms blocking"
@@ -90,6 +93,44 @@ def test_a_hook_cannot_wait_for_its_own_loop():
         comm.register_post_hook(close)
         comm.barrier().wait()
     assert "close on 'world' was called on the loop's own thread" in str(errors[0])
+
+
+def test_a_second_thread_that_closes_waits_until_all_is_released(monkeypatch):
+    """Another communicator that uses the loop goes on, whoever closes this one how often."""
+    begun, second = threading.Event(), threading.Event()
+    released: list[str] = []
+    with blocking.new_comm("local") as comm:
+        half = comm.split([0])
+        elsewhere = comm._door.elsewhere
+
+        async def release(transports: object) -> None:
+            begun.set()
+            while not second.is_set():
+                await anyio.lowlevel.checkpoint()
+            await close_transports(transports)
+            released.append("transports")
+
+        def second_has_come(what: str) -> None:
+            if begun.is_set():
+                second.set()
+            elsewhere(what)
+
+        def close_too() -> None:
+            try:
+                comm.close()
+                assert released == ["transports"]
+            finally:
+                second.set()
+
+        with monkeypatch.context() as patch, ThreadPoolExecutor(2) as pool:
+            patch.setattr(core, "close_transports", release)
+            patch.setattr(comm._door, "elsewhere", second_has_come)
+            closing = pool.submit(comm.close)
+            assert begun.wait(HANGS)
+            assert pool.submit(close_too).result() is closing.result() is None
+        assert half.barrier().wait() is None
+        half.close()
+    assert loops() == []
 
 
 def run(program: str, status: int = 0, *, signals: int = 0) -> str:

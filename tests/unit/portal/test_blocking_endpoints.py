@@ -221,6 +221,40 @@ def test_a_closed_endpoint_refuses(pair: Pair):
         other.attach(region.descriptor)
 
 
+def test_a_second_thread_that_closes_waits_for_the_first(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    one, _, peer, other = pair
+    begun, second = threading.Event(), threading.Event()
+    values = torch.arange(3_000_000.0)  # under way until it is received
+    sending = peer.send(values)
+    close, elsewhere = one._endpoint._connections.close, one._door.elsewhere
+
+    async def first_has_begun(error: CommClosedError) -> None:
+        begun.set()
+        await close(error)
+
+    def second_has_come(what: str) -> None:
+        if begun.is_set():
+            second.set()
+        elsewhere(what)
+
+    def close_too() -> None:
+        try:
+            one.close()
+        finally:
+            second.set()
+
+    monkeypatch.setattr(one._endpoint._connections, "close", first_has_begun)
+    monkeypatch.setattr(one._door, "elsewhere", second_has_come)
+    with ThreadPoolExecutor(2) as pool:
+        closing = pool.submit(one.close)
+        assert begun.wait(HANGS)
+        closing_too = pool.submit(close_too)
+        assert second.wait(HANGS)
+        assert other.recv(torch.zeros_like(values)).wait().equal(values)
+        assert closing.result() is closing_too.result() is None
+    assert sending.wait() is values
+
+
 def test_an_error_in_the_body_aborts(transport: str):
     with blocking.open_endpoint(transport) as two:
         one = blocking.open_endpoint(transport)
