@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Self, TypeVar
@@ -16,7 +15,7 @@ from aiocomms.endpoints.peer import Peer
 from aiocomms.errors import CommClosedError, CommError
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
 from aiocomms.portal.door import Door
-from aiocomms.portal.works import run
+from aiocomms.portal.works import close, run
 
 _T = TypeVar("_T")
 
@@ -131,8 +130,7 @@ class Endpoint:
 
         with self._use.ending(self._door):
             if not self.closed:
-                with contextlib.suppress(CommClosedError):  # its loop has ended
-                    self._run("close", closing)
+                close(self._door, "close", closing)
 
     def _run(self, what: str, call: Callable[[], Awaitable[_T]], timeout: Timeout = None) -> _T:
         if self.closed:  # also in a forked child, where nobody comes to the door

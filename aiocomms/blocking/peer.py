@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -13,13 +12,13 @@ from torch import Tensor
 
 from aiocomms.endpoints.peer import Peer
 from aiocomms.endpoints.regions import Region, RemoteRegion
-from aiocomms.errors import CommClosedError, CommError
+from aiocomms.errors import CommError
 from aiocomms.families.hooks import Hook
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
 from aiocomms.portal.door import Door
 from aiocomms.portal.portal import Portal
 from aiocomms.portal.views import BlockingStream, BlockingWindow, started
-from aiocomms.portal.works import BlockingWork, run
+from aiocomms.portal.works import BlockingWork, close
 
 _T = TypeVar("_T")
 
@@ -120,8 +119,7 @@ class BlockingPeer:
         See :meth:`aiocomms.Peer.aclose`.
         """
         if not self._comm.closed:
-            with contextlib.suppress(CommClosedError):  # the endpoint has just been closed, or its loop has ended
-                run(self._door, "close", self._peer.aclose)
+            close(self._door, "close", self._peer.aclose)
 
     def __enter__(self) -> Self:
         return self
@@ -152,8 +150,7 @@ class BlockingRegion:
     def revoke(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> None:
         """Take it back; see :meth:`aiocomms.Region.revoke`. Nothing is left to do once its endpoint is closed."""
         if not self._door.core.closed:
-            with contextlib.suppress(CommClosedError):  # it has just been
-                run(self._door, "revoke", lambda: self._region.revoke(timeout=timeout))
+            close(self._door, "revoke", lambda: self._region.revoke(timeout=timeout))
 
     def __enter__(self) -> Self:
         return self
@@ -220,8 +217,7 @@ class BlockingRemoteRegion:
     def close(self) -> None:
         """Use it no more: what is under way ends, and the owner hears of it. Idempotent."""
         if not self._door.core.closed:
-            with contextlib.suppress(CommClosedError):  # the endpoint has just been closed, or its loop has ended
-                run(self._door, "close", self._remote.aclose)
+            close(self._door, "close", self._remote.aclose)
 
     def __enter__(self) -> Self:
         return self

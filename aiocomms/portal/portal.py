@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import timedelta
@@ -12,7 +11,7 @@ from typing import Any, Self, TypeVar, overload
 from torch import Tensor
 
 from aiocomms.core import Core
-from aiocomms.errors import CommClosedError, CommError
+from aiocomms.errors import CommError
 from aiocomms.families.hooks import Hooked
 from aiocomms.families.streams import ItemStream
 from aiocomms.lowering.lanes import Key
@@ -20,7 +19,7 @@ from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
 from aiocomms.portal.door import Door
 from aiocomms.portal.operations import BlockingLane, Operations
 from aiocomms.portal.views import BlockingStream, BlockingWindow
-from aiocomms.portal.works import run
+from aiocomms.portal.works import close, run
 
 _T = TypeVar("_T")
 
@@ -174,8 +173,7 @@ class Portal(Operations, Hooked):
         :raises CommError: a transport broke while it closed; everything else is released.
         """
         if not self._door.closed:
-            with contextlib.suppress(CommClosedError):  # another thread has just closed it, or its loop has ended
-                self._run("close", self._comm.aclose)
+            close(self._door, "close", self._comm.aclose)
 
     # ------------------------------------------------------------------------------------------------- inside
 

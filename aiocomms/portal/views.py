@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast
@@ -10,13 +9,12 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast
 import anyio
 from torch import Tensor
 
-from aiocomms.errors import CommClosedError
 from aiocomms.families.p2p import Batch
 from aiocomms.families.rma import Window
 from aiocomms.families.streams import ItemStream
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
 from aiocomms.portal.door import Door
-from aiocomms.portal.works import BlockingWork, run
+from aiocomms.portal.works import BlockingWork, close, run
 from aiocomms.progress.work import Work
 
 _P = ParamSpec("_P")
@@ -114,8 +112,7 @@ class BlockingStream(Generic[_T]):
 
     def close(self) -> None:
         """Close both directions, and drop what was not received. Idempotent."""
-        with contextlib.suppress(CommClosedError):  # the communicator is, and the stream with it
-            run(self._door, "close", self._stream.aclose)
+        close(self._door, "close", self._stream.aclose)
 
     def __iter__(self) -> Iterator[_T]:
         while True:

@@ -29,7 +29,7 @@ T_co = TypeVar("T_co", covariant=True)
 class Call(Pending, Generic[_T]):
     """A coroutine function that the loop runs for a thread."""
 
-    __slots__ = ("_call", "_cancelled", "_context", "_error", "_scope", "_values")
+    __slots__ = ("_call", "_cancelled", "_context", "_error", "_scope", "_values", "refused")
 
     def __init__(self, door: Door, call: Callable[[], Awaitable[_T]]) -> None:
         super().__init__(door)
@@ -39,6 +39,8 @@ class Call(Pending, Generic[_T]):
         self._cancelled = False
         self._values: list[_T] = []  # what it has returned
         self._error: BaseException | None = None
+        self.refused = False
+        """Whether its error says no more than that it came too late: the door was closed, or the loop has ended."""
 
     def run(self, patience: float | None) -> _T:
         """Have it run, and block this thread until it has ended; cancel it when time is up, or where Ctrl-C ends this.
@@ -76,7 +78,7 @@ class Call(Pending, Generic[_T]):
         except Exception as error:
             self._error = error
         except BaseException:
-            self._error = self._door.refusal()
+            self._error, self.refused = self._door.refusal(), True
             raise
         finally:
             self._ring()
@@ -87,8 +89,22 @@ class Call(Pending, Generic[_T]):
             self._scope.cancel()
 
     def _fail(self, error: BaseException) -> None:
-        self._error = error
+        self._error, self.refused = error, True
         self._ring()
+
+
+def close(door: Door, what: str, call: Callable[[], Awaitable[object]]) -> None:
+    """Run a coroutine function on the loop that closes something; if it comes too late, nothing is left to close.
+
+    :param what: the method that was called, for the error on the loop's own thread.
+    """
+    door.elsewhere(what)
+    closing = Call(door, call)
+    try:
+        closing.run(None)
+    except CommError:
+        if not closing.refused:
+            raise
 
 
 def run(door: Door, what: str, call: Callable[[], Awaitable[_T]], timeout: Timeout = None) -> _T:

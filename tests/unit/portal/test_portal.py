@@ -20,7 +20,7 @@ from processes import HANGS
 from torch.distributed import HashStore
 
 import aiocomms
-from aiocomms.errors import ArgumentError, CommAbortedError, CommClosedError, CommTimeoutError
+from aiocomms.errors import ArgumentError, CommAbortedError, CommClosedError, CommError, CommTimeoutError
 from aiocomms.portal import pending
 from aiocomms.testing import local_world
 
@@ -100,6 +100,54 @@ def test_the_loops_own_thread_is_refused(run):
                 with pytest.raises(RuntimeError, match="wait for recv on 'world' was called on the loop's own thread"):
                     ask()
             assert await in_thread(work.cancel)
+
+    run(main)
+
+
+@pytest.mark.parametrize("how", ["healthy", "lost"])
+def test_a_close_that_comes_too_late_has_nothing_left_to_do(run, how):
+    async def main() -> None:
+        async with local_world(2) as (one, two):
+            portal, come, closed = one.portal(), threading.Semaphore(0), threading.Event()
+            other = Thread(lambda: two.portal().open_stream(0))
+            stream = await in_thread(lambda: portal.open_stream(1))
+            await in_thread(other.end)
+            if how == "lost":
+                one.abort("enough")
+
+            def closed_meanwhile(what: str) -> None:
+                come.release()
+                assert closed.wait(HANGS)
+
+            portal._door.elsewhere = closed_meanwhile
+            threads = [Thread(portal.close), Thread(stream.close)]
+            for _ in threads:
+                assert await in_thread(lambda: come.acquire(timeout=HANGS))
+            await one.aclose()
+            closed.set()
+            assert [thread.end() for thread in threads] == [None, None]
+            assert await in_thread(portal.close) is None
+
+    run(main)
+
+
+@pytest.mark.parametrize("how", ["healthy", "lost"])
+def test_a_transport_that_breaks_while_it_closes_is_heard_of(run, monkeypatch, how):
+    async def main() -> None:
+        async with local_world(2) as (one, _):
+            (transport,) = set(one._core.transports)
+            close = transport.aclose
+
+            async def broken() -> None:
+                await close()
+                raise OSError("the cable is cut")
+
+            monkeypatch.setattr(transport, "aclose", broken)
+            if how == "lost":
+                one.abort("enough")
+            with pytest.raises(CommError, match="the cable is cut"):
+                await in_thread(one.portal().close)
+            assert one.closed
 
     run(main)
 
