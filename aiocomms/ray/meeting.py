@@ -9,8 +9,10 @@ there.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import Final
@@ -37,6 +39,8 @@ _VERDICT: Final = "verdict"
 """The key by which rank 0 lets the others go on: the ranks that did not come, or none."""
 _PROBE: Final = 2.0
 """Seconds for one attempt to find out whether somebody listens."""
+_WITHDRAWAL: Final = 5.0
+"""Seconds for which whoever gives up waits for what is under way: a probe, or an answer of Ray's store."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.25
 """Seconds between two looks for what is not there yet."""
 
@@ -59,15 +63,22 @@ class Meeting:
         self._name, self._rank, self._size, self._seconds = name, rank, size, seconds
         self._ends = time.monotonic() + seconds
         self._prefix = f"{ray.get_runtime_context().namespace}\0{name}\0".encode()
-        self.given_up = False
-        """Nobody waits for it any more."""
+        self._given_up, self._over = threading.Event(), threading.Event()
 
     def run(self) -> JobStore:
         """Meet, and return the store.
 
         :raises CommError: as :class:`aiocomms.ray.rendezvous` does.
         """
-        return self._host() if self._rank == 0 else self._join()
+        try:
+            return self._host() if self._rank == 0 else self._join()
+        finally:
+            self._over.set()
+
+    def give_up(self) -> None:
+        """Nobody waits for :meth:`run` any more: wait, but not for long, until nothing of it is left."""
+        self._given_up.set()
+        self._over.wait(_WITHDRAWAL)
 
     # ---------------------------------------------------------------------------------------------------------- rank 0
 
@@ -104,13 +115,23 @@ class Meeting:
         with store_errors("rank 0 was lost before all had come"):
             if store.add(_arrival(self._rank), 1) > 1:
                 raise ArgumentError(f"another actor is rank {self._rank} of '{self._name}' already")
-            for _ in self._looks():
-                if store.check([_VERDICT]):
-                    absent: list[int] = decoded(store.get(_VERDICT), list[int], "what rank 0 says of a meeting", 0)
-                    if absent:
-                        raise self._late(absent)
-                    return store
-            raise self._late(self._absent(store) or [0])
+            try:
+                self._heed(store)
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # the store may be what was lost
+                    store.delete_key(_arrival(self._rank))
+                raise
+        return store
+
+    def _heed(self, store: JobStore) -> None:
+        """Wait until rank 0 says to go on."""
+        for _ in self._looks():
+            if store.check([_VERDICT]):
+                absent: list[int] = decoded(store.get(_VERDICT), list[int], "what rank 0 says of a meeting", 0)
+                if absent:
+                    raise self._late(absent)
+                return
+        raise self._late(self._absent(store) or [0])
 
     def _find(self) -> JobStore:
         """Rank 0's store, once it is served."""
@@ -163,12 +184,12 @@ class Meeting:
         """
         pause = _FIRST_PAUSE
         while True:
-            if self.given_up:
+            if self._given_up.is_set():
                 raise CommClosedError("the rendezvous was given up")
             yield
             if self._left() <= 0:
                 return
-            time.sleep(min(pause, self._left()))
+            self._given_up.wait(min(pause, self._left()))
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _left(self) -> float:

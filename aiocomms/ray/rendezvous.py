@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from math import inf
 from typing import Any
 
+import anyio
 import torch
 from torch.distributed import Store
 
@@ -23,7 +24,8 @@ class rendezvous(new_comm):  # noqa: N801 - it is called like a function, as new
     Await it for a :class:`~aiocomms.Communicator`, or use it as ``async with rendezvous(...) as comm:``, as
     :func:`aiocomms.new_comm`. The actors are of one namespace of Ray; drivers and tasks can take part, too. Rank 0's
     process serves the store that they meet in, for as long as the communicator lives. A name may be used again at once:
-    also with some of the actors, or with other ones. What lies in Ray's own store meanwhile is gone when this returns.
+    also with some of the actors, or with other ones. What lies in Ray's own store meanwhile is gone when this returns;
+    where it is cancelled, too, for it waits for that.
 
     On several nodes the job needs a token: ``AIOCOMMS_TOKEN`` in the ``env_vars`` of Ray's ``runtime_env``. Without it
     actors meet on one host only.
@@ -75,6 +77,8 @@ class rendezvous(new_comm):  # noqa: N801 - it is called like a function, as new
             store = await run_in_thread(meeting.run)
         except CommError as error:
             raise error.about(comm=self._name, op="rendezvous", rank=self._rank) from error.__cause__
-        finally:
-            meeting.given_up = True  # the thread goes on for a moment, where this was cancelled
+        except anyio.get_cancelled_exc_class():  # which leaves the thread behind
+            with anyio.CancelScope(shield=True):
+                await run_in_thread(meeting.give_up, anyhow=True)
+            raise
         return store, self._rank, self._size

@@ -71,14 +71,15 @@ class Actor:
     async def close(self) -> None:
         await self.comm.aclose()
 
-    async def given_up(self, *where: Any) -> None:
-        """A rendezvous that is cancelled, once its record is there."""
+    async def given_up(self, name: str, rank: int, size: int) -> None:
+        """A rendezvous that is cancelled, once its record is there, or rank 0 knows of it."""
         before = set(found())
-        task = asyncio.create_task(self.meet(*where))
-        await asyncio.to_thread(until, lambda: set(found()) - before)
+        task = asyncio.create_task(self.meet(name, rank, size))
+        await asyncio.to_thread(until, lambda: name in self.arrived if rank else set(found()) - before)
         task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await asyncio.to_thread(until, lambda: not found())
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert set(found()) <= before
 
     async def has_arrived(self, name: str) -> None:
         """Wait until this actor has told rank 0 that it is there."""
@@ -223,6 +224,20 @@ def test_a_rank_that_is_there_twice_and_another_size(crew: list[Any]):
     name, said = ray.get(other.refused.remote("twice", 1, 3))
     assert (name, "rank 1 of 'twice' already" in said) == (ArgumentError.__name__, True), said
     ray.get([meeting_, waiting, late.meet.remote("twice", 2, 3)])
+    assert found() == []
+
+
+def test_who_is_cancelled_can_come_again_at_once(crew: list[Any]):
+    """And nobody takes it for present meanwhile."""
+    first, second, third = crew[:3]
+    ray.get(first.given_up.remote("again", 0, 3))
+    meeting_ = first.meet.remote("again", 0, 3)
+    until(found)
+    ray.get(second.given_up.remote("again", 1, 3))
+    waiting = third.meet.remote("again", 2, 3)
+    ray.get(third.has_arrived.remote("again"))
+    ray.get([meeting_, waiting, second.meet.remote("again", 1, 3)])
+    assert ray.get([actor.sum.remote() for actor in crew[:3]]) == [3.0] * 3
     assert found() == []
 
 
