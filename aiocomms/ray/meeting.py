@@ -3,18 +3,18 @@
 Rank 0 serves a store, and puts a record with its address into Ray's key-value store (that of the GCS), under the name
 and a number that nobody else has. The others look for such records. When all have said in the store that they are
 there, rank 0 takes its record away, and only then lets them go on: so whoever looks for the next meeting of that name
-never finds the last one's. The record of a rank 0 that was killed is taken away by whoever finds that nobody listens
-there.
+never finds the last one's. The record of a rank 0 that was killed stays until the next rank 0 comes. Meanwhile another
+may listen there: so the number is in the store, too, and who does not find it there goes on looking.
 """
 
 from __future__ import annotations
 
 import contextlib
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Final
 
 import msgspec
@@ -23,10 +23,12 @@ from ray.experimental import internal_kv
 
 from aiocomms.errors import (
     ArgumentError,
+    AuthError,
     CommClosedError,
     CommError,
     CommTimeoutError,
     MismatchError,
+    ProtocolError,
     StoreLostError,
 )
 from aiocomms.lowlevel import LOOPBACK, decoded, reach_store, serve_store, store_errors
@@ -35,10 +37,14 @@ from aiocomms.ray.places import UNPROTECTED, node, own_host
 
 NAMESPACE: Final = "aiocomms"
 """Of the keys in the GCS."""
+_OPEN: Final = "open"
+"""The key by which rank 0 lets the others in, once it knows to be the only one."""
 _VERDICT: Final = "verdict"
 """The key by which rank 0 lets the others go on: the ranks that did not come, or none."""
 _PROBE: Final = 2.0
-"""Seconds for one attempt to find out whether somebody listens."""
+"""Seconds for one attempt to reach a store, so that one that does not answer hides no other."""
+_SHORTEST: Final = 0.1
+"""Seconds for the last attempt, however late it is."""
 _WITHDRAWAL: Final = 5.0
 """Seconds for which whoever gives up waits for what is under way: a probe, or an answer of Ray's store."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.25
@@ -83,26 +89,57 @@ class Meeting:
     # ---------------------------------------------------------------------------------------------------------- rank 0
 
     def _host(self) -> JobStore:
-        for key, record in self._records():
-            if self._listens(key, record):
-                raise ArgumentError(f"another actor, on node {record.node}, is rank 0 of '{self._name}' just now")
+        key = self._prefix + secrets.token_bytes(8)
         host = own_host()
         store, port = serve_store(host, self._seconds)
+        store.set(key.hex(), b"")
         record = Record(host, port, node(), self._size)
-        key = self._prefix + secrets.token_bytes(8)
         with store.admitting():
             internal_kv._internal_kv_put(key, msgspec.msgpack.encode(record), namespace=NAMESPACE)
             try:
-                absent = self._absent(store)
+                self._claim(key)
+                store.set(_OPEN, b"")
                 for _ in self._looks():
+                    absent = self._absent(store)
                     if not absent:
                         break
-                    absent = self._absent(store)
             finally:
                 self._delete(key)
             store.set(_VERDICT, msgspec.msgpack.encode(absent))
         if absent:
             raise self._late(absent)
+        return store
+
+    def _claim(self, key: bytes) -> None:
+        """Be the only rank 0. Of two that come at once one sees the other here, for both have put their records.
+
+        :param key: that of this one's record.
+        :raises ArgumentError: another is, or has the smaller key.
+        """
+        for _ in self._looks():
+            waiting = False
+            for other, record in self._records():
+                store = None if other == key else self._rival(other, record)
+                if store is None:
+                    continue
+                waiting = True  # until it has seen this one, or has gone
+                with contextlib.suppress(RuntimeError):
+                    if other < key or store.check([_OPEN]):
+                        raise ArgumentError(
+                            f"another actor, on node {record.node}, is rank 0 of '{self._name}' just now"
+                        )
+            if not waiting:
+                return
+
+    def _rival(self, key: bytes, record: Record) -> JobStore | None:
+        """The store of another rank 0, if it can be found. What leads nowhere is taken away here, and only here."""
+        try:
+            with store_errors():
+                store = self._reached(key, record)
+        except CommError:  # perhaps it is there: somebody may be kept from it
+            return None
+        if store is None:
+            self._delete(key)
         return store
 
     def _absent(self, store: JobStore) -> list[int]:
@@ -135,25 +172,28 @@ class Meeting:
 
     def _find(self) -> JobStore:
         """Rank 0's store, once it is served."""
+        why = ""
         for _ in self._looks():
+            refused: CommError | None = None
             for key, record in self._records():
-                if record.host == LOOPBACK and record.node != node():
-                    raise ArgumentError(f"rank 0 is on node {record.node}, and this rank on {node()}, {UNPROTECTED}")
-                store = self._reached(key, record)
-                if store is None:
-                    continue
-                if record.size != self._size:
-                    raise MismatchError(f"size is {self._size}, and rank 0's is {record.size}", peer=0)
-                return store
-        raise self._late([0])
-
-    def _reached(self, key: bytes, record: Record) -> JobStore | None:
-        try:
-            return reach_store(record.host, record.port, self._rank, max(0.1, self._left()))
-        except StoreLostError as error:  # it was killed, or has just given up
-            if isinstance(error.__cause__, ConnectionRefusedError):
-                self._delete(key)
-            return None
+                try:
+                    with store_errors("rank 0 was lost when it had just been found"):
+                        store = self._reached(key, record)
+                        if store is not None and store.check([_OPEN]):
+                            break
+                    why = f"where its record says, {record.host}:{record.port}, nobody serves that meeting"
+                except (ArgumentError, AuthError) as error:  # it stays so, unless there is another one
+                    refused = error
+                except (StoreLostError, ProtocolError) as error:  # it may be another's by now, or not to be reached
+                    why = error.message
+            else:
+                if refused is not None:
+                    raise refused
+                continue
+            if record.size != self._size:
+                raise MismatchError(f"size is {self._size}, and rank 0's is {record.size}", peer=0)
+            return store
+        raise self._late([0], why)
 
     # ------------------------------------------------------------------------------------------------------------ both
 
@@ -164,15 +204,26 @@ class Meeting:
             if value is not None:  # else it was just taken away
                 yield key, decoded(value, Record, "the record of a rendezvous in Ray", 0)
 
-    def _listens(self, key: bytes, record: Record) -> bool:
+    def _reached(self, key: bytes, record: Record) -> JobStore | None:
+        """The store that a record leads to. None: nobody serves it there any more.
+
+        :raises ArgumentError: it is on loopback, of another node.
+        :raises StoreLostError: nothing can be said.
+        :raises ProtocolError: who answers is no store of this version; AuthError, of this job.
+        """
+        if record.host == LOOPBACK and record.node != node():
+            raise ArgumentError(f"rank 0 is on node {record.node}, and this rank on {node()}, {UNPROTECTED}")
+        left = max(_SHORTEST, self._left())
         try:
-            socket.create_connection((record.host, record.port), _PROBE).close()
-        except ConnectionRefusedError:
-            self._delete(key)
-            return False
-        except OSError:
-            return False
-        return True
+            store = reach_store(record.host, record.port, self._rank, min(_PROBE, left))
+        except StoreLostError as error:
+            if isinstance(error.__cause__, ConnectionRefusedError):
+                return None
+            raise
+        if not store.check([key.hex()]):  # another meeting has got the port
+            return None
+        store.set_timeout(timedelta(seconds=left))
+        return store
 
     def _delete(self, key: bytes) -> None:
         internal_kv._internal_kv_del(key, namespace=NAMESPACE)
@@ -195,10 +246,11 @@ class Meeting:
     def _left(self) -> float:
         return max(0.0, self._ends - time.monotonic())
 
-    def _late(self, absent: list[int]) -> CommTimeoutError:
+    def _late(self, absent: list[int], why: str = "") -> CommTimeoutError:
         who = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
         return CommTimeoutError(
-            f"{who} of {self._size} did not come to '{self._name}' within {self._seconds:g} s", peer=absent[0]
+            f"{who} of {self._size} did not come to '{self._name}' within {self._seconds:g} s{why and f': {why}'}",
+            peer=absent[0],
         )
 
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
+import msgspec
 import pytest
 import ray
 import torch
+from ray.exceptions import RayTaskError
 from ray.experimental import internal_kv
 
 import aiocomms
@@ -80,6 +84,17 @@ class Actor:
         with pytest.raises(asyncio.CancelledError):
             await task
         assert set(found()) <= before
+
+    async def meet_at_once(self, name: str, size: int, others: int) -> None:
+        """As rank 0, which finds nobody else until this many have put their records."""
+        put = internal_kv._internal_kv_put
+
+        def held(*args: Any, **more: Any) -> None:
+            put(*args, **more)
+            until(lambda: len(found()) == others)
+
+        with mock.patch.object(internal_kv, "_internal_kv_put", held):
+            await self.meet(name, 0, size)
 
     async def has_arrived(self, name: str) -> None:
         """Wait until this actor has told rank 0 that it is there."""
@@ -209,8 +224,8 @@ def test_who_did_not_come_is_named(crew: list[Any], come: list[int], late: list[
 
 def test_a_rank_that_is_there_twice_and_another_size(crew: list[Any]):
     first, again, other, late = crew
-    meeting_ = first.meet.remote("twice", 0, 3)
-    until(lambda: len(found()) == 1)
+    meeting_, waiting = first.meet.remote("twice", 0, 3), again.meet.remote("twice", 1, 3)
+    ray.get(again.has_arrived.remote("twice"))
     for rank, size, kind, message in (
         (0, 3, ArgumentError, "is rank 0 of 'twice' just now"),
         (1, 4, MismatchError, "size is 4, and rank 0's is 3"),
@@ -219,11 +234,48 @@ def test_a_rank_that_is_there_twice_and_another_size(crew: list[Any]):
         assert (name, message in said) == (kind.__name__, True), said
     stranger = Actor.options(runtime_env={"env_vars": {"AIOCOMMS_TOKEN": "of another job, it seems"}}).remote()
     assert ray.get(stranger.refused.remote("twice", 1, 3))[0] == AuthError.__name__
-    waiting = again.meet.remote("twice", 1, 3)
-    ray.get(again.has_arrived.remote("twice"))
     name, said = ray.get(other.refused.remote("twice", 1, 3))
     assert (name, "rank 1 of 'twice' already" in said) == (ArgumentError.__name__, True), said
     ray.get([meeting_, waiting, late.meet.remote("twice", 2, 3)])
+    assert found() == []
+
+
+def test_records_that_lead_elsewhere(crew: list[Any]):
+    """To another meeting of the job, to who speaks otherwise or not at all, and to nobody."""
+    first, second, third, last = crew
+    other = first.meet.remote("other", 0, 2)
+    until(found)
+    (key,) = found()
+    record = msgspec.msgpack.decode(internal_kv._internal_kv_get(key, namespace=meeting.NAMESPACE), type=meeting.Record)
+    with socket.create_server((record.host, 0)) as silent, socket.socket() as deaf:
+        deaf.bind((record.host, 0))
+        stale = [key[:-8].replace(b"other", b"mine") + bytes(7) + bytes([number]) for number in range(3)]
+        ports = record.port, silent.getsockname()[1], deaf.getsockname()[1]
+        for at, port in zip(stale, ports, strict=True):
+            raw = msgspec.msgpack.encode(msgspec.structs.replace(record, port=port))
+            internal_kv._internal_kv_put(at, raw, namespace=meeting.NAMESPACE)
+        told = second.refused.remote("mine", 1, 2)
+        with silent.accept()[0] as connection:
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n")
+            ray.get(second.time_is_up.remote("mine"))
+            name, said = ray.get(told)
+        assert (name, "rank 0 of 2 did not come to 'mine'" in said) == (CommTimeoutError.__name__, True), said
+        assert set(found()) == {key, *stale}  # what one rank cannot reach another one perhaps can
+        waiting = second.meet.remote("mine", 1, 2)
+        ray.get([waiting, third.meet.remote("mine", 0, 2)])
+        assert set(found()) == {key, stale[1]}
+        internal_kv._internal_kv_del(stale[1], namespace=meeting.NAMESPACE)
+    ray.get([other, last.meet.remote("other", 1, 2)])
+    assert found() == []
+
+
+def test_two_that_come_as_rank_0_at_once(crew: list[Any]):
+    """One of them is told, and the other's meeting goes on."""
+    waiting = crew[2].meet.remote("both", 1, 2)
+    (told,), going = ray.wait([actor.meet_at_once.remote("both", 2, 2) for actor in crew[:2]])
+    with pytest.raises(RayTaskError, match=r"another actor, on node .*, is rank 0 of 'both' just now"):
+        ray.get(told)
+    ray.get([waiting, *going])
     assert found() == []
 
 
