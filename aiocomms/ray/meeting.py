@@ -31,9 +31,9 @@ from aiocomms.errors import (
     ProtocolError,
     StoreLostError,
 )
-from aiocomms.lowlevel import LOOPBACK, decoded, reach_store, serve_store, store_errors
+from aiocomms.lowlevel import decoded, reach_store, serve_store, store_errors
 from aiocomms.lowlevel.jobstore import JobStore
-from aiocomms.ray.places import UNPROTECTED, node, own_host
+from aiocomms.ray.places import check_reachable, node, own_host
 
 NAMESPACE: Final = "aiocomms"
 """Of the keys in the GCS."""
@@ -211,8 +211,7 @@ class Meeting:
         :raises StoreLostError: nothing can be said.
         :raises ProtocolError: who answers is no store of this version; AuthError, of this job.
         """
-        if record.host == LOOPBACK and record.node != node():
-            raise ArgumentError(f"rank 0 is on node {record.node}, and this rank on {node()}, {UNPROTECTED}")
+        check_reachable("rank 0", record.host, record.node)
         left = max(_SHORTEST, self._left())
         try:
             store = reach_store(record.host, record.port, self._rank, min(_PROBE, left))

@@ -30,6 +30,17 @@ def own_host() -> str:
     return node()
 
 
+def check_reachable(who: str, host: str, their_node: str) -> None:
+    """Check that who listens on loopback is on this process's node.
+
+    :param who: the beginning of the error's message.
+    :param host: where it listens.
+    :raises ArgumentError: it is not.
+    """
+    if host == LOOPBACK and their_node != node():
+        raise ArgumentError(f"{who} is on node {their_node}, and this process on {node()}, {UNPROTECTED}")
+
+
 def node() -> str:
     """The address of this process's node."""
     return str(ray.util.get_node_ip_address())

@@ -28,7 +28,7 @@ from aiocomms.blocking import BlockingPeer, BlockingRegion, Endpoint, open_endpo
 from aiocomms.errors import CommAbortedError, CommError
 from aiocomms.lowlevel import at_end
 from aiocomms.lowlevel.threads import start_awaited
-from aiocomms.ray.places import own_host
+from aiocomms.ray.places import check_reachable, node, own_host
 
 NAME: Final = "AIOCOMMS"
 _RELEASE: Final = 10.0
@@ -43,6 +43,9 @@ class EndpointMetadata(TensorTransportMetadata):  # type: ignore[misc]  # Ray ha
 
     source: str = ""
     """The actor, for errors."""
+    host: str = ""
+    node: str = ""
+    """Where it listens, and where that is."""
     address: bytes = b""
     descriptors: Sequence[bytes] = field(default_factory=list)
     """Of each tensor; empty for one without elements."""
@@ -67,6 +70,7 @@ class _Fetch(FetchRequest):  # type: ignore[misc]
             self._end(None)
 
     def _read(self, endpoint: Endpoint) -> None:
+        check_reachable("it", self._meta.host, self._meta.node)
         peer = self._peer = endpoint.connect(self._meta.address)
         works = []
         for tensor, descriptor in zip(self.tensors, self._meta.descriptors, strict=True):
@@ -156,7 +160,8 @@ class EndpointTransport(TensorTransportManager):  # type: ignore[misc]
                 descriptors.append(regions[-1].descriptor if tensor.numel() else b"")
             stack.pop_all()  # all or none
         shapes = [(tensor.shape, tensor.dtype) for tensor in rdt_object]
-        meta = EndpointMetadata(shapes, "cpu" if rdt_object else None, _source(), here.address, descriptors)
+        device = "cpu" if rdt_object else None
+        meta = EndpointMetadata(shapes, device, _source(), own_host(), node(), here.address, descriptors)
         with self._lock:
             self._objects[obj_id] = meta, regions
         return meta

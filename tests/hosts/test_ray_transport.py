@@ -125,6 +125,10 @@ class Actor:
 
         return await asyncio.to_thread(read)
 
+    async def move_to(self, node: str) -> None:
+        """As if this actor were on another node, from its next tensor on."""
+        under_test.node = lambda: node
+
     async def process(self) -> int:
         return os.getpid()
 
@@ -165,6 +169,14 @@ def test_whatever_a_task_returns(pair: list[Any]):
     }  # fmt: skip
     with pytest.raises(RayTaskError, match=r"of strides .* wanted a contiguous one on the CPU"):
         ray.get(two.look.remote(one.wrong.remote()))
+
+
+def test_on_another_node_without_a_token(pair: list[Any]):
+    """The source listens on loopback there, and what listens on the receiver's own is not it."""
+    source = Actor.remote()
+    ray.get(source.move_to.remote("192.0.2.77"))
+    with pytest.raises(RayDirectTransportError, match=r"it is on node 192.0.2.77, and .* AIOCOMMS_TOKEN in os.environ"):
+        ray.get(pair[0].look.remote(source.make.remote(1.0)))
 
 
 def test_awaiting(pair: list[Any]):
