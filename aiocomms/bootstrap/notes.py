@@ -78,6 +78,8 @@ class Notes:
         self.transports = transports
         self.places: dict[int, bytes] = {}
         """Where ranks have said that the survivors meet."""
+        self.tried: set[str] = set()
+        """The keys of the decisions on a successor that this rank has tried to form in vain."""
         self.on_word: Callable[[int, Question | Answer], object] = lambda rank, word: None
         """Called with what else a rank has said. It waits for nothing."""
         self.on_passed: Callable[[int, bytes], object] = lambda rank, what: None

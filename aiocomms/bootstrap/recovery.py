@@ -3,10 +3,14 @@
 They meet in the store in which the old one was formed. If that is gone, and the transport has a side channel, the
 lowest of them serves a new one and tells the others where. There each says that it has come, and the lowest proposes:
 the first proposal is the decision, for the store takes no second one. Whoever is not in it is out.
+
+A decision that could not be carried out is spent, which the ranks that have tried it say beside it: then all meet at
+the next board, also those that come later, or once more.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import secrets
@@ -51,6 +55,8 @@ _PROBE: Final = 0.5
 _TURN: Final = 0.5
 """Seconds after which the next higher rank proposes, if nobody below it has."""
 _OLD: Final = b"the old store"
+_HERE: Final = b"1"
+_GONE: Final = b"0"
 
 
 class Decision(msgspec.Struct, array_like=True):
@@ -150,11 +156,16 @@ class Recovery:
         for attempt in itertools.count():
             board = old.child(f"again{attempt}", old.name, old.rank, old.size, store)
             decision = await self._agree(board, root)
+            if decision is None:
+                continue
             try:
                 with admitting(root):  # a store that is new
                     return await self._form(decision, root)
-            except (CommTimeoutError, PeerDiedError, CommAbortedError):
-                if self._left() < _TURN:
+            except BaseException as error:
+                self._before.notes.tried.add(decision.key)
+                if isinstance(error, CommError):
+                    await self._give_up(board, decision)
+                if not isinstance(error, CommTimeoutError | PeerDiedError | CommAbortedError) or self._left() < _TURN:
                     raise
         raise AssertionError
 
@@ -254,18 +265,19 @@ class Recovery:
                 return False
         return False
 
-    async def _off_loop(self, what: str, call: Callable[[], _T]) -> _T:
-        with anyio.move_on_after(max(0.0, self._left())):
+    async def _off_loop(self, what: str, call: Callable[[], _T], more: float = 0.0) -> _T:
+        with anyio.move_on_after(max(0.0, self._left()) + more):
             result: _T = await run_in_thread(call)
             return result
         raise CommTimeoutError(f"{what} took longer than {self._seconds:g} s")
 
     # --------------------------------------------------------------------------------------------- and who they are
 
-    async def _agree(self, board: Board, root: Store) -> Decision:
+    async def _agree(self, board: Board, root: Store) -> Decision | None:
+        """What the ranks have decided; None: it is spent."""
         given_up, came = threading.Event(), {self._old.rank}
         try:
-            return await self._off_loop("", functools.partial(self._vote, board, root, came, given_up))
+            return await self._off_loop("", functools.partial(self._vote, board, root, came, given_up), more=_PROBE)
         except CommTimeoutError:
             hoped = set(range(self._old.size)) if self._ranks is None else set(self._ranks)
             absent = sorted(rank for rank in hoped - came if self._ranks or not self._dead(rank))
@@ -274,26 +286,57 @@ class Recovery:
         finally:
             given_up.set()
 
-    def _vote(self, board: Board, root: Store, came: set[int], given_up: threading.Event) -> Decision:
+    def _vote(self, board: Board, root: Store, came: set[int], given_up: threading.Event) -> Decision | None:
         """Say that this rank has come, and wait for the decision or make it; in a thread."""
         rank, began, complete = self._old.rank, time.monotonic(), None
-        board.tell("came", b"1")
-        while not given_up.wait(_PAUSE):
+        while self._left() > 0 and not given_up.wait(_PAUSE):
             record = board.decided("decision")
             if record is None:
-                came |= {r for r in range(self._old.size) if r not in came and board.told("came", r) is not None}
+                self._look(board, came)
                 now = time.monotonic()
                 proposal = self._proposal(root, came, now - began)
                 complete = now if complete is None and proposal else complete
                 if proposal is None or complete is None or now - complete < sorted(came).index(rank) * _TURN:
                     continue
+                if not self._all_wait(board, came):
+                    complete = None
+                    continue
                 record = board.decide("decision", msgspec.msgpack.encode(proposal))
-            decision = self._accepted(decoded(record, Decision))
+            decision = decoded(record, Decision)
+            if self._spent(board, decision):
+                return None
+            self._accept(decision)
             invitation = Invitation(self._old.epoch + 1, decision.size, decision.key)
             for new, claim in decision.joins.items():  # each says it: the one that proposed may be gone
                 Claims(self._old, root).answer(new, claim, invitation)
             return decision
-        raise CommTimeoutError("nobody waits for it any more")
+        board.tell("came", _GONE)
+        raise CommTimeoutError("it has taken too long, or nobody waits for it any more")
+
+    def _look(self, board: Board, came: set[int]) -> None:
+        """Say that this rank is here, if an earlier call has just taken it back, and look who else is."""
+        rank = self._old.rank
+        if board.told("came", rank) != _HERE:
+            board.tell("came", _HERE)
+        came |= {it for it in range(self._old.size) if it not in came and board.told("came", it) == _HERE}
+
+    def _all_wait(self, board: Board, came: set[int]) -> bool:
+        """Whether all that have come are still here; who is not is taken out."""
+        gone = {rank for rank in came if board.told("came", rank) != _HERE}
+        came -= gone
+        return not gone
+
+    def _spent(self, board: Board, decision: Decision) -> bool:
+        """Whether a decision was tried in vain: by another rank, or by this one, which says so."""
+        if decision.key in self._before.notes.tried:
+            board.decide("spent", b"1")
+            return True
+        return board.decided("spent") is not None
+
+    async def _give_up(self, board: Board, decision: Decision) -> None:
+        """Say that a decision is spent, if the store answers at once; this rank's next call does it else."""
+        with anyio.move_on_after(_PROBE), contextlib.suppress(CommError):
+            await run_in_thread(functools.partial(self._spent, board, decision))
 
     def _proposal(self, root: Store, came: set[int], waited: float) -> Decision | None:
         """What this rank would propose, if it is time for that."""
@@ -324,8 +367,8 @@ class Recovery:
                     "hosts, are dead or cut off cannot be told. If they are dead, name those that are left in ranks"
                 )
 
-    def _accepted(self, decision: Decision) -> Decision:
-        """What was decided, if this rank can go along with it."""
+    def _accept(self, decision: Decision) -> None:
+        """Check that this rank can go along with what was decided."""
         old = sorted(decision.old.values())
         if self._old.rank not in old:
             raise CommAbortedError(f"this rank is excluded: ranks {old} go on without it")
@@ -333,7 +376,6 @@ class Recovery:
             raise MismatchError(f"ranks is {self._ranks}, and the others have agreed on {old}")
         if decision.joins if self._wanted is None else decision.size != self._wanted:
             raise MismatchError(f"size is {self._wanted}, and the others have agreed on {decision.size} ranks")
-        return decision
 
 
 def _check(before: Predecessor, ranks: Sequence[int] | None, size: int | None) -> None:

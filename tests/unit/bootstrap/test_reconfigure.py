@@ -1,0 +1,93 @@
+"""A reconfiguration that has failed stands in the way of none that comes after it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+from concurrency import run_on, together
+from torch.distributed import HashStore
+
+import aiocomms
+from aiocomms.bootstrap import newcomers
+from aiocomms.errors import CommError, CommTimeoutError
+
+SHORT = 1.0
+"""Seconds for what cannot succeed."""
+
+
+@pytest.fixture(params=["local", "ucx"])
+def transport(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@asynccontextmanager
+async def world(transport: str, store: HashStore, size: int) -> AsyncIterator[list[aiocomms.Communicator]]:
+    async def one(rank: int) -> aiocomms.Communicator:
+        return await aiocomms.new_comm(transport, store=store, rank=rank, size=size)
+
+    comms = await together(*(lambda rank=rank: one(rank) for rank in range(size)))
+    try:
+        yield comms
+    finally:
+        await together(*(comm.aclose for comm in comms))
+
+
+async def in_vain(comm: aiocomms.Communicator, **how: Any) -> CommError:
+    """Reconfigure, which fails; the communicator is as it was."""
+    with pytest.raises(CommError) as caught:
+        await comm.reconfigure(timeout=SHORT, **how)
+    assert not comm.closed
+    assert not comm.aborted
+    return caught.value
+
+
+async def succeed(comms: list[aiocomms.Communicator], **how: Any) -> None:
+    """Reconfigure them all, and use what comes of it."""
+    new = await together(*(lambda comm=comm: comm.reconfigure(**how) for comm in comms))
+    try:
+        sums = await together(*(lambda comm=comm: comm.all_reduce(torch.ones(1)) for comm in new))
+        assert [each.item() for each in sums] == [len(comms)] * len(comms)
+    finally:
+        await together(*(comm.aclose for comm in new))
+
+
+def test_after_a_newcomer_that_died_when_it_was_invited(transport: str, monkeypatch: pytest.MonkeyPatch):
+    claim = newcomers.Claims.claim
+
+    def die(self: newcomers.Claims, *args: Any) -> None:
+        claim(self, *args)
+        raise CommError("the newcomer dies")
+
+    async def main() -> None:
+        store = HashStore()
+        async with world(transport, store, 2) as comms:
+
+            async def newcomer() -> None:
+                with pytest.raises(CommError, match="the newcomer dies"):
+                    await aiocomms.new_comm(transport, store=store, rank=2, size=3, join=True)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(newcomers.Claims, "claim", die)
+                await together(newcomer, *(lambda comm=comm: in_vain(comm, size=3) for comm in comms))
+            await succeed(comms)
+
+    run_on("asyncio", main)
+
+
+def test_who_came_in_vain_is_not_taken_for_there(transport: str):
+    """And all meet, whoever has tried before."""
+
+    async def main() -> None:
+        async with world(transport, HashStore(), 3) as comms:
+            for comm, absent in zip(comms, ([1, 2], [0, 2]), strict=False):
+                error = await in_vain(comm, ranks=[0, 1, 2])
+                assert isinstance(error, CommTimeoutError)
+                assert f"ranks {absent} had not come" in str(error)
+            await succeed(comms, ranks=[0, 1, 2])
+
+    run_on("asyncio", main)
