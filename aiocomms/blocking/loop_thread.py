@@ -24,7 +24,10 @@ class LoopThread:
     """A thread that runs an event loop for as long as communicators or endpoints use it."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
+        try:
+            self._loop = asyncio.new_event_loop()
+        except OSError as error:  # there is no descriptor for it
+            raise CommError(f"no event loop can be opened: {error}") from error
         self._stop = asyncio.Event()
         self._users = 0
         self._lock = threading.Lock()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import inspect
 import os
 import signal
@@ -19,7 +21,7 @@ from torch.distributed import HashStore
 import aiocomms
 from aiocomms import blocking, core
 from aiocomms.bootstrap.registry import close_transports
-from aiocomms.errors import ArgumentError, CommAbortedError, CommClosedError, CommTimeoutError
+from aiocomms.errors import ArgumentError, CommAbortedError, CommClosedError, CommError, CommTimeoutError
 
 NAME = "aiocomms blocking"
 
@@ -53,6 +55,16 @@ def test_a_world_of_one_and_no_thread_left():
 def test_wrong_arguments_start_no_thread():
     with pytest.raises(ArgumentError, match="store is missing"):
         blocking.new_comm("local", rank=0, size=2)
+    assert loops() == []
+
+
+def test_without_a_descriptor_for_the_loop(monkeypatch):
+    def refuse() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(asyncio, "new_event_loop", refuse)
+    with pytest.raises(CommError, match=r"no event loop can be opened: .*Too many open files"):
+        blocking.new_comm("local")
     assert loops() == []
 
 
