@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Self, TypeVar
@@ -64,12 +65,14 @@ class Endpoint:
 
     @property
     def peers(self) -> Sequence[BlockingPeer]:
-        """The endpoints that this one is connected with."""
+        """The endpoints that this one is connected with; none once it is closed."""
 
         async def views() -> Sequence[BlockingPeer]:
             return [self._view(peer) for peer in self._endpoint.peers]
 
-        return self._run("peers", views)
+        with contextlib.suppress(CommClosedError):
+            return self._run("peers", views)
+        return []
 
     @property
     def closed(self) -> bool:

@@ -214,6 +214,7 @@ def test_a_closed_endpoint_refuses(pair: Pair):
         with pytest.raises(CommClosedError, match="the endpoint is closed"):
             call()
     region.revoke()
+    assert one.peers == []
     assert peer.closed
     with pytest.raises(CommClosedError):
         other.lost()
