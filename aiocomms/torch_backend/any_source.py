@@ -7,10 +7,11 @@ first of the queue, being from any source, would match any message that those be
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextvars import copy_context
+from contextvars import Context, copy_context
 from functools import partial
 
 import anyio
@@ -133,10 +134,20 @@ class Receives:
         queue.waiting.append(receive)
         if not queue.served:
             queue.served = True
-            self._comm._door.put(core.driver.spawn, partial(self._serve, op.tag, queue), copy_context())
+            self._comm._door.put(self._begin, op.tag, queue, copy_context())
         return receive
 
     # --------------------------------------------------------------------------------------- on the loop's thread
+
+    def _begin(self, tag: int, queue: _Queue, context: Context) -> None:
+        door = self._comm._door
+        if not door.closed:
+            self._comm._core.driver.spawn(partial(self._serve, tag, queue), context)
+            return
+        queue.served = False  # any thread: who puts another receive there from now on comes here, too
+        while queue.waiting:
+            with contextlib.suppress(IndexError):  # another thread has just ended it
+                queue.waiting.popleft().end(door.refusal())
 
     async def _serve(self, tag: int, queue: _Queue) -> None:
         receive = None

@@ -12,10 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from concurrency import in_threads
 from places import group
 from processes import HANGS, KILLED, Rank, Run
+from torch.distributed import HashStore
 
-from aiocomms.errors import ArgumentError, MessageTruncatedError
+from aiocomms import blocking
+from aiocomms.errors import ArgumentError, CommClosedError, MessageTruncatedError
+from aiocomms.torch_backend.any_source import Receives
 
 pytestmark = [pytest.mark.timeout(HANGS), pytest.mark.processes]
 over_ucx = pytest.mark.parametrize("transport", ["ucx"])
@@ -26,6 +30,27 @@ def received(source: int | None, tag: int = TAG) -> tuple[int, float]:
     """Receive one number, and say whom it is from."""
     tensor = torch.zeros(1)
     return dist.recv(tensor, source, tag=tag), tensor.item()
+
+
+def test_a_communicator_that_is_closed_as_a_receive_comes():
+    """Nobody else waits for the receive, so whoever finds the door closed ends it."""
+    store = HashStore()
+    one, two = in_threads(
+        *(lambda rank=rank: blocking.new_comm("local", store=store, rank=rank, size=2) for rank in range(2))
+    )
+    with two, one:
+        put = one._door.put
+
+        def late(call: Callable[..., object], *args: object) -> None:
+            one._door.put = put
+            one.close()
+            put(call, *args)
+
+        one._door.put = late
+        receive = Receives(one).from_any(torch.zeros(1), TAG)
+        assert receive.done()
+        with pytest.raises(CommClosedError):
+            receive.wait()
 
 
 async def in_order(place: Rank) -> None:
