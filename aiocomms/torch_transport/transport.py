@@ -109,6 +109,9 @@ class EndpointTransport(registry.Transport):  # type: ignore[misc]
     def close(self, *, timeout: float | None = None) -> None:
         """Wait for what is under way, and release everything. Idempotent.
 
+        ``timeout`` is the patience for transfers, and not for what follows: the other end is let go, which takes some
+        seconds more if that does not answer, as where its process is stopped.
+
         :raises TimeoutError: something is still under way; nothing new is accepted, and another call goes on.
         :raises CommError: something that was under way has failed; everything is released.
         """
@@ -283,7 +286,8 @@ class EndpointTransport(registry.Transport):  # type: ignore[misc]
         if remote is None or remote.closed:
             assert self._peer is not None
             remote = self._peer.attach(key, timeout=max(0.001, ends - time.monotonic()))
-            self._remotes[key] = remote
+            with self._lock:
+                self._remotes = {of: it for of, it in self._remotes.items() if not it.closed} | {key: remote}
         return remote
 
     async def _opened(self, remote_buffer: RemoteBuffer, ends: float) -> None:

@@ -229,6 +229,19 @@ def test_the_same_memory_is_registered_once(pair: Pair):
     assert tensor.sum() == 6
 
 
+def test_what_the_other_end_has_taken_back_is_not_kept(pair: Pair):
+    source = pair.one.register_memory(torch.ones(4))
+    kept = buffer(pair.two.register_memory(torch.zeros(4)))
+    pair.one.write(source.to_view(), kept)
+    for _ in range(3):
+        target = pair.two.register_memory(torch.zeros(4))
+        pair.one.write(source.to_view(), buffer(target))
+        pair.two.unregister_memory(target)
+    last = buffer(pair.two.register_memory(torch.zeros(4)))
+    pair.one.write(source.to_view(), last)
+    assert pair.one._remotes.keys() == {kept.serialize(), last.serialize()}
+
+
 def test_memory_moves_when_it_is_registered_and_not_again(pair: Pair):
     """Threads may compute with it then; and what is not torch's own memory never moves."""
     own, bytes_ = torch.ones(5), bytearray(8)
