@@ -158,10 +158,10 @@ class EndpointTransport(TensorTransportManager):  # type: ignore[misc]
                 if tensor.numel():
                     regions.append(stack.enter_context(here.register(tensor.detach(), write=False)))
                 descriptors.append(regions[-1].descriptor if tensor.numel() else b"")
+            shapes = [(tensor.shape, tensor.dtype) for tensor in rdt_object]
+            device = "cpu" if rdt_object else None
+            meta = EndpointMetadata(shapes, device, _source(), own_host(), node(), here.address, descriptors)
             stack.pop_all()  # all or none
-        shapes = [(tensor.shape, tensor.dtype) for tensor in rdt_object]
-        device = "cpu" if rdt_object else None
-        meta = EndpointMetadata(shapes, device, _source(), own_host(), node(), here.address, descriptors)
         with self._lock:
             self._objects[obj_id] = meta, regions
         return meta

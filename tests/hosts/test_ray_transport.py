@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import ray
@@ -200,6 +201,18 @@ def test_into_a_buffer(pair: list[Any]):
     got = ray.get(made)
     assert got.data_ptr() == buffer.data_ptr()
     assert buffer.mean().item() == 2.0
+
+
+def test_what_cannot_be_described_is_not_open(cluster: None):
+    """Ray never frees an object whose metadata it was not given."""
+    regions = manager()._here()._endpoint._regions
+    before = set(regions)
+    with (
+        mock.patch.object(under_test, "_source", side_effect=RuntimeError("Ray is going down")),
+        pytest.raises(RuntimeError, match="Ray is going down"),
+    ):
+        manager().extract_tensor_transport_metadata("no object", [torch.ones(2), torch.ones(3)])
+    assert set(regions) == before
 
 
 def test_what_is_freed_can_be_read_no_more(pair: list[Any]):
