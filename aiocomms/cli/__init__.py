@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from aiocomms.cli.bench.arguments import add_arguments
 from aiocomms.errors import CommError
 
 
@@ -16,7 +17,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     :param arguments: the arguments without the program's name; None: those of the process.
     :returns: the exit status: 1 if something is wrong with the input, or with the ranks.
     """
-    options = _parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args(given)
+    options.arguments = given
     try:
         return int(options.run(options))
     except (CommError, OSError, ValueError) as error:
@@ -28,10 +31,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="aiocomms", description="asyncio-native communication for PyTorch tensors")
     commands = parser.add_subparsers(dest="command", required=True)
     info = commands.add_parser("info", help="versions, transports, devices, interfaces and environment variables")
+    info.add_argument("--json", action="store_true", help="print one JSON document")
     info.set_defaults(run=_info)
-    bench = commands.add_parser("bench", help="measure the transports between two processes of this machine")
-    bench.add_argument("transport", nargs="*", help="which; all that are available between processes by default")
-    bench.add_argument("--seconds", type=float, default=0.2, help="how long to measure each row (0.2)")
+    bench = commands.add_parser("bench", help="measure operations: time, bandwidth, lateness of the loop")
+    add_arguments(bench)
     bench.set_defaults(run=_bench)
     trace = commands.add_parser("trace", help="say from the ranks' flight recorders who is missing, and draw a trace")
     trace.add_argument("path", nargs="+", type=Path, help="files, or folders of them")
@@ -46,13 +49,13 @@ def _parser() -> argparse.ArgumentParser:
 def _info(options: argparse.Namespace) -> int:
     from aiocomms.cli.info import run
 
-    return run()
+    return run(as_json=options.json)
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from aiocomms.cli.bench import run
+    from aiocomms.cli.bench.start import run
 
-    return run(options.transport, options.seconds)
+    return run(options, options.arguments)
 
 
 def _trace(options: argparse.Namespace) -> int:

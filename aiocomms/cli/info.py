@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import socket
@@ -25,17 +26,19 @@ _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS", "CUDA_VISIBLE_D
 _SECRETS = ("TOKEN", "SECRET", "KEY", "PASS")
 
 
-def run() -> int:
-    """Print the sections."""
-    for title, rows in (
-        ("versions", _versions()),
-        ("transports", _transports()),
-        ("devices", _devices()),
-        ("interfaces", _interfaces()),
-        ("environment", _environment()),
-    ):
+def run(*, as_json: bool) -> int:
+    """Print the sections.
+
+    :param as_json: print an object of objects by name: what is shown without it.
+    """
+    parts = (_versions, _transports, _devices, _interfaces, _environment)
+    sections = {part.__name__.removeprefix("_"): dict(part()) for part in parts}
+    if as_json:
+        print(json.dumps(sections, indent=2))
+        return 0
+    for title, rows in sections.items():
         print(f"{title}:")
-        for name, value in rows:
+        for name, value in rows.items():
             print(f"  {name:28} {value}")
     return 0
 

@@ -1,0 +1,113 @@
+"""How each operation is called here."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
+from typing import Any, Protocol
+
+from aiocomms.cli.bench.cases import ROOT, Case
+from aiocomms.communicator import Communicator
+from aiocomms.families.rma import Window
+
+Call = Callable[[], Awaitable[Any]] | Callable[[], Any]
+"""One iteration, to be awaited unless its contender blocks."""
+
+
+class Contender(Protocol):
+    """One that can be measured: a communicator, or a peer."""
+
+    blocking: bool
+    """Whether its calls block, so that there is nothing to await."""
+
+    async def enter(self) -> None:
+        """Begin a turn once all ranks are there, which it waits for by its own means and without blocking the loop."""
+
+    async def leave(self) -> None:
+        """End a turn once all ranks do, and leave the processor to the others until the next one."""
+
+    def bound(self, case: Case) -> AbstractAsyncContextManager[Call | None]:
+        """Prepare a case; its iteration, or None: this rank has no part in it.
+
+        :raises NotImplementedError: it has no such operation.
+        """
+
+
+class Ours:
+    """A communicator."""
+
+    blocking = False
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    async def enter(self) -> None:
+        """See :class:`Contender`."""
+        await self._comm.barrier()
+
+    leave = enter
+
+    @asynccontextmanager
+    async def bound(self, case: Case) -> AsyncIterator[Call | None]:
+        """See :class:`Contender`."""
+        if case.moves in ("put", "put_signal", "get"):
+            async with await self._comm.new_window(case.input if case.moves == "get" else case.output) as window:
+                yield _one_sided(window, case)
+        else:
+            yield partial(_ping_pong, self._comm, case) if case.moves == "send" else _collective(self._comm, case)
+
+
+def _collective(comm: Communicator, case: Case) -> Call:
+    into, out, inputs, outputs = case.input, case.output, case.inputs, case.outputs
+    rows = [len(into) // case.size] * case.size
+    calls: dict[str, Call] = {
+        "all_reduce": partial(comm.all_reduce, out),
+        "reduce": partial(comm.reduce, out, ROOT),
+        "broadcast": partial(comm.broadcast, out, ROOT),
+        "all_gather": partial(comm.all_gather, outputs, into),
+        "all_gather_v": partial(comm.all_gather_v, outputs, into),
+        "all_gather_single": partial(comm.all_gather_single, out, into),
+        "reduce_scatter": partial(comm.reduce_scatter, out, inputs),
+        "reduce_scatter_v": partial(comm.reduce_scatter_v, out, inputs),
+        "reduce_scatter_single": partial(comm.reduce_scatter_single, out, into),
+        "all_to_all": partial(comm.all_to_all, outputs, inputs),
+        "all_to_all_single": partial(comm.all_to_all_single, out, into),
+        "all_to_all_v_single": partial(comm.all_to_all_v_single, out, into, rows, rows),
+        "scatter": partial(comm.scatter, out, inputs, ROOT),
+        "gather": partial(comm.gather, outputs, into, ROOT),
+        "gather_single": partial(comm.gather_single, out, into, ROOT),
+        "barrier": comm.barrier,
+    }
+    return calls[case.op]
+
+
+async def _ping_pong(comm: Communicator, case: Case) -> None:
+    if case.rank == 0:
+        await comm.send(case.input, 1)
+        await comm.recv(case.output, 1)
+    else:
+        await comm.recv(case.output, 0)
+        await comm.send(case.input, 0)
+
+
+def _one_sided(window: Window, case: Case) -> Call | None:
+    other = 1 - case.rank
+
+    async def put() -> None:
+        await window.put(case.input, other)
+        await window.flush(other)  # as OSU's osu_put_latency does
+
+    async def ping_pong() -> None:
+        if case.rank == 0:
+            await window.put_signal(case.input, other)
+            await window.wait_signal(other)
+        else:
+            await window.wait_signal(other)
+            await window.put_signal(case.input, other)
+
+    if case.moves == "put_signal":
+        return ping_pong
+    if case.rank == 1:
+        return None
+    return put if case.moves == "put" else partial(window.get, case.output, other)

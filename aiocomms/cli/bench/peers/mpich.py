@@ -1,0 +1,97 @@
+"""MPICH through mpi4py; each call blocks, on buffer specifications made beforehand."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from aiocomms.cli.bench.cases import ROOT, Case
+from aiocomms.cli.bench.ours import Call
+from aiocomms.communicator import Communicator
+
+
+def launcher(ranks: int) -> list[str]:
+    """The command that starts the ranks, which MPI wants to have started itself; empty: it is not installed."""
+    beside = Path(sys.executable).parent / "mpiexec"
+    command = str(beside) if beside.exists() else shutil.which("mpiexec")
+    return [command, "-n", str(ranks)] if command is not None and find_spec("mpi4py") is not None else []
+
+
+class Peer:
+    """One rank of MPI's world, which its launcher has made one."""
+
+    blocking = True
+
+    def __init__(self) -> None:
+        self._mpi: Any = None
+
+    def missing(self) -> str | None:
+        """See :class:`aiocomms.cli.bench.peers.Peer`."""
+        if find_spec("mpi4py") is None:
+            return "mpi4py is not installed: pip install mpi4py mpich"
+        try:
+            self._mpi = import_module("mpi4py.MPI")
+        except (ImportError, RuntimeError) as error:
+            return f"mpi4py cannot be loaded: {error}"
+        vendor, version = self._mpi.get_vendor()
+        return None if vendor == "MPICH" else f"mpi4py is built for {vendor} {'.'.join(map(str, version))} here"
+
+    async def open(self, comm: Communicator, host: str) -> None:
+        """See :class:`aiocomms.cli.bench.peers.Peer`. To load mpi4py has opened it."""
+        world = self._mpi.COMM_WORLD
+        if (world.rank, world.size) != (comm.rank, comm.size):
+            raise NotImplementedError(f"MPI's world has {world.size} of {comm.size} ranks: start them with its mpiexec")
+
+    async def aclose(self) -> None:
+        """See :class:`aiocomms.cli.bench.peers.Peer`. mpi4py does so when the process ends: it cannot open it again."""
+
+    async def enter(self) -> None:
+        """See :class:`aiocomms.cli.bench.ours.Contender`."""
+        await asyncio.to_thread(self._mpi.COMM_WORLD.Barrier)
+
+    leave = enter
+
+    @asynccontextmanager
+    async def bound(self, case: Case) -> AsyncIterator[Call]:
+        """See :class:`aiocomms.cli.bench.ours.Contender`."""
+        world, into, out = self._mpi.COMM_WORLD, self._spec(case.input), self._spec(case.output)
+        root = case.rank == ROOT
+        here = self._mpi.IN_PLACE
+        calls: dict[str, Callable[[], Any]] = {
+            "all_reduce": partial(world.Allreduce, here, out),
+            "reduce": partial(world.Reduce, here if root else out, out if root else None, root=ROOT),
+            "broadcast": partial(world.Bcast, out, ROOT),
+            "all_gather_single": partial(world.Allgather, into, out),
+            "reduce_scatter_single": partial(world.Reduce_scatter_block, into, out),
+            "all_to_all_single": partial(world.Alltoall, into, out),
+            "scatter": partial(world.Scatter, into if root else None, out, ROOT),
+            "gather_single": partial(world.Gather, into, out if root else None, ROOT),
+            "barrier": world.Barrier,
+            "send": partial(_ping_pong, world, case.rank, into, out),
+        }
+        if case.op not in calls:
+            raise NotImplementedError(f"{case.op} is not measured with it")
+        yield calls[case.op]
+
+    def _spec(self, tensor: Tensor) -> list[Any]:
+        """What mpi4py takes quickest for a buffer; a collective of several parts divides the count by itself."""
+        return [tensor.numpy(), self._mpi.FLOAT]
+
+
+def _ping_pong(world: Any, rank: int, into: list[Any], out: list[Any]) -> None:
+    if rank == 0:
+        world.Send(into, 1)
+        world.Recv(out, 1)
+    else:
+        world.Recv(out, 0)
+        world.Send(into, 0)

@@ -1,0 +1,105 @@
+"""UCXX's asyncio interface in polling mode, its quickest: sends and receives, all that it has."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from aiocomms.cli.bench.cases import ROOT, Case
+from aiocomms.cli.bench.ours import Call
+from aiocomms.communicator import Communicator
+
+_NAME = __name__.rpartition(".")[2]
+
+
+class Peer:
+    """One of two ranks: the first listens, the second connects."""
+
+    blocking = False
+
+    def __init__(self) -> None:
+        self._library: Any = None
+        self._endpoint: Any = None
+        self._listener: Any = None
+
+    def missing(self) -> str | None:
+        """See :class:`aiocomms.cli.bench.peers.Peer`."""
+        if find_spec(_NAME) is None:
+            return f"it is not installed: pip install {_NAME}-cu13, which needs no GPU"
+        try:
+            self._library = import_module(_NAME)
+        except (ImportError, OSError) as error:
+            return f"it cannot be loaded: {error}"
+        return None
+
+    async def open(self, comm: Communicator, host: str) -> None:
+        """See :class:`aiocomms.cli.bench.peers.Peer`."""
+        if comm.size != 2:
+            raise NotImplementedError("it is measured between two ranks")
+        self._library.init(progress_mode="polling")
+        came: asyncio.Queue[Any] = asyncio.Queue()
+        if comm.rank == ROOT:
+            self._listener = self._library.create_listener(came.put)
+        port = await comm.broadcast_object(self._listener.port if comm.rank == ROOT else 0, ROOT)
+        connecting = came.get() if comm.rank == ROOT else self._library.create_endpoint(host, port)
+        self._endpoint = await connecting
+        await self.leave()
+
+    async def aclose(self) -> None:
+        """See :class:`aiocomms.cli.bench.peers.Peer`."""
+        self._poll()
+        await self._endpoint.close()
+        if self._listener is not None:
+            self._listener.close()
+        self._endpoint = self._listener = None
+        await self._rest()
+
+    async def enter(self) -> None:
+        """See :class:`aiocomms.cli.bench.ours.Contender`."""
+        self._poll()
+        await self._meet()
+
+    async def leave(self) -> None:
+        """See :class:`aiocomms.cli.bench.ours.Contender`."""
+        await self._meet()
+        await self._rest()
+
+    async def _meet(self) -> None:
+        mine, theirs = bytearray(1), bytearray(1)
+        await asyncio.gather(self._endpoint.send(mine), self._endpoint.recv(theirs))
+
+    def _polling(self) -> Any:
+        """Its task that polls, which has no switch: it comes round with the loop, and would take it from the others."""
+        context = import_module(f"{_NAME}._lib_async.application_context")
+        return context.ProgressTasks[asyncio.get_running_loop()]
+
+    def _poll(self) -> None:
+        polling = self._polling()
+        if polling.progress_task.done():
+            polling.progress_task = asyncio.get_running_loop().create_task(polling._progress_task())
+
+    async def _rest(self) -> None:
+        task = self._polling().progress_task
+        task.cancel()
+        await asyncio.wait([task])
+
+    @asynccontextmanager
+    async def bound(self, case: Case) -> AsyncIterator[Call]:
+        """See :class:`aiocomms.cli.bench.ours.Contender`."""
+        if case.op != "send":
+            raise NotImplementedError("it has sends and receives only")
+        endpoint, into, out = self._endpoint, case.input.numpy(), case.output.numpy()
+
+        async def ping() -> None:
+            await endpoint.send(into)
+            await endpoint.recv(out)
+
+        async def pong() -> None:
+            await endpoint.recv(out)
+            await endpoint.send(into)
+
+        yield ping if case.rank == 0 else pong

@@ -1,0 +1,174 @@
+"""What was measured: a table that grows while it is measured, or one JSON document."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+import aiocomms
+from aiocomms.cli.bench.arguments import Plan
+
+SCHEMA = 1
+"""Counts up when a field is renamed or goes."""
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One contender, operation and size.
+
+    ``transport`` is the one whose turn it was, ``by`` who was measured: that one, or a peer beside it; ``carrier`` is
+    the transport that ``"auto"`` has taken, None of a peer. ``wrong`` is None where nothing was checked.
+    """
+
+    op: str
+    transport: str
+    by: str
+    carrier: str | None
+    bytes: int
+    count: int
+    iterations: int
+    p50_us: float
+    p99_us: float
+    mean_us: float
+    algbw_gbs: float | None
+    busbw_gbs: float | None
+    late_p99_us: float
+    cpu_us: float
+    wrong: int | None
+    ratio: float
+
+
+class Missing(msgspec.Struct, frozen=True):
+    """What could not be measured; ``op`` is None where nothing of it could."""
+
+    by: str
+    op: str | None
+    reason: str
+
+
+class Report(msgspec.Struct):
+    """The document. Times are in µs, bandwidths in 10⁹ bytes per second."""
+
+    schema: int
+    version: str
+    torch: str
+    host: str
+    processors: int
+    ranks: int
+    in_process: bool
+    idle_late_p99_us: dict[str, float]
+    rows: list[Row]
+    missing: list[Missing]
+
+    @property
+    def wrong(self) -> int:
+        """How many elements were wrong in all."""
+        return sum(row.wrong or 0 for row in self.rows)
+
+
+class Reporter:
+    """Rank 0's, who prints."""
+
+    def __init__(self, plan: Plan, ranks: int) -> None:
+        self.plan = plan
+        self.report = Report(
+            SCHEMA, aiocomms.__version__, str(torch.__version__), _host(), len(os.sched_getaffinity(0)), ranks,
+            plan.in_process, {}, [], [],
+        )  # fmt: skip
+        self._bar: Any = None
+        self._say(
+            f"# {ranks} ranks{' in one process' if plan.in_process else ''}, {self.report.processors} processors: "
+            f"{self.report.host}\n# float32, sums, root 0; {plan.iterations} iterations, {plan.warmup} before"
+        )
+        self._said = ("", "")
+
+    def idle(self, transport: str, late: float) -> None:
+        """Say how late the loop is beside a communicator that does nothing, which the system's timers make it."""
+        self.report.idle_late_p99_us[transport] = round(late * 1e6, 3)
+        self._say(f"# {transport}: beside no operation the loop is {late * 1e6:.0f} µs late at p99")
+
+    def row(self, row: Row) -> None:
+        """Add a row."""
+        self.report.rows.append(row)
+        if self._said != (row.op, row.transport):
+            self._said = (row.op, row.transport)
+            carrier = f" ({row.carrier})" if row.carrier not in (None, row.transport) else ""
+            self._say(_HEAD.format(what=f"{row.op} by {row.transport}{carrier}"))
+        self._say(_line(row))
+
+    def missing(self, by: str, op: str | None, reason: str) -> None:
+        """Say what cannot be measured, and why."""
+        self.report.missing.append(Missing(by, op, reason))
+        self._say(f"# {by}{f', {op}' if op else ''}: not measured: {reason}")
+
+    def end(self) -> None:
+        """Print the document, or the sum of what was wrong."""
+        if self.plan.json:
+            print(msgspec.json.format(msgspec.json.encode(self.report), indent=2).decode())
+        elif self.report.rows:
+            print(f"# wrong: {self.report.wrong if self.plan.check else 'not checked'}")
+
+    @contextlib.contextmanager
+    def progress(self, steps: int) -> Iterator[None]:
+        """Show a bar meanwhile, on a terminal, where rich is installed."""
+        with _bar(steps) as self._bar:
+            yield
+        self._bar = None
+
+    def step(self, what: str) -> None:
+        """Another step of it is done."""
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], advance=1, description=what)
+
+    def _say(self, text: str) -> None:
+        if self.plan.json:
+            return
+        if self._bar is not None and sys.stdout.isatty():
+            self._bar.console.out(text, highlight=False)  # above the bar
+        else:
+            print(text, flush=True)
+
+
+_HEAD = (
+    "#\n# {what}\n#       size        count  by                 p50       p99      mean   algbw   busbw  late p99"
+    "    CPU/op   #wrong    ratio\n#        (B)   (elements)                    (µs)      (µs)      (µs)  (GB/s)"
+    "  (GB/s)      (µs)      (µs)"
+)
+
+
+def _line(row: Row) -> str:
+    bandwidths = (f"{'-' if value is None else f'{value:.3f}':>8}" for value in (row.algbw_gbs, row.busbw_gbs))
+    return (
+        f"{row.bytes:>12} {row.count:>12}  {row.by:12} {row.p50_us:>9.1f} {row.p99_us:>9.1f} {row.mean_us:>9.1f}"
+        f"{''.join(bandwidths)} {row.late_p99_us:>9.0f} {row.cpu_us:>9.1f} "
+        f"{'-' if row.wrong is None else row.wrong:>8} {f'{row.ratio:.2f}x' if row.carrier is None else '':>8}"
+    ).rstrip()
+
+
+def _bar(steps: int) -> AbstractContextManager[Any]:
+    if not sys.stderr.isatty() or find_spec("rich") is None:
+        return contextlib.nullcontext()
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    bar.add_task("", total=steps)
+    return bar
+
+
+def _host() -> str:
+    names = [platform.machine()]
+    with contextlib.suppress(OSError):
+        rows = Path("/proc/cpuinfo").read_text().splitlines()
+        names = [row.partition(":")[2].strip() for row in rows if row.startswith("model name")][:1] or names
+    return f"{names[0]}, {platform.system()} {platform.release()}"

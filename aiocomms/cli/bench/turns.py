@@ -1,0 +1,156 @@
+"""The contenders take turns: ours, and the peers that it is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+
+from aiocomms.cli.bench.arguments import Plan
+from aiocomms.cli.bench.cases import Case
+from aiocomms.cli.bench.measure import BEATING, lateness, median, percentile, turn
+from aiocomms.cli.bench.operations import OPERATIONS
+from aiocomms.cli.bench.ours import Call, Contender, Ours
+from aiocomms.cli.bench.report import Reporter, Row
+from aiocomms.communicator import Communicator
+
+_ROUNDS = 5
+_FEWEST, _MOST = 10, 100_000
+"""Iterations beside a heartbeat."""
+
+
+class Entry:
+    """A contender with a case, and what was measured of it on this rank."""
+
+    def __init__(self, name: str, contender: Contender, case: Case, call: Call | None) -> None:
+        self.name, self.contender, self.case, self._call = name, contender, case, call
+        self.took: list[int] = []
+        self.used = 0.0
+        self.wrong = 0
+
+    async def check(self, count: int) -> None:
+        """Do it ``count`` times, and look at the results each time."""
+        for _ in range(count):
+            self.case.fill()
+            await self.turn(1)
+            self.wrong += self.case.wrong()
+        self.case.clear()
+
+    async def turn(self, count: int) -> tuple[list[int], float]:
+        """Do it ``count`` times, once all ranks are there, and until they are.
+
+        They meet by the contender's own means: where its calls block, no rank's loop is needed by another one then.
+        """
+        await self.contender.enter()
+        measured = await turn(self._call, self.contender.blocking, count)
+        await self.contender.leave()
+        return measured
+
+    async def time(self, count: int) -> None:
+        """A turn that counts."""
+        took, used = await self.turn(count)
+        self.took += took
+        self.used += used
+
+    async def lateness(self, count: int) -> float:
+        """A turn beside a heartbeat."""
+        await self.contender.enter()
+        late = await lateness(self._call, self.contender.blocking, count)
+        await self.contender.leave()
+        return late
+
+
+class Turns:
+    """One communicator and the peers beside it, through all operations and sizes."""
+
+    def __init__(
+        self, plan: Plan, transport: str, comm: Communicator, contenders: Mapping[str, Contender],
+        reporter: Reporter | None,
+    ) -> None:  # fmt: skip
+        self._plan, self._transport, self._comm = plan, transport, comm
+        self._contenders, self._reporter = contenders, reporter
+        self._without: set[tuple[str, str]] = set()
+
+    async def run(self) -> None:
+        """Measure all, and report it on rank 0."""
+        cases = [(op, size) for op in self._plan.ops for size in (self._plan.sizes if op != "barrier" else (0,))]
+        async with AsyncExitStack() as stack:
+            if self._reporter is not None:
+                stack.enter_context(self._reporter.progress(len(cases)))
+            for op, nbytes in cases:
+                await self._measure(op, nbytes)
+                if self._reporter is not None:
+                    self._reporter.step(f"{self._transport} {op}")
+
+    async def _measure(self, op: str, nbytes: int) -> None:
+        async with AsyncExitStack() as stack:
+            entries = [
+                entry
+                for name in self._contenders
+                if (name, op) not in self._without and (entry := await self._bind(stack, name, op, nbytes)) is not None
+            ]
+            for entry in entries:
+                await entry.turn(self._plan.warmup)
+            for number in range(_ROUNDS):
+                for entry in [*entries[number % len(entries) :], *entries[: number % len(entries)]]:
+                    await entry.time(-(-self._plan.iterations // _ROUNDS))
+            ours: Row | None = None
+            for entry in entries:
+                row = await self._row(entry, ours)
+                ours = ours or row
+                if self._reporter is not None:
+                    self._reporter.row(row)
+
+    async def _bind(self, stack: AsyncExitStack, name: str, op: str, nbytes: int) -> Entry | None:
+        """Prepare a contender, and let it show that it can do it; None: it cannot."""
+        contender = self._contenders[name]
+        entry = reason = None
+        try:
+            case = Case(op, nbytes, self._comm.rank, self._comm.size)
+            entry = Entry(name, contender, case, await stack.enter_async_context(contender.bound(case)))
+            await entry.check(max(1, self._plan.check))
+        except Exception as error:
+            if isinstance(contender, Ours):
+                raise
+            reason = str(error).partition("\n")[0] or type(error).__name__  # the libraries of others raise anything
+        reason = first(await self._comm.all_gather_object(reason))
+        if reason is None:
+            return entry
+        self._without.add((name, op))
+        if self._reporter is not None:
+            self._reporter.missing(name, op, reason)
+        return None
+
+    async def _row(self, entry: Entry, ours: Row | None) -> Row:
+        operation, case, size = OPERATIONS[entry.case.op], entry.case, self._comm.size
+        shares = [(took, used) for took, used in await self._comm.all_gather_object((entry.took, entry.used)) if took]
+        timed = shares[:1] if operation.share != 1.0 else shares
+        # An op has taken as long as on the rank where it took longest.
+        took = [max(each) * operation.share / 1e3 for each in zip(*(times for times, _ in timed), strict=True)]
+        p50 = median(took)
+        late = await entry.lateness(min(_MOST, max(_FEWEST, int(BEATING * 1e6 / p50))))
+        if self._plan.check:
+            await entry.check(self._plan.check)
+        found = await self._comm.all_gather_object((late, entry.wrong))
+        algbw = case.nbytes / p50 / 1e3 if case.nbytes else None
+        used = sum(used for _, used in shares) / len(shares) / len(took) * operation.share
+        return Row(
+            op=case.op, transport=self._transport, by=entry.name, carrier=self._carrier(entry),
+            bytes=case.nbytes, count=case.count, iterations=len(took),
+            p50_us=round(p50, 3), p99_us=round(percentile(took, 99), 3), mean_us=round(sum(took) / len(took), 3),
+            algbw_gbs=algbw and round(algbw, 6), busbw_gbs=algbw and round(algbw * operation.factor(size), 6),
+            late_p99_us=round(max(late for late, _ in found) * 1e6, 3), cpu_us=round(used * 1e6, 3),
+            wrong=sum(wrong for _, wrong in found) if self._plan.check else None,
+            ratio=1.0 if ours is None else round(p50 / ours.p50_us, 3),
+        )  # fmt: skip
+
+    def _carrier(self, entry: Entry) -> str | None:
+        """The transport that has carried it; None: it was a peer's."""
+        if not isinstance(entry.contender, Ours):
+            return None
+        family = {"send": "p2p", "put": "rma", "put_signal": "rma", "get": "rma"}.get(entry.case.moves, "collectives")
+        return self._comm.transports.get(family) or self._comm.transports["p2p"]
+
+
+def first(reasons: Sequence[str | None]) -> str | None:
+    """The first that there is."""
+    return next((reason for reason in reasons if reason is not None), None)

@@ -1,0 +1,24 @@
+"""``aiocomms info``."""
+
+from __future__ import annotations
+
+import json
+
+import aiocomms
+from aiocomms.cli.__main__ import main
+
+
+def test_the_document_holds_what_is_shown(capsys, monkeypatch):
+    monkeypatch.setenv("AIOCOMMS_TOKEN", "of nobody's business")
+    assert main(["info", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == ["versions", "transports", "devices", "interfaces", "environment"]
+    assert found["versions"]["aiocomms"].startswith(aiocomms.__version__)
+    assert found["transports"]["local on cpu"].startswith("available")
+    assert found["environment"]["AIOCOMMS_TOKEN"] == "set, and not shown"
+    assert main(["info"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if not line.startswith(" ")] == [f"{name}:" for name in found]
+    for section in found.values():
+        for name, value in section.items():
+            assert any(line.split() == [*name.split(), *value.split()] for line in lines), name
