@@ -47,12 +47,10 @@ class _Rank:
         plan = self._plan
         if self._prints:
             self._reporter = Reporter(plan, self._ranks)
-        failed = False
         for transport in plan.transports:
             try:
                 await self._transport(transport)
             except _NotHereError as error:
-                failed = True
                 if self._reporter is not None:
                     self._reporter.missing(transport, None, str(error).partition("\n")[0])
         if self._reporter is None:
@@ -62,7 +60,7 @@ class _Rank:
             from aiocomms.cli.bench.plot import draw  # which imports matplotlib
 
             draw(self._reporter.report, plan.plot)
-        return int(failed or self._reporter.report.wrong > 0)
+        return int(not self._reporter.report.good(plan.transports))
 
     async def _transport(self, name: str) -> None:
         try:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +26,8 @@ class Row(msgspec.Struct, frozen=True):
     """One contender, operation and size.
 
     ``transport`` is the one whose turn it was, ``by`` who was measured: that one, or a peer beside it; ``carrier`` is
-    the transport that ``"auto"`` has taken, None of a peer. ``wrong`` is None where nothing was checked.
+    the transport that ``"auto"`` has taken, None of a peer. ``wrong`` is None where nothing was checked, and
+    ``ratio`` of a peer beside a transport that has no such op.
     """
 
     op: str
@@ -44,7 +45,7 @@ class Row(msgspec.Struct, frozen=True):
     late_p99_us: float
     cpu_us: float
     wrong: int | None
-    ratio: float
+    ratio: float | None
 
 
 class Missing(msgspec.Struct, frozen=True):
@@ -73,6 +74,10 @@ class Report(msgspec.Struct):
     def wrong(self) -> int:
         """How many elements were wrong in all."""
         return sum(row.wrong or 0 for row in self.rows)
+
+    def good(self, transports: Sequence[str]) -> bool:
+        """Whether nothing was wrong, and nothing of these transports is missing."""
+        return not self.wrong and not any(missing.by in transports for missing in self.missing)
 
 
 class Reporter:
@@ -147,10 +152,11 @@ _HEAD = (
 
 def _line(row: Row) -> str:
     bandwidths = (f"{'-' if value is None else f'{value:.3f}':>8}" for value in (row.algbw_gbs, row.busbw_gbs))
+    ratio = "" if row.carrier is not None or row.ratio is None else f"{row.ratio:.2f}x"
     return (
         f"{row.bytes:>12} {row.count:>12}  {row.by:12} {row.p50_us:>9.1f} {row.p99_us:>9.1f} {row.mean_us:>9.1f}"
         f"{''.join(bandwidths)} {row.late_p99_us:>9.0f} {row.cpu_us:>9.1f} "
-        f"{'-' if row.wrong is None else row.wrong:>8} {f'{row.ratio:.2f}x' if row.carrier is None else '':>8}"
+        f"{'-' if row.wrong is None else row.wrong:>8} {ratio:>8}"
     ).rstrip()
 
 

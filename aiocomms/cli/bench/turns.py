@@ -12,6 +12,7 @@ from aiocomms.cli.bench.operations import OPERATIONS
 from aiocomms.cli.bench.ours import Call, Contender, Ours
 from aiocomms.cli.bench.report import Reporter, Row
 from aiocomms.communicator import Communicator
+from aiocomms.errors import UnsupportedOperation
 
 _ROUNDS = 5
 _FEWEST, _MOST = 10, 100_000
@@ -91,12 +92,12 @@ class Turns:
             for entry in entries:
                 await entry.turn(self._plan.warmup)
             for number in range(_ROUNDS):
-                for entry in [*entries[number % len(entries) :], *entries[: number % len(entries)]]:
-                    await entry.time(-(-self._plan.iterations // _ROUNDS))
+                for place in range(number, number + len(entries)):
+                    await entries[place % len(entries)].time(-(-self._plan.iterations // _ROUNDS))
             ours: Row | None = None
             for entry in entries:
                 row = await self._row(entry, ours)
-                ours = ours or row
+                ours = row if isinstance(entry.contender, Ours) else ours
                 if self._reporter is not None:
                     self._reporter.row(row)
 
@@ -109,7 +110,7 @@ class Turns:
             entry = Entry(name, contender, case, await stack.enter_async_context(contender.bound(case)))
             await entry.check(max(1, self._plan.check))
         except Exception as error:
-            if isinstance(contender, Ours):
+            if isinstance(contender, Ours) and not isinstance(error, UnsupportedOperation):
                 raise
             reason = str(error).partition("\n")[0] or type(error).__name__  # the libraries of others raise anything
         reason = first(await self._comm.all_gather_object(reason))
@@ -140,7 +141,7 @@ class Turns:
             algbw_gbs=algbw and round(algbw, 6), busbw_gbs=algbw and round(algbw * operation.factor(size), 6),
             late_p99_us=round(max(late for late, _ in found) * 1e6, 3), cpu_us=round(used * 1e6, 3),
             wrong=sum(wrong for _, wrong in found) if self._plan.check else None,
-            ratio=1.0 if ours is None else round(p50 / ours.p50_us, 3),
+            ratio=round(p50 / ours.p50_us, 3) if ours is not None else 1.0 if self._carrier(entry) else None,
         )  # fmt: skip
 
     def _carrier(self, entry: Entry) -> str | None:

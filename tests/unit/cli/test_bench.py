@@ -26,7 +26,9 @@ from aiocomms.cli.bench.cases import Case
 from aiocomms.cli.bench.measure import lateness, percentile
 from aiocomms.cli.bench.operations import OPERATIONS
 from aiocomms.cli.bench.report import Missing, Report, Row
+from aiocomms.errors import UnsupportedOperation
 from aiocomms.families.collectives import Collectives
+from aiocomms.families.rma import OneSided
 
 SUPPORT = Path(__file__).parents[2] / "support"
 HERE = ["bench", "--in-process", "--transport", "local", "--iters", "10", "--warmup", "1"]
@@ -171,6 +173,16 @@ def test_a_picture(capsys, tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------------------- ranks
+
+
+def test_an_operation_that_a_transport_lacks_is_missing_and_the_rest_goes_on(capsys, monkeypatch):
+    async def refuse(*_: object) -> None:
+        raise UnsupportedOperation("it has no windows")
+
+    monkeypatch.setattr(OneSided, "new_window", refuse)
+    found = document(capsys, "put", "send", *SMALL, status=1)
+    assert found["missing"] == [{"by": "local", "op": "put", "reason": "it has no windows"}]
+    assert [(row["op"], row["bytes"]) for row in found["rows"]] == [("send", 8), ("send", 64)]
 
 
 @pytest.mark.processes
