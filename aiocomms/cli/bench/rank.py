@@ -103,7 +103,7 @@ class _Rank:
         try:
             await peer.open(comm, self._host)
         except Exception as error:  # of a library of others
-            reason = f"{type(error).__name__}: {error}"
+            reason = str(error).partition("\n")[0] or type(error).__name__
         else:
             stack.push_async_callback(peer.aclose)
         reason = first(await comm.all_gather_object(reason))
