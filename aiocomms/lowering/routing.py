@@ -31,13 +31,19 @@ class Router(dict[type[ops.Op], Route]):
     def __init__(self, comm: Poster, transports: Mapping[ops.Family, Transport]) -> None:
         self._comm = comm
         self._transports = transports
-        self[Offload] = comm.offload  # type: ignore[assignment]
         self._runs: weakref.WeakKeyDictionary[Completion, weakref.ref[Run]] = weakref.WeakKeyDictionary()
         """The schedules of lowered ops that may be withdrawn or stopped. Messages keep them, and they their works."""
         self.loopback = Loopback(comm.rank)
         self.turns = Turns(comm)
         self.lane_ends = LaneEnds(comm, self)
         self.within = LaneRoutes(self.decide_within)
+        self.decide_anew()
+
+    def decide_anew(self) -> None:
+        """Forget all routes: ops of the same types may go to other transports from now on."""
+        self.clear()
+        self.within.clear()
+        self[Offload] = self._comm.offload  # type: ignore[assignment]
 
     def __missing__(self, cls: type[ops.Op]) -> Route:
         route = self[cls] = self._decide(cls)

@@ -1,0 +1,354 @@
+"""What stands between a communicator's routes and its transports, once faults have been injected there.
+
+A transport starts ops in its ``post`` and nowhere else, so that faults of every transport are injected in one place.
+Native shortcuts go round that, and take no call while hooks are registered: so one is.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import random
+import signal
+from collections import deque
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
+from contextvars import copy_context
+from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import anyio
+import msgspec
+import torch
+from torch.distributed import HashStore, PrefixStore
+
+from aiocomms import ops
+from aiocomms.communicator import Communicator
+from aiocomms.errors import CommAbortedError, CommError, PeerDiedError, UnsupportedOperation
+from aiocomms.lowering.runs import Part
+from aiocomms.lowering.windows import TwoSided
+from aiocomms.progress.guard import broken, guarded
+from aiocomms.progress.inflight import StartedWork
+from aiocomms.transport import Completion, Transport, conclude
+
+Kind = Literal["delay", "drop", "kill", "mismatch", "slow_link"]
+Differs = Literal["dtype", "size", "root"]
+Post = Callable[[Any, Any], float | None]
+
+STREAM = "stream"
+"""What an op is called whose message belongs to a stream."""
+
+
+class Fault(msgspec.Struct, frozen=True, eq=False):
+    """A fault, and the calls that it hits; made by the functions of :mod:`aiocomms.testing.faults`."""
+
+    kind: Kind
+    ranks: tuple[int, ...] | None
+    op: frozenset[str]
+    """The names of the ops that it hits."""
+    nth: int | None
+    probability: float
+    seconds: float = 0.0
+    until: anyio.Event | None = None
+    differs: Differs = "dtype"
+    bytes_per_second: float = math.inf
+
+
+class Injected(NamedTuple):
+    """A fault that was injected into a call of an op."""
+
+    kind: Kind
+    rank: int
+    op: str
+    call: int
+    """Which of the rank's calls that the fault is aimed at this was, the first being 1."""
+
+
+class Injection:
+    """The faults of one :func:`aiocomms.testing.faults.inject` on one rank."""
+
+    def __init__(self, faults: Sequence[Fault], seed: int, comm: Communicator, log: list[Injected]) -> None:
+        self.since = comm._core.issued
+        """The number of the first op that may be hit."""
+        self._rank, self._log = comm.rank, log
+        self.faults = [fault for fault in faults if fault.ranks is None or comm.rank in fault.ranks]
+        self._calls = [0] * len(self.faults)
+        self._random = [random.Random(f"{seed} {comm.rank} {i}") for i in range(len(self.faults))]  # noqa: S311
+
+    def hits(self, name: str) -> Iterator[Fault]:
+        """The faults of a call, which are noted as injected."""
+        for i, fault in enumerate(self.faults):
+            if name not in fault.op:
+                continue
+            self._calls[i] += 1
+            lucky = fault.probability < 1 and self._random[i].random() >= fault.probability
+            if not lucky and fault.nth in (None, self._calls[i]):
+                self._log.append(Injected(fault.kind, self._rank, name, self._calls[i]))
+                yield fault
+
+
+class _Held(msgspec.Struct, eq=False):
+    """An op that waits to be posted."""
+
+    work: Completion
+    post: Callable[[], float | None]
+    transport: Transport
+    faults: list[Fault]
+    waits: list[Callable[[], Awaitable[object]]]
+    scope: anyio.CancelScope | None = None
+
+    def release(self) -> None:
+        """Wait no more."""
+        self.waits = []
+        if self.scope is not None:
+            self.scope.cancel()
+
+
+class _Otherwise:
+    """What a transport completes in the place of a work whose op is posted otherwise than it was called."""
+
+    __slots__ = ("__weakref__", "_work", "op")
+
+    def __init__(self, op: ops.Op, work: Completion) -> None:
+        self.op, self._work = op, work
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+class Link:
+    """One rank's way to its transports."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._core = comm._core
+        self._injections: list[Injection] = []
+        self._faults: WeakKeyDictionary[Completion, list[Fault]] = WeakKeyDictionary()
+        """Those of each op of the program, whose messages are hit together."""
+        self._queues: dict[Hashable, deque[_Held]] = {}
+        """What is held, by what must keep its order."""
+        self._stalled: set[Hashable] = set()
+        """Where a collective was dropped: the next would be taken for it by the other ranks, so none is posted."""
+        self._dropped: set[Completion] = set()
+        self._otherwise: WeakValueDictionary[int, _Otherwise] = WeakValueDictionary()  # by its work's id()
+        self._pace = anyio.Lock()
+
+    def begin(self, injection: Injection) -> None:
+        """Inject faults from now on."""
+        self._injections.append(injection)
+
+    def end(self, injection: Injection) -> None:
+        """Inject them no more, and post what they hold."""
+        self._injections.remove(injection)
+        for held in [held for queue in self._queues.values() for held in queue]:
+            if any(fault in injection.faults for fault in held.faults):
+                held.release()
+
+    def post(self, transport: Transport, send: Post, op: ops.Op, work: Completion, lane: int | None) -> float | None:
+        """Give an op to a transport by ``send(op, work)``; or do so later, or another one, or do not."""
+        faults, key = self._faults_of(work), _order(op, lane)
+        kinds = {fault.kind for fault in faults}
+        if "kill" in kinds:
+            self._kill()
+            return None
+        if "drop" in kinds or key in self._stalled:
+            self._drop(key, op, work)
+            return None
+        posted = self._disguised(faults, op, work)
+        post = functools.partial(send, posted.op, posted)
+        waits = list(self._waits(faults, op, transport))
+        if not waits and key not in self._queues:
+            return post()
+        self._hold(key, _Held(work, post, transport, list(faults), waits))
+        faults[:] = [fault for fault in faults if fault.kind != "delay"]  # the op's other messages follow its first
+        return None
+
+    def carries(self, work: Completion) -> bool:
+        """Whether no transport knows of an op yet."""
+        return work in self._dropped or any(held.work is work for queue in self._queues.values() for held in queue)
+
+    def known_as(self, work: Completion) -> Any:
+        """What the transport has in the place of a work: most often the work."""
+        return self._otherwise.get(id(work), work)
+
+    def _disguised(self, faults: Sequence[Fault], op: ops.Op, work: Completion) -> Any:
+        wrong = [fault.differs for fault in faults if fault.kind == "mismatch"]
+        if not wrong:
+            return work
+        for differs in wrong:
+            op = different(op, differs, self._core.size)
+        otherwise = self._otherwise[id(work)] = _Otherwise(op, work)
+        return otherwise
+
+    def _faults_of(self, work: Completion) -> list[Fault]:
+        """The faults of the op of the program that a work belongs to; none of the library's own messages."""
+        while isinstance(work, Part):
+            work = work._run.work
+        if not isinstance(work, StartedWork):
+            return []
+        if work not in self._faults:
+            name = _name(work.op)
+            self._faults[work] = [
+                fault for each in self._injections if work.seq >= each.since for fault in each.hits(name)
+            ]
+        return self._faults[work]
+
+    def _waits(
+        self, faults: Sequence[Fault], op: ops.Op, transport: Transport
+    ) -> Iterator[Callable[[], Awaitable[object]]]:
+        for fault in faults:
+            if fault.kind == "delay":
+                yield functools.partial(anyio.sleep, fault.seconds) if fault.until is None else fault.until.wait
+            elif fault.kind == "slow_link" and not isinstance(transport, TwoSided) and (nbytes := _nbytes(op)):
+                yield functools.partial(self._transmit, nbytes / fault.bytes_per_second)
+
+    async def _transmit(self, seconds: float) -> None:
+        async with self._pace:
+            await anyio.sleep(seconds)
+
+    def _kill(self) -> None:
+        """Die; or, in a process that has other ranks, which must not, tell those what they would find out."""
+        core = self._core
+        if not _in_memory(core._rendezvous.root):
+            os.kill(os.getpid(), signal.SIGKILL)
+        death = PeerDiedError(f"rank {core.rank} was killed by a fault of the test", peer=core.rank)
+        for transport in core.transports:
+            guarded(None, transport.abort, death)
+        core.lose(CommAbortedError(f"this rank was killed by a fault of the test: {death.message}", peer=core.rank))
+
+    def _drop(self, key: Hashable, op: ops.Op, work: Completion) -> None:
+        self._dropped = {old for old in self._dropped if not old.done()} | {work}
+        if op.family == "collectives":
+            self._stalled.add(key)
+
+    def _hold(self, key: Hashable, held: _Held) -> None:
+        if key in self._queues:
+            self._queues[key].append(held)
+            return
+        self._queues[key] = deque([held])
+        self._core.driver.spawn(functools.partial(self._serve, key), copy_context())
+
+    async def _serve(self, key: Hashable) -> None:
+        """Post what is held, in order, each when it has waited."""
+        queue = self._queues[key]
+        while queue:
+            held = queue[0]
+            with anyio.CancelScope() as held.scope:
+                for wait in held.waits:
+                    await wait()
+            queue.popleft()
+            self._go(held)
+        del self._queues[key]
+
+    def _go(self, held: _Held) -> None:
+        if held.work.done():  # it was withdrawn, or the communicator is lost
+            return
+        try:
+            held.post()
+        except CommError as error:
+            conclude(held.work, error)
+        except Exception as error:
+            held.transport.on_failure(broken(held.transport, "post", error))
+        self._core.driver.poll_soon(held.transport)
+
+
+class Between:
+    """Stands for one transport of a communicator in its routes; all but what is here is the transport's."""
+
+    def __init__(self, transport: Transport, link: Link) -> None:
+        self._transport, self.link = transport, link
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def post(self, op: ops.Op, work: Completion) -> float | None:
+        """See :meth:`Transport.post`."""
+        return self.link.post(self._transport, self._transport.post, op, work, None)
+
+    def post_in_lane(self, op: ops.Op, lane: int, work: Completion) -> float | None:
+        """See :meth:`Transport.post_in_lane`."""
+
+        def send(op: ops.Op, work: Completion) -> float | None:
+            return self._transport.post_in_lane(op, lane, work)
+
+        return self.link.post(self._transport, send, op, work, lane)
+
+    def try_cancel(self, work: Completion) -> bool:
+        """See :meth:`Transport.try_cancel`."""
+        return self.link.carries(work) or self._transport.try_cancel(self.link.known_as(work))
+
+    def waiting_for(self, work: Completion) -> Sequence[int]:
+        """See :meth:`Transport.waiting_for`."""
+        return () if self.link.carries(work) else self._transport.waiting_for(self.link.known_as(work))
+
+
+def link_of(comm: Communicator) -> Link:
+    """One rank's way to its transports; from the first call on its ops go that way, until it is closed."""
+    core = comm._core
+    for known in core.by_family.values():
+        if isinstance(known, Between):
+            return known.link
+    link = Link(comm)
+    between: dict[Transport, Any] = {
+        transport: type(type(transport).__name__, (Between,), {})(transport, link) for transport in core.transports
+    }  # of a class of that name, which errors quote
+    core.by_family.update({family: between[transport] for family, transport in core.by_family.items()})
+    core.router.decide_anew()
+    comm.register_pre_hook(lambda op, seq: None)  # while there is one, native code starts no op
+    return link
+
+
+def different(op: ops.Op, differs: Differs, size: int) -> ops.Op:
+    """An op with which the other ranks disagree; its tensors are copies.
+
+    :raises UnsupportedOperation: it is a message, which has no root, of a collective that the transport does not carry.
+    """
+    fields = {name: getattr(op, name) for name in op.__struct_fields__}
+    if differs == "root":
+        if "root" not in fields:
+            raise UnsupportedOperation("mismatch(differs='root'): no transport of this communicator carries the op "
+                                       "itself, and a message that it is made of has no root")  # fmt: skip
+        return msgspec.structs.replace(op, root=(fields["root"] + 1) % size)
+    change = _of_other_dtype if differs == "dtype" else _of_other_size
+    changed: dict[str, Any] = {}
+    for name, value in fields.items():
+        if isinstance(value, torch.Tensor):
+            changed[name] = change(value.detach())
+        elif isinstance(value, tuple) and any(isinstance(item, torch.Tensor) for item in value):
+            changed[name] = tuple(change(tensor.detach()) for tensor in value)
+    return msgspec.structs.replace(op, **changed)
+
+
+def _of_other_dtype(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_complex():
+        return tensor.to(torch.complex64 if tensor.dtype == torch.complex128 else torch.complex128)
+    if tensor.is_floating_point():
+        return tensor.to(torch.float32 if tensor.dtype == torch.float64 else torch.float64)
+    return tensor.to(torch.int32 if tensor.dtype == torch.int64 else torch.int64)
+
+
+def _of_other_size(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).repeat(2) if tensor.numel() else tensor.new_zeros(1)
+
+
+def _name(op: ops.Op) -> str:
+    return STREAM if getattr(op, "channel", ops.USER) in (ops.STREAM, ops.STREAM_DATA) else op.name
+
+
+def _order(op: ops.Op, lane: int | None) -> Hashable:
+    """What an op must not overtake, and must not be overtaken by: those of the same key."""
+    if isinstance(op, (ops.Send, ops.Recv)):
+        return op.name, op.dst if isinstance(op, ops.Send) else op.src, op.channel, op.tag
+    return op.family, lane
+
+
+def _nbytes(op: ops.Op) -> int:
+    """What a rank sends for an op, or, where it works in place, has of it."""
+    buffers = op.reads() or ([] if isinstance(op, ops.Recv) else op.writes())
+    return sum(tensor.nbytes for _, tensor in buffers)
+
+
+def _in_memory(store: Any) -> bool:
+    """Whether ranks that have met in a store are of one process."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store is None or isinstance(store, HashStore)

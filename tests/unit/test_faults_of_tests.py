@@ -1,0 +1,385 @@
+"""Faults that a test of a program injects: each kind, over transports that carry ops themselves and by messages."""
+
+from __future__ import annotations
+
+import gc
+
+import anyio
+import pytest
+import torch
+from concurrency import ranks
+from processes import KILLED, death
+
+from aiocomms.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CommAbortedError,
+    CommTimeoutError,
+    MessageTruncatedError,
+    MismatchError,
+    UnsupportedOperation,
+)
+from aiocomms.testing import local_world, run_ranks
+from aiocomms.testing.faults import delay, drop, inject, kill, mismatch, slow_link
+
+PATIENCE = 100.0  # seconds of a deadline that does not pass
+
+
+@pytest.fixture(params=["local", "ucx", {"p2p": "local"}], ids=["local", "ucx", "messages"])
+def transport(request):
+    """Those that carry most ops themselves, one with native shortcuts; and one that has nothing but messages."""
+    return request.param
+
+
+async def sums(comm, n=3, timeout=PATIENCE):
+    return (await comm.all_reduce(torch.ones(n), timeout=timeout)).tolist()
+
+
+def test_what_is_delayed_comes_later_than_what_is_called_behind_it(run, transport):
+    async def main():
+        async with local_world(3, transport, timeout=PATIENCE) as comms:
+            until = anyio.Event()
+            with inject(comms, delay(until=until, ranks=[1], op="all_reduce")) as injected:
+                works = [comm.all_reduce(torch.ones(3)) for comm in comms]
+                for tag in range(3):  # these go on, on the same rank and on the same loop
+                    sending = comms[1].send(torch.full((2,), tag), 0, tag)
+                    assert (await comms[0].recv(torch.zeros(2, dtype=torch.int64), 1, tag)).tolist() == [tag] * 2
+                    await sending
+                assert [work.done() for work in works] == [False] * 3
+                until.set()
+                assert [(await work).tolist() for work in works] == [[3.0] * 3] * 3
+            assert injected == [("delay", 1, "all_reduce", 1)]
+            assert await run_ranks(comms, sums) == [[3.0] * 3] * 3
+
+    run(main)
+
+
+def test_nothing_overtakes_what_it_must_not(run, transport):
+    """Collectives and messages of one tag keep their order behind one that is delayed."""
+
+    async def main():
+        async with local_world(2, transport, timeout=PATIENCE) as comms:
+            until = anyio.Event()
+            with inject(comms[1], delay(until=until, ranks=[1], nth=1)):
+                late = [comms[1].send(torch.tensor([n]), 0) for n in range(4)]
+                received = [comms[0].recv(torch.tensor([9]), 1) for _ in range(4)]
+                await ranks(comms, lambda comm: comm.barrier())
+                assert not any(work.done() for work in received)
+                until.set()
+                assert [(await work).item() for work in received] == list(range(4))
+                await ranks(late, lambda work: work)
+
+            until = anyio.Event()
+            with inject(comms[1], delay(until=until, op="all_reduce", nth=1)):
+                works = [[comm.all_reduce(torch.tensor([n])) for n in range(4)] for comm in comms]
+                await ranks(comms, lambda comm: comm.all_gather_object(comm.rank))
+                until.set()
+                for both in works:
+                    assert [(await work).item() for work in both] == [0, 2, 4, 6]
+
+    run(main)
+
+
+def test_a_delay_ends_with_its_block(run, transport):
+    async def main():
+        async with local_world(2, transport, timeout=PATIENCE) as comms:
+            with inject(comms, delay(PATIENCE * 100, ranks=[1])):
+                works = [comm.all_reduce(torch.ones(1)) for comm in comms]
+                await anyio.lowlevel.checkpoint()
+            assert [(await work).item() for work in works] == [2, 2]
+
+    run(main)
+
+
+def test_a_receive_that_is_delayed_or_dropped_can_be_withdrawn(run, transport):
+    async def main():
+        async with local_world(2, transport, timeout=PATIENCE) as comms:
+            for fault in (delay(until=anyio.Event(), op="recv"), drop(op="recv")):
+                with inject(comms, fault):
+                    work = comms[0].recv(torch.zeros(1), 1)
+                    assert await work.cancel()
+                    with pytest.raises(CommTimeoutError, match="withdrawn"):
+                        await comms[0].recv(torch.zeros(1), 1, timeout=0.01)
+                sending = comms[1].send(torch.ones(1), 0)
+                assert (await comms[0].recv(torch.zeros(1), 1)).item() == 1
+                await sending
+
+    run(main)
+
+
+def test_a_collective_that_is_dropped_ends_by_its_deadline_on_all_ranks(run, transport):
+    async def main():
+        async with local_world(3, transport) as comms:
+            with inject(comms, drop(ranks=[2], op="all_reduce", nth=2)) as injected:
+                assert await run_ranks(comms, sums) == [[3.0] * 3] * 3
+
+                async def each(comm):
+                    with pytest.raises((CommTimeoutError, CommAbortedError)) as caught:
+                        await sums(comm, timeout=0.3)
+                    return type(caught.value)
+
+                assert CommTimeoutError in await run_ranks(comms, each)
+                assert injected == [("drop", 2, "all_reduce", 2)]
+
+    run(main)
+
+
+def test_behind_a_collective_that_is_dropped_no_other_takes_its_place(run):
+    async def main():
+        async with local_world(2) as comms:
+            with inject(comms, drop(ranks=[1], op="all_reduce", nth=1)) as injected:
+                lost = [comm.all_reduce(torch.ones(1)) for comm in comms]
+                behind = comms[1].all_reduce(torch.full((1,), 5.0))
+                await ranks(comms, lambda comm: comm.send(torch.ones(1), 1) if not comm.rank else
+                            comm.recv(torch.ones(1), 0))  # fmt: skip
+                assert not any(work.done() for work in (*lost, behind))
+                assert injected == [("drop", 1, "all_reduce", 1)]
+            comms[0].abort("enough")
+            for work in (*lost, behind):
+                with pytest.raises(CommAbortedError):
+                    await work
+
+    run(main)
+
+
+def test_a_rank_that_is_killed_is_dead_for_the_others(run, transport):
+    async def main():
+        async with local_world(3, transport, timeout=PATIENCE) as comms:
+            with inject(comms, kill(ranks=[1], op="all_reduce", nth=3)) as injected:
+
+                async def each(comm):
+                    for _ in range(2):
+                        await sums(comm)
+                    if comm.rank == 1:
+                        with pytest.raises(CommAbortedError, match="killed by a fault of the test"):
+                            await sums(comm)
+                        return None
+                    return await death(sums(comm))
+
+                errors = await run_ranks(comms, each)
+            assert {error.peer for error in errors[::2]} == {1}
+            assert "rank 1 was killed by a fault of the test" in str(errors[0])
+            assert injected == [("kill", 1, "all_reduce", 3)]
+
+    run(main)
+
+
+@pytest.mark.parametrize("differs", ["dtype", "size"])
+@pytest.mark.parametrize("op", ["all_reduce", "gather", "all_gather_single"])
+def test_ranks_disagree(run, transport, differs, op):
+    async def main():
+        async with local_world(3, transport, timeout=PATIENCE) as comms:
+            calls = {
+                "all_reduce": lambda comm: comm.all_reduce(torch.ones(4)),
+                "gather": lambda comm: comm.gather(
+                    None if comm.rank else [torch.zeros(4) for _ in range(3)], torch.ones(4), 0
+                ),
+                "all_gather_single": lambda comm: comm.all_gather_single(torch.zeros(12), torch.ones(4)),
+            }
+            with inject(comms, mismatch(differs, ranks=[1], op=op)) as injected:
+
+                async def call(comm):
+                    await calls[op](comm)
+                    await comm.barrier()  # who only sends in a gather hears of it here
+
+                async def each(comm):
+                    with pytest.raises((MismatchError, CommAbortedError)) as caught:
+                        await call(comm)
+                    return caught.value
+
+                errors = await run_ranks(comms, each)
+            assert any(isinstance(error, MismatchError) for error in errors)
+            assert injected == [("mismatch", 1, op, 1)]
+
+    run(main)
+
+
+def test_ranks_disagree_on_the_root(run):
+    async def main():
+        for transport in ("local", "ucx"):
+            async with local_world(2, transport, timeout=PATIENCE) as comms:
+                with inject(comms, mismatch("root", ranks=[1])):
+                    for work in [comm.broadcast(torch.ones(1), 0) for comm in comms]:
+                        with pytest.raises(MismatchError):
+                            await work
+        async with local_world(2, {"p2p": "local"}, timeout=PATIENCE) as comms:
+            with inject(comms, mismatch("root")), pytest.raises(UnsupportedOperation, match="has no root"):
+                comms[0].broadcast(torch.ones(1), 0)
+
+    run(main)
+
+
+def test_a_message_of_another_size_fails_its_receive_alone(run, transport):
+    async def main():
+        async with local_world(2, transport, timeout=PATIENCE) as comms:
+            given = torch.ones(2)
+            with inject(comms, mismatch("size", op="send")):
+                sending = comms[0].send(given, 1)
+                with pytest.raises(MessageTruncatedError):
+                    await comms[1].recv(torch.zeros(2), 0)
+                await sending
+            assert given.tolist() == [1, 1]
+            assert await run_ranks(comms, sums) == [[2.0] * 3] * 2
+            with inject(comms, mismatch("dtype", op="recv")):
+                comms[0].send(given, 1).add_done_callback(lambda work: work.exception())
+                with pytest.raises(MismatchError):
+                    await comms[1].recv(torch.zeros(2), 0)
+
+    run(main)
+
+
+def test_what_is_called_is_hit_whatever_it_is_made_of(run, transport):
+    """Objects, windows, streams, batches and lanes are one call each, of however many messages."""
+    big = torch.ones(20_000)
+
+    async def held(comms, op, start):
+        """What ``start`` has started first is held back while others go on."""
+        until = anyio.Event()
+        with inject(comms, delay(until=until, ranks=[1], op=op)) as injected:
+            works = start()
+            await ranks(comms, lambda comm: comm.barrier())
+            assert not works[0].done()
+            until.set()
+            await ranks(works, lambda work: work)
+        assert injected == [("delay", 1, op, 1)]
+
+    async def main():
+        async with local_world(2, transport, timeout=PATIENCE) as comms:
+            windows = await run_ranks(comms, lambda comm: comm.new_window(torch.zeros(2)))
+            await held(comms, "all_gather_object", lambda: [comm.all_gather_object(big) for comm in reversed(comms)])
+            await held(comms, "put", lambda: [windows[1].put(torch.full((2,), 7.0), 0), windows[1].flush(0)])
+            assert windows[0].tensor.tolist() == [7.0, 7.0]
+            await held(comms, "all_reduce", lambda: [comm.lane("one").all_reduce(big) for comm in reversed(comms)])
+            await held(
+                comms,
+                "send_object",
+                lambda: [comms[1].send_object({"big": big}, 0), comms[0].recv_object(1)],
+            )
+            await ranks(windows, lambda window: window.aclose())
+
+    run(main)
+
+
+def test_messages_of_a_stream_are_held_back(run):
+    async def main():
+        async with local_world(2, timeout=PATIENCE) as comms:
+            streams = await run_ranks(comms, lambda comm: comm.open_stream(1 - comm.rank))
+            until = anyio.Event()
+            with inject(comms, delay(until=until, ranks=[1], op="stream", nth=1)) as injected:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(streams[1].send, torch.ones(3))
+                    while not injected:
+                        await anyio.lowlevel.checkpoint()
+                    await ranks(comms, lambda comm: comm.barrier())
+                    until.set()
+                    assert (await streams[0].receive()).tolist() == [1.0] * 3
+            for stream in streams:
+                await stream.aclose()
+
+    run(main)
+
+
+def test_chance_is_the_same_for_each_rank_in_each_run(run):
+    async def main():
+        seen = []
+        for seed in (7, 7, 8):
+            async with local_world(2) as comms:
+                with inject(comms, delay(1e-6, op="all_reduce", probability=0.5), seed=seed) as injected:
+                    for _ in range(20):
+                        await run_ranks(comms, sums)
+                seen.append(sorted(injected))
+        assert seen[0] == seen[1] != seen[2]
+        assert 5 < len(seen[0]) < 35
+
+    run(main)
+
+
+def test_a_slow_link_takes_time_in_proportion_to_bytes():
+    """By the loop's clock, which is the test's own here and stands still but for what is waited for."""
+    trio = pytest.importorskip("trio")
+    from trio.testing import MockClock
+
+    async def main():
+        async with local_world(2, timeout=None) as comms:
+            with inject(comms, slow_link(bytes_per_second=1000, ranks=[0])) as injected:
+                works = []
+                for tag, nbytes in enumerate((500, 3000, 0)):
+                    works.append(comms[0].send(torch.zeros(nbytes, dtype=torch.uint8), 1, tag))
+                    works.append(comms[1].recv(torch.zeros(nbytes, dtype=torch.uint8), 0, tag))
+                began, taken = trio.current_time(), []
+                for work in works[1::2]:
+                    await work
+                    taken.append(trio.current_time() - began)
+                assert taken == pytest.approx([0.5, 3.5, 3.5])
+                assert [fault.op for fault in injected] == ["send"] * 3
+                await ranks(comms, lambda comm: comm.all_reduce(torch.zeros(250)))
+                assert trio.current_time() - began == pytest.approx(4.5)
+
+    trio.run(main, clock=MockClock(autojump_threshold=0))
+    gc.collect()
+
+
+async def one_of_them_is_killed(place):
+    async with place.open() as comm:
+        with inject(comm, kill(ranks=[1], op="all_reduce", nth=3)):
+            for _ in range(2):
+                await sums(comm)
+            return (await death(sums(comm))).peer
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("transport", ["c10d", "ucx"])
+def test_a_process_is_killed(ranks, transport):
+    assert ranks(3, one_of_them_is_killed) == [1, KILLED, 1]
+
+
+def test_children_and_later_ops_are_not_hit(run):
+    async def main():
+        async with local_world(2, timeout=PATIENCE) as comms:
+            children = await run_ranks(comms, lambda comm: comm.split([0, 1]))
+            early = comms[1].recv(torch.zeros(1), 0)
+            with inject(comms, drop()), inject(comms, kill(op="barrier")):
+                await run_ranks(children, sums)
+            await ranks([early, comms[0].send(torch.ones(1), 1)], lambda work: work)
+            await run_ranks(comms, sums)
+            await run_ranks(children, lambda comm: comm.aclose())
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("make", "wrong"),
+    [
+        (lambda: drop(op="allreduce"), "op is 'allreduce', which is the name of no operation; did you mean"),
+        (lambda: mismatch(op="barrier"), "op is 'barrier', on whose dtype ranks cannot disagree"),
+        (lambda: mismatch("root", op="all_reduce"), "on whose root ranks cannot disagree; wanted one of broadcast"),
+        (lambda: mismatch("shape"), "differs is 'shape', wanted one of 'dtype', 'size', 'root'"),
+        (lambda: delay(), "seconds is None and until is None, wanted one of them"),
+        (lambda: delay(-1), "seconds is -1, wanted seconds"),
+        (lambda: slow_link(0), "bytes_per_second is 0, wanted more than 0"),
+        (lambda: kill(nth=0), "nth is 0, wanted the number of a call, from 1 on"),
+        (lambda: kill(ranks=[]), r"ranks is \[\], wanted a list of ranks"),
+        (lambda: kill(ranks=1), "ranks is 1, wanted a list of ranks"),
+        (lambda: drop(probability=0), "probability is 0, wanted a number above 0 and at most 1"),
+    ],
+)  # fmt: skip
+def test_a_fault_that_can_hit_nothing_is_refused(make, wrong):
+    with pytest.raises(ArgumentError, match=wrong):
+        make()
+
+
+def test_what_does_not_fit_the_world_is_refused(run):
+    async def main():
+        async with local_world(2) as comms:
+            for world, faults, wrong in [
+                (comms, [kill(ranks=[0, 2])], r"ranks of a kill has \[2\], wanted ranks of 'world', from 0 to 1"),
+                (comms, [], "wanted at least one communicator and one fault"),
+                ([], [kill()], "wanted at least one communicator and one fault"),
+            ]:
+                with pytest.raises(ArgumentError, match=wrong), inject(world, *faults):
+                    raise AssertionError("it began")
+            for world, faults in [(comms, [kill]), (["world"], [kill()])]:
+                with pytest.raises(ArgumentTypeError), inject(world, *faults):
+                    raise AssertionError("it began")
+
+    run(main)
