@@ -65,7 +65,7 @@ demo-ray: $(HOSTS_VENV)/ucx.stamp
 
 # Tests as jobs of their own: the examples and the code of the documentation, as their users run them; the conformance
 # suite as a stranger runs it, on transports with faults and on fakes of devices. Every other one is in `unit`.
-EXAMPLES := tests/project/test_docs.py $(patsubst %,tests/examples/test_%.py,embedding_recovery embedding_server kv_blocks kv_cache tensor_parallel)
+EXAMPLES := tests/project/test_docs.py $(patsubst %,tests/examples/test_%.py,embedding_recovery embedding_server kv_blocks kv_cache tensor_parallel testing_a_server)
 SUITES := $(patsubst %,tests/%.py,transports/test_conformance transports/test_mutations transports/nccl/test_nccl \
 	examples/test_transport_tcp examples/test_transport_ucxx transports/ucx/test_ucx_cuda)
 # The engine alone under sanitizers, which `test-sanitizers` runs: two builds, and longer than any other test.
