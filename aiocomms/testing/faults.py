@@ -79,6 +79,8 @@ def delay(
     """
     if (seconds is None) == (until is None):
         raise ArgumentError(f"seconds is {seconds!r} and until is {until!r}, wanted one of them")
+    if until is not None and not isinstance(until, anyio.Event):
+        raise checks.wrong_type("until", until, "an anyio.Event")
     late = 0.0 if seconds is None else checks.seconds("seconds", seconds)
     return _fault("delay", ranks, op, nth, probability, seconds=late, until=until)
 

@@ -137,8 +137,10 @@ class Link:
         self._injections.append(injection)
 
     def end(self, injection: Injection) -> None:
-        """Inject them no more, and post what they hold."""
+        """Inject them no more, and post what they hold; what was dropped, or disagrees, does so to its last message."""
         self._injections.remove(injection)
+        for faults in self._faults.values():
+            faults[:] = [f for f in faults if f not in injection.faults or f.kind in ("drop", "mismatch")]
         for held in [held for queue in self._queues.values() for held in queue]:
             if any(fault in injection.faults for fault in held.faults):
                 held.release()

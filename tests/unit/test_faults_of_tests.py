@@ -83,10 +83,11 @@ def test_nothing_overtakes_what_it_must_not(run, transport):
 def test_a_delay_ends_with_its_block(run, transport):
     async def main():
         async with local_world(2, transport, timeout=PATIENCE) as comms:
-            with inject(comms, delay(PATIENCE * 100, ranks=[1])):
-                works = [comm.all_reduce(torch.ones(1)) for comm in comms]
-                await anyio.lowlevel.checkpoint()
-            assert [(await work).item() for work in works] == [2, 2]
+            for fault in (delay(PATIENCE * 100, ranks=[1]), slow_link(1 / PATIENCE, ranks=[1])):
+                with inject(comms, fault):
+                    works = [comm.all_gather_object(torch.ones(20_000)) for comm in comms]  # of several messages
+                    await anyio.lowlevel.checkpoint()
+                assert [len(gathered) for gathered in [await work for work in works]] == [2, 2]
 
     run(main)
 
@@ -302,16 +303,19 @@ def test_a_slow_link_takes_time_in_proportion_to_bytes():
     async def main():
         async with local_world(2, timeout=None) as comms:
             with inject(comms, slow_link(bytes_per_second=1000, ranks=[0])) as injected:
-                works = []
-                for tag, nbytes in enumerate((500, 3000, 0)):
-                    works.append(comms[0].send(torch.zeros(nbytes, dtype=torch.uint8), 1, tag))
-                    works.append(comms[1].recv(torch.zeros(nbytes, dtype=torch.uint8), 0, tag))
-                began, taken = trio.current_time(), []
-                for work in works[1::2]:
-                    await work
-                    taken.append(trio.current_time() - began)
-                assert taken == pytest.approx([0.5, 3.5, 3.5])
-                assert [fault.op for fault in injected] == ["send"] * 3
+                began = trio.current_time()
+
+                async def message(tag, nbytes):
+                    sending = comms[0].send(torch.zeros(nbytes, dtype=torch.uint8), 1, tag)
+                    await comms[1].recv(torch.zeros(nbytes, dtype=torch.uint8), 0, tag)
+                    await sending
+
+                for tag, (nbytes, since) in enumerate([(500, 0.5), (1000, 1.5), (0, 1.5)]):
+                    await message(tag, nbytes)
+                    assert trio.current_time() - began == pytest.approx(since)
+                await ranks([7, 8], lambda tag: message(tag, 1000))  # one after the other
+                assert trio.current_time() - began == pytest.approx(3.5)
+                assert [fault.op for fault in injected] == ["send"] * 5
                 await ranks(comms, lambda comm: comm.all_reduce(torch.zeros(250)))
                 assert trio.current_time() - began == pytest.approx(4.5)
 
@@ -355,6 +359,7 @@ def test_children_and_later_ops_are_not_hit(run):
         (lambda: mismatch("root", op="all_reduce"), "on whose root ranks cannot disagree; wanted one of broadcast"),
         (lambda: mismatch("shape"), "differs is 'shape', wanted one of 'dtype', 'size', 'root'"),
         (lambda: delay(), "seconds is None and until is None, wanted one of them"),
+        (lambda: delay(until=3), "until is 3"),
         (lambda: delay(-1), "seconds is -1, wanted seconds"),
         (lambda: slow_link(0), "bytes_per_second is 0, wanted more than 0"),
         (lambda: kill(nth=0), "nth is 0, wanted the number of a call, from 1 on"),
