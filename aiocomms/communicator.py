@@ -21,6 +21,7 @@ from aiocomms.core import Core
 from aiocomms.diagnosis import debug, dumps
 from aiocomms.diagnosis.debug import Debugger
 from aiocomms.diagnosis.leak_guard import LeakGuard, guards
+from aiocomms.diagnosis.statistics import Statistics, statistics_of
 from aiocomms.errors import (
     CommAbortedError,
     CommError,
@@ -51,7 +52,8 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
     """One rank's handle on a fixed, ordered group of ranks; made by :func:`aiocomms.new_comm`.
 
     Every operation is started by its call and returns a :class:`~aiocomms.Work` at once. A communicator belongs to the
-    event loop, thread and process that made it; :meth:`abort` and :meth:`dump` may be called on any thread.
+    event loop, thread and process that made it; :meth:`abort`, :meth:`dump` and :meth:`statistics` may be called on any
+    thread.
     """
 
     __slots__ = ("_shortcuts",)
@@ -323,6 +325,13 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         reason = None if failure is None else failure.error
         old = recovery.Predecessor(self._rendezvous, self._plan, core.notes, self._seconds, reason, self.closed)
         return await recovery.replace(self, Communicator(*await recovery.form_again(old, ranks, size, timeout)))
+
+    def statistics(self) -> Statistics:
+        """Say what the communicator is doing and has done, as a plain record; any thread.
+
+        Nothing is counted for it while ops run: it is read from what the communicator keeps anyway.
+        """
+        return statistics_of(self._core, self.transports)
 
     def dump(self, folder: str | os.PathLike[str] | None = None) -> Path:
         """Write the flight recorder to a file: the last ops and those that are pending; any thread.

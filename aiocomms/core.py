@@ -65,7 +65,7 @@ class Core(Posting):
         self.rank, self.size, self.name = rendezvous.rank, rendezvous.size, rendezvous.name
         self.device, self.driver = rendezvous.device, Driver.current()
         self.thread = self.driver.thread
-        self.issued = self.laned = self.calls = 0  # ops, those of lanes, and collectives called
+        self.issued = self.laned = self.calls = self.refusals = 0  # ops, of lanes, collectives; those refused
         self.by_family = dict(by_family)
         if "rma" not in self.by_family and "p2p" in self.by_family:
             self.by_family["rma"] = TwoSided(self)
@@ -77,7 +77,7 @@ class Core(Posting):
         self.notes = Notes(self.transports, self.size)
         self._rendezvous, self._inquiry = rendezvous, Inquiry(self, self.notes)
         self._postmortem: PostMortem | None = None
-        self._ended = False
+        self._ended, self.failures = False, dict[tuple[str, int | None], int]()
         self._closing: Promise | None = None
         self.over = Promise(self.driver)
         """Set when it is known what has become of it: it was lost and its works have ended, or it was closed."""

@@ -40,6 +40,8 @@ class Posting(Counted):
     post_hooks: Hooks
     trace: Ring | None
     """Where ops are recorded that end within their call. A benchmark sets it to None, to measure what that costs."""
+    refusals: int
+    """How many could not be posted."""
     _ring: Ring
     _spinning: list[Transport]
     _ended: bool
@@ -70,7 +72,7 @@ class Posting(Counted):
             self.calls += lane is None and op.family == "collectives"
             if (trace := self.trace) is not None:
                 trace.append(kind)
-            if self.pre_hooks:
+            if self.pre_hooks or self.post_hooks:
                 self._ask(work)
             try:
                 if lane is None:
@@ -136,14 +138,23 @@ class Posting(Counted):
         call_in_thread(op.call, lambda error: self.driver.call_threadsafe(ended, error))
 
     def _ask(self, work: StartedWork[Any]) -> None:
+        """Call the hooks that come before an op, and note for those that come after it when that was."""
+        work.called = monotonic() if self.post_hooks else None
         try:
             self.pre_hooks.ask(work.op, work.seq)
-        except BaseException:
-            self._uncount(work)
+        except BaseException as error:
+            self._uncount(work, error)
             raise
 
-    def _uncount(self, work: StartedWork[Any]) -> None:
-        """An op is not posted; if it is a collective, the other ranks' next one is this one's next, too."""
+    def _uncount(self, work: StartedWork[Any], error: BaseException) -> None:
+        """An op is not posted; if it is a collective, the other ranks' next one is this one's next, too.
+
+        Hooks that have heard of the op hear that it has ended.
+        """
+        self.refusals += 1
+        if self.post_hooks:
+            work.refuse(error)
+            self.post_hooks.call(self.driver, work)
         if not isinstance(work, LaneWork) and work.op.family == "collectives":
             self.calls -= 1
             self.recorder.refused.append(work.seq)
@@ -153,7 +164,7 @@ class Posting(Counted):
 
         A transport that raises another exception than a :class:`CommError` is broken, and the communicator is lost.
         """
-        self._uncount(work)
+        self._uncount(work, error)
         return self.not_posted(work.op, error, work._comm_name())
 
     def not_posted(self, op: ops.Op, error: BaseException, where: str) -> BaseException:

@@ -43,7 +43,10 @@ class Line(Protocol):
         """What is called when an op has ended."""
 
     def ended_at_once(self, work: Any) -> None:
-        """Go on with a work that has ended within its call, where hooks are registered."""
+        """Go on with a work that has ended within its call, where post-hooks are registered.
+
+        Of such a work ``called`` is when it was called, by :func:`time.monotonic`.
+        """
 
 
 class Ring(Protocol):
@@ -60,9 +63,9 @@ class Shortcuts(Protocol):
     """Native code that starts plain ops of one communicator in one call.
 
     What is plain: plain tensors, operators and numbers, the loop's thread (but in :meth:`post`), no hints and no
-    deadline of its own, no hooks, and nothing that refuses ops. Such a call does at once what the core does of it, and
-    :meth:`aiocomms.transport.Transport.post`. Of any other nothing has happened, and the Python method runs: Python
-    decides everything else, and makes every error.
+    deadline of its own, no pre-hooks (and in :meth:`post` no post-hooks), and nothing that refuses ops. Such a call
+    does at once what the core does of it, and :meth:`aiocomms.transport.Transport.post`. Of any other nothing has
+    happened, and the Python method runs: Python decides everything else, and makes every error.
     """
 
     @property

@@ -145,8 +145,8 @@ class Capabilities(msgspec.Struct, frozen=True):
 class Transport(ABC):
     """Carries ops between the ranks of one communicator.
 
-    :meth:`abort`, :meth:`waiting_for`, :meth:`last_heard` and :meth:`say` are called on any thread, everything else on
-    the thread of the loop that opened it.
+    :meth:`abort`, :meth:`waiting_for`, :meth:`last_heard`, :meth:`say` and :meth:`shared_memory` are called on any
+    thread, everything else on the thread of the loop that opened it.
 
     Each method says what raising from it means. Where it says that the transport is *broken*, the communicator is lost
     with a :class:`CommError` that names the transport, the method and what was raised, and the peers are told; no
@@ -391,9 +391,10 @@ class Transport(ABC):
         """
         return False
 
-    def side_channel(self) -> SideChannel | None:
-        """Who is left after :meth:`abort`, until :meth:`aclose`, if :meth:`say` still reaches the ranks; None: not so.
+    def shared_memory(self) -> int | None:
+        """Bytes of memory that it shares with other processes, if it can say; any thread. Raising: it is broken."""
+        return None
 
-        Raising: there is none, and the log says so.
-        """
+    def side_channel(self) -> SideChannel | None:
+        """Who is left from :meth:`abort` to :meth:`aclose`, if :meth:`say` reaches them; None or raising: nobody."""
         return None

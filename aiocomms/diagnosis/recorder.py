@@ -27,7 +27,7 @@ from aiocomms.diagnosis.places import PACKAGE
 from aiocomms.errors import CommError
 from aiocomms.lowlevel.hosts import host_id
 from aiocomms.lowlevel.threads import copied
-from aiocomms.ops import USER, Batch, Op
+from aiocomms.ops import USER, Batch, Op, tensor_of
 from aiocomms.progress.driver import Driver
 from aiocomms.progress.inflight import Flying, InFlight, LaneWork, StartedWork
 from aiocomms.shortcuts import Ring, Shortcuts
@@ -178,10 +178,10 @@ _KEPT: dict[type[Op], Callable[[Any], Any]] = {}
 
 
 def _learn(cls: type[Op]) -> None:
-    fields, names = cls.__struct_fields__, _arguments(cls)
+    names = _arguments(cls)
     if names:
         PEERS[cls] = attrgetter(*names)
-    tensor = next((name for name in ("tensor", "input", "output") if name in fields), None)
+    tensor = tensor_of(cls)
     paths = [*names, f"{tensor}.nbytes"] if tensor is not None else names
     _KEPT[cls] = attrgetter(*paths) if paths else _nothing
     for below in cls.__subclasses__():

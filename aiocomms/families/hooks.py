@@ -72,7 +72,10 @@ class Hooked:
         return self._pre_hooks.register(fn)
 
     def register_post_hook(self, fn: Callable[[Work[Any]], object]) -> Hook:
-        """Have ``fn(work)`` called on the loop's thread when an op is done, before the tasks that await it resume.
+        """Have ``fn(work)`` called on the loop's thread when an op has ended, before the tasks that await it resume.
+
+        ``work.called`` is when it was called, by ``time.monotonic()``, and ``work.error`` how it failed. It is called
+        once for each op that pre-hooks were called for, also where the op could not be posted.
 
         :returns: a handle with ``.remove()``.
         :raises ArgumentTypeError: ``fn`` cannot be called.

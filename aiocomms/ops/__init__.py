@@ -20,6 +20,8 @@ from aiocomms.ops._base import (
     USER,
     Family,
     Op,
+    size_of,
+    tensor_of,
 )
 from aiocomms.ops._moving import (
     AllGather,
@@ -140,4 +142,6 @@ __all__ = [
     "WindowClose",
     "WindowInfo",
     "WindowOpen",
+    "size_of",
+    "tensor_of",
 ]

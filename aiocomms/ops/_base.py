@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
+from operator import attrgetter
 from typing import Any, ClassVar, Literal
 
 import msgspec
@@ -69,3 +71,24 @@ def named(name: str, tensors: Sequence[Tensor]) -> Buffers:
 def shapes(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
     """Return the tensors' shapes as tuples, which can be compared between ranks."""
     return tuple(tuple(t.shape) for t in tensors)
+
+
+@cache
+def tensor_of(cls: type[Op]) -> str | None:
+    """The field with the tensor that ops of a type are about, where they are about one: of an all_gather its input."""
+    return next((name for name in ("tensor", "input", "output") if name in cls.__struct_fields__), None)
+
+
+_READ_SIZE: dict[type[Op], Callable[[Any], int]] = {}
+
+
+def size_of(op: Op) -> int:
+    """Bytes of the tensor that an op is about on this rank; 0: of none, as of a barrier, a batch or an object."""
+    try:
+        return _READ_SIZE[type(op)](op)
+    except KeyError:
+        name = tensor_of(type(op))
+        _READ_SIZE[type(op)] = (lambda _: 0) if name is None else attrgetter(f"{name}.nbytes")
+        return size_of(op)
+    except AttributeError:  # not one tensor: a scatter on another rank than its root has none to give
+        return 0

@@ -11,6 +11,7 @@ from typing import Any, Self, TypeVar, overload
 from torch import Tensor
 
 from aiocomms.core import Core
+from aiocomms.diagnosis.statistics import Statistics
 from aiocomms.errors import CommError
 from aiocomms.families.hooks import Hooked
 from aiocomms.families.streams import ItemStream
@@ -143,6 +144,11 @@ class Portal(Operations, Hooked):
         """Write the flight recorder to a file; any thread. See :meth:`Communicator.dump`."""
         path: Path = self._comm.dump(folder)
         return path
+
+    def statistics(self) -> Statistics:
+        """Say what the communicator is doing and has done; any thread. See :meth:`Communicator.statistics`."""
+        found: Statistics = self._comm.statistics()
+        return found
 
     def set_timeout(self, timeout: Timeout) -> None:
         """Set the deadline of ops that name none, of the communicator, too; any thread."""

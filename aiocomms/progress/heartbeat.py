@@ -21,6 +21,8 @@ SILENCE: Final = 5.0
 """Seconds without a sign of life after which a rank is taken for dead."""
 _VARIABLE: Final = "AIOCOMMS_HEARTBEAT"
 _LONGEST_PERIOD: Final = 0.4
+_FRESH: Final = 3
+"""Periods after which what was measured before is of no use any more."""
 
 
 def silence(options: Mapping[str, Any]) -> float:
@@ -64,6 +66,18 @@ class Heartbeat:
         self.period = min(self._most / 4, _LONGEST_PERIOD) if self._transports else float("inf")
         """Seconds between two calls of :meth:`look` while works are pending."""
 
+    def silence(self, now: float) -> dict[int, float]:
+        """The silence of each rank in seconds, as it was last measured; none if that was too long ago. On any thread.
+
+        :param now: the time, by ``time.monotonic()``.
+        """
+        found: dict[int, float] = {}
+        if now - self._looked <= _FRESH * self.period:
+            for silent in self._silent:
+                for rank, seconds in dict(silent).items():
+                    found[rank] = max(seconds, found.get(rank, 0.0))
+        return found
+
     def look(self, now: float) -> None:
         """Note which ranks have given no sign of life since the last call, and ask all ranks again.
 
@@ -73,7 +87,7 @@ class Heartbeat:
         :param now: the time, by ``time.monotonic()``.
         """
         before, self._looked = self._looked, now
-        fresh = now - before > 3 * self.period
+        fresh = now - before > _FRESH * self.period
         for transport, silent in zip(self._transports, self._silent, strict=True):
             signs = guarded(None, transport.last_heard)
             for rank, sign in enumerate(signs or ()):

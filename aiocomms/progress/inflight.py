@@ -44,11 +44,6 @@ class StartedWork(Work[T_co]):
     """
     _place: int = 0
 
-    @property
-    def error(self) -> CommError | None:
-        """The error of a failed work; reading it does not count as asking for the result."""
-        return self._error
-
     def waiters(self) -> list[Waiter]:
         """The suspended awaiters."""
         return [] if self._waiters is None else list(self._waiters.waiting)
@@ -92,6 +87,11 @@ class StartedWork(Work[T_co]):
             self._end(error, ABANDONED)
         self.finish()
 
+    def refuse(self, error: BaseException) -> None:
+        """End a work that could not be posted, for the hooks; what a transport says of it later is ignored."""
+        failure = error if isinstance(error, CommError) else CommError(f"{type(error).__name__}: {error}")
+        self._error, self._state = failure, ABANDONED
+
     def finish(self) -> None:
         """Wake those who still wait for a work that is done, and let it go."""
         self._notify()
@@ -102,6 +102,9 @@ class StartedWork(Work[T_co]):
         owner = self._owner
         self._error = error.about(comm=owner.name, op=self.op.name, seq=self.seq, rank=owner.rank)
         self._state = state
+        if not isinstance(error, CapturedWorkError):  # which is no failure
+            key = type(error).__name__, error.peer
+            owner.failures[key] = owner.failures.get(key, 0) + 1
         self._notify()
 
     def _notify(self) -> None:
@@ -218,7 +221,7 @@ class InFlight:
 
     def __init__(self, owner: Expirer, heartbeat: Heartbeat) -> None:
         self._owner = owner
-        self._heartbeat = heartbeat
+        self.heartbeat = heartbeat
         self._queues: dict[float, Queue] = {}
         self._changing = threading.RLock()  # while there are to be others of them; to add takes no lock
         self._drained: Promise | None = None
@@ -249,7 +252,7 @@ class InFlight:
         while queue is None or not self._joins(queue, work, now):
             queue = self._queue_of(seconds)
         work.queue = queue
-        period = self._heartbeat.period
+        period = self.heartbeat.period
         look = now + seconds if seconds < period else now + period
         if look < watchdog.wakes_at:
             try:
@@ -309,8 +312,8 @@ class InFlight:
         """See :class:`Watched`; copies before it looks, for the loop's thread goes on meanwhile."""
         earliest = float("inf")
         if self:
-            self._heartbeat.look(now)
-            earliest = now + self._heartbeat.period
+            self.heartbeat.look(now)
+            earliest = now + self.heartbeat.period
         for queue in list(self._queues.values()):
             for work in list(queue) if queue.seconds < float("inf") else ():
                 deadline = queue.get(work, float("inf")) + queue.seconds  # infinity: it has become done meanwhile

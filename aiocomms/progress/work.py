@@ -27,6 +27,8 @@ class Owner(Protocol):
     driver: Driver
     name: str
     rank: int
+    failures: dict[tuple[str, int | None], int]
+    """How many works have failed, were given up or withdrawn, by the error's class and the rank that it names."""
 
     def settled(self, work: Any, error: CommError | None = None) -> None:
         """Record and forget a pending work that has just become done, or failed with ``error``."""
@@ -60,6 +62,8 @@ class Work(msgspec.Struct, Handed[T_co], Generic[T_co], eq=False, weakref=True):
     _owner: Owner
     hints: Mapping[str, Any] | None = None
     """The caller's advice for this op."""
+    called: float | None = None
+    """When it was called, by ``time.monotonic()``; None: no post-hook was registered then, so nobody looked."""
     _state: int = PENDING
     _value: Any = OP_RESULT
     _error: CommError | None = None
@@ -115,6 +119,11 @@ class Work(msgspec.Struct, Handed[T_co], Generic[T_co], eq=False, weakref=True):
         if isinstance(error, CommError):
             return error
         raise error
+
+    @property
+    def error(self) -> CommError | None:
+        """The error of a failed op, or None; to read it does not count as asking for the result, so hooks may."""
+        return self._error
 
     def add_done_callback(self, fn: Callable[[Self], object]) -> None:
         """Have ``fn(work)`` called on the loop's next turn after the op is done."""

@@ -170,8 +170,8 @@ def test_a_method_that_raises_ends_that_communicator_by_name(
                 driver._progress(driver._sources[transport])
             elif method == "last_heard":
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(one._core.in_flight._heartbeat, "_transports", [transport])
-                    patch.setattr(one._core.in_flight._heartbeat, "_silent", [{}])
+                    patch.setattr(one._core.in_flight.heartbeat, "_transports", [transport])
+                    patch.setattr(one._core.in_flight.heartbeat, "_silent", [{}])
                     one._core.in_flight.expire(time.monotonic())
             error = await failure_of(work)
             assert f"the transport {type(transport).__name__} is broken: {method}() raised" in str(error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 import unittest
 from collections.abc import Callable
 
@@ -15,7 +16,7 @@ import torch
 
 from aiocomms import Work
 from aiocomms.communicator import Communicator
-from aiocomms.errors import CommAbortedError, CommClosedError, UnsupportedOperation
+from aiocomms.errors import CommAbortedError, CommClosedError, CommError, UnsupportedOperation
 from aiocomms.testing.conformance.case import Case, ranks
 from aiocomms.testing.conformance.data import Slot
 from aiocomms.transport import Transport
@@ -297,3 +298,33 @@ async def test_every_operation_ends_once(comm: Communicator, case: Case) -> None
         hook.remove()
     await comm.barrier()
     assert before == sorted(after) == [work.seq for work in works]
+
+
+@ranks(2, 3)
+async def test_hooks_learn_when_an_operation_was_called_and_how_it_ended(comm: Communicator, case: Case) -> None:
+    """Each that a pre-hook has heard of ends once for the post-hooks, also where it could not be posted."""
+    told: list[tuple[int, str, bool]] = []
+    before = time.monotonic()
+
+    def ended(work: Work[object]) -> None:
+        assert work.called is not None
+        in_time = before <= work.called <= time.monotonic()
+        told.append((work.seq, "" if work.error is None else work.error.message, in_time and work.done()))
+
+    def refuse(op: object, seq: int) -> None:
+        raise CommError("not now")
+
+    after = comm.register_post_hook(ended)
+    work = comm.barrier()
+    await work
+    hook = comm.register_pre_hook(refuse)
+    with pytest.raises(CommError, match="not now"):
+        comm.barrier()
+    hook.remove()
+    await comm.barrier()
+    after.remove()
+    first = work.seq
+    assert told == [(first, "", True), (first + 1, "not now", True), (first + 2, "", True)]
+    later = comm.barrier()
+    await later
+    assert later.called is None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import inspect
 import os
 import pickle
 import signal
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -609,6 +611,49 @@ def test_hooks_that_come_while_ops_run() -> None:
             await call()
             assert asked == [("all_reduce", 1), ("all_reduce", 2)]
             assert told == [("all_reduce", 2), ("all_reduce", 3)]
+
+    run_on("asyncio", main)
+
+
+def test_post_hooks_hear_of_what_shortcuts_start(which: str) -> None:
+    """They are told what the Python path tells them, and ops stay native."""
+
+    async def main() -> None:
+        async with local_world(2, "ucx") as comms:
+            told: dict[int, list[tuple[str, bool]]] = {0: [], 1: []}
+            by_python: list[str] = []
+            before = time.monotonic()
+
+            def heard(work: Any) -> None:
+                now = time.monotonic()
+                told[work._owner.rank].append((work.op.name, before <= work.called <= now))
+
+            hooks = [comm.register_post_hook(heard) for comm in comms]
+
+            def start(comm: Communicator, work: Any, *args: Any) -> Any:
+                by_python.append(work.op.name)
+                return type(comm._core).start(comm._core, work, *args)
+
+            for comm in comms:
+                comm._core.start = functools.partial(start, comm)  # type: ignore[method-assign]
+
+            async def call(comm: Any) -> None:
+                await comm.all_reduce(torch.ones(2))
+                await comm.barrier()
+                if comm.rank == 0:
+                    await comm.send(torch.ones(2), 1)
+                else:
+                    await comm.recv(torch.ones(2), 0)
+
+            await ranks(comms, call)
+            for hook in hooks:
+                hook.remove()
+            await ranks(comms, lambda comm: comm.barrier())
+            native = which == "native" and hasattr(engine, "Shortcuts")
+            all_of_them = sorted([*2 * ["all_reduce", "barrier", "barrier"], "recv", "send"])
+            assert sorted(by_python) == ([] if native else all_of_them)
+            assert told[0] == [("all_reduce", True), ("barrier", True), ("send", True)]
+            assert told[1] == [("all_reduce", True), ("barrier", True), ("recv", True)]
 
     run_on("asyncio", main)
 

@@ -121,6 +121,7 @@ def _open(transport: UcxTransport, members: list[Member], here: list[int], poole
     try:
         names = [member.number for member in members]
         transport.engine.open_group(transport.group, names, fd, pooled, hosts, readable, transport.ranks.in_place)
+        transport.segment = 0 if fd == _NONE else os.fstat(fd).st_size
     except (RuntimeError, OSError) as error:
         trouble = f"rank {transport.rank} cannot use the shared memory of its host: {error}"
     finally:

@@ -59,6 +59,7 @@ class UcxTransport(LaneCarrier, Hastened):
         self.rank = self.peers.index(shared.number)
         self.size = len(self.peers)
         self.group = self.engine.add_group(self.rank, self.peers)
+        self.segment = 0  # bytes of the memory that the ranks of this host share, once it is open
         self._numbers = [0] * self.size
         self._windows = self.windows(self)
         self.lanes = LaneCollectives(self)
@@ -254,6 +255,10 @@ class UcxTransport(LaneCarrier, Hastened):
                 return ()
             signs = self.engine.signs(self.peers)
         return [math.inf if rank == self.rank else sign / 1e9 for rank, sign in enumerate(signs)]
+
+    def shared_memory(self) -> int:
+        """See :meth:`Transport.shared_memory`. The segment of the ranks of this host, and this rank's windows."""
+        return self.segment + self._windows.shared()
 
     def side_channel(self) -> UcxSideChannel:
         """See :meth:`Transport.side_channel`. The control connections to ranks that are alive stay."""

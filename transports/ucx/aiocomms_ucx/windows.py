@@ -136,6 +136,11 @@ class Windows:
         """See :class:`aiocomms.lowlevel.memory.Holder`. The others put into a window's memory at any time."""
         return [handle.tensor for handle in list(self._handles.values())]
 
+    def shared(self) -> int:
+        """Bytes of this rank's parts of the windows whose memory was moved to where others can map it; any thread."""
+        storages = [handle.tensor.untyped_storage() for handle in list(self._handles.values())]
+        return sum({s.data_ptr(): s.nbytes() for s in storages if s.device.type == "cpu" and s.is_shared()}.values())
+
     def close(self) -> None:
         """Forget all windows, because the communicator is closing."""
         for handle in list(self._handles.values()):

@@ -1,9 +1,9 @@
 // How a plain op is started without a frame of Python's. The Python code stays the reference, and the one place where
-// anything is decided: a shortcut looks whether a call is plain (arguments by position, plain tensors, no hooks, the
-// communicator's own thread and nothing that refuses ops) and then does what Communicator._issue and UcxTransport.post
-// do for such a call, step by step; or Lane._issue and LaneCollectives.post, where it is of a lane. Of any other call
-// it says "not taken", and nothing has happened: the method of the same name runs, and makes every error. What the
-// engine does not end within the call goes on there, too.
+// anything is decided: a shortcut looks whether a call is plain (arguments by position, plain tensors, no pre-hooks,
+// the communicator's own thread and nothing that refuses ops) and then does what Communicator._issue and
+// UcxTransport.post do for such a call, step by step; or Lane._issue and LaneCollectives.post, where it is of a lane.
+// Of any other call it says "not taken", and nothing has happened: the method of the same name runs, and makes every
+// error. What the engine does not end within the call goes on there, too.
 //
 // Until the engine has an op nothing is changed that cannot be taken back; and no code of Python's runs between the
 // last look at what makes a call plain and the engine's having it, but that of other threads while the interpreter's
@@ -303,6 +303,7 @@ class Shortcuts {
     windows_ = windows;
     state_ = PySlot(work, "_state");
     value_ = PySlot(work, "_value");
+    called_at_ = PySlot(work, "called");
     words_ = PySlot(lane_work, "lane");
     number_ = PySlot(lane_work, "number");
     used_ = {std::move(work), std::move(lane_work), std::move(part)};
@@ -538,12 +539,20 @@ class Shortcuts {
 
   bool is_plain() const {
     return line() != nullptr && refusing_.of(line()) == Py_False && PyList_GET_SIZE(held_[kPreHooks].ptr()) == 0 &&
-           PyList_GET_SIZE(held_[kPostHooks].ptr()) == 0 && failure_.of(held_[kTransport].ptr()) == Py_None &&
-           behind_.of(held_[kWindows].ptr()) == Py_None;
+           failure_.of(held_[kTransport].ptr()) == Py_None && behind_.of(held_[kWindows].ptr()) == Py_None;
   }
   bool takes_elsewhere() const {
-    return is_plain() && PyThread_get_thread_ident() != thread_ && here_ == 0 && posts_.of(line()) == Py_False &&
-           posts_behind_.of(held_[kWindows].ptr()) == Py_False;
+    return is_plain() && !watched() && PyThread_get_thread_ident() != thread_ && here_ == 0 &&
+           posts_.of(line()) == Py_False && posts_behind_.of(held_[kWindows].ptr()) == Py_False;
+  }
+
+  // Whether somebody hears of the end of each op, on the loop's thread, and how long it took.
+  bool watched() const { return PyList_GET_SIZE(held_[kPostHooks].ptr()) != 0; }
+  // False: no memory.
+  bool note_call(const Started& it) const {
+    PyObject* now = PyFloat_FromDouble(static_cast<double>(now_ns()) * 1e-9);
+    if (now != nullptr) called_at_->set(it.work.ptr(), now);
+    return now != nullptr;
   }
 
   PyObject* line() const { return held_[kLine].ptr(); }
@@ -638,6 +647,7 @@ class Shortcuts {
   PyObject* start_here(const Caller& caller, const Kind& kind, const Started& it, PyObject* result, PyObject* kept,
                        std::size_t bytes, const Call& call) {
     Counts counts;
+    if (watched() && !note_call(it)) return nullptr;
     if (!one_more(caller, kind, it, counts)) return nullptr;
     const Amid amid(here_);
     nb::object before = counts.slot != nullptr ? nb::borrow(counts.slot->of(line())) : nb::object();
@@ -799,7 +809,7 @@ class Shortcuts {
       if (!row) return nullptr;
       ring_->append(row.ptr());
     }
-    if (PyList_GET_SIZE(held_[kPostHooks].ptr()) != 0) {  // another thread's, registered meanwhile
+    if (watched()) {
       PyObject* given[] = {line(), it.work.ptr()};
       nb::object told = nb::steal(PyObject_VectorcallMethod(names().ended_at_once, given, 2, nullptr));
       if (!told) return nullptr;
@@ -872,7 +882,7 @@ class Shortcuts {
   const PySlot issued_, laned_, called_, refusing_, posts_, failure_, calls_, behind_, posts_behind_;
   Ring* ring_;  // null: nothing is recorded
   std::array<nb::object, kUsed> used_;
-  std::optional<PySlot> state_, value_, words_, number_;
+  std::optional<PySlot> state_, value_, called_at_, words_, number_;
   std::optional<LaneSlots> lane_;
   Kind all_reduce_, all_gather_single_, all_to_all_single_, barrier_, broadcast_, recv_, reduce_scatter_single_, send_;
   Kind get_, put_, put_signal_, signal_, wait_signal_;  // of windows

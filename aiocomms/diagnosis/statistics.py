@@ -1,0 +1,106 @@
+"""What :meth:`Communicator.statistics` returns: a record of what the core keeps anyway, so that no op pays for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from time import monotonic
+from typing import Protocol
+
+import msgspec
+
+from aiocomms.errors import WorkCancelledError
+from aiocomms.ops import size_of
+from aiocomms.progress.guard import guarded
+from aiocomms.progress.inflight import InFlight, LaneWork
+from aiocomms.transport import Transport
+
+_WITHDRAWN = WorkCancelledError.__name__
+
+
+class Failures(msgspec.Struct, frozen=True):
+    """How many ops of a communicator have failed on this rank for one reason."""
+
+    error: str
+    """The class of the error, as ``"CommTimeoutError"``."""
+    peer: int | None
+    """The rank at fault, as the error names it; None: it names none."""
+    count: int
+
+
+class Statistics(msgspec.Struct, frozen=True):
+    """One rank's view of a communicator at one time. Counts are of this rank's ops since the communicator was formed.
+
+    An op is done that has ended without an error; what a split, a stream or the opening of a window consists of is
+    counted with the ops that they call.
+    """
+
+    transports: Mapping[str, str]
+    """Which transport carries what, by family; as :attr:`Communicator.transports`."""
+    issued: int
+    """Ops called."""
+    collectives: int
+    """Those of them that are collectives and of no lane: the same on all ranks once all have called as many."""
+    in_lanes: int
+    """Those of them that are of lanes."""
+    done: int
+    failed: Sequence[Failures]
+    """Those that have failed, or were given up with the communicator, by reason; the most frequent first."""
+    withdrawn: int
+    """Receives and waits that were withdrawn before anything matched them."""
+    refused: int
+    """Those that could not be posted: their callers have the error, and nothing was sent."""
+    pending: int
+    pending_bytes: int
+    """Bytes of the tensors that the pending ops are about."""
+    pending_lanes: int
+    """Lanes in which something is pending."""
+    oldest: float | None
+    """Seconds for which the oldest pending op has been under way; None: nothing is pending."""
+    silence: Mapping[int, float]
+    """Seconds for which each other rank has given no sign of life, as the heartbeat measures them. It asks while ops
+    are pending only, about every 0.4 s; empty where nothing was pending of late, or no transport can ask."""
+    shared_memory: int | None
+    """Bytes of the memory that the transports share with other processes of this host; None: they cannot say."""
+
+
+class Counting(Protocol):
+    """What statistics are made of: a communicator's core."""
+
+    rank: int
+    issued: int
+    calls: int
+    laned: int
+    failures: dict[tuple[str, int | None], int]
+    refusals: int
+    in_flight: InFlight
+    transports: list[Transport]
+
+
+def statistics_of(core: Counting, transports: Mapping[str, str]) -> Statistics:
+    """Look at a communicator; on any thread, whatever its loop is doing. It locks nothing and posts nothing."""
+    failures, refused = dict(core.failures), core.refusals  # before the ops are counted: so no op is missing below
+    flying, now = core.in_flight.look(), monotonic()
+    issued = core.issued
+    withdrawn = sum(count for (error, _), count in failures.items() if error == _WITHDRAWN)
+    failed = [Failures(*key, count) for key, count in failures.items() if key[0] != _WITHDRAWN]
+    return Statistics(
+        transports=transports,
+        issued=issued,
+        collectives=core.calls,
+        in_lanes=core.laned,
+        done=max(0, issued - len(flying) - sum(failures.values()) - refused),
+        failed=sorted(failed, key=lambda each: -each.count),
+        withdrawn=withdrawn,
+        refused=refused,
+        pending=len(flying),
+        pending_bytes=sum(size_of(one.work.op) for one in flying),
+        pending_lanes=len({one.work.number for one in flying if isinstance(one.work, LaneWork)}),
+        oldest=max((now - one.posted for one in flying), default=None),
+        silence={rank: silent for rank, silent in core.in_flight.heartbeat.silence(now).items() if rank != core.rank},
+        shared_memory=_shared_memory(core.transports),
+    )
+
+
+def _shared_memory(transports: Sequence[Transport]) -> int | None:
+    known = [said for each in transports if (said := guarded(None, each.shared_memory)) is not None]
+    return sum(known) if known else None
