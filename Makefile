@@ -223,6 +223,7 @@ $(BENCH_VENV)/setup.stamp: pyproject.toml examples/transport_ucxx/pyproject.toml
 	$(PYTHON) -m venv $(BENCH_VENV)
 	$(BENCH_BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(BENCH_BIN)/python -m pip install --quiet --disable-pip-version-check $(PEERS) uvloop matplotlib \
+		opentelemetry-sdk prometheus-client \
 		--editable . --editable examples/transport_ucxx
 	touch $@
 
@@ -237,6 +238,7 @@ bench: $(BENCH_VENV)/ucx.stamp
 	$(BENCH_BIN)/python -m benchmarks.core
 	$(BENCH_BIN)/python -m benchmarks.heartbeat --transport ucx
 	$(BENCH_BIN)/python -m benchmarks.kv
+	$(BENCH_BIN)/python -m benchmarks.metrics
 	$(BENCH_BIN)/python -m benchmarks.many
 	$(BENCH_BIN)/python -m benchmarks.many --ranks 8 --splits 1000
 	$(BENCH_BIN)/python -m benchmarks.torch_backend

@@ -1,0 +1,191 @@
+"""What exporters of metrics have in common: how long ops took, by op, transport and size, and how late the loop is.
+
+It is built on the public hooks and on :meth:`Communicator.statistics`; exporters for other systems would use the same.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections.abc import Iterator
+from time import monotonic
+from typing import Any, Final, NamedTuple, Protocol
+from weakref import ref
+
+from aiocomms.diagnosis.statistics import Statistics
+from aiocomms.errors import ArgumentTypeError
+from aiocomms.families.hooks import Hook
+from aiocomms.ops import Op, size_of
+from aiocomms.progress.loops import Loop, running_loop
+from aiocomms.progress.work import Work
+
+BOUNDS: Final = tuple(float(f"{digit}e{power}") for power in range(-6, 2) for digit in (1, 2.5, 5))
+"""The upper bounds of the classes of durations, in seconds: 1 µs, 2.5 µs, 5 µs, 10 µs, and so on up to 50 s."""
+_SIZES: Final = ((0, "0"), (10, "<1KiB"), (14, "<16KiB"), (18, "<256KiB"), (22, "<4MiB"), (26, "<64MiB"))
+LARGEST: Final = ">=64MiB"
+SIZES: Final = tuple(next((name for most, name in _SIZES if bits <= most), LARGEST) for bits in range(65))
+"""The classes of sizes in bytes, by the number of bits of the size."""
+
+
+class Instrumentable(Protocol):
+    """What can be measured: a communicator, or the portal of one, a blocking communicator among them."""
+
+    @property
+    def name(self) -> str:
+        """The communicator's."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed on this rank."""
+
+    @property
+    def transports(self) -> dict[str, str]:
+        """Which transport carries what, by family."""
+
+    def statistics(self) -> Statistics:
+        """See :meth:`Communicator.statistics`."""
+
+    def register_post_hook(self, fn: Any) -> Hook:
+        """See :meth:`Communicator.register_post_hook`."""
+
+
+def instrumentable(comm: Any) -> None:
+    """Check the argument of an exporter.
+
+    :raises ArgumentTypeError: it is no communicator.
+    """
+    if not all(hasattr(type(comm), name) for name in ("statistics", "register_post_hook")):
+        raise ArgumentTypeError(f"comm is {comm!r}, wanted a Communicator, or a Portal or blocking.Communicator")
+
+
+class Durations:
+    """How long the ops of one kind took that have ended without an error."""
+
+    __slots__ = ("bytes", "counts", "seconds")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BOUNDS) + 1)
+        """By the class of their duration; the last one is above all bounds."""
+        self.seconds = 0.0
+        self.bytes = 0
+
+
+class Row(NamedTuple):
+    """What is known of the ops of one kind."""
+
+    op: str
+    transport: str
+    size: str
+    """One of :data:`SIZES`."""
+    counts: list[int]
+    seconds: float
+    bytes: int
+
+
+class Tally:
+    """Counts the ops of one communicator by their kind, by a post-hook, until :meth:`remove`.
+
+    It is written on the loop's thread only, and read on any.
+    """
+
+    def __init__(self, comm: Instrumentable) -> None:
+        self._transports = comm.transports
+        self._kinds: dict[tuple[type[Op], str], Durations] = {}
+        self.remove = comm.register_post_hook(self._ended).remove
+
+    def _ended(self, work: Work[Any]) -> None:
+        called = work.called
+        if called is None or work.error is not None:  # none: it was called before this hook was registered
+            return
+        seconds, op = monotonic() - called, work.op
+        size = size_of(op)
+        key = type(op), SIZES[size.bit_length()]
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kinds[key] = Durations()
+        kind.counts[bisect_left(BOUNDS, seconds)] += 1
+        kind.seconds += seconds
+        kind.bytes += size
+
+    def rows(self) -> Iterator[Row]:
+        """What was counted so far; any thread."""
+        for (cls, size), kind in list(dict(self._kinds).items()):
+            transport = self._transports.get(cls.family, "messages")  # of collectives that none carries
+            yield Row(cls.name, transport, size, kind.counts[:], kind.seconds, kind.bytes)
+
+
+class Lateness:
+    """How long a loop takes to come round to a call of another thread; each look makes one, and nothing else does."""
+
+    def __init__(self) -> None:
+        """Begin with the loop that runs on this thread, if there is one; else nothing is known."""
+        self._loop: Loop | None = None
+        try:
+            self._loop = running_loop()
+        except RuntimeError:
+            pass
+        self._asked: float | None = None
+        self._last: float | None = None
+
+    def look(self) -> float | None:
+        """Return how late the loop was with the call of the last look, or is by now; and make another. Any thread.
+
+        :returns: seconds; None: it is not known, as by the first look.
+        """
+        asked, now = self._asked, monotonic()
+        if asked is not None:
+            return now - asked
+        if self._loop is not None:
+            self._asked = now
+            if not self._loop.call_threadsafe(self._come, now):
+                self._loop = self._asked = self._last = None  # it has ended
+        return self._last
+
+    def _come(self, asked: float) -> None:
+        self._last, self._asked = monotonic() - asked, None
+
+
+class Measured:
+    """A communicator that is measured; :meth:`remove` ends that."""
+
+    def __init__(self, comm: Instrumentable) -> None:
+        self.name, self.rank = comm.name, comm.rank
+        self.tally, self.lateness = Tally(comm), Lateness()
+        self._comm = ref(comm)  # a program that forgets to close it is to hear of that
+        self._removed = False
+
+    def open(self) -> Instrumentable | None:
+        """The communicator; None: it was closed or forgotten, or is measured no more."""
+        comm = self._comm()
+        return None if comm is None or comm.closed or self._removed else comm
+
+    def remove(self) -> None:
+        """Measure it no more, and show it no more. Idempotent."""
+        self._removed = True
+        self.tally.remove()
+
+
+class Shown:
+    """The communicators that one exporter shows."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._measured: list[Measured] = []
+
+    def add(self, comm: Instrumentable) -> Measured:
+        """Measure one more."""
+        added = Measured(comm)
+        with self._lock:
+            self._measured.append(added)
+        return added
+
+    def all(self) -> list[tuple[Measured, Instrumentable]]:
+        """Those that are open; any thread. The others are dropped."""
+        with self._lock:
+            found = [(each, comm) for each in self._measured if (comm := each.open()) is not None]
+            self._measured = [each for each, _ in found]
+        return found

@@ -1,0 +1,203 @@
+"""The exporter for Prometheus: real ops, a real registry, and what that library's own parser reads of a scrape."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import anyio
+import prometheus_client
+import pytest
+import torch
+from concurrency import ranks, run_on, turns
+from prometheus_client.parser import text_string_to_metric_families
+
+import aiocomms
+from aiocomms.errors import ArgumentTypeError, CommAbortedError, CommError
+from aiocomms.metrics import BOUNDS, SIZES
+from aiocomms.prometheus import instrument
+from aiocomms.testing import local_world
+
+TRANSPORTS = ["local", "ucx"]
+
+
+def scrape(registry):
+    """The samples of a scrape, by their names and labels."""
+    text = prometheus_client.generate_latest(registry).decode()
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def value(samples, name, **labels):
+    return samples.get((f"aiocomms_{name}", tuple(sorted({k: str(v) for k, v in labels.items()}.items()))))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ops_are_counted_by_kind_transport_and_size(transport):
+    async def main():
+        registry = prometheus_client.CollectorRegistry()
+        async with local_world(2, transport, name="measured") as comms:
+            await ranks(comms, lambda comm: comm.barrier())  # before anybody looked
+            handles = [instrument(comm, registry) for comm in comms]
+
+            async def call(comm):
+                for _ in range(3):
+                    await comm.all_reduce(torch.ones(2))
+                await comm.all_reduce(torch.ones(1 << 10))
+                await comm.barrier()
+                if comm.rank == 0:
+                    await comm.send(torch.ones(2), 1)
+                else:
+                    await comm.recv(torch.ones(2), 0)
+
+            await ranks(comms, call)
+            seen = scrape(registry)
+            for rank in (0, 1):
+                own = {"comm": "measured", "rank": rank, "transport": transport}
+                assert value(seen, "op_seconds_count", **own, op="all_reduce", size="<1KiB") == 3
+                assert value(seen, "op_seconds_count", **own, op="all_reduce", size="<16KiB") == 1
+                assert value(seen, "op_seconds_count", **own, op="barrier", size="0") == 1
+                assert value(seen, "bytes_total", **own, op="all_reduce") == 3 * 8 + 4096
+                assert value(seen, "op_seconds_sum", **own, op="all_reduce", size="<1KiB") > 0
+                most = value(seen, "op_seconds_bucket", **own, op="all_reduce", size="<1KiB", le="+Inf")
+                assert most == value(seen, "op_seconds_bucket", **own, op="all_reduce", size="<1KiB", le="50.0") == 3
+                assert value(seen, "pending", comm="measured", rank=rank) == 0
+            assert value(seen, "op_seconds_count", **{**own, "rank": 0}, op="send", size="<1KiB") == 1
+            assert value(seen, "op_seconds_count", **{**own, "rank": 1}, op="recv", size="<1KiB") == 1
+            for handle in handles:
+                handle.remove()
+                handle.remove()
+            assert scrape(registry) == {}
+            await ranks(comms, lambda comm: comm.barrier())
+
+    run_on("asyncio", main)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_scrape_on_another_thread_sees_what_is_pending_and_what_has_failed(transport):
+    async def main():
+        registry = prometheus_client.CollectorRegistry()
+        async with local_world(2, transport) as comms:
+            one, two = comms
+            instrument(one, registry)
+            work = one.recv(torch.ones(4), 1, timeout=None)
+            seen = await anyio.to_thread.run_sync(scrape, registry)
+            assert value(seen, "pending", comm="world", rank=0) == 1
+            assert value(seen, "pending_bytes", comm="world", rank=0) == 16
+            assert value(seen, "oldest_pending_seconds", comm="world", rank=0) >= 0
+            assert value(seen, "failures_total", comm="world", rank=0, reason="CommAbortedError", peer=1) is None
+            two.abort("enough")
+            with pytest.raises(CommAbortedError):
+                await work
+            seen = scrape(registry)
+            assert value(seen, "failures_total", comm="world", rank=0, reason="CommAbortedError", peer=1) == 1
+            assert value(seen, "pending", comm="world", rank=0) == 0
+            counted = [name for name, _ in seen if name == "aiocomms_op_seconds_count"]
+            assert counted == []  # what has failed has no duration
+
+    run_on("asyncio", main)
+
+
+def test_the_lateness_of_the_loop(run):
+    """It is what the call of the last scrape took; while the loop has not come round, for how long it has not."""
+
+    async def main():
+        registry = prometheus_client.CollectorRegistry()
+        async with local_world(1) as [comm]:
+            instrument(comm, registry)
+            assert value(scrape(registry), "loop_lateness_seconds", comm="world", rank=0) is None
+            waiting = [value(scrape(registry), "loop_lateness_seconds", comm="world", rank=0) for _ in range(2)]
+            assert 0 < waiting[0] < waiting[1]
+            await turns()
+            late = value(scrape(registry), "loop_lateness_seconds", comm="world", rank=0)
+            assert late >= waiting[1]
+
+    run(main)
+
+
+def test_the_heartbeat():
+    """What the heartbeat has measured of the other rank, and of no rank once nobody is asked any more."""
+
+    async def main():
+        registry = prometheus_client.CollectorRegistry()
+        async with local_world(2, "ucx") as [one, _]:
+            instrument(one, registry)
+            labels = {"comm": "world", "rank": 0, "peer": 1}
+            assert value(scrape(registry), "heartbeat_age_seconds", **labels) is None
+            one._core.in_flight.heartbeat.look(time.monotonic())  # as the watchdog does while something is pending
+            assert value(scrape(registry), "heartbeat_age_seconds", **labels) == 0.0
+            assert one.statistics().silence.keys() == {1}
+            one._core.in_flight.heartbeat.look(time.monotonic() - 60)
+            assert value(scrape(registry), "heartbeat_age_seconds", **labels) is None
+            assert value(scrape(registry), "shared_memory_bytes", comm="world", rank=0) > 0
+
+    run_on("asyncio", main)
+
+
+def test_a_communicator_that_is_closed_or_forgotten_is_shown_no_more():
+    async def main():
+        registry = prometheus_client.CollectorRegistry()
+        async with local_world(1, name="first") as [first], local_world(1, name="second") as [second]:
+            for comm in (first, second):
+                instrument(comm, registry)
+            await first.aclose()
+            seen = scrape(registry)
+            assert value(seen, "pending", comm="first", rank=0) is None
+            assert value(seen, "pending", comm="second", rank=0) == 0
+        assert scrape(registry) == {}
+        del first, second, comm
+        gc.collect()
+        assert scrape(registry) == {}
+
+    run_on("asyncio", main)
+
+
+def test_a_refused_op_is_neither_timed_nor_a_failure():
+    async def main():
+        registry = prometheus_client.CollectorRegistry()
+        async with local_world(1) as [comm]:
+            instrument(comm, registry)
+            told = []
+
+            def refuse(op, seq):
+                raise CommError("no")
+
+            comm.register_post_hook(lambda work: told.append((work.seq, str(work.error), work.done())))
+            hook = comm.register_pre_hook(refuse)
+            with pytest.raises(CommError, match="no"):
+                comm.barrier()
+            hook.remove()
+            await comm.barrier()
+            assert told == [(0, "no", True), (1, "None", True)]
+            seen = scrape(registry)
+            assert value(seen, "op_seconds_count", comm="world", rank=0, op="barrier", transport="local", size="0") == 1
+            assert not [name for name, _ in seen if name == "aiocomms_failures_total"]
+
+    run_on("asyncio", main)
+
+
+def test_a_blocking_communicator():
+    registry = prometheus_client.CollectorRegistry()
+    with aiocomms.blocking.new_comm("local", rank=0, size=1) as comm:
+        instrument(comm, registry)
+        comm.all_reduce(torch.ones(2)).wait()
+        seen = scrape(registry)
+        labels = {"comm": "world", "rank": 0, "op": "all_reduce", "transport": "local", "size": "<1KiB"}
+        assert value(seen, "op_seconds_count", **labels) == 1
+        assert value(seen, "loop_lateness_seconds", comm="world", rank=0) is None
+    assert scrape(registry) == {}
+
+
+def test_what_is_no_communicator_is_refused():
+    with pytest.raises(ArgumentTypeError, match="comm is 3, wanted a Communicator"):
+        instrument(3, prometheus_client.CollectorRegistry())
+
+
+def test_the_classes_of_sizes_and_durations():
+    sizes = {0: "0", 1: "<1KiB", 1023: "<1KiB", 1024: "<16KiB", (1 << 22) - 1: "<4MiB", 1 << 26: ">=64MiB"}
+    assert {size: SIZES[size.bit_length()] for size in sizes} == sizes
+    assert (BOUNDS[0], BOUNDS[-1]) == (1e-6, 50.0)
+    assert sorted(BOUNDS) == list(BOUNDS)
