@@ -201,7 +201,7 @@ class Recovery:
 
     async def _known_place(self) -> tuple[Store, Store | None]:
         root = self._old.root
-        if root is None or not await self._answers():
+        if root is None or not await self._answers(self._left()):
             raise StoreLostError(
                 "the rendezvous store is gone, and without it the ranks of this transport cannot find each other"
             )
@@ -211,8 +211,8 @@ class Recovery:
         """Where the lowest rank that lives says; the others take its turn if it does not."""
         rank = self._old.rank
         alive = [it for it in self._ranks or range(self._old.size) if not self._dead(it)]
-        places = (self._before.notes.places.get(it) for it in alive if it != rank)
-        note = next((place for place in places if place is not None), None)
+        places = self._before.notes.places
+        teller, note = next(((it, places[it]) for it in alive if it != rank and it in places), (rank, None))
         if note is None and self._seconds - self._left() < alive.index(rank) * self._seconds / 4:
             return None
         if note is None:
@@ -220,15 +220,15 @@ class Recovery:
             for other in alive:
                 self._before.notes.say(other, Place(note))
             return place
-        root = self._old.root
-        if note == _OLD and root is not None:
-            return root, None
-        return await self._follow(note)
+        reached = await self._follow(note)
+        if reached is None and places.get(teller) == note:  # of an earlier call: that store is gone
+            del places[teller]
+        return reached
 
     async def _lead(self, line: SideChannel) -> tuple[bytes, tuple[Store, Store | None]]:
         """Find a place for all."""
         old, root = self._old, self._old.root
-        if root is not None and await self._answers():
+        if root is not None and await self._answers(_PROBE if self._wanted is None else self._left()):
             return _OLD, (root, None)
         self._move()
         far = any(line.far(rank) for rank in range(old.size) if rank != old.rank)
@@ -236,13 +236,20 @@ class Recovery:
         store, port = await self._off_loop("serving a store", lambda: serve_store(host, self._seconds))
         return f"{host} {port}".encode(), (store, store)
 
-    async def _follow(self, note: bytes) -> tuple[Store, Store | None]:
-        self._move()
+    async def _follow(self, note: bytes) -> tuple[Store, Store | None] | None:
+        """The place that another rank has found; None: it cannot be reached."""
+        root = self._old.root
+        if note == _OLD:
+            return (root, None) if root is not None and await self._answers(self._left()) else None
         host, _, port = note.decode(errors="replace").partition(" ")
         if not port.isdecimal():
             raise ProtocolError(f"a rank has said to meet at {note[:80]!r}")
         reach = functools.partial(reach_store, host, int(port), self._old.rank, max(0.1, self._left()))
-        store = await self._off_loop("reaching the new store", reach)
+        try:
+            store = await self._off_loop("reaching the new store", reach)
+        except StoreLostError:
+            return None
+        self._move()
         return store, store
 
     def _move(self) -> None:
@@ -250,15 +257,15 @@ class Recovery:
         if self._wanted is not None:
             raise StoreLostError("the rendezvous store is gone, so that no newcomer finds the others: leave out size")
 
-    async def _answers(self) -> bool:
-        """Whether the store of the old communicator does, and at once if this rank can do without it."""
-        board, elsewhere = self._old, self._line is not None and self._wanted is None
+    async def _answers(self, seconds: float) -> bool:
+        """Whether the store of the old communicator does, within some seconds; if it is gone that is known at once."""
+        board = self._old
 
         def probe() -> bool:
             board.tell("probe", b"1")
             return board.told("probe", board.rank) is not None
 
-        with anyio.move_on_after(_PROBE if elsewhere else max(0.0, self._left())):
+        with anyio.move_on_after(max(0.0, seconds)):
             try:
                 return await run_in_thread(probe)
             except (StoreLostError, ArgumentError):  # it is gone; or there never was one

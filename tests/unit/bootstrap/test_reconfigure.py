@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -89,5 +90,17 @@ def test_who_came_in_vain_is_not_taken_for_there(transport: str):
                 assert isinstance(error, CommTimeoutError)
                 assert f"ranks {absent} had not come" in str(error)
             await succeed(comms, ranks=[0, 1, 2])
+
+    run_on("asyncio", main)
+
+
+def test_the_place_of_an_earlier_meeting_is_forgotten_when_it_is_gone():
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as gone:
+            port = gone.getsockname()[1]
+        async with world("ucx", HashStore(), 2) as comms:
+            for comm, teller in zip(comms, (1, 0), strict=True):
+                comm._core.notes.places[teller] = f"127.0.0.1 {port}".encode()
+            await succeed(comms)
 
     run_on("asyncio", main)
