@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from aiocomms.blocking.compound import CompoundWork
 from aiocomms.errors import ArgumentError, CommError, CommTimeoutError, UnsupportedOperation
 from aiocomms.progress.loops import Waiter, running_loop
 from aiocomms.torch_backend.completer import Completer
@@ -35,12 +36,14 @@ def raising_as_torch_does() -> Generator[None, None, None]:
         raise dist.DistBackendError(str(error)) from error
 
 
-class GroupWork(dist.Work):
+class GroupWork(CompoundWork):
     """One call of ``torch.distributed``, of which aiocomms has started one operation or several.
 
     It completes by itself, whoever waits. To wait for it twice, on several threads, or never is fine. What fails is
     raised by each way to wait, as :class:`torch.distributed.DistBackendError`, whose cause is the error of aiocomms.
     """
+
+    _parts: Sequence[Part]
 
     def __init__(
         self,
@@ -84,28 +87,6 @@ class GroupWork(dist.Work):
         with raising_as_torch_does():
             wait_for(self._parts, patience if patience > 0 else None)
         return True
-
-    def synchronize(self) -> None:
-        """Block this thread until it is done."""
-        self.wait()
-
-    def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
-        return all(part.done() for part in self._parts)
-
-    def is_success(self) -> bool:
-        """Whether it has ended well."""
-        return self.is_completed() and self.exception() is None
-
-    def exception(self) -> Exception | None:
-        """Return why it has failed; None: it has not, or is not done."""
-        if not self.is_completed():
-            return None
-        try:
-            self.wait()
-        except Exception as error:
-            return error
-        return None
 
     def result(self) -> list[Tensor]:
         """Block until it is done, and return the tensors that it has written."""

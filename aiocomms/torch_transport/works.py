@@ -10,16 +10,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
 from aiocomms.blocking import BlockingWork
+from aiocomms.blocking.compound import CompoundWork
 
 
-class TransferWork(dist.Work):
+class TransferWork(CompoundWork):
     """A read or a write. It ends by itself, whoever waits: for it twice, on several threads, or never.
 
     The deadline of a wait is the patience of who waits; the transfer goes on.
     """
+
+    _parts: Sequence[BlockingWork[Any]]
 
     def __init__(self, steps: Sequence[BlockingWork[Any]], patience: float) -> None:
         """Note what it consists of.
@@ -27,7 +29,7 @@ class TransferWork(dist.Work):
         :param patience: of a wait that names none, in seconds.
         """
         super().__init__()
-        self._steps, self._patience = steps, patience
+        self._parts, self._patience = steps, patience
         self._lock = threading.Lock()
         self._future: torch.futures.Future[list[Tensor]] | None = None
         self._settled = False
@@ -47,7 +49,7 @@ class TransferWork(dist.Work):
     def wait_for(self, patience: float) -> None:
         """Do that, with a patience in seconds, which may be 0."""
         ends, failure = time.monotonic() + patience, None
-        for step in self._steps:
+        for step in self._parts:
             try:
                 step.wait(max(0.0, ends - time.monotonic()))
             except Exception as error:
@@ -56,27 +58,6 @@ class TransferWork(dist.Work):
                 failure = failure or error
         if failure is not None:
             raise failure
-
-    def synchronize(self) -> None:
-        """Block this thread until it has ended."""
-        self.wait()
-
-    def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
-        return all(step.done() for step in self._steps)
-
-    def is_success(self) -> bool:
-        """Whether it has ended well."""
-        return self.is_completed() and self.exception() is None
-
-    def exception(self) -> Exception | None:
-        """Return why it has failed; None: it has not, or not ended."""
-        if self.is_completed():
-            try:
-                self.wait()
-            except Exception as error:
-                return error
-        return None
 
     def result(self) -> list[Tensor]:
         """Block until it has ended, and return an empty list."""
@@ -92,7 +73,7 @@ class TransferWork(dist.Work):
             if self._future is not None:
                 return self._future
             self._future = torch.futures.Future()
-        for step in self._steps:
+        for step in self._parts:
             step.add_done_callback(self._settle)
         return self._future
 
