@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast, overload
 
-import torch
 from torch import Tensor
 
 from aiocomms.endpoints.peer import Peer
-from aiocomms.endpoints.regions import Region, RemoteRegion
+from aiocomms.endpoints.regions import Described, Region, RemoteRegion
 from aiocomms.errors import CommError
 from aiocomms.families.hooks import Hook
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
@@ -159,7 +158,7 @@ class BlockingRegion:
         self.revoke()
 
 
-class BlockingRemoteRegion:
+class BlockingRemoteRegion(Described):
     """An :class:`aiocomms.RemoteRegion` whose operations a thread can wait for. ``with`` closes it."""
 
     def __init__(self, door: Door, portal: Portal, remote: RemoteRegion, counting: threading.Lock) -> None:
@@ -169,31 +168,6 @@ class BlockingRemoteRegion:
 
     def __repr__(self) -> str:
         return f"<Blocking{repr(self._remote)[1:]}"
-
-    @property
-    def count(self) -> int:
-        """Its number of elements."""
-        return self._remote.count
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of its elements."""
-        return self._remote.dtype
-
-    @property
-    def readable(self) -> bool:
-        """Whether :meth:`get` is allowed."""
-        return self._remote.readable
-
-    @property
-    def writable(self) -> bool:
-        """Whether :meth:`put` is allowed."""
-        return self._remote.writable
-
-    @property
-    def closed(self) -> bool:
-        """Whether it may not be used any more."""
-        return self._remote.closed
 
     def put(
         self,

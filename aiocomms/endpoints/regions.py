@@ -11,7 +11,7 @@ import anyio
 import torch
 from torch import Tensor
 
-from aiocomms.endpoints.credentials import Descriptor, expired
+from aiocomms.endpoints.credentials import Descriptor, dtype_of, expired
 from aiocomms.errors import CommError, RegionError, wrong_thread
 from aiocomms.ops import checks
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
@@ -133,7 +133,39 @@ class Region:
         self._open.pop(attachment, None)
 
 
-class RemoteRegion:
+class Described:
+    """What may be asked of a region of the other endpoint that is open."""
+
+    _says: Descriptor
+    _attachment: Attachment
+
+    @property
+    def count(self) -> int:
+        """Its number of elements."""
+        return self._says.count
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its elements."""
+        return dtype_of(self._says)
+
+    @property
+    def readable(self) -> bool:
+        """Whether :meth:`get` is allowed."""
+        return self._says.read
+
+    @property
+    def writable(self) -> bool:
+        """Whether :meth:`put` is allowed."""
+        return self._says.write
+
+    @property
+    def closed(self) -> bool:
+        """Whether it may not be used any more: it was revoked or closed, has expired, or the connection is over."""
+        return bool(self._attachment.over) or expired(self._says.expires)
+
+
+class RemoteRegion(Described):
     """A region of another endpoint's; made by :meth:`Peer.attach`. Offsets and sizes are in elements.
 
     Operations take effect in the order of the calls. A ``put`` is done when its source may be reused; it has arrived
@@ -151,31 +183,6 @@ class RemoteRegion:
     def __repr__(self) -> str:
         state = f" ({self._attachment.over})" if self._attachment.over else ""
         return f"<RemoteRegion {self._says.number}: {self._says.count} of {self._says.dtype}{state}>"
-
-    @property
-    def count(self) -> int:
-        """Its number of elements."""
-        return self._says.count
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of its elements."""
-        return self._window.tensor.dtype
-
-    @property
-    def readable(self) -> bool:
-        """Whether :meth:`get` is allowed."""
-        return self._says.read
-
-    @property
-    def writable(self) -> bool:
-        """Whether :meth:`put` is allowed."""
-        return self._says.write
-
-    @property
-    def closed(self) -> bool:
-        """Whether it may not be used any more: it was revoked or closed, has expired, or the connection is over."""
-        return bool(self._attachment.over) or expired(self._says.expires)
 
     @property
     def _settled(self) -> bool:
