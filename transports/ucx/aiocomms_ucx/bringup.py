@@ -128,15 +128,16 @@ async def shared_engine(
             if outside:
                 listeners.append(stack.enter_context(socket.create_server((outside, 0), backlog=_BACKLOG)))
             endpoint = listeners[-1].getsockname()[:2] if outside else None
-            shared, trouble = await _engine_of(rendezvous, outside, cuda, memory)
-            if shared is not None:
+            shared = await _engine_of(rendezvous, outside, cuda, memory)
+            if isinstance(shared, SharedEngine):
                 await forming.enter_async_context(_forming(shared))
-            other = -1 if rendezvous.home is None or shared is None else next(shared.numbers)
-            place = await rendezvous.run("opening UCX", lambda: _place(rank, hellos, shared, trouble))
-            place.endpoint, place.other = endpoint, other
+            place = await rendezvous.run("opening UCX", lambda: _place(rank, hellos, shared))
+            place.endpoint = endpoint
+            if isinstance(shared, SharedEngine) and rendezvous.home is not None:
+                place.other = next(shared.numbers)
             places = await _places(rendezvous, place)
-            if shared is None:
-                raise trouble or AssertionError
+            if isinstance(shared, CommError):
+                raise shared
             blame(rank, [place.trouble for place in places], [place.hindrances for place in places])
             gate = Gate(rank, key, _connectors(rank, hellos, places), size)
             connections = await rendezvous.run(
@@ -216,7 +217,7 @@ class _Kept:
 
 async def _engine_of(
     rendezvous: Rendezvous, outside: str | None, cuda: Cuda | None, memory: int
-) -> tuple[SharedEngine | None, CommError | None]:
+) -> SharedEngine | CommError:
     """Open an engine, or find that of the endpoint; or return why there is none, which the others are told first."""
 
     async def opened(number: int) -> SharedEngine:
@@ -226,18 +227,18 @@ async def _engine_of(
 
     try:
         if rendezvous.home is None:
-            return await opened(rendezvous.rank), None
-        kept = rendezvous.home.setdefault((__name__, outside, rendezvous.device), _Kept())
+            return await opened(rendezvous.rank)
+        kept: _Kept = rendezvous.home.setdefault((__name__, outside, rendezvous.device), _Kept())
         async with kept.opening:
             found = kept.engine()
             if found is None or not found.lasts:
                 found = await opened(0)
                 kept.engine = weakref.ref(found)
-            return found, None
+            return found
     except CommTimeoutError:
         raise
     except CommError as error:
-        return None, error
+        return error
 
 
 def _started(rank: int, number: int, outside: str | None, cuda: Cuda | None, memory: int) -> Engine:
@@ -251,10 +252,12 @@ def _started(rank: int, number: int, outside: str | None, cuda: Cuda | None, mem
     return engine
 
 
-def _place(rank: int, hellos: Sequence[Hello], shared: SharedEngine | None, trouble: CommError | None) -> Place:
+def _place(rank: int, hellos: Sequence[Hello], shared: SharedEngine | CommError) -> Place:
     """Where the others find this rank's engine, or why they do not."""
-    text = trouble.message if trouble else _closed(rank, hellos)
-    address = shared.engine.address() if shared else b""
+    if isinstance(shared, CommError):
+        address, text = b"", shared.message
+    else:
+        address, text = shared.engine.address(), _closed(rank, hellos)
     return Place(address, None, text, hindrances(), _reads_in_place(rank, hellos))
 
 

@@ -211,7 +211,7 @@ class SharedEngine:
             self._silent -= silent
             for peer in gone:
                 del self._uses[peer]
-            clean = await run_in_thread(lambda: self._part(silent.symmetric_difference(gone), silent), anyhow=True)
+            clean = await run_in_thread(lambda: self._part(set(gone) - silent, silent), anyhow=True)
             self._retired |= not clean
             self._parted += len(gone)
             for address in addresses if not self._closed else ():  # else all of them have been released
