@@ -363,7 +363,7 @@ async def take_one_in(place: Rank) -> Any:
     """Nobody has died: ranks 0 and 1 make room for a third, while a message is under way."""
     if place.rank == 2:
         await asyncio.to_thread(place.told, "formed")
-        comm = await aiocomms.new_comm(place.transport, store=place.store(), rank=2, size=3, timeout=20, join=True)
+        comm = await aiocomms.new_comm(place.transport, store=place.store(), rank=2, size=3, timeout=LONG, join=True)
     else:
         old = await place.open(ranks=[0, 1])
         peer = 1 - place.rank
@@ -371,7 +371,7 @@ async def take_one_in(place: Rank) -> Any:
         receiving = old.recv(got, peer)
         if place.rank == 0:
             place.tell("formed")
-        comm = await old.reconfigure(size=3)
+        comm = await old.reconfigure(size=3, timeout=LONG)
         assert torch.equal(await receiving, numbers(LARGE, peer))
         await sending
         assert (old.closed, old.aborted) == (True, False)

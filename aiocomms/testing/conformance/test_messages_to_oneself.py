@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from typing import Any
 
 import anyio
@@ -13,7 +12,6 @@ import torch
 
 from aiocomms import Work
 from aiocomms.communicator import Communicator
-from aiocomms.core import CLOSE_GRACE
 from aiocomms.errors import (
     ArgumentError,
     CommAbortedError,
@@ -275,11 +273,9 @@ async def test_a_close(comm: Communicator, case: Case) -> None:
     works: list[Work[Any]] = [other.send(torch.ones(LARGE), comm.rank), other.recv(slot.tensor, comm.rank, 1)]
     works += [other.send_object("nobody", comm.rank), other.recv_object(comm.rank, 1)]
     works += [other.batch().send(torch.ones(3), comm.rank, 2).issue()]
-    began = time.monotonic()
     await other.aclose()
-    assert time.monotonic() - began < CLOSE_GRACE
-    for work in works:
-        with pytest.raises(CommClosedError, match="closed"):
+    for work in works:  # those that the close has waited for in vain say nothing of that
+        with pytest.raises(CommClosedError, match=r"closed.*(had not received the message|the op withdrawn)"):
             await work
     slot.expect_untouched()
 
