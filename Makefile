@@ -159,10 +159,15 @@ test-sanitizers: $(SANITIZERS)/address.stamp $(SANITIZERS)/thread.stamp
 	$(call SANITIZED,thread) --ranks 2,3,4
 	$(call SANITIZED,thread) --ranks 2,3 --processes
 
+# Test programs are built and run by `test-long` and `test-sanitizers`; that they agree with the engine is seen at once.
+AS_CXX = $(CXX) -std=c++20 -fsyntax-only -I$(UCX)/src -I$(UCX)/tests \
+	-isystem $$($(BIN)/python -c "import libucx; print(libucx.__path__[0])")/include $(1)
+
 lint: $(VENV)/ucx.stamp
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/clang-format --dry-run --Werror $(UCX)/src/*/*.?pp $(UCX)/tests/*.?pp
+	$(call AS_CXX,$(wildcard $(UCX)/tests/*_test.cpp))
 	$(BIN)/mypy
 
 format: $(VENV)/setup.stamp

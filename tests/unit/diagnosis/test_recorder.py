@@ -739,26 +739,3 @@ def test_info(capsys, monkeypatch):
     assert "AIOCOMMS_TOKEN               set, and not shown" in said
     assert r"'host\x1b'" in said
     assert [name for name in counts if f"  {name} " not in said] == []
-
-
-@pytest.mark.long
-@pytest.mark.processes
-def test_bench(capsys):
-    assert command(["bench", "c10d", "--seconds", "0.01"]) == 0
-    rows = re.findall(
-        r"^c10d (send/recv, one way|all_reduce) +(\d+) +([\d.]+) µs", capsys.readouterr().out, re.MULTILINE
-    )
-    assert [(what, int(size)) for what, size, _ in rows] == [
-        (what, size) for what in ("all_reduce", "send/recv, one way") for size in (8, 65536, 1048576)
-    ]
-    assert all(float(median) > 0 for *_, median in rows)
-
-
-@pytest.mark.long
-@pytest.mark.processes
-def test_bench_says_what_cannot_be_measured(capsys):
-    assert command(["bench", "local", "--seconds", "0.01"]) == 1
-    assert "local: " in (said := capsys.readouterr().out)
-    assert "joins ranks of one process" in said
-    assert command(["bench", "--seconds", "0"]) == 1
-    assert "--seconds is 0.0, wanted" in capsys.readouterr().err

@@ -10,7 +10,8 @@ namespace aiocomms {
 namespace {
 
 void farewells_wait_for_messages() {
-  Farewells farewells(2);
+  Farewells farewells;
+  farewells.make_room(2);
   const Farewell sent{Farewell::kCommunicator, 3, 7, 1, 42};
   Farewell got;
   CHECK(Farewell::unpack(sent.pack(), got) && got.order == 3 && got.group == 7 && got.collectives == 42);
@@ -25,9 +26,9 @@ void farewells_wait_for_messages() {
   CHECK(farewells.take_due(1, last).size() == 1 && farewells.take_due(1, 0).empty());
   CHECK(farewells.take_due(1, 1).size() == 1);
   farewells.expect_acknowledgement(1, true);
-  CHECK(!farewells.all_acknowledged());
+  CHECK(!farewells.acknowledged(1) && farewells.acknowledged(0));
   farewells.expect_acknowledgement(1, false);
-  CHECK(farewells.all_acknowledged());
+  CHECK(farewells.acknowledged(1));
 }
 
 void notes_wait_to_be_taken() {
