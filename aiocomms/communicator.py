@@ -15,6 +15,7 @@ import anyio
 
 from aiocomms import ops
 from aiocomms.bootstrap import directory, recovery
+from aiocomms.bootstrap.meeting import Predecessor
 from aiocomms.bootstrap.registry import Plan, open_transports
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.core import Core
@@ -323,7 +324,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         """
         core, failure = self._core, self._core.life.failure
         reason = None if failure is None else failure.error
-        old = recovery.Predecessor(self._rendezvous, self._plan, core.notes, self._seconds, reason, self.closed)
+        old = Predecessor(self._rendezvous, self._plan, core.notes, self._seconds, reason, self.closed)
         return await recovery.replace(self, Communicator(*await recovery.form_again(old, ranks, size, timeout)))
 
     def statistics(self) -> Statistics:

@@ -1,8 +1,7 @@
 """The ranks that are left of a communicator, lost or not, agree on who they are, and form a new one.
 
-They meet in the store in which the old one was formed. If that is gone, and the transport has a side channel, the
-lowest of them serves a new one and tells the others where. There each says that it has come, and the lowest proposes:
-the first proposal is the decision, for the store takes no second one. Whoever is not in it is out.
+They meet in a store, as :mod:`aiocomms.bootstrap.meeting` says. There each says that it has come, and the lowest
+proposes: the first proposal is the decision, for the store takes no second one. Whoever is not in it is out.
 
 A decision that could not be carried out is spent, which the ranks that have tried it say beside it: then all meet at
 the next board, also those that come later, or once more.
@@ -16,9 +15,9 @@ import itertools
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Final, NamedTuple, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import anyio
 import msgspec
@@ -26,8 +25,8 @@ from torch.distributed import Store
 
 from aiocomms import ops
 from aiocomms.bootstrap.board import Board
+from aiocomms.bootstrap.meeting import PROBE, Meeting, Predecessor
 from aiocomms.bootstrap.newcomers import Claims, Invitation, decoded
-from aiocomms.bootstrap.notes import Notes, Place
 from aiocomms.bootstrap.registry import Plan, open_transports
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.errors import (
@@ -38,23 +37,16 @@ from aiocomms.errors import (
     CommTimeoutError,
     MismatchError,
     PeerDiedError,
-    ProtocolError,
     StoreLostError,
 )
-from aiocomms.lowlevel.hosts import LOOPBACK, reachable_address
-from aiocomms.lowlevel.stores import admitting, reach_store, serve_store
+from aiocomms.lowlevel.stores import admitting
 from aiocomms.lowlevel.threads import run_in_thread
 from aiocomms.ops import checks
-from aiocomms.progress.guard import guarded
-from aiocomms.transport import SideChannel, Transport
+from aiocomms.transport import Transport
 
-_T = TypeVar("_T")
 _PAUSE: Final = 0.005
-_PROBE: Final = 0.5
-"""Seconds in which a store answers, or those who can do without it meet elsewhere."""
 _TURN: Final = 0.5
 """Seconds after which the next higher rank proposes, if nobody below it has."""
-_OLD: Final = b"the old store"
 _HERE: Final = b"1"
 _GONE: Final = b"0"
 
@@ -73,18 +65,6 @@ class Decision(msgspec.Struct, array_like=True):
     def size(self) -> int:
         """How many ranks it has."""
         return len(self.old) + len(self.joins)
-
-
-class Predecessor(NamedTuple):
-    """The communicator in whose place another one is formed."""
-
-    rendezvous: StoreRendezvous
-    plan: Plan
-    notes: Notes
-    timeout: float
-    reason: CommError | None
-    """Why nothing can be started any more; None: it is not lost."""
-    closed: bool
 
 
 Formed = tuple[StoreRendezvous, Plan, Mapping[ops.Family, Transport]]
@@ -143,15 +123,21 @@ class Recovery:
         self._ranks = None if ranks is None else sorted(checks.members(ranks, self._old, "reconfigure"))
         self._wanted = size
         self._seconds = seconds
-        self._ends = time.monotonic() + seconds
         _check(before, self._ranks, size)
-        side_channels = (guarded(None, transport.side_channel) for transport in before.notes.transports)
-        self._line: SideChannel | None = next((line for line in side_channels if line is not None), None)
-        self._moved = False  # to a new store
+        self._meeting = Meeting(before, self._ranks, size, seconds)
+        self._cut = False  # off from ranks on other hosts, it may be
 
     async def run(self) -> Formed:
-        """Agree and form it; once more, as long as there is time, if a rank goes missing meanwhile."""
-        root, store = await self._meeting_place()
+        """Agree and form it; once more, as long as there is time, if a rank or the store goes missing meanwhile."""
+        while True:
+            root, store = await self._meeting.place()
+            try:
+                return await self._meet(root, store)
+            except StoreLostError:
+                if self._meeting.line is None or self._cut or self._meeting.left() < _TURN:
+                    raise
+
+    async def _meet(self, root: Store, store: Store | None) -> Formed:
         old = self._old
         for attempt in itertools.count():
             board = old.child(f"again{attempt}", old.name, old.rank, old.size, store)
@@ -165,7 +151,10 @@ class Recovery:
                 self._before.notes.tried.add(decision.key)
                 if isinstance(error, CommError):
                     await self._give_up(board, decision)
-                if not isinstance(error, CommTimeoutError | PeerDiedError | CommAbortedError) or self._left() < _TURN:
+                if (
+                    not isinstance(error, CommTimeoutError | PeerDiedError | CommAbortedError)
+                    or self._meeting.left() < _TURN
+                ):
                     raise
         raise AssertionError
 
@@ -173,110 +162,13 @@ class Recovery:
         old, plan = self._old, self._before.plan
         rank = next(new for new, before in decision.old.items() if before == old.rank)
         # Half of what is left: then there is time for another attempt.
-        rendezvous = old.successor(root, decision.key, old.epoch + 1, rank, decision.size, max(1.0, self._left() / 2))
+        rendezvous = old.successor(
+            root, decision.key, old.epoch + 1, rank, decision.size, max(1.0, self._meeting.left() / 2)
+        )
         options = {name: value for name, value in plan.options.items() if name != "adopt"}
         transports = await open_transports(plan, lambda cls, _: cls.open(rendezvous, options))
         rendezvous.timeout = self._before.timeout
         return rendezvous, msgspec.structs.replace(plan, options=options), transports
-
-    def _left(self) -> float:
-        return self._ends - time.monotonic()
-
-    def _dead(self, rank: int) -> bool:
-        """Whether a rank is known not to come."""
-        reason = self._before.reason
-        named = isinstance(reason, PeerDiedError) and reason.peer == rank
-        return rank != self._old.rank and (named or (self._line is not None and self._line.gone(rank)))
-
-    # --------------------------------------------------------------------------------------------- where they meet
-
-    async def _meeting_place(self) -> tuple[Store, Store | None]:
-        """A store that all survivors reach: the root of all communicators on it, and, if it is new, itself again."""
-        while self._left() > 0:
-            place = await (self._known_place() if self._line is None else self._told_place(self._line))
-            if place is not None:
-                return place
-            await anyio.sleep(_PAUSE)
-        raise CommTimeoutError(f"after {self._seconds:g} s no rank had said where to meet")
-
-    async def _known_place(self) -> tuple[Store, Store | None]:
-        root = self._old.root
-        if root is None or not await self._answers(self._left()):
-            raise StoreLostError(
-                "the rendezvous store is gone, and without it the ranks of this transport cannot find each other"
-            )
-        return root, None
-
-    async def _told_place(self, line: SideChannel) -> tuple[Store, Store | None] | None:
-        """Where the lowest rank that lives says; the others take its turn if it does not."""
-        rank = self._old.rank
-        alive = [it for it in self._ranks or range(self._old.size) if not self._dead(it)]
-        places = self._before.notes.places
-        teller, note = next(((it, places[it]) for it in alive if it != rank and it in places), (rank, None))
-        if note is None and self._seconds - self._left() < alive.index(rank) * self._seconds / 4:
-            return None
-        if note is None:
-            note, place = await self._lead(line)
-            for other in alive:
-                self._before.notes.say(other, Place(note))
-            return place
-        reached = await self._follow(note)
-        if reached is None and places.get(teller) == note:  # of an earlier call: that store is gone
-            del places[teller]
-        return reached
-
-    async def _lead(self, line: SideChannel) -> tuple[bytes, tuple[Store, Store | None]]:
-        """Find a place for all."""
-        old, root = self._old, self._old.root
-        if root is not None and await self._answers(_PROBE if self._wanted is None else self._left()):
-            return _OLD, (root, None)
-        self._move()
-        far = any(line.far(rank) for rank in range(old.size) if rank != old.rank)
-        host = reachable_address((), root) if far else LOOPBACK
-        store, port = await self._off_loop("serving a store", lambda: serve_store(host, self._seconds))
-        return f"{host} {port}".encode(), (store, store)
-
-    async def _follow(self, note: bytes) -> tuple[Store, Store | None] | None:
-        """The place that another rank has found; None: it cannot be reached."""
-        root = self._old.root
-        if note == _OLD:
-            return (root, None) if root is not None and await self._answers(self._left()) else None
-        host, _, port = note.decode(errors="replace").partition(" ")
-        if not port.isdecimal():
-            raise ProtocolError(f"a rank has said to meet at {note[:80]!r}")
-        reach = functools.partial(reach_store, host, int(port), self._old.rank, max(0.1, self._left()))
-        try:
-            store = await self._off_loop("reaching the new store", reach)
-        except StoreLostError:
-            return None
-        self._move()
-        return store, store
-
-    def _move(self) -> None:
-        self._moved = True
-        if self._wanted is not None:
-            raise StoreLostError("the rendezvous store is gone, so that no newcomer finds the others: leave out size")
-
-    async def _answers(self, seconds: float) -> bool:
-        """Whether the store of the old communicator does, within some seconds; if it is gone that is known at once."""
-        board = self._old
-
-        def probe() -> bool:
-            board.tell("probe", b"1")
-            return board.told("probe", board.rank) is not None
-
-        with anyio.move_on_after(max(0.0, seconds)):
-            try:
-                return await run_in_thread(probe)
-            except (StoreLostError, ArgumentError):  # it is gone; or there never was one
-                return False
-        return False
-
-    async def _off_loop(self, what: str, call: Callable[[], _T], more: float = 0.0) -> _T:
-        with anyio.move_on_after(max(0.0, self._left()) + more):
-            result: _T = await run_in_thread(call)
-            return result
-        raise CommTimeoutError(f"{what} took longer than {self._seconds:g} s")
 
     # --------------------------------------------------------------------------------------------- and who they are
 
@@ -284,10 +176,12 @@ class Recovery:
         """What the ranks have decided; None: it is spent."""
         given_up, came = threading.Event(), {self._old.rank}
         try:
-            return await self._off_loop("", functools.partial(self._vote, board, root, came, given_up), more=_PROBE)
+            return await self._meeting.off_loop(
+                "", functools.partial(self._vote, board, root, came, given_up), more=PROBE
+            )
         except CommTimeoutError:
             hoped = set(range(self._old.size)) if self._ranks is None else set(self._ranks)
-            absent = sorted(rank for rank in hoped - came if self._ranks or not self._dead(rank))
+            absent = sorted(rank for rank in hoped - came if self._ranks or not self._meeting.dead(rank))
             who = f": ranks {absent} had not come" if absent else ", or nobody came to take the free ranks"
             raise CommTimeoutError(f"the ranks could not agree within {self._seconds:g} s{who}") from None
         finally:
@@ -296,7 +190,7 @@ class Recovery:
     def _vote(self, board: Board, root: Store, came: set[int], given_up: threading.Event) -> Decision | None:
         """Say that this rank has come, and wait for the decision or make it; in a thread."""
         rank, began, complete = self._old.rank, time.monotonic(), None
-        while self._left() > 0 and not given_up.wait(_PAUSE):
+        while self._meeting.left() > 0 and not given_up.wait(_PAUSE):
             record = board.decided("decision")
             if record is None:
                 self._look(board, came)
@@ -342,13 +236,13 @@ class Recovery:
 
     async def _give_up(self, board: Board, decision: Decision) -> None:
         """Say that a decision is spent, if the store answers at once; this rank's next call does it else."""
-        with anyio.move_on_after(_PROBE), contextlib.suppress(CommError):
+        with anyio.move_on_after(PROBE), contextlib.suppress(CommError):
             await run_in_thread(functools.partial(self._spent, board, decision))
 
     def _proposal(self, root: Store, came: set[int], waited: float) -> Decision | None:
         """What this rank would propose, if it is time for that."""
         if self._ranks is None:
-            late = [r for r in range(self._old.size) if r not in came and not self._dead(r)]
+            late = [r for r in range(self._old.size) if r not in came and not self._meeting.dead(r)]
             if late and waited < self._seconds / 4:
                 return None
             old = sorted(came)
@@ -365,10 +259,11 @@ class Recovery:
 
     def _check_quorum(self, old: Sequence[int]) -> None:
         """Check that a part of a divided network does not take itself for all: the old store allows one decision."""
-        line, size = self._line, self._old.size
-        if self._moved and line is not None and 2 * len(old) <= size:
+        line, size = self._meeting.line, self._old.size
+        if self._meeting.moved and line is not None and 2 * len(old) <= size:
             away = [rank for rank in range(size) if rank not in old and line.far(rank)]
             if away:
+                self._cut = True
                 raise StoreLostError(
                     f"the store is gone, and of {size} ranks only {list(old)} are left: whether ranks {away}, on other "
                     "hosts, are dead or cut off cannot be told. If they are dead, name those that are left in ranks"

@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 import torch
 from concurrency import run_on, together
-from torch.distributed import HashStore
+from processes import HANGS
+from torch.distributed import DistNetworkError, HashStore, Store
 
 import aiocomms
-from aiocomms.bootstrap import newcomers
+from aiocomms.bootstrap import newcomers, recovery
+from aiocomms.bootstrap.board import Board
 from aiocomms.errors import CommError, CommTimeoutError
+from aiocomms.lowlevel.jobstore import JobStore
+from aiocomms.lowlevel.stores import serve_store
 
 SHORT = 1.0
 """Seconds for what cannot succeed."""
@@ -27,7 +31,7 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 
 @asynccontextmanager
-async def world(transport: str, store: HashStore, size: int) -> AsyncIterator[list[aiocomms.Communicator]]:
+async def world(transport: str, store: Store, size: int) -> AsyncIterator[list[aiocomms.Communicator]]:
     async def one(rank: int) -> aiocomms.Communicator:
         return await aiocomms.new_comm(transport, store=store, rank=rank, size=size)
 
@@ -102,5 +106,32 @@ def test_the_place_of_an_earlier_meeting_is_forgotten_when_it_is_gone():
             for comm, teller in zip(comms, (1, 0), strict=True):
                 comm._core.notes.places[teller] = f"127.0.0.1 {port}".encode()
             await succeed(comms)
+
+    run_on("asyncio", main)
+
+
+@pytest.mark.parametrize("moment", ["decide", "form"])
+def test_a_store_that_dies_while_the_ranks_meet_there(moment: str, monkeypatch: pytest.MonkeyPatch):
+    """Before they have decided, or when they begin to carry it out."""
+    store, _ = serve_store("127.0.0.1", HANGS)
+    of, name = (Board, "decide") if moment == "decide" else (recovery.Recovery, "_form")
+    alive, ask, refused = getattr(of, name), JobStore._ask, []
+
+    def refuse(self: JobStore, what: str, *args: Any) -> Any:
+        if self is store:
+            refused.append(what)
+            raise DistNetworkError("the server is dead")
+        return ask(self, what, *args)
+
+    def die(self: Any, *args: Any) -> Any:
+        monkeypatch.setattr(of, name, alive)
+        monkeypatch.setattr(JobStore, "_ask", refuse)
+        return alive(self, *args)
+
+    async def main() -> None:
+        async with world("ucx", store, 3) as comms:
+            monkeypatch.setattr(of, name, die)
+            await succeed(comms, timeout=HANGS)
+            assert refused
 
     run_on("asyncio", main)

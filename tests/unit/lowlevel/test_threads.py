@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import gc
 import os
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 import anyio
@@ -46,6 +50,28 @@ def test_what_it_raises_is_raised_where_it_is_awaited(run):
         raise KeyboardInterrupt
 
     run(main)
+
+
+def test_what_a_failed_call_held_is_let_go_without_a_collection(run):
+    class Held:
+        """A store's connection, say."""
+
+    def fail(held):
+        raise LookupError
+
+    async def main():
+        held = Held()
+        there = weakref.ref(held)
+        with contextlib.suppress(LookupError):
+            await run_in_thread(functools.partial(fail, held))
+        del held
+        assert there() is None
+
+    gc.disable()
+    try:
+        run(main)
+    finally:
+        gc.enable()
 
 
 def test_many_at_once(run):

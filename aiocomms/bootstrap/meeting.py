@@ -1,0 +1,166 @@
+"""Where the ranks that are left of a communicator meet: a store that all of them reach, and how long they wait there.
+
+That is the store in which the communicator was formed. If it is gone, and the transport has a side channel, the lowest
+of them serves a new one and tells the others where.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple, TypeVar
+
+import anyio
+from torch.distributed import Store
+
+from aiocomms.bootstrap.notes import Notes, Place
+from aiocomms.bootstrap.registry import Plan
+from aiocomms.bootstrap.rendezvous import StoreRendezvous
+from aiocomms.errors import ArgumentError, CommError, CommTimeoutError, PeerDiedError, ProtocolError, StoreLostError
+from aiocomms.lowlevel.hosts import LOOPBACK, reachable_address
+from aiocomms.lowlevel.stores import reach_store, serve_store
+from aiocomms.lowlevel.threads import run_in_thread
+from aiocomms.progress.guard import guarded
+from aiocomms.transport import SideChannel
+
+_T = TypeVar("_T")
+_PAUSE: Final = 0.005
+PROBE: Final = 0.5
+"""Seconds in which a store answers, or those who can do without it meet elsewhere."""
+_OLD: Final = b"the old store"
+
+
+class Predecessor(NamedTuple):
+    """The communicator in whose place another one is formed."""
+
+    rendezvous: StoreRendezvous
+    plan: Plan
+    notes: Notes
+    timeout: float
+    reason: CommError | None
+    """Why nothing can be started any more; None: it is not lost."""
+    closed: bool
+
+
+class Meeting:
+    """One rank's way to the others."""
+
+    def __init__(self, before: Predecessor, ranks: Sequence[int] | None, wanted: int | None, seconds: float) -> None:
+        """Begin, with so many seconds for everything.
+
+        :param ranks: those that shall meet; None: whoever is left.
+        :param wanted: the size of the new communicator, if newcomers take the free ranks.
+        """
+        self._before = before
+        self._old = before.rendezvous
+        self._ranks = ranks
+        self._wanted = wanted
+        self._seconds = seconds
+        self._ends = time.monotonic() + seconds
+        side_channels = (guarded(None, transport.side_channel) for transport in before.notes.transports)
+        self.line: SideChannel | None = next((line for line in side_channels if line is not None), None)
+        self.moved = False
+        """Whether it is a new store."""
+
+    def left(self) -> float:
+        """Seconds."""
+        return self._ends - time.monotonic()
+
+    def dead(self, rank: int) -> bool:
+        """Whether a rank is known not to come."""
+        reason = self._before.reason
+        named = isinstance(reason, PeerDiedError) and reason.peer == rank
+        return rank != self._old.rank and (named or (self.line is not None and self.line.gone(rank)))
+
+    async def place(self) -> tuple[Store, Store | None]:
+        """A store that all survivors reach: the root of all communicators on it, and, if it is new, itself again."""
+        while self.left() > 0:
+            place = await (self._known_place() if self.line is None else self._told_place(self.line))
+            if place is not None:
+                return place
+            await anyio.sleep(_PAUSE)
+        raise CommTimeoutError(f"after {self._seconds:g} s no rank had said where to meet")
+
+    async def _known_place(self) -> tuple[Store, Store | None]:
+        root = self._old.root
+        if root is None or not await self._answers(self.left()):
+            raise StoreLostError(
+                "the rendezvous store is gone, and without it the ranks of this transport cannot find each other"
+            )
+        return root, None
+
+    async def _told_place(self, line: SideChannel) -> tuple[Store, Store | None] | None:
+        """Where the lowest rank that lives says; the others take its turn if it does not."""
+        rank = self._old.rank
+        alive = [it for it in self._ranks or range(self._old.size) if not self.dead(it)]
+        places = self._before.notes.places
+        teller, note = next(((it, places[it]) for it in alive if it != rank and it in places), (rank, None))
+        if note is None and self._seconds - self.left() < alive.index(rank) * self._seconds / 4:
+            return None
+        if note is None:
+            note, place = await self._lead(line)
+            for other in alive:
+                self._before.notes.say(other, Place(note))
+            return place
+        reached = await self._follow(note)
+        if reached is None and places.get(teller) == note:  # of an earlier call: that store is gone
+            del places[teller]
+        return reached
+
+    async def _lead(self, line: SideChannel) -> tuple[bytes, tuple[Store, Store | None]]:
+        """Find a place for all."""
+        old, root = self._old, self._old.root
+        if root is not None and await self._answers(PROBE if self._wanted is None else self.left()):
+            return _OLD, (root, None)
+        self._move()
+        far = any(line.far(rank) for rank in range(old.size) if rank != old.rank)
+        host = reachable_address((), root) if far else LOOPBACK
+        store, port = await self.off_loop("serving a store", lambda: serve_store(host, self._seconds))
+        return f"{host} {port}".encode(), (store, store)
+
+    async def _follow(self, note: bytes) -> tuple[Store, Store | None] | None:
+        """The place that another rank has found; None: it cannot be reached."""
+        root = self._old.root
+        if note == _OLD:
+            return (root, None) if root is not None and await self._answers(self.left()) else None
+        host, _, port = note.decode(errors="replace").partition(" ")
+        if not port.isdecimal():
+            raise ProtocolError(f"a rank has said to meet at {note[:80]!r}")
+        reach = functools.partial(reach_store, host, int(port), self._old.rank, max(0.1, self.left()))
+        try:
+            store = await self.off_loop("reaching the new store", reach)
+        except StoreLostError:
+            return None
+        self._move()
+        return store, store
+
+    def _move(self) -> None:
+        self.moved = True
+        if self._wanted is not None:
+            raise StoreLostError("the rendezvous store is gone, so that no newcomer finds the others: leave out size")
+
+    async def _answers(self, seconds: float) -> bool:
+        """Whether the store of the old communicator does, within some seconds; if it is gone that is known at once."""
+        board = self._old
+
+        def probe() -> bool:
+            board.tell("probe", b"1")
+            return board.told("probe", board.rank) is not None
+
+        with anyio.move_on_after(max(0.0, seconds)):
+            try:
+                return await run_in_thread(probe)
+            except (StoreLostError, ArgumentError):  # it is gone; or there never was one
+                return False
+        return False
+
+    async def off_loop(self, what: str, call: Callable[[], _T], more: float = 0.0) -> _T:
+        """Call in a thread, within the time that is left.
+
+        :raises CommTimeoutError: that was too short.
+        """
+        with anyio.move_on_after(max(0.0, self.left()) + more):
+            result: _T = await run_in_thread(call)
+            return result
+        raise CommTimeoutError(f"{what} took longer than {self._seconds:g} s")
