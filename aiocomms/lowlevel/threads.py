@@ -55,14 +55,14 @@ async def run_in_thread(call: Callable[[], _T], *, anyhow: bool = False) -> _T:
     finally:
         waker.close()  # on this side, for the thread may never come back
     thread.join()  # all it has left to do is to end
-    result, error = outcome
+    result, raised = outcome
     outcome.clear()
-    if error is None:
+    if raised is None:
         return result  # type: ignore[no-any-return]
     try:
-        raise error
+        raise raised
     finally:
-        del error  # it holds this frame, which must not hold it: what is in the frames would stay until a collection
+        del raised  # it holds this frame, which must not hold it: what is in the frames would stay until a collection
 
 
 def call_in_thread(call: Callable[[], object], then: Callable[[Exception | None], object]) -> None:

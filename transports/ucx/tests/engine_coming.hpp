@@ -102,10 +102,10 @@ inline void deaths_and_echoes(Rank& hub, std::uint64_t seed) {
     hub.engine->lose_group(visit.at_hub);
     hub.engine->close_group(visit.at_hub);
     hub.engine->part({number}, false, 60.0);
-    if (!refused) hub.until([&] { return heard() > died; }, "a sign of life of the other");
+    if (!refused) hub.look_until([&] { return heard() > died; }, "a sign of life of the other");
   }
   const std::uint64_t asks = now_ns();
-  hub.until([&] { return EngineInside::heard(*hub.engine, 1) > asks; }, "the other's control connection");
+  hub.look_until([&] { return EngineInside::heard(*hub.engine, 1) > asks; }, "the other's control connection");
   expect(heard() < refused, "one whose messages do not come counts as alive");
 }
 

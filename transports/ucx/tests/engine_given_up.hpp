@@ -146,7 +146,7 @@ inline bool settle(Comm& comm, std::vector<Risked>& risked, const GivingUp& ends
 inline void leave_nothing(Comm& comm, GivingUp& ends) {
   Rank& rank = comm.rank;
   ends.close();
-  rank.until([&] { return EngineInside::users(*rank.engine, comm.group) == 0; }, "what nobody uses any more");
+  rank.look_until([&] { return EngineInside::users(*rank.engine, comm.group) == 0; }, "what nobody uses any more");
   rank.world.meeting.arrive_and_wait();
   const std::size_t kept = EngineInside::lanes(*rank.engine, comm.group);
   expect(kept == 0, "%zu lanes are kept", kept);

@@ -168,7 +168,6 @@ class Rank {
   // As a loop does: a few turns, then it parks. At times it polls on, at times it is away, busy with something else.
   template <class Is>
   void until(Is is, const char* what, Where where = Where::current()) {
-    constexpr int kPatience = 60'000;  // ms
     const std::uint64_t ends = now_ns() + kPatience * 1'000'000ull;
     const std::uint64_t manner = random.below(4);
     if (manner == 0) std::this_thread::sleep_for(std::chrono::microseconds(random.below(3000)));
@@ -181,8 +180,15 @@ class Rank {
         pollfd readable{engine->fileno(), POLLIN, 0};
         if (is() || engine->ready() || poll(&readable, 1, kPatience) > 0) continue;
       }
-      expect(false, "rank %d waits in vain for %s at %s:%u", number, what, where.file_name(), where.line());
-      std::abort();  // with everybody's stack, for whoever debugs it
+      give_up(what, where);
+    }
+  }
+  // The same for what no loop is told of: it looks again and again.
+  template <class Is>
+  void look_until(Is is, const char* what, Where where = Where::current()) {
+    for (const std::uint64_t ends = now_ns() + kPatience * 1'000'000ull; !is(); turn()) {
+      if (now_ns() > ends) give_up(what, where);
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
   }
   void turn() {
@@ -201,6 +207,11 @@ class Rank {
   }
 
  private:
+  static constexpr int kPatience = 60'000;  // ms
+  void give_up(const char* what, Where where) const {
+    expect(false, "rank %d waits in vain for %s at %s:%u", number, what, where.file_name(), where.line());
+    std::abort();  // with everybody's stack, for whoever debugs it
+  }
   Ticket last_ticket_ = 0;
   std::unordered_map<Ticket, Outcome> done_;
 };
