@@ -23,14 +23,14 @@ GPU_PIP := $(GPU_BIN)/python -m pip install --quiet --disable-pip-version-check 
 PEERS := mpi4py mpich ucxx-cu13 pyzmq nixl-cu13
 UCX := transports/ucx
 UCX_NATIVE := $(wildcard $(UCX)/src/*/*) $(UCX)/CMakeLists.txt $(UCX)/pyproject.toml
-SOURCES := aiocomms transports tests examples benchmarks
+SOURCES := aiocomms transports tests examples benchmarks docs
 
 # Each of the tests' hundred processes would compile our modules anew, and rewrite every assertion.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo serve demo-tensor-parallel demo-kv-cache demo-ray check test test-long core rules examples suites unit long \
 	conformance-local conformance-in-process conformance-in-processes conformance-loops faults-quick faults soak chaos \
-	test-sanitizers lint format conformance conformance-ucxx test-cupy test-hosts bench bench-scale structure gpu-check gpu-wheels docs clean
+	test-sanitizers lint format pictures conformance conformance-ucxx test-cupy test-hosts bench bench-scale structure gpu-check gpu-wheels docs clean
 
 $(VENV)/setup.stamp: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -179,6 +179,10 @@ format: $(VENV)/setup.stamp
 docs: $(VENV)/setup.stamp
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[docs]"
 	$(BIN)/python -m mkdocs build --strict
+
+## The pictures of the documentation.
+pictures: $(VENV)/ucx.stamp
+	$(BIN)/python docs/pictures.py
 
 ## The conformance suite alone: make conformance TRANSPORT=c10d
 conformance: $(VENV)/ucx.stamp

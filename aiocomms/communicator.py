@@ -22,6 +22,7 @@ from aiocomms.core import Core
 from aiocomms.diagnosis import debug, dumps
 from aiocomms.diagnosis.debug import Debugger
 from aiocomms.diagnosis.leak_guard import LeakGuard, guards
+from aiocomms.diagnosis.live import Sight, live, sight_of
 from aiocomms.diagnosis.statistics import Statistics, statistics_of
 from aiocomms.errors import (
     CommAbortedError,
@@ -82,6 +83,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         self._guard = LeakGuard(self)
         dumps.register(core.recorder)
         directory.register(self)
+        live.register(self)
 
     def __repr__(self) -> str:
         failure, closed = self._core.life.failure, self._core.life.closed
@@ -207,6 +209,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         for door in self._doors:
             door.close()
         directory.unregister(self)
+        live.unregister(self)
         self._guard.dismiss()
 
     async def __aenter__(self) -> Self:
@@ -345,6 +348,12 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
             return dumps.write(self._core.recorder.snapshot("asked for"), folder)
         except OSError as error:
             raise CommError(f"the dump cannot be written: {error}", comm=self.name, rank=self.rank) from error
+
+    def _sight(self) -> Sight:
+        """See :class:`aiocomms.diagnosis.live.Visible`."""
+        failure = self._core.life.failure
+        snapshot = self._core.recorder.snapshot("" if failure is None else failure.error.message)
+        return sight_of(snapshot, self._rendezvous.secret("live view"), self.statistics())
 
 
 class _Following(Communicator):

@@ -1,4 +1,4 @@
-"""The command ``aiocomms``: what is installed, how fast it is here, and what flight recorders say."""
+"""The command ``aiocomms``: what is installed, how fast it is here, what goes on, and what flight recorders say."""
 
 from __future__ import annotations
 
@@ -40,6 +40,11 @@ def _parser() -> argparse.ArgumentParser:
     trace.add_argument("path", nargs="+", type=Path, help="files, or folders of them")
     trace.add_argument("--output", type=Path, metavar="FILE", help="write a trace for Perfetto or chrome://tracing")
     trace.set_defaults(run=_trace)
+    top = commands.add_parser("top", help="watch what the communicators of your processes are doing, and who waits")
+    top.add_argument("target", metavar="PID|all", help="a process, or all of yours that have communicators")
+    top.add_argument("--once", action="store_true", help="one frame, as always where it is no terminal")
+    top.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks (default: 1)")
+    top.set_defaults(run=_top)
     return parser
 
 
@@ -62,3 +67,14 @@ def _trace(options: argparse.Namespace) -> int:
     from aiocomms.cli.trace import run
 
     return run(options.path, options.output)
+
+
+def _top(options: argparse.Namespace) -> int:
+    from aiocomms.cli.top import run
+
+    given, interval = options.target, options.interval
+    if given != "all" and not (given.isascii() and given.isdigit()):
+        raise ValueError(f"PID|all is {given!r}, wanted the number of a process, or all")
+    if not 0.05 <= interval <= 3600:
+        raise ValueError(f"--interval is {interval}, wanted 0.05 to 3600 seconds")
+    return run(None if given == "all" else int(given), once=options.once, interval=interval)

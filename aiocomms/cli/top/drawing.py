@@ -1,0 +1,108 @@
+"""What ``aiocomms top`` shows, by rich: tables on a terminal, and the same as plain text elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from io import StringIO
+
+from rich.console import Console, RenderableType
+from rich.console import Group as Stack
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from aiocomms.cli.top.looking import Frame, Group, Place
+from aiocomms.diagnosis.live import Sight
+from aiocomms.diagnosis.recorder import Item
+
+_PLAIN = 1000
+"""Columns where nobody looks at it: no line is cut off or folded."""
+_OLD = 1.0, 10.0
+"""Seconds from which an op that is pending is shown as late, and as very late."""
+_UNITS = ("KiB", "MiB", "GiB", "TiB")
+_HEADINGS = ("rank", "process", "ops/s", "done", "failed", "pending", "bytes", "age", "operation", "task", "awaited at")
+
+
+def show(frame: Frame) -> None:
+    """Print one frame."""
+    if sys.stdout.isatty():
+        Console(highlight=False).print(drawn(frame))
+        return
+    console = Console(file=StringIO(), width=_PLAIN, highlight=False)
+    with console.capture() as captured:
+        console.print(drawn(frame))
+    for line in captured.get().splitlines():
+        print(line.rstrip())
+
+
+def watch(frames: Iterable[Frame]) -> None:
+    """Show one frame in the place of the other on the terminal, until they end or Ctrl-C; the last one stays."""
+    with Live(auto_refresh=False, vertical_overflow="crop") as screen:
+        try:
+            for frame in frames:
+                screen.update(drawn(frame), refresh=True)
+        except KeyboardInterrupt:  # what ends a view that has no end
+            pass
+
+
+def drawn(frame: Frame) -> RenderableType:
+    """A frame for a console of rich."""
+    parts: list[RenderableType] = []
+    for group in frame.groups:
+        parts += [_title(group), _table(group, frame), *(_line(line) for line in group.waits()), Text()]
+    return Stack(*parts, *(Text(note, style="yellow") for note in frame.notes))
+
+
+def _title(group: Group) -> Text:
+    carriers = [sight.statistics.transports for sight in group.ranks.values()]
+    by = ", ".join(dict.fromkeys(name for each in carriers for family, name in each.items() if family != "rma"))
+    return Text(f"communicator '{group.comm}', {group.size} rank{'s' * (group.size > 1)}, {by}", style="bold")
+
+
+def _line(text: str) -> Text:
+    return Text(f"  {text}", style="bold red" if "circle" in text or text.startswith("lost") else "yellow")
+
+
+def _table(group: Group, frame: Frame) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for heading in _HEADINGS:
+        words = heading in ("operation", "task", "awaited at")
+        table.add_column(heading, justify="left" if words else "right", no_wrap=not words, overflow="fold")
+    for rank, sight in sorted(group.ranks.items()):
+        header = sight.header
+        rate = frame.rates.get(Place(header.pid, header.comm, sight.meeting, rank))
+        for row in _rows(sight, rate):
+            table.add_row(*row)
+    return table
+
+
+def _rows(sight: Sight, rate: float | None) -> Iterator[list[Text]]:
+    """A row for each op of a rank that is pending; or one, if none is."""
+    header, now = sight.header, sight.statistics
+    failed = sum(each.count for each in now.failed)
+    known = (
+        str(header.rank), str(header.pid), "-" if rate is None else f"{rate:,.0f}", f"{now.done:,}",
+        str(failed), str(now.pending), _size(now.pending_bytes),
+    )  # fmt: skip
+    first = [Text(cell, style="red" if cell != "0" and index == 4 else "") for index, cell in enumerate(known)]
+    for index, item in enumerate(sight.pending or [None]):
+        yield [*(first if not index else [Text()] * len(known)), *_op(item, header.monotonic)]
+    if now.pending > len(sight.pending):
+        yield [*[Text()] * len(known), Text(), Text(f"and {now.pending - len(sight.pending)} more")]
+
+
+def _op(item: Item | None, now: float) -> list[Text]:
+    """An op's age, name, task, and the line that awaits it."""
+    if item is None:
+        return [Text()]
+    age = 0.0 if item.posted is None else max(0.0, now - item.posted)
+    style = "red" if age >= _OLD[1] else "yellow" if age >= _OLD[0] else ""
+    return [Text(f"{age:.1f} s", style=style), Text(str(item)), Text(item.task), Text(item.where)]
+
+
+def _size(count: int) -> str:
+    if count < 1024:
+        return f"{count} B"
+    power = min((count.bit_length() - 1) // 10, len(_UNITS))
+    return f"{count / 1024**power:.1f} {_UNITS[power - 1]}"

@@ -1,0 +1,221 @@
+"""Finds this user's processes that have communicators, and asks them what these are doing.
+
+Each is asked by its :mod:`aiocomms.diagnosis.live` view. What it says is decoded into a closed type, and an error names
+what is wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from aiocomms.cli.trace import Record, judged
+from aiocomms.diagnosis.dumps import LARGEST
+from aiocomms.diagnosis.hang_report import NO_ANSWER
+from aiocomms.diagnosis.live import PATIENCE, SHOWN, Sight, listeners
+from aiocomms.diagnosis.postmortem import printable, tidied, tidy
+from aiocomms.diagnosis.recorder import FORMAT, LONGEST
+from aiocomms.lowlevel.gate import same_user
+
+_sight = msgspec.json.Decoder(Sight)
+
+
+class Place(NamedTuple):
+    """One rank of a communicator, for as long as its process has it."""
+
+    pid: int
+    comm: str
+    meeting: str
+    rank: int
+
+
+class Group(NamedTuple):
+    """The ranks of one communicator that were seen."""
+
+    comm: str
+    size: int
+    ranks: dict[int, Sight]
+
+    def waits(self) -> list[str]:
+        """Who waits for whom, in words; and whom nobody can see from here."""
+        records = {rank: Record(Path(), sight.header, sight.pending) for rank, sight in self.ranks.items()}
+        unseen = self.size - len(self.ranks)
+        missing = [f"{unseen} of its ranks cannot be seen from here: on other hosts, or ended"] if unseen else []
+        lost = {f"lost: {sight.header.reason}": None for sight in self.ranks.values() if sight.header.reason}
+        return [*lost, *judged(records), *missing]
+
+
+class Frame(NamedTuple):
+    """All that was seen at one time."""
+
+    groups: list[Group]
+    notes: list[str]
+    """What could not be seen, and why."""
+    rates: dict[Place, float]
+    """Ops that were called in a second, since the frame before."""
+
+
+class Top:
+    """Looks again and again."""
+
+    def __init__(self, pid: int | None) -> None:
+        """Look at one process, or at all of this user's.
+
+        :raises ValueError: it is not this user's, or there is none, or it has no communicator.
+        """
+        self._pid = pid
+        self._before: dict[Place, tuple[float, int]] = {}
+        if pid is not None:
+            _check(pid)
+
+    def look(self) -> Frame:
+        """Ask all, once."""
+        found = _listeners()
+        asked = {pid: found[pid] for pid in (found if self._pid is None else [self._pid]) if pid in found}
+        notes, sights = list[str](), list[tuple[int, Sight]]()
+        for pid, said in _ask(asked):
+            if isinstance(said, str):
+                notes.append(f"process {pid} {said}")
+            else:
+                sights += ((pid, sight) for sight in said)
+        if not asked:
+            notes.append(_nothing(self._pid))
+        now = {_place(pid, sight): (sight.header.monotonic, sight.statistics.issued) for pid, sight in sights}
+        rates = {
+            place: max(0.0, (issued - self._before[place][1]) / (when - self._before[place][0]))
+            for place, (when, issued) in now.items()
+            if place in self._before and when > self._before[place][0]
+        }
+        self._before = now
+        return Frame(_groups(sights), notes, rates)
+
+    def ended(self) -> bool:
+        """Whether the process that it looks at is gone."""
+        return self._pid is not None and not _alive(self._pid)
+
+
+# ------------------------------------------------------------------------------------------------------------ finding
+
+
+def _listeners() -> dict[int, list[str]]:
+    try:
+        table = Path("/proc/net/unix").read_text(errors="replace")
+    except OSError as error:
+        raise ValueError(f"the system does not say which processes can be looked at: {error}") from None
+    return dict(listeners(table, os.geteuid()))
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (OSError, IndexError):
+        return False
+
+
+def _check(pid: int) -> None:
+    if not _alive(pid):
+        raise ValueError(f"there is no process {pid}")
+    owner = Path(f"/proc/{pid}").stat().st_uid
+    if owner != os.geteuid():
+        raise ValueError(f"process {pid} is of user {owner}, wanted one of this user's, {os.geteuid()}")
+    if pid not in _listeners():
+        raise ValueError(_nothing(pid))
+
+
+def _nothing(pid: int | None) -> str:
+    if pid is None:
+        return "no process of this user has a communicator open that can be looked at"
+    return f"process {pid} has no communicator open that can be looked at"
+
+
+# ------------------------------------------------------------------------------------------------------------- asking
+
+
+def _ask(asked: dict[int, list[str]]) -> Iterator[tuple[int, list[Sight] | str]]:
+    """Ask processes, all at once, and wait for all their answers together as long as for one.
+
+    :returns: by their numbers what they say, or why they say nothing. Those that have ended meanwhile are left out.
+    """
+    connections: list[tuple[int, socket.socket]] = []
+    try:
+        for pid, addresses in asked.items():
+            connections += ((pid, found) for address in addresses if (found := _connect(address)) is not None)
+        ends = time.monotonic() + PATIENCE
+        for pid, connection in connections:
+            said = _hear(connection, ends)
+            if said is not None:
+                yield pid, said
+    finally:
+        for _, connection in connections:
+            connection.close()
+
+
+def _connect(address: str) -> socket.socket | None:
+    """Knock; None: nobody is there any more, or somebody else."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(PATIENCE)
+        connection.connect(address)
+        if same_user(connection):
+            return connection
+    except OSError:  # it has ended
+        pass
+    connection.close()
+    return None
+
+
+def _hear(connection: socket.socket, ends: float) -> list[Sight] | str | None:
+    """What a process says; a text: why it says nothing; None: it ends."""
+    said = bytearray()
+    try:
+        while not said.endswith(b"\n\n") and said != b"\n":
+            connection.settimeout(max(0.001, ends - time.monotonic()))
+            more = connection.recv(1 << 20)
+            if not more:
+                return None
+            said += more
+            if len(said) > 8 * LARGEST:
+                return f"says more than {8 * LARGEST} bytes"
+        return [_checked(_sight.decode(line)) for line in filter(None, said.split(b"\n"))]
+    except TimeoutError:
+        return f"does {NO_ANSWER}"
+    except OSError:
+        return None
+    except ValueError as error:  # errors of msgspec and of UTF-8 are ValueErrors too
+        return f"says what makes no sense here: {printable(str(error))}"
+
+
+def _checked(sight: Sight) -> Sight:
+    header = sight.header
+    if header.format != FORMAT or not 0 <= header.rank < header.size or header.brief.rank != header.rank:
+        raise ValueError(f"its format is {header.format!r}, of rank {header.rank} of {header.size}")
+    header.comm, header.reason = printable(header.comm), printable(header.reason, 4 * LONGEST)
+    sight.meeting = printable(sight.meeting)
+    tidy(header.brief)
+    sight.pending = [tidied(item) for item in sight.pending[:SHOWN]]
+    return sight
+
+
+def _place(pid: int, sight: Sight) -> Place:
+    return Place(pid, sight.header.comm, sight.meeting, sight.header.rank)
+
+
+def _groups(sights: Sequence[tuple[int, Sight]]) -> list[Group]:
+    """Put the ranks of each communicator together. Worlds of one that have a name in common are each by itself."""
+    groups: list[tuple[tuple[str, int, str], Group]] = []
+    for _, sight in sorted(sights, key=lambda one: (one[1].header.comm, one[1].header.rank, one[0])):
+        header = sight.header
+        key = header.comm, header.size, sight.meeting
+        alike = (group for known, group in groups if known == key and header.rank not in group.ranks)
+        group = next(alike, None)
+        if group is None:
+            group = Group(header.comm, header.size, {})
+            groups.append((key, group))
+        group.ranks[header.rank] = sight
+    return [group for _, group in groups]

@@ -1,0 +1,187 @@
+"""Lets the user's own programs see what the communicators of this process are doing now: for ``aiocomms top``.
+
+While a communicator is open, a thread sleeps in ``accept`` on an abstract unix socket. Who connects is told what every
+flight recorder knows, whatever the event loop is doing, if the kernel says that it is the same user; nothing that it
+sends is read. The socket's name is found in ``/proc/net/unix``, and goes with the process, however that ends.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import Final, Protocol
+
+import msgspec
+
+from aiocomms.diagnosis import dumps
+from aiocomms.diagnosis.recorder import Header, Item, Snapshot
+from aiocomms.diagnosis.statistics import Statistics
+from aiocomms.lowlevel.gate import same_user
+from aiocomms.lowlevel.threads import copied
+
+PREFIX: Final = "aiocomms-live"
+SHOWN: Final = 16
+"""Pending ops, the oldest ones, that are told of each communicator."""
+PATIENCE: Final = 1.0
+"""Seconds that one who has connected has to take what it is told."""
+_LATER: Final = 1.0
+"""Seconds after which the next one is asked in, where no descriptor was left for it."""
+_log = logging.getLogger("aiocomms")
+
+
+class Sight(msgspec.Struct):
+    """What one communicator is doing on one rank."""
+
+    header: Header
+    """Its reason is why the communicator is lost; empty: it is not."""
+    meeting: str
+    """Tells it from others of the same name: it is the same on all of its ranks."""
+    pending: list[Item]
+    """The oldest few."""
+    statistics: Statistics
+
+
+def sight_of(snapshot: Snapshot, secret: bytes, statistics: Statistics) -> Sight:
+    """What is told of a communicator.
+
+    :param secret: one that its ranks share, and that no other communicator has; it is shown in part.
+    """
+    oldest = sorted(snapshot.pending, key=lambda item: item.posted or 0.0)[:SHOWN]
+    return Sight(snapshot.header, secret[:8].hex(), oldest, statistics)
+
+
+class Visible(Protocol):
+    """A communicator that is to be seen."""
+
+    def _sight(self) -> Sight:
+        """Look at it; on any thread, whatever its loop is doing."""
+
+
+class LiveView:
+    """The socket of this process, its thread, and the communicators that are seen by it."""
+
+    def __init__(self) -> None:
+        self.reset()
+        os.register_at_fork(after_in_child=self._leave_to_parent)
+
+    def reset(self) -> None:
+        """Start afresh."""
+        self._lock = threading.RLock()  # reentrant: a finalizer that runs under it may close a communicator
+        self._comms: weakref.WeakSet[Visible] = weakref.WeakSet()
+        self._listener: socket.socket | None = None
+        self._guest: socket.socket | None = None
+        self._stopping, self._stopped = threading.Event(), _thread.allocate_lock()
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child the thread is gone; the socket is the parent's, whose death it would hide."""
+        for inherited in (self._listener, self._guest):
+            if inherited is not None:
+                inherited.close()
+        self.reset()
+
+    def register(self, comm: Visible) -> None:
+        """Let a communicator be seen until :meth:`unregister`; where that cannot be, all else goes on."""
+        if not dumps.wanted():
+            return
+        with self._lock:
+            self._comms.add(comm)
+            if self._listener is None:
+                try:
+                    self._start()
+                except (OSError, RuntimeError) as error:
+                    _log.info("this process cannot be looked at by `aiocomms top`: %s", error)
+
+    def unregister(self, comm: Visible) -> None:
+        """Undo it. With the last communicator the socket and the thread go. Idempotent."""
+        with self._lock:
+            self._comms.discard(comm)
+            listener = None if self._comms else self._listener
+            if listener is not None:
+                self._listener = None
+                self._stopping.set()
+                for end in filter(None, (listener, self._guest)):
+                    with contextlib.suppress(OSError):  # who has connected is gone
+                        end.shutdown(socket.SHUT_RDWR)
+        if listener is not None:
+            try:
+                self._stopped.acquire(timeout=PATIENCE)
+            finally:
+                listener.close()
+
+    def _start(self) -> None:
+        """Listen.
+
+        :raises OSError: there is no descriptor left.
+        :raises RuntimeError: no thread can be started.
+        """
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.settimeout(None)  # whatever the program's default is
+            listener.bind(f"\0{PREFIX}/{os.geteuid()}/{os.getpid()}/{secrets.token_hex(8)}")
+            listener.listen()
+            self._stopping, self._stopped = threading.Event(), _thread.allocate_lock()
+            self._stopped.acquire()
+            # Not by threading.Thread, whose start waits until the thread has run, and would hold up the event loop.
+            _thread.start_new_thread(self._serve, (listener, self._stopping, self._stopped))
+        except BaseException:
+            listener.close()
+            raise
+        self._listener = listener
+
+    def _serve(self, listener: socket.socket, stopping: threading.Event, stopped: _thread.LockType) -> None:
+        try:
+            while not stopping.is_set():
+                try:
+                    guest, _ = listener.accept()
+                except OSError:  # it was shut down, or there is no descriptor left
+                    stopping.wait(_LATER)
+                    continue
+                with guest:
+                    self._guest = guest
+                    self._tell(guest, stopping)
+                    self._guest = None
+        finally:
+            stopped.release()
+
+    def _tell(self, guest: socket.socket, stopping: threading.Event) -> None:
+        """Tell one who has connected what all communicators are doing, a line of JSON for each."""
+        guest.settimeout(PATIENCE)
+        encoder = msgspec.json.Encoder()
+        try:
+            if not same_user(guest):
+                return
+            for comm in copied(self._comms):
+                if stopping.is_set():
+                    return
+                guest.sendall(encoder.encode(comm._sight()) + b"\n")
+            guest.sendall(b"\n")  # that was all
+        except OSError:  # who has connected is gone, or does not read
+            pass
+        except Exception as error:  # whatever it is, the next one is let in
+            dumps.complain(f"aiocomms top: {type(error).__name__}: {error}")
+
+
+live = LiveView()
+"""The live view of the process. It has a thread and a socket only while a communicator is open."""
+
+
+def listeners(table: str, uid: int) -> Mapping[int, list[str]]:
+    """The addresses at which a user's processes can be looked at, by the number that each process has for itself.
+
+    :param table: the content of ``/proc/net/unix``, which shows the leading zero byte of an abstract address as ``@``.
+    """
+    found: dict[int, list[str]] = {}
+    for row in table.splitlines():
+        prefix, _, rest = row.rpartition(" ")[2].partition("/")
+        owner, _, place = rest.partition("/")
+        pid = place.partition("/")[0]
+        if prefix == f"@{PREFIX}" and owner == str(uid) and pid.isascii() and pid.isdigit():
+            found.setdefault(int(pid), []).append(f"\0{PREFIX}/{rest}")
+    return {pid: sorted(set(addresses)) for pid, addresses in sorted(found.items())}

@@ -1,0 +1,90 @@
+"""Makes the pictures of docs/diagnosis.md: ``make pictures``. What they show is of processes that run meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from torch.distributed import TCPStore
+
+from aiocomms.cli.top.drawing import drawn
+from aiocomms.cli.top.looking import Frame, Top
+
+DOCS = Path(__file__).parent
+WIDTH = 130
+"""Columns of the terminal."""
+RANKS = 3
+PROGRAM = """
+import asyncio
+import torch
+import aiocomms
+
+async def decode(comm):
+    t = torch.ones(4096)
+    for step in range(40):
+        await comm.all_reduce(t)
+    if comm.rank == 2:
+        await comm.recv(t, src=1, tag=7)
+    await comm.all_reduce(t)
+
+async def main():
+    async with aiocomms.new_comm("c10d", name="tp") as comm:
+        await asyncio.create_task(decode(comm), name="request 17")
+
+asyncio.run(main())
+"""
+
+
+@contextlib.contextmanager
+def astray(folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Ranks of which one waits for a message that nobody sends, while the others reduce."""
+    (folder / "serve.py").write_text(PROGRAM.lstrip())
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    places = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    common = os.environ | places | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    run = [sys.executable, "-c", "exec(compile(open('serve.py').read(), 'serve.py', 'exec'))"]  # by a short name
+    ranks = [
+        subprocess.Popen(run, cwd=folder, env=common | {"RANK": str(rank)}, stderr=subprocess.DEVNULL)
+        for rank in range(RANKS)
+    ]
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def waiting(top: Top) -> Frame:
+    """What is shown of that communicator alone once all of its ranks have waited for some seconds."""
+    while True:
+        time.sleep(1)
+        frame = top.look()
+        for group in frame.groups:
+            ages = [sight.statistics.oldest or 0.0 for sight in group.ranks.values()]
+            if group.comm == "tp" and len(ages) == RANKS and min(ages) > 4:
+                return Frame([group], [], frame.rates)
+
+
+def top_svg(folder: Path, picture: Path) -> None:
+    """``aiocomms top all``, as rich draws its terminal."""
+    with astray(folder), Path(os.devnull).open("w") as nowhere:
+        console = Console(record=True, width=WIDTH, file=nowhere, highlight=False)
+        console.print(drawn(waiting(Top(None))))
+    svg = console.export_svg(title="aiocomms top all")
+    picture.write_text(re.sub(r"@font-face \{.*?\}\n", "", svg, flags=re.DOTALL))  # no font from another host
+    print(picture)
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as where:
+        top_svg(Path(where), DOCS / "top.svg")

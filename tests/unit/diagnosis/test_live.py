@@ -1,0 +1,220 @@
+"""The live view of a process: who may look, that it costs nothing while nobody does, and that nothing is left of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from processes import PATIENCE, no_threads
+
+from aiocomms.diagnosis import live as module
+from aiocomms.diagnosis.live import listeners
+from aiocomms.testing import local_world
+
+STRANGER = 65534
+"""A user that is not root, and has no processes."""
+
+
+def addresses() -> list[str]:
+    """Where this process can be looked at."""
+    return listeners(Path("/proc/net/unix").read_text(), os.geteuid()).get(os.getpid(), [])
+
+
+def tasks() -> set[str]:
+    return {path.name for path in Path("/proc/self/task").iterdir()}
+
+
+def sockets() -> int:
+    found = 0
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # what lists the folder
+            found += str(path.readlink()).startswith("socket")
+    return found
+
+
+def ask(address: str) -> bytes:
+    """All that a process says; the loop of the caller does not run meanwhile."""
+    said = b""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(PATIENCE)
+        connection.connect(address)
+        while more := connection.recv(1 << 16):
+            said += more
+    return said
+
+
+def in_child(call: Callable[[], bool]) -> int:
+    """The exit status of a forked child that makes a call: 0 if that is true."""
+    child = os.fork()
+    if not child:
+        os._exit(0 if call() else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_it_is_there_while_a_communicator_is_open(run) -> None:
+    async def main() -> None:
+        before = tasks()
+        async with local_world(2):
+            [address] = addresses()
+            async with local_world(2, name="more"):
+                assert addresses() == [address]
+                assert ask(address).count(b'"comm":"more"') == 2
+            assert ask(address).count(b"\n") == 3  # two, and the end
+            assert len(tasks() - before) == 1
+        assert addresses() == []
+        with pytest.raises(ConnectionRefusedError):
+            ask(address)
+        ends = time.monotonic() + PATIENCE
+        while tasks() - before:  # it has said that it ends, and is about to
+            assert time.monotonic() < ends
+
+    run(main)
+
+
+def test_nothing_wakes_up_while_nobody_looks() -> None:
+    def status(thread: str) -> tuple[str, int]:
+        rows = Path(f"/proc/self/task/{thread}/status").read_text().splitlines()
+        words = [row.split() for row in rows]
+        state = next(row[1] for row in words if row[0] == "State:")
+        return state, sum(int(row[1]) for row in words if row[0].endswith("ctxt_switches:"))
+
+    async def main() -> None:
+        before = tasks()
+        async with local_world(1) as [comm]:
+            [thread] = tasks() - before
+            ask(addresses()[0])  # so it has begun
+            seen = ("", -1)
+            while seen[0] != "S" or seen != status(thread):  # until it sleeps again
+                await asyncio.sleep(0)
+                seen = status(thread)
+            for _ in range(1000):
+                await comm.all_reduce(torch.ones(1))
+                await asyncio.sleep(0)
+            assert status(thread) == seen
+            ask(addresses()[0])
+            assert status(thread)[1] > seen[1]
+
+    asyncio.run(main())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.processes
+def test_another_user_is_told_nothing() -> None:
+    def strangers_look(address: str) -> bool:
+        os.setuid(STRANGER)
+        return ask(address) == b""
+
+    async def main() -> None:
+        async with local_world(1):
+            [address] = addresses()
+            assert in_child(lambda: strangers_look(address)) == 0
+            assert in_child(lambda: ask(address) != b"") == 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.processes
+def test_a_forked_child_has_nothing_of_it() -> None:
+    def child(held: int) -> bool:
+        if sockets() >= held or not ask(address):  # the parent answers
+            return False
+        return asyncio.run(own()) and addresses() == []
+
+    async def own() -> bool:
+        async with local_world(1, name="the child's"):
+            return len(addresses()) == 1 and b"the child's" in ask(addresses()[0])
+
+    async def main() -> None:
+        nonlocal address
+        async with local_world(1):
+            [address] = addresses()
+            held = sockets()
+            loop = asyncio.get_running_loop()
+            assert await loop.run_in_executor(None, lambda: in_child(lambda: child(held))) == 0
+            assert ask(address).count(b"\n") == 2
+
+    address = ""
+    asyncio.run(main())
+
+
+def test_there_is_none_where_no_files_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIOCOMMS_RECORDER_DIR", "")
+
+    async def main() -> None:
+        before = tasks()
+        async with local_world(2):
+            assert (addresses(), tasks()) == ([], before)
+
+    asyncio.run(main())
+
+
+def test_a_default_timeout_of_sockets_does_not_wake_it() -> None:
+    async def main() -> None:
+        async with local_world(1):
+            assert module.live._listener.gettimeout() is None
+
+    socket.setdefaulttimeout(0.01)
+    try:
+        asyncio.run(main())
+    finally:
+        socket.setdefaulttimeout(None)
+
+
+def test_who_does_not_read_keeps_nobody_from_closing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PATIENCE", 10_000.0)  # longer than a test may take
+
+    async def main() -> socket.socket:
+        async with local_world(200) as comms:
+            for comm in comms:
+                comm.recv(torch.zeros(1), 0, tag=1).forget()
+            guest = socket.socket(socket.AF_UNIX)
+            guest.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+            guest.connect(addresses()[0])
+            assert await asyncio.to_thread(select.select, [guest], [], [], PATIENCE) != ([], [], [])
+            return guest
+
+    with asyncio.run(main()) as guest:
+        said = b""
+        while more := guest.recv(1 << 16):
+            said += more
+    assert not said.endswith(b"\n\n")  # it was cut off
+    assert addresses() == []
+
+
+def test_without_a_thread_or_a_descriptor_all_else_goes_on(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    caplog.set_level("INFO", "aiocomms")
+
+    async def main() -> None:
+        with no_threads():
+            world = local_world(1)
+            [comm] = await world.__aenter__()
+        assert addresses() == []
+        assert (await comm.all_reduce(torch.ones(1))).item() == 1
+        async with local_world(1):  # the next one tries again
+            assert ask(addresses()[0]).count(b"\n") == 3
+        assert len(addresses()) == 1
+        await world.__aexit__(None, None, None)
+        assert addresses() == []
+
+    asyncio.run(main())
+    assert "cannot be looked at by `aiocomms top`: can't start new thread" in caplog.text
+
+
+def test_what_fails_is_said_once_and_the_next_one_is_let_in(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    async def main() -> None:
+        async with local_world(1) as [comm]:
+            with monkeypatch.context() as patch:
+                patch.setattr(type(comm), "_sight", lambda self: 1 / 0)
+                assert [ask(addresses()[0]) for _ in range(2)] == [b"", b""]
+            assert ask(addresses()[0]).endswith(b"\n\n")
+
+    asyncio.run(main())
+    assert caplog.text.count("aiocomms top: ZeroDivisionError: division by zero") == 1
