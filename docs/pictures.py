@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import perfetto
 from rich.console import Console
 from torch.distributed import TCPStore
 
+from aiocomms.cli import main
 from aiocomms.cli.top.drawing import drawn
 from aiocomms.cli.top.looking import Frame, Top
 
@@ -29,6 +32,7 @@ import aiocomms
 async def decode(comm):
     t = torch.ones(4096)
     for step in range(40):
+        await asyncio.sleep(0.01 * (comm.rank == step % 3))  # what it computes
         await comm.all_reduce(t)
     if comm.rank == 2:
         await comm.recv(t, src=1, tag=7)
@@ -48,7 +52,8 @@ def astray(folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
     (folder / "serve.py").write_text(PROGRAM.lstrip())
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     places = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    common = os.environ | places | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    records = {"AIOCOMMS_RECORDER_SIGNAL": "1", "AIOCOMMS_RECORDER_DIR": str(folder / "records")}
+    common = os.environ | places | records | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     run = [sys.executable, "-c", "exec(compile(open('serve.py').read(), 'serve.py', 'exec'))"]  # by a short name
     ranks = [
         subprocess.Popen(run, cwd=folder, env=common | {"RANK": str(rank)}, stderr=subprocess.DEVNULL)
@@ -73,18 +78,38 @@ def waiting(top: Top) -> Frame:
                 return Frame([group], [], frame.rates)
 
 
-def top_svg(folder: Path, picture: Path) -> None:
+def top_svg(frame: Frame, picture: Path) -> None:
     """``aiocomms top all``, as rich draws its terminal."""
-    with astray(folder), Path(os.devnull).open("w") as nowhere:
+    with Path(os.devnull).open("w") as nowhere:
         console = Console(record=True, width=WIDTH, file=nowhere, highlight=False)
-        console.print(drawn(waiting(Top(None))))
+        console.print(drawn(frame))
     svg = console.export_svg(title="aiocomms top all")
     picture.write_text(re.sub(r"@font-face \{.*?\}\n", "", svg, flags=re.DOTALL))  # no font from another host
+    print(picture)
+
+
+def trace_png(ranks: list[subprocess.Popen[bytes]], folder: Path, picture: Path) -> None:
+    """``aiocomms trace --output``, as Perfetto's viewer shows it."""
+    for rank in ranks:
+        rank.send_signal(signal.SIGUSR1)
+    records, trace = folder / "records", folder / "trace.json"
+    while not records.exists() or sum(path.read_text().endswith("\n") for path in records.iterdir()) < RANKS:
+        time.sleep(0.1)
+    main(["trace", str(records), "--output", str(trace)])
+    with perfetto.viewer(trace, 1100, 680) as viewer:
+        [[row]] = viewer.query("select id from slice where name glob 'recv*'", id=0)
+        viewer.page.evaluate("row => app.trace.selection.selectSqlEvent('slice', row)", row)
+        viewer.page.get_by_text("serve.py:").first.scroll_into_view_if_needed()  # the last of its arguments
+        viewer.page.wait_for_timeout(1000)  # until all is drawn
+        viewer.page.screenshot(path=picture)
     print(picture)
 
 
 if __name__ == "__main__":
     import tempfile
 
-    with tempfile.TemporaryDirectory() as where:
-        top_svg(Path(where), DOCS / "top.svg")
+    if perfetto.absent():
+        sys.exit(f"no picture of Perfetto's viewer: {perfetto.absent()}")
+    with tempfile.TemporaryDirectory() as where, astray(Path(where)) as started:
+        top_svg(waiting(Top(None)), DOCS / "top.svg")
+        trace_png(started, Path(where), DOCS / "trace.png")

@@ -6,6 +6,7 @@ The files come from other processes: each line is decoded into a closed type, an
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -53,9 +54,7 @@ def run(paths: Sequence[Path], output: Path | None) -> int:
         for line in report or ["nobody waits for another rank"]:
             print(f"  {line}")
     if output is not None:
-        events: list[dict[str, Any]] = []
-        for ranks in groups.values():
-            events += _events(ranks, len(events))
+        events = list(_events(list(groups.values())))
         output.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
         print(f"{output}: {sum(event['ph'] == 'X' for event in events)} operations; open it in https://ui.perfetto.dev")
     return int(stuck)
@@ -253,29 +252,43 @@ def _circle(waits: Mapping[int, Sequence[int]]) -> list[int]:
 # ------------------------------------------------------------------------------------------------------------ drawing
 
 
-def _events(ranks: Ranks, first: int) -> Iterator[dict[str, Any]]:
+def _events(groups: Sequence[Ranks]) -> Iterator[dict[str, Any]]:
     """Make the events of Chrome's Trace Event Format.
 
-    A rank is drawn as a process, numbered from ``first``. Ops that overlap in time are drawn as threads of it.
+    A rank is drawn as a process, numbered from 1. Ops that overlap in time are drawn as threads of it. To Perfetto the
+    numbers of threads are those of a whole machine: 0 is none, and a process's own one is its main thread.
     """
-    clocks = _clocks(ranks)
-    for pid, (rank, (_, header, items)) in enumerate(sorted(ranks.items()), first):
-        ahead = clocks[rank]
-        yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"{header.comm}: rank {rank}"}}
+    records = [record for ranks in groups for _, record in sorted(ranks.items())]
+    clocks = [ahead for ranks in groups for _, ahead in sorted(_clocks(ranks).items())]
+    for pid, ((_, header, items), ahead) in enumerate(zip(records, clocks, strict=True), 1):
+        yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"{header.comm}: rank {header.rank}"}}
         yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
         lanes: list[float] = []
         for item in sorted(items, key=lambda item: _span(header, item)):
             begin, end = _span(header, item)
             lane = next((i for i, free in enumerate(lanes) if free <= begin), len(lanes))
+            tid = pid + lane * len(records)
+            if lane == len(lanes):
+                name = f"operations{f', {lane + 1}' if lane else ''}"
+                yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
             lanes[lane:] = [end, *lanes[lane + 1 :]]
-            index = None if item.collective is None else f"collective {item.collective}"
-            details = {"seq": item.seq, "state": item.state, "number": index, "bytes": item.bytes, "error": item.error}
-            more = {"tensors": item.tensors, "task": item.task, "where": item.where}
-            yield {
-                "ph": "X", "name": f"{item} (pending)" if item.state == "pending" else str(item), "cat": item.state,
-                "pid": pid, "tid": lane, "ts": (begin + ahead) * 1e6, "dur": (end - begin) * 1e6,
-                "args": {key: value for key, value in {**details, **more}.items() if value not in (None, "", [])},
-            }  # fmt: skip
+            yield _event(item, pid, tid, _micros(begin + ahead), _micros(end + ahead))
+
+
+def _micros(wall: float) -> float:
+    """A time in µs, to a quarter: so a float holds it, and ops that follow each other at once do not overlap."""
+    return math.floor(4e6 * wall) / 4
+
+
+def _event(item: Item, pid: int, tid: int, begin: float, end: float) -> dict[str, Any]:
+    index = None if item.collective is None else f"collective {item.collective}"
+    details = {"seq": item.seq, "state": item.state, "number": index, "bytes": item.bytes, "error": item.error}
+    more = {"tensors": item.tensors, "task": item.task, "where": item.where}
+    return {
+        "ph": "X", "name": f"{item} (pending)" if item.state == "pending" else str(item), "cat": item.state,
+        "pid": pid, "tid": tid, "ts": begin, "dur": end - begin,
+        "args": {key: value for key, value in {**details, **more}.items() if value not in (None, "", [])},
+    }  # fmt: skip
 
 
 def _span(header: Header, item: Item) -> tuple[float, float]:
