@@ -53,6 +53,13 @@ class Instrumentable(Protocol):
         """See :meth:`Communicator.register_post_hook`."""
 
 
+class Traceable(Instrumentable, Protocol):
+    """What ops can be traced of; as :class:`Instrumentable`."""
+
+    def register_pre_hook(self, fn: Any) -> Hook:
+        """See :meth:`Communicator.register_pre_hook`."""
+
+
 def instrumentable(comm: Any) -> None:
     """Check the argument of an exporter.
 

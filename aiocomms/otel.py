@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from opentelemetry import metrics, trace
@@ -13,19 +13,11 @@ from opentelemetry.trace import Span, Status, StatusCode, TracerProvider
 
 from aiocomms import __version__
 from aiocomms.diagnosis.statistics import Statistics
-from aiocomms.families.hooks import Hook
-from aiocomms.metrics import Instrumentable, Measured, Row, Shown, instrumentable
+from aiocomms.metrics import Instrumentable, Measured, Row, Shown, Traceable, instrumentable
 from aiocomms.ops import Op, size_of
 from aiocomms.progress.work import Work
 
 _SCOPE = "aiocomms"
-
-
-class Traceable(Instrumentable, Protocol):
-    """What ops can be traced of; as :class:`Instrumentable`."""
-
-    def register_pre_hook(self, fn: Any) -> Hook:
-        """See :meth:`Communicator.register_pre_hook`."""
 
 
 class Tracing:

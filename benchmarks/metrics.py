@@ -28,7 +28,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased
 
 import aiocomms
-from aiocomms import otel, prometheus
+from aiocomms import otel, profiler, prometheus
 from aiocomms.communicator import Communicator
 from benchmarks.processes import in_two_processes
 
@@ -55,6 +55,7 @@ def subjects() -> dict[str, Begin]:
         "an empty post-hook": lambda comm: (comm.register_post_hook(lambda work: None), nullcontext()),
         "an empty pre-hook": lambda comm: (comm.register_pre_hook(lambda op, seq: None), nullcontext()),
         "prometheus": lambda comm: (prometheus.instrument(comm, registry), nullcontext()),
+        "torch's profiler, off": lambda comm: (profiler.record_ops(comm), nullcontext()),
         "otel metrics": lambda comm: (otel.measure_ops(comm, meters), nullcontext()),
         "otel spans, no request": lambda comm: (otel.trace_ops(comm, traced), nullcontext()),
         "otel spans, not sampled": lambda comm: tracing(comm, untraced),

@@ -16,12 +16,13 @@ from aiocomms import blocking
 from aiocomms.errors import ArgumentError, CommError
 from aiocomms.ops.checks import COMM_TIMEOUT
 from aiocomms.ops.reductions import ReduceOp
+from aiocomms.profiler import profiling
 from aiocomms.torch_backend import sparse
 from aiocomms.torch_backend.any_source import Receives
 from aiocomms.torch_backend.completer import Completer
 from aiocomms.torch_backend.monitored import monitored_barrier
 from aiocomms.torch_backend.parts import Step
-from aiocomms.torch_backend.ranges import Range, profiling
+from aiocomms.torch_backend.ranges import Range
 from aiocomms.torch_backend.tensors import Tensors, cuts
 from aiocomms.torch_backend.works import BACKEND, GroupWork, raising_as_torch_does
 
