@@ -4,61 +4,58 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from time import monotonic, time_ns
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from opentelemetry import metrics, trace
 from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
-from opentelemetry.trace import Span, Status, StatusCode, TracerProvider
+from opentelemetry.trace import Status, StatusCode, TracerProvider
 
 from aiocomms import __version__
 from aiocomms.diagnosis.statistics import Statistics
-from aiocomms.metrics import Instrumentable, Measured, Row, Shown, Traceable, instrumentable
-from aiocomms.ops import Op, size_of
+from aiocomms.metrics import Instrumentable, Measured, Row, Shown, instrumentable
+from aiocomms.ops import size_of
 from aiocomms.progress.work import Work
 
 _SCOPE = "aiocomms"
 
 
 class Tracing:
-    """Makes a span of each op that is called within a span; :meth:`remove` ends that."""
+    """Makes a span of each op that is called within a span, when the op has ended; :meth:`remove` ends that."""
 
-    def __init__(self, comm: Traceable, provider: TracerProvider | None) -> None:
+    def __init__(self, comm: Instrumentable, provider: TracerProvider | None) -> None:
         self._tracer = trace.get_tracer(_SCOPE, __version__, provider)
         self._transports = comm.transports
         self._place = _place(comm)
-        self._spans: dict[int, Span] = {}  # those of ops under way, by their numbers
-        self._hooks = [comm.register_post_hook(self._ended), comm.register_pre_hook(self._called)]
-
-    def remove(self) -> None:
-        """Make no more spans; those of ops under way end here, without an end of their op. Idempotent."""
-        for hook in self._hooks:
-            hook.remove()
-        while self._spans:
-            self._spans.popitem()[1].end()
-
-    def _called(self, op: Op, seq: int) -> None:
-        if not trace.get_current_span().get_span_context().trace_flags.sampled:  # of no request, or of one that is not
-            return
-        span = self._tracer.start_span(op.name)  # a child of the current one, if the provider's sampler says so
-        if span.is_recording():
-            transport = self._transports.get(op.family, "messages")
-            span.set_attributes({**self._place, "aiocomms.seq": seq, "aiocomms.transport": transport})
-            span.set_attribute("aiocomms.bytes", size_of(op))
-            self._spans[seq] = span
+        self.remove = comm.register_post_hook(self._ended).remove
 
     def _ended(self, work: Work[Any]) -> None:
-        span = self._spans.pop(work.seq, None)
-        if span is None:
+        # The current span is the caller's: post-hooks are called in the context of the call.
+        if not trace.get_current_span().get_span_context().trace_flags.sampled:  # of no request, or of one that is not
             return
+        if work.called is None:  # it was called before this hook was registered
+            return
+        took, now = monotonic() - work.called, time_ns()  # in this order: so it does not begin before its call
+        op = work.op
+        transport = self._transports.get(op.family, "messages")
+        facts = {
+            **self._place,
+            "aiocomms.seq": work.seq,
+            "aiocomms.transport": transport,
+            "aiocomms.bytes": size_of(op),
+        }
+        span = self._tracer.start_span(op.name, attributes=facts, start_time=now - int(took * 1e9))
         if work.error is not None:
-            span.record_exception(work.error)
+            span.record_exception(work.error, timestamp=now)
             span.set_status(Status(StatusCode.ERROR, work.error.message))
-        span.end()
+        span.end(now)
 
 
-def trace_ops(comm: Traceable, tracer_provider: TracerProvider | None = None) -> Tracing:
+def trace_ops(comm: Instrumentable, tracer_provider: TracerProvider | None = None) -> Tracing:
     """Make a span of each op from now on that is called within a span: a child of it, from the call to the op's end.
+
+    It is made when the op has ended, and is told then when that began.
 
     Whether it is recorded is for the sampler of the provider to decide; that of OpenTelemetry's SDK follows the parent
     by default. Ops that are called within no span, or within one that is not sampled, have none.

@@ -6,6 +6,7 @@ All is called on the loop's thread, but what is marked.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from time import monotonic
 from typing import Any
 
@@ -186,6 +187,8 @@ class Posting(Counted):
 
         :returns: the work.
         """
+        if self.post_hooks:
+            work.context = copy_context()
         self.in_flight.add(work, seconds)
         for transport in self._spinning:
             self.driver.poll_soon(transport)
@@ -224,7 +227,11 @@ class Posting(Counted):
         """Call the hooks of an op that has ended; an error that concerns all ranks ends the communicator."""
         fault = work.fault
         if self.post_hooks:
-            self.post_hooks.call(self.driver, work)
+            context, work.context = work.context, None
+            if context is None:  # it ended within its call
+                self.post_hooks.call(self.driver, work)
+            else:
+                context.run(self.post_hooks.call, self.driver, work)
         if isinstance(fault, _POISONS) or (isinstance(fault, CommAbortedError) and work.op.family == "collectives"):
             self.lose(fault)
 

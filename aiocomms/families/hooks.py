@@ -75,7 +75,8 @@ class Hooked:
         """Have ``fn(work)`` called on the loop's thread when an op has ended, before the tasks that await it resume.
 
         ``work.called`` is when it was called, by ``time.monotonic()``, and ``work.error`` how it failed. It is called
-        once for each op that pre-hooks were called for, also where the op could not be posted.
+        once for each op that pre-hooks were called for, also where the op could not be posted, and in the context of
+        the op's call: its context variables are the caller's.
 
         :returns: a handle with ``.remove()``.
         :raises ArgumentTypeError: ``fn`` cannot be called.

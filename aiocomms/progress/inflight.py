@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from contextvars import Context
 from typing import Any, Final, NamedTuple, Protocol
 
 from torch import Tensor, UntypedStorage
@@ -42,6 +43,8 @@ class StartedWork(Work[T_co]):
 
     The program may give the tensors other storages meanwhile.
     """
+    context: Context | None = None
+    """The context in which a pending op was called, where there were post-hooks, which are called in it."""
     _place: int = 0
 
     def waiters(self) -> list[Waiter]:

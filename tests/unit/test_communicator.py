@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import gc
 import os
 import signal
@@ -235,6 +236,42 @@ def test_a_post_hook_comes_before_those_who_wait(run):
             await turns()
             assert order[0] == "hook"
             assert sorted(order) == ["awaiter", "callback", "hook"]
+
+    run(main)
+
+
+@pytest.mark.parametrize("transport", ["local", "ucx"])
+def test_a_post_hook_runs_in_the_context_of_the_call(run, transport):
+    """Of an op that ends within its call, of one that is pending, and of one that fails."""
+    request = contextvars.ContextVar("request", default=None)
+
+    async def main():
+        async with local_world(2, transport) as (one, two):
+            heard, works = [], []
+            two.register_post_hook(lambda work: heard.append((work.op.name, request.get())))
+            sent = [one.send(torch.ones(1), 1)]
+            await turns()  # it is there
+
+            async def call(name):
+                request.set(name)
+                await two.recv(torch.empty(1), 0, tag=5)
+
+            def late(name, tag):
+                request.set(name)
+                works.append(two.recv(torch.empty(1), 0, tag=tag))
+
+            contextvars.copy_context().run(late, "at once", 0)
+            contextvars.copy_context().run(late, "pending", 1)
+            contextvars.copy_context().run(late, "withdrawn", 2)
+            request.set("another")
+            sent.append(one.send(torch.ones(1), 1, tag=1))
+            for work in (*works[:2], *sent):
+                await work
+            assert await works[2].cancel()
+            assert heard == [("recv", "at once"), ("recv", "pending"), ("recv", "withdrawn")]
+            await together(lambda: call("a task"), one.send(torch.ones(1), 1, tag=5).wait)
+            assert heard[3:] == [("recv", "a task")]
+            assert [work.context for work in works] == [None] * 3  # which may hold much
 
     run(main)
 
