@@ -26,9 +26,10 @@ from .batcher import Batcher
 from .model import Stage
 from .pipeline import Pipeline
 from .server import create_app
+from .web import Server, close_half_requests
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Callable, Iterator
 
     from aiocomms import Communicator
 
@@ -113,14 +114,6 @@ def ending_on_signals() -> Iterator[anyio.Event]:
         logging.warning("it was held up, and left after %g s with something unfinished", GRACE)
 
 
-class Server(uvicorn.Server):
-    """uvicorn without its signal handlers: a signal is for the whole rank."""
-
-    @contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
-
-
 async def serve(
     service: Service, pipeline: Pipeline, listener: socket.socket, stopping: anyio.Event, tell: Tell | None
 ) -> None:
@@ -147,7 +140,4 @@ async def drain(server: uvicorn.Server, batcher: Batcher, stopping: anyio.Event)
     server.should_exit = True
     await anyio.sleep(DRAIN)
     batcher.stop("The server is stopping.")
-    for connection in server.server_state.connections:
-        # The others uvicorn closes by itself, when their answers are written.
-        if connection.cycle is not None and connection.cycle.more_body:
-            connection.transport.close()  # half a request
+    close_half_requests(server)

@@ -13,13 +13,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from .batcher import PipelineDownError
+from .web import explain, ignore, read_body, unavailable
 
 if TYPE_CHECKING:
     from starlette.requests import Request
 
     from .batcher import Batcher
 
-MAX_BODY = 2**20  # bytes
 MAX_TEXTS = 64  # texts of one request
 MAX_CHARACTERS = 10_000  # characters of one text
 
@@ -46,18 +46,6 @@ def create_app(batcher: Batcher) -> Starlette:
         routes=[Route("/embed", embed, methods=["POST"]), Route("/healthz", healthz)],
         exception_handlers={HTTPException: explain, ClientDisconnect: ignore},
     )
-
-
-async def read_body(request: Request) -> bytes:
-    """Read the whole body, but keep no more of it than is allowed: who still sends does not listen."""
-    body, size = bytearray(), 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size <= MAX_BODY:
-            body += chunk
-    if size > MAX_BODY:
-        raise HTTPException(413, f"The body has {size} bytes; at most {MAX_BODY} are taken.")
-    return bytes(body)
 
 
 def parse(body: bytes) -> list[str]:
@@ -100,19 +88,3 @@ async def cancel_when_disconnected(request: Request, scope: anyio.CancelScope) -
     while (await request.receive())["type"] != "http.disconnect":
         pass
     scope.cancel()
-
-
-def unavailable(reason: str) -> Response:
-    """Return the answer of a server whose model cannot answer."""
-    return JSONResponse({"error": reason}, status_code=503)
-
-
-async def explain(_: Request, error: Exception) -> Response:
-    """Answer a refused request with its sentence, as JSON."""
-    assert isinstance(error, HTTPException)
-    return JSONResponse({"error": error.detail}, status_code=error.status_code, headers=error.headers)
-
-
-async def ignore(_request: Request, _error: Exception) -> Response:
-    """Answer a client that left in the middle of its request: nobody reads it."""
-    return Response(status_code=499)
