@@ -29,7 +29,8 @@ SOURCES := aiocomms transports tests examples benchmarks docs
 # Each of the tests' hundred processes would compile our modules anew, and rewrite every assertion.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve demo-tensor-parallel demo-kv-cache demo-ray check test test-long core rules examples suites unit long \
+.PHONY: demo serve demo-generate serve-generate demo-tensor-parallel demo-kv-cache demo-ray check test test-long core \
+	rules examples suites unit long \
 	conformance-local conformance-in-process conformance-in-processes conformance-loops faults-quick faults soak chaos \
 	test-sanitizers lint format viewer pictures conformance conformance-ucxx test-cupy test-hosts bench bench-scale structure gpu-check gpu-wheels docs clean
 
@@ -52,6 +53,14 @@ demo: $(VENV)/ucx.stamp
 serve: $(VENV)/ucx.stamp
 	cd examples && $(BIN)/python -m embedding_server.supervisor --ranks 2 --port 8000
 
+## A text generator, trained once: prefill and decode in processes of their own; tokens checked, a client leaves, a decoder dies.
+demo-generate: $(VENV)/ucx.stamp
+	cd examples && $(BIN)/python -m text_generator.demo
+
+## Leave the text generator running: a prefill group and two decode groups of 2 ranks, replaced when they die.
+serve-generate: $(VENV)/ucx.stamp
+	cd examples && $(BIN)/python -m text_generator.supervisor --tp 2 --pp 1 --decoders 2 --port 8000
+
 ## A transformer whose layers are split over 2 ranks, awaited from async handlers, compared with the unsplit one.
 demo-tensor-parallel: $(VENV)/ucx.stamp
 	cd examples && OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m tensor_parallel
@@ -66,7 +75,7 @@ demo-ray: $(HOSTS_VENV)/ucx.stamp
 
 # Tests as jobs of their own: the examples and the code of the documentation, as their users run them; the conformance
 # suite as a stranger runs it, on transports with faults and on fakes of devices. Every other one is in `unit`.
-EXAMPLES := tests/project/test_docs.py $(patsubst %,tests/examples/test_%.py,embedding_recovery embedding_server kv_blocks kv_cache tensor_parallel testing_a_server)
+EXAMPLES := tests/project/test_docs.py $(patsubst %,tests/examples/test_%.py,embedding_recovery embedding_server kv_blocks kv_cache tensor_parallel testing_a_server text_generator text_generator_parts)
 SUITES := $(patsubst %,tests/%.py,transports/test_conformance transports/test_mutations transports/nccl/test_nccl \
 	examples/test_transport_tcp examples/test_transport_ucxx transports/ucx/test_ucx_cuda)
 # The engine alone under sanitizers, which `test-sanitizers` runs: two builds, and longer than any other test.

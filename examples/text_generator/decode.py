@@ -1,0 +1,193 @@
+"""Decode: continuous batching over a paged cache that the prefill group writes into."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import anyio
+import torch
+
+from .links import Channel, Endpoint, Group, Receiver
+from .pages import Pages, Step, pages_for, table
+from .worker import Leader, Rank
+
+if TYPE_CHECKING:
+    from .metrics import Measures
+    from .model import Shard
+    from .pages import Cache
+
+AT_ONCE = 16
+"""Most sequences of a step: a layer of it, which keeps the event loop, takes a few milliseconds at most."""
+
+
+class DecodeRank(Rank):
+    """Its part of a plan: a step of a batch, or waiting until pages have been filled."""
+
+    def __init__(self, group: Group, shard: Shard, cache: Cache, measures: Measures, here: Endpoint, name: str) -> None:
+        super().__init__(group, shard, cache, measures)
+        self._receiver = Receiver(here, cache.memory)
+        self.description, self.listen = self._receiver.description, self._receiver.listen
+        self.kinds["settle"] = self.settle
+
+    async def settle(self, sender: str, key: int) -> bool:
+        """Wait until nobody writes into a sequence's pages any more; whether all have been filled, on all ranks."""
+        return await self.group.everywhere(await self._receiver.settled(sender, key))
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A sequence that has, or waits for, pages."""
+
+    key: int
+    pages: int
+    filler: str | None = None
+    """The prefill group that may have begun to write into its pages."""
+    settled: bool = False
+    """Whether nobody writes into its pages any more."""
+    left: float | None = None
+    """When its client has left."""
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    go: anyio.Event = field(default_factory=anyio.Event)
+    done: anyio.Event = field(default_factory=anyio.Event)
+    table: list[int] = field(default_factory=list)
+    token: int = 0
+    place: int = 0
+    missing: int = 0
+
+
+class Batch:
+    """Sequences that take their steps together; whoever comes joins between two steps, and whoever leaves leaves."""
+
+    def __init__(self) -> None:
+        self.live: list[Sequence] = []
+        self._news = anyio.Event()
+        self._stepping: list[Sequence] = []
+        self._stepped = anyio.Event()
+
+    def join(self, sequence: Sequence) -> None:
+        """Be in the next step."""
+        self.live.append(sequence)
+        self._news.set()
+
+    def remove(self, sequence: Sequence) -> None:
+        """Be in no step that has not begun."""
+        if sequence in self.live:
+            self.live.remove(sequence)
+
+    async def leave(self, sequence: Sequence) -> None:
+        """Be in no step any more; the one under way still uses its pages."""
+        self.remove(sequence)
+        while sequence in self._stepping:
+            await self._stepped.wait()
+
+    async def next(self) -> list[Sequence]:
+        """The sequences of the next step, when there are any."""
+        while not self.live:
+            self._news = anyio.Event()
+            await self._news.wait()
+        self._stepping = self.live[:AT_ONCE]
+        return self._stepping
+
+    def end_step(self) -> None:
+        """The step is over."""
+        self._stepping = []
+        self._stepped.set()
+        self._stepped = anyio.Event()
+
+
+class DecodeLeader(Leader):
+    """Takes sequences from the front; each is a task. There are as many batches as stages, so that each has work."""
+
+    def __init__(self, rank: DecodeRank, channel: Channel, pages: int) -> None:
+        super().__init__(rank, channel)
+        self._pages = Pages(pages)
+        self._sequences: dict[int, Sequence] = {}
+        self._batches = [Batch() for _ in range(rank.group.part.stages)]
+        self._step_seconds = rank.measures.histogram("step_seconds", "Time of a decode step.")
+        self._waited = rank.measures.counter("waited", "Sequences that had to wait for pages.")
+        self._wasted = rank.measures.counter("wasted_tokens", "Tokens computed for a client that had left by then.")
+
+    def begin(self) -> None:
+        """Start the batches."""
+        for batch in self._batches:
+            self.tasks.start_soon(self._step, batch)
+
+    def on_take(self, key: int, pages: int) -> None:
+        """A sequence needs pages."""
+        sequence = self._sequences[key] = Sequence(key, pages)
+        self.tasks.start_soon(self._live, sequence)
+
+    def on_go(self, key: int, filler: str, token: int, place: int, missing: int) -> None:
+        """Its pages have been filled: so many tokens are missing, of which the first one goes on from here."""
+        sequence = self._sequences[key]
+        sequence.filler, sequence.token, sequence.place, sequence.missing = filler, token, place, missing
+        sequence.go.set()
+
+    def on_drop(self, key: int, filler: str | None, left: float | None) -> None:
+        """Nobody waits for it any more.
+
+        :param filler: the prefill group that was told to fill its pages, if one was
+        :param left: when its client has left, by this host's monotonic clock
+        """
+        if key in self._sequences:  # else it has just ended
+            sequence = self._sequences[key]
+            sequence.filler, sequence.left = sequence.filler or filler, left
+            for batch in self._batches:
+                batch.remove(sequence)  # at once: its task hears of it only at the loop's next turn
+            sequence.scope.cancel()
+
+    async def _live(self, sequence: Sequence) -> None:
+        """From the first page to the last token."""
+        with sequence.scope:
+            self._waited.inc(self._pages.free < sequence.pages)
+            sequence.table = await self._pages.take(sequence.pages)
+            self.channel.tell("table", sequence.key, sequence.table, self._pages.free)
+            await sequence.go.wait()
+            await self._decode(sequence)
+        if not sequence.settled and sequence.filler is not None:
+            await self.group.run(("settle", sequence.filler, sequence.key))
+        self._pages.give_back(sequence.table)
+        del self._sequences[sequence.key]
+        late = None if sequence.left is None else time.monotonic() - sequence.left
+        self.channel.tell("freed", sequence.key, late, self._pages.free)
+
+    async def _decode(self, sequence: Sequence) -> None:
+        with anyio.CancelScope(shield=True):
+            filled = await self.group.run(("settle", sequence.filler, sequence.key))
+            sequence.settled = True
+        if not filled:
+            self.channel.tell("lost", sequence.key)
+            return
+        batch = min(self._batches, key=lambda batch: len(batch.live))
+        try:
+            if sequence.missing:
+                batch.join(sequence)
+                await sequence.done.wait()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await batch.leave(sequence)
+
+    async def _step(self, batch: Batch) -> None:
+        """Take step after step."""
+        while True:
+            rows = await batch.next()
+            began = time.perf_counter()
+            step = Step(
+                torch.tensor([[row.token] for row in rows]),
+                torch.tensor([row.place for row in rows]),
+                table([row.table[: pages_for(row.place + 1)] for row in rows]),
+            )
+            try:
+                tokens = await self.choose(("step", step.pack()))
+            finally:
+                batch.end_step()
+            self._wasted.inc(sum(row.left is not None for row in rows))
+            self.channel.tell("tokens", [(row.key, token) for row, token in zip(rows, tokens, strict=True)])
+            for row, row.token in zip(rows, tokens, strict=True):
+                row.place, row.missing = row.place + 1, row.missing - 1
+                if not row.missing:
+                    batch.remove(row)
+                    row.done.set()
+            self._step_seconds.observe(time.perf_counter() - began)

@@ -1,0 +1,296 @@
+"""What `make demo-generate` runs: train the model if that is not done, start the server, and use it over HTTP.
+
+Prompts are continued together, and every token is compared with the unsplit model; clients leave; a decoder is killed;
+in the end the server gets SIGTERM amid streams. Ends with exit code 0 only if all of that went as it should.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import asynccontextmanager, suppress
+from itertools import pairwise
+from pathlib import Path
+from subprocess import DEVNULL
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import httpx
+from anyio import to_thread
+from anyio.streams.text import TextReceiveStream
+from prometheus_client.parser import text_string_to_metric_families
+
+from .model import Model
+from .train import kept
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from anyio.abc import Process
+    from prometheus_client.core import Metric
+
+HERE = Path(__file__).parent
+PROMPTS = (
+    "The communicator ",
+    "An endpoint is ",
+    "When a process dies, ",
+    "## What it costs\n\n",
+    "```python\nimport asyncio\n",
+    "await comm.",
+    "A deadline ",
+    "| `put(tensor, ",
+)
+TOKENS = 96  # behind each of them
+LONG = 400  # as many where something happens amid a stream
+LEAVERS = 12
+FREE = 0.010  # seconds in which the pages of a client that leaves are free; of the clients' median
+LATE = 0.005  # seconds by which a loop may be late, at the 99th percentile; shown, for it depends on the machine
+LIMIT = 900.0  # seconds after which it hangs, however slow the machine
+
+
+async def demo(options: argparse.Namespace) -> None:
+    """Run the demonstration.
+
+    :raises SystemExit: something was not as it should be
+    """
+    path = options.model or kept()
+    model = Model.load(path)
+    async with supervised(options, path) as job:
+        url = await job.read_until(r"serving on (\S+)\n")
+        print(f"{options.decoders} decode groups of {options.tp} shards in {options.pp} stages serve on {url}\n")
+        async with httpx.AsyncClient(base_url=url, timeout=None) as http:
+            user = User(http, model)
+            await show_texts(user)
+            await leave(user)
+            await kill_decoder(user, job)
+            await show_metrics(user)
+            await end(user, job)
+
+
+class Job:
+    """The running server, and what it has printed.
+
+    :param process: the supervisor
+    """
+
+    def __init__(self, process: Process) -> None:
+        assert process.stdout is not None
+        self.process = process
+        self.output = ""
+        self._stdout = TextReceiveStream(process.stdout)
+
+    async def read_until(self, pattern: str) -> str:
+        """Read until something was printed; return its first group.
+
+        :raises anyio.EndOfStream: if every process ended before that
+        """
+        while not (found := re.search(pattern, self.output)):
+            self.output += await self._stdout.receive()
+        return found[1]
+
+
+@asynccontextmanager
+async def supervised(options: argparse.Namespace, model: Path) -> AsyncIterator[Job]:
+    """Start the server; show what it complained of if the block fails."""
+    command = [sys.executable, "-m", "text_generator.supervisor", f"--model={model}", "--port=0"]
+    command += [f"--{name}={getattr(options, name)}" for name in ("tp", "pp", "decoders")]
+    with tempfile.TemporaryFile() as log:
+        async with await anyio.open_process(
+            command, stdin=DEVNULL, stderr=log, cwd=HERE.parent, start_new_session=True
+        ) as process:
+            try:
+                yield Job(process)
+            except BaseException:
+                log.seek(0)
+                print(log.read().decode(), file=sys.stderr)
+                raise
+            finally:
+                with suppress(ProcessLookupError):
+                    process.terminate()  # the supervisor ends the others
+
+
+class User:
+    """Asks, and compares what comes with the unsplit model."""
+
+    def __init__(self, http: httpx.AsyncClient, model: Model) -> None:
+        self.http, self._model = http, model
+
+    async def stream(self, prompt: str, count: int) -> AsyncIterator[int]:
+        """The tokens behind a prompt, as they come."""
+        body = {"prompt": prompt, "max_tokens": count}
+        async with self.http.stream("POST", "/generate", json=body) as response:
+            response.raise_for_status()
+            async for line in response.aiter_lines():
+                if line == "data: [DONE]":
+                    return
+                if line:
+                    yield json.loads(line.removeprefix("data: "))["token"]
+        raise SystemExit(f"the stream behind {prompt!r} has broken off")
+
+    async def health(self, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """What the server says of itself, once it says what is wanted."""
+        while (response := await self.http.get("/healthz")).status_code != 200 or not wanted(response.json()):
+            pass
+        return response.json()
+
+    async def metrics(self) -> dict[str, Metric]:
+        """What the server's processes have measured."""
+        page = (await self.http.get("/metrics")).raise_for_status().text
+        return {family.name: family for family in text_string_to_metric_families(page)}
+
+    async def all_at_once(
+        self, count: int, amid: Callable[[], Awaitable[None]] | None = None
+    ) -> tuple[list[bytes], list[list[float]]]:
+        """Have all prompts continued together, and each token compared.
+
+        :param amid: what to do when every stream has begun
+        :returns: the texts, and when each of their tokens came
+        """
+        texts = [bytearray() for _ in PROMPTS]
+        times: list[list[float]] = [[] for _ in PROMPTS]
+        begun = 0
+        all_begun = anyio.Event()
+
+        async def client(i: int) -> None:
+            nonlocal begun
+            async for token in self.stream(PROMPTS[i], count):
+                texts[i].append(token)
+                times[i].append(time.perf_counter())
+                if len(texts[i]) == 5:
+                    begun += 1
+                    all_begun.set() if begun == len(PROMPTS) else None
+
+        async with anyio.create_task_group() as tasks:
+            for i in range(len(PROMPTS)):
+                tasks.start_soon(client, i)
+            if amid is not None:
+                await all_begun.wait()
+                await amid()
+        for prompt, text in zip(PROMPTS, map(bytes, texts), strict=True):
+            if len(text) != count or not await to_thread.run_sync(self._model.chooses, prompt.encode(), text):
+                expected = self._model.generate(prompt.encode(), count)
+                raise SystemExit(f"behind {prompt!r} came {text!r}, and of the unsplit model {expected!r}")
+        return [bytes(text) for text in texts], times
+
+
+def total(families: dict[str, Metric], name: str) -> float:
+    """The sum of a counter over all processes."""
+    samples = families[f"text_generator_{name}"].samples
+    return sum(sample.value for sample in samples if sample.name.endswith("_total"))
+
+
+async def show_texts(user: User) -> None:
+    """Print what the model makes of the prompts, and how fast."""
+    began = time.perf_counter()
+    texts, times = await user.all_at_once(TOKENS)
+    seconds = max(map(max, times)) - began
+    for prompt, text in zip(PROMPTS, texts, strict=True):
+        print(f"    {prompt}\033[1m{text.decode(errors='replace')}\033[0m\n".replace("\n", "\n    ").rstrip(" "))
+    first = statistics.median(1e3 * (row[0] - began) for row in times)
+    rate = len(PROMPTS) * TOKENS / seconds
+    print(f"{len(PROMPTS)} prompts at once, {rate:.0f} tokens/s, the first after a median of {first:.0f} ms")
+    print("every token is the unsplit model's\n")
+
+
+async def leave(user: User) -> None:
+    """Have clients leave amid their streams, and see when their pages are free."""
+    for _ in range(LEAVERS):
+        tokens = user.stream("A client that leaves ", LONG)
+        for _ in range(10):
+            await anext(tokens)
+        await tokens.aclose()
+    health = await user.health(lambda health: health["clients_left"] == LEAVERS)
+    after = health["pages_free_after_ms"]
+    wasted = total(await user.metrics(), "wasted_tokens")
+    print(
+        f"{LEAVERS} clients left amid their streams; {wasted:.0f} tokens were in the steps under way; pages were free"
+    )
+    print(f"after a median of {statistics.median(after):.1f} ms, and at most {max(after):.1f} ms\n")
+    if wasted > LEAVERS:
+        raise SystemExit("that is more than the step that was under way")
+    if statistics.median(after) > 1e3 * FREE:
+        raise SystemExit(f"that is more than {1e3 * FREE:g} ms")
+    if any(it["pages_free"] != it["pages"] for it in health["decoders"].values()):
+        raise SystemExit(f"not all pages are free: {health}")
+
+
+async def kill_decoder(user: User, job: Job) -> None:
+    """Kill a rank of a decode group amid streams, and see that they go on, and that the group is replaced."""
+    victims = await job.read_until(r"decode-0\.1 is processes ([\d ]+)\n")
+    killed = replaced = 0.0
+
+    async def kill() -> None:
+        nonlocal killed, replaced
+        victim = int(victims.split()[-1])
+        print(f"kill -9 {victim}, a rank of the first decode group, with {len(PROMPTS)} streams under way")
+        killed = time.perf_counter()
+        os.kill(victim, signal.SIGKILL)
+        await user.health(lambda health: "decode-0.2" in health["decoders"])
+        replaced = time.perf_counter() - killed
+
+    _, times = await user.all_at_once(LONG, kill)
+    pauses = [b - a for row in times for a, b in pairwise(row) if b > killed]
+    print("every stream went on to its end, and every token is the unsplit model's;")
+    print(f"the longest that one had to wait for its next token was {max(pauses):.2f} s")
+    print(f"other processes served in the place of that group {replaced:.1f} s after\n")
+
+
+async def show_metrics(user: User) -> None:
+    """Print something of what Prometheus would get."""
+    families = await user.metrics()
+    print("/metrics: the event loops of all processes, how many of 1,000 times they were late by more than 5 ms")
+    late: dict[str, dict[str, float]] = {}
+    for sample in families["text_generator_loop_lateness_seconds"].samples:
+        if sample.name.endswith("_bucket"):
+            late.setdefault(sample.labels["process"], {})[sample.labels["le"]] = sample.value
+    for process, buckets in sorted(late.items()):
+        share = 1 - buckets[str(LATE)] / buckets["+Inf"]
+        print(f"    {process:22} {1e3 * share:6.1f} {'' if share <= 0.01 else '  (more than 10 of 1,000)'}")
+    for name in ("tokens", "again", "near_ties", "waited"):
+        about = families[f"text_generator_{name}"].documentation
+        print(f"    text_generator_{name}_total {total(families, name):.0f}: {about}")
+    if total(families, "near_ties"):
+        raise SystemExit("a token may have been chosen by the order of a sum")
+
+
+async def end(user: User, job: Job) -> None:
+    """Send SIGTERM amid streams: they end as they should, new ones are refused, and then the processes end."""
+    refused = ""
+
+    async def terminate() -> None:
+        nonlocal refused
+        job.process.send_signal(signal.SIGTERM)
+        while (await user.http.get("/healthz")).status_code == 200:  # until it has heard of it
+            pass
+        response = await user.http.post("/generate", json={"prompt": "too late", "max_tokens": 1})
+        if response.status_code != 503:
+            raise SystemExit(f"a request after SIGTERM was answered with {response.status_code}")
+        refused = response.json()["error"]
+
+    await user.all_at_once(LONG, terminate)
+    print(f"\nSIGTERM: {len(PROMPTS)} streams went on to their end; a new one got a 503: {refused}")
+    if code := await job.process.wait():
+        raise SystemExit(f"not all processes ended in good order: exit code {code}")
+    print("all processes have ended")
+
+
+async def main() -> None:
+    """Run the demonstration, but not for ever."""
+    parser = argparse.ArgumentParser(prog="text_generator.demo", description=__doc__)
+    parser.add_argument("--tp", default=2, type=int, help="default: %(default)s")
+    parser.add_argument("--pp", default=1, type=int, help="default: %(default)s")
+    parser.add_argument("--decoders", default=2, type=int, help="default: %(default)s")
+    parser.add_argument("--model", type=Path, help="a file; without it, what was trained on the documentation, once")
+    with anyio.fail_after(LIMIT):
+        await demo(parser.parse_args())
+
+
+if __name__ == "__main__":
+    anyio.run(main)

@@ -1,0 +1,324 @@
+"""The front: it knows the groups, and takes each request through one of them after the other. It computes nothing.
+
+client ──> front ── take ──> decoder       the pages of the whole sequence, when they are free
+           front ── fill ──> prefill ═══ put, signal ═══> the decoder's pages
+           front ── go ────> decoder       then a token at each step, until all are there or the client leaves
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import anyio
+
+from .links import LOST, Channel, Endpoint
+from .metrics import Measures, merge
+from .model import Shape
+from .pages import PAGE, pages_for
+
+AT_ONCE = 256  # requests, those included that wait for pages
+PATIENCE = 30.0  # seconds that a request which is under way waits for a group to come back
+ATTEMPTS = 4  # what ends so many groups may be the request's own fault
+SHOWN = 16  # clients that have left, of which the health check says when their pages were free
+SCRAPE = 10.0  # seconds that a group has to say what it has measured; as long as Prometheus waits
+
+
+class UnavailableError(Exception):
+    """Raised when there is no answer, as a sentence for the client."""
+
+
+class TooLargeError(Exception):
+    """Raised when a request is larger than what fits, as a sentence for the client."""
+
+
+class LostError(Exception):
+    """A group is lost that a request was in."""
+
+
+@dataclass(eq=False)
+class Group:
+    """A group, as the front sees it."""
+
+    role: str
+    name: str
+    channel: Channel
+    ranks: list[Any]
+    """Where decoders' ranks are reached, which is for prefill groups only."""
+    pages: int
+    free: int
+    calls: dict[int, Call] = field(default_factory=dict)
+    knows: set[str] = field(default_factory=set)
+    """Decoders that a prefill group is connected with."""
+    measured: asyncio.Future[list[str]] | None = None
+
+
+class Call:
+    """One attempt to answer a request, by two groups."""
+
+    def __init__(self, key: int, prefill: Group, decoder: Group) -> None:
+        self.key, self.prefill, self.decoder = key, prefill, decoder
+        self.heard: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
+        self.filler: str | None = None  # once it was told to fill pages
+        self.filling = False
+
+    async def hear(self, wanted: str) -> Any:
+        """What the next message says.
+
+        :raises LostError: it is no such message, but a group is lost
+        """
+        kind, what = await self.heard.get()
+        if kind != wanted:
+            raise LostError(what)
+        return what
+
+
+@dataclass
+class Client:
+    """Who asks."""
+
+    left: float | None = None
+    """When it has left, by the monotonic clock."""
+
+
+class Front:
+    """Knows the groups, and answers requests.
+
+    :param lost: is told the name of a group that is lost
+    """
+
+    def __init__(self, here: Endpoint, shape: Shape, lost: Callable[[str], object]) -> None:
+        self._here, self._shape, self._lost = here, shape, lost
+        self._keys = itertools.count(1)
+        self.groups: dict[str, Group] = {}
+        self.under_way = 0
+        self.stopping: str | None = None
+        self._left = 0  # clients, whose pages are free by now
+        self._freed: deque[float] = deque(maxlen=SHOWN)  # seconds from the moment at which they left until then
+        self._news = anyio.Event()
+        self.measures = measures = Measures("front")
+        self._first = measures.histogram("first_token_seconds", "Time from a request to its first token.")
+        self._tokens = measures.counter("tokens", "Tokens given to clients.")
+        self._again = measures.counter("again", "Attempts that were lost with a group, and made again.")
+        self._until_free = measures.histogram("pages_free_seconds", "Time until a client that leaves has no page.")
+
+    # -------------------------------------------------------------------------------------------------- groups
+
+    async def run(self) -> None:
+        """Have groups connect, until cancelled."""
+        async with anyio.create_task_group() as tasks:
+            while True:
+                tasks.start_soon(self._serve, await Channel.accept(self._here))
+
+    async def _serve(self, channel: Channel) -> None:
+        """Hear from a group, until it is gone."""
+        group: Group | None = None
+        try:
+            _, role, name, ranks, pages = await channel.hear()
+            group = self.groups[name] = Group(role, name, channel, ranks, pages, pages - 1)
+            for prefill, decoder in itertools.product(self._of("prefill"), self._of("decode")):
+                if group in (prefill, decoder):
+                    prefill.channel.tell("connect", decoder.name, decoder.ranks, decoder.pages)
+            while True:
+                kind, *what = await channel.hear()
+                getattr(self, f"_on_{kind}")(group, *what)
+        except LOST as error:
+            if group is not None:
+                self._forget(group, str(error))
+        finally:
+            await channel.aclose()
+
+    def _forget(self, group: Group, why: str) -> None:
+        """It is lost, and with it all calls that it has a part in."""
+        del self.groups[group.name]
+        if group.measured is not None and not group.measured.done():
+            group.measured.set_result([])
+        for call in list(group.calls.values()):
+            if group is call.decoder or call.filling:
+                call.heard.put_nowait(("lost", why))
+        self._tell()
+        self._lost(group.name)
+
+    def _of(self, role: str) -> list[Group]:
+        return [group for group in self.groups.values() if group.role == role]
+
+    def pairs(self) -> list[tuple[Group, Group]]:
+        """Each decoder that can be used, with a prefill group that is connected with it."""
+        return [(p, d) for d in self._of("decode") for p in self._of("prefill")[-1:] if d.name in p.knows]
+
+    async def ready(self, decoders: int = 1) -> None:
+        """Wait until so many decoders can be used."""
+        while len(self.pairs()) < decoders:
+            await self._news.wait()
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = anyio.Event()
+
+    def _on_connected(self, prefill: Group, decoder: str) -> None:
+        prefill.knows.add(decoder)
+        self._tell()
+
+    def _on_table(self, decoder: Group, key: int, table: list[int], free: int) -> None:
+        decoder.free = free
+        self._pass_on(decoder, key, "table", table)
+
+    def _on_filled(self, prefill: Group, key: int, token: int | None) -> None:
+        if key in prefill.calls:
+            prefill.calls[key].filling = False
+        self._pass_on(prefill, key, "lost" if token is None else "filled", token)
+
+    def _on_tokens(self, decoder: Group, tokens: list[tuple[int, int]]) -> None:
+        for key, token in tokens:
+            self._pass_on(decoder, key, "token", token)
+
+    def _on_lost(self, decoder: Group, key: int) -> None:
+        self._pass_on(decoder, key, "lost", "its prefill group was lost")
+
+    def _on_freed(self, decoder: Group, key: int, seconds: float | None, free: int) -> None:
+        decoder.free = free
+        if seconds is not None:
+            self._until_free.observe(seconds)
+            self._left += 1
+            self._freed.append(seconds)
+
+    def _on_metrics(self, group: Group, texts: list[str]) -> None:
+        if group.measured is not None and not group.measured.done():
+            group.measured.set_result(texts)
+
+    def _pass_on(self, group: Group, key: int, kind: str, what: Any) -> None:
+        if key in group.calls:  # else nobody waits for it any more
+            group.calls[key].heard.put_nowait((kind, what))
+
+    # ------------------------------------------------------------------------------------------------ requests
+
+    def check(self, prompt: bytes, count: int) -> None:
+        """Refuse what cannot be done.
+
+        :raises TooLargeError: it is too large
+        """
+        tokens, most = len(prompt) + count, self._shape.context
+        for group in self._of("decode"):
+            most = min(most, (group.pages - 1) * PAGE)
+        if tokens > most:
+            raise TooLargeError(
+                f"The prompt has {len(prompt)} bytes, and max_tokens is {count}: together at most {most} are taken."
+            )
+
+    async def generate(self, prompt: bytes, count: int, client: Client) -> AsyncGenerator[int]:
+        """The tokens behind a prompt, as they come. If a group is lost, others go on where it was.
+
+        :raises UnavailableError: there is no answer, or no more of it
+        """
+        if self.stopping or not self.pairs() or self.under_way >= AT_ONCE:
+            busy = f"The server has {AT_ONCE} requests already; try again later."
+            raise UnavailableError(self.stopping or (busy if self.pairs() else "No decoder is there; one is coming."))
+        began, text, attempts = time.monotonic(), bytearray(prompt), 0
+        self.under_way += 1
+        try:
+            while (missing := len(prompt) + count - len(text)) > 0:
+                try:
+                    with self._call(client) as call:
+                        async for token in self._attempt(call, bytes(text), missing):
+                            if len(text) == len(prompt):
+                                self._first.observe(time.monotonic() - began)
+                            text.append(token)
+                            self._tokens.inc()
+                            yield token
+                except LostError as error:
+                    attempts += 1
+                    await self._wait_for_another(attempts, error)
+        finally:
+            self.under_way -= 1
+            self._tell()
+
+    async def _wait_for_another(self, attempts: int, why: LostError) -> None:
+        if attempts == ATTEMPTS:
+            raise UnavailableError(f"The request was lost {attempts} times, last because {why}.")
+        self._again.inc()
+        with anyio.move_on_after(PATIENCE):
+            await self.ready()
+            return
+        raise UnavailableError(f"No decoder has come within {PATIENCE:g} s.")
+
+    def _call(self, client: Client) -> _Calling:
+        prefill, decoder = min(self.pairs(), key=lambda pair: len(pair[1].calls))
+        return _Calling(Call(next(self._keys), prefill, decoder), client)
+
+    async def _attempt(self, call: Call, text: bytes, missing: int) -> AsyncGenerator[int]:
+        decoder, prefill = call.decoder.channel, call.prefill.channel
+        decoder.tell("take", call.key, pages_for(len(text) + missing))
+        pages = await call.hear("table")
+        call.filler, call.filling = call.prefill.name, True
+        prefill.tell("fill", call.key, call.decoder.name, pages, text)
+        token = await call.hear("filled")
+        decoder.tell("go", call.key, call.prefill.name, token, len(text), missing - 1)
+        yield token
+        for _ in range(missing - 1):
+            yield await call.hear("token")
+
+    # ------------------------------------------------------------------------------------------------- the end
+
+    async def drain(self, why: str, patience: float) -> None:
+        """Take no more requests, and wait until those under way have ended, but not for ever."""
+        self.stopping = why
+        with anyio.move_on_after(patience):
+            while self.under_way:
+                await self._news.wait()
+
+    def end(self) -> None:
+        """Have all groups end."""
+        for group in self.groups.values():
+            group.channel.tell("end")
+
+    async def metrics(self) -> str:
+        """What all processes have measured, as Prometheus has it."""
+        texts = [[self.measures.text()]]
+        for group in self.groups.values():
+            if group.measured is None or group.measured.done():
+                group.measured = asyncio.get_running_loop().create_future()
+                group.channel.tell("metrics")
+        if wanted := [group.measured for group in self.groups.values() if group.measured is not None]:
+            done, _ = await asyncio.wait(wanted, timeout=SCRAPE)
+            texts += [each.result() for each in done]
+        return merge(chain(*texts))
+
+    def statistics(self) -> dict[str, Any]:
+        """For the health check."""
+        decoders = {
+            group.name: {"sequences": len(group.calls), "pages": group.pages - 1, "pages_free": group.free}
+            for group in self._of("decode")
+        }
+        return {
+            "requests": self.under_way,
+            "prefill": [group.name for group in self._of("prefill")],
+            "decoders": decoders,
+            "clients_left": self._left,
+            "pages_free_after_ms": [round(1e3 * seconds, 2) for seconds in self._freed],
+        }
+
+
+class _Calling:
+    """A call is among those of its groups within the block; at the end they are told that nobody waits for it."""
+
+    def __init__(self, call: Call, client: Client) -> None:
+        self._call, self._client = call, client
+
+    def __enter__(self) -> Call:
+        for group in (self._call.prefill, self._call.decoder):
+            group.calls[self._call.key] = self._call
+        return self._call
+
+    def __exit__(self, *_: object) -> None:
+        call = self._call
+        for group in (call.prefill, call.decoder):
+            del group.calls[call.key]
+        if call.filling:
+            call.prefill.channel.tell("stop", call.key)
+        call.decoder.channel.tell("drop", call.key, call.filler, self._client.left)

@@ -1,0 +1,116 @@
+"""A rank of a group: its part of a plan, and its process from the first message to the last."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+import torch
+
+from .links import Channel, Group, join, open_endpoint
+from .metrics import Measures
+from .model import NEAR, Shard
+from .pages import Cache, Step, run_step
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says."""
+
+    model: Path
+    tp: int
+    pp: int
+    pages: int
+    """Of each decode group, one more than it can give out."""
+
+
+class Rank:
+    """What a rank of any group does in a plan, which is a kind and what that takes."""
+
+    def __init__(self, group: Group, shard: Shard, cache: Cache, measures: Measures) -> None:
+        self.group, self.shard, self.cache, self.measures = group, shard, cache, measures
+        self.kinds: dict[str, Callable[..., Awaitable[Any]]] = {"step": self.step, "metrics": self.metrics}
+        group.measure(measures.registry)
+
+    async def execute(self, plan: tuple[Any, ...]) -> Any:
+        """Carry out a plan."""
+        kind, *what = plan
+        return await self.kinds[kind](*what)
+
+    async def step(self, packed: list[torch.Tensor]) -> Any:
+        """Take tokens through the model; the leader gets what follows, and by how much it won."""
+        step = Step(*packed)
+        return await self.group.chosen(len(step.tokens), await run_step(self.shard, self.cache, self.group, step))
+
+    async def metrics(self) -> list[str] | None:
+        """What all ranks have measured, on the leader."""
+        return await self.group.gather(self.measures.text())
+
+
+class Leader:
+    """Rank 0 of a group, which hears from the front: what the two kinds of groups have in common."""
+
+    def __init__(self, rank: Rank, channel: Channel) -> None:
+        self.rank, self.group, self.channel = rank, rank.group, channel
+        self._near = rank.measures.counter("near_ties", "Tokens that have won by less than 1e-9.")
+
+    async def run(self) -> None:
+        """Do what the front says, until it has no more."""
+        async with anyio.create_task_group() as self.tasks:
+            self.tasks.start_soon(self.group.lost)
+            self.begin()
+            while (message := await self.channel.hear())[0] != "end":
+                kind, *what = message
+                getattr(self, f"on_{kind}")(*what)
+            self.tasks.cancel_scope.cancel()
+
+    def begin(self) -> None:
+        """Start what is always under way."""
+
+    async def choose(self, plan: tuple[Any, ...]) -> list[int]:
+        """Have a step taken: the token behind each of its sequences."""
+        tokens, margins = await self.group.run(plan)
+        self._near.inc(int((margins < NEAR).sum()))
+        return tokens.tolist()
+
+    def on_metrics(self) -> None:
+        """The front is asked for what has been measured."""
+        self.tasks.start_soon(self._metrics)
+
+    async def _metrics(self) -> None:
+        self.channel.tell("metrics", await self.group.run(("metrics",)))
+
+
+async def run(role: str, name: str, options: Options, front: bytes) -> None:
+    """Be a rank of a group, until the front has no more work.
+
+    :param role: what it does, "prefill" or "decode"
+    :param front: the front's address
+    """
+    from .decode import DecodeLeader, DecodeRank
+    from .prefill import PrefillLeader, PrefillRank, pages_at_once
+
+    gc.freeze()
+    torch.set_num_threads(1)
+    ranks, leaders = {"prefill": PrefillRank, "decode": DecodeRank}, {"prefill": PrefillLeader, "decode": DecodeLeader}
+    async with open_endpoint() as here, join(name, options.tp, options.pp) as group:
+        measures = Measures(f"{name} rank {group.rank}")
+        shard = Shard(options.model, group.part)
+        pages = options.pages if role == "decode" else pages_at_once(shard.shape)
+        rank = ranks[role](group, shard, Cache(shard.shape, group.part, pages), measures, here, name)
+        descriptions = await group.gather(rank.description)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(measures.beat)
+            tasks.start_soon(rank.listen)
+            if group.rank == 0:
+                async with group.lead(rank.execute):
+                    channel = await Channel.open(here, front)
+                    channel.tell("hello", role, name, descriptions, pages)
+                    await leaders[role](rank, channel, pages).run()
+            else:
+                await group.follow(rank.execute)
+            tasks.cancel_scope.cancel()
