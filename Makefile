@@ -51,7 +51,7 @@ demo: $(VENV)/ucx.stamp
 
 ## Leave the embedding server running on 2 ranks, under a supervisor that replaces those that die.
 serve: $(VENV)/ucx.stamp
-	cd examples && $(BIN)/python -m embedding_server.supervisor --ranks 2 --port 8000
+	cd examples && $(BIN)/python -m embedding_server.supervisor --pp 2 --port 8000
 
 ## A text generator, trained once: prefill and decode in processes of their own; tokens checked, a client leaves, a decoder dies.
 demo-generate: $(VENV)/ucx.stamp
@@ -75,7 +75,7 @@ demo-ray: $(HOSTS_VENV)/ucx.stamp
 
 # Tests as jobs of their own: the examples and the code of the documentation, as their users run them; the conformance
 # suite as a stranger runs it, on transports with faults and on fakes of devices. Every other one is in `unit`.
-EXAMPLES := tests/project/test_docs.py $(patsubst %,tests/examples/test_%.py,embedding_recovery embedding_server kv_blocks kv_cache tensor_parallel testing_a_server text_generator text_generator_parts)
+EXAMPLES := tests/project/test_docs.py $(patsubst %,tests/examples/test_%.py,embedding_batches embedding_recovery embedding_server kv_blocks kv_cache tensor_parallel testing_a_server text_generator text_generator_parts)
 SUITES := $(patsubst %,tests/%.py,transports/test_conformance transports/test_mutations transports/nccl/test_nccl \
 	examples/test_transport_tcp examples/test_transport_ucxx transports/ucx/test_ucx_cuda)
 # The engine alone under sanitizers, which `test-sanitizers` runs: two builds, and longer than any other test.

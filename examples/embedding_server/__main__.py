@@ -8,26 +8,48 @@ import signal
 import socket
 from functools import partial
 
+DIVISORS = (1, 2, 3, 4, 6, 12)  # of the model's 12 heads
+
 
 def main() -> None:
     """Run this rank until the job ends."""
     parser = make_parser("embedding_server", __doc__)
+    add_shape(parser)
     options = parser.parse_args()
     end_at_once_on_signals()
 
     import anyio
 
-    from .rank import run
+    from .rank import Shape, run
 
-    anyio.run(run, partial(listen, options.host, options.port))
+    shape = Shape(options.tp, options.threads, options.torch_threads)
+    anyio.run(run, partial(listen, options.host, options.port), shape)
 
 
 def make_parser(program: str, about: str | None) -> argparse.ArgumentParser:
-    """Return a parser of what all command lines have in common."""
+    """Return a parser of what all command lines of a server have in common."""
     parser = argparse.ArgumentParser(prog=program, description=about)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", default=8000, type=int, help="0 picks a free one (default: %(default)s)")
     return parser
+
+
+def add_shape(parser: argparse.ArgumentParser) -> None:
+    """Add how the model is split, and what computes."""
+    parser.add_argument(
+        "--tp", default=1, type=int, choices=DIVISORS, help="over how many ranks each layer is split (default: 1)"
+    )
+    parser.add_argument("--threads", default=1, type=positive, help="a rank's threads that compute (default: 1)")
+    parser.add_argument(
+        "--torch-threads", default=0, type=int, help="threads of each operation of torch (default: a rank's cores)"
+    )
+
+
+def positive(text: str) -> int:
+    """A number of at least 1."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"it is {number}, wanted at least 1")
+    return number
 
 
 def end_at_once_on_signals() -> None:

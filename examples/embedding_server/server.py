@@ -1,4 +1,4 @@
-"""The HTTP side: `POST /embed` and `GET /healthz`, and a sentence for everything that is wrong."""
+"""The HTTP side: `POST /embed`, `GET /healthz` and `GET /metrics`, and a sentence for everything that is wrong."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -33,17 +34,23 @@ def create_app(batcher: Batcher) -> Starlette:
         async with anyio.create_task_group() as group:
             group.start_soon(cancel_when_disconnected, request, group.cancel_scope)
             try:
-                response = JSONResponse({"embeddings": await batcher.embed(texts)})
+                vectors = await batcher.embed(texts)
+                # Quicker by far than the json module, and the loop serves nobody else meanwhile.
+                response = Response(msgspec.json.encode({"embeddings": vectors}), media_type="application/json")
             except PipelineDownError as down:
                 response = unavailable(str(down))
             group.cancel_scope.cancel()
+        batcher.metrics.requests.labels(response.status_code).inc()
         return response
+
+    async def metrics(_: Request) -> Response:
+        return Response(batcher.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def healthz(_: Request) -> Response:
         return unavailable(batcher.down) if batcher.down else JSONResponse({"status": "ok", **batcher.statistics()})
 
     return Starlette(
-        routes=[Route("/embed", embed, methods=["POST"]), Route("/healthz", healthz)],
+        routes=[Route("/embed", embed, methods=["POST"]), Route("/healthz", healthz), Route("/metrics", metrics)],
         exception_handlers={HTTPException: explain, ClientDisconnect: ignore},
     )
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from .__main__ import end_at_once_on_signals, listen, make_parser
+from .__main__ import add_shape, end_at_once_on_signals, listen, make_parser, positive
 
 if TYPE_CHECKING:
     import socket
@@ -40,12 +40,14 @@ class Supervisor:
     """Starts the ranks, and whoever takes the place of one that died.
 
     :param size: how many ranks
+    :param shape: how the model is laid out over them, see `rank.Shape`
     :param listener: the socket on which rank 0 serves
     :param store: the port of the store
     """
 
-    def __init__(self, size: int, listener: socket.socket, store: int) -> None:
+    def __init__(self, size: int, shape: dict[str, int], listener: socket.socket, store: int) -> None:
         self._size = size
+        self._shape = shape
         self._listener = listener
         self._environment = {
             "WORLD_SIZE": str(size),
@@ -99,7 +101,9 @@ class Supervisor:
         while not (self._stopping or self._scope.cancel_called):
             listener = self._listener if rank == 0 else None
             environment = {**self._environment, "RANK": str(rank)}
-            process = context.Process(target=run_rank, args=(environment, listener, tell, join), daemon=True)
+            process = context.Process(
+                target=run_rank, args=(environment, self._shape, listener, tell, join), daemon=True
+            )
             process.start()
             self._processes[rank] = process
             print(f"rank {rank} is process {process.pid}", flush=True)
@@ -147,15 +151,17 @@ class Supervisor:
                 process.terminate()
 
 
-def run_rank(environment: dict[str, str], listener: socket.socket | None, tell: Connection, join: bool) -> None:
+def run_rank(
+    environment: dict[str, str], shape: dict[str, int], listener: socket.socket | None, tell: Connection, join: bool
+) -> None:
     """Be a rank; in a process of its own."""
     os.environ.update(environment)
     end_at_once_on_signals()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
-    from .rank import run
+    from .rank import Shape, run
 
-    anyio.run(run, lambda: listener, tell.send, join)
+    anyio.run(run, lambda: listener, Shape(**shape), tell.send, join)
 
 
 def kill(process: ForkServerProcess) -> None:
@@ -168,10 +174,12 @@ def kill(process: ForkServerProcess) -> None:
 def main() -> None:
     """Run the server until Ctrl-C."""
     parser = make_parser("embedding_server.supervisor", __doc__)
-    parser.add_argument("--ranks", default=2, type=int, help="over how many the model is split (default: %(default)s)")
+    add_shape(parser)
+    parser.add_argument(
+        "--pp", default=2, type=positive, help="over how many stages the layers are split (default: %(default)s)"
+    )
     options = parser.parse_args()
-    if options.ranks < 1:
-        parser.error(f"--ranks is {options.ranks}, wanted at least 1")
+    shape = {"tp": options.tp, "threads": options.threads, "torch_threads": options.torch_threads}
     end_at_once_on_signals()
     listener = listen(options.host, options.port)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -188,7 +196,7 @@ def main() -> None:
     at = socket.create_server(("127.0.0.1", 0))
     port = at.getsockname()[1]
     store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=at.detach())
-    anyio.run(Supervisor(options.ranks, listener, port).run)
+    anyio.run(Supervisor(options.tp * options.pp, shape, listener, port).run)
     del store  # which served until here
 
 

@@ -21,6 +21,7 @@ import torch
 from anyio import to_thread
 from embedding_server import model
 from embedding_server.batcher import Batcher, PipelineDownError
+from embedding_server.links import Links, Place
 from embedding_server.pipeline import Pipeline
 
 import aiocomms.ray
@@ -56,7 +57,8 @@ class Stage:
 
         async with Service(await meet(), recover) as service:
             torch.set_num_threads(1)  # as many as Ray has given it
-            pipeline = Pipeline(service.comm, await to_thread.run_sync(model.Stage, rank, size))
+            links = Links(service.comm, Place(rank, 1, size))
+            pipeline = Pipeline(links, await to_thread.run_sync(model.Stage, rank, size))
             if rank == 0:
                 await self._drive(service, pipeline)
             else:

@@ -50,10 +50,10 @@ class Supervised:
     The supervisor has all the time there is: a rank that does not end in good order hangs, and deaths never grow old.
     """
 
-    def __init__(self, size: int, **environment: str) -> None:
+    def __init__(self, size: int, tp: int = 1, **environment: str) -> None:
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed at the end
         self.process = subprocess.Popen(
-            [sys.executable, "-c", SUPERVISOR, f"--ranks={size}", "--port=0"],
+            [sys.executable, "-c", SUPERVISOR, f"--tp={tp}", f"--pp={size // tp}", "--port=0"],
             cwd=EXAMPLES,
             env=os.environ | environment,
             stdout=subprocess.PIPE,
@@ -224,6 +224,24 @@ def test_the_last_stage_is_killed_twice_under_load(expected):
             late = load.check(killed, again)
             print(f"the last answer to what was in flight after {late:.3f} s, served again after {again:.3f} s")
         assert server.http.get("/healthz").json()["in_flight"] == 0
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait() == 0
+        server.assert_gone()
+
+
+@pytest.mark.long
+def test_any_part_of_any_stage_is_killed_under_load(expected):
+    """Its stage's other part waits for its sum, the other stages for what it sends; all parts meet anew."""
+    with Supervised(4, tp=2, AIOCOMMS_HEARTBEAT="0") as server:
+        server.connect()
+        load = Load(server, expected.result())
+        for rank in (1, 3, 2):
+            load.wait_until_served(time.monotonic())
+            server.wait_for_process(rank)
+            killed = server.kill(rank)
+            load.wait_until_served(killed)
+        load.end()
+        assert_equal(server, expected.result())
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait() == 0
         server.assert_gone()

@@ -73,7 +73,7 @@ class Server:
 
 
 @contextmanager
-def serving(size: int, *program: str) -> Iterator[Server]:
+def serving(size: int, *program: str, tp: int = 1) -> Iterator[Server]:
     """Start the ranks without torchrun, which would end all of them when one dies.
 
     A rank that is stopped is not taken for dead: there is no heartbeat, and only its connection tells of a death.
@@ -86,7 +86,7 @@ def serving(size: int, *program: str) -> Iterator[Server]:
     log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed at the end
     ranks = [
         subprocess.Popen(
-            [sys.executable, *(program or ("-m", "embedding_server")), "--port=0"],
+            [sys.executable, *(program or ("-m", "embedding_server")), "--port=0", f"--tp={tp}"],
             cwd=EXAMPLES,
             env=os.environ | job | {"RANK": str(rank), "AIOCOMMS_HEARTBEAT": "0"},
             stdout=subprocess.PIPE,
@@ -140,14 +140,23 @@ def test_vectors_of_three_ranks_equal_the_unsplit_model(trio, expected):
     assert_equal(trio, expected.result())
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_other_sizes_give_the_same_and_end_by_ctrl_c_with_requests_in_flight(size, expected):
+@pytest.mark.parametrize(
+    ("size", "tp"),
+    [
+        (1, 1),
+        (2, 2),
+        pytest.param(2, 1, marks=pytest.mark.long),
+        pytest.param(4, 2, marks=pytest.mark.long),
+        pytest.param(3, 3, marks=pytest.mark.long),
+    ],
+)
+def test_other_shapes_give_the_same_and_end_by_ctrl_c_with_requests_in_flight(size, tp, expected):
     """The ranks' grace never ends: a rank that waits for half a request, a stream's end or a barrier hangs.
 
     The requests are 128 micro-batches, of which a few are done when the server stops: were it to finish them, all
     would be a 200.
     """
-    with ThreadPoolExecutor(8) as threads, serving(size, "-c", WITHOUT_GRACE) as server:
+    with ThreadPoolExecutor(8) as threads, serving(size, "-c", WITHOUT_GRACE, tp=tp) as server:
         assert_equal(server, expected.result())
         requests = [threads.submit(server.embed, BODY) for _ in range(8)]
         with socket.create_connection((server.http.base_url.host, server.http.base_url.port)) as half:
@@ -238,6 +247,29 @@ def test_the_death_of_a_stage_is_a_503_and_the_other_stages_end(trio):
         assert trio.http.get("/healthz").status_code == 503
         first.send_signal(signal.SIGINT)
         assert first.wait() == 0
+
+
+def test_metrics_say_where_the_time_goes(trio):
+    def read() -> dict[str, float]:
+        lines = trio.http.get("/metrics").raise_for_status().text.splitlines()
+        return {name: float(value) for name, value in (line.split() for line in lines if not line.startswith("#"))}
+
+    trio.vectors("a first one, so that every answer is counted")
+    before = read()
+    trio.vectors(["a short text", "another short text"])
+    grown = {name: value - before.get(name, 0.0) for name, value in read().items()}
+    assert grown['embedding_requests_total{status="200"}'] == 1
+    assert grown["embedding_texts_total"] == 2
+    for part in ("tokenizer", "waiting", "model", "pool", "links"):
+        assert grown[f'embedding_seconds_total{{part="{part}"}}'] > 0
+
+
+def test_ranks_that_cannot_be_split_so_say_it():
+    rank = subprocess.run(
+        [sys.executable, "-m", "embedding_server", "--tp=2"], cwd=EXAMPLES, capture_output=True, text=True, check=False
+    )
+    assert rank.returncode == 1
+    assert "--tp is 2, wanted a divisor of the number of ranks, which is 1" in rank.stderr
 
 
 def test_the_demo_runs():

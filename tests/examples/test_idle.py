@@ -90,13 +90,16 @@ async def kv_cache() -> None:
 
 
 async def embedding_server() -> None:
+    from embedding_server.links import Links, Place
     from embedding_server.pipeline import Pipeline
 
     async with local_world(2) as world, AsyncExitStack() as stack:
         services = [await stack.enter_async_context(Service(comm)) for comm in world]
-        first, last = (Pipeline(service.comm, lambda data, lengths: data * len(lengths)) for service in services)
+        links = [Links(service.comm, Place(service.comm.rank, 1, 2)) for service in services]
+        first, last = (Pipeline(each, lambda data, lengths: data * len(lengths)) for each in links)
         async with idle(world, services[1].work(last.execute)), services[0].drive(first.execute) as driver:
-            assert (await driver.run((torch.ones(2), torch.tensor([5, 6])))).tolist() == [4, 4]
+            vectors, _ = await driver.run((0, torch.ones(2), torch.tensor([5, 6])))
+            assert vectors.tolist() == [4, 4]
 
 
 @pytest.mark.parametrize("program", [tutorial, tensor_parallel, kv_cache, embedding_server], ids=lambda f: f.__name__)
