@@ -114,11 +114,16 @@ class Worker:
 
     async def _hear(self, comm: Communicator, rank: int) -> None:
         try:
-            while message := await comm.lane(_LANE).recv_object(rank, timeout=None):
+            while message := await self._next(comm, rank):
                 self._heard(rank, *message)
             self._tasks.cancel_scope.cancel()
         except CommError:
             comm.abort(f"rank {rank} has left the service")
+
+    def _next(self, comm: Communicator, rank: int) -> Work[Any]:
+        work = comm.lane(_LANE).recv_object(rank, timeout=None)
+        work.add_done_callback(Work.exception)  # at the end nobody waits for it, and that rank may close before this one
+        return work
 
     def _tell(self, ranks: Iterable[int], *message: Any) -> None:
         """Send to ranks. Whoever has left, or is lost, is heard of by the receive from it."""
