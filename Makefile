@@ -32,7 +32,8 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: demo serve demo-generate serve-generate demo-tensor-parallel demo-kv-cache demo-ray check test test-long core \
 	rules examples suites unit long \
 	conformance-local conformance-in-process conformance-in-processes conformance-loops faults-quick faults soak chaos \
-	test-sanitizers lint format viewer pictures conformance conformance-ucxx test-cupy test-hosts bench bench-scale structure gpu-check gpu-wheels docs clean
+	test-sanitizers lint format viewer pictures conformance conformance-ucxx test-cupy test-hosts \
+	bench bench-scale bench-serve bench-serve-kills structure gpu-check gpu-wheels docs clean
 
 $(VENV)/setup.stamp: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -274,6 +275,14 @@ bench: $(BENCH_VENV)/ucx.stamp
 ## What grows with the number of ranks while a communicator forms: processes, ranks of one loop, calls of the store.
 bench-scale: $(VENV)/ucx.stamp
 	$(BIN)/python -m benchmarks.scale
+
+## The embedding server and its twin over gloo under the same load (tables, build/bench/serve.{json,md,svg}); SECONDS=2 is quick
+bench-serve: $(VENV)/ucx.stamp
+	$(BIN)/python -m benchmarks.serve $(if $(SECONDS),--seconds $(SECONDS)) $(if $(LAYOUTS),--layouts $(LAYOUTS))
+
+## The embedding server under 80 % load, a rank killed every 20 s, every answer checked: make bench-serve-kills SECONDS=600
+bench-serve-kills: $(VENV)/ucx.stamp
+	$(BIN)/python -m benchmarks.serve.kills $(if $(SECONDS),--seconds $(SECONDS))
 
 ## How the code is built, in figures, as a table; make structure BEFORE=folder of another checkout puts both side by side.
 structure: $(VENV)/ucx.stamp

@@ -1,0 +1,1 @@
+"""Servers under load: ours and its twin, which is the same but for what it communicates by."""

@@ -1,0 +1,103 @@
+"""The embedding server of the examples and its twin over gloo, under the same load, in turns: ``make bench-serve``.
+
+For each layout both servers run beside each other, and each phase is one's and then the other's: clients without a
+pause, whose requests per second are the capacity; Poisson arrivals at 30, 60, 90 and 120 % of the twin's capacity; 60 %
+beside a busy neighbour; wrk; a client that leaves; and ``kill -9`` of the last rank. See docs/benchmarks/serve.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.compare import FULL, about
+from benchmarks.serve import phases, report
+from benchmarks.serve.servers import Server, ours, twin
+from benchmarks.serve.targets import Embedding
+
+LEVELS = (0.3, 0.6, 0.9, 1.2)
+KILL = 4
+"""Times the seconds of a level that the load lasts in which a rank is killed."""
+
+
+def layout(text: str) -> tuple[int, int]:
+    """``TPxPP``."""
+    tp, _, pp = text.partition("x")
+    return int(tp), int(pp)
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=5.0, help="that each load lasts (default: %(default)s)")
+    parser.add_argument(
+        "--layouts", type=layout, nargs="+", default=[(1, 2), (2, 1)], metavar="TPxPP", help="default: 1x2 2x1"
+    )
+    parser.add_argument("--out", type=Path, default=Path("build/bench"), help="where serve.json, .md and .svg go")
+    parser.add_argument("--report", type=Path, metavar="JSON", help="print and draw an earlier run instead")
+    return parser.parse_args()
+
+
+async def race(tp: int, pp: int, target: Embedding, seconds: float) -> dict[str, Any]:
+    """All phases of one layout."""
+    with contextlib.ExitStack() as stack:
+        both = [stack.enter_context(server) for server in (ours(tp, pp), twin(tp, pp))]
+        rows = [await note("no pause", server, phases.capacity(server, target, seconds)) for server in both]
+        most = rows[1]["per_s"]
+        for level in LEVELS:
+            for server in both:
+                loading = phases.under(server, target, level * most, seconds)
+                rows.append(await note(f"{100 * level:.0f} %", server, loading))
+        for server in both:
+            with phases.neighbour():
+                loading = phases.under(server, target, 0.6 * most, seconds)
+                rows.append(await note("60 %, a busy neighbour", server, loading))
+        found: dict[str, Any] = {"tp": tp, "pp": pp, "rows": rows}
+        found["split"] = {s.name: await phases.split(s, target, max(5, int(10 * seconds))) for s in both}
+        found["wrk"] = {s.name: await phases.wrk(s, target, seconds) for s in both}
+        if None in found["wrk"].values():
+            found["wrk"] = None
+        found["leaving"] = {s.name: await phases.leaving(s, target) for s in both}
+        found["killed"] = {
+            s.name: await phases.killed(s, target, 0.6 * most, KILL * seconds, tp * pp - 1) for s in both
+        }
+        return found
+
+
+async def note(load: str, server: Server, measuring: Any) -> dict[str, Any]:
+    """Say what was measured, for whoever looks on."""
+    began = time.perf_counter()
+    row = {"load": load, "by": server.name, **await measuring}
+    print(f"{time.perf_counter() - began:6.1f} s  {load} {server.name}: {row['per_s']:.0f}/s", flush=True)
+    return row
+
+
+def main() -> int:
+    """Measure, print, write; 1 if an answer was wrong."""
+    options = parse()
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.report:
+        results = json.loads(options.report.read_text())
+    else:
+        target = Embedding.load()
+        where = {key: value for key, value in about(FULL, "ucx").items() if key != "measured"}
+        where["measured"] = f"each load for {options.seconds:g} s"
+        layouts = [asyncio.run(race(tp, pp, target, options.seconds)) for tp, pp in options.layouts]
+        results = {"where": where, "layouts": layouts}
+        (options.out / "serve.json").write_text(json.dumps(results, indent=1) + "\n")
+    text = report.markdown(results)
+    (options.out / "serve.md").write_text(text)
+    report.glance(results, options.out / "serve.svg")
+    report.curves(results, options.out / "serve-load.svg")
+    print(f"\n{text}")
+    return int(any(row["wrong"] for found in results["layouts"] for row in found["rows"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""Tables of what was measured, what was to be reached, and the pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.peers.report import table
+
+FASTER, SOONER, LATE = 1.3, 0.6, 5.0
+"""Of the embedding server, against its twin: requests per second, or else p99; and ms of lateness at p99."""
+COLUMNS = {
+    "sent": "sent", "good": "good", "refused": "503", "broken": "broken", "wrong": "wrong", "per_s": "good/s",
+    "tokens_per_s": "tokens/s", "p50": "p50 ms", "p99": "p99 ms", "ttft_p50": "first token ms", "ttft_p99": "its p99",
+    "gap_p50": "between tokens ms", "gap_p99": "its p99", "cpu_per_1000": "CPU s/1000", "late_p99": "loop late p99 ms",
+    "sent_late_p99": "client late p99 ms",
+}  # fmt: skip
+ORDER = ("aiocomms", "gloo twin")
+COLORS = {"aiocomms": "tab:blue", "gloo twin": "tab:orange"}
+Row = dict[str, Any]
+
+
+class Verdict(NamedTuple):
+    """What was to be reached, and whether it was."""
+
+    what: str
+    value: str
+    wanted: str
+    reached: bool
+
+
+def number(value: float | None) -> str:
+    """Three digits."""
+    if value is None:
+        return ""
+    return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
+
+
+def print_verdicts(verdicts: Sequence[Verdict]) -> str:
+    """A table of them."""
+    rows = [[v.what, "must" if v.reached else "MISSED", v.value, v.wanted] for v in verdicts]
+    return table(["what", "reached", "value", "wanted"], rows, 3)
+
+
+def loads(rows: Sequence[Row]) -> str:
+    """All loads of one layout."""
+    shown = [key for key in COLUMNS if any(row.get(key) is not None for row in rows)]
+    cells = [[row["load"], row["by"], *(number(row.get(key)) for key in shown)] for row in rows]
+    return table(["load", "by", *(COLUMNS[key] for key in shown)], cells, 2)
+
+
+def find(layout: Row, load: str, by: str) -> Row:
+    """One of its rows."""
+    return next(row for row in layout["rows"] if row["load"] == load and row["by"] == by)
+
+
+def splits(layout: Row) -> str:
+    """Where the time of a request goes that is alone."""
+    parts = list(layout["split"][ORDER[0]])
+    rows = [[by, *(f"{layout['split'][by][part]:.2f}" for part in parts)] for by in ORDER]
+    return table(["one client, ms", *parts], rows, 1)
+
+
+def leavings(layout: Row) -> str:
+    """What of a client that has left is still computed, and what a kill does."""
+    rows = []
+    for by in ORDER:
+        left, killed = layout["leaving"][by], layout["killed"][by]
+        again = "not in time" if killed["again"] is None else f"{killed['again']:.2f} s"
+        failed = "" if killed["failed_after"] is None else f"{killed['failed_after']:.2f} s"
+        counts = [number(killed[kind]) for kind in ("refused", "broken", "wrong")]
+        rows.append([by, number(left["after"]), f"{left['seconds']:.2f} s", *counts, failed, again])
+    head = [
+        "by",
+        "steps after it left",
+        "for",
+        "503 after kill -9",
+        "broken",
+        "wrong",
+        "slowest of them",
+        "again after",
+    ]
+    return table(head, rows, 1)
+
+
+def wrks(layout: Row) -> str:
+    """What wrk has measured, or that it is not there."""
+    if layout["wrk"] is None:
+        return "wrk is not installed (`apt-get install wrk`): not measured."
+    keys = ("per_s", "p50", "p99", "errors")
+    rows = [[by, *(number(layout["wrk"][by][key]) for key in keys)] for by in ORDER]
+    return table(["wrk", "answers/s", "p50 ms", "p99 ms", "errors"], rows, 1)
+
+
+def verdicts(layout: Row) -> list[Verdict]:
+    """What was to be reached with this layout."""
+    ours, theirs = (find(layout, "no pause", by)["per_s"] for by in ORDER)
+    faster = ours / theirs if theirs else float("inf")
+    p99 = {by: find(layout, "60 %", by)["p99"] for by in ORDER}
+    sooner = p99[ORDER[0]] / p99[ORDER[1]] if all(p99.values()) else float("inf")
+    mine = [row for row in layout["rows"] if row["by"] == ORDER[0]]
+    late = max((row["late_p99"] or 0.0 for row in mine if row["load"] in ("30 %", "60 %", "90 %")), default=0.0)
+    wrong = sum(row["wrong"] + row["other"] for row in mine) + layout["killed"][ORDER[0]]["wrong"]
+    after, most = layout["leaving"][ORDER[0]]["after"], layout["pp"] + 1
+    better = faster >= FASTER or sooner <= SOONER
+    return [
+        Verdict("requests/s without a pause, or p99 at 60 %, as a multiple of the twin's",
+                f"{faster:.2f}, {sooner:.2f}", f">= {FASTER}, or <= {SOONER}", better),
+        Verdict("loop late at p99, up to 90 %", f"{late:.1f} ms", f"<= {LATE:.0f} ms", late <= LATE),
+        Verdict("micro-batches computed after a client left", number(after), f"<= {most}, those sent", after <= most),
+        Verdict("wrong answers", number(wrong), "0", wrong == 0),
+    ]  # fmt: skip
+
+
+def title(layout: Row) -> str:
+    """Its name."""
+    return f"--tp {layout['tp']} --pp {layout['pp']}"
+
+
+def markdown(results: Row) -> str:
+    """The whole report."""
+    parts = ["\n".join(f"* {key}: {value}" for key, value in results["where"].items())]
+    for layout in results["layouts"]:
+        tables = (loads(layout["rows"]), splits(layout), leavings(layout), wrks(layout))
+        parts += [f"### `{title(layout)}`", *tables, print_verdicts(verdicts(layout))]
+    return "\n\n".join(parts) + "\n"
+
+
+def glance(results: Row, path: Path) -> None:
+    """A picture for five seconds: three things that users notice, ours and the twin's, one pair of bars a layout."""
+    from matplotlib.figure import Figure
+
+    panels = {
+        "requests per second\n(more is better)": lambda layout, by: find(layout, "no pause", by)["per_s"],
+        "p99 at 60 % load, ms\n(less is better)": lambda layout, by: find(layout, "60 %", by)["p99"],
+        "seconds until served again after kill -9\n(less is better)": lambda layout, by: layout["killed"][by]["again"],
+    }
+    layouts = results["layouts"]
+    figure = Figure(figsize=(11, 3.4), layout="constrained")
+    for axes, (name, of) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+        for shift, by in zip((-0.2, 0.2), ORDER, strict=True):
+            values = [of(layout, by) for layout in layouts]
+            bars = axes.bar(
+                [i + shift for i in range(len(layouts))], [v or 0 for v in values], 0.38, color=COLORS[by], label=by
+            )
+            axes.bar_label(bars, ["never" if v is None else number(v) for v in values])
+        axes.set_title(name, fontsize="medium")
+        axes.set_xticks(range(len(layouts)), [title(layout) for layout in layouts])
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.margins(y=0.15)
+    axes.legend(loc="upper left", frameon=False)
+    figure.savefig(path)
+
+
+def curves(results: Row, path: Path) -> None:
+    """What a request takes, over the load."""
+    from matplotlib.figure import Figure
+
+    layouts = results["layouts"]
+    figure = Figure(figsize=(5.5 * len(layouts), 3.6), layout="constrained")
+    for axes, layout in zip(figure.subplots(1, len(layouts), squeeze=False)[0], layouts, strict=True):
+        for by in ORDER:
+            rows = [row for row in layout["rows"] if row["by"] == by and row["load"].endswith(" %")]
+            xs = [row["rate"] for row in rows]
+            axes.plot(xs, [row["p50"] for row in rows], "--", color=COLORS[by], label=f"{by}, p50")
+            axes.plot(xs, [row["p99"] for row in rows], "o-", color=COLORS[by], label=f"{by}, p99")
+        axes.set(title=title(layout), xlabel="requests that come per second", ylabel="ms", yscale="log")
+        axes.grid(visible=True, alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.savefig(path)

@@ -1,0 +1,224 @@
+"""The embedding server with ``torch.distributed`` and gloo in the place of aiocomms; all else is shared.
+
+    torchrun --standalone --nproc-per-node 2 --max-restarts 100 -m benchmarks.serve.twin --port 8000 --tp 1
+
+It is written as one writes it today. Every call of gloo's blocks, so each group has a thread of its own for them.
+Groups carry their calls in one order: plans are broadcast in turn, a stage sends on in that order, and its sums are one
+micro-batch's and then the next one's. A group cannot be mended: when a rank dies torchrun starts all anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, asynccontextmanager
+from contextvars import ContextVar
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+from embedding_server.__main__ import listen
+from embedding_server.links import Place
+from embedding_server.rank import Shape, run
+
+from aiocomms.errors import PlanLostError  # by which the server is told that a rank is lost
+
+WIDTH = 384
+IDLE = timedelta(days=365)
+"""How long a call may take: a worker waits in one for the next plan."""
+
+
+class Group:
+    """A process group, and the thread that its calls block."""
+
+    def __init__(self, ranks: list[int]) -> None:
+        self._group = dist.new_group(ranks, backend="gloo", timeout=IDLE)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="gloo")
+
+    async def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function with this group, on its thread.
+
+        :raises PlanLostError: a rank is lost.
+        """
+        try:
+            return await asyncio.get_running_loop().run_in_executor(
+                self._thread, partial(function, *args, group=self._group)
+            )
+        except RuntimeError as error:
+            raise PlanLostError(f"gloo has failed: {error}") from error
+
+
+class Turn(AbstractContextManager["Turn"]):
+    """A plan on one rank: its shape, and, from its first sum on, the right to have the parts add up."""
+
+    def __init__(self, texts: int, tokens: int, sums: asyncio.Lock) -> None:
+        self.texts, self.tokens = texts, tokens
+        self._sums, self._held = sums, False
+
+    async def take(self) -> None:
+        """The parts of a stage come to their sums in one order: that of the plans."""
+        if not self._held:
+            await self._sums.acquire()
+            self._held = True
+
+    def __exit__(self, *_: object) -> None:
+        if self._held:
+            self._sums.release()
+
+
+TURN: ContextVar[Turn] = ContextVar("turn")
+"""That of the plan which this task carries out."""
+
+
+class GlooLinks:
+    """What :class:`embedding_server.links.Links` does, by gloo."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.sums = asyncio.Lock()
+        rank, tp, size = place.rank, place.tp, place.tp * place.pp
+        # All ranks form all groups, in one order.
+        self._parts = [Group(list(range(first, first + tp))) for first in range(0, size, tp)][place.stage]
+        ahead = {(low, low + tp): Group([low, low + tp]) for low in range(size - tp)}
+        home = Group([0, place.home]) if place.pp > 1 else None
+        self._next = home if place.last else ahead[rank, rank + tp]
+        self._before = home if rank == 0 else ahead.get((rank - tp, rank))
+
+    def plan(self, number: int) -> Turn:
+        """See Links."""
+        return TURN.get()
+
+    async def sum(self, partial: Tensor) -> Tensor:
+        """See Links."""
+        await TURN.get().take()
+        await self._parts.call(dist.all_reduce, partial)
+        return partial
+
+    async def send(self, data: Tensor, spent: list[float]) -> None:
+        """See Links. What receives it knows the shape by the plan."""
+        assert self._next is not None
+        to = 0 if self.place.last else self.place.rank + self.place.tp
+        await self._next.call(send_both, data.contiguous(), torch.tensor(spent), to)
+
+    async def receive(self) -> tuple[Tensor, list[float]]:
+        """See Links."""
+        assert self._before is not None
+        turn, place = TURN.get(), self.place
+        if place.rank == 0:
+            return await self._before.call(receive_both, (turn.texts, WIDTH), place.home)
+        return await self._before.call(receive_both, (turn.texts, turn.tokens, WIDTH), place.rank - place.tp)
+
+
+def send_both(data: Tensor, spent: Tensor, to: int, group: dist.ProcessGroup) -> None:
+    """Send the tensor, and what it has cost."""
+    dist.send(data, to, group)
+    dist.send(spent, to, group)
+
+
+def receive_both(shape: tuple[int, ...], source: int, group: dist.ProcessGroup) -> tuple[Tensor, list[float]]:
+    """Receive them."""
+    data, spent = torch.empty(shape), torch.empty(2)
+    dist.recv(data, source, group)
+    dist.recv(spent, source, group)
+    return data, spent.tolist()
+
+
+def give(plan: tuple[int, Tensor, Tensor] | None, group: dist.ProcessGroup) -> None:
+    """Broadcast a plan from rank 0; None is the end."""
+    number, ids, lengths = plan or (-1, torch.empty(0, 0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
+    dist.broadcast(torch.tensor([number, *ids.shape]), 0, group)
+    if plan is not None:
+        dist.broadcast(torch.cat([ids.flatten(), lengths]), 0, group)
+
+
+def take(group: dist.ProcessGroup) -> tuple[int, Tensor, Tensor] | None:
+    """Take what rank 0 broadcasts."""
+    head = torch.empty(3, dtype=torch.int64)
+    dist.broadcast(head, 0, group)
+    number, texts, tokens = head.tolist()
+    if number < 0:
+        return None
+    both = torch.empty(texts * tokens + texts, dtype=torch.int64)
+    dist.broadcast(both, 0, group)
+    return number, both[: texts * tokens].view(texts, tokens), both[texts * tokens :]
+
+
+class GlooService:
+    """What :class:`aiocomms.serving.Service` does for the server: rank 0 gives out plans, all carry them out."""
+
+    failure: PlanLostError | None = None
+
+    def __init__(self, links: GlooLinks) -> None:
+        self._links = links
+        self._plans = Group(list(range(dist.get_world_size())))
+        self._execute: Callable[[Any], Awaitable[Any]]
+
+    @asynccontextmanager
+    async def drive(self, execute: Callable[[Any], Awaitable[Any]]) -> AsyncIterator[GlooService]:
+        """See Service: this is its own driver."""
+        self._execute = execute
+        yield self
+        await self._plans.call(give, None)
+
+    async def run(self, plan: tuple[int, Tensor, Tensor]) -> Any:
+        """See Driver. The broadcasts are in the order of the calls, and so are the plans on all ranks."""
+        try:
+            await self._plans.call(give, plan)
+            return await self._carry_out(plan)
+        except PlanLostError as error:
+            self.failure = error
+            raise
+
+    async def work(self, execute: Callable[[Any], Awaitable[Any]]) -> None:
+        """See Service. torchrun ends a worker at once: it has nothing to tidy up."""
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._execute = execute
+        async with anyio.create_task_group() as plans:
+            while (plan := await self._plans.call(take)) is not None:
+                plans.start_soon(self._carry_out, plan)
+
+    async def _carry_out(self, plan: tuple[int, Tensor, Tensor]) -> Any:
+        TURN.set(Turn(*plan[1].shape, self._links.sums))
+        return await self._execute(plan)
+
+
+@asynccontextmanager
+async def open_links(tp: int, *_: Any) -> AsyncIterator[tuple[GlooService, GlooLinks]]:
+    """Meet the other ranks, where torchrun says."""
+    await asyncio.to_thread(dist.init_process_group, "gloo", timeout=IDLE)
+    links = GlooLinks(Place.among(dist.get_rank(), dist.get_world_size(), tp))
+    yield GlooService(links), links
+
+
+def main() -> None:
+    """Be one rank, until the job ends."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--tp", type=int, default=1)
+    options = parser.parse_args()
+    print(f"rank {os.environ['RANK']} is process {os.getpid()}", flush=True)
+    code = 1
+    try:
+        anyio.run(partial(run, open_links=open_links), partial(listen, "127.0.0.1", options.port), Shape(options.tp))
+        code = 0
+    finally:
+        sys.stdout.flush()
+        os._exit(code)  # a thread may be blocked in gloo for ever
+
+
+if __name__ == "__main__":
+    main()
