@@ -7,11 +7,7 @@ ranks of one server in one session, and each of the other's in its own, the latt
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from embedding_server import supervisor
 

@@ -1,6 +1,6 @@
 """The embedding server with ``torch.distributed`` and gloo in the place of aiocomms; all else is shared.
 
-    torchrun --standalone --nproc-per-node 2 --max-restarts 100 -m benchmarks.serve.twin --port 8000 --tp 1
+    PYTHONPATH=examples torchrun --standalone --nproc-per-node 2 -m benchmarks.serve.twin --port 8000
 
 It is written as one writes it today. Every call of gloo's blocks, so each group has a thread of its own for them.
 Groups carry their calls in one order: plans are broadcast in turn, a stage sends on in that order, and its sums are one
@@ -20,19 +20,15 @@ from contextlib import AbstractContextManager, asynccontextmanager
 from contextvars import ContextVar
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import anyio
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-
 from embedding_server.__main__ import listen
 from embedding_server.links import Place
 from embedding_server.rank import Shape, run
+from torch import Tensor
 
 from aiocomms.errors import PlanLostError  # by which the server is told that a rank is lost
 
