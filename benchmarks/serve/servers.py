@@ -145,21 +145,25 @@ def parse(text: str) -> dict[str, float]:
 def late(before: Look, after: Look, metric: str, share: float = 0.99) -> float | None:
     """By how many ms the loop was late at most, in this share of the looks that the server took at it in between.
 
-    It is interpolated within a bucket of the histogram ``metric``, as Prometheus does; None: the server shows none.
+    It is interpolated within a bucket of the histogram ``metric``, as Prometheus does. Of several histograms, as of
+    several processes, the worst; None: the server shows none.
     """
-    head = f"{metric}_bucket{{le="
-    grown = sorted(
-        (float(name.removeprefix(head).strip('"}')), value - before.metrics.get(name, 0.0))
-        for name, value in after.metrics.items()
-        if name.startswith(head)
-    )
-    if not grown or not grown[-1][1]:
-        return None
-    wanted, low, below = share * grown[-1][1], 0.0, 0.0
-    for bound, count in grown:
+    histograms: dict[str, list[tuple[float, float]]] = {}
+    for name, value in after.metrics.items():
+        if found := re.fullmatch(rf'{metric}_bucket{{le="([^"]+)"(.*)}}', name):
+            grown = value - before.metrics.get(name, 0.0)
+            histograms.setdefault(found[2], []).append((float(found[1]), grown))
+    lateness = [1e3 * within(sorted(each), share) for each in histograms.values() if max(each)[1]]
+    return max(lateness, default=None)
+
+
+def within(buckets: list[tuple[float, float]], share: float) -> float:
+    """The quantile of a histogram, by its buckets' upper bounds and how many values are at most these."""
+    wanted, low, below = share * buckets[-1][1], 0.0, 0.0
+    for bound, count in buckets:
         if count >= wanted:
             inside = (wanted - below) / (count - below) if count > below else 1.0
-            return 1e3 * (low if bound == float("inf") else low + inside * (bound - low))
+            return low if bound == float("inf") else low + inside * (bound - low)
         low, below = bound, count
     raise AssertionError("the last bucket has all")
 

@@ -23,7 +23,7 @@ class Embedding:
 
     progress = "embedding_batches_total"
     """The metric that grows by one with each step of the model."""
-    late = "embedding_loop_late_seconds"
+    late = "embedding_loop_lateness_seconds"
     """The histogram of how late the loop was."""
     parts = ("tokenizer", "waiting", "model", "pool", "links")
     """Of the time of a micro-batch, as the server counts it."""
@@ -60,7 +60,7 @@ class Stream:
     :param leave_after: the client goes away after so many tokens; None: it stays to the end.
     """
 
-    progress = "text_generator_tokens_total"
+    late = "text_generator_loop_lateness_seconds"
 
     def __init__(self, prompts: list[str], max_tokens: int, leave_after: int | None = None) -> None:
         self._bodies = [{"prompt": prompt, "max_tokens": max_tokens} for prompt in prompts]

@@ -41,7 +41,7 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--threads", default=1, type=positive, help="a rank's threads that compute (default: 1)")
     parser.add_argument(
-        "--torch-threads", default=0, type=int, help="threads of each operation of torch (default: a rank's cores)"
+        "--torch-threads", default=0, type=positive, help="threads of each operation of torch (default: a rank's cores)"
     )
 
 

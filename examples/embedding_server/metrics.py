@@ -30,7 +30,7 @@ class Metrics:
         )
         self.seconds = {part: seconds.labels(part) for part in PARTS}
         self.late = Histogram(
-            "embedding_loop_late_seconds", "How late the loop was.", registry=self.registry, buckets=LATE
+            "embedding_loop_lateness_seconds", "How late the loop was.", registry=self.registry, buckets=LATE
         )
 
     def note_batch(self, lengths: list[int], waited: float, took: float, spent: list[float]) -> None:

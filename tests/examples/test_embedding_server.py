@@ -147,7 +147,6 @@ def test_vectors_of_three_ranks_equal_the_unsplit_model(trio, expected):
         (2, 2),
         pytest.param(2, 1, marks=pytest.mark.long),
         pytest.param(4, 2, marks=pytest.mark.long),
-        pytest.param(3, 3, marks=pytest.mark.long),
     ],
 )
 def test_other_shapes_give_the_same_and_end_by_ctrl_c_with_requests_in_flight(size, tp, expected):
