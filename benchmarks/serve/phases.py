@@ -19,6 +19,7 @@ from benchmarks.serve.targets import Embedding
 Row = dict[str, Any]
 CLIENTS = 16
 """Of the closed loop that finds the capacity, and of wrk."""
+MINUTE = 60.0
 LONG = "a text as long as the model reads " * 60
 TEXTS = 64
 """Long texts of the request whose client leaves: as many as are allowed."""
@@ -101,7 +102,22 @@ async def killed(server: Server, target: Embedding, rate: float, seconds: float,
     await asyncio.sleep(seconds / 5)
     moment = time.perf_counter()
     server.kill(rank)
-    return {"rate": rate, **summary(records := await loading, seconds), **around(records, moment)}
+    found = around(records := await loading, moment)
+    if found["again"] is None and (served_at := await served(server, target)) is not None:
+        found["again"] = served_at - moment
+    return {"rate": rate, **summary(records, seconds), **found}
+
+
+async def served(server: Server, target: Embedding) -> float | None:
+    """The moment in which it serves again, by requests one after the other; None: it does not within a minute."""
+    async with connect(server.url) as http:
+        ends = time.perf_counter() + MINUTE
+        while time.perf_counter() < ends:
+            record = await ask(http, target, 0, time.perf_counter())
+            if record.status == 200:
+                return record.ended
+            await asyncio.sleep(0.05)
+    return None
 
 
 def around(records: list[Record], moment: float) -> Row:

@@ -67,7 +67,7 @@ def leavings(layout: Row) -> str:
     rows = []
     for by in ORDER:
         left, killed = layout["leaving"][by], layout["killed"][by]
-        again = "not in time" if killed["again"] is None else f"{killed['again']:.2f} s"
+        again = "never" if killed["again"] is None else f"{killed['again']:.2f} s"
         failed = "" if killed["failed_after"] is None else f"{killed['failed_after']:.2f} s"
         counts = [number(killed[kind]) for kind in ("refused", "broken", "wrong")]
         rows.append([by, number(left["after"]), f"{left['seconds']:.2f} s", *counts, failed, again])
@@ -141,10 +141,9 @@ def glance(results: Row, path: Path) -> None:
     for axes, (name, of) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
         for shift, by in zip((-0.2, 0.2), ORDER, strict=True):
             values = [of(layout, by) for layout in layouts]
-            bars = axes.bar(
-                [i + shift for i in range(len(layouts))], [v or 0 for v in values], 0.38, color=COLORS[by], label=by
-            )
-            axes.bar_label(bars, ["never" if v is None else number(v) for v in values])
+            places = [place + shift for place in range(len(layouts))]
+            bars = axes.bar(places, [value or 0.0 for value in values], 0.38, color=COLORS[by], label=by)
+            axes.bar_label(bars, [number(value) or "never" for value in values])
         axes.set_title(name, fontsize="medium")
         axes.set_xticks(range(len(layouts)), [title(layout) for layout in layouts])
         axes.spines[["top", "right"]].set_visible(False)

@@ -167,7 +167,8 @@ class GlooService:
         """See Service: this is its own driver."""
         self._execute = execute
         yield self
-        await self._plans.call(give, None)
+        if self.failure is None:  # else nobody is there to be told
+            await self._plans.call(give, None)
 
     async def run(self, plan: tuple[int, Tensor, Tensor]) -> Any:
         """See Driver. The broadcasts are in the order of the calls, and so are the plans on all ranks."""
@@ -195,9 +196,17 @@ class GlooService:
 @asynccontextmanager
 async def open_links(tp: int, *_: Any) -> AsyncIterator[tuple[GlooService, GlooLinks]]:
     """Meet the other ranks, where torchrun says."""
-    await asyncio.to_thread(dist.init_process_group, "gloo", timeout=IDLE)
+    await asyncio.to_thread(meet)
     links = GlooLinks(Place.among(dist.get_rank(), dist.get_world_size(), tp))
     yield GlooService(links), links
+
+
+def meet() -> None:
+    """Form the default group, by torchrun's store, in which the ranks of before a restart have left their addresses."""
+    at = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.PrefixStore(f"restart {os.environ['TORCHELASTIC_RESTART_COUNT']}", dist.TCPStore(*at, is_master=False))
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=IDLE)
 
 
 def main() -> None:
