@@ -1,8 +1,9 @@
-"""The embedding server of the examples and its twin over gloo, under the same load, in turns: ``make bench-serve``.
+"""The servers of the examples and their twins over gloo, under the same load, in turns: ``make bench-serve``.
 
-For each layout both servers run beside each other, and each phase is one's and then the other's: clients without a
-pause, whose requests per second are the capacity; Poisson arrivals at 30, 60, 90 and 120 % of the twin's capacity; 60 %
-beside a busy neighbour; wrk; a client that leaves; and ``kill -9`` of the last rank. See docs/benchmarks/serve.md.
+For each layout of the embedding server both run beside each other, and each phase is one's and then the other's:
+clients without a pause, whose requests per second are the capacity; Poisson arrivals at 30, 60, 90 and 120 % of the
+twin's capacity; 60 % beside a busy neighbour; wrk; a client that leaves; and ``kill -9`` of the last rank. Then all of
+that for the text generator, whose answers are streams of tokens, which wrk does not read. See docs/benchmarks/serve.md.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compare import FULL, about
-from benchmarks.serve import phases, report
+from benchmarks.serve import phases, report, streams
 from benchmarks.serve.servers import Server, ours, twin
 from benchmarks.serve.targets import Embedding
 
@@ -38,6 +39,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=5.0, help="that each load lasts (default: %(default)s)")
     parser.add_argument(
         "--layouts", type=layout, nargs="+", default=[(1, 2), (2, 1)], metavar="TPxPP", help="default: 1x2 2x1"
+    )
+    parser.add_argument(
+        "--streams", type=layout, nargs="*", default=[(2, 1)], metavar="TPxPP", help="of the generator; default: 2x1"
     )
     parser.add_argument("--out", type=Path, default=Path("build/bench"), help="where serve.json, .md and .svg go")
     parser.add_argument("--report", type=Path, metavar="JSON", help="print and draw an earlier run instead")
@@ -89,14 +93,16 @@ def main() -> int:
         where = {key: value for key, value in about(FULL, "ucx").items() if key != "measured"}
         where["measured"] = f"each load for {options.seconds:g} s"
         layouts = [asyncio.run(race(tp, pp, target, options.seconds)) for tp, pp in options.layouts]
-        results = {"where": where, "layouts": layouts}
+        generators = [asyncio.run(streams.race(tp, pp, options.seconds, LEVELS, note)) for tp, pp in options.streams]
+        results = {"where": where, "layouts": layouts, "streams": generators}
         (options.out / "serve.json").write_text(json.dumps(results, indent=1) + "\n")
     text = report.markdown(results)
     (options.out / "serve.md").write_text(text)
     report.glance(results, options.out / "serve.svg")
     report.curves(results, options.out / "serve-load.svg")
     print(f"\n{text}")
-    return int(any(row["wrong"] for found in results["layouts"] for row in found["rows"]))
+    found = results["layouts"] + results["streams"]
+    return int(any(row["wrong"] for each in found for row in each["rows"]))
 
 
 if __name__ == "__main__":

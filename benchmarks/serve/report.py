@@ -10,6 +10,8 @@ from benchmarks.peers.report import table
 
 FASTER, SOONER, LATE = 1.3, 0.6, 5.0
 """Of the embedding server, against its twin: requests per second, or else p99; and ms of lateness at p99."""
+FASTER_STREAMS = 1.5
+"""The same of tokens per second; or else SOONER, of p99 between tokens."""
 COLUMNS = {
     "sent": "sent", "good": "good", "refused": "503", "broken": "broken", "wrong": "wrong", "per_s": "good/s",
     "tokens_per_s": "tokens/s", "p50": "p50 ms", "p99": "p99 ms", "ttft_p50": "first token ms", "ttft_p99": "its p99",
@@ -84,6 +86,17 @@ def leavings(layout: Row) -> str:
     return table(head, rows, 1)
 
 
+def stream_leavings(layout: Row) -> str:
+    """The same of the text generator."""
+    rows = []
+    for by in ORDER:
+        left, killed = layout["leaving"][by], layout["killed"][by]
+        counts = [number(killed[kind]) for kind in ("good", "refused", "broken", "wrong")]
+        rows.append([by, number(left["after"]), f"{number(left['free_ms'])} ms", *counts, f"{killed['again']:.2f} s"])
+    head = ["by", "steps after a client left", "its pages free after", "kill -9: good", "503", "broken", "wrong"]
+    return table([*head, "a token again after"], rows, 1)
+
+
 def wrks(layout: Row) -> str:
     """What wrk has measured, or that it is not there."""
     if layout["wrk"] is None:
@@ -93,23 +106,47 @@ def wrks(layout: Row) -> str:
     return table(["wrk", "answers/s", "p50 ms", "p99 ms", "errors"], rows, 1)
 
 
-def verdicts(layout: Row) -> list[Verdict]:
-    """What was to be reached with this layout."""
-    ours, theirs = (find(layout, "no pause", by)["per_s"] for by in ORDER)
-    faster = ours / theirs if theirs else float("inf")
-    p99 = {by: find(layout, "60 %", by)["p99"] for by in ORDER}
-    sooner = p99[ORDER[0]] / p99[ORDER[1]] if all(p99.values()) else float("inf")
+def ratios(layout: Row, of: str, till: str) -> tuple[float, float]:
+    """Multiples of the twin's: of what is done without a pause, and of what it takes at 60 %."""
+    done = [find(layout, "no pause", by)[of] for by in ORDER]
+    took = [find(layout, "60 %", by)[till] for by in ORDER]
+    return tuple(a / b if a and b else float("inf") for a, b in (done, took))  # type: ignore[return-value]
+
+
+def common(layout: Row) -> list[Verdict]:
+    """What every server is to reach."""
     mine = [row for row in layout["rows"] if row["by"] == ORDER[0]]
     late = max((row["late_p99"] or 0.0 for row in mine if row["load"] in ("30 %", "60 %", "90 %")), default=0.0)
     wrong = sum(row["wrong"] + row["other"] for row in mine) + layout["killed"][ORDER[0]]["wrong"]
+    return [
+        Verdict("loop late at p99, up to 90 %", f"{late:.1f} ms", f"<= {LATE:.0f} ms", late <= LATE),
+        Verdict("wrong answers", number(wrong), "0", wrong == 0),
+    ]
+
+
+def verdicts(layout: Row) -> list[Verdict]:
+    """What was to be reached with this layout of the embedding server."""
+    faster, sooner = ratios(layout, "per_s", "p99")
     after, most = layout["leaving"][ORDER[0]]["after"], layout["pp"] + 1
     better = faster >= FASTER or sooner <= SOONER
     return [
         Verdict("requests/s without a pause, or p99 at 60 %, as a multiple of the twin's",
                 f"{faster:.2f}, {sooner:.2f}", f">= {FASTER}, or <= {SOONER}", better),
-        Verdict("loop late at p99, up to 90 %", f"{late:.1f} ms", f"<= {LATE:.0f} ms", late <= LATE),
         Verdict("micro-batches computed after a client left", number(after), f"<= {most}, those sent", after <= most),
-        Verdict("wrong answers", number(wrong), "0", wrong == 0),
+        *common(layout),
+    ]  # fmt: skip
+
+
+def stream_verdicts(layout: Row) -> list[Verdict]:
+    """The same of the text generator."""
+    faster, sooner = ratios(layout, "tokens_per_s", "gap_p99")
+    after = layout["leaving"][ORDER[0]]["after"]
+    better = faster >= FASTER_STREAMS or sooner <= SOONER
+    return [
+        Verdict("tokens/s without a pause, or p99 between tokens at 60 %, as a multiple of the twin's",
+                f"{faster:.2f}, {sooner:.2f}", f">= {FASTER_STREAMS}, or <= {SOONER}", better),
+        Verdict("steps computed after a client left", number(after), "<= 1, the one under way", after <= 1),
+        *common(layout),
     ]  # fmt: skip
 
 
@@ -123,32 +160,44 @@ def markdown(results: Row) -> str:
     parts = ["\n".join(f"* {key}: {value}" for key, value in results["where"].items())]
     for layout in results["layouts"]:
         tables = (loads(layout["rows"]), splits(layout), leavings(layout), wrks(layout))
-        parts += [f"### `{title(layout)}`", *tables, print_verdicts(verdicts(layout))]
+        parts += [f"### Embedding server, `{title(layout)}`", *tables, print_verdicts(verdicts(layout))]
+    for layout in results["streams"]:
+        tables = (loads(layout["rows"]), splits(layout), stream_leavings(layout))
+        parts += [f"### Text generator, `{title(layout)}`", *tables, print_verdicts(stream_verdicts(layout))]
     return "\n\n".join(parts) + "\n"
 
 
 def glance(results: Row, path: Path) -> None:
-    """A picture for five seconds: three things that users notice, ours and the twin's, one pair of bars a layout."""
+    """A picture for five seconds: what users notice, ours and the twin's, one pair of bars a layout."""
     from matplotlib.figure import Figure
 
+    vectors = [(f"vectors\n{title(layout)}", layout) for layout in results["layouts"]]
+    texts = [(f"text\n{title(layout)}", layout) for layout in results["streams"]]
     panels = {
-        "requests per second\n(more is better)": lambda layout, by: find(layout, "no pause", by)["per_s"],
-        "p99 at 60 % load, ms\n(less is better)": lambda layout, by: find(layout, "60 %", by)["p99"],
-        "seconds until served again after kill -9\n(less is better)": lambda layout, by: layout["killed"][by]["again"],
-    }
-    layouts = results["layouts"]
-    figure = Figure(figsize=(11, 3.4), layout="constrained")
-    for axes, (name, of) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+        "requests per second\n(more is better)": (vectors, lambda it, by: find(it, "no pause", by)["per_s"]),
+        "tokens per second\n(more is better)": (texts, lambda it, by: find(it, "no pause", by)["tokens_per_s"]),
+        "ms between tokens, p99 at 60 % load\n(less is better)": (
+            texts, lambda it, by: find(it, "60 %", by)["gap_p99"]
+        ),
+        "seconds until served again after kill -9\n(less is better)": (
+            vectors + texts, lambda it, by: it["killed"][by]["again"]
+        ),
+    }  # fmt: skip
+    panels = {name: panel for name, panel in panels.items() if panel[0]}
+    figure = Figure(figsize=(13, 3.4), layout="constrained")
+    widths = [1 + len(layouts) for layouts, _ in panels.values()]
+    every = figure.subplots(1, len(panels), width_ratios=widths, squeeze=False)[0]
+    for axes, (name, (layouts, of)) in zip(every, panels.items(), strict=True):
         for shift, by in zip((-0.2, 0.2), ORDER, strict=True):
-            values = [of(layout, by) for layout in layouts]
+            values = [of(layout, by) for _, layout in layouts]
             places = [place + shift for place in range(len(layouts))]
             bars = axes.bar(places, [value or 0.0 for value in values], 0.38, color=COLORS[by], label=by)
             axes.bar_label(bars, [number(value) or "never" for value in values])
         axes.set_title(name, fontsize="medium")
-        axes.set_xticks(range(len(layouts)), [title(layout) for layout in layouts])
+        axes.set_xticks(range(len(layouts)), [label for label, _ in layouts], fontsize="small")
         axes.spines[["top", "right"]].set_visible(False)
         axes.margins(y=0.15)
-    axes.legend(loc="upper left", frameon=False)
+    every[-1].legend(loc="upper left", frameon=False, fontsize="small")
     figure.savefig(path)
 
 
@@ -156,15 +205,16 @@ def curves(results: Row, path: Path) -> None:
     """What a request takes, over the load."""
     from matplotlib.figure import Figure
 
-    layouts = results["layouts"]
+    layouts = [*results["layouts"], *results["streams"]]
     figure = Figure(figsize=(5.5 * len(layouts), 3.6), layout="constrained")
     for axes, layout in zip(figure.subplots(1, len(layouts), squeeze=False)[0], layouts, strict=True):
         for by in ORDER:
             rows = [row for row in layout["rows"] if row["by"] == by and row["load"].endswith(" %")]
-            xs = [row["rate"] for row in rows]
-            axes.plot(xs, [row["p50"] for row in rows], "--", color=COLORS[by], label=f"{by}, p50")
-            axes.plot(xs, [row["p99"] for row in rows], "o-", color=COLORS[by], label=f"{by}, p99")
-        axes.set(title=title(layout), xlabel="requests that come per second", ylabel="ms", yscale="log")
+            xs, what = [row["rate"] for row in rows], "gap_" if layout in results["streams"] else ""
+            axes.plot(xs, [row[f"{what}p50"] for row in rows], "--", color=COLORS[by], label=f"{by}, p50")
+            axes.plot(xs, [row[f"{what}p99"] for row in rows], "o-", color=COLORS[by], label=f"{by}, p99")
+        kind = "between tokens" if layout in results["streams"] else "until the vector is there"
+        axes.set(title=title(layout), xlabel="requests that come per second", ylabel=f"ms {kind}", yscale="log")
         axes.grid(visible=True, alpha=0.3)
     axes.legend(fontsize="small")
     figure.savefig(path)

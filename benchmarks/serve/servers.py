@@ -46,7 +46,8 @@ class Server:
 
     def __init__(self, name: str, command: list[str]) -> None:
         self.name = name
-        self.pids: dict[int, int] = {}
+        self.pids: dict[int | str, int] = {}
+        """The processes of its ranks, by their numbers; of groups of ranks, the last rank's by the group's name."""
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed at the end
         self._serving = threading.Event()
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -89,6 +90,8 @@ class Server:
         for line in self._process.stdout:
             if started := re.search(r"rank (\d+) is process (\d+)", line):
                 self.pids[int(started[1])] = int(started[2])
+            elif started := re.search(r"(\S+)\.\d+ is processes .*?(\d+)$", line):
+                self.pids[started[1]] = int(started[2])
             elif "serving on" in line:
                 self._serving.set()
         self._serving.set()
@@ -127,8 +130,8 @@ class Server:
             text = (await http.get("/metrics")).raise_for_status().text
         return Look(self.cpu(), parse(text))
 
-    def kill(self, rank: int) -> None:
-        """Kill a rank as nobody can prevent it."""
+    def kill(self, rank: int | str) -> None:
+        """Kill a rank, or the last one of a group, as nobody can prevent it."""
         os.kill(self.pids.pop(rank), signal.SIGKILL)
 
 
@@ -179,3 +182,17 @@ def twin(tp: int, pp: int) -> Server:
     torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={tp * pp}", "--max-restarts=1000"]
     module = ["--monitor-interval=0.1", "-m", "benchmarks.serve.twin", f"--tp={tp}"]
     return Server("gloo twin", [sys.executable, "-m", *torchrun, *module])
+
+
+def generator(tp: int, pp: int, model: Path) -> Server:
+    """The text generator of the examples, under its supervisor."""
+    return Server("aiocomms", _generator("benchmarks.serve.generator", tp, pp, model))
+
+
+def generator_twin(tp: int, pp: int, model: Path) -> Server:
+    """Its twin, whose ranks are all started anew when one has died."""
+    return Server("gloo twin", _generator("benchmarks.serve.generator_twin", tp, pp, model))
+
+
+def _generator(module: str, tp: int, pp: int, model: Path) -> list[str]:
+    return [sys.executable, "-m", module, f"--tp={tp}", f"--pp={pp}", "--decoders=1", f"--model={model}"]

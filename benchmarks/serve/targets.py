@@ -57,37 +57,48 @@ class Stream:
 
     :param prompts: used in turn.
     :param max_tokens: of each answer.
+    :param wanted: the text of each answer, where it is known; None: whatever comes is right.
     :param leave_after: the client goes away after so many tokens; None: it stays to the end.
     """
 
+    progress = "text_generator_tokens_total"
     late = "text_generator_loop_lateness_seconds"
 
-    def __init__(self, prompts: list[str], max_tokens: int, leave_after: int | None = None) -> None:
+    def __init__(
+        self,
+        prompts: list[str],
+        max_tokens: int,
+        wanted: list[str] | None = None,
+        leave_after: int | None = None,
+    ) -> None:
         self._bodies = [{"prompt": prompt, "max_tokens": max_tokens} for prompt in prompts]
+        self._wanted = wanted
         self._leave_after = leave_after
 
     async def ask(self, http: httpx.AsyncClient, number: int, record: Record) -> None:
         """See Target. An answer that ends without ``[DONE]`` is none; one that is left is right so far."""
-        async with http.stream("POST", "/generate", json=self._bodies[number % len(self._bodies)]) as answer:
+        index, text = number % len(self._bodies), ""
+        async with http.stream("POST", "/generate", json=self._bodies[index]) as answer:
             record.status = answer.status_code
             if answer.status_code != 200:
                 return
             async for line in answer.aiter_lines():
                 if line == "data: [DONE]":
-                    record.right = True
+                    record.right = self._wanted is None or text == self._wanted[index]
                     return
                 if line.startswith("data: "):
-                    record.tokens.append(_now(json.loads(line.removeprefix("data: "))))
+                    text += _text(json.loads(line.removeprefix("data: ")))
+                    record.tokens.append(time.perf_counter())
                 if len(record.tokens) == self._leave_after:
                     return
         raise httpx.RemoteProtocolError("the stream ended before its end")
 
 
-def _now(event: dict[str, str]) -> float:
-    """The moment, of an event that is a token.
+def _text(event: dict[str, str]) -> str:
+    """That of an event that is a token.
 
     :raises httpx.RemoteProtocolError: it is none.
     """
     if "text" not in event:
         raise httpx.RemoteProtocolError(f"an event is {event}, wanted one with 'text'")
-    return time.perf_counter()
+    return event["text"]

@@ -1,0 +1,330 @@
+"""What the text generator's ranks say to each other, by ``torch.distributed`` and gloo; see ``text_generator.links``.
+
+It is written as one writes it today. All ranks are one job, rank by rank the prefill group's and then those of each
+decode group, and form all process groups at its start. Every call of gloo's blocks, so each process group has a thread
+of its own for them, and carries them in one order: so the ranks of a group carry out one plan after the other. Pages go
+as messages, one for each push, and a thread of the decode rank waits for the next one. The front is no part of the job,
+for it has no tensors: leaders talk to it over TCP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import struct
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import torch
+import torch.distributed as dist
+from text_generator.model import DTYPE, Part
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+
+class LostError(Exception):
+    """The other side, or a rank, is lost."""
+
+
+Execute = Callable[[Any], Awaitable[Any]]
+LOST = LostError
+Description = int
+"""Where a rank is reached: its number in the job."""
+IDLE = timedelta(days=365)
+"""How long a call may take: a rank waits in one for the next plan."""
+PIECES = 256
+"""Pieces of pages that a message may have."""
+
+
+class Blocking:
+    """A process group, and the thread that its calls block."""
+
+    def __init__(self, ranks: list[int]) -> None:
+        self.ranks, self.group = ranks, dist.new_group(ranks, backend="gloo", timeout=IDLE)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="gloo")
+
+    async def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function with this group, on its thread.
+
+        :raises LostError: a rank is lost.
+        """
+        call = partial(function, *args, group=self.group)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+        except RuntimeError as error:
+            raise LostError(f"gloo has failed: {error}") from error
+
+
+class Job:
+    """The process groups that this rank is in. All ranks form all of them, in one order."""
+
+    def __init__(self, tp: int, pp: int) -> None:
+        here, size, world = dist.get_rank(), tp * pp, dist.get_world_size()
+        self.rank = here
+        groups = [Blocking(list(range(first, first + size))) for first in range(0, world, size)]
+        stages = [Blocking(list(range(first, first + tp))) for first in range(0, world, tp)]
+        self.group, self.stage = groups[here // size], stages[here // tp]
+        # By a decode rank, what connects it with the prefill rank that has the same part of the model.
+        self.ways = {there: Blocking([there % size, there]) for there in range(size, world)}
+
+
+_job: Job
+
+
+class Group:
+    """This rank's links with the others of its group; see `join`."""
+
+    broken = False
+
+    def __init__(self, part: Part) -> None:
+        self.part = part
+        self._group, self._stage = _job.group, _job.stage
+        self._first = self._group.ranks[0]
+        self.rank = _job.rank - self._first
+        self._turn = asyncio.Lock()
+        self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def measure(self, registry: CollectorRegistry) -> None:
+        """Gloo shows nothing."""
+
+    @asynccontextmanager
+    async def lead(self, execute: Execute) -> AsyncIterator[None]:
+        """See `text_generator.links`."""
+        self._execute = execute
+        yield
+        await self._group.call(_broadcast, None)
+
+    async def follow(self, execute: Execute) -> None:
+        """See there."""
+        while (plan := await self._group.call(_broadcast, None)) is not None:
+            await execute(plan)
+
+    async def run(self, plan: Any) -> Any:
+        """See there. One plan after the other."""
+        async with self._turn:
+            try:
+                await self._group.call(_broadcast, plan)
+                return await self._execute(plan)
+            except LostError as error:
+                self.broken = True
+                if not self._lost.done():
+                    self._lost.set_exception(error)
+                raise
+
+    async def lost(self) -> None:
+        """See there. Gloo says so when it is called the next time."""
+        await self._lost
+
+    async def sum(self, x: Tensor) -> Tensor:
+        """See there."""
+        await self._stage.call(dist.all_reduce, x)
+        return x
+
+    async def receive(self, x: Tensor) -> Tensor:
+        """See there."""
+        await self._group.call(dist.recv, x, _job.rank - self.part.shards)
+        return x
+
+    async def pass_on(self, x: Tensor) -> None:
+        """See there."""
+        await self._group.call(dist.send, x, _job.rank + self.part.shards)
+
+    async def chosen(self, sequences: int, choice: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
+        """See there."""
+        last = self.part.shards * (self.part.stages - 1)
+        if last == 0:
+            return choice if self.rank == 0 else None
+        if self.rank == last:
+            assert choice is not None
+            await self._group.call(dist.send, torch.stack([choice[0].to(DTYPE), choice[1]]), self._first)
+        if self.rank != 0:
+            return None
+        both = torch.empty(2, sequences, dtype=DTYPE)
+        await self._group.call(dist.recv, both, self._first + last)
+        return both[0].long(), both[1]
+
+    async def everywhere(self, there: bool) -> bool:
+        """See there."""
+        all_ = torch.tensor([int(there)])
+        await self._group.call(dist.all_reduce, all_, dist.ReduceOp.MIN)
+        return bool(all_)
+
+    async def gather(self, what: Any) -> list[Any] | None:
+        """See there."""
+        found: list[Any] | None = [None] * len(self._group.ranks) if self.rank == 0 else None
+        await self._group.call(dist.gather_object, what, found, self._first)
+        return found
+
+
+def _broadcast(plan: Any, group: dist.ProcessGroup) -> Any:
+    """A plan, from the group's first rank to all."""
+    box = [plan]
+    dist.broadcast_object_list(box, dist.get_global_rank(group, 0), group)
+    return box[0]
+
+
+@asynccontextmanager
+async def join(name: str, tp: int, pp: int) -> AsyncIterator[Group]:
+    """Meet the other ranks of the job, by the environment that a launcher has made."""
+    global _job
+    await asyncio.to_thread(dist.init_process_group, "gloo", timeout=IDLE)
+    _job = Job(tp, pp)
+    stage, shard = divmod(_job.rank % (tp * pp), tp)
+    yield Group(Part(stage, pp, shard, tp))
+
+
+# ------------------------------------------------------------------------------------------------ between groups
+
+
+class Receiver:
+    """A decode rank's end: a thread waits for what the prefill rank sends, and puts it into the pages."""
+
+    def __init__(self, here: Endpoint, memory: Tensor) -> None:
+        self.description, self._memory = _job.rank, memory.view(-1)
+        self._way = _job.ways[_job.rank]
+        self._filled: set[int] = set()
+        self._news = anyio.Event()
+
+    async def listen(self) -> None:
+        """Hear from it, until cancelled."""
+        loop = asyncio.get_running_loop()
+        lost: asyncio.Future[None] = loop.create_future()
+        threading.Thread(target=self._hear, args=(loop, lost), daemon=True).start()
+        await lost
+
+    def _hear(self, loop: asyncio.AbstractEventLoop, lost: asyncio.Future[None]) -> None:
+        head = torch.empty(
+            2 + PIECES, dtype=torch.int64
+        )  # how many pieces, and where each belongs; or a sequence's key
+        sender = self._way.ranks[0]
+        try:
+            while True:
+                dist.recv(head, sender, self._way.group)
+                count, size, *places = head.tolist()
+                if count == 0:
+                    loop.call_soon_threadsafe(self._have, size)
+                    continue
+                pieces = torch.empty(count, size, dtype=DTYPE)
+                dist.recv(pieces, sender, self._way.group)
+                for piece, place in zip(pieces, places, strict=False):
+                    self._memory[place : place + size] = piece
+        except RuntimeError as error:
+            why = LostError(f"gloo has failed: {error}")
+            loop.call_soon_threadsafe(lambda: lost.done() or lost.set_exception(why))
+
+    def _have(self, key: int) -> None:
+        self._filled.add(key)
+        self._news.set()
+        self._news = anyio.Event()
+
+    async def settled(self, sender: str, key: int) -> bool:
+        """See `text_generator.links`."""
+        while key not in self._filled:
+            await self._news.wait()
+        self._filled.discard(key)
+        return True
+
+
+class Sender:
+    """A prefill rank's end."""
+
+    def __init__(self, here: Endpoint, name: str) -> None:
+        self._ways: dict[str, Blocking] = {}
+
+    async def connect(self, decoder: str, at: Description) -> None:
+        """Get to know a decoder."""
+        self._ways[decoder] = _job.ways[at]
+
+    async def push(self, decoder: str, pieces: Iterable[tuple[Tensor, int]]) -> None:
+        """See `text_generator.links`."""
+        tensors, places = zip(*pieces, strict=True)
+        await self._ways[decoder].call(_push, torch.stack(tensors).flatten(1), places)
+
+    async def signal(self, decoder: str, key: int) -> None:
+        """See there."""
+        head = torch.zeros(2 + PIECES, dtype=torch.int64)
+        head[1] = key
+        await self._ways[decoder].call(_send, head)
+
+
+def _push(data: Tensor, places: tuple[int, ...], group: dist.ProcessGroup) -> None:
+    for some, where in zip(data.split(PIECES), torch.tensor(places).split(PIECES), strict=True):
+        head = torch.zeros(2 + PIECES, dtype=torch.int64)
+        head[0], head[1], head[2 : 2 + len(where)] = *some.shape, where
+        _send(head, group)
+        _send(some, group)
+
+
+def _send(data: Tensor, group: dist.ProcessGroup) -> None:
+    dist.send(data, dist.get_global_rank(group, 1), group)
+
+
+# ---------------------------------------------------------------------------------------------- with the front
+
+
+class Channel:
+    """Messages between the front and the leader of a group: pickled tuples over TCP."""
+
+    def __init__(self, ends: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> None:
+        self._reader, self._writer = ends
+
+    @classmethod
+    async def open(cls, here: Endpoint, address: bytes) -> Channel:
+        """Connect with the front."""
+        return cls(await asyncio.open_connection("127.0.0.1", int(address)))
+
+    @classmethod
+    async def accept(cls, here: Endpoint) -> Channel:
+        """Wait for a leader to connect, at the front."""
+        return cls(await here.callers.get())
+
+    def tell(self, *message: Any) -> None:
+        """See `text_generator.links`."""
+        data = pickle.dumps(message)
+        self._writer.write(struct.pack("<Q", len(data)) + data)
+
+    async def hear(self) -> tuple[Any, ...]:
+        """See there."""
+        try:
+            (size,) = struct.unpack("<Q", await self._reader.readexactly(8))
+            message: tuple[Any, ...] = pickle.loads(await self._reader.readexactly(size))
+        except (OSError, asyncio.IncompleteReadError) as error:
+            raise LostError(f"the other side is gone: {error}") from error
+        return message
+
+    async def aclose(self) -> None:
+        """Part from the other side."""
+        self._writer.close()
+
+
+class Endpoint:
+    """Where the front is reached."""
+
+    def __init__(self) -> None:
+        self.callers: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
+        self.address = b""
+
+    async def take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Somebody has connected."""
+        self.callers.put_nowait((reader, writer))
+
+
+@asynccontextmanager
+async def open_endpoint() -> AsyncIterator[Endpoint]:
+    """Where this process is reached; only the front listens."""
+    here = Endpoint()
+    if "RANK" in os.environ:
+        yield here
+        return
+    async with await asyncio.start_server(here.take, "127.0.0.1", 0) as server:
+        here.address = str(server.sockets[0].getsockname()[1]).encode()
+        yield here

@@ -1,0 +1,147 @@
+"""The text generator of the examples and its twin over gloo, under the same load, in turns."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.serve import phases
+from benchmarks.serve.client import ask, connect, load
+from benchmarks.serve.servers import Server, generator, generator_twin
+from benchmarks.serve.targets import Stream
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+from text_generator.model import Model, Part, Shard
+from text_generator.pages import Cache, Step, run_step
+from text_generator.train import kept
+
+Row = dict[str, Any]
+PROMPTS = (
+    "The communicator ", "An endpoint is ", "When a process dies, ", "## What it costs\n\n",
+    "```python\nimport asyncio\n", "await comm.", "A deadline ", "| `put(tensor, ",
+)  # fmt: skip
+TOKENS = 64
+"""Behind each of them."""
+LEAVERS = 16
+"""Clients that leave after half of their stream, beside as many that stay."""
+VICTIM = "decode-0"
+
+
+class Alone:
+    """The links of a rank that has the whole of what it needs: sums of one, and nobody before or behind it."""
+
+    async def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Nothing to add."""
+        return x
+
+    async def receive(self, x: torch.Tensor) -> torch.Tensor:
+        """Nobody is before it."""
+        return x
+
+    async def pass_on(self, x: torch.Tensor) -> None:
+        """Nobody is behind it."""
+
+
+async def model_alone(path: Path, tp: int, pp: int, steps: int) -> float:
+    """What the first rank of a group computes in a step of one sequence that has 64 tokens: a mean, in ms."""
+    shard = Shard(path, Part(0, pp, 0, tp))
+    cache = Cache(shard.shape, shard.part, 8)
+    step = Step(torch.tensor([[1]]), torch.tensor([TOKENS]), torch.arange(1, 6)[None])
+    with torch.inference_mode():
+        await run_step(shard, cache, Alone(), step)
+        began = time.perf_counter()
+        for _ in range(steps):
+            await run_step(shard, cache, Alone(), step)
+    return 1e3 * (time.perf_counter() - began) / steps
+
+
+async def split(server: Server, target: Stream, model: float) -> Row:
+    """Where the time between two tokens goes, with one client: means in ms."""
+    async with connect(server.url) as http:
+        await ask(http, target, 0, 0.0)
+        before = await server.look()
+        records = [await ask(http, target, number, time.perf_counter()) for number in range(len(PROMPTS))]
+    after = await server.look()
+
+    def grown(kind: str) -> float:
+        names = [name for name in after.metrics if name.startswith(f"text_generator_step_seconds_{kind}{{")]
+        return sum(after.metrics[name] - before.metrics.get(name, 0.0) for name in names)
+
+    gaps = [record.tokens[-1] - record.tokens[0] for record in records]
+    whole = 1e3 * sum(gaps) / (len(gaps) * (TOKENS - 1))
+    step = 1e3 * grown("sum") / grown("count")
+    return {"whole": whole, "model": model, "links": step - model, "front and HTTP": whole - step}
+
+
+async def leaving(server: Server, stays: Stream, leaves: Stream) -> Row:
+    """Clients leave amid their streams, beside others: what is computed for them, and when their pages are free."""
+    before = await server.look()
+    async with connect(server.url) as http:
+        all_ = [ask(http, target, n, time.perf_counter()) for n in range(LEAVERS) for target in (stays, leaves)]
+        records = await asyncio.gather(*all_)
+        while True:  # until the server has noticed all of them
+            health = (await http.get("/healthz")).json()
+            if not health["requests"] and all(it["pages"] == it["pages_free"] for it in health["decoders"].values()):
+                break
+            await asyncio.sleep(0.01)
+    after = await server.look()
+    wasted = sum(
+        value - before.metrics.get(name, 0.0)
+        for name, value in after.metrics.items()
+        if name.startswith("text_generator_wasted_tokens_total")
+    )
+    free = sorted(health["pages_free_after_ms"])[-LEAVERS:]
+    wrong = sum(not record.right for record in records[::2])
+    return {"after": wasted / LEAVERS, "free_ms": free[len(free) // 2] if free else None, "wrong": wrong}
+
+
+async def killed(server: Server, target: Stream, rate: float, seconds: float) -> Row:
+    """``kill -9`` of a decoder amid a load: what becomes of the streams, and when a token comes again."""
+    loading = asyncio.create_task(load(server.url, target, rate, seconds))
+    await asyncio.sleep(seconds / 5)
+    moment = time.perf_counter()
+    server.kill(VICTIM)
+    records = await loading
+    firsts = [record.tokens[0] - moment for record in records if record.due > moment and record.tokens]
+    again = min(firsts) if firsts else await phases.served(server, target) - moment
+    return {**phases.summary(records, seconds), **phases.around(records, moment), "again": again}
+
+
+async def race(
+    tp: int, pp: int, seconds: float, levels: Sequence[float], note: Callable[..., Awaitable[Row]]
+) -> dict[str, Any]:
+    """All phases of one layout."""
+    path = kept()
+    model = Model.load(path)
+    wanted = [await asyncio.to_thread(model.generate, prompt.encode(), TOKENS) for prompt in PROMPTS]
+    target = Stream(list(PROMPTS), TOKENS, [text.decode(errors="replace") for text in wanted])
+    leaves = Stream(list(PROMPTS), TOKENS, leave_after=TOKENS // 2)
+    with contextlib.ExitStack() as stack:
+        both = [stack.enter_context(start(tp, pp, path)) for start in (generator, generator_twin)]
+        rows = [await note("no pause", server, phases.capacity(server, target, seconds)) for server in both]
+        most = rows[1]["per_s"]
+        for level in levels:
+            for server in both:
+                loading = phases.under(server, target, level * most, seconds)
+                rows.append(await note(f"{100 * level:.0f} %", server, loading))
+        for server in both:
+            with phases.neighbour():
+                loading = phases.under(server, target, 0.6 * most, seconds)
+                rows.append(await note("60 %, a busy neighbour", server, loading))
+        alone = await model_alone(path, tp, pp, 200)
+        return {
+            "tp": tp,
+            "pp": pp,
+            "rows": rows,
+            "split": {server.name: await split(server, target, alone) for server in both},
+            "leaving": {server.name: await leaving(server, target, leaves) for server in both},
+            "killed": {server.name: await killed(server, target, 0.6 * most, 4 * seconds) for server in both},
+        }
