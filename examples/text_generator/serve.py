@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from pathlib import Path
 
+LINGER = 1.0  # seconds after SIGTERM in which health checks get a 503, at least, so that a balancer hears of it
 DRAIN = 30.0  # seconds that streams have to end after SIGTERM
 
 
@@ -54,7 +55,9 @@ async def run(listener: socket.socket, model: Path, decoders: int, news: Connect
 async def stop(server: uvicorn.Server, front: Front, stopping: anyio.Event) -> None:
     """When it is time to stop, answer what is under way, and refuse what comes."""
     await stopping.wait()
-    await front.drain("The server is stopping.", DRAIN)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(anyio.sleep, LINGER)
+        tasks.start_soon(front.drain, "The server is stopping.", DRAIN)
     server.should_exit = True
     close_half_requests(server)
 

@@ -269,8 +269,8 @@ def test_the_model_learns(example: ModuleType) -> None:
 
 
 def test_the_demo_runs(path: Path) -> None:
-    """With a small model, and however long it takes until pages are free; it bounds itself before the test hangs."""
-    program = "import anyio, math; from text_generator import demo; demo.FREE = math.inf; anyio.run(demo.main)"
+    """With a model so fast that streams must be longer, and however long it takes until pages are free."""
+    program = "from text_generator import demo; demo.FREE, demo.LONG = 1e9, 1000; demo.anyio.run(demo.main)"
     command = [sys.executable, "-c", program, f"--model={path}"]
     demo = subprocess.run(command, cwd=EXAMPLES, capture_output=True, text=True, check=False)
     assert demo.returncode == 0, demo.stdout + demo.stderr
