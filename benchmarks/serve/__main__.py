@@ -22,6 +22,10 @@ from benchmarks.serve import phases, report, streams
 from benchmarks.serve.servers import Server, ours, twin
 from benchmarks.serve.targets import Embedding
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+from text_generator.train import kept
+
 LEVELS = (0.3, 0.6, 0.9, 1.2)
 KILL = 4
 """Times the seconds of a level that the load lasts in which a rank is killed."""
@@ -38,11 +42,12 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=5.0, help="that each load lasts (default: %(default)s)")
     parser.add_argument(
-        "--layouts", type=layout, nargs="+", default=[(1, 2), (2, 1)], metavar="TPxPP", help="default: 1x2 2x1"
+        "--layouts", type=layout, nargs="*", default=[(1, 2), (2, 1)], metavar="TPxPP", help="default: 1x2 2x1"
     )
     parser.add_argument(
         "--streams", type=layout, nargs="*", default=[(2, 1)], metavar="TPxPP", help="of the generator; default: 2x1"
     )
+    parser.add_argument("--model", type=Path, help="of the generator; without it, that of its demo")
     parser.add_argument("--out", type=Path, default=Path("build/bench"), help="where serve.json, .md and .svg go")
     parser.add_argument("--report", type=Path, metavar="JSON", help="print and draw an earlier run instead")
     return parser.parse_args()
@@ -93,7 +98,10 @@ def main() -> int:
         where = {key: value for key, value in about(FULL, "ucx").items() if key != "measured"}
         where["measured"] = f"each load for {options.seconds:g} s"
         layouts = [asyncio.run(race(tp, pp, target, options.seconds)) for tp, pp in options.layouts]
-        generators = [asyncio.run(streams.race(tp, pp, options.seconds, LEVELS, note)) for tp, pp in options.streams]
+        path = (options.model or kept()) if options.streams else Path()
+        generators = [
+            asyncio.run(streams.race(path, tp, pp, options.seconds, LEVELS, note)) for tp, pp in options.streams
+        ]
         results = {"where": where, "layouts": layouts, "streams": generators}
         (options.out / "serve.json").write_text(json.dumps(results, indent=1) + "\n")
     text = report.markdown(results)

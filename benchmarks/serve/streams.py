@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import sys
 import time
@@ -21,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from text_generator.model import Model, Part, Shard
 from text_generator.pages import Cache, Step, run_step
-from text_generator.train import kept
 
 Row = dict[str, Any]
 PROMPTS = (
@@ -115,14 +115,22 @@ async def killed(server: Server, target: Stream, rate: float, seconds: float) ->
     return {**phases.summary(records, seconds), **phases.around(records, moment), "again": again}
 
 
+def answers(model: Model) -> list[bytes]:
+    """What the unsplit model makes of the prompts."""
+    return [model.generate(prompt.encode(), TOKENS) for prompt in PROMPTS]
+
+
+def shown(text: bytes) -> str:
+    """As a client gets it, who never hears the rest of a character that has not come to its end."""
+    return codecs.getincrementaldecoder("utf-8")("replace").decode(text)
+
+
 async def race(
-    tp: int, pp: int, seconds: float, levels: Sequence[float], note: Callable[..., Awaitable[Row]]
+    path: Path, tp: int, pp: int, seconds: float, levels: Sequence[float], note: Callable[..., Awaitable[Row]]
 ) -> dict[str, Any]:
-    """All phases of one layout."""
-    path = kept()
-    model = Model.load(path)
-    wanted = [await asyncio.to_thread(model.generate, prompt.encode(), TOKENS) for prompt in PROMPTS]
-    target = Stream(list(PROMPTS), TOKENS, [text.decode(errors="replace") for text in wanted])
+    """All phases of one layout, with the model of a file."""
+    wanted = [shown(text) for text in await asyncio.to_thread(answers, Model.load(path))]
+    target = Stream(list(PROMPTS), TOKENS, wanted)
     leaves = Stream(list(PROMPTS), TOKENS, leave_after=TOKENS // 2)
     with contextlib.ExitStack() as stack:
         both = [stack.enter_context(start(tp, pp, path)) for start in (generator, generator_twin)]

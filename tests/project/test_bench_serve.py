@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import uvicorn
+from generator import random_model
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -258,12 +260,72 @@ def test_a_must_is_missed_where_ours_is_neither_faster_nor_sooner() -> None:
     assert reached(130.0, 50.0, 4) == [True, True, False, True]
 
 
+def test_a_must_of_streams_is_missed_where_ours_gives_neither_more_nor_sooner_tokens() -> None:
+    def row(load: str, by: str, tokens: float, gap: float) -> dict[str, Any]:
+        shared = {"late_p99": 1.0, "wrong": 0, "other": 0}
+        return {"load": load, "by": by, "tokens_per_s": tokens, "gap_p99": gap, **shared}
+
+    def reached(tokens: float, gap: float, after: float = 0.5) -> list[bool]:
+        rows = [row(load, by, *figures) for load in ("no pause", "60 %")
+                for by, figures in (("aiocomms", (tokens, gap)), ("gloo twin", (100.0, 10.0)))]  # fmt: skip
+        layout = {"rows": rows, "leaving": {"aiocomms": {"after": after}}, "killed": {"aiocomms": {"wrong": 0}}}
+        return [verdict.reached for verdict in report.stream_verdicts(layout)]
+
+    assert reached(150.0, 10.0) == reached(100.0, 6.0) == [True] * 4
+    assert reached(149.0, 6.1) == [False, True, True, True]
+    assert reached(150.0, 10.0, 1.5) == [True, False, True, True]
+
+
+def test_an_answer_that_differs_from_the_unsplit_models_is_wrong() -> None:
+    async def main() -> None:
+        async with streaming() as (tokens, url), connect(url) as http:
+            for wanted in ("01", "02"):
+                for _ in wanted:
+                    tokens.go.release()
+                found = await ask(http, Stream(["a"], 2, [wanted]), 0, time.perf_counter())
+                assert found.right == (wanted == "01")
+
+    asyncio.run(main())
+
+
+@pytest.mark.long
+@pytest.mark.processes
+@pytest.mark.timeout(600)
+def test_both_generators_are_measured(tmp_path: Path) -> None:
+    """All tokens are the unsplit model's, and after a kill tokens come again."""
+    model = tmp_path / "model.safetensors"
+    random_model(importlib.import_module("text_generator.model")).save(model)  # found once the benchmark is imported
+    command = [sys.executable, "-m", "benchmarks.serve", "--seconds=1", "--layouts", "--streams", "2x1"]
+    run = subprocess.run(
+        [*command, f"--model={model}", f"--out={tmp_path}"], cwd=ROOT, check=False, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    [layout] = json.loads((tmp_path / "serve.json").read_text())["streams"]
+    for row in layout["rows"]:
+        assert row["good"] == row["sent"] > 0, row
+        assert row["tokens_per_s"] > 0
+    for by in report.ORDER:
+        assert layout["leaving"][by]["wrong"] == layout["killed"][by]["wrong"] == 0
+        assert layout["killed"][by]["again"] > 0
+    assert layout["killed"]["aiocomms"]["broken"] == 0
+    assert "a token again after" in run.stdout
+
+
 @pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.timeout(600)
 def test_both_servers_are_measured(tmp_path: Path) -> None:
     """All answers are right, and what a kill breaks is served again by ours."""
-    command = [sys.executable, "-m", "benchmarks.serve", "--seconds=1", "--layouts", "2x1", f"--out={tmp_path}"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.serve",
+        "--seconds=1",
+        "--layouts",
+        "2x1",
+        "--streams",
+        f"--out={tmp_path}",
+    ]
     run = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     [layout] = json.loads((tmp_path / "serve.json").read_text())["layouts"]
