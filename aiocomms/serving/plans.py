@@ -122,7 +122,7 @@ class Worker:
 
     def _next(self, comm: Communicator, rank: int) -> Work[Any]:
         work = comm.lane(_LANE).recv_object(rank, timeout=None)
-        work.add_done_callback(Work.exception)  # at the end nobody waits for it, and that rank may close before this one
+        work.add_done_callback(Work.exception)  # at the end nobody waits for it, and that rank may close first
         return work
 
     def _tell(self, ranks: Iterable[int], *message: Any) -> None:
