@@ -17,7 +17,6 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,8 @@ import torch
 import torch.distributed as dist
 from text_generator.model import DTYPE, Part
 from torch import Tensor
+
+from benchmarks.serve.twin import IDLE, meet
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -39,8 +40,6 @@ Execute = Callable[[Any], Awaitable[Any]]
 LOST = LostError
 Description = int
 """Where a rank is reached: its number in the job."""
-IDLE = timedelta(days=365)
-"""How long a call may take: a rank waits in one for the next plan."""
 PIECES = 256
 """Pieces of pages that a message may have."""
 
@@ -176,7 +175,7 @@ def _broadcast(plan: Any, group: dist.ProcessGroup) -> Any:
 async def join(name: str, tp: int, pp: int) -> AsyncIterator[Group]:
     """Meet the other ranks of the job, by the environment that a launcher has made."""
     global _job
-    await asyncio.to_thread(dist.init_process_group, "gloo", timeout=IDLE)
+    await asyncio.to_thread(meet)
     _job = Job(tp, pp)
     stage, shard = divmod(_job.rank % (tp * pp), tp)
     yield Group(Part(stage, pp, shard, tp))

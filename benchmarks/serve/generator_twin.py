@@ -8,9 +8,9 @@ are started anew, as torchrun does it. The front lives on.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
+import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -72,8 +72,8 @@ def run_rank(*arguments: object) -> None:
     try:
         supervisor.run_rank(*arguments)  # type: ignore[arg-type]
         code = 0
-    except SystemExit as error:
-        print(error, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         os._exit(code)  # a thread may be blocked in gloo for ever
@@ -83,5 +83,5 @@ if __name__ == "__main__":
     from benchmarks.serve import generator_twin
 
     supervisor.Supervisor = generator_twin.OneJob  # type: ignore[misc]
-    multiprocessing.set_forkserver_preload([generator_twin.__name__])
+    supervisor.PRELOAD = generator_twin.__name__
     supervisor.main()

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.serve.client import Record, ask, connect, load, saturate, summary
+from benchmarks.serve.client import Record, Target, ask, connect, load, saturate, summary
 from benchmarks.serve.servers import Look, Server, late
 from benchmarks.serve.targets import Embedding
 
@@ -103,19 +103,19 @@ async def killed(server: Server, target: Embedding, rate: float, seconds: float,
     moment = time.perf_counter()
     server.kill(rank)
     found = around(records := await loading, moment)
-    if found["again"] is None and (served_at := await served(server, target)) is not None:
-        found["again"] = served_at - moment
+    if found["again"] is None:
+        found["again"] = await served(server, target, moment)
     return {"rate": rate, **summary(records, seconds), **found}
 
 
-async def served(server: Server, target: Embedding) -> float | None:
-    """The moment in which it serves again, by requests one after the other; None: it does not within a minute."""
+async def served(server: Server, target: Target, moment: float) -> float | None:
+    """Seconds from a moment until it serves, by requests one after the other; None: it does not within a minute."""
     async with connect(server.url) as http:
         ends = time.perf_counter() + MINUTE
         while time.perf_counter() < ends:
             record = await ask(http, target, 0, time.perf_counter())
             if record.status == 200:
-                return record.ended
+                return record.ended - moment
             await asyncio.sleep(0.05)
     return None
 

@@ -91,8 +91,9 @@ def stream_leavings(layout: Row) -> str:
     rows = []
     for by in ORDER:
         left, killed = layout["leaving"][by], layout["killed"][by]
+        again = "never" if killed["again"] is None else f"{killed['again']:.2f} s"
         counts = [number(killed[kind]) for kind in ("good", "refused", "broken", "wrong")]
-        rows.append([by, number(left["after"]), f"{number(left['free_ms'])} ms", *counts, f"{killed['again']:.2f} s"])
+        rows.append([by, number(left["after"]), f"{number(left['free_ms'])} ms", *counts, again])
     head = ["by", "steps after a client left", "its pages free after", "kill -9: good", "503", "broken", "wrong"]
     return table([*head, "a token again after"], rows, 1)
 

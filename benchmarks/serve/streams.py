@@ -111,7 +111,7 @@ async def killed(server: Server, target: Stream, rate: float, seconds: float) ->
     server.kill(VICTIM)
     records = await loading
     firsts = [record.tokens[0] - moment for record in records if record.due > moment and record.tokens]
-    again = min(firsts) if firsts else await phases.served(server, target) - moment
+    again = min(firsts, default=None) or await phases.served(server, target, moment)
     return {**phases.summary(records, seconds), **phases.around(records, moment), "again": again}
 
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 DEATHS, WINDOW = 8, 60.0  # more groups lost than that within as many seconds, and it is no use to go on
 LEAVE = 10.0  # seconds after the front has ended when a rank that is still there is killed
 PAGES = 512  # of each decode group
+PRELOAD = f"{__package__}.preload"  # what the fork server imports, of which all processes are forks
 
 context = multiprocessing.get_context("forkserver")
 
@@ -234,7 +235,7 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if "AIOCOMMS_TOKEN_FILE" not in os.environ:
         os.environ.setdefault("AIOCOMMS_TOKEN", secrets.token_hex(32))  # of this job alone
-    multiprocessing.set_forkserver_preload([f"{__package__}.preload"])
+    multiprocessing.set_forkserver_preload([PRELOAD])
     forkserver.ensure_running()  # it imports while this process does
 
     import socket
