@@ -185,7 +185,7 @@ def glance(results: Row, path: Path) -> None:
         ),
     }  # fmt: skip
     panels = {name: panel for name, panel in panels.items() if panel[0]}
-    figure = Figure(figsize=(13, 3.4), layout="constrained")
+    figure = Figure(figsize=(13, 3.7), layout="constrained")
     widths = [1 + len(layouts) for layouts, _ in panels.values()]
     every = figure.subplots(1, len(panels), width_ratios=widths, squeeze=False)[0]
     for axes, (name, (layouts, of)) in zip(every, panels.items(), strict=True):
@@ -198,7 +198,7 @@ def glance(results: Row, path: Path) -> None:
         axes.set_xticks(range(len(layouts)), [label for label, _ in layouts], fontsize="small")
         axes.spines[["top", "right"]].set_visible(False)
         axes.margins(y=0.15)
-    every[-1].legend(loc="upper left", frameon=False, fontsize="small")
+    figure.legend(*every[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(path)
 
 
@@ -207,7 +207,7 @@ def curves(results: Row, path: Path) -> None:
     from matplotlib.figure import Figure
 
     layouts = [*results["layouts"], *results["streams"]]
-    figure = Figure(figsize=(5.5 * len(layouts), 3.6), layout="constrained")
+    figure = Figure(figsize=(5.5 * len(layouts), 3.9), layout="constrained")
     for axes, layout in zip(figure.subplots(1, len(layouts), squeeze=False)[0], layouts, strict=True):
         for by in ORDER:
             rows = [row for row in layout["rows"] if row["by"] == by and row["load"].endswith(" %")]
@@ -215,7 +215,13 @@ def curves(results: Row, path: Path) -> None:
             axes.plot(xs, [row[f"{what}p50"] for row in rows], "--", color=COLORS[by], label=f"{by}, p50")
             axes.plot(xs, [row[f"{what}p99"] for row in rows], "o-", color=COLORS[by], label=f"{by}, p99")
         kind = "between tokens" if layout in results["streams"] else "until the vector is there"
-        axes.set(title=title(layout), xlabel="requests that come per second", ylabel=f"ms {kind}", yscale="log")
+        server = "text" if layout in results["streams"] else "vectors"
+        axes.set(
+            title=f"{server}, {title(layout)}",
+            xlabel="requests that come per second",
+            ylabel=f"ms {kind}",
+            yscale="log",
+        )
         axes.grid(visible=True, alpha=0.3)
-    axes.legend(fontsize="small")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     figure.savefig(path)
