@@ -22,7 +22,7 @@ from concurrency import in_threads, ranks, run_on, together, turns
 
 import aiocomms
 from aiocomms import ReduceOp, core, ops
-from aiocomms.bootstrap import directory, recovery
+from aiocomms.bootstrap import directory, meeting
 from aiocomms.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -389,7 +389,7 @@ def test_a_reconfiguration_that_is_cancelled_late_leaves_nobody_waiting(run):
 
 
 def test_a_store_that_answers_late_is_not_gone_where_nothing_can_stand_in_for_it(run, monkeypatch):
-    monkeypatch.setattr(recovery, "_PROBE", 0.0)  # what a busy machine makes of it
+    monkeypatch.setattr(meeting, "PROBE", 0.0)  # what a busy machine makes of it
 
     async def main():
         async with local_world(2) as world:
