@@ -30,7 +30,7 @@ SOURCES := aiocomms transports tests examples benchmarks docs
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo serve demo-generate serve-generate demo-tensor-parallel demo-kv-cache demo-ray check test test-long core \
-	rules examples suites unit long \
+	rules examples suites unit long long-servers \
 	conformance-local conformance-in-process conformance-in-processes conformance-loops faults-quick faults soak chaos \
 	test-sanitizers lint format viewer pictures conformance conformance-ucxx test-cupy test-hosts \
 	bench bench-scale bench-serve bench-serve-kills structure gpu-check gpu-wheels docs clean
@@ -79,6 +79,7 @@ demo-ray: $(HOSTS_VENV)/ucx.stamp
 EXAMPLES := tests/project/test_docs.py $(patsubst %,tests/examples/test_%.py,embedding_batches embedding_recovery embedding_server kv_blocks kv_cache tensor_parallel testing_a_server text_generator text_generator_parts)
 SUITES := $(patsubst %,tests/%.py,transports/test_conformance transports/test_mutations transports/nccl/test_nccl \
 	examples/test_transport_tcp examples/test_transport_ucxx transports/ucx/test_ucx_cuda)
+SERVE := tests/project/test_bench_serve.py
 # The engine alone under sanitizers, which `test-sanitizers` runs: two builds, and longer than any other test.
 ENGINE := tests/transports/ucx/test_ucx_engine.py
 # What `check` tests of the project beside the core's units: where imports go, and what may be called.
@@ -99,7 +100,7 @@ test: $(VENV)/ucx.stamp
 
 ## What repeats or takes long: the tests marked `long`, and conformance on the loops that `test` leaves out.
 test-long: $(VENV)/ucx.stamp
-	$(MAKE) $(JOBS) conformance-loops long
+	$(MAKE) $(JOBS) long-servers conformance-loops long
 
 core: $(VENV)/ucx.stamp
 	$(PYTEST) -m "not long and not processes" tests/unit
@@ -120,7 +121,11 @@ faults-quick: $(VENV)/ucx.stamp
 	$(PYTEST) -m "not long" tests/faults
 
 long: $(VENV)/ucx.stamp
-	$(PYTEST) -m long --ignore=$(ENGINE)
+	$(PYTEST) -m long $(addprefix --ignore=,$(EXAMPLES) $(SERVE) $(ENGINE))
+
+# Servers with their clients, which wait for each other half of the time.
+long-servers: $(VENV)/ucx.stamp
+	$(PYTEST) -m long $(EXAMPLES) $(SERVE)
 
 conformance-local: $(VENV)/ucx.stamp
 	$(CONFORMANCE) --transport=local --loops=asyncio
