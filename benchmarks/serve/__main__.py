@@ -13,22 +13,17 @@ import asyncio
 import contextlib
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.compare import FULL, about
 from benchmarks.serve import phases, report, streams
-from benchmarks.serve.servers import Server, ours, twin
+from benchmarks.serve.servers import ours, twin
 from benchmarks.serve.targets import Embedding
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from text_generator.train import kept
-
-LEVELS = (0.3, 0.6, 0.9, 1.2)
-KILL = 4
-"""Times the seconds of a level that the load lasts in which a rank is killed."""
 
 
 def layout(text: str) -> tuple[int, int]:
@@ -57,34 +52,18 @@ async def race(tp: int, pp: int, target: Embedding, seconds: float) -> dict[str,
     """All phases of one layout."""
     with contextlib.ExitStack() as stack:
         both = [stack.enter_context(server) for server in (ours(tp, pp), twin(tp, pp))]
-        rows = [await note("no pause", server, phases.capacity(server, target, seconds)) for server in both]
-        most = rows[1]["per_s"]
-        for level in LEVELS:
-            for server in both:
-                loading = phases.under(server, target, level * most, seconds)
-                rows.append(await note(f"{100 * level:.0f} %", server, loading))
-        for server in both:
-            with phases.neighbour():
-                loading = phases.under(server, target, 0.6 * most, seconds)
-                rows.append(await note("60 %, a busy neighbour", server, loading))
+        rows = await phases.loads(both, target, seconds)
         found: dict[str, Any] = {"tp": tp, "pp": pp, "rows": rows}
         found["split"] = {s.name: await phases.split(s, target, max(5, int(10 * seconds))) for s in both}
         found["wrk"] = {s.name: await phases.wrk(s, target, seconds) for s in both}
         if None in found["wrk"].values():
             found["wrk"] = None
         found["leaving"] = {s.name: await phases.leaving(s, target) for s in both}
+        rate = 0.6 * rows[1]["per_s"]
         found["killed"] = {
-            s.name: await phases.killed(s, target, 0.6 * most, KILL * seconds, tp * pp - 1) for s in both
+            s.name: await phases.killed(s, target, rate, phases.KILL * seconds, tp * pp - 1) for s in both
         }
         return found
-
-
-async def note(load: str, server: Server, measuring: Any) -> dict[str, Any]:
-    """Say what was measured, for whoever looks on."""
-    began = time.perf_counter()
-    row = {"load": load, "by": server.name, **await measuring}
-    print(f"{time.perf_counter() - began:6.1f} s  {load} {server.name}: {row['per_s']:.0f}/s", flush=True)
-    return row
 
 
 def main() -> int:
@@ -99,9 +78,7 @@ def main() -> int:
         where["measured"] = f"each load for {options.seconds:g} s"
         layouts = [asyncio.run(race(tp, pp, target, options.seconds)) for tp, pp in options.layouts]
         path = (options.model or kept()) if options.streams else Path()
-        generators = [
-            asyncio.run(streams.race(path, tp, pp, options.seconds, LEVELS, note)) for tp, pp in options.streams
-        ]
+        generators = [asyncio.run(streams.race(path, tp, pp, options.seconds)) for tp, pp in options.streams]
         results = {"where": where, "layouts": layouts, "streams": generators}
         (options.out / "serve.json").write_text(json.dumps(results, indent=1) + "\n")
     text = report.markdown(results)

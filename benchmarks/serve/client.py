@@ -40,6 +40,11 @@ class Record:
         """What it took."""
         return self.ended - self.due
 
+    @property
+    def first(self) -> float:
+        """When the first token came, of a stream; else when it ended."""
+        return self.tokens[0] if self.tokens else self.ended
+
 
 class Target(Protocol):
     """How a kind of server is asked."""

@@ -9,14 +9,18 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks.serve.client import Record, Target, ask, connect, load, saturate, summary
+from benchmarks.serve.client import Record, ask, connect, load, saturate, summary
 from benchmarks.serve.servers import Look, Server, late
-from benchmarks.serve.targets import Embedding
+from benchmarks.serve.targets import Embedding, Stream
 
 Row = dict[str, Any]
+Target = Embedding | Stream
+LEVELS = (0.3, 0.6, 0.9, 1.2)
+KILL = 4
+"""Times the seconds of a level that the load lasts in which a rank is killed."""
 CLIENTS = 16
 """Of the closed loop that finds the capacity, and of wrk."""
 MINUTE = 60.0
@@ -25,14 +29,40 @@ TEXTS = 64
 """Long texts of the request whose client leaves: as many as are allowed."""
 
 
-async def under(server: Server, target: Embedding, rate: float, seconds: float) -> Row:
+async def loads(servers: Sequence[Server], target: Target, seconds: float) -> list[Row]:
+    """All loads, each on one server and then on the other: without a pause, the levels, and beside a neighbour.
+
+    The levels are shares of what the last server does without a pause.
+    """
+    rows = [await note("no pause", server, capacity(server, target, seconds)) for server in servers]
+    most = rows[-1]["per_s"]
+    for level in LEVELS:
+        for server in servers:
+            loading = under(server, target, level * most, seconds)
+            rows.append(await note(f"{100 * level:.0f} %", server, loading))
+    for server in servers:
+        with neighbour():
+            loading = under(server, target, 0.6 * most, seconds)
+            rows.append(await note("60 %, a busy neighbour", server, loading))
+    return rows
+
+
+async def note(load: str, server: Server, measuring: Any) -> Row:
+    """Say what was measured, for whoever looks on."""
+    began = time.perf_counter()
+    row = {"load": load, "by": server.name, **await measuring}
+    print(f"{time.perf_counter() - began:6.1f} s  {load} {server.name}: {row['per_s']:.0f}/s", flush=True)
+    return row
+
+
+async def under(server: Server, target: Target, rate: float, seconds: float) -> Row:
     """One load level."""
     before = await server.look()
     records = await load(server.url, target, rate, seconds)
     return {"rate": rate, **summary(records, seconds), **spent(before, await server.look(), records, target)}
 
 
-async def capacity(server: Server, target: Embedding, seconds: float) -> Row:
+async def capacity(server: Server, target: Target, seconds: float) -> Row:
     """What it does for clients that never pause, after a second in which it warms up."""
     await saturate(server.url, target, CLIENTS, min(1.0, seconds))
     before = await server.look()
@@ -40,7 +70,7 @@ async def capacity(server: Server, target: Embedding, seconds: float) -> Row:
     return {"rate": None, **summary(records, seconds), **spent(before, await server.look(), records, target)}
 
 
-def spent(before: Look, after: Look, records: list[Record], target: Embedding) -> Row:
+def spent(before: Look, after: Look, records: list[Record], target: Target) -> Row:
     """What it cost: CPU seconds of all processes for 1,000 good answers, and how late the loop was."""
     good = sum(record.status == 200 for record in records)
     return {
@@ -96,8 +126,11 @@ async def progress(server: Server, target: Embedding) -> float:
     return (await server.look()).metrics.get(target.progress, 0.0)
 
 
-async def killed(server: Server, target: Embedding, rate: float, seconds: float, rank: int) -> Row:
-    """``kill -9`` of a rank amid a load: what becomes of the requests, and when the first one is served again."""
+async def killed(server: Server, target: Target, rate: float, seconds: float, rank: int | str) -> Row:
+    """``kill -9`` of a rank amid a load: what becomes of the requests, and when one is served again.
+
+    :param rank: or a group of them, of which the last one is killed.
+    """
     loading = asyncio.create_task(load(server.url, target, rate, seconds))
     await asyncio.sleep(seconds / 5)
     moment = time.perf_counter()
@@ -115,7 +148,7 @@ async def served(server: Server, target: Target, moment: float) -> float | None:
         while time.perf_counter() < ends:
             record = await ask(http, target, 0, time.perf_counter())
             if record.status == 200:
-                return record.ended - moment
+                return record.first - moment
             await asyncio.sleep(0.05)
     return None
 
@@ -126,7 +159,7 @@ def around(records: list[Record], moment: float) -> Row:
     :returns: seconds until a request was served that came later, None if none was; how long the slowest of those took
         that got no answer, after it came or after the kill; and how many got none.
     """
-    served = [r.ended - moment for r in records if r.due > moment and r.status == 200]
+    served = [r.first - moment for r in records if r.due > moment and r.status == 200]
     failed = [r.ended - max(r.due, moment) for r in records if r.status != 200 and r.ended > moment]
     return {"again": min(served, default=None), "failed": len(failed), "failed_after": max(failed, default=None)}
 

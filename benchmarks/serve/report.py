@@ -64,15 +64,19 @@ def splits(layout: Row) -> str:
     return table(["one client, ms", *parts], rows, 1)
 
 
+def again(killed: Row) -> str:
+    """When it was served again."""
+    return "never" if killed["again"] is None else f"{killed['again']:.2f} s"
+
+
 def leavings(layout: Row) -> str:
     """What of a client that has left is still computed, and what a kill does."""
     rows = []
     for by in ORDER:
         left, killed = layout["leaving"][by], layout["killed"][by]
-        again = "never" if killed["again"] is None else f"{killed['again']:.2f} s"
         failed = "" if killed["failed_after"] is None else f"{killed['failed_after']:.2f} s"
         counts = [number(killed[kind]) for kind in ("refused", "broken", "wrong")]
-        rows.append([by, number(left["after"]), f"{left['seconds']:.2f} s", *counts, failed, again])
+        rows.append([by, number(left["after"]), f"{left['seconds']:.2f} s", *counts, failed, again(killed)])
     head = [
         "by",
         "steps after it left",
@@ -91,9 +95,8 @@ def stream_leavings(layout: Row) -> str:
     rows = []
     for by in ORDER:
         left, killed = layout["leaving"][by], layout["killed"][by]
-        again = "never" if killed["again"] is None else f"{killed['again']:.2f} s"
         counts = [number(killed[kind]) for kind in ("good", "refused", "broken", "wrong")]
-        rows.append([by, number(left["after"]), f"{number(left['free_ms'])} ms", *counts, again])
+        rows.append([by, number(left["after"]), f"{number(left['free_ms'])} ms", *counts, again(killed)])
     head = ["by", "steps after a client left", "its pages free after", "kill -9: good", "503", "broken", "wrong"]
     return table([*head, "a token again after"], rows, 1)
 

@@ -7,14 +7,13 @@ import codecs
 import contextlib
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.serve import phases
-from benchmarks.serve.client import ask, connect, load
+from benchmarks.serve.client import ask, connect
 from benchmarks.serve.servers import Server, generator, generator_twin
 from benchmarks.serve.targets import Stream
 
@@ -103,18 +102,6 @@ async def leaving(server: Server, stays: Stream, leaves: Stream) -> Row:
     return {"after": wasted / LEAVERS, "free_ms": free[len(free) // 2] if free else None, "wrong": wrong}
 
 
-async def killed(server: Server, target: Stream, rate: float, seconds: float) -> Row:
-    """``kill -9`` of a decoder amid a load: what becomes of the streams, and when a token comes again."""
-    loading = asyncio.create_task(load(server.url, target, rate, seconds))
-    await asyncio.sleep(seconds / 5)
-    moment = time.perf_counter()
-    server.kill(VICTIM)
-    records = await loading
-    firsts = [record.tokens[0] - moment for record in records if record.due > moment and record.tokens]
-    again = min(firsts, default=None) or await phases.served(server, target, moment)
-    return {**phases.summary(records, seconds), **phases.around(records, moment), "again": again}
-
-
 def answers(model: Model) -> list[bytes]:
     """What the unsplit model makes of the prompts."""
     return [model.generate(prompt.encode(), TOKENS) for prompt in PROMPTS]
@@ -125,31 +112,20 @@ def shown(text: bytes) -> str:
     return codecs.getincrementaldecoder("utf-8")("replace").decode(text)
 
 
-async def race(
-    path: Path, tp: int, pp: int, seconds: float, levels: Sequence[float], note: Callable[..., Awaitable[Row]]
-) -> dict[str, Any]:
+async def race(path: Path, tp: int, pp: int, seconds: float) -> dict[str, Any]:
     """All phases of one layout, with the model of a file."""
     wanted = [shown(text) for text in await asyncio.to_thread(answers, Model.load(path))]
     target = Stream(list(PROMPTS), TOKENS, wanted)
     leaves = Stream(list(PROMPTS), TOKENS, leave_after=TOKENS // 2)
     with contextlib.ExitStack() as stack:
         both = [stack.enter_context(start(tp, pp, path)) for start in (generator, generator_twin)]
-        rows = [await note("no pause", server, phases.capacity(server, target, seconds)) for server in both]
-        most = rows[1]["per_s"]
-        for level in levels:
-            for server in both:
-                loading = phases.under(server, target, level * most, seconds)
-                rows.append(await note(f"{100 * level:.0f} %", server, loading))
-        for server in both:
-            with phases.neighbour():
-                loading = phases.under(server, target, 0.6 * most, seconds)
-                rows.append(await note("60 %, a busy neighbour", server, loading))
-        alone = await model_alone(path, tp, pp, 200)
+        rows = await phases.loads(both, target, seconds)
+        alone, rate = await model_alone(path, tp, pp, 200), 0.6 * rows[1]["per_s"]
         return {
             "tp": tp,
             "pp": pp,
             "rows": rows,
-            "split": {server.name: await split(server, target, alone) for server in both},
-            "leaving": {server.name: await leaving(server, target, leaves) for server in both},
-            "killed": {server.name: await killed(server, target, 0.6 * most, 4 * seconds) for server in both},
+            "split": {s.name: await split(s, target, alone) for s in both},
+            "leaving": {s.name: await leaving(s, target, leaves) for s in both},
+            "killed": {s.name: await phases.killed(s, target, rate, phases.KILL * seconds, VICTIM) for s in both},
         }
