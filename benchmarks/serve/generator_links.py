@@ -15,7 +15,6 @@ import pickle
 import struct
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,7 @@ import torch.distributed as dist
 from text_generator.model import DTYPE, Part
 from torch import Tensor
 
-from benchmarks.serve.twin import IDLE, meet
+from benchmarks.serve import gloo
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -42,25 +41,7 @@ Description = int
 """Where a rank is reached: its number in the job."""
 PIECES = 256
 """Pieces of pages that a message may have."""
-
-
-class Blocking:
-    """A process group, and the thread that its calls block."""
-
-    def __init__(self, ranks: list[int]) -> None:
-        self.ranks, self.group = ranks, dist.new_group(ranks, backend="gloo", timeout=IDLE)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="gloo")
-
-    async def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function with this group, on its thread.
-
-        :raises LostError: a rank is lost.
-        """
-        call = partial(function, *args, group=self.group)
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, call)
-        except RuntimeError as error:
-            raise LostError(f"gloo has failed: {error}") from error
+new_group = partial(gloo.Group, lost=LOST)
 
 
 class Job:
@@ -69,11 +50,11 @@ class Job:
     def __init__(self, tp: int, pp: int) -> None:
         here, size, world = dist.get_rank(), tp * pp, dist.get_world_size()
         self.rank = here
-        groups = [Blocking(list(range(first, first + size))) for first in range(0, world, size)]
-        stages = [Blocking(list(range(first, first + tp))) for first in range(0, world, tp)]
+        groups = [new_group(list(range(first, first + size))) for first in range(0, world, size)]
+        stages = [new_group(list(range(first, first + tp))) for first in range(0, world, tp)]
         self.group, self.stage = groups[here // size], stages[here // tp]
         # By a decode rank, what connects it with the prefill rank that has the same part of the model.
-        self.ways = {there: Blocking([there % size, there]) for there in range(size, world)}
+        self.ways = {there: new_group([there % size, there]) for there in range(size, world)}
 
 
 _job: Job
@@ -175,7 +156,7 @@ def _broadcast(plan: Any, group: dist.ProcessGroup) -> Any:
 async def join(name: str, tp: int, pp: int) -> AsyncIterator[Group]:
     """Meet the other ranks of the job, by the environment that a launcher has made."""
     global _job
-    await asyncio.to_thread(meet)
+    await asyncio.to_thread(gloo.meet)
     _job = Job(tp, pp)
     stage, shard = divmod(_job.rank % (tp * pp), tp)
     yield Group(Part(stage, pp, shard, tp))
@@ -237,7 +218,7 @@ class Sender:
     """A prefill rank's end."""
 
     def __init__(self, here: Endpoint, name: str) -> None:
-        self._ways: dict[str, Blocking] = {}
+        self._ways: dict[str, gloo.Group] = {}
 
     async def connect(self, decoder: str, at: Description) -> None:
         """Get to know a decoder."""

@@ -15,10 +15,8 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, asynccontextmanager
 from contextvars import ContextVar
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -31,30 +29,10 @@ from embedding_server.rank import Shape, run
 from torch import Tensor
 
 from aiocomms.errors import PlanLostError  # by which the server is told that a rank is lost
+from benchmarks.serve import gloo
 
 WIDTH = 384
-IDLE = timedelta(days=365)
-"""How long a call may take: a worker waits in one for the next plan."""
-
-
-class Group:
-    """A process group, and the thread that its calls block."""
-
-    def __init__(self, ranks: list[int]) -> None:
-        self._group = dist.new_group(ranks, backend="gloo", timeout=IDLE)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="gloo")
-
-    async def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function with this group, on its thread.
-
-        :raises PlanLostError: a rank is lost.
-        """
-        try:
-            return await asyncio.get_running_loop().run_in_executor(
-                self._thread, partial(function, *args, group=self._group)
-            )
-        except RuntimeError as error:
-            raise PlanLostError(f"gloo has failed: {error}") from error
+new_group = partial(gloo.Group, lost=PlanLostError)
 
 
 class Turn(AbstractContextManager["Turn"]):
@@ -87,9 +65,9 @@ class GlooLinks:
         self.sums = asyncio.Lock()
         rank, tp, size = place.rank, place.tp, place.tp * place.pp
         # All ranks form all groups, in one order.
-        self._parts = [Group(list(range(first, first + tp))) for first in range(0, size, tp)][place.stage]
-        ahead = {(low, low + tp): Group([low, low + tp]) for low in range(size - tp)}
-        home = Group([0, place.home]) if place.pp > 1 else None
+        self._parts = [new_group(list(range(first, first + tp))) for first in range(0, size, tp)][place.stage]
+        ahead = {(low, low + tp): new_group([low, low + tp]) for low in range(size - tp)}
+        home = new_group([0, place.home]) if place.pp > 1 else None
         self._next = home if place.last else ahead[rank, rank + tp]
         self._before = home if rank == 0 else ahead.get((rank - tp, rank))
 
@@ -159,7 +137,7 @@ class GlooService:
 
     def __init__(self, links: GlooLinks) -> None:
         self._links = links
-        self._plans = Group(list(range(dist.get_world_size())))
+        self._plans = new_group(list(range(dist.get_world_size())))
         self._execute: Callable[[Any], Awaitable[Any]]
 
     @asynccontextmanager
@@ -196,17 +174,9 @@ class GlooService:
 @asynccontextmanager
 async def open_links(tp: int, *_: Any) -> AsyncIterator[tuple[GlooService, GlooLinks]]:
     """Meet the other ranks, where torchrun says."""
-    await asyncio.to_thread(meet)
+    await asyncio.to_thread(gloo.meet)
     links = GlooLinks(Place.among(dist.get_rank(), dist.get_world_size(), tp))
     yield GlooService(links), links
-
-
-def meet() -> None:
-    """Form the default group, by torchrun's store, in which the ranks of before a restart have left their addresses."""
-    at = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.PrefixStore(f"restart {os.environ['TORCHELASTIC_RESTART_COUNT']}", dist.TCPStore(*at, is_master=False))
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=IDLE)
 
 
 def main() -> None:
