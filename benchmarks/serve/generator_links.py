@@ -111,26 +111,20 @@ class Group:
 
     async def receive(self, x: Tensor) -> Tensor:
         """See there."""
-        await self._group.call(dist.recv, x, _job.rank - self.part.shards)
-        return x
+        return await self.recv(x, self.rank - self.part.shards)
 
     async def pass_on(self, x: Tensor) -> None:
         """See there."""
-        await self._group.call(dist.send, x, _job.rank + self.part.shards)
+        await self.send(x, self.rank + self.part.shards)
 
-    async def chosen(self, sequences: int, choice: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
+    async def recv(self, x: Tensor, rank: int) -> Tensor:
         """See there."""
-        last = self.part.shards * (self.part.stages - 1)
-        if last == 0:
-            return choice if self.rank == 0 else None
-        if self.rank == last:
-            assert choice is not None
-            await self._group.call(dist.send, torch.stack([choice[0].to(DTYPE), choice[1]]), self._first)
-        if self.rank != 0:
-            return None
-        both = torch.empty(2, sequences, dtype=DTYPE)
-        await self._group.call(dist.recv, both, self._first + last)
-        return both[0].long(), both[1]
+        await self._group.call(dist.recv, x, self._first + rank)
+        return x
+
+    async def send(self, x: Tensor, rank: int) -> None:
+        """See there."""
+        await self._group.call(dist.send, x, self._first + rank)
 
     async def everywhere(self, there: bool) -> bool:
         """See there."""

@@ -24,7 +24,7 @@ from benchmarks.serve import generator_links
 sys.modules["text_generator.links"] = generator_links  # before anything of the generator is imported
 
 from text_generator import preload, supervisor  # noqa: E402, F401 - what the fork server imports
-from text_generator.supervisor import Supervisor, kill, start  # noqa: E402
+from text_generator.supervisor import Supervisor  # noqa: E402
 
 
 class OneJob(Supervisor):
@@ -46,24 +46,14 @@ class OneJob(Supervisor):
         while not self._stopping:
             turn += 1
             self._environment["TORCHELASTIC_RESTART_COUNT"] = str(turn)
-            for index, name in enumerate(names):
-                own = f"{name}.{turn}"
-                self._groups[own] = [
-                    start(run_rank, {**self._environment, "RANK": str(rank)}, own, self._options, address)
-                    for rank in range(index * size, (index + 1) * size)
-                ]
-                print(f"{own} is processes {' '.join(str(it.pid) for it in self._groups[own])}", flush=True)
-            processes = [process for group in self._groups.values() for process in group]
-            async with anyio.create_task_group() as tasks:
-                for process in processes:
-                    tasks.start_soon(self._wait_for, process, tasks.cancel_scope)
-            if self._stopping:
-                return
-            for process in processes:
-                kill(process)
-                process.join()
-            self._groups.clear()
-            self._note_death("the job", processes)
+            processes = [
+                process
+                for index, name in enumerate(names)
+                for process in self._start(f"{name}.{turn}", run_rank, range(index * size, (index + 1) * size), address)
+            ]
+            if await self._outlive(processes):
+                self._groups.clear()
+                self._note_death("the job", processes)
 
 
 def run_rank(*arguments: object) -> None:

@@ -24,7 +24,7 @@ from aiocomms import Communicator, Endpoint, Peer, ReduceOp, RemoteRegion, prome
 from aiocomms.errors import CommError
 from aiocomms.serving import Service
 
-from .model import DTYPE, Part
+from .model import Part
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -88,24 +88,19 @@ class Group:
 
     async def receive(self, x: Tensor) -> Tensor:
         """Hidden states from the stage before, into `x`."""
-        return await self._comm.recv(x, self.rank - self.part.shards)
+        return await self.recv(x, self.rank - self.part.shards)
 
     async def pass_on(self, x: Tensor) -> None:
         """Hidden states to the next stage."""
-        await self._comm.send(x, self.rank + self.part.shards)
+        await self.send(x, self.rank + self.part.shards)
 
-    async def chosen(self, sequences: int, choice: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
-        """Have the leader know what the last stage has chosen; None elsewhere."""
-        last = self.part.shards * (self.part.stages - 1)
-        if last == 0:
-            return choice if self.rank == 0 else None
-        if self.rank == last:
-            assert choice is not None
-            await self._comm.send(torch.stack([choice[0].to(DTYPE), choice[1]]), 0)
-        if self.rank != 0:
-            return None
-        tokens, margins = await self._comm.recv(torch.empty(2, sequences, dtype=DTYPE), last)
-        return tokens.long(), margins
+    async def recv(self, x: Tensor, rank: int) -> Tensor:
+        """A tensor of another rank of the group, into `x`."""
+        return await self._comm.recv(x, rank)
+
+    async def send(self, x: Tensor, rank: int) -> None:
+        """The other end."""
+        await self._comm.send(x, rank)
 
     async def everywhere(self, there: bool) -> bool:
         """Whether something is so on all ranks."""

@@ -130,21 +130,30 @@ class Supervisor:
         while not self._stopping:
             turn += 1
             own = f"{name}.{turn}"
-            processes = self._groups[own] = [
-                start(run_rank, {**self._environment, "RANK": str(rank)}, own, self._options, address)
-                for rank in range(self._options.tp * self._options.pp)
-            ]
-            print(f"{own} is processes {' '.join(str(process.pid) for process in processes)}", flush=True)
-            async with anyio.create_task_group() as tasks:
-                for process in processes:
-                    tasks.start_soon(self._wait_for, process, tasks.cancel_scope)
-            if self._stopping:
-                return
+            processes = self._start(own, run_rank, range(self._options.tp * self._options.pp), address)
+            if await self._outlive(processes):
+                del self._groups[own]
+                self._note_death(own, processes)
+
+    def _start(self, own: str, run_rank: Callable[..., None], ranks: range, address: bytes) -> list[ForkServerProcess]:
+        """Start the ranks of a group."""
+        processes = self._groups[own] = [
+            start(run_rank, {**self._environment, "RANK": str(rank)}, own, self._options, address) for rank in ranks
+        ]
+        print(f"{own} is processes {' '.join(str(process.pid) for process in processes)}", flush=True)
+        return processes
+
+    async def _outlive(self, processes: list[ForkServerProcess]) -> bool:
+        """Wait until one of them has died, and end the others; False: all are to end, and have."""
+        async with anyio.create_task_group() as tasks:
             for process in processes:
-                kill(process)
-                process.join()
-            del self._groups[own]
-            self._note_death(own, processes)
+                tasks.start_soon(self._wait_for, process, tasks.cancel_scope)
+        if self._stopping:
+            return False
+        for process in processes:
+            kill(process)
+            process.join()
+        return True
 
     async def _wait_for(self, process: ForkServerProcess, others: anyio.CancelScope) -> None:
         """Wait for a process to end. Unless all are to, the others of its group need not be waited for."""

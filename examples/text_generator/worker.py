@@ -13,8 +13,11 @@ import torch
 
 from .links import Channel, Group, join, open_endpoint
 from .metrics import Measures
-from .model import NEAR, Shard
+from .model import DTYPE, NEAR, Shard
 from .pages import Cache, Step, run_step
+
+Choice = tuple[torch.Tensor, torch.Tensor]
+"""The tokens behind sequences, and by how much each has won."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,20 @@ class Rank:
     async def step(self, packed: list[torch.Tensor]) -> Any:
         """Take tokens through the model; the leader gets what follows, and by how much it won."""
         step = Step(*packed)
-        return await self.group.chosen(len(step.tokens), await run_step(self.shard, self.cache, self.group, step))
+        return await self._chosen(len(step.tokens), await run_step(self.shard, self.cache, self.group, step))
+
+    async def _chosen(self, sequences: int, choice: Choice | None) -> Choice | None:
+        """Have the leader know what the last stage has chosen; None elsewhere."""
+        group, last = self.group, self.group.part.shards * (self.group.part.stages - 1)
+        if last == 0:
+            return choice if group.rank == 0 else None
+        if group.rank == last:
+            assert choice is not None
+            await group.send(torch.stack([choice[0].to(DTYPE), choice[1]]), 0)
+        if group.rank != 0:
+            return None
+        tokens, margins = await group.recv(torch.empty(2, sequences, dtype=DTYPE), last)
+        return tokens.long(), margins
 
     async def metrics(self) -> list[str] | None:
         """What all ranks have measured, on the leader."""
