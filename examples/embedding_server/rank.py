@@ -21,6 +21,7 @@ from anyio import to_thread
 from aiocomms.errors import CommError
 
 from .batcher import Batcher
+from .ending import exiting_by
 from .links import open_links
 from .model import Stage
 from .pipeline import THREADS, Pipeline
@@ -69,26 +70,18 @@ async def run(
     :raises SystemExit: if the job cannot go on, with a sentence that says why
     """
     gc.freeze()  # modules stay: no collection need visit them. A communicator is freed by one, so it comes later
-    failure: BaseException | None = None
-    try:
-        with ending_on_signals() as stopping:
-            async with open_links(shape.tp, stopping, tell, join) as (service, links):
-                place = links.place
-                own = len(os.sched_getaffinity(0)) // (place.tp * place.pp)
-                torch.set_num_threads(shape.torch_threads or max(1, own))
-                stage = await to_thread.run_sync(Stage, place.stage, place.pp, place.part, place.tp)
-                pipeline = Pipeline(links, stage, shape.threads)
-                if place.rank == 0:
-                    await serve(service, pipeline, place.pp, listen(), stopping, tell)
-                else:
-                    await service.work(pipeline.execute)
-            print(f"rank {place.rank} has ended", flush=True)
-    except* CommError as errors:
-        failure = errors
-    while isinstance(failure, BaseExceptionGroup):
-        failure = failure.exceptions[0]
-    if failure is not None:
-        raise SystemExit(f"{type(failure).__name__}: {failure}")
+    with exiting_by(CommError), ending_on_signals() as stopping:
+        async with open_links(shape.tp, stopping, tell, join) as (service, links):
+            place = links.place
+            own = len(os.sched_getaffinity(0)) // (place.tp * place.pp)
+            torch.set_num_threads(shape.torch_threads or max(1, own))
+            stage = await to_thread.run_sync(Stage, place.stage, place.pp, place.part, place.tp)
+            pipeline = Pipeline(links, stage, shape.threads)
+            if place.rank == 0:
+                await serve(service, pipeline, place.pp, listen(), stopping, tell)
+            else:
+                await service.work(pipeline.execute)
+        print(f"rank {place.rank} has ended", flush=True)
 
 
 @contextmanager

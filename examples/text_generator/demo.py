@@ -9,22 +9,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import signal
 import statistics
-import sys
-import tempfile
 import time
-from contextlib import asynccontextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
-from subprocess import DEVNULL
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import httpx
 from anyio import to_thread
-from anyio.streams.text import TextReceiveStream
+from embedding_server.job import Job, supervised
 from prometheus_client.parser import text_string_to_metric_families
 
 from .model import Model
@@ -33,7 +28,6 @@ from .train import kept
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-    from anyio.abc import Process
     from prometheus_client.core import Metric
 
 HERE = Path(__file__).parent
@@ -62,7 +56,8 @@ async def demo(options: argparse.Namespace) -> None:
     """
     path = options.model or kept()
     model = Model.load(path)
-    async with supervised(options, path) as job:
+    given = [f"--{name}={getattr(options, name)}" for name in ("tp", "pp", "decoders")]
+    async with supervised("text_generator.supervisor", f"--model={path}", *given) as job:
         url = await job.read_until(r"serving on (\S+)\n")
         print(f"{options.decoders} decode groups of {options.tp} shards in {options.pp} stages serve on {url}\n")
         async with httpx.AsyncClient(base_url=url, timeout=None) as http:
@@ -72,48 +67,6 @@ async def demo(options: argparse.Namespace) -> None:
             await kill_decoder(user, job)
             await show_metrics(user)
             await end(user, job)
-
-
-class Job:
-    """The running server, and what it has printed.
-
-    :param process: the supervisor
-    """
-
-    def __init__(self, process: Process) -> None:
-        assert process.stdout is not None
-        self.process = process
-        self.output = ""
-        self._stdout = TextReceiveStream(process.stdout)
-
-    async def read_until(self, pattern: str) -> str:
-        """Read until something was printed; return its first group.
-
-        :raises anyio.EndOfStream: if every process ended before that
-        """
-        while not (found := re.search(pattern, self.output)):
-            self.output += await self._stdout.receive()
-        return found[1]
-
-
-@asynccontextmanager
-async def supervised(options: argparse.Namespace, model: Path) -> AsyncIterator[Job]:
-    """Start the server; show what it complained of if the block fails."""
-    command = [sys.executable, "-m", "text_generator.supervisor", f"--model={model}", "--port=0"]
-    command += [f"--{name}={getattr(options, name)}" for name in ("tp", "pp", "decoders")]
-    with tempfile.TemporaryFile() as log:
-        async with await anyio.open_process(
-            command, stdin=DEVNULL, stderr=log, cwd=HERE.parent, start_new_session=True
-        ) as process:
-            try:
-                yield Job(process)
-            except BaseException:
-                log.seek(0)
-                print(log.read().decode(), file=sys.stderr)
-                raise
-            finally:
-                with suppress(ProcessLookupError):
-                    process.terminate()  # the supervisor ends the others
 
 
 class User:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 from embedding_server.__main__ import end_at_once_on_signals, listen, make_parser
+from embedding_server.ending import exiting_by
 from embedding_server.supervisor import SIGNALS, kill
 
 if TYPE_CHECKING:
@@ -210,15 +211,8 @@ def run_rank(environment: dict[str, str], name: str, options: Options, front: by
     from .links import LOST
     from .worker import run
 
-    failure: BaseException | None = None
-    try:
+    with exiting_by(LOST, f"{name}: "):
         anyio.run(run, name.partition("-")[0].partition(".")[0], name, options, front)
-    except* LOST as errors:
-        failure = errors
-    while isinstance(failure, BaseExceptionGroup):
-        failure = failure.exceptions[0]
-    if failure is not None:
-        raise SystemExit(f"{name}: {type(failure).__name__}: {failure}")
 
 
 def parse() -> argparse.Namespace:
