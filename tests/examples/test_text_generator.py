@@ -21,7 +21,8 @@ httpx = pytest.importorskip("httpx")
 for package in ("prometheus_client", "safetensors", "starlette", "uvicorn"):
     pytest.importorskip(package)
 
-from generator import EXAMPLES, HANGS, LONG, Served, assert_right, one_thread, random_model  # noqa: E402
+from generator import LONG, Served, assert_right, one_thread, random_model  # noqa: E402
+from supervised import EXAMPLES, HANGS  # noqa: E402
 
 pytestmark = pytest.mark.timeout(HANGS, method="signal")  # it raises in the test, which then ends its processes
 

@@ -15,7 +15,8 @@ import torch
 pytest.importorskip("prometheus_client")
 pytest.importorskip("safetensors")
 
-from generator import EXAMPLES, one_thread, random_model
+from generator import one_thread, random_model
+from supervised import EXAMPLES
 
 PROMPT = b"a prompt that is longer than two pages and no whole number of them"
 

@@ -8,16 +8,14 @@ import os
 import subprocess
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
+from supervised import EXAMPLES, HANGS
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 SENTENCES = (EXAMPLES / "embedding_server" / "sentences.txt").read_text("utf-8").split("\n")[:20]
 TEXTS = [*SENTENCES, "naïve café, 東京, 😀 and \u0000", "longer than the model reads " * 100, "x"]
 TOLERANCE = 1e-5
-HANGS = 600.0  # seconds after which a test hangs, however slow the machine; nothing else here is bounded by time
 
 
 @functools.cache

@@ -6,24 +6,18 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
-import tempfile
-import threading
 import time
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import httpx
 import torch
+from supervised import Supervised
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-HANGS = 600.0  # seconds after which a test hangs, however slow the machine; nothing else here is bounded by time
 LONG = 3000  # tokens that take seconds, so that whatever a test does meanwhile happens amid them
 
 
@@ -84,57 +78,29 @@ class Stream:
         raise AssertionError(f"the stream has no end, but ends after {self.tokens}")
 
 
-class Served:
-    """A server under its supervisor, and what that has printed."""
+class Served(Supervised):
+    """The text generator, and its processes."""
 
     def __init__(self, model: Path, *options: str, heartbeat: str = "0") -> None:
-        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed at the end
-        command = [sys.executable, "-m", "text_generator.supervisor", "--port=0", f"--model={model}", *options]
-        self.process = subprocess.Popen(
-            command, cwd=EXAMPLES, env=os.environ | {"AIOCOMMS_HEARTBEAT": heartbeat}, stdout=subprocess.PIPE,
-            stderr=self.log, text=True, start_new_session=True,
+        super().__init__(
+            "-m", "text_generator.supervisor", f"--model={model}", *options, AIOCOMMS_HEARTBEAT=heartbeat
         )  # fmt: skip
         self.groups: dict[str, list[int]] = {}
         self.front = 0
-        self._news = threading.Condition()
-        self._url: Future[str] = Future()
-        self._reader = threading.Thread(target=self._read)
-        self.http: httpx.Client
 
     def __enter__(self) -> Self:
-        self._reader.start()
+        super().__enter__()
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        self.http = httpx.Client(base_url=self._url.result(), timeout=None, limits=limits)
+        self.http = httpx.Client(base_url=self.url.result(), timeout=None, limits=limits)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self._reader.join()
-        self.process.stdout.close()
-        sys.stderr.write(self.errors())
-        self.log.close()
-        if hasattr(self, "http"):
-            self.http.close()
-
-    def _read(self) -> None:
-        for line in self.process.stdout:
-            if started := re.fullmatch(r"(\S+) is processes ([\d ]+)\n", line):
-                with self._news:
-                    self.groups[started[1]] = [int(pid) for pid in started[2].split()]
-                    self._news.notify_all()
-            elif started := re.fullmatch(r"the front is process (\d+)\n", line):
-                self.front = int(started[1])
-            elif line.startswith("serving on ") and not self._url.done():
-                self._url.set_result(line.split()[-1])
-        if not self._url.done():
-            self._url.set_exception(EOFError("it never served"))
-
-    def errors(self) -> str:
-        """What its processes have complained of."""
-        self.log.seek(0)
-        return self.log.read()
+    def heard(self, line: str) -> None:
+        if started := re.fullmatch(r"(\S+) is processes ([\d ]+)\n", line):
+            with self.news:
+                self.groups[started[1]] = [int(pid) for pid in started[2].split()]
+                self.news.notify_all()
+        elif started := re.fullmatch(r"the front is process (\d+)\n", line):
+            self.front = int(started[1])
 
     def post(self, prompt: str, count: int) -> httpx.Response:
         return self.http.post("/generate", json={"prompt": prompt, "max_tokens": count})

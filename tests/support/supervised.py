@@ -1,0 +1,79 @@
+"""A server of the examples under its supervisor, as its users start it, and what it prints."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    import httpx
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+HANGS = (
+    600.0  # seconds after which a test hangs, however slow the machine; nothing else of these tests is bounded by time
+)
+
+
+class Supervised:
+    """The server, in a session of its own.
+
+    :param command: what Python is told, but for the port, which is a free one.
+    :param environment: in which it runs, beside that of the test.
+    """
+
+    def __init__(self, *command: str, **environment: str) -> None:
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed at the end
+        self.process = subprocess.Popen(
+            [sys.executable, *command, "--port=0"],
+            cwd=EXAMPLES,
+            env=os.environ | environment,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            start_new_session=True,
+        )
+        self.news = threading.Condition()
+        """Notified when a process has started."""
+        self.url: Future[str] = Future()
+        self.http: httpx.Client | None = None
+        self.reader = threading.Thread(target=self._read)
+
+    def __enter__(self) -> Self:
+        self.reader.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.reader.join()
+        self.process.stdout.close()
+        sys.stderr.write(self.errors())
+        self.log.close()
+        if self.http is not None:
+            self.http.close()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            if line.startswith("serving on ") and not self.url.done():
+                self.url.set_result(line.split()[-1])
+            else:
+                self.heard(line)
+        if not self.url.done():
+            self.url.set_exception(EOFError("it never served"))
+
+    def heard(self, line: str) -> None:
+        """Take note of what it has printed."""
+
+    def errors(self) -> str:
+        """What its processes have complained of."""
+        self.log.seek(0)
+        return self.log.read()
