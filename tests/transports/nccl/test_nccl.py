@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import anyio.to_thread
 import pytest
 import torch
 from aiocomms_nccl import NcclTransport, bringup
@@ -26,7 +27,7 @@ from processes import PATIENCE, SUITE_HANGS
 from torch.distributed import HashStore
 
 import aiocomms
-from aiocomms import ReduceOp
+from aiocomms import ReduceOp, ops
 from aiocomms.bootstrap import registry
 from aiocomms.cuda import SPIN, Completions, recorded
 from aiocomms.errors import (
@@ -687,6 +688,85 @@ async def test_communicators_end_at_once(cuda: FakeCuda, monkeypatch: pytest.Mon
             comm.abort("for the test")
     assert {lane.state for lane in lanes} == {"aborted" if end == "abort" else "destroyed"}
     gone.set()
+
+
+class Inner:
+    """A message of the core's own, such as the end of a lane: closing does not wait for it."""
+
+    def __init__(self, comm: Any, op: ops.Send | ops.Recv) -> None:
+        self.op = op
+        self.ended = asyncio.Event()
+        self.error: CommError | None = None
+        transport(comm).post(op, self)
+
+    def done(self) -> bool:
+        return self.ended.is_set()
+
+    def complete(self, value: Any = None) -> None:
+        self.ended.set()
+
+    def fail(self, error: CommError) -> None:
+        self.error = error
+        self.ended.set()
+
+
+def forming() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "aiocomms nccl forms a lane"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("hears", ["of the end", "nothing"])
+async def test_a_rank_that_closes_before_it_joins_a_lane(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, hears: str
+) -> None:
+    """The message fails once the other rank hears of it, and the thread that joins ends, with its communicator."""
+    asked, may_ask, ask = threading.Event(), threading.Event(), FakeNccl.unique_id
+
+    def unique_id(self: FakeNccl) -> bytes:
+        asked.set()
+        may_ask.wait()
+        return ask(self)
+
+    async with world(2) as (receiver, sender):
+        monkeypatch.setattr(FakeNccl, "unique_id", unique_id)
+        if hears == "nothing":
+            monkeypatch.setattr(transport(receiver)._agreement, "_handle_bye", lambda *_: None)
+        received = Inner(receiver, ops.Recv(torch.zeros(5), 1, 0))
+        Inner(sender, ops.Send(torch.ones(5), 0, 0))
+        await anyio.to_thread.run_sync(asked.wait)
+        await sender.aclose()
+        if hears == "of the end":
+            await received.ended.wait()
+            assert "closed by rank 1" in str(received.error)
+        may_ask.set()
+        await receiver.aclose()
+        assert not forming()
+    assert {comm.state for comm in nccl().comms} <= {"aborted", "destroyed"}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("closes", ["sender", "receiver"])
+async def test_a_rank_that_closes_before_it_calls_nccl(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, closes: str
+) -> None:
+    """NCCL would wait for it for ever. What it has carried arrives, and the communicator goes on."""
+    async with world(2) as comms:
+        sender, receiver = comms
+        await _with_lanes(comms)
+        closing, other = (sender, receiver) if closes == "sender" else (receiver, sender)
+        lane = transport(closing)._matcher._lanes[other.rank, closes == "sender"]
+        monkeypatch.setattr(lane, "_flush", lambda: None)
+        slot = torch.zeros(3)
+        ends = Inner(sender, ops.Send(torch.ones(3), 1, 0)), Inner(receiver, ops.Recv(slot, 0, 0))
+        there = transport(other)._matcher._lanes[closing.rank, closes != "sender"]
+        while there.carried < 2:  # noqa: ASYNC110 - nothing tells when a message is given to NCCL
+            await asyncio.sleep(0)
+        await closing.aclose()
+        await ends[other.rank].ended.wait()
+        assert f"closed by rank {closing.rank}" in str(ends[other.rank].error)
+        assert slot.tolist() == [0, 0, 0]
+        assert not other.aborted
+    assert [comm.state for comm in nccl().comms].count("aborted") == 1
 
 
 @pytest.mark.asyncio

@@ -99,7 +99,7 @@ class Agreement:
     def send_bye(self) -> None:
         """Tell the other ranks that this rank has closed."""
         for peer in self._control.peers:
-            self._control.send(peer, wire.Bye(self._log.calls))
+            self._control.send(peer, wire.Bye(self._log.calls, self.matcher.progress_with(peer)))
 
     def send_abort(self, error: CommError) -> None:
         """Tell the other ranks that this rank has aborted. Any thread may call this."""
@@ -166,7 +166,7 @@ class Agreement:
 
     def _handle_bye(self, peer: int, frame: wire.Bye) -> None:
         self._left[peer] = frame.calls
-        self.matcher.close_peer(peer, closed_by(peer))
+        self.matcher.close_peer(peer, frame.progress, closed_by(peer))
         for index in list(self.pending):
             self._fail_if_needed(index)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Self
@@ -15,7 +14,7 @@ import torch
 
 from aiocomms import ops
 from aiocomms.cuda import SPIN, Completions, Cuda, Event, TorchCuda, no_gpu
-from aiocomms.errors import CapturedWorkError, CommAbortedError, CommError, UnsupportedOperation
+from aiocomms.errors import CapturedWorkError, CommAbortedError, CommClosedError, CommError, UnsupportedOperation
 from aiocomms.lowlevel import run_in_thread
 from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport
 from aiocomms_nccl import bringup
@@ -26,6 +25,7 @@ from aiocomms_nccl.control import Control
 from aiocomms_nccl.dtypes import HALVES, REDUCTIONS
 from aiocomms_nccl.matching import Matcher
 from aiocomms_nccl.nccl import CudaBrokenError, CupyNccl, Nccl, NcclComm, end_all, explain, guarded, no_cupy, status_of
+from aiocomms_nccl.threads import Threads
 from aiocomms_nccl.wire import Note
 
 HIGH_PRIORITY: Final = "high_priority_stream"
@@ -61,8 +61,7 @@ class NcclTransport(Transport):
         self._ends: WeakKeyDictionary[Completion, Event] = WeakKeyDictionary()
         self._captured: list[object] = []  # objects that a capture uses, until the capture has ended
         self._held: deque[tuple[Start, ops.Op, Completion, Event]] | None = None  # collectives, during a split
-        self._inbox: deque[tuple[Callable[[Any], object], Any, BaseException | None]] = deque()
-        self._threads: list[threading.Thread] = []
+        self._threads = Threads(control.wake)
         self._failure: CommError | None = None
         self._ending = threading.RLock()
         self.aborted = False
@@ -257,9 +256,9 @@ class NcclTransport(Transport):
         did = self._poll_events() or bool(frames)  # first: what was done before a rank aborted is done
         self._agreement.handle(frames, self.on_note)
         with self._ending:  # a communicator that gets its lane now is aborted with the others
-            while self._inbox and not self.aborted:  # _end() handles what comes after an abort
+            while self._threads.returned and not self.aborted:  # _end() handles what comes after an abort
                 did = True
-                self._conclude_call(*self._inbox.popleft())
+                self._conclude_call(*self._threads.returned.popleft())
         return did
 
     def _capturing(self) -> bool:
@@ -337,20 +336,8 @@ class NcclTransport(Transport):
 
     def spawn(self, call: Callable[[], Any], then: Callable[[Any], object]) -> None:
         """Run a blocking call in a thread, and then ``then`` on the loop's thread. An error loses the communicator."""
-
-        def run() -> None:
-            outcome: Any = None
-            failure: BaseException | None = None
-            try:
-                outcome = guarded(self.cuda, self.library, "forming a communicator of two ranks", call)
-            except BaseException as error:  # the loop's thread handles it
-                failure = error
-            self._inbox.append((then, outcome, failure))
-            self.control.wake()
-
-        thread = threading.Thread(target=run, name="aiocomms nccl forms a lane", daemon=True)
-        self._threads.append(thread)
-        thread.start()
+        what = "forming a communicator of two ranks"
+        self._threads.spawn(functools.partial(guarded, self.cuda, self.library, what, call), then)
 
     def _conclude_call(self, then: Callable[[Any], object], outcome: Any, failure: BaseException | None) -> None:
         if failure is None:
@@ -358,6 +345,15 @@ class NcclTransport(Transport):
         else:
             error = failure if isinstance(failure, CommError) else CommError(f"NCCL could not be used: {failure!r}")
             self._fail(error)
+
+    def end(self, comm_stream: CommStream) -> None:
+        """Abort a communicator of a lane, in a thread."""
+        with self._ending:
+            if not self.aborted:
+                self._end_all([comm_stream.comm.abort])
+
+    def _end_all(self, calls: Sequence[Callable[[], object]]) -> None:
+        self._threads.adopt(end_all(self.cuda, calls))
 
     # ----------------------------------------------------------------------------------------- abort and close
 
@@ -367,7 +363,7 @@ class NcclTransport(Transport):
             if not self.aborted:
                 self.aborted = True
                 self._agreement.send_abort(error)
-                self._threads += end_all(self.cuda, [comm_stream.comm.abort for comm_stream in self._comm_streams()])
+                self._end_all([comm_stream.comm.abort for comm_stream in self._comm_streams()])
 
     def _comm_streams(self) -> list[CommStream]:
         return [self._comm_stream, *self._matcher.comm_streams()]
@@ -375,7 +371,7 @@ class NcclTransport(Transport):
     async def aclose(self) -> None:
         """See :meth:`Transport.aclose`."""
         await run_in_thread(self._end)
-        self._inbox.clear()
+        self._threads.returned.clear()
         self._captured.clear()
 
     def _end(self) -> None:
@@ -383,15 +379,16 @@ class NcclTransport(Transport):
         with self._ending:
             if not self.aborted:
                 self._agreement.send_bye()
-                self._threads += end_all(self.cuda, [comm_stream.comm.destroy for comm_stream in self._comm_streams()])
+                self._end_all([comm_stream.comm.destroy for comm_stream in self._comm_streams()])
         self.control.close(_PATIENCE)
-        ends = time.monotonic() + _PATIENCE
-        for thread in self._threads:
-            thread.join(max(0.0, ends - time.monotonic()))
+        self._threads.join(_PATIENCE)
+        if self._matcher.release(CommClosedError("it was closed on this rank")):
+            self._threads.join(_PATIENCE)
+        if not isinstance(self._failure, CudaBrokenError):
+            for late in self._threads.returned:
+                if isinstance(late.value, CommStream):  # it was formed too late to carry anything
+                    late.value.comm.abort()
         if self.aborted and not isinstance(self._failure, CudaBrokenError):
-            for _, outcome, _ in list(self._inbox):
-                if isinstance(outcome, CommStream):  # it was formed after the abort
-                    outcome.comm.abort()
             self.cuda.activate()
             with self.cuda.harmless():
                 self.completions.wait()

@@ -10,7 +10,7 @@ from aiocomms.errors import ProtocolError
 from aiocomms.lowlevel import UNREADABLE, Dialect, Reason
 from aiocomms.ops.checks import DTYPES
 
-VERSION: Final = 5
+VERSION: Final = 6
 LONGEST: Final = 64 * 1024
 """Most bytes of a frame."""
 
@@ -56,10 +56,22 @@ class Calls(msgspec.Struct, tag=3, array_like=True):
     last: list[Described]
 
 
+class Progress(msgspec.Struct, array_like=True):
+    """How far the sender has come in its lanes with the receiver."""
+
+    joined: bool
+    """Whether it forms the lane on which it sends, for which the receiver has asked."""
+    sent: int
+    """How many messages it has given to NCCL there."""
+    received: int
+    """How many it has given to NCCL on the lane on which it receives."""
+
+
 class Bye(msgspec.Struct, tag=4, array_like=True):
     """The sender has closed after ``calls`` collectives, and sends nothing more."""
 
     calls: int
+    progress: Progress
 
 
 class Abort(msgspec.Struct, tag=5, array_like=True):

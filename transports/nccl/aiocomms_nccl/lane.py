@@ -1,0 +1,188 @@
+"""A lane: one direction between two ranks, a NCCL communicator of the two with a stream of its own.
+
+The receiver makes the communicator's id and sends it to the sender, and both join it, each in a thread. NCCL gives up
+neither a join for which the other rank does not come, nor a message that the other rank does not carry. So a rank that
+closes tells the other one how far it has come in each lane, and the other one ends what goes beyond that.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+from aiocomms import ops
+from aiocomms.cuda import Completions, Cuda, Event
+from aiocomms.errors import CommError
+from aiocomms.transport import Completion, conclude
+from aiocomms_nccl import nccl
+from aiocomms_nccl.collectives import CommStream
+from aiocomms_nccl.nccl import Nccl, NcclComm
+
+_SENDER: Final = 0
+"""The sender's rank in a lane's communicator. The receiver's is 1."""
+
+
+class Forming(Protocol):
+    """What a lane needs of its transport."""
+
+    cuda: Cuda
+    library: Nccl
+    completions: Completions
+    aborted: bool
+
+    def spawn(self, call: Callable[[], Any], then: Callable[[Any], object]) -> None:
+        """Run a blocking call in a thread, and then ``then`` on the loop's thread. An error loses the communicator."""
+
+    def comm_stream(self, comm: NcclComm, rank: int, size: int) -> CommStream:
+        """Return a communicator with a stream."""
+
+    def call_nccl(self, what: str, call: Callable[[], object]) -> bool:
+        """Call NCCL. Returns False if the call failed and the communicator is lost."""
+
+    def end(self, comm_stream: CommStream) -> None:
+        """Abort a communicator of a lane, in a thread."""
+
+
+class Posted:
+    """A send or a receive, and the event of the caller's stream for which it waits."""
+
+    __slots__ = ("after", "op", "work")
+
+    def __init__(self, op: ops.Send | ops.Recv, work: Completion, after: Event) -> None:
+        self.op = op
+        self.work = work
+        self.after = after
+
+
+class Lane:
+    """One direction between this rank and another. Its methods run on the loop's thread unless they say otherwise."""
+
+    def __init__(self, owner: Forming, sends: bool) -> None:
+        """Make a lane that is not formed yet: messages wait.
+
+        :param sends: whether this rank is its sender.
+        """
+        self.comm_stream: CommStream | None = None
+        """The communicator, once it is formed and until it is ended."""
+        self.begun = False
+        """Whether this rank has begun to form it."""
+        self.carried = 0
+        """How many messages this rank has given to NCCL."""
+        self._owner = owner
+        self._sends = sends
+        self._rank = _SENDER if sends else 1 - _SENDER
+        self._waiting: deque[tuple[Posted, int, Any]] = deque()
+        self._finished = 0
+        self._most: int | None = None  # how many messages the other rank has carried, if it has closed
+        self._error: CommError | None = None
+        self._joining = b""  # the id of the communicator for whose other rank a thread waits
+        self._lock = threading.Lock()  # a thread joins, or it does not because the other rank has closed
+
+    def form(self, unique_id: Callable[[], bytes]) -> None:
+        """Join the communicator in a thread, which calls ``unique_id`` first."""
+        self.begun = True
+        self._owner.spawn(functools.partial(self._join, unique_id), self._formed)
+
+    def _join(self, unique_id: Callable[[], bytes]) -> CommStream | None:
+        library, joining = self._owner.library, unique_id()
+        with self._lock:
+            if self._error is not None:
+                return None
+            self._joining = joining
+        try:
+            comm = library.communicator(2, joining, self._rank)
+        except library.errors:
+            if self._error is not None:
+                return None
+            raise
+        with self._lock:
+            self._joining = b""
+            closed = self._error is not None
+        if closed:
+            comm.abort()
+            return None
+        comm_stream = self._owner.comm_stream(comm, self._rank, 2)
+        comm_stream.warm(self._sends)
+        return comm_stream
+
+    def _formed(self, comm_stream: CommStream | None) -> None:
+        if comm_stream is not None:
+            self.comm_stream = comm_stream
+            self._flush()
+
+    def add(self, posted: Posted, nbytes: int, outcome: Any) -> None:
+        """Carry a message, behind all others of the lane. Both ranks add the messages in the same order."""
+        self._waiting.append((posted, nbytes, outcome))
+        self._flush()
+
+    def _flush(self) -> None:
+        comm_stream = self.comm_stream
+        while comm_stream is not None and self._waiting:
+            posted, nbytes, outcome = self._waiting.popleft()
+            comm_stream.stream.wait_event(posted.after)
+            call = comm_stream.comm.send if self._sends else comm_stream.comm.recv
+            pointer, other = posted.op.tensor.data_ptr(), 1 - self._rank
+            enqueue = functools.partial(call, pointer, nbytes, nccl.UINT8, other, comm_stream.handle)
+            if not self._owner.call_nccl(posted.op.name, enqueue):
+                return
+            self.carried += 1
+            self._owner.completions.add(comm_stream.stream, functools.partial(self._finish, posted, outcome))
+
+    def _finish(self, posted: Posted, outcome: Any) -> None:
+        self._owner.completions.release(posted.after)
+        self._finished += 1
+        if self._owner.aborted:
+            return  # the event may have fired because NCCL has stopped
+        unmet = self._most is not None and self._finished > self._most
+        conclude(posted.work, self._error if unmet else outcome)
+        self._cut()
+
+    def close_peer(self, carried: int, begun: bool, error: CommError) -> None:
+        """The other rank has closed: end what it does not carry.
+
+        :param carried: how many messages it has given to NCCL.
+        :param begun: whether it has begun to form the lane.
+        :param error: of the messages that it has not.
+        """
+        self._most = carried
+        with self._lock:
+            self._error = error
+        for posted, _, _ in self._waiting:
+            conclude(posted.work, error)
+        self._waiting.clear()
+        if not begun:
+            self.release(error)
+        self._cut()
+
+    def _cut(self) -> None:
+        """End the communicator once all that the other rank has carried is done, if more waits for that rank."""
+        comm_stream = self.comm_stream
+        if self._most is not None and comm_stream is not None and self.carried > self._finished >= self._most:
+            self.comm_stream = None
+            self._owner.end(comm_stream)
+
+    def release(self, error: CommError) -> bool:
+        """Let a thread go on that waits for the other rank, which does not come: it is joined in that rank's place.
+
+        NCCL has no other way to end a join. It refuses two ranks that use one GPU, and if it takes them, the thread
+        ends the communicator. Any thread may call this.
+
+        :returns: whether a thread waits.
+        """
+        with self._lock:
+            self._error = self._error or error
+            joining = self._joining
+        if joining:
+            self._owner.spawn(functools.partial(self._stand_in, joining), lambda _: None)
+        return bool(joining)
+
+    def _stand_in(self, joining: bytes) -> None:
+        library = self._owner.library
+        try:
+            comm = library.communicator(2, joining, 1 - self._rank)
+        except library.errors:
+            return
+        comm.abort()

@@ -1,0 +1,58 @@
+"""The threads of one transport: NCCL blocks in some calls, and does not give them up."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+
+class Returned(NamedTuple):
+    """What a call in a thread has come to, for the loop's thread to act upon."""
+
+    then: Callable[[Any], object]
+    value: Any
+    error: BaseException | None
+
+
+class Threads:
+    """Threads that are left behind where NCCL does not let them go, and what their calls have returned."""
+
+    def __init__(self, wake: Callable[[], object]) -> None:
+        """Start none.
+
+        :param wake: wakes the loop, from any thread.
+        """
+        self.returned: deque[Returned] = deque()
+        """In the order in which the calls returned."""
+        self._wake = wake
+        self._threads: list[threading.Thread] = []
+
+    def spawn(self, call: Callable[[], Any], then: Callable[[Any], object]) -> None:
+        """Run a blocking call in a thread, and have the loop's thread call ``then`` with what it returns."""
+
+        def run() -> None:
+            value: Any = None
+            failure: BaseException | None = None
+            try:
+                value = call()
+            except BaseException as error:  # the loop's thread handles it
+                failure = error
+            self.returned.append(Returned(then, value, failure))
+            self._wake()
+
+        thread = threading.Thread(target=run, name="aiocomms nccl forms a lane", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def adopt(self, threads: Iterable[threading.Thread]) -> None:
+        """Wait for these as well, in :meth:`join`."""
+        self._threads += threads
+
+    def join(self, patience: float) -> None:
+        """Wait for all threads, for so many seconds at most. Blocks, off the loop."""
+        ends = time.monotonic() + patience
+        for thread in self._threads:
+            thread.join(max(0.0, ends - time.monotonic()))
