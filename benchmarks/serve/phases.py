@@ -101,14 +101,14 @@ async def leaving(server: Server, target: Embedding) -> Row:
     :returns: steps of the model that were computed before and after it left, and until how many seconds after.
     """
     steps = [await progress(server, target)]
-    # The interruption of a whole connection is what a client's end is; httpx closes it when the task is cancelled.
+    # The interruption of a whole connection is what a client's end is; aiohttp closes it when the task is cancelled.
     body = {"texts": [LONG] * TEXTS}
     async with connect(server.url) as http:
         request = asyncio.create_task(http.post("/embed", json=body))
         while (now := await progress(server, target)) - steps[0] < TEXTS // 8:  # four long texts are a step
             await asyncio.sleep(0.01)
             if request.done():
-                raise RuntimeError(f"{server.name} has answered {request.result().status_code} before half was done")
+                raise RuntimeError(f"{server.name} has answered {request.result().status} before half was done")
         request.cancel()
         left = ended = time.perf_counter()
         await asyncio.wait([request])

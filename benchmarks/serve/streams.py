@@ -87,7 +87,7 @@ async def leaving(server: Server, stays: Stream, leaves: Stream) -> Row:
         all_ = [ask(http, target, n, time.perf_counter()) for n in range(LEAVERS) for target in (stays, leaves)]
         records = await asyncio.gather(*all_)
         while True:  # until the server has noticed all of them
-            health = (await http.get("/healthz")).json()
+            health = await (await http.get("/healthz")).json()
             if not health["requests"] and all(it["pages"] == it["pages_free"] for it in health["decoders"].values()):
                 break
             await asyncio.sleep(0.01)

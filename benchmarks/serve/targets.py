@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx
+import aiohttp
+import msgspec
 import numpy as np
 
 from benchmarks.serve.client import Record
@@ -42,13 +43,14 @@ class Embedding:
         texts = [line for line in SENTENCES.read_text("utf-8").splitlines() if line]
         return cls(texts, load_model(device="cpu").encode(texts))
 
-    async def ask(self, http: httpx.AsyncClient, number: int, record: Record) -> None:
+    async def ask(self, http: aiohttp.ClientSession, number: int, record: Record) -> None:
         """See Target."""
         index = number % len(self.texts)
-        answer = await http.post("/embed", content=self._bodies[index])
-        record.status = answer.status_code
-        if answer.status_code == 200:
-            [vector] = json.loads(answer.content)["embeddings"]
+        async with http.post("/embed", data=self._bodies[index]) as answer:
+            content = await answer.read()
+        record.status = answer.status
+        if answer.status == 200:
+            [vector] = msgspec.json.decode(content)["embeddings"]
             record.right = bool(np.abs(np.asarray(vector) - self._vectors[index]).max() <= TOLERANCE)
 
 
@@ -75,30 +77,30 @@ class Stream:
         self._wanted = wanted
         self._leave_after = leave_after
 
-    async def ask(self, http: httpx.AsyncClient, number: int, record: Record) -> None:
+    async def ask(self, http: aiohttp.ClientSession, number: int, record: Record) -> None:
         """See Target. An answer that ends without ``[DONE]`` is none; one that is left is right so far."""
         index, text = number % len(self._bodies), ""
-        async with http.stream("POST", "/generate", json=self._bodies[index]) as answer:
-            record.status = answer.status_code
-            if answer.status_code != 200:
+        async with http.post("/generate", json=self._bodies[index]) as answer:
+            record.status = answer.status
+            if answer.status != 200:
                 return
-            async for line in answer.aiter_lines():
-                if line == "data: [DONE]":
+            async for line in answer.content:
+                if line == b"data: [DONE]\n":
                     record.right = self._wanted is None or text == self._wanted[index]
                     return
-                if line.startswith("data: "):
-                    text += _text(json.loads(line.removeprefix("data: ")))
+                if line.startswith(b"data: "):
+                    text += _text(msgspec.json.decode(line.removeprefix(b"data: ")))
                     record.tokens.append(time.perf_counter())
                 if len(record.tokens) == self._leave_after:
                     return
-        raise httpx.RemoteProtocolError("the stream ended before its end")
+        raise aiohttp.ClientPayloadError("the stream ended before its end")
 
 
 def _text(event: dict[str, str]) -> str:
     """That of an event that is a token.
 
-    :raises httpx.RemoteProtocolError: it is none.
+    :raises aiohttp.ClientPayloadError: it is none.
     """
     if "text" not in event:
-        raise httpx.RemoteProtocolError(f"an event is {event}, wanted one with 'text'")
+        raise aiohttp.ClientPayloadError(f"an event is {event}, wanted one with 'text'")
     return event["text"]

@@ -21,6 +21,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from supervised import EXAMPLES
 
 from benchmarks.serve import report
 from benchmarks.serve.client import Record, arrivals, ask, connect, load, quantile, saturate, summary
@@ -291,10 +292,11 @@ def test_an_answer_that_differs_from_the_unsplit_models_is_wrong() -> None:
 @pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.timeout(600)
-def test_both_generators_are_measured(tmp_path: Path) -> None:
+def test_both_generators_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All tokens are the unsplit model's, and after a kill tokens come again."""
     model = tmp_path / "model.safetensors"
-    random_model(importlib.import_module("text_generator.model")).save(model)  # found once the benchmark is imported
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    random_model(importlib.import_module("text_generator.model")).save(model)
     command = [sys.executable, "-m", "benchmarks.serve", "--seconds=1", "--layouts", "--streams", "2x1"]
     run = subprocess.run(
         [*command, f"--model={model}", f"--out={tmp_path}"], cwd=ROOT, check=False, capture_output=True, text=True
