@@ -24,7 +24,7 @@ from .batcher import Batcher
 from .ending import exiting_by
 from .links import open_links
 from .model import Stage
-from .pipeline import THREADS, Pipeline
+from .pipeline import THREADS, Pipeline, settle
 from .server import create_app
 from .web import Server, close_half_requests
 
@@ -69,6 +69,7 @@ async def run(
     :param open_links: by what the ranks communicate
     :raises SystemExit: if the job cannot go on, with a sentence that says why
     """
+    settle()
     gc.freeze()  # modules stay: no collection need visit them. A communicator is freed by one, so it comes later
     with exiting_by(CommError), ending_on_signals() as stopping:
         async with open_links(shape.tp, stopping, tell, join) as (service, links):
