@@ -304,8 +304,8 @@ def test_both_generators_are_measured(tmp_path: Path, monkeypatch: pytest.Monkey
     assert run.returncode == 0, run.stdout + run.stderr
     [layout] = json.loads((tmp_path / "serve.json").read_text())["streams"]
     for row in layout["rows"]:
-        assert row["good"] == row["sent"] > 0, row
-        assert row["tokens_per_s"] > 0
+        assert row["good"] == row["sent"], row
+        assert row["load"] != "no pause" or row["tokens_per_s"] > 0
     for by in report.ORDER:
         assert layout["leaving"][by]["wrong"] == layout["killed"][by]["wrong"] == 0
         assert layout["killed"][by]["again"] > 0
@@ -332,9 +332,9 @@ def test_both_servers_are_measured(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
     [layout] = json.loads((tmp_path / "serve.json").read_text())["layouts"]
     for row in layout["rows"]:
-        assert row["good"] == row["sent"] > 0, row
-        assert row["late_p99"] > 0
-        assert row["cpu_per_1000"] > 0
+        assert row["good"] == row["sent"], row
+        assert row["sent"] or row["load"] != "no pause"
+        assert not row["sent"] or (row["late_p99"] > 0 and row["cpu_per_1000"] > 0)
     for by in report.ORDER:
         assert all(value > 0 for part, value in layout["split"][by].items() if part != "HTTP")
         assert layout["killed"][by]["wrong"] == 0
