@@ -4,6 +4,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <set>
@@ -176,9 +177,21 @@ void ranks_depart() {
   CHECK(second.publish() != read && family.pools[0].overflows());
 }
 
+// Each part of a communicator's memory is mapped by itself, on a kernel with pages of any size.
+void parts_begin_on_pages() {
+  constexpr std::size_t kPages[] = {4096, 16 * 1024, 64 * 1024};
+  for (const int ranks : {1, 2, 3, 64, Segment::kMostRanks}) {
+    const std::size_t parts[] = {Segment::bytes(ranks), Segment::place_of_pool(ranks), Pool::bytes(ranks)};
+    for (const std::size_t page : kPages) {
+      CHECK(std::ranges::all_of(parts, [&](std::size_t part) { return part % page == 0; }));
+    }
+  }
+}
+
 }  // namespace
 
 void test_pool() {
+  parts_begin_on_pages();
   slots_go_round();
   slots_are_kept();
   nobody_takes_what_is_read();

@@ -4,16 +4,23 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cstddef>
+#include <cstdint>
 #include <system_error>
 
 #include "collectives/span.hpp"
 
 namespace aiocomms {
 
-// The next part begins on a page of its own.
-constexpr std::size_t whole_pages(std::size_t bytes) { return rounded_up(bytes, 4096); }
+// What ranks tell each other is in atomics that no lock of one process guards.
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
+
+// The next part begins on a page of its own, which can be mapped, whatever size pages have: on aarch64 up to 64 KiB.
+// Those that nobody touches take no memory.
+constexpr std::size_t kLargestPage = 64 * 1024;
+constexpr std::size_t whole_pages(std::size_t bytes) { return rounded_up(bytes, kLargestPage); }
 
 // Maps a part of a descriptor's memory, and does not close it. std::system_error: it cannot, or there is less.
 inline void* map_shared(int fd, std::size_t offset, std::size_t bytes) {
