@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "collectives/pool.hpp"
+#include "net/fence.hpp"
 
 namespace aiocomms {
 
@@ -191,12 +192,6 @@ class Segment {
     Line core;  // 1 + its number; 0: none
     Line gone;
   };
-
-  static void fence([[maybe_unused]] std::memory_order order) {
-#ifndef __SANITIZE_THREAD__  // which does not know fences
-    std::atomic_thread_fence(order);
-#endif
-  }
 
   static constexpr int kRoundBits = 45, kRankBits = 16;
   static_assert(kMostRanks <= 1 << kRankBits);

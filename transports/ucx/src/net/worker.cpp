@@ -6,6 +6,8 @@
 #include <cstring>
 #include <utility>
 
+#include "net/fence.hpp"
+
 namespace aiocomms {
 namespace {
 
@@ -262,6 +264,9 @@ ucs_status_t Worker::send(Peer& peer, const void* header, std::size_t header_byt
   ucp_ep_h to = endpoint(peer);
   if (to == nullptr) return peer.why;
   ++peer.sent;
+  // Whoever gets the message may overwrite what this rank has read, in shared memory or where a peer's tensor lies, and
+  // read what it has written. UCX has barriers for the bytes that it carries, and promises nothing for others.
+  fence(std::memory_order_release);
   ucp_request_param_t param = counted(this->param(memory, nullptr));
   param.op_attr_mask |= UCP_OP_ATTR_FIELD_FLAGS;
   param.flags = UCP_AM_SEND_FLAG_COPY_HEADER;
@@ -273,28 +278,35 @@ ucs_status_t Worker::send(Peer& peer, const void* header, std::size_t header_byt
 
 ucs_status_t Worker::on_message(void* arg, const void* raw, std::size_t header_bytes, void* data, std::size_t bytes,
                                 const ucp_am_recv_param_t* param) {
-  Worker& self = *static_cast<Worker*>(arg);
+  fence(std::memory_order_acquire);  // see send()
+  const bool large = param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV;
+  const ucs_status_t status = static_cast<Worker*>(arg)->receive(raw, header_bytes, data, bytes, large);
+  // UCX gives the place of what has just been read to the next message, behind a barrier that is for stores alone.
+  fence(std::memory_order_acquire);
+  return status;
+}
+
+ucs_status_t Worker::receive(const void* raw, std::size_t header_bytes, void* data, std::size_t bytes, bool large) {
   Header header;
   if (header_bytes < sizeof header) return UCS_OK;  // nobody of ours
   std::memcpy(&header, raw, sizeof header);
-  if (header.peer >= self.peers_.size()) return UCS_OK;
+  if (header.peer >= peers_.size()) return UCS_OK;
   const int peer = static_cast<int>(header.peer);
-  if (!self.peers_[peer].heard || header.cookie != self.peers_[peer].cookies.theirs) return UCS_OK;
+  if (!peers_[peer].heard || header.cookie != peers_[peer].cookies.theirs) return UCS_OK;
   const std::size_t told = header_bytes - sizeof header;
   const std::size_t wanted = header.dtype & kOffered ? sizeof(Offer) : header.bytes;
   const bool offer_told = told || !(header.dtype & kOffered);
   if (told + bytes != wanted || (told && bytes) || !offer_told) {
-    self.refuse(peer);
+    refuse(peer);
     return UCS_OK;
   }
   if (told) {
-    self.arrived_(peer, header, static_cast<const std::byte*>(raw) + sizeof header, nullptr);
+    arrived_(peer, header, static_cast<const std::byte*>(raw) + sizeof header, nullptr);
     return UCS_OK;
   }
-  const bool large = param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV;
-  self.arriving_ = large ? data : nullptr;
-  self.arrived_(peer, header, large ? nullptr : data, self.arriving_);
-  return std::exchange(self.arriving_, nullptr) ? UCS_INPROGRESS : UCS_OK;
+  arriving_ = large ? data : nullptr;
+  arrived_(peer, header, large ? nullptr : data, arriving_);
+  return std::exchange(arriving_, nullptr) ? UCS_INPROGRESS : UCS_OK;
 }
 
 // A descriptor is not complete before the callback that is given it has returned, and what that returns releases it.

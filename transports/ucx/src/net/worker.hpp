@@ -121,6 +121,8 @@ class Worker final : public Network {
 
   static ucs_status_t on_message(void* arg, const void* header, std::size_t header_bytes, void* data, std::size_t bytes,
                                  const ucp_am_recv_param_t* param);
+  // large: `data` is a descriptor.
+  ucs_status_t receive(const void* header, std::size_t header_bytes, void* data, std::size_t bytes, bool large);
   ucp_ep_h endpoint(Peer& peer);
   ucp_ep_h endpoint(int peer) { return endpoint(peers_[peer]); }
 

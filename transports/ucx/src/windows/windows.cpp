@@ -13,6 +13,7 @@ namespace {
 
 template <typename T>
 std::uint64_t atomically(std::byte* where, bool swap, std::uint64_t a, std::uint64_t b) {
+  static_assert(std::atomic_ref<T>::is_always_lock_free);  // other processes change it, too
   std::atomic_ref<T> element(*reinterpret_cast<T*>(where));
   if (!swap) return element.fetch_add(static_cast<T>(a));
   T expected = static_cast<T>(a);
