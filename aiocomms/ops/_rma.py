@@ -74,7 +74,14 @@ class WindowOpen(_Rma, frozen=True, eq=False):
     tensor: Tensor
 
     def check(self, group: Group) -> None:
-        checks.writable("tensor", self.tensor, group)
+        tensor = self.tensor
+        checks.writable("tensor", tensor, group)
+        # Processors change what lies across two words in two steps, or, as aarch64's do, end the process.
+        if tensor.dtype in ATOMIC_DTYPES and tensor.data_ptr() % tensor.element_size():
+            raise ArgumentError(
+                f"tensor begins at {tensor.data_ptr():#x}, wanted a multiple of its {tensor.element_size()} bytes "
+                "an element, or there can be no atomics; give a clone()"
+            )
 
 
 class WindowClose(_OnWindow, frozen=True, eq=False):

@@ -380,7 +380,8 @@ def test_an_error_of_new_window_names_it(run, transport, end):
 def test_a_wrong_argument_of_new_window_names_it(run):
     async def main():
         async with local_world(2) as (one, two):
-            for wrong in (3, None, torch.ones(2).to_sparse(), torch.ones(2, 2).T[:1]):
+            odd = torch.frombuffer(bytearray(17), dtype=torch.int64, offset=1)
+            for wrong in (3, None, torch.ones(2).to_sparse(), torch.ones(2, 2).T[:1], odd):
                 with pytest.raises(CommError, match=r"^new_window on 'world' \(rank 0\): tensor "):
                     await one.new_window(wrong)
             windows = await ranks([one, two], lambda comm: comm.new_window(torch.ones(2)))
