@@ -142,6 +142,35 @@ conformance-in-processes: $(VENV)/ucx.stamp
 conformance-loops: $(VENV)/ucx.stamp
 	$(CONFORMANCE) --transport=c10d --transport=ucx --loops=uvloop,trio
 
+# ------------------------------------------------------------------------------------------------------------ aarch64
+# The engine for another processor, and what holds its shared memory together there.
+.PHONY: test-aarch64 conformance-aarch64
+AARCH64 := $(abspath build/aarch64)
+LIBUCX_VERSION = $$($(BIN)/python -c "from importlib.metadata import version; print(version('libucx-cu13'))")
+
+$(AARCH64)/libucx.stamp: $(VENV)/ucx.stamp
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(AARCH64)/packages \
+		--platform manylinux_2_28_aarch64 --only-binary=:all: libucx-cu13==$(LIBUCX_VERSION)
+	touch $@
+
+## The engine's test programs compiled for aarch64 and run by qemu-user; names the Debian packages it needs if they lack.
+test-aarch64:
+	@$(PYTHON) tests/aarch64/look.py
+	@$(MAKE) --no-print-directory $(AARCH64)/libucx.stamp
+	AIOCOMMS_AARCH64=$(AARCH64)/packages $(PYTEST) tests/aarch64
+
+$(AARCH64)/system.stamp: $(AARCH64)/libucx.stamp tests/aarch64/system.py $(UCX_NATIVE)
+	PYTHONPATH=tests/support $(BIN)/python tests/aarch64/system.py $(AARCH64)
+	touch $@
+
+## The conformance suite of the ucx transport on 2 ranks, in a Python for aarch64 that qemu-user runs.
+conformance-aarch64:
+	@$(PYTHON) tests/aarch64/look.py
+	@$(MAKE) --no-print-directory $(AARCH64)/system.stamp
+	cd $(AARCH64) && PYTHONPATH=$(AARCH64)/packages qemu-aarch64 -L root root/usr/bin/python3.11 -m pytest -c /dev/null \
+		--rootdir=. --pyargs aiocomms.testing.conformance --transport=ucx --loops=asyncio --ranks=2 --deadline=600
+# --------------------------------------------------------------------------------------------------------------------
+
 ## Every case of the fault catalogue, all victims and delays; writes docs/fault-table.md.
 faults: $(VENV)/ucx.stamp
 	$(BIN)/python tests/faults/report.py

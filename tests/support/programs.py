@@ -1,4 +1,4 @@
-"""Test programs in C++: built with a sanitizer from sources of the UCX transport, and run."""
+"""Test programs in C++: built from sources of the UCX transport, with a sanitizer or for another processor, and run."""
 
 from __future__ import annotations
 
@@ -7,16 +7,73 @@ import os
 import shlex
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 UCX = Path(__file__).parents[2] / "transports" / "ucx"
 # Of the debugging information only what shows a line where a sanitizer stops: the rest takes half of the build's time.
-FLAGS = "-std=c++20 -O1 -g1 -fno-omit-frame-pointer -ffp-contract=off -pthread -Wall -Wextra -Werror"
+FLAGS = "-std=c++20 -g1 -fno-omit-frame-pointer -ffp-contract=off -pthread -Wall -Wextra -Werror"
 AT_ONCE = 2
 """Sources that are compiled at a time."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """One program: its sources, without ``.cpp`` and relative to the transport's folder, and how it is linked."""
+
+    sources: tuple[str, ...]
+    flags: str = ""
+    """What the compiler is told besides."""
+    wrapped: tuple[str, ...] = ()
+    """Functions in whose place the program's own are called."""
+
+
+def _named(folder: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{folder}/{name}" for name in names)
+
+
+_TESTED_PARTS = ("parts", "board", "pacer", "inbox", "offers", "pool", "speeds", "windows")
+_MESSAGES = ("message_reduce", "message_moving", "reduce")
+_HIERARCHICAL = ("hierarchical_moving", "hierarchical_reduce", "pipeline", "pool", "segment", "shared_collectives")
+_ENGINE = sorted(
+    f"src/{source.parent.name}/{source.stem}" for source in UCX.glob("src/*/*.cpp") if source.parent.name != "bindings"
+)
+
+PROGRAMS = {
+    "parts": Program(
+        (
+            *_named("tests", *(f"{name}_test" for name in _TESTED_PARTS)),
+            *_named("src/collectives", "board", "pool", "segment"),
+            *_named("src/engine", "closing", "groups", "inbox", "offers", "reports", "request"),
+            *_named("src", "net/speeds", "windows/windows"),
+        )
+    ),
+    "schedules": Program((*_named("tests", "schedules_test"), *_named("src/collectives", *_MESSAGES))),
+    "hierarchical": Program(
+        (*_named("tests", "hierarchical_test"), *_named("src/collectives", *_HIERARCHICAL, "reduce", "shared"))
+    ),
+    "critical_path": Program(
+        (
+            *_named("tests", "critical_path_test", "critical_path"),
+            *_named("src/collectives", *_HIERARCHICAL, *_MESSAGES),
+        ),
+        flags="-fno-builtin-memcpy",
+        # What copies and reduces, in which the simulation sees what a rank does.
+        wrapped=(
+            "memcpy",
+            "_ZN8aiocomms6reduceERKNS_9ReductionEPvPKPKvim",
+            "_ZN8aiocomms4foldERKNS_9ReductionEPvPKPKvim",
+            "_ZN8aiocomms4liftERKNS_9ReductionEPvPKvm",
+            "_ZN8aiocomms7combineERKNS_9ReductionEPvPKvm",
+            "_ZN8aiocomms5lowerERKNS_9ReductionEPvPKvmi",
+        ),
+    ),
+    "engine": Program((*_named("tests", "engine_test"), *_ENGINE)),
+}
+"""All programs of ``transports/ucx/tests``."""
 
 
 def libucx() -> Path:
@@ -27,37 +84,56 @@ def libucx() -> Path:
     return Path(found.submodule_search_locations[0])
 
 
-def run_sanitized(
-    where: Path,
-    sanitizer: str,
-    sources: Sequence[Path],
-    *arguments: str,
-    flags: str = "",
-    libraries: Sequence[str] = (),
-) -> None:
-    """Build a program from all sources, and run it. It says at its end how many of its checks failed.
+def run_sanitized(where: Path, sanitizer: str, program: Program, *arguments: str) -> None:
+    """Build a program, and run it. It says at its end how many of its checks failed.
 
     :param where: an empty folder.
     :param sanitizer: what ``-fsanitize`` takes.
-    :param flags: what the compiler is told besides.
     """
     compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or shutil.which("c++") or ""]
     if not shutil.which(compiler[0]):
         pytest.skip("no C++ compiler")
-    folders = [f"-I{UCX / 'src'}", f"-I{UCX / 'tests'}", "-isystem", str(libucx() / "include")]
-    command = [*compiler, *FLAGS.split(), *flags.split(), f"-fsanitize={sanitizer}", "-fno-sanitize-recover", *folders]
-    waiting, running = list(sources), list[subprocess.Popen[str]]()
+    build(where, [*compiler, "-O1", f"-fsanitize={sanitizer}", "-fno-sanitize-recover"], program, libucx())
+    fixed = ["setarch", "-R"] if sanitizer == "thread" and _may_fix_addresses() else []
+    run_program(*fixed, "./program", *arguments, where=where)
+
+
+def build(where: Path, compiler: Sequence[str], program: Program, ucx: Path, *sources: Path) -> None:
+    """Build a program, as ``program`` in an empty folder.
+
+    :param ucx: the folder with the headers and libraries of UCX, for the compiler's processor.
+    :param sources: what the program consists of besides.
+    """
+    folders = [f"-I{UCX / 'src'}", f"-I{UCX / 'tests'}", "-isystem", str(ucx / "include")]
+    command = [*compiler, *FLAGS.split(), *program.flags.split(), *folders]
+    all_sources = [*(UCX / f"{source}.cpp" for source in program.sources), *sources]
+    waiting, running = list(all_sources), list[subprocess.Popen[str]]()
     while waiting or running:
         while waiting and len(running) < AT_ONCE:
             compiling = [*command, "-c", str(waiting.pop(0))]
             running.append(subprocess.Popen(compiling, cwd=where, stderr=subprocess.PIPE, text=True))
         errors = running[0].communicate()[1]
         assert running.pop(0).returncode == 0, errors
-    objects = [f"{source.stem}.o" for source in sources]
-    _run(*command, *objects, "-o", "program", *libraries, where=where)
-    fixed = ["setarch", "-R"] if sanitizer == "thread" and _may_fix_addresses() else []
-    printed = _run(*fixed, "./program", *arguments, where=where)
+    objects = [f"{source.stem}.o" for source in all_sources]
+    _run(*command, *objects, "-o", "program", *_linked(program, ucx / "lib"), where=where)
+
+
+def run_program(*command: str, where: Path) -> None:
+    """Run a program, which says at its end how many of its checks failed."""
+    printed = _run(*command, where=where)
     assert ", 0 failures" in printed, printed
+
+
+def _linked(program: Program, lib: Path) -> Iterator[str]:
+    yield from (f"-Wl,--wrap={name}" for name in program.wrapped)
+    # Only the whole engine calls UCX, and, where the compiler sees who overrides what, the parts, too.
+    yield from (
+        "-Wl,--as-needed",
+        f"{lib}/libucp.so",
+        f"{lib}/libucs.so",
+        f"-Wl,-rpath,{lib}",
+        f"-Wl,-rpath-link,{lib}",
+    )
 
 
 def _run(*command: str, where: Path) -> str:

@@ -6,10 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from programs import UCX, libucx, run_sanitized
+from programs import PROGRAMS, run_sanitized
 
-PYTHON = set(UCX.glob("src/bindings/*.cpp"))
-SOURCES = [UCX / "tests" / "engine_test.cpp", *sorted(set(UCX.glob("src/*/*.cpp")) - PYTHON)]
 SECONDS = os.environ.get("AIOCOMMS_ENGINE_TEST_SECONDS", "0")
 """How long each sanitizer goes on with other seeds; 0: each world once."""
 
@@ -18,6 +16,4 @@ SECONDS = os.environ.get("AIOCOMMS_ENGINE_TEST_SECONDS", "0")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
 def test_engines_of_one_process(sanitizer: str, tmp_path: Path) -> None:
-    lib = libucx() / "lib"
-    libraries = [f"{lib}/libucp.so", f"{lib}/libucs.so", f"-Wl,-rpath,{lib}"]
-    run_sanitized(tmp_path, sanitizer, SOURCES, SECONDS, libraries=libraries)
+    run_sanitized(tmp_path, sanitizer, PROGRAMS["engine"], SECONDS)

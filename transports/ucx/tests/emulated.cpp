@@ -1,0 +1,71 @@
+// What qemu-user does not do, for programs whose engines are all in one process.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdint>
+#include <cstring>
+#include <mutex>
+#include <vector>
+
+namespace {
+
+struct Mapping {
+  std::uintptr_t begin, end;
+  int fd;
+  off_t offset;
+};
+
+std::mutex mutex;
+std::vector<Mapping>& mappings() {
+  static std::vector<Mapping> all;
+  return all;
+}
+
+}  // namespace
+
+// It has no such system call.
+extern "C" ssize_t process_vm_readv(pid_t pid, const iovec* here, unsigned long, const iovec* there, unsigned long,
+                                    unsigned long) {
+  if (pid != getpid() || there->iov_base == nullptr) {
+    errno = pid == getpid() ? EFAULT : ENOSYS;
+    return -1;
+  }
+  std::memcpy(here->iov_base, there->iov_base, here->iov_len);
+  return static_cast<ssize_t>(here->iov_len);
+}
+
+// It takes MADV_REMOVE for advice that it may ignore: the pages would stay. So whose they are is written down.
+extern "C" void* mmap(void* where, std::size_t bytes, int protection, int flags, int fd, off_t offset) noexcept {
+  const long got = syscall(SYS_mmap, where, bytes, protection, flags, fd, offset);
+  if (got == -1) return MAP_FAILED;
+  if (fd >= 0 && (flags & MAP_SHARED) != 0) {
+    const auto begin = static_cast<std::uintptr_t>(got);
+    const std::lock_guard lock(mutex);
+    mappings().push_back({begin, begin + bytes, dup(fd), offset});
+  }
+  return reinterpret_cast<void*>(got);
+}
+
+extern "C" int munmap(void* where, std::size_t bytes) noexcept {
+  const auto begin = reinterpret_cast<std::uintptr_t>(where);
+  {
+    const std::lock_guard lock(mutex);
+    std::erase_if(mappings(), [&](const Mapping& it) { return it.begin == begin && close(it.fd) == 0; });
+  }
+  return static_cast<int>(syscall(SYS_munmap, where, bytes));
+}
+
+extern "C" int madvise(void* where, std::size_t bytes, int advice) noexcept {
+  const auto begin = reinterpret_cast<std::uintptr_t>(where);
+  const std::lock_guard lock(mutex);
+  for (const Mapping& it : mappings()) {
+    if (advice != MADV_REMOVE || begin < it.begin || begin >= it.end) continue;
+    const auto offset = it.offset + static_cast<off_t>(begin - it.begin);
+    return fallocate(it.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, static_cast<off_t>(bytes));
+  }
+  return static_cast<int>(syscall(SYS_madvise, where, bytes, advice));
+}
