@@ -144,7 +144,7 @@ conformance-loops: $(VENV)/ucx.stamp
 
 # ------------------------------------------------------------------------------------------------------------ aarch64
 # The engine for another processor, and what holds its shared memory together there.
-.PHONY: test-aarch64 conformance-aarch64
+.PHONY: test-aarch64 conformance-aarch64 litmus
 AARCH64 := $(abspath build/aarch64)
 LIBUCX_VERSION = $$($(BIN)/python -c "from importlib.metadata import version; print(version('libucx-cu13'))")
 
@@ -169,6 +169,15 @@ conformance-aarch64:
 	@$(MAKE) --no-print-directory $(AARCH64)/system.stamp
 	cd $(AARCH64) && PYTHONPATH=$(AARCH64)/packages qemu-aarch64 -L root root/usr/bin/python3.11 -m pytest -c /dev/null \
 		--rootdir=. --pyargs aiocomms.testing.conformance --transport=ucx --loops=asyncio --ranks=2 --deadline=600
+
+HERD := $(abspath build/herd)
+$(HERD)/fetched.stamp: tests/litmus/herd.py tests/support/debian.py
+	PYTHONPATH=tests/support $(PYTHON) tests/litmus/herd.py $(HERD)
+	mkdir -p $(HERD) && touch $@
+
+## What the ranks' shared memory relies on (docs/memory-model.md), as litmus tests; herd7 comes from Debian, without root.
+litmus: $(VENV)/setup.stamp $(HERD)/fetched.stamp
+	AIOCOMMS_HERD=$(HERD) $(PYTEST) tests/litmus
 # --------------------------------------------------------------------------------------------------------------------
 
 ## Every case of the fault catalogue, all victims and delays; writes docs/fault-table.md.
