@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from aiocomms.errors import ProtocolError
-from aiocomms.ops.writing import write
+from aiocomms.ops.writing import octets, write
 
 APART_BYTES = 32 * 1024
 """The size in bytes from which on a tensor, bytes or ASCII string is a message of its own."""
@@ -50,7 +50,7 @@ def message(item: Item, device: torch.device) -> Tensor:
     """Return the memory of an item as a flat uint8 tensor on ``device``: its own memory where that is so."""
     if not isinstance(item, Tensor):
         return _shown(item).to(device)
-    return _flat(item.resolve_conj().resolve_neg().contiguous().to(device))
+    return octets(item.resolve_conj().resolve_neg().contiguous().to(device))
 
 
 def is_message(item: Item, device: torch.device) -> bool:
@@ -101,7 +101,7 @@ class Landing:
         """
         self._take(nbytes)
         fresh = new_tensor(dtype, shape, self.device if on_device else None)
-        self._expect(_flat(fresh))
+        self._expect(octets(fresh))
         return fresh
 
     def bytes(self, nbytes: int) -> bytes:
@@ -155,10 +155,6 @@ class Landing:
         else:
             self.messages.append(torch.empty_like(target, device=self.device))
             self._staged.append((self.messages[-1], target))
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)
 
 
 def _shown(data: bytes | str) -> Tensor:

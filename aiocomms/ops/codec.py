@@ -18,6 +18,7 @@ from torch import Tensor
 from aiocomms.errors import ArgumentError, ArgumentTypeError, ProtocolError
 from aiocomms.ops.apart import APART_BYTES, MAX_APART, Item, Landing, new_tensor, size_of
 from aiocomms.ops.checks import DTYPES, PLAIN, short
+from aiocomms.ops.writing import octets
 
 MAX_DIMS = 14
 MAX_DEPTH = 100
@@ -232,7 +233,7 @@ def _pack_tensor(tensor: Tensor) -> bytearray:
     data = bytearray(TENSOR_BYTES + plain.nbytes)
     data[:TENSOR_BYTES] = describe_tensor(plain)
     if plain.nbytes:
-        torch.frombuffer(data, dtype=torch.uint8, offset=TENSOR_BYTES).copy_(plain.view(-1).view(torch.uint8))
+        torch.frombuffer(data, dtype=torch.uint8, offset=TENSOR_BYTES).copy_(octets(plain))
     return data
 
 

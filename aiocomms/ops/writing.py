@@ -1,4 +1,4 @@
-"""How a program's tensors are written, which it may have made in torch's inference mode.
+"""How a program's tensors are read as bytes, and written, which it may have made in torch's inference mode.
 
 Such a tensor may be written in that mode only, and what ends an operation runs on the loop, outside of it. Not all of
 that may run inside: what it allocates, such as an object's tensors, would be such a tensor in turn.
@@ -32,3 +32,11 @@ def write(out: Tensor, source: Tensor) -> None:
     """Copy the elements of ``source`` into ``out``, whatever the shape of either."""
     with writing(out):
         out.copy_(source.detach().view(out.shape))
+
+
+def octets(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor's memory as bytes: whatever strides it has, which are any where nothing follows them.
+
+    ``view(torch.uint8)`` asks for those of more than one element, also of ``torch.ones(2)[::2]``.
+    """
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -28,6 +28,7 @@ from aiocomms.bootstrap.registry import choose
 from aiocomms.errors import ArgumentError, CommClosedError, UnsupportedOperation
 from aiocomms.lowlevel import LOOPBACK, in_use
 from aiocomms.ops import checks
+from aiocomms.ops.writing import octets
 from aiocomms.torch_transport.memory import Memory, MemoryView, MutableMemoryView, Registration, RemoteBuffer
 from aiocomms.torch_transport.works import TransferWork
 
@@ -181,7 +182,7 @@ class EndpointTransport(registry.Transport):  # type: ignore[misc]
         with self._lock:
             if (registration := self._registrations.get(key)) is None:
                 _share(tensor)
-                flat = tensor.detach().view(-1).view(torch.uint8)
+                flat = octets(tensor)
                 registration = Registration(self, tensor, flat, self._endpoint.register(flat))
                 self._registrations[key] = registration
         return Memory(registration)

@@ -236,7 +236,7 @@ class TcpTransport(Transport):
 
 def octets(tensor: torch.Tensor) -> Any:
     """A tensor's memory."""
-    return tensor.detach().view(-1).view(torch.uint8).numpy().data
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def first(entries: list[Any], value: object, field: int = 0) -> Any:

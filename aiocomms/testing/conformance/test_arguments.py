@@ -315,6 +315,26 @@ async def test_inputs_that_are_right(comm: Communicator, case: Case) -> None:
 
 
 @ranks(2)
+async def test_strides_of_which_nothing_depends(comm: Communicator, case: Case) -> None:
+    """A tensor of one element, or of none, is contiguous whatever its strides are: a slice has those of the whole."""
+    many = torch.arange(16.0, device=comm.device) + comm.rank
+    odd = [many[1::2][:1], many.view(4, 4)[:1, ::4], torch.empty_strided((0, 3), (0, 0), device=comm.device)]
+    odd += [many[8:].to(torch.int16)[::3][:1], torch.empty_strided((), (), device=comm.device).fill_(comm.rank)]
+    for item in odd:
+        want = item.clone() - comm.rank
+        await comm.broadcast(item, 0)
+        assert torch.equal(item, want)
+        everybody = await comm.all_gather([torch.empty_like(want) for _ in range(comm.size)], item)
+        assert all(torch.equal(one, want) for one in everybody)
+        if "p2p" in comm.transports:
+            sending = comm.send(item, 1 - comm.rank)
+            into = torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device=comm.device)
+            assert torch.equal(await comm.recv(into, 1 - comm.rank), want)
+            await sending
+            assert torch.equal((await comm.all_gather_object([item]))[0][0].to(comm.device), want)
+
+
+@ranks(2)
 @pytest.mark.parametrize("state", ["closed", "aborted"])
 async def test_every_operation_of_a_lost_communicator(comm: Communicator, case: Case, state: str) -> None:
     other = await case.open("other")

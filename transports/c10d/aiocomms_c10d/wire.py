@@ -14,7 +14,7 @@ from torch import Tensor
 
 from aiocomms.errors import CommError, ProtocolError
 from aiocomms.lowlevel import Reason
-from aiocomms.ops.writing import ordinary
+from aiocomms.ops.writing import octets, ordinary
 
 VERSION: Final = 6
 
@@ -161,8 +161,8 @@ def flat(tensor: Tensor) -> Tensor:
     """Return a contiguous tensor's memory as bytes."""
     if tensor.is_inference():
         with torch.inference_mode(False):
-            return ordinary(tensor).view(-1).view(torch.uint8)
-    return tensor.detach().view(-1).view(torch.uint8)
+            return octets(ordinary(tensor))
+    return octets(tensor)
 
 
 def pack_error(error: CommError, rank: int, call: int) -> Tensor:

@@ -15,6 +15,7 @@ from aiocomms import ops
 from aiocomms.cuda import Completions, Cuda, TorchCuda
 from aiocomms.errors import CommError, ProtocolError, UnsupportedOperation
 from aiocomms.lowlevel import Waker
+from aiocomms.ops.writing import octets
 from aiocomms.transport import Completion, Rendezvous
 from aiocomms_ucx._engine import CUDA, TURNS
 from aiocomms_ucx.bringup import Ranks
@@ -190,9 +191,7 @@ class CudaUcxTransport(UcxTransport):
         if status == TRUNCATED:
             head, op = self.engine.head(id(work)), work.op
             if head and isinstance(op, ops.Recv):
-                op.tensor.view(-1).view(torch.uint8)[: len(head)].copy_(
-                    torch.frombuffer(bytearray(head), dtype=torch.uint8)
-                )
+                octets(op.tensor)[: len(head)].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
         super().finish(work, index, status, a, b)
 
     def fileno(self) -> int | None:
