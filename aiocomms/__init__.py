@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from aiocomms.families.streams import ItemStream, TensorStream
     from aiocomms.lanes import Lane
     from aiocomms.opening import from_process_group, get_comm, new_comm
+    from aiocomms.ops import TensorLike
     from aiocomms.ops.checks import COMM_TIMEOUT
     from aiocomms.ops.reductions import ReduceOp
     from aiocomms.portal.portal import Portal
@@ -48,6 +49,7 @@ __all__ = [
     "ReduceOp",
     "Region",
     "RemoteRegion",
+    "TensorLike",
     "TensorStream",
     "Transport",
     "Window",
@@ -81,6 +83,7 @@ _HOME = {
     "Region": "endpoints.regions",
     "RemoteRegion": "endpoints.regions",
     "ItemStream": "families.streams",
+    "TensorLike": "ops",
     "TensorStream": "families.streams",
     "Transport": "transport",
     "Window": "families.rma",

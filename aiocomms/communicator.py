@@ -42,6 +42,7 @@ from aiocomms.lanes import CURRENT, Lane, current
 from aiocomms.lowering.lanes import Key
 from aiocomms.lowering.shortcuts import with_shortcuts
 from aiocomms.ops import Op, checks
+from aiocomms.ops.arrays import checked
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
 from aiocomms.portal.door import Door
 from aiocomms.portal.portal import Portal
@@ -120,13 +121,15 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         if core.refusing or get_ident() != core.thread:
             raise core.refused(op)
         try:
-            op.check(core)
+            of_tensors = checked(op, core)
             seconds = self._seconds if timeout is COMM_TIMEOUT else checks.deadline("timeout", timeout)
             if hints is not None:
                 checks.mapping("hints", hints)
-            work: StartedWork[Any] = self._start(op, core.issued, core, hints)
+            work: StartedWork[Any] = self._start(of_tensors, core.issued, core, hints)
         except CommError as error:
             raise error.about(comm=self.name, op=op.name, rank=self.rank) from None
+        if of_tensors is not op:
+            work._value = op.result()  # of arrays
         return core.start(work, seconds)
 
     _issue_in_order = _issue

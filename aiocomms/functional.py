@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import index
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from aiocomms.errors import ArgumentError
 from aiocomms.lowering.runs import Steps
 from aiocomms.lowering.schedules import Context, broadcast_tree, schedule
 from aiocomms.opening import get_comm
-from aiocomms.ops import Op, checks, codec
+from aiocomms.ops import Op, TensorLike, checks, codec
+from aiocomms.ops.arrays import as_tensor, like
 from aiocomms.ops.checks import Group
 from aiocomms.ops.reductions import ReduceOp
 from aiocomms.progress.work import Work
@@ -29,13 +30,15 @@ if TYPE_CHECKING:
 
     AnyGroup: TypeAlias = Communicator | str | None
 
+Given = TypeVar("Given", Tensor, TensorLike)  # of a subclass of tensors, too, the results are tensors
 
-def send(tensor: Tensor, dst: int, tag: int = 0, group: AnyGroup = None) -> Work[Tensor]:
+
+def send(tensor: Given, dst: int, tag: int = 0, group: AnyGroup = None) -> Work[Given]:
     """Send a tensor to rank ``dst``; see :meth:`Communicator.send`.
 
     :returns: the work; its result is the tensor that was sent.
     """
-    return get_comm(group).send(_dense("tensor", tensor), dst, tag)
+    return get_comm(group).send(like(tensor, _dense("tensor", tensor)), dst, tag)
 
 
 def recv(
@@ -50,7 +53,7 @@ def recv(
     return comm.recv(_new(shape, dtype, comm.device), src, tag)
 
 
-def broadcast(tensor: Tensor, root: int, group: AnyGroup = None) -> Work[Tensor]:
+def broadcast(tensor: Given, root: int, group: AnyGroup = None) -> Work[Given]:
     """Give every rank a copy of the root's tensor.
 
     :param tensor: the tensor to send on the root; elsewhere only its shape and dtype matter.
@@ -58,7 +61,7 @@ def broadcast(tensor: Tensor, root: int, group: AnyGroup = None) -> Work[Tensor]
     return get_comm(group).broadcast(_copy("tensor", tensor), root)
 
 
-def all_reduce(tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, group: AnyGroup = None) -> Work[Tensor]:
+def all_reduce(tensor: Given, op: ReduceOp | str = ReduceOp.SUM, group: AnyGroup = None) -> Work[Given]:
     """Give every rank the reduction of all ranks' tensors.
 
     :param op: a :class:`ReduceOp`, or ``"sum" "mean" "max" "min" "product"``.
@@ -66,7 +69,7 @@ def all_reduce(tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, group: AnyGrou
     return get_comm(group).all_reduce(_copy("tensor", tensor), op)
 
 
-def reduce(tensor: Tensor, root: int, op: ReduceOp | str = ReduceOp.SUM, group: AnyGroup = None) -> Work[Tensor]:
+def reduce(tensor: Given, root: int, op: ReduceOp | str = ReduceOp.SUM, group: AnyGroup = None) -> Work[Given]:
     """Give the root the reduction of all ranks' tensors, and the other ranks a copy of ``tensor``.
 
     :param op: as of :func:`all_reduce`.
@@ -74,53 +77,53 @@ def reduce(tensor: Tensor, root: int, op: ReduceOp | str = ReduceOp.SUM, group: 
     return get_comm(group).reduce(_copy("tensor", tensor), root, op)
 
 
-def all_gather(tensor: Tensor, group: AnyGroup = None) -> Work[Tensor]:
+def all_gather(tensor: Given, group: AnyGroup = None) -> Work[Given]:
     """Give every rank all ranks' tensors.
 
     :returns: the work; its result has the shape ``(size, *tensor.shape)``.
     """
     comm = get_comm(group)
-    mine = _dense("tensor", tensor)
-    return comm.all_gather_single(mine.new_empty((comm.size, *mine.shape)), mine)
+    mine: Tensor = _dense("tensor", tensor)
+    return comm.all_gather_single(like(tensor, mine.new_empty((comm.size, *mine.shape))), mine)
 
 
-def gather(tensor: Tensor, dst: int, group: AnyGroup = None) -> Work[Tensor | None]:
+def gather(tensor: Given, dst: int, group: AnyGroup = None) -> Work[Given | None]:
     """Give rank ``dst`` all ranks' tensors.
 
     :returns: the work; its result has the shape ``(size, *tensor.shape)`` on ``dst`` and is None elsewhere.
     """
     comm = get_comm(group)
-    mine = _dense("tensor", tensor)
-    out = mine.new_empty((comm.size, *mine.shape)) if comm.rank == dst else None
+    mine: Tensor = _dense("tensor", tensor)
+    out = like(tensor, mine.new_empty((comm.size, *mine.shape))) if comm.rank == dst else None
     return comm.gather_single(out, mine, dst)
 
 
-def scatter(tensor: Tensor | None, src: int, group: AnyGroup = None) -> Work[Tensor]:
+def scatter(tensor: TensorLike | None, src: int, group: AnyGroup = None) -> Work[Any]:
     """Give every rank its chunk of rank ``src``'s tensor, which is cut along dimension 0 into ``size`` equal chunks.
 
     :param tensor: the tensor to cut on ``src``; ignored elsewhere, where shape and dtype come with the chunk.
     """
     comm = get_comm(group)
     mine = _dense("tensor", tensor) if comm.rank == src else None
-    return comm._issue(ScatterNew(src, mine))
+    return comm._issue(ScatterNew(src, mine, tensor))
 
 
-def reduce_scatter(tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, group: AnyGroup = None) -> Work[Tensor]:
+def reduce_scatter(tensor: Given, op: ReduceOp | str = ReduceOp.SUM, group: AnyGroup = None) -> Work[Given]:
     """Give every rank its chunk of the reduction, which is cut along dimension 0 into ``size`` equal chunks.
 
     :param op: as of :func:`all_reduce`.
     """
     comm = get_comm(group)
     mine = _dense("tensor", tensor)
-    return comm.reduce_scatter_single(mine.new_empty(_chunk(mine, comm.size)), mine, op)
+    return comm.reduce_scatter_single(like(tensor, mine.new_empty(_chunk(mine, comm.size))), mine, op)
 
 
-def all_to_all(tensor: Tensor, group: AnyGroup = None) -> Work[Tensor]:
+def all_to_all(tensor: Given, group: AnyGroup = None) -> Work[Given]:
     """Exchange chunks, cut along dimension 0: chunk ``r`` of the result is rank ``r``'s chunk for this rank."""
     comm = get_comm(group)
     mine = _dense("tensor", tensor)
     _chunk(mine, comm.size)
-    return comm.all_to_all_single(torch.empty_like(mine), mine)
+    return comm.all_to_all_single(like(tensor, torch.empty_like(mine)), mine)
 
 
 def barrier(group: AnyGroup = None) -> Work[None]:
@@ -134,6 +137,8 @@ class ScatterNew(Op, frozen=True, eq=False):
     name = kind = "scatter"
     src: int
     tensor: Tensor | None
+    given: Any
+    """What the result is like: on rank ``src`` what was given, of which ``tensor`` is the memory."""
 
     def check(self, group: Group) -> None:
         """See :meth:`Op.check`."""
@@ -158,7 +163,7 @@ def _scatter_new(g: Context, op: ScatterNew) -> Steps:
     chunks = list(op.tensor.tensor_split(g.size))
     out.copy_(chunks[g.rank])
     yield [g.send(chunk, r) for r, chunk in enumerate(chunks) if r != g.rank]
-    return out
+    return like(op.given, out)
 
 
 def _new(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -173,15 +178,17 @@ def _new(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tens
     return torch.empty(sizes, dtype=dtype, device=device)
 
 
-def _dense(name: str, tensor: Any) -> Tensor:
+def _dense(name: str, given: Any) -> Tensor:
+    tensor = as_tensor(name, given, write=False)
     checks.is_tensor(name, tensor)
     dense: Tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return dense
 
 
-def _copy(name: str, tensor: Any) -> Tensor:
+def _copy(name: str, given: Any) -> Any:
+    tensor = as_tensor(name, given, write=False)
     dense = _dense(name, tensor)
-    return dense.clone() if dense.data_ptr() == tensor.data_ptr() else dense
+    return like(given, dense.clone() if dense.data_ptr() == tensor.data_ptr() else dense)
 
 
 def _chunk(tensor: Tensor, size: int) -> tuple[int, ...]:

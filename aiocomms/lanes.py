@@ -19,6 +19,7 @@ from aiocomms.families.p2p import PointToPoint
 from aiocomms.lowering.lanes import Key, number_of
 from aiocomms.lowering.runs import Part
 from aiocomms.ops import Op, checks
+from aiocomms.ops.arrays import checked
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
 from aiocomms.progress.inflight import LaneWork
 from aiocomms.progress.work import Work
@@ -191,12 +192,14 @@ class Lane(PointToPoint, Collectives, Objects):
         try:
             if core.refusing or self._closed or number in core.given_up or get_ident() != core.thread:
                 raise self._refused(op)
-            op.check(core)
+            of_tensors = checked(op, core)
             own = comm._seconds if self._own is None else self._own
             seconds = own if hints is None and timeout is COMM_TIMEOUT else self._asked(hints, timeout)
-            work: LaneWork[Any] = comm._start_within(op, core.issued, core, hints, number=number, lane=words)
+            work: LaneWork[Any] = comm._start_within(of_tensors, core.issued, core, hints, number=number, lane=words)
         except CommError as error:
             raise error.about(comm=f"{comm.name}, lane {words}", op=op.name, rank=self.rank) from error.__cause__
+        if of_tensors is not op:
+            work._value = op.result()  # of arrays
         return core.start(work, seconds, words)
 
     def _posted(self, work: LaneWork[Any], look_after: Callable[[int], object], index: int) -> Work[Any]:

@@ -7,13 +7,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Self, TypeVar
 
-from torch import Tensor
-
 from aiocomms.blocking.loop_thread import LoopThread, Use, blocking
 from aiocomms.blocking.peer import BlockingPeer, BlockingRegion
 from aiocomms.endpoints import endpoint as endpoints
 from aiocomms.endpoints.peer import Peer
 from aiocomms.errors import CommClosedError, CommError
+from aiocomms.ops import TensorLike
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
 from aiocomms.portal.door import Door
 from aiocomms.portal.works import close, run
@@ -100,7 +99,7 @@ class Endpoint:
         return self._run("accept", view, timeout)
 
     def register(
-        self, tensor: Tensor, *, read: bool = True, write: bool = True, lifetime: Timeout = None
+        self, tensor: TensorLike, *, read: bool = True, write: bool = True, lifetime: Timeout = None
     ) -> BlockingRegion:
         """Open memory to others; see :meth:`aiocomms.Endpoint.register`."""
 

@@ -13,6 +13,7 @@ from aiocomms.endpoints.peer import Peer
 from aiocomms.endpoints.regions import Described, Region, RemoteRegion
 from aiocomms.errors import CommError
 from aiocomms.families.hooks import Hook
+from aiocomms.ops import TensorLike
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
 from aiocomms.portal.door import Door
 from aiocomms.portal.portal import Portal
@@ -20,6 +21,7 @@ from aiocomms.portal.views import BlockingStream, BlockingWindow, started
 from aiocomms.portal.works import BlockingWork, close
 
 _T = TypeVar("_T")
+Given = TypeVar("Given", bound=TensorLike)
 
 
 class BlockingPeer:
@@ -81,11 +83,11 @@ class BlockingPeer:
         remote = self._comm._run("attach", lambda: self._peer.attach(descriptor, timeout=timeout))
         return BlockingRemoteRegion(self._door, self._comm, remote, self._counting)
 
-    def put(self, tensor: Tensor, descriptor: bytes, offset: int = 0, *, timeout: OpTimeout = COMM_TIMEOUT) -> Tensor:
+    def put(self, tensor: Given, descriptor: bytes, offset: int = 0, *, timeout: OpTimeout = COMM_TIMEOUT) -> Given:
         """Write a tensor into a region; see :meth:`aiocomms.Peer.put`."""
         return self._comm._run("put", lambda: self._peer.put(tensor, descriptor, offset, timeout=timeout))
 
-    def get(self, tensor: Tensor, descriptor: bytes, offset: int = 0, *, timeout: OpTimeout = COMM_TIMEOUT) -> Tensor:
+    def get(self, tensor: Given, descriptor: bytes, offset: int = 0, *, timeout: OpTimeout = COMM_TIMEOUT) -> Given:
         """Read from a region into a tensor; see :meth:`aiocomms.Peer.get`."""
         return self._comm._run("get", lambda: self._peer.get(tensor, descriptor, offset, timeout=timeout))
 
@@ -171,12 +173,12 @@ class BlockingRemoteRegion(Described):
 
     def put(
         self,
-        tensor: Tensor,
+        tensor: Given,
         offset: int = 0,
         *,
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
-    ) -> BlockingWork[Tensor]:
+    ) -> BlockingWork[Given]:
         """Write a tensor into the region; see :meth:`aiocomms.RemoteRegion.put`."""
         self._check("put", "written", self.writable)
         with self._counting:

@@ -10,7 +10,6 @@ from threading import get_ident
 from typing import Any, Self
 
 import torch
-from torch import Tensor
 
 from aiocomms.bootstrap.registry import Plan, advice, choose
 from aiocomms.bootstrap.rendezvous import FORMING
@@ -23,7 +22,8 @@ from aiocomms.endpoints.regions import REVOKED, Region
 from aiocomms.errors import ArgumentError, CommClosedError, CommError, RegionError, wrong_thread
 from aiocomms.lowlevel import LOOPBACK
 from aiocomms.opening import Opening, device_of
-from aiocomms.ops import checks
+from aiocomms.ops import TensorLike, checks
+from aiocomms.ops.arrays import as_tensor
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
 from aiocomms.progress.driver import Driver, Promise
 
@@ -152,7 +152,9 @@ class Endpoint:
         except CommError as error:
             raise error.about(comm=self.name, op="accept") from None
 
-    def register(self, tensor: Tensor, *, read: bool = True, write: bool = True, lifetime: Timeout = None) -> Region:
+    def register(
+        self, tensor: TensorLike, *, read: bool = True, write: bool = True, lifetime: Timeout = None
+    ) -> Region:
         """Open memory of this process to whoever is given its descriptor and is connected with this endpoint.
 
         :param tensor: the memory: a contiguous tensor of any shape and dtype. When the region is first opened its
@@ -165,7 +167,8 @@ class Endpoint:
         """
         self._check("register")
         try:
-            checks.writable("tensor", tensor, self._alone)
+            memory = as_tensor("tensor", tensor, write=True)
+            checks.writable("tensor", memory, self._alone)
             for name, value in (("read", read), ("write", write)):
                 if not isinstance(value, bool):
                     raise checks.wrong_type(name, value, "a bool")
@@ -175,8 +178,8 @@ class Endpoint:
         except CommError as error:
             raise error.about(comm=self.name, op="register") from None
         number = next(self._numbers)
-        says = Descriptor(self._address.endpoint, number, str(tensor.dtype), tensor.numel(), read, write, expires)
-        region = Region(tensor, says, self._key, lambda: self._regions.pop(number, None))
+        says = Descriptor(self._address.endpoint, number, str(memory.dtype), memory.numel(), read, write, expires)
+        region = Region(tensor, memory, says, self._key, lambda: self._regions.pop(number, None))
         self._regions[number] = region
         return region
 

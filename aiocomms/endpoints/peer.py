@@ -21,11 +21,12 @@ from aiocomms.errors import CommClosedError, CommError, CommTimeoutError, Region
 from aiocomms.families.hooks import Hook
 from aiocomms.families.rma import Window
 from aiocomms.families.streams import ItemStream, TensorStream
-from aiocomms.ops import checks
+from aiocomms.ops import TensorLike, checks
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
 from aiocomms.progress.driver import Promise
 from aiocomms.progress.work import Work
 
+Given = TypeVar("Given", bound=TensorLike)
 T = TypeVar("T")
 
 
@@ -98,14 +99,14 @@ class Peer:
     # ------------------------------------------------------------------------------------------------------ messages
 
     def send(
-        self, tensor: Tensor, tag: int = 0, *, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT
-    ) -> Work[Tensor]:
+        self, tensor: Given, tag: int = 0, *, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT
+    ) -> Work[Given]:
         """Send a tensor; see :meth:`Communicator.send`."""
         return self._comm.send(tensor, self._other, tag, hints=hints, timeout=timeout)
 
     def recv(
-        self, tensor: Tensor, tag: int = 0, *, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT
-    ) -> Work[Tensor]:
+        self, tensor: Given, tag: int = 0, *, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT
+    ) -> Work[Given]:
         """Receive a tensor; see :meth:`Communicator.recv`."""
         return self._comm.recv(tensor, self._other, tag, hints=hints, timeout=timeout)
 
@@ -189,8 +190,8 @@ class Peer:
         return remote, max(0.001, checks.deadline("timeout", timeout) - (time.monotonic() - began))
 
     async def put(
-        self, tensor: Tensor, descriptor: bytes, offset: int = 0, *, timeout: OpTimeout = COMM_TIMEOUT
-    ) -> Tensor:
+        self, tensor: Given, descriptor: bytes, offset: int = 0, *, timeout: OpTimeout = COMM_TIMEOUT
+    ) -> Given:
         """Write a tensor into a region: :meth:`attach`, if that is not done, and :meth:`RemoteRegion.put`.
 
         :returns: ``tensor``, which may be changed again.
@@ -200,8 +201,8 @@ class Peer:
         return await remote.put(tensor, offset, timeout=left)
 
     async def get(
-        self, tensor: Tensor, descriptor: bytes, offset: int = 0, *, timeout: OpTimeout = COMM_TIMEOUT
-    ) -> Tensor:
+        self, tensor: Given, descriptor: bytes, offset: int = 0, *, timeout: OpTimeout = COMM_TIMEOUT
+    ) -> Given:
         """Read from a region into a tensor: :meth:`attach`, if that is not done, and :meth:`RemoteRegion.get`.
 
         :returns: ``tensor``.

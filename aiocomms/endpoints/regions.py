@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import anyio
 import torch
@@ -13,13 +13,15 @@ from torch import Tensor
 
 from aiocomms.endpoints.credentials import Descriptor, dtype_of, expired
 from aiocomms.errors import CommError, RegionError, wrong_thread
-from aiocomms.ops import checks
+from aiocomms.ops import TensorLike, checks
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
 from aiocomms.progress.work import Work
 
 if TYPE_CHECKING:
     from aiocomms.families.rma import Window
     from aiocomms.progress.driver import Promise
+
+Given = TypeVar("Given", bound=TensorLike)
 
 
 async def all_of(calls: Iterable[Callable[[], Coroutine[Any, Any, None]]]) -> None:
@@ -63,8 +65,10 @@ class Region:
     ``async with`` revokes it at the end.
     """
 
-    def __init__(self, tensor: Tensor, says: Descriptor, key: bytes, forget: Callable[[], object]) -> None:
-        self._tensor, self._descriptor, self._says = tensor, says.pack(key), says
+    def __init__(
+        self, given: TensorLike, memory: Tensor, says: Descriptor, key: bytes, forget: Callable[[], object]
+    ) -> None:
+        self._given, self._memory, self._descriptor, self._says = given, memory, says.pack(key), says
         self._forget = forget
         self._open: dict[Attachment, Close] = {}
         self._revoked, self._thread = False, get_ident()
@@ -74,9 +78,9 @@ class Region:
         return f"<Region {self._says.number}: {self._says.count} of {self._says.dtype}, {rights}>"
 
     @property
-    def tensor(self) -> Tensor:
-        """The memory."""
-        return self._tensor
+    def tensor(self) -> Any:
+        """The memory: the tensor or array that was given."""
+        return self._given
 
     @property
     def descriptor(self) -> bytes:
@@ -122,7 +126,7 @@ class Region:
 
     def _part(self) -> Tensor:
         """What is opened to another endpoint: nothing of it once it is revoked."""
-        return self._tensor.new_empty(0) if self._revoked else self._tensor
+        return self._memory.new_empty(0) if self._revoked else self._memory
 
     def _opened(self, attachment: Attachment, close: Close) -> None:
         """It is open to another endpoint, until :meth:`_left`."""
@@ -201,12 +205,12 @@ class RemoteRegion(Described):
 
     def put(
         self,
-        tensor: Tensor,
+        tensor: Given,
         offset: int = 0,
         *,
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
-    ) -> Work[Tensor]:
+    ) -> Work[Given]:
         """Write a tensor into the region.
 
         :param tensor: a tensor of any shape and of the region's dtype; it must not be changed until the work is done.
@@ -224,12 +228,12 @@ class RemoteRegion(Described):
 
     def get(
         self,
-        tensor: Tensor,
+        tensor: Given,
         offset: int = 0,
         *,
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
-    ) -> Work[Tensor]:
+    ) -> Work[Given]:
         """Read from the region into a tensor.
 
         :param tensor: the tensor to read into, of any shape and of the region's dtype.

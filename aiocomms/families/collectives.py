@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from torch import Tensor
-
 from aiocomms import ops
 from aiocomms.errors import ArgumentError
 from aiocomms.families.issuer import Issuer
+from aiocomms.ops import TensorLike
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, integers, optional, sequence
 from aiocomms.ops.reductions import ReduceOp
 from aiocomms.progress.work import Work
 
-_T = TypeVar("_T")
+Given = TypeVar("Given", bound=TensorLike)
 
 
 class Collectives(Issuer):
@@ -28,12 +27,12 @@ class Collectives(Issuer):
 
     def broadcast(
         self,
-        tensor: Tensor,
+        tensor: Given,
         root: int,
         *,
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
-    ) -> Work[Tensor]:
+    ) -> Work[Given]:
         """Copy the root's tensor to every rank.
 
         :param tensor: read on the root and written elsewhere; of one shape and dtype on every rank.
@@ -47,12 +46,12 @@ class Collectives(Issuer):
 
     def all_reduce(
         self,
-        tensor: Tensor,
+        tensor: Given,
         op: ReduceOp | str = ReduceOp.SUM,
         *,
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
-    ) -> Work[Tensor]:
+    ) -> Work[Given]:
         """Reduce every rank's tensor in place, and give all ranks the result.
 
         :param tensor: of one shape and dtype on every rank.
@@ -69,13 +68,13 @@ class Collectives(Issuer):
 
     def reduce(
         self,
-        tensor: Tensor,
+        tensor: Given,
         root: int,
         op: ReduceOp | str = ReduceOp.SUM,
         *,
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
-    ) -> Work[Tensor]:
+    ) -> Work[Given]:
         """Reduce every rank's tensor into the root's tensor; the other ranks' tensors do not change.
 
         :param tensor: of one shape and dtype on every rank; written on the root only.
@@ -93,12 +92,12 @@ class Collectives(Issuer):
 
     def all_gather(
         self,
-        outputs: Sequence[Tensor],
-        tensor: Tensor,
+        outputs: Sequence[Given],
+        tensor: TensorLike,
         *,
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
-    ) -> Work[list[Tensor]]:
+    ) -> Work[list[Given]]:
         """Gather every rank's tensor on every rank; all tensors have one shape.
 
         :param outputs: one tensor per rank, written.
@@ -112,12 +111,12 @@ class Collectives(Issuer):
 
     def all_gather_v(
         self,
-        outputs: Sequence[Tensor],
-        tensor: Tensor,
+        outputs: Sequence[Given],
+        tensor: TensorLike,
         *,
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
-    ) -> Work[list[Tensor]]:
+    ) -> Work[list[Given]]:
         """Gather every rank's tensor on every rank; the shape may differ from rank to rank.
 
         :param outputs: one tensor per rank, of that rank's shape, written.
@@ -131,12 +130,12 @@ class Collectives(Issuer):
 
     def all_gather_single(
         self,
-        output: Tensor,
-        input: Tensor,
+        output: Given,
+        input: TensorLike,
         *,
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
-    ) -> Work[Tensor]:
+    ) -> Work[Given]:
         """Gather every rank's tensor, in rank order, into one tensor on every rank.
 
         :param output: ``size`` times the elements of ``input``, written.
@@ -150,13 +149,13 @@ class Collectives(Issuer):
 
     def reduce_scatter(
         self,
-        output: Tensor,
-        inputs: Sequence[Tensor],
+        output: Given,
+        inputs: Sequence[TensorLike],
         op: ReduceOp | str = ReduceOp.SUM,
         *,
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
-    ) -> Work[Tensor]:
+    ) -> Work[Given]:
         """Reduce every rank's list of tensors, and give rank ``r`` the ``r``-th result; all tensors have one shape.
 
         :param output: this rank's result, written; may be ``inputs[rank]`` itself.
@@ -174,13 +173,13 @@ class Collectives(Issuer):
 
     def reduce_scatter_v(
         self,
-        output: Tensor,
-        inputs: Sequence[Tensor],
+        output: Given,
+        inputs: Sequence[TensorLike],
         op: ReduceOp | str = ReduceOp.SUM,
         *,
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
-    ) -> Work[Tensor]:
+    ) -> Work[Given]:
         """As :meth:`reduce_scatter`, but the shape may differ from rank to rank.
 
         :param output: this rank's result, written; may be ``inputs[rank]`` itself.
@@ -198,13 +197,13 @@ class Collectives(Issuer):
 
     def reduce_scatter_single(
         self,
-        output: Tensor,
-        input: Tensor,
+        output: Given,
+        input: TensorLike,
         op: ReduceOp | str = ReduceOp.SUM,
         *,
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
-    ) -> Work[Tensor]:
+    ) -> Work[Given]:
         """Reduce every rank's input, and give rank ``r`` the ``r``-th of ``size`` equal chunks of the result.
 
         :param output: this rank's chunk, written; may be chunk ``rank`` of ``input``.
@@ -222,12 +221,12 @@ class Collectives(Issuer):
 
     def all_to_all(
         self,
-        outputs: Sequence[Tensor],
-        inputs: Sequence[Tensor],
+        outputs: Sequence[Given],
+        inputs: Sequence[TensorLike],
         *,
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
-    ) -> Work[list[Tensor]]:
+    ) -> Work[list[Given]]:
         """Send ``inputs[r]`` to every rank ``r`` and receive ``outputs[r]`` from it; shapes may differ pair by pair.
 
         :param outputs: one tensor per rank, written.
@@ -241,12 +240,12 @@ class Collectives(Issuer):
 
     def all_to_all_single(
         self,
-        output: Tensor,
-        input: Tensor,
+        output: Given,
+        input: TensorLike,
         *,
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
-    ) -> Work[Tensor]:
+    ) -> Work[Given]:
         """Send the ``r``-th of ``size`` equal chunks to every rank ``r``, and receive its chunk for this rank.
 
         :param output: a tensor of the shape of ``input``, written.
@@ -260,14 +259,14 @@ class Collectives(Issuer):
 
     def all_to_all_v_single(
         self,
-        output: Tensor,
-        input: Tensor,
+        output: Given,
+        input: TensorLike,
         output_split_sizes: Sequence[int],
         input_split_sizes: Sequence[int],
         *,
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
-    ) -> Work[Tensor]:
+    ) -> Work[Given]:
         """As :meth:`all_to_all_single`, but the number of rows may differ from pair to pair of ranks.
 
         :param output: the rows received, in rank order, written.
@@ -284,13 +283,13 @@ class Collectives(Issuer):
 
     def scatter(
         self,
-        output: Tensor,
-        inputs: Sequence[Tensor] | None,
+        output: Given,
+        inputs: Sequence[TensorLike] | None,
         root: int,
         *,
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
-    ) -> Work[Tensor]:
+    ) -> Work[Given]:
         """Give every rank ``r`` the root's ``inputs[r]``.
 
         :param output: this rank's tensor, written; on the root it may be ``inputs[root]`` itself.
@@ -307,13 +306,13 @@ class Collectives(Issuer):
 
     def gather(
         self,
-        outputs: Sequence[Tensor] | None,
-        input: Tensor,
+        outputs: Sequence[Given] | None,
+        input: TensorLike,
         root: int,
         *,
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
-    ) -> Work[list[Tensor] | None]:
+    ) -> Work[list[Given] | None]:
         """Gather every rank's tensor on the root; all tensors have one shape.
 
         :param outputs: one tensor per rank on the root, written; not looked at elsewhere.
@@ -330,13 +329,13 @@ class Collectives(Issuer):
 
     def gather_single(
         self,
-        output: Tensor | None,
-        input: Tensor,
+        output: Given | None,
+        input: TensorLike,
         root: int,
         *,
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
-    ) -> Work[Tensor | None]:
+    ) -> Work[Given | None]:
         """Gather every rank's tensor, in rank order, into one tensor on the root.
 
         :param output: ``size`` times the elements of ``input`` on the root, written; not looked at elsewhere.
@@ -366,6 +365,6 @@ class Collectives(Issuer):
             raise error.about(comm=self.name, op=name, rank=self.rank) from None
 
 
-def _of_root(given: _T, root: int, rank: int) -> _T | None:
+def _of_root(given: Any, root: int, rank: int) -> Any:
     """What is given, on the root; elsewhere, where MPI and torch ignore it, nothing."""
     return None if type(root) is int and root != rank else given

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Self
-
-from torch import Tensor
+from typing import Any, Self, TypeVar
 
 from aiocomms import ops
 from aiocomms.errors import ArgumentError, CommError
 from aiocomms.families.issuer import Issuer
+from aiocomms.ops import TensorLike
+from aiocomms.ops.arrays import checked
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
 from aiocomms.progress.work import Work
 
-if TYPE_CHECKING:
-    pass
+Given = TypeVar("Given", bound=TensorLike)
 
 
 class PointToPoint(Issuer):
@@ -27,13 +26,13 @@ class PointToPoint(Issuer):
 
     def send(
         self,
-        tensor: Tensor,
+        tensor: Given,
         dst: int,
         tag: int = 0,
         *,
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
-    ) -> Work[Tensor]:
+    ) -> Work[Given]:
         """Send a tensor to a rank: another one or, if tensors are on the CPU, this one.
 
         :param tensor: a contiguous tensor of any shape and dtype; it must not be changed until the work is done.
@@ -48,13 +47,13 @@ class PointToPoint(Issuer):
 
     def recv(
         self,
-        tensor: Tensor,
+        tensor: Given,
         src: int,
         tag: int = 0,
         *,
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
-    ) -> Work[Tensor]:
+    ) -> Work[Given]:
         """Receive a tensor from a rank: another one or, if tensors are on the CPU, this one.
 
         :param tensor: the tensor to receive into, of the message's dtype and size in bytes.
@@ -83,21 +82,21 @@ class Batch:
         self._comm = comm
         self._parts: list[ops.Send | ops.Recv] = []
 
-    def send(self, tensor: Tensor, dst: int, tag: int = 0) -> Self:
+    def send(self, tensor: TensorLike, dst: int, tag: int = 0) -> Self:
         """Add a send, with the arguments of :meth:`Communicator.send`.
 
         :raises ArgumentError: an argument is wrong; nothing was added.
         """
         return self._add(ops.Send(tensor, dst, tag))
 
-    def recv(self, tensor: Tensor, src: int, tag: int = 0) -> Self:
+    def recv(self, tensor: TensorLike, src: int, tag: int = 0) -> Self:
         """Add a receive, with the arguments of :meth:`Communicator.recv`.
 
         :raises ArgumentError: an argument is wrong; nothing was added.
         """
         return self._add(ops.Recv(tensor, src, tag))
 
-    def issue(self, *, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT) -> Work[list[Tensor]]:
+    def issue(self, *, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT) -> Work[list[Any]]:
         """Start all sends and receives of the batch, which is empty afterwards.
 
         :param hints: advice to the transport.
@@ -114,7 +113,7 @@ class Batch:
 
     def _add(self, part: ops.Send | ops.Recv) -> Self:
         try:
-            part.check(self._comm._core)
+            checked(part, self._comm._core)
         except CommError as error:
             raise error.about(op="batch", rank=self._comm.rank) from None
         self._parts.append(part)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -14,15 +14,17 @@ from aiocomms import ops
 from aiocomms.errors import CommError, MismatchError
 from aiocomms.families.issuer import Issuer
 from aiocomms.lowering.shortcuts import with_shortcuts
-from aiocomms.ops import checks
+from aiocomms.ops import TensorLike, checks
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
 from aiocomms.progress.work import Work
+
+Given = TypeVar("Given", bound=TensorLike)
 
 
 class OneSided(Issuer):
     """The method that opens windows."""
 
-    async def new_window(self, tensor: Tensor, *, timeout: OpTimeout = COMM_TIMEOUT) -> Window:
+    async def new_window(self, tensor: TensorLike, *, timeout: OpTimeout = COMM_TIMEOUT) -> Window:
         """Open a tensor to the other ranks. Collective.
 
         :param tensor: this rank's part of the window: any size, one dtype on all ranks. The window keeps it alive.
@@ -34,29 +36,30 @@ class OneSided(Issuer):
         """
         return await self._begin_window(tensor, timeout)
 
-    def _begin_window(self, tensor: Tensor, timeout: OpTimeout = COMM_TIMEOUT) -> Coroutine[Any, Any, Window]:
+    def _begin_window(self, tensor: TensorLike, timeout: OpTimeout = COMM_TIMEOUT) -> Coroutine[Any, Any, Window]:
         """Call the collectives that open a window; what is returned waits for their ends."""
         works: list[Work[Any]] = [self._issue_in_order(ops.WindowOpen(tensor), timeout=timeout)]
-        mine = torch.tensor([tensor.numel(), sorted(map(str, checks.DTYPES)).index(str(tensor.dtype))])
+        memory = cast("ops.WindowOpen", works[0].op).tensor  # which is the array's, where it is opened with one
+        mine = torch.tensor([memory.numel(), sorted(map(str, checks.DTYPES)).index(str(memory.dtype))])
         table = torch.empty(self.size, 2, dtype=torch.int64, device=self.device)
         with self._all_or_none(works):
             works.append(self._issue_in_order(ops.AllGatherSingle(table, mine.to(self.device)), timeout=timeout))
-        return self._opened_window(tensor, works, timeout)
+        return self._opened_window(tensor, memory, works, timeout)
 
     async def _opened_window(
-        self, tensor: Tensor, works: Sequence[Work[Any]], timeout: OpTimeout = COMM_TIMEOUT
+        self, given: TensorLike, memory: Tensor, works: Sequence[Work[Any]], timeout: OpTimeout
     ) -> Window:
         with self._all_or_none(works):
             handle = await works[0]
             sizes, dtypes = (await works[1]).T.tolist()
-        window = Window(self, ops.WindowInfo(handle, tensor, sizes))
+        window = Window(self, ops.WindowInfo(handle, memory, sizes), given)
         if len(set(dtypes)) > 1:
             with contextlib.suppress(CommError):  # then it is lost, which the next operation says
                 await window.aclose(timeout=timeout)  # all ranks see the same dtypes, so all of them close the window
             names = sorted(map(str, checks.DTYPES))
-            given = ", ".join(f"rank {r}: {names[d]}" for r, d in enumerate(dtypes))
+            dtypes_of = ", ".join(f"rank {r}: {names[d]}" for r, d in enumerate(dtypes))
             raise MismatchError(
-                f"a window has one dtype on all ranks, and here {given}; it was closed",
+                f"a window has one dtype on all ranks, and here {dtypes_of}; it was closed",
                 comm=self.name, op="new_window", seq=works[0].seq, rank=self.rank,
             )  # fmt: skip
         return window
@@ -88,18 +91,18 @@ class Window:
 
     __slots__ = ("__dict__", "__weakref__", "_shortcuts")
 
-    def __init__(self, comm: Issuer, info: ops.WindowInfo) -> None:
+    def __init__(self, comm: Issuer, info: ops.WindowInfo, given: Any) -> None:
         self._comm = comm
-        self._info = info
+        self._info, self._given = info, given
         shortcuts = comm._shortcuts
         self._shortcuts = None if shortcuts is None else shortcuts.window(comm, info)
         if shortcuts is not None and self._shortcuts is not None and type(self) is Window:
             self.__class__ = with_shortcuts(Window, shortcuts.window_method)
 
     @property
-    def tensor(self) -> Tensor:
-        """This rank's part."""
-        return self._info.tensor
+    def tensor(self) -> Any:
+        """This rank's part: the tensor or array that it was opened with."""
+        return self._given
 
     @property
     def sizes(self) -> list[int]:
@@ -113,13 +116,13 @@ class Window:
 
     def put(
         self,
-        tensor: Tensor,
+        tensor: Given,
         dst: int,
         offset: int = 0,
         *,
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
-    ) -> Work[Tensor]:
+    ) -> Work[Given]:
         """Write a tensor into a rank's part of the window.
 
         :param tensor: a tensor of any shape and of the window's dtype; it must not be changed until the work is done.
@@ -134,13 +137,13 @@ class Window:
 
     def put_signal(
         self,
-        tensor: Tensor,
+        tensor: Given,
         dst: int,
         offset: int = 0,
         *,
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
-    ) -> Work[Tensor]:
+    ) -> Work[Given]:
         """Write a tensor into a rank's part of the window, and signal that rank behind it.
 
         What :meth:`put` and :meth:`signal` do one after the other, in one call: OpenSHMEM's ``shmem_put_signal``.
@@ -157,13 +160,13 @@ class Window:
 
     def get(
         self,
-        tensor: Tensor,
+        tensor: Given,
         src: int,
         offset: int = 0,
         *,
         hints: Mapping[str, Any] | None = None,
         timeout: OpTimeout = COMM_TIMEOUT,
-    ) -> Work[Tensor]:
+    ) -> Work[Given]:
         """Read from a rank's part of the window into a tensor.
 
         :param tensor: the tensor to read into, of any shape and of the window's dtype.

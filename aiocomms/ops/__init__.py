@@ -20,6 +20,7 @@ from aiocomms.ops._base import (
     USER,
     Family,
     Op,
+    TensorLike,
     size_of,
     tensor_of,
 )
@@ -138,6 +139,7 @@ __all__ = [
     "Scatter",
     "Send",
     "Signal",
+    "TensorLike",
     "WaitSignal",
     "WindowClose",
     "WindowInfo",

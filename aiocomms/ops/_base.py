@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from operator import attrgetter
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, overload
 
 import msgspec
 from torch import Tensor
@@ -19,6 +19,34 @@ USER, COLLECTIVE, STREAM, STREAM_DATA, OBJECT, OBJECT_DATA, RMA_REQUEST, RMA_DAT
 
 Buffers = list[tuple[str, Tensor]]
 """Tensors, each with the name by which error messages call it."""
+
+
+class TensorLike(Protocol):
+    """A ``torch.Tensor``, or an array whose memory torch can share: of NumPy, CuPy, or whatever exports DLPack."""
+
+    def __dlpack__(self) -> Any:
+        """Hand out the memory; in the words of the Python array API standard."""
+
+    def __dlpack_device__(self) -> tuple[Any, Any]:
+        """Say where the memory is."""
+
+
+if TYPE_CHECKING:
+
+    class AsTensor:
+        """A field that a record may be made with an array for, and which is read as a tensor.
+
+        It is one from :func:`aiocomms.ops.arrays.checked` on, before anything but a check has read it.
+        """
+
+        @overload
+        def __get__(self, op: None, cls: type[Any]) -> AsTensor: ...
+        @overload
+        def __get__(self, op: Op, cls: type[Any]) -> Tensor: ...
+        def __get__(self, op: Op | None, cls: type[Any]) -> Tensor | AsTensor: ...
+        def __set__(self, op: Op, value: TensorLike) -> None: ...
+else:
+    AsTensor = Tensor
 
 
 class Op(msgspec.Struct, frozen=True, eq=False):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aiocomms.errors import ArgumentError
 from aiocomms.ops import checks
-from aiocomms.ops._base import Buffers, Op, chunks, named, shapes
+from aiocomms.ops._base import AsTensor, Buffers, Op, chunks, named, shapes
 from aiocomms.ops.checks import Group
 
 
@@ -29,7 +29,7 @@ class AllGather(_AllGather, frozen=True, eq=False):
     name = "all_gather"
     equal: ClassVar[bool] = True
     outputs: tuple[Tensor, ...]
-    input: Tensor
+    input: AsTensor
 
     def check(self, group: Group) -> None:
         checks.readable("tensor", self.input, group)
@@ -66,8 +66,8 @@ class AllGatherSingle(_AllGather, frozen=True, eq=False):
     """The ``size`` equal chunks of ``output`` become the ranks' inputs, in rank order."""
 
     name = "all_gather_single"
-    output: Tensor
-    input: Tensor
+    output: AsTensor
+    input: AsTensor
 
     def check(self, group: Group) -> None:
         checks.readable("input", self.input, group)
@@ -106,7 +106,7 @@ class Gather(_Gather, frozen=True, eq=False):
 
     name = "gather"
     outputs: tuple[Tensor, ...] | None
-    input: Tensor
+    input: AsTensor
     root: int
 
     def check(self, group: Group) -> None:
@@ -142,7 +142,7 @@ class GatherSingle(_Gather, frozen=True, eq=False):
 
     name = "gather_single"
     output: Tensor | None
-    input: Tensor
+    input: AsTensor
     root: int
 
     def check(self, group: Group) -> None:
@@ -177,7 +177,7 @@ class Scatter(Op, frozen=True, eq=False):
     """Every rank's ``output`` becomes the root's ``inputs[rank]``. On the other ranks ``inputs`` is None."""
 
     name = kind = "scatter"
-    output: Tensor
+    output: AsTensor
     inputs: tuple[Tensor, ...] | None
     root: int
 
@@ -259,8 +259,8 @@ class AllToAllSingle(_AllToAll, frozen=True, eq=False):
     """Chunk ``r`` of ``output`` becomes chunk ``this rank`` of rank ``r``'s ``input``. All chunks are equal in size."""
 
     name = "all_to_all_single"
-    output: Tensor
-    input: Tensor
+    output: AsTensor
+    input: AsTensor
 
     def check(self, group: Group) -> None:
         checks.writable("output", self.output, group)
@@ -295,8 +295,8 @@ class AllToAllVSingle(_AllToAll, frozen=True, eq=False):
     """As :class:`AllToAllSingle`, but the number of rows may differ from pair to pair of ranks."""
 
     name = "all_to_all_v_single"
-    output: Tensor
-    input: Tensor
+    output: AsTensor
+    input: AsTensor
     output_split_sizes: tuple[int, ...]
     input_split_sizes: tuple[int, ...]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from aiocomms.ops import checks
-from aiocomms.ops._base import USER, Buffers, Op
+from aiocomms.ops._base import USER, AsTensor, Buffers, Op
 from aiocomms.ops.checks import Group
 
 
@@ -17,7 +17,7 @@ class Send(Op, frozen=True, eq=False):
 
     name = kind = "send"
     family = "p2p"
-    tensor: Tensor
+    tensor: AsTensor
     dst: int
     tag: int = 0
     channel: int = USER
@@ -40,7 +40,7 @@ class Recv(Op, frozen=True, eq=False):
     name = kind = "recv"
     family = "p2p"
     withdrawable = True
-    tensor: Tensor
+    tensor: AsTensor
     src: int
     tag: int = 0
     channel: int = USER

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
 from aiocomms.errors import UnsupportedOperation
 from aiocomms.ops import checks
-from aiocomms.ops._base import Buffers, Op, chunks, named, shapes
+from aiocomms.ops._base import AsTensor, Buffers, Op, chunks, named, shapes
 from aiocomms.ops.checks import Group
 from aiocomms.ops.reductions import SUPPORTED, ReduceOp
 
@@ -25,7 +25,7 @@ def _reducible(op: ReduceOp, tensor: Tensor) -> None:
 
 
 class _InPlace(Op, frozen=True, eq=False):
-    tensor: Tensor
+    tensor: AsTensor
 
     def result(self) -> Tensor:
         return self.tensor
@@ -38,6 +38,8 @@ class AllReduce(_InPlace, frozen=True, eq=False):
     """Every rank's ``tensor`` becomes the reduction of all ranks' tensors."""
 
     name = kind = "all_reduce"
+    if TYPE_CHECKING:  # mypy takes no descriptor from a base
+        tensor: AsTensor
     op: ReduceOp
 
     def check(self, group: Group) -> None:
@@ -52,6 +54,8 @@ class Reduce(_InPlace, frozen=True, eq=False):
     """The root's ``tensor`` becomes the reduction of all ranks' tensors; the other ranks' tensors do not change."""
 
     name = kind = "reduce"
+    if TYPE_CHECKING:  # mypy takes no descriptor from a base
+        tensor: AsTensor
     root: int
     op: ReduceOp
 
@@ -68,6 +72,8 @@ class Broadcast(_InPlace, frozen=True, eq=False):
     """Every rank's ``tensor`` becomes a copy of the root's."""
 
     name = kind = "broadcast"
+    if TYPE_CHECKING:  # mypy takes no descriptor from a base
+        tensor: AsTensor
     root: int
 
     def check(self, group: Group) -> None:
@@ -98,7 +104,7 @@ class ReduceScatter(_ReduceScatter, frozen=True, eq=False):
 
     name = "reduce_scatter"
     equal: ClassVar[bool] = True
-    output: Tensor
+    output: AsTensor
     inputs: tuple[Tensor, ...]
     op: ReduceOp
 
@@ -137,8 +143,8 @@ class ReduceScatterSingle(_ReduceScatter, frozen=True, eq=False):
     """Rank ``r``'s ``output`` becomes the reduction of all ranks' ``r``-th chunk of ``input``."""
 
     name = "reduce_scatter_single"
-    output: Tensor
-    input: Tensor
+    output: AsTensor
+    input: AsTensor
     op: ReduceOp
 
     def check(self, group: Group) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aiocomms.errors import ArgumentError, CommClosedError, UnsupportedOperation
 from aiocomms.ops import checks
-from aiocomms.ops._base import Buffers, Op
+from aiocomms.ops._base import AsTensor, Buffers, Op
 from aiocomms.ops.checks import Group
 
 ATOMIC_DTYPES = (torch.int32, torch.int64)
@@ -71,7 +71,7 @@ class WindowOpen(_Rma, frozen=True, eq=False):
 
     name = kind = "new_window"
     moves = True
-    tensor: Tensor
+    tensor: AsTensor
 
     def check(self, group: Group) -> None:
         tensor = self.tensor
@@ -94,7 +94,7 @@ class Put(_OnWindow, frozen=True, eq=False):
     """Write ``tensor`` into rank ``dst``'s part of the window, from element ``offset`` on."""
 
     name = kind = "put"
-    tensor: Tensor
+    tensor: AsTensor
     dst: int
     offset: int = 0
 
@@ -114,13 +114,15 @@ class PutSignal(Put, frozen=True, eq=False):
     """A :class:`Put`, and a :class:`Signal` behind it."""
 
     name = kind = "put_signal"
+    if TYPE_CHECKING:  # mypy takes no descriptor from a base
+        tensor: AsTensor
 
 
 class Get(_OnWindow, frozen=True, eq=False):
     """Read rank ``src``'s part of the window, from element ``offset`` on, into ``tensor``."""
 
     name = kind = "get"
-    tensor: Tensor
+    tensor: AsTensor
     src: int
     offset: int = 0
 

@@ -90,6 +90,9 @@ def short(value: object) -> str:
     if isinstance(value, torch.Tensor):
         text = describe(value)
         return f"{'an' if text.startswith('int') else 'a'} {text} tensor"
+    if hasattr(type(value), "__dlpack__"):  # an array, whose elements nobody wants to see
+        text = f"{getattr(value, 'dtype', '')}{list(getattr(value, 'shape', []))}"
+        return f"{'an' if text.startswith('int') else 'a'} {text} {type(value).__module__}.{type(value).__qualname__}"
     try:
         text = repr(value)
     except Exception:  # an int of thousands of digits has none in decimal; or the object's own is broken
@@ -161,6 +164,8 @@ def writable(name: str, tensor: torch.Tensor, group: Group) -> None:
 
 
 def _unreadable(name: str, tensor: object, device: torch.device) -> ArgumentError:
+    if hasattr(type(tensor), "__dlpack__") and not isinstance(tensor, torch.Tensor):
+        return ArgumentTypeError(f"{name} is an array, wanted a torch.Tensor")  # no more, for it will be one
     if not isinstance(tensor, torch.Tensor):
         return wrong_type(name, tensor, "a torch.Tensor")
     if type(tensor) not in PLAIN:

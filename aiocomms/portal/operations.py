@@ -14,6 +14,7 @@ from aiocomms.families.objects import Objects
 from aiocomms.families.p2p import PointToPoint
 from aiocomms.lowering.lanes import Key
 from aiocomms.ops import Op, checks
+from aiocomms.ops.arrays import checked
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
 from aiocomms.portal.door import Door
 from aiocomms.portal.views import BlockingBatch, started
@@ -70,12 +71,14 @@ class Operations(Issuer):
             raise self._core.refused(op)
         self._door.elsewhere(op.name)
         try:
-            op.check(self._core)
+            of_tensors = checked(op, self._core)
             if hints is not None:
                 checks.mapping("hints", hints)
-            work: BlockingWork[Any] = BlockingWork(self._target, self._where, self._door, op, hints, timeout)
+            work: BlockingWork[Any] = BlockingWork(self._target, self._where, self._door, of_tensors, hints, timeout)
         except CommError as error:
             raise error.about(comm=self._where, op=op.name, rank=self.rank) from None
+        if of_tensors is not op:
+            work._given = op
         if hints is not None or timeout is not COMM_TIMEOUT or not work._posted():
             self._door.put(work._begin)
         return work

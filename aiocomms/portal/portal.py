@@ -16,6 +16,7 @@ from aiocomms.errors import CommError
 from aiocomms.families.hooks import Hooked
 from aiocomms.families.streams import ItemStream
 from aiocomms.lowering.lanes import Key
+from aiocomms.ops import TensorLike
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
 from aiocomms.portal.door import Door
 from aiocomms.portal.operations import BlockingLane, Operations
@@ -82,7 +83,7 @@ class Portal(Operations, Hooked):
         """
         return BlockingLane(self._door, self._comm.lane(key))
 
-    def new_window(self, tensor: Tensor, *, timeout: OpTimeout = COMM_TIMEOUT) -> BlockingWindow:
+    def new_window(self, tensor: TensorLike, *, timeout: OpTimeout = COMM_TIMEOUT) -> BlockingWindow:
         """Open a tensor to the other ranks; see :meth:`Communicator.new_window`."""
         window = self._run("new_window", lambda: self._comm.new_window(tensor, timeout=timeout))
         return BlockingWindow(self, window)

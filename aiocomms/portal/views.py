@@ -7,7 +7,6 @@ from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast
 
 import anyio
-from torch import Tensor
 
 from aiocomms.families.p2p import Batch
 from aiocomms.families.rma import Window
@@ -40,8 +39,8 @@ class BlockingWindow:
         self._door: Door = portal._door
 
     @property
-    def tensor(self) -> Tensor:
-        """This rank's part."""
+    def tensor(self) -> Any:
+        """This rank's part: the tensor or array that it was opened with."""
         return self._window.tensor
 
     @property

@@ -124,8 +124,8 @@ class BlockingWork(Pending, Generic[T_co]):
     """
 
     __slots__ = (
-        "__weakref__", "_asked", "_comm", "_core", "_error", "_posted_as", "_seconds", "_stream", "_unseen", "_until",
-        "_where", "_work", "op",
+        "__weakref__", "_asked", "_comm", "_core", "_error", "_given", "_posted_as", "_seconds", "_stream", "_unseen",
+        "_until", "_where", "_work", "op",
     )  # fmt: skip
 
     def __init__(
@@ -141,6 +141,8 @@ class BlockingWork(Pending, Generic[T_co]):
         self._core: Core = comm._core
         self.op = op
         """The record of what was asked."""
+        self._given: Op | None = None
+        """The same of the arrays that it was called with in the place of tensors."""
         self._seconds: float = comm._seconds if timeout is COMM_TIMEOUT else checks.deadline("timeout", timeout)
         self._until = monotonic() + self._seconds
         self._asked: list[tuple[Mapping[str, Any] | None, OpTimeout, Context]] = [(hints, timeout, copy_context())]
@@ -186,7 +188,7 @@ class BlockingWork(Pending, Generic[T_co]):
         if self._error is not None:
             raise self._error.about() if isinstance(self._error, CommError) else self._error
         assert self._work is not None
-        return self._work.result()  # type: ignore[no-any-return]
+        return self._work.result() if self._given is None else self._given.result()  # type: ignore[no-any-return]
 
     def cancel(self) -> bool:
         """Withdraw the op if that is still possible, else wait for its end.

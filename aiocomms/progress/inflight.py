@@ -61,7 +61,8 @@ class StartedWork(Work[T_co]):
             return self._refuse_second()
         if self.queue is not None and self._resized():
             return self.fail(CommError(_RESIZED))
-        self._value = value
+        if value is not OP_RESULT:  # of an op of arrays it is there already
+            self._value = value
         self._state = DONE
         if self._waiters is not None or self._callbacks is not None:
             self._notify()

@@ -13,30 +13,42 @@ from processes import HANGS
 ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
+import numpy
 import torch
 import aiocomms
 from aiocomms import blocking
 
-def check(portal: aiocomms.Portal, t: torch.Tensor) -> None:
+Array = numpy.ndarray[tuple[int], numpy.dtype[numpy.float64]]
+
+async def check(comm: aiocomms.Communicator, portal: aiocomms.Portal, t: torch.Tensor, a: Array) -> None:
     reveal_type(portal.all_reduce(t, "sum", timeout=3))
     reveal_type(portal.all_reduce(t).wait())
     reveal_type(portal.all_gather_object(1).wait())
     reveal_type(portal.batch().send(t, 1).issue().wait())
+    reveal_type(portal.all_reduce(a).wait())
     reveal_type(portal.new_window(t).fetch_add(0, 0, 1).wait())
     reveal_type(blocking.new_comm("local", timeout=3).split([0]))
     portal.all_reduce(t, rank=3)
     portal.send(t)
+    reveal_type(await comm.all_reduce(a))
+    reveal_type(await comm.all_gather([a], t))
+    reveal_type(await aiocomms.functional.all_reduce(t))
+    comm.all_reduce(3)
     blocking.new_comm(transports="local")
 """
 
+ARRAY = "numpy.ndarray[tuple[int], numpy.dtype[numpy.float64]]"
 WORK = "aiocomms.portal.works.BlockingWork[torch._tensor.Tensor]"
 REVEALED = [
-    WORK, "torch._tensor.Tensor", "list[Any]", "list[torch._tensor.Tensor]", "int",
-    "aiocomms.blocking.communicator.Communicator | None",
+    WORK, "torch._tensor.Tensor", "list[Any]", "list[Any]", ARRAY, "int",
+    "aiocomms.blocking.communicator.Communicator | None", ARRAY, f"list[{ARRAY}]", "torch._tensor.Tensor",
 ]  # fmt: skip
 
 
-WRONG = ["Unexpected keyword argument", "Too few arguments  [call-arg]", "Unexpected keyword argument"]
+WRONG = [
+    "Unexpected keyword argument", "Too few arguments  [call-arg]", "Value of type variable",
+    "Unexpected keyword argument",
+]  # fmt: skip
 
 
 @pytest.mark.processes

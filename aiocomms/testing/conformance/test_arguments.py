@@ -103,7 +103,8 @@ def _quietly(make: Callable[[], Tensor]) -> Tensor:
 UNREADABLE: dict[str, tuple[Callable[[Communicator], object], type[Exception]]] = {
     "None": (lambda c: None, ArgumentError),
     "a list": (lambda c: [1.0] * COUNT, ArgumentTypeError),
-    "an array": (lambda c: tensor(c).cpu().numpy(), ArgumentTypeError),
+    "an array backwards": (lambda c: tensor(c).cpu().numpy()[::-1], ArgumentError),
+    "an array of strings": (lambda c: tensor(c).cpu().numpy().astype("U"), ArgumentError),
     "a subclass": (lambda c: tensor(c).as_subclass(Subclass), ArgumentTypeError),
     "meta": (lambda c: torch.empty(COUNT, device="meta"), ArgumentError),
     "sparse": (lambda c: tensor(c).to_sparse(), ArgumentError),

@@ -251,7 +251,7 @@ def test_a_split(comm: Portal, case: Case) -> None:
 @synchronous
 def test_a_wrong_argument_is_the_calls_error(comm: Portal, case: Case) -> None:
     with pytest.raises(ArgumentError, match="tensor is None"):
-        comm.all_reduce(None)  # type: ignore[arg-type]
+        comm.all_reduce(None)  # type: ignore[type-var]
     with pytest.raises(ArgumentError, match="root is 2"):
         comm.broadcast(ones(comm), 2)
     comm.barrier().wait()

@@ -1,0 +1,155 @@
+"""Arrays of other libraries where tensors are wanted: what exports its memory by DLPack is taken as a tensor of it.
+
+Nothing is copied, and a tensor costs nothing: arrays are looked for only after a check has failed. torch itself looks
+neither whether memory may be written nor whether it is a copy, and at a negative stride it ends the process; so what an
+array hands out is looked at before torch gets it. How that lies in memory: ``dlpack.h``, version 1.0, and 0.x before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import sys
+from typing import Any, Final, TypeVar
+
+import torch
+from torch import Tensor
+
+from aiocomms.errors import ArgumentError, ArgumentTypeError
+from aiocomms.ops import checks
+from aiocomms.ops._base import Op
+from aiocomms.ops.checks import Group
+
+Asked = TypeVar("Asked", bound=Op)
+
+READ_ONLY, COPIED = 1, 2  # bits of the flags
+_SMALL: Final = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in checks.DTYPES - {torch.float16}
+    if dtype.is_floating_point and dtype.itemsize <= 2
+}
+"""By name the dtypes that NumPy has by the package ``ml_dtypes``, and does not export: of one or two bytes."""
+_WORDS: Final = {1: torch.uint8, 2: torch.uint16}
+_VERSIONED: Final = struct.Struct("=24xQ16xi12xQ")
+"""Of a ``DLManagedTensorVersioned``: its flags; of the tensor in it the number of dimensions, and where strides are."""
+_UNVERSIONED: Final = struct.Struct("=16xi12xQ")
+"""The same of a ``DLManagedTensor``, which has no flags."""
+_address_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+
+
+def checked(op: Asked, group: Group) -> Asked:
+    """Check an op, and return it; or the same op of tensors, if it was called with arrays.
+
+    What awaiting it returns is what ``op.result()`` says of the op as it was called.
+
+    :raises ArgumentError: as :meth:`Op.check`, or an array cannot be taken as a tensor.
+    """
+    try:
+        op.check(group)
+    except ArgumentTypeError:
+        written = [("tensor", op.tensor)] if op.moves else op.writes()  # type: ignore[attr-defined]
+        arrays = {id(value): as_tensor(name, value, write=False) for name, value in op.reads() if is_array(value)}
+        arrays |= {id(value): as_tensor(name, value, write=True) for name, value in written if is_array(value)}
+        if not arrays:
+            raise
+        op = _replaced(op, arrays)
+        op.check(group)
+    return op
+
+
+def _replaced(value: Any, arrays: dict[int, Tensor]) -> Any:
+    """An op, or a field of one, with tensors for its arrays."""
+    if isinstance(value, tuple):
+        return tuple(_replaced(item, arrays) for item in value)
+    if isinstance(value, Op):
+        return type(value)(*(_replaced(getattr(value, name), arrays) for name in value.__struct_fields__))
+    return arrays.get(id(value), value)
+
+
+def is_array(value: object) -> bool:
+    """Whether a value is an array, and no tensor."""
+    return hasattr(type(value), "__dlpack__") and not isinstance(value, Tensor)
+
+
+def as_tensor(name: str, value: Any, *, write: bool) -> Any:
+    """Return a tensor of an array's own memory, which keeps that alive; and whatever is no array as it is.
+
+    :param name: what errors call it.
+    :param write: whether it is to be written.
+    :raises ArgumentError: it is read-only and to be written, or no tensor can have its memory.
+    """
+    if not is_array(value):
+        return value
+    masked = sys.modules.get("numpy.ma")
+    if masked is not None and isinstance(value, masked.MaskedArray):
+        raise ArgumentError(f"{name} is {checks.short(value)}, whose mask would stay behind; give its data or filled()")
+    try:
+        return torch.from_dlpack(_Exported(name, value, write))
+    except ArgumentError:
+        raise
+    except Exception as error:
+        dtype = _SMALL.get(str(getattr(value, "dtype", "")))
+        if dtype is not None and isinstance(error, BufferError):
+            return as_tensor(name, value.view(f"u{dtype.itemsize}"), write=write).view(dtype)
+        raise ArgumentError(
+            f"{name} is {checks.short(value)}, wanted one whose memory a tensor can share: {error}"
+        ) from error
+
+
+def like(given: Any, tensor: Tensor) -> Any:
+    """Return a tensor as what was given is: itself, or an array of that library, of the tensor's own memory.
+
+    An array of NumPy is plain, also for one of a subclass. A tensor it stays for arrays of a library that takes none.
+    """
+    if not is_array(given):
+        return tensor
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(given, numpy.ndarray):  # and its from_dlpack made them read-only before 2.1
+        words = tensor.view(_WORDS[tensor.itemsize]) if tensor.dtype in _SMALL.values() else tensor
+        return words.numpy().view(given.dtype)
+    if hasattr(given, "__array_namespace__"):
+        library = given.__array_namespace__()
+    else:
+        library = sys.modules.get(type(given).__module__.partition(".")[0])
+    return library.from_dlpack(tensor) if hasattr(library, "from_dlpack") else tensor
+
+
+class _Exported:
+    """What an array exports, for torch, once it was looked at."""
+
+    __slots__ = ("_array", "_name", "_write")
+
+    def __init__(self, name: str, array: Any, write: bool) -> None:
+        self._name, self._array, self._write = name, array, write
+
+    def __dlpack_device__(self) -> Any:
+        return self._array.__dlpack_device__()
+
+    def __dlpack__(self, **asked: Any) -> Any:
+        capsule = self._array.__dlpack__(**asked)  # a TypeError: torch asks again, for less
+        flags, strides = _look(capsule)
+        if strides and min(strides) < 0:
+            raise self._wrong(f"with strides {strides}, wanted a contiguous one")
+        if flags & COPIED:
+            raise self._wrong("which is exported as a copy, wanted one whose memory a tensor can share")
+        if flags & READ_ONLY and self._write:
+            raise self._wrong("which is read-only, wanted one that can be written")
+        return capsule
+
+    def _wrong(self, why: str) -> ArgumentError:
+        return ArgumentError(f"{self._name} is {checks.short(self._array)} {why}")
+
+
+def _look(capsule: object) -> tuple[int, tuple[int, ...]]:
+    """The flags of what is exported, and its strides in elements; none where it is contiguous."""
+    try:
+        address = _address_of(capsule, b"dltensor_versioned")
+    except ValueError:
+        flags = 0
+        address = _address_of(capsule, b"dltensor")
+        count, place = _UNVERSIONED.unpack(ctypes.string_at(address, _UNVERSIONED.size))
+    else:
+        flags, count, place = _VERSIONED.unpack(ctypes.string_at(address, _VERSIONED.size))
+    return flags, struct.unpack(f"={count}q", ctypes.string_at(place, 8 * count)) if place else ()

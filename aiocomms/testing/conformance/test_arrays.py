@@ -1,0 +1,314 @@
+"""Arrays in the place of tensors: of NumPy, and of a library that nobody knows but by DLPack."""
+
+from __future__ import annotations
+
+import gc
+import operator
+import unittest
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from aiocomms import Portal, functional
+from aiocomms.communicator import Communicator
+from aiocomms.errors import ArgumentError
+from aiocomms.ops.arrays import as_tensor
+from aiocomms.testing.conformance import data
+from aiocomms.testing.conformance.case import Case, ranks, window
+from aiocomms.testing.conformance.rank import pending
+from aiocomms.testing.conformance.test_arguments import GOOD, still_works
+from aiocomms.testing.conformance.test_endpoints import connected, descriptor
+from aiocomms.testing.conformance.test_portal import synchronous
+
+SHAPE = (3, 2)
+
+
+class Foreign:
+    """An array of a library that is neither torch nor NumPy, and imports nothing: it can hand its memory out."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __dlpack__(self, **asked: Any) -> Any:
+        return self._tensor.__dlpack__(**asked)
+
+    def __dlpack_device__(self) -> tuple[Any, int]:
+        return self._tensor.__dlpack_device__()
+
+
+class Kind:
+    """Arrays of one library."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __str__(self) -> str:
+        return self.name
+
+    def fits(self, comm: Any) -> bool:
+        """Whether there are such arrays where the communicator's tensors are."""
+        return self.name != "numpy" or comm.device.type == "cpu"
+
+    def need(self, comm: Communicator) -> None:
+        """Skip the check where there are none."""
+        if not self.fits(comm):
+            raise unittest.SkipTest("arrays of NumPy are on the CPU")
+
+    def make(self, content: Tensor) -> Any:
+        """A new array of some content, on the device of that."""
+        return content.numpy().copy() if self.name == "numpy" else Foreign(content.clone())
+
+    def look(self, array: Any) -> Tensor:
+        """The content of an array, by its own means."""
+        return torch.from_numpy(array.copy()) if self.name == "numpy" else array._tensor.cpu()
+
+    def place(self, array: Any) -> int:
+        """The address of an array's memory, by its own means."""
+        return int(array.ctypes.data if self.name == "numpy" else array._tensor.data_ptr())
+
+
+KINDS = [Kind("numpy"), Kind("foreign")]
+kinds = pytest.mark.parametrize("kind", KINDS, ids=str)
+COLLECTIVES = [name for name in GOOD if not name.endswith("object") and name not in ("barrier", "send", "recv")]
+FORMS: list[Any] = [
+    (functional.broadcast, 0), (functional.all_reduce,), (functional.reduce, 0), (functional.all_gather,),
+    (functional.gather, 1), (functional.reduce_scatter,), (functional.all_to_all,),
+]  # fmt: skip
+RESULTS = ("outputs", "output", "tensor")
+"""The parameters that are results, in this order: what is written is the result."""
+
+
+def each(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Change a tensor, or those of a list; anything else is no tensor."""
+    if isinstance(value, list):
+        return [each(item, change) for item in value]
+    return change(value) if isinstance(value, Tensor) else value
+
+
+def arguments(comm: Any, name: str) -> dict[str, Any]:
+    """Arguments that fit on all ranks, with content of this one's."""
+    good = {key: each(value, lambda it: it + comm.rank) for key, value in GOOD[name](comm).items()}
+    return {**good, "root": comm.size - 1} if "root" in good else good
+
+
+class Call:
+    """A collective that is called with tensors, and with arrays of the same content."""
+
+    def __init__(self, comm: Any, name: str, kind: Kind) -> None:
+        self.kind, self.name = kind, name
+        self.given = arguments(comm, name)
+        self.arrays = {key: each(value, kind.make) for key, value in self.given.items()}
+        result = next(key for key in RESULTS if key in self.arrays)
+        self.nothing = name.startswith("gather") and comm.rank != self.given["root"]
+        self.wanted, self.items = (_listed(of[result]) for of in (self.given, self.arrays))
+        self.places = [kind.place(item) for item in self.items]
+
+    def verify(self, got: Any) -> None:
+        """In the arrays happened what did in the tensors, and they are what was returned."""
+        if self.nothing:
+            assert got is None
+            return
+        for returned, item, place, want in zip(_listed(got), self.items, self.places, self.wanted, strict=True):
+            assert returned is item, f"{self.name} returned {returned!r}, wanted the array that it was given"
+            assert self.kind.place(item) == place, f"the memory of an array of {self.name} is another one"
+            data.same_bits(self.kind.look(item), want.cpu())
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+@ranks(1, 2, 3)
+@kinds
+@pytest.mark.parametrize("name", COLLECTIVES)
+async def test_collectives(comm: Communicator, case: Case, kind: Kind, name: str) -> None:
+    kind.need(comm)
+    for where in (comm, comm.lane("arrays")):
+        call = Call(comm, name, kind)
+        await getattr(where, name)(**call.given)
+        call.verify(await getattr(where, name)(**call.arrays))
+
+
+@ranks(2)
+@synchronous
+def test_on_other_threads(comm: Portal, case: Case) -> None:
+    for kind in KINDS:
+        if kind.fits(comm):
+            for name in COLLECTIVES:
+                call = Call(comm, name, kind)
+                getattr(comm, name)(**call.given).wait()
+                call.verify(getattr(comm, name)(**call.arrays).wait())
+            if "p2p" in comm.transports:
+                array = kind.make(torch.zeros(2, device=comm.device))
+                with comm.new_window(array) as win:
+                    assert win.tensor is array
+                sent, got = (kind.make(torch.full((2,), comm.rank, device=comm.device)) for _ in range(2))
+                work = comm.batch().send(sent, 1 - comm.rank).recv(got, 1 - comm.rank).issue()
+                assert all(map(operator.is_, work.wait(), (sent, got)))
+                assert kind.look(got).tolist() == [1 - comm.rank] * 2
+
+
+@ranks(2)
+@kinds
+async def test_messages(comm: Communicator, case: Case, kind: Kind) -> None:
+    kind.need(comm)
+    case.need("p2p")
+    other = 1 - comm.rank
+    contents = [case.bits(torch.float32, SHAPE, r).to(comm.device) for r in range(2)]
+    for where in (comm, comm.lane(1)):
+        sent, got = kind.make(contents[comm.rank]), kind.make(torch.zeros(SHAPE, device=comm.device))
+        place = kind.place(got)
+        work = where.send(sent, other, 5)
+        assert await where.recv(got, other, 5) is got
+        assert await work is sent
+        assert kind.place(got) == place
+        data.same_bits(kind.look(got), contents[other].cpu())
+        tensor, again = torch.zeros(SHAPE, device=comm.device), kind.make(torch.zeros(SHAPE, device=comm.device))
+        batch = where.batch().send(sent, other, 1).recv(again, other, 1)
+        results = await batch.recv(tensor, other, 2).send(contents[comm.rank], other, 2).issue()
+        assert all(map(operator.is_, results, (sent, again, tensor, contents[comm.rank])))
+        data.same_bits(kind.look(again), contents[other].cpu())
+        data.same_bits(tensor, contents[other].cpu())
+
+
+@ranks(2)
+async def test_every_dtype_of_numpy(comm: Communicator, case: Case) -> None:
+    """And no elements, no dimension, and several."""
+    KINDS[0].need(comm)
+    for dtype in (bool, "u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8", "c8", "c16"):
+        for shape in ((), (0,), (2, 0), (7,), SHAPE):
+            content = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
+            array = content.copy() if comm.rank == 1 else np.zeros(shape, dtype)
+            assert await comm.broadcast(array, 1) is array
+            assert np.array_equal(array, content)
+
+
+@ranks(2)
+async def test_arrays_that_are_only_read(comm: Communicator, case: Case) -> None:
+    """May be read-only, where it is known that they are."""
+    KINDS[0].need(comm)
+    case.need("p2p")
+    fixed = np.full(4, comm.rank, np.float32)
+    fixed.flags.writeable = False
+    if comm.rank == 0:
+        assert await comm.send(fixed, 1) is fixed
+    else:
+        assert (await comm.recv(np.ones(4, np.float32), 0)).tolist() == [0] * 4
+    outputs = [np.zeros(4, np.float32) for _ in range(2)]
+    assert all(map(operator.is_, await comm.all_gather(outputs, fixed), outputs))
+    assert [output.tolist() for output in outputs] == [[0] * 4, [1] * 4]
+    before = pending(comm)
+    with pytest.raises(ArgumentError, match=r"tensor is a float32\[4\] numpy\.ndarray which is read-only"):
+        comm.all_reduce(fixed)
+    with pytest.raises(ArgumentError, match=r"outputs\[1\] is a float32\[4\] numpy\.ndarray which is read-only"):
+        comm.all_gather([np.zeros(4, np.float32), fixed], outputs[0])
+    assert pending(comm) == before
+    await still_works(comm, "all_reduce")
+
+
+@ranks(2)
+@kinds
+async def test_windows(comm: Communicator, case: Case, kind: Kind) -> None:
+    kind.need(comm)
+    _, win = await window(comm, case, torch.float32, 1)  # skips where there are none
+    await win.aclose()
+    other = 1 - comm.rank
+    part = kind.make(torch.zeros(6, device=comm.device))
+    place = kind.place(part)
+    async with await comm.new_window(part) as win:
+        assert win.tensor is part and win.sizes == [6, 6]
+        mine = kind.make(torch.full((2,), comm.rank + 1.0, device=comm.device))
+        assert await win.put(mine, other, 1) is mine
+        assert await win.put_signal(mine, other, 3) is mine
+        await win.wait_signal(other)
+        assert kind.look(part).tolist() == [0.0, *[other + 1.0] * 4, 0.0]
+        got = kind.make(torch.zeros(3, device=comm.device))
+        assert await win.get(got, other, 0) is got
+        assert kind.look(got).tolist() == [0.0, comm.rank + 1.0, comm.rank + 1.0]
+    assert kind.place(part) == place
+
+
+@ranks(2)
+@kinds
+async def test_regions(comm: Communicator, case: Case, kind: Kind) -> None:
+    kind.need(comm)
+    async with connected(comm, case) as (here, peer):
+        if comm.rank == 1:
+            part = kind.make(torch.zeros(4, device=comm.device))
+            place = kind.place(part)
+            async with here.register(part) as region:
+                assert region.tensor is part
+                await descriptor(comm, region.descriptor)
+                await peer.wait_signal()
+                assert kind.look(part).tolist() == [0, 7, 7, 0] and kind.place(part) == place
+                await comm.barrier()
+            return
+        key = await descriptor(comm)
+        mine, got = (kind.make(torch.full((2,), value, device=comm.device)) for value in (7.0, 0.0))
+        assert await peer.put(mine, key, 1) is mine
+        await peer.signal()
+        assert await peer.get(got, key, 1) is got
+        assert kind.look(got).tolist() == [7, 7]
+        await comm.barrier()
+
+
+@ranks(2)
+@kinds
+async def test_streams(comm: Communicator, case: Case, kind: Kind) -> None:
+    """What is received is a new tensor, whatever was sent."""
+    kind.need(comm)
+    case.need("p2p")
+    async with await comm.open_stream(1 - comm.rank) as stream:
+        await stream.send(kind.make(torch.full((3,), comm.rank, device=comm.device)))
+        got = await stream.receive()
+        assert isinstance(got, Tensor) and got.tolist() == [1 - comm.rank] * 3
+
+
+@ranks(2)
+@kinds
+async def test_functional_forms(comm: Communicator, case: Case, kind: Kind) -> None:
+    """Their results are of the kind that was given, or tensors for a library that makes no arrays of tensors."""
+    kind.need(comm)
+    content = torch.arange(4.0, device=comm.device) + comm.rank
+    array = kind.make(content)
+    for form, *more in FORMS:
+        got, want = await form(array, *more), await form(content, *more)
+        if want is not None:
+            assert isinstance(got, np.ndarray if kind.name == "numpy" else Tensor), f"{form.__name__} returned {got!r}"
+            data.same_bits(as_tensor("got", got, write=True), want.cpu())
+    scattered = await functional.scatter(array if comm.rank == 0 else None, 0)
+    assert isinstance(scattered, np.ndarray if kind.name == "numpy" and comm.rank == 0 else Tensor)
+    data.same_bits(as_tensor("scattered", scattered, write=True), torch.arange(4.0).tensor_split(2)[comm.rank])
+    data.same_bits(kind.look(array), content.cpu())
+
+
+@ranks(2)
+@kinds
+async def test_an_array_lives_as_long_as_its_operation(comm: Communicator, case: Case, kind: Kind) -> None:
+    """Also of one that is withdrawn, which leaves it as it was."""
+    kind.need(comm)
+    case.need("p2p")
+    for end in ("message", "cancel"):
+        array = kind.make(torch.zeros(4, device=comm.device))
+        alive = weakref.ref(array)
+        if comm.rank == 0:
+            work = comm.recv(array, 1)
+            del array
+            gc.collect()
+            assert alive() is not None
+            case.tell(end)
+            if end == "message":
+                assert kind.look(await work).tolist() == [1] * 4
+            else:
+                assert await work.cancel()
+                assert kind.look(alive()).tolist() == [0] * 4
+        else:
+            await case.told(end, 0)
+            if end == "message":
+                await comm.send(kind.make(torch.ones(4, device=comm.device)), 0)
+    await still_works(comm, "recv")

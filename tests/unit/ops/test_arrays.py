@@ -1,0 +1,208 @@
+"""Which arrays are taken as tensors, what becomes of their memory, and how the others are refused."""
+
+from __future__ import annotations
+
+import gc
+import operator
+import re
+import subprocess
+import sys
+import weakref
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from processes import HANGS
+
+from aiocomms import ReduceOp, ops
+from aiocomms.errors import ArgumentError, ArgumentTypeError
+from aiocomms.ops.arrays import as_tensor, checked, like
+
+
+class Group(NamedTuple):
+    """A communicator, as checks see it."""
+
+    rank: int = 0
+    size: int = 2
+    device: torch.device = torch.device("cpu")
+    fast_check: None = None
+
+
+class Exporter:
+    """An array that exports a tensor's memory, as an exporter of its age does."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __dlpack__(self, **asked: Any) -> Any:
+        return self.tensor.__dlpack__(**asked)
+
+    def __dlpack_device__(self) -> tuple[Any, int]:
+        return self.tensor.__dlpack_device__()
+
+
+class Old(Exporter):
+    """Of a time before versions: it takes a stream and no more."""
+
+    def __dlpack__(self, stream: None = None) -> Any:
+        return self.tensor.__dlpack__(stream=stream)
+
+
+class Copied(Exporter):
+    """Whose memory is elsewhere, so that it hands a copy out, and says so."""
+
+    def __dlpack__(self, **asked: Any) -> Any:
+        return self.tensor.numpy().__dlpack__(**asked, copy=True)
+
+
+class Broken(Exporter):
+    """Which cannot hand anything out."""
+
+    def __dlpack__(self, **asked: Any) -> Any:
+        raise RuntimeError("the memory is gone")
+
+
+def reduce_(array: Any) -> ops.AllReduce:
+    return checked(ops.AllReduce(array, ReduceOp.SUM), Group())
+
+
+def test_a_tensor_is_not_touched():
+    asked = ops.AllReduce(torch.ones(3), ReduceOp.SUM)
+    assert checked(asked, Group()) is asked
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6, dtype=np.int32).reshape(2, 3), np.array(3.0), np.zeros((0, 4)), np.ones(3, bool),
+        np.ones(2, np.complex128), np.ones((1, 2)).view(np.matrix), np.arange(8, dtype=np.uint16)[2:6],
+        np.frombuffer(bytearray(9), np.uint8)[1:].view(np.float32), Exporter(torch.ones(4)), Old(torch.ones(4)),
+    ],
+    ids=lambda it: type(it).__name__,
+)  # fmt: skip
+def test_its_own_memory_is_what_is_written(array: Any):
+    tensor = as_tensor("it", array, write=True)
+    tensor.fill_(1)
+    mine = array.tensor if isinstance(array, Exporter) else np.asarray(array)
+    assert tuple(tensor.shape) == tuple(mine.shape)
+    assert (mine == 1).all()
+    if tensor.numel():
+        assert tensor.data_ptr() == (mine.data_ptr() if isinstance(array, Exporter) else mine.ctypes.data)
+
+
+def test_a_memory_map_is_written_to_its_file(tmp_path):
+    array = np.memmap(tmp_path / "file", np.float32, "w+", shape=(4,))
+    as_tensor("it", array, write=True).fill_(2)
+    array.flush()
+    assert np.fromfile(tmp_path / "file", np.float32).tolist() == [2] * 4
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"])
+def test_dtypes_that_numpy_knows_by_ml_dtypes(name: str):
+    array = np.ones(4, getattr(ml_dtypes, name))
+    tensor = as_tensor("it", array, write=True)
+    assert (tensor.dtype, tensor.float().tolist()) == (getattr(torch, name), [1] * 4)
+    tensor.copy_(torch.full((4,), 2.0))
+    assert array.astype(float).tolist() == [2] * 4
+    again = like(array, torch.full((2,), 4.0).to(tensor.dtype))
+    assert (again.dtype, again.astype(float).tolist()) == (array.dtype, [4, 4])
+
+
+READ_ONLY = np.ones(4, np.float32)
+READ_ONLY.flags.writeable = False
+REFUSED: dict[str, tuple[Any, str]] = {
+    "read-only": (READ_ONLY, "a float32[4] numpy.ndarray which is read-only, wanted one that can be written"),
+    "backwards": (np.ones(4)[::-1], "a float64[4] numpy.ndarray with strides (-1,), wanted a contiguous one"),
+    "a copy": (Copied(torch.ones(4)), "test_arrays.Copied which is exported as a copy, wanted one"),
+    "of the other byte order": (
+        np.ones(2, ">i4"),
+        "a >i4[2] numpy.ndarray, wanted one whose memory",
+    ),
+    "of objects": (np.array([None]), "a object[1] numpy.ndarray, wanted one whose memory a tensor can share"),
+    "of strings": (np.array(["a"]), "a <U1[1] numpy.ndarray, wanted one whose memory a tensor can share"),
+    "of records": (np.zeros(2, [("a", "f4")]), "numpy.ndarray, wanted one whose memory a tensor can share"),
+    "of long doubles": (np.ones(2, np.longdouble), "numpy.ndarray, wanted one whose memory a tensor can share"),
+    "between elements": (np.zeros(2, [("a", "f4"), ("b", "u1")])["a"], "wanted one whose memory a tensor can share"),
+    "masked": (np.ma.array([1.0, 2.0], mask=[0, 1]), "a float64[2] numpy.ma.MaskedArray, whose mask would stay behind"),
+    "not contiguous": (np.ones((4, 4))[:, 0], "(float64[4] with strides (4,)) is not contiguous"),
+    "broken": (Broken(torch.ones(1)), "wanted one whose memory a tensor can share: the memory is gone"),
+}
+
+
+@pytest.mark.parametrize(("array", "why"), REFUSED.values(), ids=list(REFUSED))
+def test_refused(array: Any, why: str):
+    with pytest.raises(ArgumentError, match=rf"^tensor .*{re.escape(why)}"):
+        reduce_(array)
+
+
+def test_what_is_no_array_is_refused_as_ever():
+    for value in (None, [1.0], 3, np.float32(1), np.ndarray):
+        with pytest.raises(ArgumentTypeError, match=r"tensor is .*, wanted a torch\.Tensor"):
+            reduce_(value)
+    with pytest.raises(ArgumentTypeError, match=r"dst is an int64\[\] numpy\.ndarray \(ndarray\), wanted a rank"):
+        checked(ops.Send(torch.ones(1), np.array(1)), Group())  # type: ignore[arg-type]
+
+
+def test_a_read_only_array_may_be_read_and_nothing_is_printed():
+    op = checked(ops.Send(READ_ONLY, 1), Group())  # for a warning is an error
+    assert op.tensor.data_ptr() == READ_ONLY.ctypes.data
+
+
+def test_an_op_says_what_was_given_and_a_transport_sees_tensors():
+    outputs, mine = (np.zeros(2), torch.zeros(2, dtype=torch.float64)), np.ones(2)
+    asked = ops.AllGather(outputs, mine)  # type: ignore[arg-type]
+    op = checked(asked, Group())
+    assert type(op) is ops.AllGather
+    assert [type(it) for it in (*op.outputs, op.input)] == [torch.Tensor] * 3
+    assert op.outputs[1] is outputs[1]
+    assert all(map(operator.is_, asked.result(), outputs))
+
+
+def test_an_array_that_is_read_and_written_is_one_tensor():
+    shared = np.ones(4, np.float32)
+    op = checked(ops.AllGather((shared, np.ones(4, np.float32)), shared), Group())  # type: ignore[arg-type]
+    assert op.input is op.outputs[0]
+    with pytest.raises(ArgumentError, match=r"outputs\[1\] overlaps outputs\[0\]"):
+        checked(ops.AllGather((shared, shared), shared), Group())  # type: ignore[arg-type]
+    parts = (ops.Send(shared, 1), ops.Recv(shared, 1))
+    with pytest.raises(ArgumentError, match="part 1's tensor overlaps part 0's tensor"):
+        checked(ops.Batch(parts), Group())
+
+
+def test_the_memory_lives_as_long_as_the_tensor():
+    array = np.ones(4)
+    alive = weakref.ref(array)
+    tensor = as_tensor("it", array, write=True)
+    del array
+    gc.collect()
+    assert alive() is not None
+    del tensor
+    assert alive() is None
+
+
+def test_results_are_of_the_kind_that_was_given():
+    tensor = torch.ones(2)
+    assert like(tensor, tensor) is tensor
+    assert like(Exporter(tensor), tensor) is tensor  # nobody knows how to make another one
+    array = like(np.zeros(1, np.float32), tensor)
+    assert type(array) is np.ndarray
+    assert (array.flags.writeable, array.ctypes.data) == (True, tensor.data_ptr())
+
+
+@pytest.mark.processes
+def test_numpy_is_not_imported():
+    """Nor needed: torch warns where it is not installed, and takes arrays all the same."""
+    program = (
+        "import sys; sys.modules['numpy'] = None\n"
+        "import aiocomms, torch, warnings; warnings.simplefilter('error')\n"
+        "from aiocomms.ops.arrays import as_tensor, like\n"
+        "class Array:\n"
+        "    def __init__(self): self.tensor = torch.ones(3)\n"
+        "    def __dlpack__(self, **asked): return self.tensor.__dlpack__(**asked)\n"
+        "    def __dlpack_device__(self): return self.tensor.__dlpack_device__()\n"
+        "print(as_tensor('it', Array(), write=True).tolist(), like(Array(), torch.ones(1)).tolist())\n"
+    )
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=HANGS)
+    assert run.stdout.split("\n")[0] == "[1.0, 1.0, 1.0] [1.0]", run.stderr
