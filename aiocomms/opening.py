@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping
@@ -136,12 +137,9 @@ class new_comm(Opening[Communicator]):  # noqa: N801 - it is called like a funct
         )
         store = _launched.get((host, port))
         if store is None:
-            store = _launched[host, port] = await alone.run(
-                f"reaching the store at {host}:{port}",
-                lambda: connect_store(
-                    host, port, launch.rank, launch.size, agent_store=launch.agent_store, timeout=alone.timeout
-                ),
-            )
+            reach = functools.partial(connect_store, host, port, launch.rank, launch.size, timeout=alone.timeout)
+            connect = functools.partial(reach, agent_store=launch.agent_store, elsewhere=launch.elsewhere)
+            store = _launched[host, port] = await alone.run(f"reaching the store at {host}:{port}", connect)
         return store, launch.rank, launch.size
 
 

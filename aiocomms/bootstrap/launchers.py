@@ -6,6 +6,7 @@ the variables of torch's ``env://``, Open MPI, MPICH and its relatives (Intel MP
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import re
@@ -58,6 +59,7 @@ class Launch:
     :param host: the name or address of the store's host, where rank 0 runs; None only if ``size`` is 1.
     :param port: the TCP port of the store, 1 to 65535; None only if ``size`` is 1.
     :param agent_store: whether the launcher itself serves the store there, so that rank 0 must not.
+    :param elsewhere: whether ranks are on other hosts than ``host``, which is the launcher's name of it.
     """
 
     launcher: str
@@ -66,6 +68,7 @@ class Launch:
     host: str | None
     port: int | None
     agent_store: bool
+    elsewhere: bool = False
 
 
 def read_environment(environ: Mapping[str, str]) -> Launch | None:
@@ -101,7 +104,7 @@ def read_environment(environ: Mapping[str, str]) -> Launch | None:
 
 def _log_world_of_one(env: Mapping[str, str]) -> None:
     """Log that this process is alone: as a warning if something suggests that it was meant to be one of several."""
-    hints = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name in env]
+    hints = [name for name in ("MASTER_ADDR", "MASTER_PORT", "JOB_COMPLETION_INDEX") if name in env]
     if "SLURM_JOB_ID" in env and env.get("SLURM_NTASKS", "1") != "1":
         hints += [name for name in ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_PROCID") if name in env]
     there = f", although there are {', '.join(f'{name}={env[name]}' for name in hints)}" if hints else ""
@@ -178,10 +181,13 @@ class _Reader:
     ) -> Launch:
         if host is None and size != 1:
             self.complaints.append("MASTER_ADDR is missing (the host on which rank 0 runs)")
+        elif host is not None and not _is_host(host):
+            self.complaints.append(f"MASTER_ADDR is {host!r}, wanted a name or an IP address, without port or brackets")
         port = self.port(job, size)
         if self.complaints or rank is None or size is None:
             raise self.error()
-        return Launch(self.launcher, rank, size, host, port, agent_store)
+        elsewhere = host not in (None, _LOOPBACK, self.env.get("MASTER_ADDR"))
+        return Launch(self.launcher, rank, size, host, port, agent_store, elsewhere)
 
     def error(self) -> ArgumentError:
         """Return the error with all complaints; and with what is there, if something is missing."""
@@ -203,6 +209,15 @@ class _Reader:
         return None
 
 
+def _is_host(text: str) -> bool:
+    """Return whether it can be a host: else its name would be looked up until the deadline."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return re.search(r"[^\w.-]", text) is None
+    return True
+
+
 def _read_torchrun(env: Mapping[str, str]) -> Launch:
     reader = _Reader("torchrun", env)
     rank, size = reader.rank_and_size("RANK", "WORLD_SIZE")
@@ -214,7 +229,7 @@ def _read_torchrun(env: Mapping[str, str]) -> Launch:
 def _read_open_mpi(env: Mapping[str, str]) -> Launch:
     reader = _Reader("Open MPI", env)
     rank, size = reader.rank_and_size("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
-    host = _one_host(reader, size, "OMPI_COMM_WORLD_LOCAL_SIZE")
+    host = _first_host(reader, size, "OMPI_COMM_WORLD_LOCAL_SIZE")
     job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid")
     return reader.launch(rank, size, host, job)
 
@@ -223,11 +238,11 @@ def _read_mpich(env: Mapping[str, str]) -> Launch:
     reader = _Reader("MPICH", env)
     rank, size = reader.rank_and_size("PMI_RANK", "PMI_SIZE")
     local = "MPI_LOCALNRANKS" if "MPI_LOCALNRANKS" in env else "PMI_LOCAL_SIZE"
-    host = _one_host(reader, size, local)
+    host = _first_host(reader, size, local)
     # MPICH's own mpiexec puts no id of the job into the environment; if it runs in a Slurm step, the step's id serves.
     ids = ("PALS_APID", "I_MPI_HYDRA_UUID", "PMI_JOBID")
     job = next((env[name] for name in ids if name in env), None) or _slurm_step(env)
-    if job is None and "MASTER_PORT" not in env and _one_host(reader, size, local) == _LOOPBACK:
+    if job is None and "MASTER_PORT" not in env and host == _LOOPBACK:
         job = _starter("PMI_RANK")
     return reader.launch(rank, size, host, job)
 
@@ -259,12 +274,18 @@ def _read_pmix(env: Mapping[str, str]) -> Launch:
     return reader.launch(rank, size, env.get("MASTER_ADDR"), None)
 
 
-def _one_host(reader: _Reader, size: int | None, local_name: str) -> str | None:
-    """Return ``MASTER_ADDR``, or else the loopback address if all ranks are on this host."""
+def _first_host(reader: _Reader, size: int | None, local_name: str) -> str | None:
+    """Return ``MASTER_ADDR``, or else the loopback address if all ranks are on this host; None: nothing tells.
+
+    On several hosts of a Slurm job it is the job's first one, where mpiexec begins to place ranks unless it is told
+    otherwise. If it is, rank 0 finds that the address is not its own, and says so.
+    """
     host = reader.env.get("MASTER_ADDR")
     if host is not None or size is None or local_name not in reader.env:
         return host
-    return _LOOPBACK if reader.integer(local_name, 1, size) == size else None
+    if reader.integer(local_name, 1, size) == size:
+        return _LOOPBACK
+    return _first_slurm_host(reader, "SLURM_JOB_NODELIST")
 
 
 def _read_slurm(env: Mapping[str, str]) -> Launch:
@@ -272,12 +293,12 @@ def _read_slurm(env: Mapping[str, str]) -> Launch:
     if _slurm_step(env) is None:
         reader.complaints.append("SLURM_STEP_ID is missing (srun sets it: a job's variables alone make no rank)")
     rank, size = reader.rank_and_size("SLURM_PROCID", _slurm_size_name(env))
-    host = env.get("MASTER_ADDR") or _first_slurm_host(reader)
+    host = env.get("MASTER_ADDR") or _first_slurm_host(reader, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
     return reader.launch(rank, size, host, _slurm_step(env))
 
 
-def _first_slurm_host(reader: _Reader) -> str | None:
-    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
+def _first_slurm_host(reader: _Reader, *names: str) -> str | None:
+    for name in names:
         if name not in reader.env:
             continue
         try:

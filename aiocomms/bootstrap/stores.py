@@ -73,7 +73,9 @@ class _Target(NamedTuple):
         return StoreLostError(f"{self} {why}", rank=self.rank)
 
 
-def connect_store(host: str, port: int, rank: int, size: int, *, agent_store: bool, timeout: float) -> Store:
+def connect_store(
+    host: str, port: int, rank: int, size: int, *, agent_store: bool, elsewhere: bool = False, timeout: float
+) -> Store:
     """Serve the job's store if this is rank 0; else wait until the store is served, and connect to it.
 
     Rank 0 listens on the address of ``host`` only, never on every interface, and lets in ranks of this job only. A
@@ -84,24 +86,31 @@ def connect_store(host: str, port: int, rank: int, size: int, *, agent_store: bo
     :param rank: this rank, ``0 <= rank < size``.
     :param size: the number of ranks.
     :param agent_store: whether the launcher serves the store, so that rank 0 connects as the others do.
+    :param elsewhere: whether ranks are on other hosts, which do not reach a loopback address.
     :param timeout: the deadline for the connection, in seconds; afterwards the store's default timeout.
     :returns: a connection of the caller's own.
-    :raises ArgumentError: ``host`` or ``port`` cannot be what was meant: unresolvable, a wildcard, not this machine's,
-        in use; or other hosts could reach the store, and the job has no token.
+    :raises ArgumentError: ``host`` or ``port`` cannot be what was meant: unresolvable, a wildcard, loopback or not this
+        machine's, in use; or other hosts could reach the store, and the job has no token.
     :raises StoreLostError: nobody answered there in time.
     :raises AuthError: who answers there has another token.
     :raises ProtocolError: it is a store of another version, or no store of a job at all.
     """
     target = _Target(host, port, rank, size, timeout, time.monotonic() + timeout)
-    store = _serve(target) if rank == 0 and not agent_store else _join(target, agent_store=agent_store)
+    serves = rank == 0 and not agent_store
+    store = _serve(target, elsewhere=elsewhere) if serves else _join(target, agent_store=agent_store)
     store.set_timeout(timedelta(seconds=timeout))
     return store
 
 
-def _serve(target: _Target) -> JobStore:
+def _serve(target: _Target, *, elsewhere: bool) -> JobStore:
     addresses = _resolve_patiently(target)
     # A machine's own name may resolve to loopback too (/etc/hosts), where other machines cannot reach the store.
     addresses.sort(key=lambda address: _is_loopback(address.literal))
+    if elsewhere and _is_loopback(addresses[0].literal):
+        raise target.refused(
+            f"would be at {addresses[0].literal}, as this host resolves its name, and ranks are on other hosts: take "
+            "that out of /etc/hosts, or set MASTER_ADDR to an address that they reach"
+        )
     if not _serving.acquire(timeout=target.remaining()):
         raise target.lost(f"is still being opened by another thread after {target.timeout:g} s")
     try:

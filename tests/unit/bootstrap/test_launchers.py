@@ -46,6 +46,7 @@ SLURM_SALLOC = {name: value for name, value in SLURM_BATCH.items() if name != "S
 SLURM_INTERACTIVE = SLURM_BATCH | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}
 # srun starts mpiexec's proxies, one per host, and these start the ranks.
 HYDRA_IN_SLURM = SLURM | MPICH | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "2"}
+MPICH_ON_TWO_NODES = HYDRA_IN_SLURM | {"PMI_SIZE": "4", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "4"}
 SRUN_PMI2 = SLURM | {"PMI_RANK": "1", "PMI_SIZE": "4", "PMI_JOBID": "7.0", "PMI_FD": "13"}
 
 
@@ -66,19 +67,25 @@ def without(env, *names):
         pytest.param(INTEL_MPI, "MPICH", 1, 2, "127.0.0.1", id="Intel MPI"),
         pytest.param(PALS, "MPICH", 1, 2, "127.0.0.1", id="PALS"),
         pytest.param(HYDRA_IN_SLURM, "MPICH", 1, 2, "127.0.0.1", id="hydra in a Slurm step of its own"),
+        pytest.param(MPICH_ON_TWO_NODES, "MPICH", 1, 4, "node01", id="hydra on the job's nodes"),
+        pytest.param(
+            OPEN_MPI | SLURM_BATCH | {"OMPI_COMM_WORLD_SIZE": "4", "SLURM_JOB_NODELIST": "node[01-02]"},
+            "Open MPI", 1, 4, "node01", id="Open MPI on the job's nodes",
+        ),
         pytest.param(SLURM, "Slurm", 1, 4, "node02", id="srun"),
         pytest.param(SRUN_PMI2, "Slurm", 1, 4, "node02", id="srun --mpi=pmi2"),
         pytest.param(SLURM | {"SLURM_NTASKS": "8"}, "Slurm", 1, 4, "node02", id="srun --preserve-env"),
         pytest.param(SLURM | {"SLURM_STEP_NODELIST": "gpu7"}, "Slurm", 1, 4, "127.0.0.1", id="srun on one host"),
         pytest.param(without(SLURM, "SLURM_STEP_NODELIST"), "Slurm", 1, 4, "node01", id="the job's hosts"),
     ],
-)
+)  # fmt: skip
 def test_a_launcher_is_recognised(env, launcher, rank, size, host):
     launch = read_environment(env)
     assert launch is not None
     assert (launch.launcher, launch.rank, launch.size, launch.host) == (launcher, rank, size, host)
     assert launch.port == 29500 if launcher == "torchrun" else launch.port in range(20000, 32000)
     assert launch.agent_store is False
+    assert launch.elsewhere == (launcher != "torchrun" and host != "127.0.0.1")
 
 
 @pytest.mark.parametrize(
@@ -137,6 +144,7 @@ def test_an_incomplete_environment_is_no_world_of_one(env, launcher, missing):
         (SLURM_BATCH, "WARNING", "SLURM_JOB_ID=1, SLURM_NTASKS=2, SLURM_PROCID=0"),
         (SLURM_BATCH | {"SLURM_NTASKS": "1"}, "INFO", "a rank: a world of one"),
         ({"MASTER_ADDR": "node01"}, "WARNING", "MASTER_ADDR=node01"),
+        ({"JOB_COMPLETION_INDEX": "3"}, "WARNING", "JOB_COMPLETION_INDEX=3"),  # a pod of an indexed Job of Kubernetes
     ],
 )
 def test_a_world_of_one_is_logged(env, level, says, caplog):
@@ -151,6 +159,13 @@ def test_a_world_of_one_is_logged(env, level, says, caplog):
 def test_the_agent_store_is_read_as_torch_reads_it(value, agent_store):
     launch = read_environment(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": value})
     assert launch == Launch("torchrun", 1, 4, "node01", 29500, agent_store)
+
+
+@pytest.mark.parametrize("host", ["node01", "rank_0.job", "10.0.0.1", "::1", "fe80::1%eth0"])
+def test_names_and_addresses_are_hosts(host):
+    launch = read_environment(TORCHRUN | {"MASTER_ADDR": host})
+    assert launch is not None
+    assert launch.host == host
 
 
 @pytest.mark.parametrize("env", [OPEN_MPI, INTEL_MPI, SLURM], ids=["Open MPI", "MPICH", "Slurm"])
@@ -213,6 +228,13 @@ def test_one_rank_needs_no_address(env, launch):
         pytest.param(TORCHRUN | {"MASTER_PORT": "0"}, ["MASTER_PORT is '0'"], id="port 0"),
         pytest.param(TORCHRUN | {"MASTER_PORT": "65536"}, ["MASTER_PORT is '65536'"], id="port too large"),
         pytest.param(TORCHRUN | {"MASTER_PORT": "9" * 5000}, ["MASTER_PORT is '999"], id="port far too large"),
+        pytest.param(
+            TORCHRUN | {"MASTER_ADDR": "node01:29500"},
+            ["MASTER_ADDR is 'node01:29500', wanted a name or an IP address, without port or brackets"],
+            id="an address with its port",
+        ),
+        pytest.param(TORCHRUN | {"MASTER_ADDR": "[::1]"}, ["MASTER_ADDR is '[::1]', wanted a name"], id="brackets"),
+        pytest.param(TORCHRUN | {"MASTER_ADDR": "tcp://node01"}, ["MASTER_ADDR is 'tcp://node01'"], id="a URL"),
         pytest.param(TORCHRUN | {"MASTER_ADDR": ""}, ["MASTER_ADDR is missing"], id="empty"),
         pytest.param(
             OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "4"},

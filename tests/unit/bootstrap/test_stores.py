@@ -271,6 +271,11 @@ def test_rank_0_on_the_wrong_machine_is_refused_at_once(port):
     assert "198.51.100.7" in str(caught.value)
 
 
+def test_a_name_that_is_loopback_only_is_refused_where_ranks_are_elsewhere(port):
+    with pytest.raises(ArgumentError, match=r"'localhost'.*would be at (127\.0\.0\.1|::1).*ranks are on other hosts"):
+        connect_store("localhost", port, 0, 2, agent_store=False, elsewhere=True, timeout=HANGS)
+
+
 def fails_after(timeout, error, call, *args):
     """What it says when it gives up; it may do so before a pause that would be too long. If it does not it hangs."""
     with pytest.raises(error) as caught:
