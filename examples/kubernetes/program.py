@@ -1,0 +1,35 @@
+"""What the pods run: a sum over all ranks once a second, until SIGTERM or for so many seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+import aiocomms
+from aiocomms import ReduceOp
+
+READY = Path(os.environ["READY_FILE"])
+"""What the readiness probe looks for."""
+
+
+async def main(seconds: int) -> None:
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    async with aiocomms.new_comm() as comm:
+        await asyncio.to_thread(READY.touch)
+        for second in range(seconds):
+            state = await comm.all_reduce(torch.tensor([float(stop.is_set()), 1.0]), ReduceOp.SUM)
+            if comm.rank == 0:
+                print(f"second {second}: {int(state[1])} ranks", flush=True)
+            if state[0] > 0:  # on one rank, so that all stop at the same sum
+                break
+            await asyncio.sleep(1)
+
+
+READY.unlink(missing_ok=True)  # that of a container before this one
+asyncio.run(main(int(sys.argv[1])))

@@ -1,0 +1,213 @@
+"""Jobs that launchers start, as their users start it: a sum, a message, and a rank that leaves or is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from launched import STATUS
+from processes import HANGS, free_port
+from slurm import Cluster, cluster
+
+HERE = Path(__file__).parent
+MPI = HERE.parents[1] / "build" / "launchers"
+"""Where `make test` and `make test-launchers` put what PyPI has of MPI, one folder for each."""
+JOB = [sys.executable, str(HERE / "launched.py")]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+# Whatever a launcher around the tests, or their user, has set.
+OF_LAUNCHERS = re.compile(r"(RANK|WORLD_SIZE|LOCAL_|GROUP_|MASTER_|TORCHELASTIC_|OMPI_|PMI|MPI_|I_MPI_|PALS_|SLURM_)")
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(3 * HANGS)]
+
+Commands = Callable[[Sequence[str]], list[list[str]]]
+"""What is typed to start a job, on each host, of the job's own command."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One to start a job.
+
+    :param launcher: what aiocomms takes it for; None: for none.
+    :param ranks: the host's name of each; "" for that of this machine.
+    :param status: with which it ends if the last rank leaves with :data:`STATUS` and the others fail, with 1; None:
+        with that of the first that ends.
+    """
+
+    name: str
+    launcher: str | None
+    commands: Commands
+    ranks: Sequence[str] = ("", "")
+    status: int | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+    def statuses(self) -> set[int]:
+        return set(range(1, 256)) if self.status is None else {self.status}
+
+
+def two_agents(job: Sequence[str]) -> list[list[str]]:
+    meet = [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-backend=c10d", "--rdzv-id=job"]
+    return [[*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", "--max-restarts=1", *meet, *job[1:]] for _ in range(2)]
+
+
+def processes(method: str) -> Way:
+    forked = [sys.executable, str(HERE / "forked.py"), method, "2"]
+    return Way(f"multiprocessing, {method}", "torchrun", lambda job: [[*forked, *job[2:]]], status=STATUS)
+
+
+def mpi(name: str, launcher: str, package: str, *command: str) -> Way:
+    def commands(job: Sequence[str]) -> list[list[str]]:
+        return [[installed(package, command[0]), *command[1:], "-n", "2", *job]]
+
+    return Way(name, launcher, commands)
+
+
+def installed(package: str, program: str) -> str:
+    path = MPI / package / "bin" / program
+    if not path.exists():
+        pytest.skip(f"no {package} from PyPI: make build/launchers/{package}.stamp")
+    return str(path)
+
+
+OPEN_MPI = ["mpirun", "--allow-run-as-root", "--oversubscribe"]
+WAYS = [
+    Way("torchrun, two agents", "torchrun", two_agents, status=1),
+    processes("spawn"),
+    processes("fork"),
+    mpi("Open MPI 5", "Open MPI", "openmpi-5.0", *OPEN_MPI),
+    mpi("Open MPI 4", "Open MPI", "openmpi-4.1", *OPEN_MPI),
+    mpi("MPICH", "MPICH", "mpich-5.0", "mpiexec"),
+    mpi("Intel MPI", "MPICH", "impi_rt-2021.19", "mpiexec"),
+]
+
+
+def in_job(nodes: int, ranks: int, *launch: str) -> Commands:
+    return lambda job: [["salloc", "--quiet", f"--nodes={nodes}", f"--ntasks={ranks}", *launch, *job]]
+
+
+def in_script(*launch: str) -> Commands:
+    wait = ["sbatch", "--quiet", "--wait", "--nodes=2", "--ntasks=2"]
+    return lambda job: [[*wait, f"--wrap={shlex.join([*launch, *job])}"]]
+
+
+def in_mpi(package: str, *command: str) -> Commands:
+    return lambda job: in_job(2, 4, installed(package, command[0]), *command[1:])(job)
+
+
+def agents(job: Sequence[str]) -> list[list[str]]:
+    agent = ["torchrun", "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=node1:29400"]
+    starts = ["srun", "--nodes=2", "--ntasks-per-node=1", str(Path(sys.executable).with_name(agent[0])), *agent[1:]]
+    return [[*starts, *job[1:]]]
+
+
+TWO, FOUR = ("node1", "node2"), ("node1", "node1", "node2", "node2")
+OF_SLURM = [
+    Way("srun on one node", "Slurm", lambda job: [["srun", "--nodes=1", "--ntasks=2", *job]], ("node1",) * 2, STATUS),
+    Way("srun on two", "Slurm", lambda job: [["srun", "--nodes=2", "--ntasks-per-node=2", *job]], FOUR, STATUS),
+    Way("srun --mpi=pmi2", "Slurm", lambda job: [["srun", "--mpi=pmi2", "--nodes=2", "--ntasks=2", *job]], TWO, STATUS),
+    Way("srun in a batch script", "Slurm", in_script("srun"), TWO, STATUS),
+    Way("a batch script alone", None, in_script(), TWO[:1], STATUS),
+    Way("a shell of salloc", None, in_job(2, 2), ("login",), STATUS),
+    Way("Open MPI 5 in a job", "Open MPI", in_mpi("openmpi-5.0", *OPEN_MPI, "--map-by", "ppr:2:node"), FOUR),
+    Way("Open MPI 4 in a job", "Open MPI", in_mpi("openmpi-4.1", *OPEN_MPI, "--map-by", "ppr:2:node"), FOUR),
+    Way("MPICH in a job", "MPICH", in_mpi("mpich-5.0", "mpiexec", "-ppn", "2", "-n", "4"), FOUR),
+    Way("torchrun by srun", "torchrun", agents, FOUR, 1),
+]
+
+
+def run(commands: Sequence[Sequence[str]], folder: Path, **variables: str) -> list[int]:
+    """Run all of them at once; nobody is left then.
+
+    :returns: how each ended.
+    """
+    clean = {name: value for name, value in os.environ.items() if not OF_LAUNCHERS.match(name)}
+    env = clean | {"OMP_NUM_THREADS": "1"} | variables
+    started = [subprocess.Popen(it, cwd=folder, env=env, start_new_session=True) for it in commands]
+    try:
+        statuses = [it.wait(timeout=HANGS) for it in started]
+        gone, left = psutil.wait_procs(list(members(folder)), timeout=HANGS)
+        assert not left, f"{left} are left behind, {gone} have ended"
+        return statuses
+    finally:
+        for it in started:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(it.pid, signal.SIGKILL)
+            it.wait()
+
+
+def members(folder: Path) -> Iterator[psutil.Process]:
+    """The processes of a job, which its folder tells."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if any(str(folder) in word for word in process.cmdline()):
+                yield process
+
+
+def told(folder: Path) -> list[Mapping[str, object]]:
+    """What the ranks have written down."""
+    return [json.loads(it.read_text()) for it in sorted(folder.glob("rank *"))]
+
+
+def wanted(way: Way) -> list[Mapping[str, object]]:
+    size, here = len(way.ranks), os.uname().nodename
+    return [
+        {"launcher": way.launcher, "rank": rank, "size": size, "host": host or here, "sum": size,
+         "received": (rank - 1) % size}
+        for rank, host in enumerate(way.ranks)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_a_job(way: Way, tmp_path: Path) -> None:
+    assert set(run(way.commands([*JOB, str(tmp_path), "end well"]), tmp_path)) == {0}
+    assert told(tmp_path) == wanted(way)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_a_rank_that_leaves_ends_the_job(way: Way, tmp_path: Path) -> None:
+    assert set(run(way.commands([*JOB, str(tmp_path), "leave"]), tmp_path)) <= way.statuses()
+    assert told(tmp_path) == []
+
+
+def test_torchrun_starts_a_rank_that_was_killed_anew(tmp_path: Path) -> None:
+    """And the other agent's with it: they form the job again, in the store of the one that was not hit."""
+    assert run(two_agents([*JOB, str(tmp_path), "be killed once"]), tmp_path) == [0, 0]
+    assert (tmp_path / "killed").exists()
+    assert told(tmp_path) == wanted(WAYS[0])
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A login node and two nodes, each a network namespace with a name of its own."""
+    with cluster(tmp_path_factory.mktemp("slurm")) as made:
+        yield made
+
+
+@pytest.mark.parametrize("way", OF_SLURM, ids=str)
+def test_a_job_of_slurm(way: Way, slurm: Cluster, tmp_path: Path) -> None:
+    (command,) = way.commands([*JOB, str(tmp_path), "end well"])
+    variables = {**slurm.variables, "AIOCOMMS_TOKEN": secrets.token_hex(16)}
+    assert run([slurm.login(*command)], tmp_path, **variables) == [0], slurm.outputs()
+    assert told(tmp_path) == wanted(way)
+
+
+@pytest.mark.parametrize("way", OF_SLURM, ids=str)
+def test_a_rank_that_leaves_ends_a_job_of_slurm(way: Way, slurm: Cluster, tmp_path: Path) -> None:
+    (command,) = way.commands([*JOB, str(tmp_path), "leave"])
+    variables = {**slurm.variables, "AIOCOMMS_TOKEN": secrets.token_hex(16)}
+    assert set(run([slurm.login(*command)], tmp_path, **variables)) <= way.statuses(), slurm.outputs()
+    assert told(tmp_path) == []
