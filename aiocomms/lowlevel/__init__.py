@@ -3,8 +3,8 @@
 ======================================= ================================================================================
 to wake the loop from any thread        :class:`Waker`, or :class:`Inbox` with what it shall call
 to block off the loop                   :func:`run_in_thread`
-to find the other ranks                 :func:`host_id`, :func:`reachable_address`, :data:`LOOPBACK`; :func:`tune` for
-                                        the connections with them
+to find the other ranks                 :func:`host_id`, :func:`reachable_address`, :data:`LOOPBACK`; :func:`listen_at`
+                                        there, and :func:`tune` for the connections with them
 to connect with them                    :class:`Gate`, for sockets of any kind; :func:`same_user` for unix sockets
 to prove who they are in other ways     :func:`mac` and :func:`same`, with a key of :meth:`Rendezvous.secret`;
                                         :func:`check_exposed` before listening; :data:`MAX_RECORD`
@@ -37,7 +37,7 @@ from aiocomms.lowlevel.forks import Unshared
 from aiocomms.lowlevel.gate import Gate, same_user
 from aiocomms.lowlevel.hosts import LOOPBACK, host_id, reachable_address
 from aiocomms.lowlevel.memory import in_use, register
-from aiocomms.lowlevel.sockets import tune
+from aiocomms.lowlevel.sockets import listen_at, tune
 from aiocomms.lowlevel.stores import admitting, reach_store, serve_store, store_errors
 from aiocomms.lowlevel.threads import run_in_thread
 from aiocomms.lowlevel.versions import HEAD_BYTES, Dialect
@@ -65,6 +65,7 @@ __all__ = [
     "gone",
     "host_id",
     "in_use",
+    "listen_at",
     "mac",
     "misfit",
     "reach_store",

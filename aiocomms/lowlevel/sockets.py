@@ -1,8 +1,17 @@
-"""Settings of a connection between two ranks."""
+"""Connections between two ranks: where one listens for them, and their settings."""
 
 from __future__ import annotations
 
 import socket
+
+
+def listen_at(address: str, backlog: int = socket.SOMAXCONN) -> socket.socket:
+    """A listener at one address of this host, IPv4 or IPv6, on a port that the kernel chooses.
+
+    :raises OSError: it is no address of this host.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family, backlog=backlog)
 
 
 def tune(connection: socket.socket, seconds: int = 5) -> socket.socket:

@@ -12,6 +12,7 @@ from torch.distributed import Store
 from aiocomms.errors import StoreLostError
 from aiocomms.lowlevel.auth import mac, read_token
 from aiocomms.lowlevel.jobstore import JobStore, prove
+from aiocomms.lowlevel.sockets import listen_at
 from aiocomms.lowlevel.storeserver import StoreServer
 
 
@@ -61,7 +62,7 @@ def serve_store(host: str, timeout: float) -> tuple[JobStore, int]:
     :raises OSError: it is no address of this machine.
     :raises CommError: there is no descriptor or no thread for it.
     """
-    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener = listen_at(host)
     port = int(listener.getsockname()[1])
     return JobStore(host, port, new_server(listener), timeout), port
 

@@ -35,8 +35,7 @@ async def meet(rendezvous: Rendezvous) -> dict[int, socket.socket]:
     hosts = [value.decode().split() for value in await rendezvous.exchange("tcp hosts", mine.encode())]
     others = [name for host, name in hosts if host != hosts[rank][0]]
     address = lowlevel.reachable_address(others, rendezvous.store) if others else lowlevel.LOOPBACK
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.create_server((address, 0), family=family, backlog=rendezvous.size) as listener:
+    with lowlevel.listen_at(address, rendezvous.size) as listener:
         mine = f"{address} {listener.getsockname()[1]}"
         places = [value.decode().split() for value in await rendezvous.exchange("tcp places", mine.encode())]
         seconds = 0.9 * rendezvous.left()  # the rest is for saying who is missing

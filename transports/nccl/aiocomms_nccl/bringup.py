@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from aiocomms.errors import ArgumentError, CommTimeoutError, ProtocolError
-from aiocomms.lowlevel import LOOPBACK, UNREADABLE, host_id, reachable_address, tune
+from aiocomms.lowlevel import LOOPBACK, UNREADABLE, host_id, listen_at, reachable_address, tune
 from aiocomms.transport import Rendezvous
 from aiocomms_nccl import wire
 from aiocomms_nccl.nccl import SEVERAL_RANKS_PER_GPU, Nccl, readable
@@ -140,7 +140,7 @@ def _listener(rendezvous: Rendezvous, hellos: Sequence[Hello]) -> socket.socket:
     mine = hellos[rendezvous.rank]
     others = [record.name for record in hellos if record.host != mine.host]
     address = reachable_address(others, rendezvous.store) if others else LOOPBACK
-    return socket.create_server((address, 0), backlog=rendezvous.size)
+    return listen_at(address, rendezvous.size)
 
 
 def _connect_all(

@@ -30,6 +30,7 @@ from aiocomms.lowlevel import (
     check_exposed,
     closed_on_exec,
     host_id,
+    listen_at,
     mac,
     reachable_address,
     same_user,
@@ -126,7 +127,7 @@ async def shared_engine(
             far = [hello.name for hello in hellos if hello.host != mine.host]
             outside = reachable_address((*rendezvous.hosts, hellos[0].name, *far), rendezvous.store) if far else None
             if outside:
-                listeners.append(stack.enter_context(socket.create_server((outside, 0), backlog=_BACKLOG)))
+                listeners.append(stack.enter_context(listen_at(outside, _BACKLOG)))
             endpoint = listeners[-1].getsockname()[:2] if outside else None
             shared = await _engine_of(rendezvous, outside, cuda, memory)
             if isinstance(shared, SharedEngine):
@@ -306,15 +307,17 @@ def _options(outside: str | None, *, gpu: bool) -> list[tuple[str, str]]:
     only at that of the interface that ``AIOCOMMS_IFACE`` names.
     """
     without = "sysv" if gpu else "sysv,cuda"
+    # UCX 1.21 wants 16 MiB free, of which a rank needs 4, and crashes where others take them between its two looks.
+    options = [("POSIX_SHM_MIN_SIZE", "0")]
     if outside is None and _wants_tcp():
         if os.environ.get("UCX_NET_DEVICES", "lo") != "lo":
             check_exposed("UCX_TLS and UCX_NET_DEVICES let other hosts reach UCX, though all ranks are on one")
-        return [("NET_DEVICES", "lo")]
+        return [*options, ("NET_DEVICES", "lo")]
     if outside is None:
-        return [("TLS", f"^{without},tcp")]
+        return [*options, ("TLS", f"^{without},tcp")]
     interface = os.environ.get("AIOCOMMS_IFACE")
     devices = [("NET_DEVICES", interface)] if interface else []
-    return [("TLS", f"^{without}"), *devices]
+    return [*options, ("TLS", f"^{without}"), *devices]
 
 
 def _wants_tcp() -> bool:
