@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hosts import NETWORKS, hosts, inside, ip
 from launched import STATUS
 from processes import HANGS, free_port
 from slurm import Cluster, cluster
@@ -170,7 +171,13 @@ def wanted(way: Way) -> list[Mapping[str, object]]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+QUICK = ["multiprocessing, fork", "Open MPI 5", "MPICH"]
+"""Of each kind one; torchrun has a test of its own."""
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(it, marks=[] if it.name in QUICK else pytest.mark.long) for it in WAYS], ids=str
+)
 def test_a_job(way: Way, tmp_path: Path) -> None:
     assert set(run(way.commands([*JOB, str(tmp_path), "end well"]), tmp_path)) == {0}
     assert told(tmp_path) == wanted(way)
@@ -188,6 +195,22 @@ def test_torchrun_starts_a_rank_that_was_killed_anew(tmp_path: Path) -> None:
     assert run(two_agents([*JOB, str(tmp_path), "be killed once"]), tmp_path) == [0, 0]
     assert (tmp_path / "killed").exists()
     assert told(tmp_path) == wanted(WAYS[0])
+
+
+def test_hosts_that_have_no_ipv4(tmp_path: Path) -> None:
+    """Two, whose ranks are started by hand."""
+    known = tmp_path / "hosts"
+    known.write_text("fd77::1 host0\nfd77::2 host1\n")
+    with hosts(2) as names:
+        commands = []
+        for rank, name in enumerate(names):
+            for network in NETWORKS:
+                ip("-n", name, "-4", "address", "flush", "dev", network)
+            ip("-n", name, "address", "add", f"fd77::{rank + 1}/64", "dev", "net0", "nodad")
+            commands.append(inside(name, f"host{rank}", known, "env", f"RANK={rank}", *JOB, str(tmp_path), "end well"))
+        place = {"WORLD_SIZE": "2", "MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
+        assert run(commands, tmp_path, AIOCOMMS_TOKEN=secrets.token_hex(16), **place) == [0, 0]
+    assert told(tmp_path) == wanted(Way("", "torchrun", lambda job: [list(job)], ("host0", "host1")))
 
 
 @pytest.fixture(scope="module")

@@ -130,6 +130,7 @@ class Pod:
         self._output.close()
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda it: it.stem)
 def test_the_pods_of_a_manifest_form_four_ranks(manifest: Path, tmp_path: Path) -> None:
