@@ -43,7 +43,7 @@ $(VENV)/setup.stamp: pyproject.toml
 
 # The native engine of the ucx transport, built anew when one of its sources has changed.
 $(VENV)/ucx.stamp: $(VENV)/setup.stamp $(UCX_NATIVE)
-	AIOCOMMS_WERROR=ON $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ./$(UCX)
+	AIOCOMMS_WERROR=ON $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable "./$(UCX)[cu13]"
 	touch $@
 
 ## Start the embedding server on 2 ranks, post the sentences of a file, check every vector, print a table, kill a stage.
@@ -281,7 +281,7 @@ $(HOSTS_VENV)/setup.stamp: pyproject.toml
 	touch $@
 
 $(HOSTS_VENV)/ucx.stamp: $(HOSTS_VENV)/setup.stamp $(UCX_NATIVE)
-	AIOCOMMS_WERROR=ON $(HOSTS_BIN)/python -m pip install --quiet --disable-pip-version-check --editable ./$(UCX)
+	AIOCOMMS_WERROR=ON $(HOSTS_BIN)/python -m pip install --quiet --disable-pip-version-check --editable "./$(UCX)[cu13]"
 	touch $@
 
 ## What is made for hosts, with their own code running: torch's tests of torch.distributed, Ray.
@@ -319,7 +319,7 @@ $(BENCH_VENV)/setup.stamp: pyproject.toml examples/transport_ucxx/pyproject.toml
 
 # Built anew when a source has changed; together with the peers, so that all agree on one UCX.
 $(BENCH_VENV)/ucx.stamp: $(BENCH_VENV)/setup.stamp $(UCX_NATIVE) $(wildcard $(UCX)/aiocomms_ucx/*)
-	$(BENCH_BIN)/python -m pip install --quiet --disable-pip-version-check $(PEERS) ./$(UCX)
+	$(BENCH_BIN)/python -m pip install --quiet --disable-pip-version-check $(PEERS) "./$(UCX)[cu13]"
 	touch $@
 
 ## Ours and its peers side by side (tables, build/bench/compare.{json,md,png}), then what the core costs, KV blocks, splits.
@@ -364,14 +364,14 @@ $(GPU_VENV)/setup.stamp: pyproject.toml
 	touch $@
 
 $(GPU_VENV)/ucx.stamp: $(GPU_VENV)/setup.stamp $(UCX_NATIVE)
-	AIOCOMMS_WERROR=ON $(GPU_PIP) --editable ./$(UCX)
+	AIOCOMMS_WERROR=ON $(GPU_PIP) --editable "./$(UCX)[cu13]"
 	touch $@
 
 ## All that gpu-check installs, as wheels in a folder, for a machine without a network: make gpu-wheels WHEELS=folder
 gpu-wheels:
 	@test -n "$(WHEELS)" || { echo "say where to: make gpu-wheels WHEELS=folder" >&2; exit 1; }
 	$(PYTHON) -m pip wheel --quiet --wheel-dir "$(WHEELS)" "$(TORCH)" $(foreach package,$(GPU_PACKAGES),"$(package)") \
-		".[demo,test]" ./$(UCX) hatchling editables scikit-build-core nanobind cmake ninja
+		".[demo,test]" "./$(UCX)[cu13]" hatchling editables scikit-build-core nanobind cmake ninja
 	$(if $(NCCL),$(PYTHON) -m pip wheel --quiet --wheel-dir "$(WHEELS)" --no-deps "$(NCCL)")
 
 clean:

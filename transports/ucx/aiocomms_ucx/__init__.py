@@ -2,6 +2,16 @@
 
 import os
 
+import aiocomms
+
+__version__ = "0.1.0.dev0"
+
+if aiocomms.__version__ != __version__:
+    raise ImportError(
+        f"aiocomms-ucx {__version__} works with aiocomms {__version__} alone, and aiocomms {aiocomms.__version__} is "
+        f"installed: pip install 'aiocomms[ucx]=={aiocomms.__version__}'"
+    )
+
 try:
     import libucx
 except ImportError:
