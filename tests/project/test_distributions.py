@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -9,13 +11,16 @@ from pathlib import Path
 
 import aiocomms_ucx
 import pytest
+import yaml
 from processes import HANGS
 
 import aiocomms
+from wheels import check, pythons
 
 ROOT = Path(__file__).parents[2]
 UCX = ROOT / "transports" / "ucx"
 CORE, ENGINE = (tomllib.loads((folder / "pyproject.toml").read_text())["project"] for folder in (ROOT, UCX))
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 
 def test_both_are_of_one_version_wherever_it_stands():
@@ -40,3 +45,54 @@ def test_both_have_the_license_with_them():
     for folder, project in ((ROOT, CORE), (UCX, ENGINE)):
         assert project["license-files"] == ["LICENSE"]
         assert (folder / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_step_of_a_workflow_is_a_target_here(workflow):
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z][a-z-]*):", makefile, re.MULTILINE))
+    for job in yaml.safe_load(workflow.read_text())["jobs"].values():
+        matrix = job.get("strategy", {}).get("matrix", {}).get("target", [])
+        steps = [step["run"] for step in job["steps"] if "run" in step]
+        for step in steps:
+            assert step.startswith(("make ", "sudo apt-get "))
+            named = step.removeprefix("make ").split()
+            if named == ["${{", "matrix.target", "}}"]:
+                assert set(matrix) <= targets
+            elif step.startswith("make "):
+                assert set(named) <= targets
+
+
+def test_what_is_typed_stands_in_the_readme():
+    blocks = [mark for mark, _ in check.BLOCK.findall((ROOT / "README.md").read_text())]
+    assert sorted(blocks) == ["file: hello.py", "run", "wheels"]
+
+
+def test_an_interpreter_is_found_by_its_path():
+    found = pythons.find(sys.executable)
+    assert found is not None
+    assert found.version == sys.version_info[:2]
+
+
+def test_one_that_is_not_there_is_said(capsys):
+    assert pythons.find_all(["9.9", "/nowhere/python"]) == []
+    said = capsys.readouterr().out
+    assert "no Python 9.9 on PATH or in pyenv" in said
+    assert "no Python /nowhere/python" in said
+
+
+def program(path: Path, script: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+@pytest.mark.processes
+def test_pyenv_has_one_whose_shim_refuses(tmp_path, monkeypatch):
+    """What pyenv has on PATH ends with 127 where another version is chosen; of its own versions the newest is taken."""
+    program(tmp_path / "bin" / "python8.1", "exit 127")
+    program(tmp_path / "bin" / "pyenv", f"echo {tmp_path}")
+    for patch in (9, 10):
+        program(tmp_path / "versions" / f"8.1.{patch}" / "bin" / "python", f"echo /there/8.1.{patch} 8 1")
+    monkeypatch.setenv("PATH", os.pathsep.join((str(tmp_path / "bin"), "/usr/bin", "/bin")))
+    assert pythons.find("8.1") == pythons.Python("/there/8.1.10", (8, 1))

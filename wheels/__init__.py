@@ -1,0 +1,1 @@
+"""How the distributions become wheels (``make wheels``), and what is tried with them (``make test-wheels``)."""
