@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import anyio
+import torch
 
 from aiocomms import ops
 from aiocomms.bootstrap import directory, recovery
@@ -58,6 +59,11 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
     event loop, thread and process that made it; :meth:`abort`, :meth:`dump` and :meth:`statistics` may be called on any
     thread.
     """
+
+    rank: int
+    size: int
+    name: str
+    device: torch.device
 
     __slots__ = ("_shortcuts",)
 
@@ -190,7 +196,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
     async def aclose(self) -> None:
         """Close: let ops that are under way end, withdraw receives that nothing matched, release everything.
 
-        It waits :data:`aiocomms.core.CLOSE_GRACE` seconds for the former. A cancelled close still releases everything.
+        It waits 5 seconds for the former. A cancelled close still releases everything.
         Idempotent.
 
         :raises RuntimeError: this is not the communicator's thread.
@@ -255,7 +261,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         """Form communicators of some of the ranks. Collective over this one.
 
         :param ranks: the new communicator's members, as ranks of this one, in their new order; the same on each of
-        them, and with this rank among them. Empty on a rank that joins none.
+            them, and with this rank among them. Empty on a rank that joins none.
         :param name: the new communicator's name, the same on all of them; None: this one's with a number.
         :param timeout: its timeout in seconds, within which it forms, as of :func:`aiocomms.new_comm`; by default that
             with which this one was formed.

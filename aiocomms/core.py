@@ -19,6 +19,7 @@ from typing import Any
 
 import anyio
 import anyio.lowlevel
+import torch
 
 from aiocomms import lifecycle, ops
 from aiocomms.bootstrap.notes import Notes
@@ -33,6 +34,7 @@ from aiocomms.errors import (
     CommClosedError,
     CommError,
     CommTimeoutError,
+    LaneAbortedError,
     wrong_thread,
 )
 from aiocomms.families.hooks import Hooks
@@ -45,6 +47,7 @@ from aiocomms.progress.driver import Driver, Promise
 from aiocomms.progress.guard import guarded
 from aiocomms.progress.heartbeat import Heartbeat
 from aiocomms.progress.inflight import AGAIN, InFlight, LaneWork, StartedWork
+from aiocomms.shortcuts import Ring, Shortcuts
 from aiocomms.transport import Transport
 
 CLOSE_GRACE = 5.0
@@ -53,6 +56,26 @@ CLOSE_GRACE = 5.0
 
 class Core(Posting):
     """One communicator from the inside; made once its transports are open."""
+
+    rank: int
+    size: int
+    name: str
+    device: torch.device
+    driver: Driver
+    issued: int
+    laned: int
+    calls: int
+    refusals: int
+    posting: bool
+    refusing: bool
+    life: Life
+    fast_check: Callable[[object, bool], bool] | None
+    failures: dict[tuple[str, int | None], int]
+    pre_hooks: Hooks
+    post_hooks: Hooks
+    abort_hooks: Hooks
+    trace: Ring | None
+    shortcuts: Shortcuts | None
 
     def __init__(
         self, rendezvous: StoreRendezvous, by_family: Mapping[ops.Family, Transport], options: Mapping[str, Any]
@@ -64,31 +87,31 @@ class Core(Posting):
         """
         self.rank, self.size, self.name = rendezvous.rank, rendezvous.size, rendezvous.name
         self.device, self.driver = rendezvous.device, Driver.current()
-        self.thread = self.driver.thread
+        self.thread: int = self.driver.thread
         self.issued = self.laned = self.calls = self.refusals = 0  # ops, of lanes, collectives; those refused
-        self.by_family = dict(by_family)
+        self.by_family: dict[ops.Family, Transport] = dict(by_family)
         if "rma" not in self.by_family and "p2p" in self.by_family:
             self.by_family["rma"] = TwoSided(self)
-        self.transports = list(dict.fromkeys(self.by_family.values()))
+        self.transports: list[Transport] = list(dict.fromkeys(self.by_family.values()))
         """Each transport once: one may carry several families."""
         self.fast_check = next((t.fast_check for t in self.transports if t.fast_check is not None), None)
         self.posting, self.refusing, self.life = False, False, Life()
         self._lock = RLock()  # guards every step; a signal handler may abort what it interrupts
-        self.notes = Notes(self.transports, self.size)
+        self.notes: Notes = Notes(self.transports, self.size)
         self._rendezvous, self._inquiry = rendezvous, Inquiry(self, self.notes)
         self._postmortem: PostMortem | None = None
         self._ended, self.failures = False, dict[tuple[str, int | None], int]()
         self._closing: Promise | None = None
-        self.over = Promise(self.driver)
+        self.over: Promise = Promise(self.driver)
         """Set when it is known what has become of it: it was lost and its works have ended, or it was closed."""
         self.pre_hooks, self.post_hooks, self.abort_hooks = Hooks(), Hooks(), Hooks()
-        self.router = Router(self, self.by_family)
-        self.given_up = self.router.lane_ends.given_up
+        self.router: Router = Router(self, self.by_family)
+        self.given_up: dict[int, LaneAbortedError] = self.router.lane_ends.given_up
         """The lanes that are refused, by their numbers, and why."""
-        self.in_flight = InFlight(self, Heartbeat(self.transports, options, self.lose))
+        self.in_flight: InFlight = InFlight(self, Heartbeat(self.transports, options, self.lose))
         entries = 2 * capacity()
         self.shortcuts = None if debug.asked_for() else find_shortcuts(self, self.by_family, entries)
-        self.recorder = Recorder(self, self.in_flight, entries, self.shortcuts)
+        self.recorder: Recorder = Recorder(self, self.in_flight, entries, self.shortcuts)
         self.trace = self._ring = self.recorder.ring
         self._spinning = [t for t in self.transports if t.capabilities.spin]
         self._serve()

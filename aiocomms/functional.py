@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import index
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
+from aiocomms.communicator import Communicator
 from aiocomms.errors import ArgumentError
 from aiocomms.lowering.runs import Steps
 from aiocomms.lowering.schedules import Context, broadcast_tree, schedule
@@ -25,10 +26,7 @@ from aiocomms.ops.checks import Group
 from aiocomms.ops.reductions import ReduceOp
 from aiocomms.progress.work import Work
 
-if TYPE_CHECKING:
-    from aiocomms.communicator import Communicator
-
-    AnyGroup: TypeAlias = Communicator | str | None
+AnyGroup: TypeAlias = Communicator | str | None
 
 Given = TypeVar("Given", Tensor, TensorLike)  # of a subclass of tensors, too, the results are tensors
 

@@ -75,6 +75,11 @@ class Lane(PointToPoint, Collectives, Objects):
     operations that this rank will never call.
     """
 
+    name: str
+    rank: int
+    size: int
+    device: torch.device
+
     __slots__ = ("_closed", "_known", "_shortcuts")  # which native code reads
 
     _core: Core

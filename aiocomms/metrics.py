@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from time import monotonic
 from typing import Any, Final, NamedTuple, Protocol
 from weakref import ref
@@ -75,10 +75,10 @@ class Durations:
     __slots__ = ("bytes", "counts", "seconds")
 
     def __init__(self) -> None:
-        self.counts = [0] * (len(BOUNDS) + 1)
+        self.counts: list[int] = [0] * (len(BOUNDS) + 1)
         """By the class of their duration; the last one is above all bounds."""
-        self.seconds = 0.0
-        self.bytes = 0
+        self.seconds: float = 0.0
+        self.bytes: int = 0
 
 
 class Row(NamedTuple):
@@ -102,7 +102,7 @@ class Tally:
     def __init__(self, comm: Instrumentable) -> None:
         self._transports = comm.transports
         self._kinds: dict[tuple[type[Op], str], Durations] = {}
-        self.remove = comm.register_post_hook(self._ended).remove
+        self.remove: Callable[[], None] = comm.register_post_hook(self._ended).remove
 
     def _ended(self, work: Work[Any]) -> None:
         called = work.called
@@ -158,6 +158,11 @@ class Lateness:
 
 class Measured:
     """A communicator that is measured; :meth:`remove` ends that."""
+
+    name: str
+    rank: int
+    tally: Tally
+    lateness: Lateness
 
     def __init__(self, comm: Instrumentable) -> None:
         self.name, self.rank = comm.name, comm.rank

@@ -22,13 +22,13 @@ _SCOPE = "aiocomms"
 
 
 class Tracing:
-    """Makes a span of each op that is called within a span, when the op has ended; :meth:`remove` ends that."""
+    """Makes a span of each op that is called within a span, when the op has ended; ``remove()`` ends that."""
 
     def __init__(self, comm: Instrumentable, provider: TracerProvider | None) -> None:
         self._tracer = trace.get_tracer(_SCOPE, __version__, provider)
         self._transports = comm.transports
         self._place = _place(comm)
-        self.remove = comm.register_post_hook(self._ended).remove
+        self.remove: Callable[[], None] = comm.register_post_hook(self._ended).remove
 
     def _ended(self, work: Work[Any]) -> None:
         # The current span is the caller's: post-hooks are called in the context of the call.

@@ -32,6 +32,10 @@ class Posting(Counted):
 
     name: str
     rank: int
+    issued: int
+    calls: int
+    laned: int
+    posting: bool
     by_family: dict[ops.Family, Transport]
     driver: Driver
     router: Router

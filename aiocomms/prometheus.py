@@ -26,7 +26,7 @@ class Exporter(Collector):
     """The metrics of all communicators that are measured for one registry."""
 
     def __init__(self) -> None:
-        self.shown = Shown()
+        self.shown: Shown = Shown()
 
     def describe(self) -> list[Metric]:
         """Nothing: the registry would otherwise scrape to learn the names."""

@@ -150,7 +150,7 @@ class Transport(ABC):
 
     Each method says what raising from it means. Where it says that the transport is *broken*, the communicator is lost
     with a :class:`CommError` that names the transport, the method and what was raised, and the peers are told; no
-    thread of the core ends, and no other communicator. See :mod:`aiocomms.progress.guard`.
+    thread of the core ends, and no other communicator. See ``aiocomms.progress.guard``.
     """
 
     capabilities: Capabilities
@@ -265,7 +265,7 @@ class Transport(ABC):
     def post_in_lane(self, op: ops.Op, lane: int, work: Completion) -> float | None:
         """Start a collective that matches those of the same lane on the other ranks, and nothing else.
 
-        Called for the ops in :attr:`Capabilities.lanes`, with the contract of :meth:`post`. Within a lane all ranks
+        Called for the ops in ``Capabilities.lanes``, with the contract of :meth:`post`. Within a lane all ranks
         call the same collectives in the same order, and these run one after the other. Nothing is ordered between
         lanes, nor between a lane and what :meth:`post` is given: any rank may call any of them first, and await it
         before it calls another. Ten thousand lanes may have something under way at once. A lane at rest keeps nothing.
@@ -291,7 +291,7 @@ class Transport(ABC):
         complete with what the program writes into them then. What all ranks have called may run to its end first. The
         other ranks are told, and give the lane up, too. Other lanes notice nothing.
 
-        Called for a transport with :attr:`Capabilities.lanes`, once per lane. Raising: the transport is broken.
+        Called for a transport with ``Capabilities.lanes``, once per lane. Raising: the transport is broken.
         """
 
     def forget_lane(self, lane: int, rank: int) -> None:  # noqa: B027 - nobody need define it
@@ -347,7 +347,7 @@ class Transport(ABC):
 
         Each peer's transport gives to its :meth:`on_failure` what it is told: an error of the same class, which is
         :class:`CommAbortedError`, ``CommTimeoutError``, ``MismatchError`` or ``PeerDiedError``, with its message and
-        its peer, as :class:`aiocomms.lowlevel.Reason` carries them.
+        its peer, as ``aiocomms.lowlevel.Reason`` carries them.
 
         Works in flight need not be completed (the communicator ends them), but their tensors are kept until the wire is
         quiet.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from aiocomms import communicator, opening
 from aiocomms.blocking.loop_thread import LoopThread, Use, blocking
@@ -29,7 +29,7 @@ class Communicator(Portal):
     def close(self) -> None:
         """Close: let ops that are under way end, withdraw receives that nothing matched, release everything.
 
-        It waits up to :data:`aiocomms.core.CLOSE_GRACE` seconds for the former. Idempotent: a second thread waits for
+        It waits up to 5 seconds for the former. Idempotent: a second thread waits for
         the first.
 
         :raises RuntimeError: this is the loop's own thread, as that of a hook.
@@ -64,12 +64,12 @@ class Communicator(Portal):
         return type(self)(comm, self._use.thread)
 
 
-new_comm = blocking(
+new_comm: Final = blocking(
     opening.new_comm,
     Communicator,
     "Form a communicator with the other ranks, in a thread of its own; collective. ``with`` closes it.",
 )
-from_process_group = blocking(
+from_process_group: Final = blocking(
     opening.from_process_group,
     Communicator,
     "Form a communicator over a ``torch.distributed`` process group; collective.",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Final, Self, TypeVar
+
+import torch
 
 from aiocomms.blocking.loop_thread import LoopThread, Use, blocking
 from aiocomms.blocking.peer import BlockingPeer, BlockingRegion
@@ -49,6 +51,10 @@ class Endpoint:
     Each method has the arguments, the result and the errors of the endpoint's of the same name. If Ctrl-C ends what
     blocks, it is cancelled.
     """
+
+    name: str
+    address: bytes
+    device: torch.device
 
     def __init__(self, endpoint: endpoints.Endpoint, thread: LoopThread) -> None:
         endpoint._guard.opened("use `with`, or call its close()")
@@ -148,7 +154,7 @@ class Endpoint:
         return view
 
 
-open_endpoint = blocking(
+open_endpoint: Final = blocking(
     endpoints.open_endpoint,
     Endpoint,
     "Open an endpoint, with an event loop in a thread of its own. ``with`` closes it.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Self, TypeVar, cast, overload
+from typing import Any, Final, Self, TypeVar, cast, overload
 
 from torch import Tensor
 
@@ -31,6 +31,10 @@ class BlockingPeer:
     :class:`~aiocomms.Work` there returns a :class:`~aiocomms.BlockingWork` here; what is awaited there blocks here.
     """
 
+    name: str
+    address: bytes
+    transports: dict[str, str]
+
     def __init__(self, door: Door, peer: Peer) -> None:
         """Make it of a peer, on the loop's thread.
 
@@ -52,11 +56,11 @@ class BlockingPeer:
         return self._peer.closed
 
     # What these call is the portal's, and so returns the works of that.
-    send = started(Peer.send)
-    recv = started(Peer.recv)
-    send_object = started(Peer.send_object)
-    recv_object = started(Peer.recv_object)
-    wait_signal = started(Peer.wait_signal)
+    send: Final = started(Peer.send)
+    recv: Final = started(Peer.recv)
+    send_object: Final = started(Peer.send_object)
+    recv_object: Final = started(Peer.recv_object)
+    wait_signal: Final = started(Peer.wait_signal)
 
     @overload
     def open_stream(
@@ -136,6 +140,9 @@ class BlockingPeer:
 class BlockingRegion:
     """An :class:`aiocomms.Region` for all threads but its endpoint's loop's. ``with`` revokes it."""
 
+    tensor: Tensor
+    descriptor: bytes
+
     def __init__(self, door: Door, region: Region) -> None:
         self._door, self._region = door, region
         self.tensor, self.descriptor = region.tensor, region.descriptor
@@ -186,8 +193,8 @@ class BlockingRemoteRegion(Described):
             self._remote._puts += 1
         return work
 
-    get = started(RemoteRegion.get)
-    flush = started(RemoteRegion.flush)
+    get: Final = started(RemoteRegion.get)
+    flush: Final = started(RemoteRegion.flush)
     _check: Callable[..., None] = cast("Any", RemoteRegion._check)
 
     def close(self) -> None:

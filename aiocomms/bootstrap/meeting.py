@@ -60,7 +60,7 @@ class Meeting:
         self._ends = time.monotonic() + seconds
         side_channels = (guarded(None, transport.side_channel) for transport in before.notes.transports)
         self.line: SideChannel | None = next((line for line in side_channels if line is not None), None)
-        self.moved = False
+        self.moved: bool = False
         """Whether it is a new store."""
 
     def left(self) -> float:

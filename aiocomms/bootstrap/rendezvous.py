@@ -33,6 +33,8 @@ class StoreRendezvous(Board):
     The former is :class:`aiocomms.transport.Rendezvous`; the rest, with :class:`Board`, no transport uses.
     """
 
+    store: Store | None
+
     def __init__(
         self, store: Store | None, rank: int, size: int, *, name: str, device: torch.device, timeout: float, seal: Seal
     ) -> None:
@@ -52,7 +54,7 @@ class StoreRendezvous(Board):
         self.device = device
         self.hosts: Sequence[str] = ()
         self.home: dict[Any, Any] | None = None
-        self.timeout = FORMING if timeout == math.inf else timeout
+        self.timeout: float = FORMING if timeout == math.inf else timeout
         """The seconds to form in; once it is formed, those that ops have which are given no deadline."""
         self._ends = time.monotonic() + self.timeout
         self._kept: Store | None = None  # the one at the bottom, which a PrefixStore does not keep if it is in Python

@@ -154,7 +154,7 @@ class Completions:
         :param transport: whose ``progress`` calls :meth:`poll`. The loop does so after each op that a communicator
             posts; with this it does so whenever something is added, also by another communicator's progress.
         """
-        self.parked = False
+        self.parked: bool = False
         """Whether threads sleep on the events that are left."""
         self._cuda = cuda
         self._wake = wake

@@ -33,9 +33,9 @@ class Forgotten:
     __slots__ = ("armed", "place", "what")
 
     def __init__(self, what: str, place: Place) -> None:
-        self.what = what
-        self.place = place
-        self.armed = False
+        self.what: str = what
+        self.place: Place = place
+        self.armed: bool = False
 
     def __del__(self, warn: Callable[..., None] = warnings.warn_explicit) -> None:
         if self.armed:

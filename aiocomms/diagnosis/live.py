@@ -168,7 +168,7 @@ class LiveView:
             dumps.complain(f"aiocomms top: {type(error).__name__}: {error}")
 
 
-live = LiveView()
+live: LiveView = LiveView()
 """The live view of the process. It has a thread and a socket only while a communicator is open."""
 
 

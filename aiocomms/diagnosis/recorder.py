@@ -203,7 +203,7 @@ class Recorder:
         """
         self._comm = comm
         self._in_flight = in_flight
-        self.size = entries // 2
+        self.size: int = entries // 2
         self.ring: Ring = deque(maxlen=entries) if shortcuts is None else shortcuts.ring
         """Of each op its type, when it is called; and when it has ended the time, or, if it was pending, or failed, or
         has numbers, a :meth:`row`."""

@@ -86,6 +86,9 @@ class Endpoint:
     It belongs to the event loop, thread and process that made it. Nothing wakes up for it while nobody knocks.
     """
 
+    name: str
+    device: torch.device
+
     def __init__(self, plan: Plan, device: torch.device, host: str, expires: float, name: str, timeout: float) -> None:
         self.name, self.device = name, device
         self._alone = _Alone(device)

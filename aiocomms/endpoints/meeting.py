@@ -56,8 +56,8 @@ class Line:
         :param seconds: how long they may take to form.
         """
         self._connection = tune(connection)
-        self.host = str(connection.getpeername()[0])
-        self.ends = time.monotonic() + seconds
+        self.host: str = str(connection.getpeername()[0])
+        self.ends: float = time.monotonic() + seconds
 
     def tell(self, what: bytes) -> None:
         """Send a message.
@@ -117,7 +117,7 @@ class Call:
             self._connection = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET)
         except OSError as error:
             raise CommError(f"no connection can be made: {error}") from error
-        self.nonce = os.urandom(16)
+        self.nonce: bytes = os.urandom(16)
         """What this end has chosen for the seal."""
 
     def run(self) -> tuple[Line, Answer]:
@@ -161,6 +161,8 @@ def heard(line: Line, kind: type[_T]) -> _T:
 
 class Pair(StoreRendezvous):
     """Two endpoints as the ranks of a communicator: they meet over a connection, in place of a store."""
+
+    home: dict[Any, Any] | None
 
     def __init__(
         self, line: Line, rank: int, name: str, device: torch.device, timeout: float, seal: Seal, home: dict[Any, Any]

@@ -32,7 +32,10 @@ _PAUSE: Final = 0.05
 class Reception:
     """Serves one listener; all that knock are watched as one descriptor. Nobody wakes up where nobody knocks."""
 
-    capabilities = Capabilities(ops=frozenset())
+    host: str
+    port: int
+
+    capabilities: Capabilities = Capabilities(ops=frozenset())
 
     def __init__(self, host: str, driver: Driver) -> None:
         """Listen.

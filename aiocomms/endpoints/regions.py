@@ -49,6 +49,12 @@ Close = Callable[..., Coroutine[Any, Any, None]]
 class Attachment:
     """One region that is open between the two, as either of them sees it."""
 
+    owner: int
+    number: int
+    descriptor: bytes
+    opened: Promise
+    closed: Promise
+
     def __init__(self, owner: int, number: int, descriptor: bytes, opened: Promise, closed: Promise) -> None:
         self.owner, self.number, self.descriptor = owner, number, descriptor
         self.opened, self.closed = opened, closed

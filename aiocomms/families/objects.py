@@ -14,7 +14,7 @@ from aiocomms.families.issuer import Issuer
 from aiocomms.families.parcels import HEADER_BYTES, Arrival, Parcel, own_copy
 from aiocomms.lowering.runs import AloneError, Steps
 from aiocomms.lowering.schedules import Context, broadcast_tree, ring_gather, schedule
-from aiocomms.ops import Op, checks, codec
+from aiocomms.ops import Family, Op, checks, codec
 from aiocomms.ops.checks import COMM_TIMEOUT, Group, OpTimeout
 from aiocomms.progress.work import Work
 
@@ -28,7 +28,7 @@ class SendObject(Op, frozen=True, eq=False):
     """Send an object to rank ``dst``."""
 
     name = kind = "send_object"
-    family = "p2p"
+    family: ClassVar[Family] = "p2p"
     parcel: Parcel
     dst: int
     tag: int
@@ -47,7 +47,7 @@ class RecvObject(Op, frozen=True, eq=False):
     """Receive an object from rank ``src``."""
 
     name = kind = "recv_object"
-    family = "p2p"
+    family: ClassVar[Family] = "p2p"
     withdrawable = True
     src: int
     tag: int

@@ -39,13 +39,14 @@ class Parcel:
         items: codec.Apart = []
         data = codec.encode(obj, pickle=pickle, apart=items)
         inline = data if len(data) <= _INLINE else b""
-        self.tag = next(_tags) & 0x7FFFFFFF
+        self.tag: int = next(_tags) & 0x7FFFFFFF
         flags, beside = (_PICKLED if pickle else 0), sum(map(apart.size_of, items))
-        self.nbytes = len(data) + beside
+        self.nbytes: int = len(data) + beside
         head = _HEADER.pack(_OBJECTS.head, flags, self.tag, len(inline), len(data), beside)
-        self.header = codec.to_tensor((head + inline).ljust(HEADER_BYTES, b"\0"), device)
-        self.body = codec.to_tensor(b"" if inline else data, device)  # which are not copied: nobody else has them
-        self.tensors = [item for item in items if isinstance(item, Tensor)]
+        self.header: Tensor = codec.to_tensor((head + inline).ljust(HEADER_BYTES, b"\0"), device)
+        # Which are not copied: nobody else has them.
+        self.body: Tensor = codec.to_tensor(b"" if inline else data, device)
+        self.tensors: list[Tensor] = [item for item in items if isinstance(item, Tensor)]
         """The program's tensors that are sent from their own memory."""
         self._device = device
         self._copied = False
@@ -93,6 +94,8 @@ class Arrival:
 
     __slots__ = ("_landing", "_value", "body", "inline", "nbytes", "pickled", "tag")
 
+    tag: int
+
     def __init__(self, data: bytes, device: torch.device) -> None:
         _OBJECTS.check(data, "the sender of an object")
         _, flags, self.tag, here, total, beside = _HEADER.unpack(data[: _HEADER.size])
@@ -102,10 +105,10 @@ class Arrival:
             raise ProtocolError(
                 f"an object of {total + beside} bytes was announced, at most {codec.MAX_OBJECT_BYTES} are taken"
             )
-        self.nbytes = total + beside
-        self.pickled = bool(flags & _PICKLED)
-        self.inline = data[_HEADER.size : _HEADER.size + here]
-        self.body = torch.empty(total - here, dtype=torch.uint8, device=device)
+        self.nbytes: int = total + beside
+        self.pickled: bool = bool(flags & _PICKLED)
+        self.inline: bytes = data[_HEADER.size : _HEADER.size + here]
+        self.body: Tensor = torch.empty(total - here, dtype=torch.uint8, device=device)
         self._landing = apart.Landing(device, beside)
         self._value: Any = None
 

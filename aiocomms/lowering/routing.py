@@ -33,10 +33,10 @@ class Router(dict[type[ops.Op], Route]):
         self._transports = transports
         self._runs: weakref.WeakKeyDictionary[Completion, weakref.ref[Run]] = weakref.WeakKeyDictionary()
         """The schedules of lowered ops that may be withdrawn or stopped. Messages keep them, and they their works."""
-        self.loopback = Loopback(comm.rank)
-        self.turns = Turns(comm)
-        self.lane_ends = LaneEnds(comm, self)
-        self.within = LaneRoutes(self.decide_within)
+        self.loopback: Loopback = Loopback(comm.rank)
+        self.turns: Turns = Turns(comm)
+        self.lane_ends: LaneEnds = LaneEnds(comm, self)
+        self.within: LaneRoutes = LaneRoutes(self.decide_within)
         self.decide_anew()
 
     def decide_anew(self) -> None:

@@ -71,7 +71,7 @@ class Run:
         self._only: Part | None = None  # the first step's only message, until it is complete
         self._parts: Sequence[weakref.ref[Part]] = ()  # the step's messages, which the transport keeps
         self._stopped: CommError | None = None
-        self.work = work
+        self.work: Completion = work
 
     def advance(self) -> None:
         """Post the next step, and the steps after it as long as each completes at once.
@@ -261,8 +261,8 @@ class Part:
 
     def __init__(self, run: Run, op: ops.Op) -> None:
         self._run = run
-        self.ended = False  # whether the transport is done with it
-        self.op = op
+        self.ended: bool = False  # whether the transport is done with it
+        self.op: ops.Op = op
 
     @property
     def hints(self) -> Mapping[str, Any] | None:

@@ -30,10 +30,10 @@ class Context:
     __slots__ = ("device", "rank", "size", "tag")
 
     def __init__(self, comm: Poster, tag: int) -> None:
-        self.rank = comm.rank
-        self.size = comm.size
-        self.device = comm.device
-        self.tag = tag
+        self.rank: int = comm.rank
+        self.size: int = comm.size
+        self.device: torch.device = comm.device
+        self.tag: int = tag
 
     def send(self, tensor: Tensor, dst: int) -> ops.Op:
         """Make the record of a message to rank ``dst``."""

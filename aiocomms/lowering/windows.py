@@ -82,7 +82,7 @@ class _Window:
 class TwoSided(Transport):
     """A transport of one-sided operations that uses the communicator's own sends and receives."""
 
-    capabilities = Capabilities(ops=ops.RMA)
+    capabilities: Capabilities = Capabilities(ops=ops.RMA)
 
     def __init__(self, comm: Poster) -> None:
         self._comm = comm

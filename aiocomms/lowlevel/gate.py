@@ -47,6 +47,8 @@ Proved = tuple[int, socket.socket]
 class HalfOpen:
     """A connection that is not proved yet, and its dialogue."""
 
+    got: bytes
+
     __slots__ = ("connection", "dialogue", "ends", "got", "peer", "source", "wanted")
 
     def __init__(
@@ -58,13 +60,13 @@ class HalfOpen:
         :param source: who has connected, until its first message has come; None: nobody has.
         """
         connection.setblocking(False)
-        self.connection = connection
-        self.dialogue = dialogue
-        self.ends = ends
-        self.peer = peer
-        self.source = source
+        self.connection: socket.socket = connection
+        self.dialogue: Dialogue = dialogue
+        self.ends: float = ends
+        self.peer: int | None = peer
+        self.source: str | None = source
         self.got = b""
-        self.wanted = next(dialogue)
+        self.wanted: int = next(dialogue)
 
     def read(self) -> int | None:
         """Read what has arrived, and continue the dialogue with it.
@@ -90,6 +92,8 @@ class HalfOpen:
 
 class Entrance:
     """The connections that are not proved yet: few, for a short time, and nobody's connections crowd out another's."""
+
+    dropped: int
 
     def __init__(self, selector: selectors.BaseSelector, most: int) -> None:
         """Begin without connections.
@@ -235,7 +239,7 @@ class Gate:
         self._missing = set(range(size)) - {rank}
         self._proved: dict[int, socket.socket] = {}
         self._selector = selectors.DefaultSelector()
-        self.entrance = Entrance(self._selector, size + MOST_HALF_OPEN)
+        self.entrance: Entrance = Entrance(self._selector, size + MOST_HALF_OPEN)
 
     @property
     def dropped(self) -> int:

@@ -32,6 +32,9 @@ class JobStore(Store):
     lets go of what it is made of.
     """
 
+    host: str
+    port: int
+
     def __init__(self, host: str, port: int, made_of: StoreServer | socket.socket, timeout: float) -> None:
         """Begin.
 
@@ -140,7 +143,8 @@ class JobStore(Store):
         """Itself: no call waits at the server, so that one connection is enough for all."""
         return self
 
-    deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815 - torch looks for these two by their names in C++
+    deleteKey: Final = delete_key  # noqa: N815 - torch looks for these two by their names in C++
+    getNumKeys: Final = num_keys  # noqa: N815
 
 
 def prove(connection: socket.socket, key: bytes, rank: int, patience: float, to: str = SERVER) -> socket.socket:

@@ -96,6 +96,9 @@ class StoreServer:
     no rank is connected any more: another rank may need the store for longer than this one.
     """
 
+    address: tuple[str, int]
+    family: socket.AddressFamily
+
     def __init__(self, listener: socket.socket, key: bytes, *, guarded: bool) -> None:
         """Begin to serve, for one user.
 
@@ -105,7 +108,7 @@ class StoreServer:
             are.
         :raises CommError: there is no descriptor or no thread for it.
         """
-        self.kept = HashStore()
+        self.kept: HashStore = HashStore()
         self.kept.set_timeout(timedelta(milliseconds=1))  # where a key is deleted between two looks
         self._key, self._guarded = key, guarded
         self.address, self.family = listener.getsockname(), listener.family

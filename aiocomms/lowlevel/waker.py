@@ -60,8 +60,8 @@ class Inbox:
     def __init__(self) -> None:
         self._waker = Waker()
         self._calls: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
-        self.fileno = self._waker.fileno
-        self.close = self._waker.close
+        self.fileno: Callable[[], int] = self._waker.fileno
+        self.close: Callable[[], None] = self._waker.close
 
     def put(self, call: Callable[..., object], *args: Any) -> None:
         """Have ``call(*args)`` called on the loop's thread. Any thread may call this."""

@@ -1,6 +1,6 @@
 """The operations as data: one record type per operation, with its argument checks and its result.
 
-A record says which operation was called, with which arguments. Transports and :mod:`aiocomms.lowering` carry it out.
+A record says which operation was called, with which arguments. Transports and ``aiocomms.lowering`` carry it out.
 Records of one ``kind`` move the same data and differ only in how the caller holds it: ``all_gather``, ``all_gather_v``
 and ``all_gather_single`` are all of kind ``"all_gather"``, with one output chunk per rank. A transport that handles
 every kind therefore handles every operation.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor
 
 from aiocomms.ops import checks
-from aiocomms.ops._base import USER, AsTensor, Buffers, Op
+from aiocomms.ops._base import USER, AsTensor, Buffers, Family, Op
 from aiocomms.ops.checks import Group
 
 
@@ -16,7 +18,7 @@ class Send(Op, frozen=True, eq=False):
     """
 
     name = kind = "send"
-    family = "p2p"
+    family: ClassVar[Family] = "p2p"
     tensor: AsTensor
     dst: int
     tag: int = 0
@@ -38,7 +40,7 @@ class Recv(Op, frozen=True, eq=False):
     """Receive a message of rank ``src`` into ``tensor``."""
 
     name = kind = "recv"
-    family = "p2p"
+    family: ClassVar[Family] = "p2p"
     withdrawable = True
     tensor: AsTensor
     src: int
@@ -61,7 +63,7 @@ class Batch(Op, frozen=True, eq=False):
     """Sends and receives that start together. They may be matched in any order."""
 
     name = kind = "batch"
-    family = "p2p"
+    family: ClassVar[Family] = "p2p"
     parts: tuple[Send | Recv, ...]
 
     def check(self, group: Group) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aiocomms.errors import ArgumentError, CommClosedError, UnsupportedOperation
 from aiocomms.ops import checks
-from aiocomms.ops._base import AsTensor, Buffers, Op
+from aiocomms.ops._base import AsTensor, Buffers, Family, Op
 from aiocomms.ops.checks import Group
 
 ATOMIC_DTYPES = (torch.int32, torch.int64)
@@ -30,7 +30,7 @@ class WindowInfo(msgspec.Struct, eq=False):
 
 
 class _Rma(Op, frozen=True, eq=False):
-    family = "rma"
+    family: ClassVar[Family] = "rma"
 
 
 class _OnWindow(_Rma, frozen=True, eq=False):

@@ -84,6 +84,8 @@ class Landing:
     :param nbytes: how much may be taken.
     """
 
+    left: int
+
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self.device = device
         self.left = nbytes

@@ -44,7 +44,7 @@ class Inside(Protocol):
 class Door:
     """Calls from other threads, which the loop's driver serves as it does a transport; open until :meth:`close`."""
 
-    capabilities = Capabilities(frozenset())
+    capabilities: Capabilities = Capabilities(frozenset())
 
     def __init__(self, core: Inside) -> None:
         self.core = core
@@ -52,7 +52,7 @@ class Door:
         self._calls: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._waker = Waker()
         self._serving = False
-        self.closed = False
+        self.closed: bool = False
         if get_ident() == core.thread:
             self._attach()
         else:

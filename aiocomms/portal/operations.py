@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Final, Self, cast
+
+import torch
 
 from aiocomms.core import Core
 from aiocomms.errors import CommError
@@ -31,32 +33,32 @@ class Operations(Issuer):
     _where: str
     """What errors call that."""
 
-    send = started(PointToPoint.send)
-    recv = started(PointToPoint.recv)
+    send: Final = started(PointToPoint.send)
+    recv: Final = started(PointToPoint.recv)
 
-    broadcast = started(Collectives.broadcast)
-    all_reduce = started(Collectives.all_reduce)
-    reduce = started(Collectives.reduce)
-    all_gather = started(Collectives.all_gather)
-    all_gather_v = started(Collectives.all_gather_v)
-    all_gather_single = started(Collectives.all_gather_single)
-    reduce_scatter = started(Collectives.reduce_scatter)
-    reduce_scatter_v = started(Collectives.reduce_scatter_v)
-    reduce_scatter_single = started(Collectives.reduce_scatter_single)
-    all_to_all = started(Collectives.all_to_all)
-    all_to_all_single = started(Collectives.all_to_all_single)
-    all_to_all_v_single = started(Collectives.all_to_all_v_single)
-    scatter = started(Collectives.scatter)
-    gather = started(Collectives.gather)
-    gather_single = started(Collectives.gather_single)
-    barrier = started(Collectives.barrier)
+    broadcast: Final = started(Collectives.broadcast)
+    all_reduce: Final = started(Collectives.all_reduce)
+    reduce: Final = started(Collectives.reduce)
+    all_gather: Final = started(Collectives.all_gather)
+    all_gather_v: Final = started(Collectives.all_gather_v)
+    all_gather_single: Final = started(Collectives.all_gather_single)
+    reduce_scatter: Final = started(Collectives.reduce_scatter)
+    reduce_scatter_v: Final = started(Collectives.reduce_scatter_v)
+    reduce_scatter_single: Final = started(Collectives.reduce_scatter_single)
+    all_to_all: Final = started(Collectives.all_to_all)
+    all_to_all_single: Final = started(Collectives.all_to_all_single)
+    all_to_all_v_single: Final = started(Collectives.all_to_all_v_single)
+    scatter: Final = started(Collectives.scatter)
+    gather: Final = started(Collectives.gather)
+    gather_single: Final = started(Collectives.gather_single)
+    barrier: Final = started(Collectives.barrier)
 
-    send_object = started(Objects.send_object)
-    recv_object = started(Objects.recv_object)
-    broadcast_object = started(Objects.broadcast_object)
-    all_gather_object = started(Objects.all_gather_object)
-    gather_object = started(Objects.gather_object)
-    scatter_object = started(Objects.scatter_object)
+    send_object: Final = started(Objects.send_object)
+    recv_object: Final = started(Objects.recv_object)
+    broadcast_object: Final = started(Objects.broadcast_object)
+    all_gather_object: Final = started(Objects.all_gather_object)
+    gather_object: Final = started(Objects.gather_object)
+    scatter_object: Final = started(Objects.scatter_object)
     _parcel = Objects._parcel
 
     def batch(self) -> BlockingBatch:
@@ -90,6 +92,11 @@ class BlockingLane(Operations):
     ``with comm.lane(key):`` makes it the current lane of this thread: what is called on the communicator or its portal
     there goes by the lane.
     """
+
+    rank: int
+    size: int
+    name: str
+    device: torch.device
 
     def __init__(self, door: Door, lane: Any) -> None:
         self.rank, self.size, self.name, self.device = lane.rank, lane.size, lane.name, lane.device

@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self, TypeVar, overload
 
+import torch
 from torch import Tensor
 
 from aiocomms.core import Core
@@ -36,6 +37,11 @@ class Portal(Operations, Hooked):
 
     If Ctrl-C ends what blocks, it is cancelled, and its end is awaited; a second Ctrl-C waits for nothing.
     """
+
+    rank: int
+    size: int
+    name: str
+    device: torch.device
 
     _core: Core
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast
+from typing import Any, Concatenate, Final, Generic, ParamSpec, Self, TypeVar, cast
 
 import anyio
 
@@ -28,7 +28,7 @@ def started(method: Callable[Concatenate[Any, _P], Work[_T]]) -> Callable[Concat
 class BlockingBatch(Batch):
     """A :class:`~aiocomms.families.p2p.Batch` that a thread can wait for."""
 
-    issue = started(Batch.issue)  # type: ignore[assignment]
+    issue: Final = started(Batch.issue)  # type: ignore[assignment]
 
 
 class BlockingWindow:
@@ -53,15 +53,15 @@ class BlockingWindow:
         """Whether the window was closed on this rank."""
         return self._window.closed
 
-    put = started(Window.put)
-    put_signal = started(Window.put_signal)
-    get = started(Window.get)
-    fetch_add = started(Window.fetch_add)
-    compare_swap = started(Window.compare_swap)
-    signal = started(Window.signal)
-    wait_signal = started(Window.wait_signal)
-    flush = started(Window.flush)
-    map_remote_tensor = started(Window.map_remote_tensor)
+    put: Final = started(Window.put)
+    put_signal: Final = started(Window.put_signal)
+    get: Final = started(Window.get)
+    fetch_add: Final = started(Window.fetch_add)
+    compare_swap: Final = started(Window.compare_swap)
+    signal: Final = started(Window.signal)
+    wait_signal: Final = started(Window.wait_signal)
+    flush: Final = started(Window.flush)
+    map_remote_tensor: Final = started(Window.map_remote_tensor)
 
     def mapped(self, rank: int) -> bool:
         """Whether a rank's part is memory of this process, too; see :meth:`Window.mapped`."""
@@ -82,6 +82,9 @@ class BlockingWindow:
 
 class BlockingStream(Generic[_T]):
     """An :class:`~aiocomms.ItemStream` whose methods block. Iterating over it receives until the other end's last."""
+
+    peer: int
+    name: str
 
     def __init__(self, door: Door, stream: ItemStream[_T]) -> None:
         self._door, self._stream = door, stream

@@ -29,6 +29,8 @@ T_co = TypeVar("T_co", covariant=True)
 class Call(Pending, Generic[_T]):
     """A coroutine function that the loop runs for a thread."""
 
+    refused: bool
+
     __slots__ = ("_call", "_cancelled", "_context", "_error", "_scope", "_values", "refused")
 
     def __init__(self, door: Door, call: Callable[[], Awaitable[_T]]) -> None:
@@ -139,7 +141,7 @@ class BlockingWork(Pending, Generic[T_co]):
         super().__init__(door)
         self._comm, self._where = comm, where
         self._core: Core = comm._core
-        self.op = op
+        self.op: Op = op
         """The record of what was asked."""
         self._given: Op | None = None
         """The same of the arrays that it was called with in the place of tensors."""

@@ -39,6 +39,8 @@ class Watched(Protocol):
 class Watchdog:
     """Sleeps until the earliest deadline of all registered objects, and tells them to act."""
 
+    wakes_at: float
+
     def __init__(self) -> None:
         self.reset()
         os.register_at_fork(after_in_child=self.reset)
@@ -122,5 +124,5 @@ class Watchdog:
             self.wake_by(earliest)
 
 
-watchdog = Watchdog()
+watchdog: Watchdog = Watchdog()
 """The watchdog of the process. It has a thread only while ops with deadlines are pending, or were until recently."""

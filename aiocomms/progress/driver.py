@@ -12,7 +12,8 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Coroutine, Generator
+from contextvars import Context
 from typing import Any, Protocol
 
 import msgspec
@@ -66,13 +67,13 @@ class Driver:
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
-        self.thread = threading.get_ident()
+        self.thread: int = threading.get_ident()
         self.park: Callable[[Parkable], Generator[Any, Any, None]] = loop.park
         self.call_soon: Callable[..., None] = loop.call_soon
         self.report: Callable[[str, BaseException], None] = loop.report
-        self.tasks_of = loop.tasks_of
-        self.task = loop.task
-        self.spawn = loop.spawn
+        self.tasks_of: Callable[[Collection[Waiter]], dict[Waiter, tuple[str, object]]] = loop.tasks_of
+        self.task: Callable[[], tuple[str, object] | None] = loop.task
+        self.spawn: Callable[[Callable[[], Coroutine[Any, Any, None]], Context], None] = loop.spawn
         self._sources: dict[Served, _Source] = {}
         self._watched: dict[int, _Source] = {}
         self._turns: dict[_Source, int] = {}  # how many more turns each source is polled
@@ -290,7 +291,7 @@ class Bell:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._waiters = Waiters(self)
-        self.ring = self._waiters.wake
+        self.ring: Callable[[], None] = self._waiters.wake
 
     def __await__(self) -> Generator[Any, Any, None]:
         yield from self._driver.park(self._waiters)

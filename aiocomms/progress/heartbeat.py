@@ -63,7 +63,7 @@ class Heartbeat:
         self._fail = fail
         self._looked = float("-inf")
         self._silent: list[dict[int, float]] = [{} for _ in self._transports]
-        self.period = min(self._most / 4, _LONGEST_PERIOD) if self._transports else float("inf")
+        self.period: float = min(self._most / 4, _LONGEST_PERIOD) if self._transports else float("inf")
         """Seconds between two calls of :meth:`look` while works are pending."""
 
     def silence(self, now: float) -> dict[int, float]:

@@ -198,7 +198,7 @@ class Queue(dict[StartedWork[Any], float]):
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
-        self.seconds = seconds
+        self.seconds: float = seconds
         """Until their deadlines; infinity: they have none."""
 
 

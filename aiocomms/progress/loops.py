@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import trio
 
-logger = logging.getLogger("aiocomms")
+logger: logging.Logger = logging.getLogger("aiocomms")
 
 _CALLBACKS, _READER = "<TrioToken.run_sync_soon task>", "aiocomms reader of "
 """Names of trio's system tasks, which are no task of the program."""
@@ -93,7 +93,8 @@ class AsyncioLoop(Loop):
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         from asyncio import all_tasks, current_task, get_running_loop
 
-        self.token = self._loop = loop
+        self.token: asyncio.AbstractEventLoop = loop
+        self._loop = loop
         self._running = get_running_loop
         self._all_tasks = all_tasks
         self._current_task = current_task
@@ -187,7 +188,8 @@ class TrioLoop(Loop):
         import trio
 
         self._trio = trio
-        self.token = self._token = token
+        self.token: trio.lowlevel.TrioToken = token
+        self._token = token
         self._readers: dict[int, trio.CancelScope] = {}
 
     def park(self, what: Parkable) -> Generator[Any, Any, None]:

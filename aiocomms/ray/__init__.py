@@ -15,8 +15,8 @@ import torch
 try:
     from ray.experimental import register_tensor_transport
     from ray.experimental.rdt.util import transport_manager_info
-except ImportError as error:
-    raise ImportError(f"aiocomms.ray needs Ray 2.60 or later, pip install 'aiocomms[ray]': {error}") from error
+except ImportError as _error:
+    raise ImportError(f"aiocomms.ray needs Ray 2.60 or later, pip install 'aiocomms[ray]': {_error}") from _error
 
 from aiocomms.ray.awaiting import get
 from aiocomms.ray.rendezvous import rendezvous

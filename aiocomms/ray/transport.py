@@ -14,13 +14,14 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import ray
+import torch
 from ray._private import ray_constants
 from ray.exceptions import RayDirectTransportError
-from ray.experimental.rdt import CommunicatorMetadata, TensorTransportManager, TensorTransportMetadata
-from ray.experimental.rdt.tensor_transport_manager import FetchRequest
+from ray.experimental import rdt
+from ray.experimental.rdt import tensor_transport_manager
 from ray.experimental.rdt.util import create_empty_tensors_from_metadata
 from torch import Tensor
 
@@ -37,8 +38,28 @@ _RELEASE: Final = 10.0
 _log = logging.getLogger("aiocomms")
 
 
+if TYPE_CHECKING:  # Ray has no types here, and is not everywhere
+
+    @dataclass
+    class _Metadata:
+        tensor_meta: list[tuple[torch.Size, torch.dtype]]
+        tensor_device: str | None = None
+
+    class _FetchRequest:
+        obj_id: str
+        tensors: list[Tensor]
+
+        def __init__(self, obj_id: str, tensors: list[Tensor]) -> None: ...
+
+    class _Manager: ...
+
+else:
+    _Metadata, _Manager = rdt.TensorTransportMetadata, rdt.TensorTransportManager
+    _FetchRequest = tensor_transport_manager.FetchRequest
+
+
 @dataclass
-class EndpointMetadata(TensorTransportMetadata):  # type: ignore[misc]  # Ray has no types here
+class EndpointMetadata(_Metadata):
     """Of the tensors of one object: where they can be read."""
 
     source: str = ""
@@ -51,7 +72,7 @@ class EndpointMetadata(TensorTransportMetadata):  # type: ignore[misc]  # Ray ha
     """Of each tensor; empty for one without elements."""
 
 
-class _Fetch(FetchRequest):  # type: ignore[misc]
+class _Fetch(_FetchRequest):
     """One object that is being read, on a thread of its own; any thread may wait for it, or give it up."""
 
     def __init__(self, obj_id: str, tensors: list[Tensor], meta: EndpointMetadata) -> None:
@@ -104,7 +125,7 @@ class _Fetch(FetchRequest):  # type: ignore[misc]
         return described
 
 
-class EndpointTransport(TensorTransportManager):  # type: ignore[misc]
+class EndpointTransport(_Manager):
     """One process's part of the transport, which Ray makes at its first use. See Ray's ``TensorTransportManager``."""
 
     def __init__(self) -> None:
@@ -133,11 +154,9 @@ class EndpointTransport(TensorTransportManager):  # type: ignore[misc]
         """Ray has registered it there by then, which fails where aiocomms is not installed."""
         return True
 
-    def get_communicator_metadata(
-        self, src_actor: Any, dst_actor: Any, backend: str | None = None
-    ) -> CommunicatorMetadata:
+    def get_communicator_metadata(self, src_actor: Any, dst_actor: Any, backend: str | None = None) -> Any:
         """The two need not know of each other before."""
-        return CommunicatorMetadata()
+        return rdt.CommunicatorMetadata()
 
     # -------------------------------------------------------------------------------------------------- at the source
 
@@ -185,7 +204,7 @@ class EndpointTransport(TensorTransportManager):  # type: ignore[misc]
 
     def fetch_multiple_tensors(
         self, obj_id: str, tensor_transport_metadata: Any, communicator_metadata: Any, target_buffers: Any = None
-    ) -> FetchRequest:
+    ) -> _FetchRequest:
         """Begin to read an object, into the target's buffers or new tensors; this does not wait."""
         meta: EndpointMetadata = tensor_transport_metadata
         tensors = target_buffers or create_empty_tensors_from_metadata(meta)
@@ -202,7 +221,7 @@ class EndpointTransport(TensorTransportManager):  # type: ignore[misc]
         start_awaited(run)
         return fetch
 
-    def wait_fetch_complete(self, fetch_request: FetchRequest, timeout: float = -1) -> list[Tensor]:
+    def wait_fetch_complete(self, fetch_request: _FetchRequest, timeout: float = -1) -> list[Tensor]:
         """Wait until it is read.
 
         :raises RayDirectTransportError: it cannot be; names the source, and says why.

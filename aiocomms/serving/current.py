@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from aiocomms.communicator import Communicator
 from aiocomms.families.collectives import Collectives
 from aiocomms.families.objects import Objects
@@ -23,6 +25,12 @@ class CurrentComm(PointToPoint, Collectives, Objects):
     The communicator itself is ``current``, and has what this lacks. Windows and streams belong to one communicator:
     open them on ``current``, and anew when that is another.
     """
+
+    current: Communicator
+    name: str
+    rank: int
+    size: int
+    device: torch.device
 
     def __init__(self, comm: Communicator) -> None:
         self.turn_to(comm)

@@ -31,6 +31,10 @@ _log = logging.getLogger("aiocomms")
 class Plan:
     """One plan on one rank, until it has ended there; the driver's, until it has ended on all ranks."""
 
+    number: int
+    ended: anyio.Event
+    over: anyio.Event
+
     def __init__(self, comm: Communicator, number: int, in_order: bool) -> None:
         self.number, self._core = number, comm._core
         self._lane = None if in_order else comm.lane(f"{_LANE} plan {number}")
@@ -38,7 +42,7 @@ class Plan:
         self._begun: int | None = None  # how many ops had been called outside of lanes
         self._in_step = True
         self.ended, self.over = anyio.Event(), anyio.Event()  # here, and on all ranks
-        self.waiting = set(range(comm.size))  # for these ranks to end it
+        self.waiting: set[int] = set(range(comm.size))  # for these ranks to end it
         self.result: Any = None
         self.error: Exception | None = None
 

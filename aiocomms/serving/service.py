@@ -30,7 +30,7 @@ class Service(contextlib.AbstractAsyncContextManager["Service"]):
     """
 
     def __init__(self, comm: Communicator, recover: Recover | None = None) -> None:
-        self.comm = CurrentComm(comm)
+        self.comm: CurrentComm = CurrentComm(comm)
         """What layers hold."""
         self._recover = recover
         self._numbers = itertools.count()

@@ -68,10 +68,10 @@ class Injection:
     """The faults of one :func:`aiocomms.testing.faults.inject` on one rank."""
 
     def __init__(self, faults: Sequence[Fault], seed: int, comm: Communicator, log: list[Injected]) -> None:
-        self.since = comm._core.issued
+        self.since: int = comm._core.issued
         """The number of the first op that may be hit."""
         self._rank, self._log = comm.rank, log
-        self.faults = [fault for fault in faults if fault.ranks is None or comm.rank in fault.ranks]
+        self.faults: list[Fault] = [fault for fault in faults if fault.ranks is None or comm.rank in fault.ranks]
         self._calls = [0] * len(self.faults)
         self._random = [random.Random(f"{seed} {comm.rank} {i}") for i in range(len(self.faults))]  # noqa: S311
 
@@ -255,6 +255,8 @@ class Link:
 
 class Between:
     """Stands for one transport of a communicator in its routes; all but what is here is the transport's."""
+
+    link: Link
 
     def __init__(self, transport: Transport, link: Link) -> None:
         self._transport, self.link = transport, link

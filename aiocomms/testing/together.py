@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import anyio
 
 from aiocomms.bootstrap import directory
+from aiocomms.communicator import Communicator
 from aiocomms.errors import ArgumentTypeError
-
-if TYPE_CHECKING:
-    from aiocomms.communicator import Communicator
 
 T = TypeVar("T")
 

@@ -30,6 +30,10 @@ from aiocomms.torch_backend.parts import Part
 class Receive(Pending):
     """One receive that goes by the queue of its tag; what a thread waits for."""
 
+    tensor: Tensor
+    source: int | None
+    tag: int
+
     def __init__(self, comm: blocking.Communicator, tensor: Tensor, source: int | None, tag: int) -> None:
         super().__init__(comm._door)
         self.tensor, self.source, self.tag = tensor, source, tag

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
-logger = logging.getLogger("aiocomms")
+logger: logging.Logger = logging.getLogger("aiocomms")
 
 
 class Completer:

@@ -1,5 +1,8 @@
 """A process group of ``torch.distributed`` whose operations are those of a communicator."""
 
+# mypy: disable-error-code="override"
+# Of whose methods torch's stubs have overloads that it never calls here.
+
 from __future__ import annotations
 
 import contextlib
@@ -26,7 +29,6 @@ from aiocomms.torch_backend.ranges import Range
 from aiocomms.torch_backend.tensors import Tensors, cuts
 from aiocomms.torch_backend.works import BACKEND, GroupWork, raising_as_torch_does
 
-_ProcessGroup: Any = dist.ProcessGroup  # of whose methods torch's stubs have overloads that it never calls here
 _P = ParamSpec("_P")
 
 
@@ -80,7 +82,7 @@ def _called(name: str, given: int | None = 0) -> Callable[[Callable[_P, GroupWor
     return of
 
 
-class Group(_ProcessGroup):  # type: ignore[misc]
+class Group(dist.ProcessGroup):
     """A process group over a communicator, which is its own.
 
     Any thread may call it. Its methods have the names and arguments that torch calls them with; use ``dist.*``. Tensors
@@ -88,7 +90,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     """
 
     def __init__(self, comm: blocking.Communicator, store: dist.Store) -> None:
-        super().__init__(comm.rank, comm.size)
+        super().__init__(comm.rank, comm.size)  # type: ignore[call-arg]
         self.comm = comm
         """The communicator."""
         self._store = store
@@ -211,7 +213,9 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         ]
         return self._work(parts, tensors, its)
 
-    allreduce_coalesced = allreduce
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> GroupWork:
+        """See :meth:`allreduce`, by which it goes tensor by tensor anyway."""
+        return self.allreduce(tensors, opts)
 
     @_called("reduce")
     def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> GroupWork:
@@ -369,10 +373,10 @@ class Group(_ProcessGroup):  # type: ignore[misc]
 
     # The names of before, which torch calls, too.
     _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    alltoall_base = all_to_all_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
 
     # ---------------------------------------------------------------------------------------------------- inside
 

@@ -81,7 +81,7 @@ class GroupWork(CompoundWork):
 
         :param timeout: the caller's patience; 0, or less: the deadline of the group says.
         :returns: True.
-        :raises DistBackendError: it failed; or it was not done in time, and goes on.
+        :raises torch.distributed.DistBackendError: it failed; or it was not done in time, and goes on.
         """
         patience = timeout.total_seconds()
         with raising_as_torch_does():

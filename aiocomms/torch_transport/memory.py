@@ -17,6 +17,11 @@ from aiocomms.ops.checks import describe
 class Registration:
     """A tensor that others may read and write. All that are registered of the same memory are one."""
 
+    owner: object
+    tensor: Tensor
+    flat: Tensor
+    region: BlockingRegion
+
     def __init__(self, owner: object, tensor: Tensor, flat: Tensor, region: BlockingRegion) -> None:
         """Note what it consists of.
 

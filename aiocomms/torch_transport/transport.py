@@ -9,18 +9,18 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from math import isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 try:
     from torch.distributed import _transport as registry  # type: ignore[attr-defined]
-except ImportError as error:
+except ImportError as _error:
     raise ImportError(
         f"torch {torch.__version__} has no torch.distributed._transport, the registry of one-sided transports, which "
         "came with 2.15: use aiocomms.blocking.open_endpoint"
-    ) from error
+    ) from _error
 
 from aiocomms.blocking import open_endpoint
 from aiocomms.blocking.peer import BlockingPeer, BlockingRemoteRegion
@@ -34,8 +34,27 @@ from aiocomms.torch_transport.works import TransferWork
 
 _CPU = torch.device("cpu")
 
+if TYPE_CHECKING:  # torch 2.13, by which types are checked, has it not
 
-class EndpointTransport(registry.Transport):  # type: ignore[misc]
+    class _Transport:
+        device: torch.device
+
+        def __init__(self, device: torch.device | str) -> None: ...
+        def _check_device(self, device: torch.device) -> None: ...
+        def _cuda_stream_views(self) -> list[MemoryView]: ...
+        def _close_cuda_streams(self) -> None: ...
+        async def write_async(
+            self, local_buffer: MemoryView, remote_buffer: RemoteBuffer, *, timeout: float | None = None
+        ) -> None: ...
+        async def read_async(
+            self, local_buffer: MutableMemoryView, remote_buffer: RemoteBuffer, *, timeout: float | None = None
+        ) -> None: ...
+
+else:
+    _Transport = registry.Transport
+
+
+class EndpointTransport(_Transport):
     """A transport of torch over an endpoint of aiocomms, which any thread may use.
 
     A transfer ends when the bytes are where they are to be, a write's in the other end's memory. Nobody polls for that.

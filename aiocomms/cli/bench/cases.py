@@ -17,9 +17,13 @@ class Case:
     and never less than an element.
     """
 
+    op: str
+    rank: int
+    size: int
+
     def __init__(self, op: str, nbytes: int, rank: int, size: int) -> None:
         self.op, self.rank, self.size = op, rank, size
-        self.moves = OPERATIONS[op].moves
+        self.moves: str = OPERATIONS[op].moves
         whole = max(1, nbytes // ITEM)
         part = max(1, whole // size)
         mine, theirs = {
@@ -30,9 +34,9 @@ class Case:
             "all_to_all": (part * size, part * size),
             "barrier": (0, 0),
         }.get(self.moves, (whole, whole))
-        self.input = torch.zeros(mine)
-        self.output = self.input if self.moves in ("all_reduce", "reduce", "broadcast") else torch.zeros(theirs)
-        self.count = max(mine, theirs)
+        self.input: Tensor = torch.zeros(mine)
+        self.output: Tensor = self.input if self.moves in ("all_reduce", "reduce", "broadcast") else torch.zeros(theirs)
+        self.count: int = max(mine, theirs)
 
     @property
     def nbytes(self) -> int:

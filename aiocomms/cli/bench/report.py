@@ -85,7 +85,7 @@ class Reporter:
 
     def __init__(self, plan: Plan, ranks: int) -> None:
         self.plan = plan
-        self.report = Report(
+        self.report: Report = Report(
             SCHEMA, aiocomms.__version__, str(torch.__version__), _host(), len(os.sched_getaffinity(0)), ranks,
             plan.in_process, {}, [], [],
         )  # fmt: skip

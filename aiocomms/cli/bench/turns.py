@@ -22,6 +22,12 @@ _FEWEST, _MOST = 10, 100_000
 class Entry:
     """A contender with a case, and what was measured of it on this rank."""
 
+    name: str
+    contender: Contender
+    case: Case
+    used: float
+    wrong: int
+
     def __init__(self, name: str, contender: Contender, case: Case, call: Call | None) -> None:
         self.name, self.contender, self.case, self._call = name, contender, case, call
         self.took: list[int] = []

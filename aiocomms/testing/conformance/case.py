@@ -109,8 +109,8 @@ class Case:
     def __init__(self, comm: Communicator, place: Place, board: Board, store: Store, name: str, seed: int) -> None:
         self.comm = comm
         self.place = place
-        self.rank = comm.rank
-        self.size = comm.size
+        self.rank: int = comm.rank
+        self.size: int = comm.size
         self.name = name
         """The name of the check with its arguments."""
         self.seed = seed

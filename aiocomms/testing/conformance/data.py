@@ -107,7 +107,7 @@ class Slot:
         self._memory = torch.full((nbytes + 2 * guard,), _POISON, dtype=torch.uint8, device=device)
         self._content = content
         self._guards = self._memory[:guard], self._memory[guard + nbytes :]
-        self.tensor = self._memory[guard : guard + nbytes].view(dtype).view(tuple(shape))
+        self.tensor: Tensor = self._memory[guard : guard + nbytes].view(dtype).view(tuple(shape))
         if content is not None:
             self.tensor.copy_(content)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 from aiocomms.testing.conformance.case import Outcome, Place, Span
 from aiocomms.testing.conformance.rank import Request
@@ -15,7 +16,7 @@ GRACE = 0.3
 STOP = 3.0
 """Seconds in which a check must end after it was stopped."""
 
-BACKENDS = {
+BACKENDS: dict[str, tuple[str, dict[str, Any]]] = {
     "asyncio": ("asyncio", {"use_uvloop": False}),
     "uvloop": ("asyncio", {"use_uvloop": True}),
     "trio": ("trio", {}),
