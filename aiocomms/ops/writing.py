@@ -39,4 +39,9 @@ def octets(tensor: Tensor) -> Tensor:
 
     ``view(torch.uint8)`` asks for those of more than one element, also of ``torch.ones(2)[::2]``.
     """
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    plain, count = tensor.detach(), tensor.numel()
+    if count == 1:
+        line = plain.view(()).unsqueeze(0)
+    else:  # as_strided() raises where the storage has become too small, which whoever uses the bytes is to notice
+        line = plain.view(-1) if count else plain.as_strided((0,), (1,))
+    return line.view(torch.uint8)
