@@ -42,6 +42,8 @@ def octets(tensor: Tensor) -> Tensor:
     plain, count = tensor.detach(), tensor.numel()
     if count == 1:
         line = plain.view(()).unsqueeze(0)
-    else:  # as_strided() raises where the storage has become too small, which whoever uses the bytes is to notice
-        line = plain.view(-1) if count else plain.as_strided((0,), (1,))
+    elif count:
+        line = plain.view(-1)
+    else:  # elsewhere it would look at the storage; that one has become too small is for whoever uses the bytes to say
+        line = plain.as_strided((0,), (1,))
     return line.view(torch.uint8)
