@@ -57,7 +57,7 @@ nitpick_ignore_regex = [
         r"(_thread|anyio|asyncio|collections|concurrent|contextlib|datetime|msgspec|opentelemetry|os|pathlib"
         r"|prometheus_client|time|torch|types|typing)\..*",
     ),
-    (r"py:class", r"(.*\.)?_?T(_co)?"),
+    (r"py:class", r"(.*\.)?(_?T(_co)?|Given)"),
 ]
 nitpick_ignore = [("py:class", name) for name in ("Store", "Timeout")]
 # Of aiocomms every name must be there, but for what nobody makes or holds, and only signatures name.

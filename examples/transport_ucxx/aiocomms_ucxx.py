@@ -185,7 +185,7 @@ class UcxxTransport(Transport):
 
 
 def octets(tensor: Tensor) -> Any:
-    return tensor.detach().view(-1).view(uint8).numpy().data
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(uint8).numpy().data
 
 
 def take(entries: list[Any], field: int, value: object) -> Any:

@@ -579,13 +579,15 @@ def threads_do_not_wait() -> None:
 @caught_by("test_portal")
 def threads_lanes_are_the_communicators() -> None:
     """What a thread calls on a lane goes without it."""
-    original = BlockingLane.__init__
 
-    def make(lane: BlockingLane, door: Door, target: Any) -> None:
-        original(lane, door, target)
-        lane._target = target._comm
+    def issue(original: Any, lane: BlockingLane, *args: Any) -> Any:
+        own, lane._target = lane._target, lane._target._comm
+        try:
+            return original(lane, *args)
+        finally:
+            lane._target = own
 
-    replace(BlockingLane, "__init__", make)
+    wrap(BlockingLane, "_issue", issue)
 
 
 @caught_by("test_portal")
