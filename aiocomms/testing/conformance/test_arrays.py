@@ -73,7 +73,7 @@ class Kind:
 
 
 KINDS = [Kind("numpy"), Kind("foreign")]
-kinds = pytest.mark.parametrize("kind", KINDS, ids=str)
+kinds: pytest.MarkDecorator = pytest.mark.parametrize("kind", KINDS, ids=str)
 COLLECTIVES = [name for name in GOOD if not name.endswith("object") and name not in ("barrier", "send", "recv")]
 FORMS: list[Any] = [
     (functional.broadcast, 0), (functional.all_reduce,), (functional.reduce, 0), (functional.all_gather,),
@@ -98,6 +98,15 @@ def arguments(comm: Any, name: str) -> dict[str, Any]:
 
 class Call:
     """A collective that is called with tensors, and with arrays of the same content."""
+
+    kind: Kind
+    name: str
+    given: dict[str, Any]
+    arrays: dict[str, Any]
+    nothing: bool
+    wanted: list[Any]
+    items: list[Any]
+    places: list[int]
 
     def __init__(self, comm: Any, name: str, kind: Kind) -> None:
         self.kind, self.name = kind, name
