@@ -17,6 +17,7 @@ import torch
 
 from aiocomms import lowlevel, ops
 from aiocomms.errors import CommError, MismatchError, ProtocolError
+from aiocomms.ops import writing
 from aiocomms.ops.checks import DTYPES
 from aiocomms.transport import OP_RESULT, Capabilities, Completion, Rendezvous, Transport, conclude
 
@@ -235,7 +236,7 @@ class TcpTransport(Transport):
 
 def octets(tensor: torch.Tensor) -> Any:
     """A tensor's memory."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
+    return writing.octets(tensor).numpy().data
 
 
 def first(entries: list[Any], value: object, field: int = 0) -> Any:

@@ -9,12 +9,12 @@ from importlib import import_module, util
 from typing import Any, Self
 
 from msgspec import structs
-from torch import Tensor, device, uint8
+from torch import Tensor, device
 
 from aiocomms import ops
 from aiocomms.errors import CommAbortedError, CommError, MismatchError
 from aiocomms.lowlevel import Inbox, Reason, closed_by, gone, misfit, run_in_thread
-from aiocomms.ops import checks
+from aiocomms.ops import checks, writing
 from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport
 
 # Frames are of one size, for UCXX takes a message that is shorter than its buffer for truncated. Data that has no room
@@ -185,7 +185,7 @@ class UcxxTransport(Transport):
 
 
 def octets(tensor: Tensor) -> Any:
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(uint8).numpy().data
+    return writing.octets(tensor).numpy().data
 
 
 def take(entries: list[Any], field: int, value: object) -> Any:
