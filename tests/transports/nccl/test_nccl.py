@@ -20,6 +20,7 @@ import pytest
 import torch
 from aiocomms_nccl import NcclTransport, bringup
 from aiocomms_nccl import nccl as names
+from aiocomms_nccl.lane import AT_ONCE
 from fake_cuda import THREAD_LOCAL, CudaError, FakeCuda, FakeEvent, FakeStream, Gate
 from fake_nccl import FakeComm, FakeNccl, FakeNcclError, FakeNcclTransport, failed
 from inside import transport_of
@@ -169,6 +170,28 @@ async def test_messages_cross_and_wait_for_their_producers(cuda: FakeCuda) -> No
         for work in works:
             await work
         assert [int(tensor[0]) for tensor in taken] == [2, 1]
+
+
+@pytest.mark.asyncio
+async def test_nccl_has_no_more_messages_than_cuda_takes(cuda: FakeCuda) -> None:
+    """CUDA blocks whoever enqueues too many, and two ranks that it blocks in what they receive would never send."""
+    async with world(2) as comms:
+        await _with_lanes(comms)
+        lanes = [lane for comm in comms for lane in transport(comm)._matcher._lanes.values()]
+        gate = Gate(cuda.current_stream())
+        taken = [[torch.zeros(3) for _ in range(5 * AT_ONCE)] for _ in comms]
+        works = [comm.recv(slot, 1 - comm.rank) for comm in comms for slot in taken[comm.rank]]
+        works += [comm.send(torch.full((3,), float(i)), 1 - comm.rank) for comm in comms for i in range(5 * AT_ONCE)]
+        while not all(len(transport(comm).completions) == 2 * AT_ONCE for comm in comms):  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert [lane.carried for lane in lanes] == [1 + AT_ONCE] * 4
+        gate.open()
+        for work in works:
+            await work
+        assert [lane.carried for lane in lanes] == [1 + 5 * AT_ONCE] * 4
+        assert all(slot.tolist() == [i] * 3 for slots in taken for i, slot in enumerate(slots))
 
 
 @pytest.mark.asyncio
@@ -767,6 +790,30 @@ async def test_a_rank_that_closes_before_it_calls_nccl(
         assert slot.tolist() == [0, 0, 0]
         assert not other.aborted
     assert [comm.state for comm in nccl().comms].count("aborted") == 1
+
+
+@pytest.mark.asyncio
+async def test_what_a_rank_has_carried_before_it_closes_arrives(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with world(2) as (sender, receiver):
+        await _with_lanes((sender, receiver))
+        (lane,) = [lane for at, lane in transport(receiver)._matcher._lanes.items() if at == (0, False)]
+        there = transport(sender)._matcher._lanes[1, True]
+        slots = [torch.zeros(3) for _ in range(2)]
+        with monkeypatch.context() as patch:
+            patch.setattr(lane, "_flush", lambda: None)  # as if NCCL had as many of its messages as it may have
+            received = [Inner(receiver, ops.Recv(slot, 0, 0)) for slot in slots]
+            Inner(sender, ops.Send(torch.ones(3), 1, 0))
+            while there.carried < 2:  # noqa: ASYNC110 - nothing tells when a message is given to NCCL
+                await asyncio.sleep(0)
+            await sender.aclose()
+            await received[1].ended.wait()
+        lane._flush()
+        await received[0].ended.wait()
+        assert received[0].error is None
+        assert slots[0].tolist() == [1, 1, 1]
+        assert "closed by rank 0" in str(received[1].error)
 
 
 @pytest.mark.asyncio

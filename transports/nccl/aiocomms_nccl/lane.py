@@ -23,6 +23,9 @@ from aiocomms_nccl.nccl import Nccl, NcclComm
 
 _SENDER: Final = 0
 """The sender's rank in a lane's communicator. The receiver's is 1."""
+AT_ONCE: Final = 16
+"""How many messages of a lane NCCL has at most. CUDA blocks whoever enqueues more than it has room for, and two ranks
+whose loops are blocked, each by its receives, would never come to the sends that these wait for."""
 
 
 class Forming(Protocol):
@@ -120,7 +123,7 @@ class Lane:
 
     def _flush(self) -> None:
         comm_stream = self.comm_stream
-        while comm_stream is not None and self._waiting:
+        while comm_stream is not None and self._waiting and self.carried - self._finished < AT_ONCE:
             posted, nbytes, outcome = self._waiting.popleft()
             comm_stream.stream.wait_event(posted.after)
             call = comm_stream.comm.send if self._sends else comm_stream.comm.recv
@@ -139,6 +142,7 @@ class Lane:
         unmet = self._most is not None and self._finished > self._most
         conclude(posted.work, self._error if unmet else outcome)
         self._cut()
+        self._flush()
 
     def close_peer(self, carried: int, begun: bool, error: CommError) -> None:
         """The other rank has closed: end what it does not carry.
@@ -150,9 +154,10 @@ class Lane:
         self._most = carried
         with self._lock:
             self._error = error
-        for posted, _, _ in self._waiting:
+        due = 0 if self.comm_stream is None else max(0, carried - self.carried)
+        unmet = [self._waiting.pop() for _ in range(len(self._waiting) - due)]
+        for posted, _, _ in reversed(unmet):
             conclude(posted.work, error)
-        self._waiting.clear()
         if not begun:
             self.release(error)
         self._cut()
