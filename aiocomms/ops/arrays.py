@@ -29,6 +29,8 @@ _SMALL: Final = {
     if dtype.is_floating_point and dtype.itemsize <= 2
 }
 """By name the dtypes that NumPy has by the package ``ml_dtypes``, and does not export: of one or two bytes."""
+_NEGATIVE: Final = 1 << 56
+"""A stride from here on is a negative one: CuPy 14 divides it by the size of an element as if it had no sign."""
 _WORDS: Final = {1: torch.uint8, 2: torch.uint16}
 _VERSIONED: Final = struct.Struct("=24xQ16xi12xQ")
 """Of a ``DLManagedTensorVersioned``: its flags; of the tensor in it the number of dimensions, and where strides are."""
@@ -130,8 +132,8 @@ class _Exported:
     def __dlpack__(self, **asked: Any) -> Any:
         capsule = self._array.__dlpack__(**asked)  # a TypeError: torch asks again, for less
         flags, strides = _look(capsule)
-        if strides and min(strides) < 0:
-            raise self._wrong(f"with strides {strides}, wanted a contiguous one")
+        if strides and not 0 <= min(strides) <= max(strides) < _NEGATIVE:
+            raise self._wrong("which runs backwards in memory, wanted a contiguous one")
         if flags & COPIED:
             raise self._wrong("which is exported as a copy, wanted one whose memory a tensor can share")
         if flags & READ_ONLY and self._write:

@@ -30,7 +30,7 @@ async def test_an_array_is_gathered_in_place(transport: str) -> None:
         assert bool((whole == mine).all())
         assert await comm.all_reduce(whole) is whole
         assert isinstance(await functional.all_reduce(whole, group=comm), cupy.ndarray)
-        with pytest.raises(ArgumentError, match=r"tensor is a float32\[\d+\] cupy\.ndarray with strides \(-1,\)"):
+        with pytest.raises(ArgumentError, match=r"tensor is a float32\[\d+\] cupy\.ndarray which runs backwards"):
             comm.all_reduce(whole[::-1])
 
 
