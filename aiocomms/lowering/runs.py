@@ -126,7 +126,7 @@ class Run:
             except Exception as error:
                 self._break_off(error)
                 return False
-            self._posted = True
+            self._posted = self._posted or type(part.op) is not Offload  # of which no other rank knows
         return True
 
     def _break_off(self, error: Exception) -> None:
