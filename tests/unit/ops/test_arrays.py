@@ -114,7 +114,7 @@ READ_ONLY = np.ones(4, np.float32)
 READ_ONLY.flags.writeable = False
 REFUSED: dict[str, tuple[Any, str]] = {
     "read-only": (READ_ONLY, "a float32[4] numpy.ndarray which is read-only, wanted one that can be written"),
-    "backwards": (np.ones(4)[::-1], "a float64[4] numpy.ndarray which runs backwards in memory, wanted a contiguous one"),
+    "backwards": (np.ones(4)[::-1], "a float64[4] numpy.ndarray which runs backwards in memory, wanted a contiguous"),
     "a copy": (Copied(torch.ones(4)), "test_arrays.Copied which is exported as a copy, wanted one"),
     "of the other byte order": (
         np.ones(2, ">i4"),
