@@ -5,7 +5,7 @@ from __future__ import annotations
 import select
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import msgspec
 import torch
@@ -23,6 +23,9 @@ from aiocomms_ucx.shared_engine import SharedEngine
 from aiocomms_ucx.status import TRUNCATED
 from aiocomms_ucx.transport import UcxTransport
 from aiocomms_ucx.windows import Handle, Part, Windows
+
+_GLANCES: Final = 3
+"""How often a post looks whether its caller's stream is done: an idle GPU says so within some 10 µs."""
 
 
 class CudaWindows(Windows):
@@ -152,6 +155,11 @@ class CudaUcxTransport(UcxTransport):
         waiting = _Waiting(op, work)
         self._queue.append(waiting)
         self.completions.add(self.cuda.current_stream(), waiting.fire)
+        with self.cuda.harmless():
+            for _ in range(_GLANCES if len(self._queue) == 1 else 0):
+                if self.completions.poll():
+                    self._post_due()
+                    break
 
     def post_at_once(self, op: ops.Recv, work: Completion) -> None:
         """See :meth:`Transport.post_at_once`. What takes no byte waits for no stream."""

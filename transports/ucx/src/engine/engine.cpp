@@ -114,7 +114,8 @@ void Engine::introduce(int peer, Introduction introduction, bool crowded) {
   alone_ = alone_ && (peer == number_ || pid != getpid());
   crowded_ = crowded_ || crowded;
   abroad_ = abroad_ || pid == 0;
-  pacer_.configure(alone_, crowded_);
+  // A GPU's copy takes longer than a post should, and a post that spun until it is done would hold the next one back.
+  pacer_.configure(alone_ && !cuda_, crowded_);
   offers_.allow_assistance(!crowded_);
 }
 
