@@ -24,6 +24,8 @@ async def collectives() -> None:
             reducing.wait_stream(consumer)
             with torch.cuda.stream(consumer):
                 results.append((turn, out.sum() + tensor.sum()))
+            for used in (out, tensor):
+                used.record_stream(consumer)  # or the producer's next turn may write it before that has read it
             await work
             await reducing
         torch.cuda.synchronize()

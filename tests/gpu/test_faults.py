@@ -229,6 +229,7 @@ def test_g4_streams_are_ordered_by_events() -> None:
                 work.wait_stream(consumer)
                 with torch.cuda.stream(consumer):
                     results.append(target.clone())
+                target.record_stream(consumer)  # or the producer's next turn may write it before that has read it
             torch.cuda.synchronize()
             for turn, result in enumerate(results):
                 assert result.eq(turn).all(), turn
@@ -423,12 +424,14 @@ def test_g8_what_cannot_be_captured_is_refused() -> None:
 # ------------------------------------------------------------------------------------------------ G9: the loop is free
 
 
-def test_g9_the_loop_is_free_while_a_thousand_ops_are_pending() -> None:
+def test_g9_the_loop_is_free_while_ops_are_pending() -> None:
+    """Fewer than CUDA takes before it blocks whoever enqueues more: on an H200 the 57th gathering of one rank."""
+
     async def main() -> list[float]:
         late: list[float] = []
         async with alone() as comm:
             await works(comm)
-            tensors = [full(1.0, 256) for _ in range(1000)]
+            tensors = [full(1.0, 256) for _ in range(40)]
             outputs = [torch.empty_like(tensor) for tensor in tensors]
             busy(1.0)
             pending = []

@@ -145,7 +145,7 @@ def test_a_figure_of_an_earlier_run_is_not_shown(tmp_path: Path) -> None:
 def test_the_steps(nccl: tuple[int, ...], tmp_path: Path) -> None:
     """Every transport on every number of ranks, the faults, the graphs, the examples, the tools, the figures."""
     steps = {step.name: step for step in check.all_steps(nccl, tmp_path)}
-    assert len(steps) == 6 + 3 + 2 + 1
+    assert len(steps) == 6 + 4 + 2 + 1
     for name, ranks in (("1 rank", 1), ("2 ranks", 2), ("4 ranks", 4)):
         for transport in ("nccl", "ucx"):
             step = steps[f"conformance, {transport}, {name}"]

@@ -101,6 +101,7 @@ def test_await_is_refused_within_a_capture_and_after_it() -> None:
     async def main() -> None:
         async with alone() as comm:
             tensor, graph = torch.ones(COUNT, device=CUDA), torch.cuda.CUDAGraph()
+            out = torch.empty_like(tensor)
             ran = False
 
             async def other() -> None:
@@ -109,7 +110,7 @@ def test_await_is_refused_within_a_capture_and_after_it() -> None:
 
             with torch.cuda.graph(graph):
                 task = asyncio.ensure_future(other())
-                work = comm.all_reduce(tensor)
+                work = comm.all_gather_single(out, tensor)
                 with pytest.raises(CapturedWorkError):
                     await work
                 assert not ran
@@ -119,6 +120,7 @@ def test_await_is_refused_within_a_capture_and_after_it() -> None:
             await task
             graph.replay()
             await done_on_the_gpu()
+            assert out.eq(1).all()
             await comm.all_reduce(tensor)
 
     asyncio.run(main())
