@@ -37,8 +37,9 @@ def build(dist: Path, engines: list[pythons.Python]) -> None:
     run(sys.executable, "-m", "build", "--sdist", "--outdir", dist, UCX)
     flags = sysroot.flags(WORK / "sysroot")
     for python in engines:
-        command = [python.path, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-cache-dir", "--wheel-dir", raw]
-        run(*command, next(dist.glob("aiocomms_ucx-*.tar.gz")), **flags)
+        pip = [sys.executable, "-m", "pip", "--python", python.path]  # Debian's interpreters have none of their own
+        options = ["--quiet", "--no-deps", "--no-cache-dir", "--wheel-dir", raw]
+        run(*pip, "wheel", *options, next(dist.glob("aiocomms_ucx-*.tar.gz")), **flags)
     for wheel in sorted(raw.glob("*.whl")):
         repair(wheel, dist)
 

@@ -33,6 +33,7 @@ def flags(folder: Path) -> dict[str, str]:
     if not (folder / "complete").exists():
         _fill(folder)
     root, triple = folder / "root", f"{platform.machine()}-linux-gnu"
+    _let_in_pythons(root, Path("/usr/include", triple))
     headers = [root / "usr/include/c++" / _GCC, root / "usr/include" / triple / "c++" / _GCC]
     libraries = [root / "usr/lib/gcc" / triple / _GCC, root / "usr/lib" / triple]
     return {
@@ -71,6 +72,14 @@ def _fill(folder: Path) -> None:
         subprocess.run(["dpkg-deb", "--extract", package, folder / "root"], check=True)
     _stay_inside(folder / "root")
     (folder / "complete").touch()
+
+
+def _let_in_pythons(root: Path, headers: Path) -> None:
+    """Debian's own interpreters have what they know of this machine beside the C library's headers: ``pyconfig.h``."""
+    for python in headers.glob("python3*"):
+        inside = root / python.relative_to("/")
+        if not inside.is_symlink():
+            inside.symlink_to(python)
 
 
 def _stay_inside(root: Path) -> None:
