@@ -418,7 +418,8 @@ $(GPU_VENV)/ucx.stamp: $(GPU_VENV)/setup.stamp $(UCX_NATIVE)
 gpu-wheels:
 	@test -n "$(WHEELS)" || { echo "say where to: make gpu-wheels WHEELS=folder" >&2; exit 1; }
 	$(PYTHON) -m pip wheel --quiet --wheel-dir "$(WHEELS)" "$(TORCH)" $(foreach package,$(GPU_PACKAGES),"$(package)") \
-		".[demo,test]" "./$(UCX)[cu13]" hatchling editables scikit-build-core nanobind cmake ninja
+		".[demo,test]" "./$(UCX)[cu13]" hatch-fancy-pypi-readme hatchling editables scikit-build-core \
+		nanobind cmake ninja
 	$(if $(NCCL),$(PYTHON) -m pip wheel --quiet --wheel-dir "$(WHEELS)" --no-deps "$(NCCL)")
 
 # Tools that build wheels, audit them and read workflows. Interpreters are versions, found on PATH or in pyenv, or paths.

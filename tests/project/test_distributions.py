@@ -12,6 +12,7 @@ from pathlib import Path
 import aiocomms_ucx
 import pytest
 import yaml
+from markdown_it import MarkdownIt
 from processes import HANGS
 
 import aiocomms
@@ -45,6 +46,17 @@ def test_both_have_the_license_with_them():
     for folder, project in ((ROOT, CORE), (UCX, ENGINE)):
         assert project["license-files"] == ["LICENSE"]
         assert (folder / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("folder", [ROOT, UCX], ids=lambda path: path.name)
+def test_what_pypi_shows_leads_nowhere_in_a_repository(folder):
+    """There is none around it: whatever is linked or shown has an address."""
+    tool = Path(sys.executable).with_name("hatch-fancy-pypi-readme")
+    shown = subprocess.run([tool], cwd=folder, capture_output=True, text=True, timeout=HANGS, check=True).stdout
+    addresses = re.findall(r"""(?:href|src)=["']([^"']*)""", MarkdownIt().enable("table").render(shown))
+    assert [address for address in addresses if not address.startswith("https://")] == []
+    assert "pip install 'aiocomms[ucx]'" in shown
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
