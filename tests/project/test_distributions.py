@@ -49,7 +49,7 @@ def test_both_have_the_license_with_them():
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("folder", [ROOT, UCX], ids=lambda path: path.name)
+@pytest.mark.parametrize("folder", [ROOT, UCX], ids=["aiocomms", "aiocomms-ucx"])
 def test_what_pypi_shows_leads_nowhere_in_a_repository(folder):
     """There is none around it: whatever is linked or shown has an address."""
     tool = Path(sys.executable).with_name("hatch-fancy-pypi-readme")
@@ -57,6 +57,18 @@ def test_what_pypi_shows_leads_nowhere_in_a_repository(folder):
     addresses = re.findall(r"""(?:href|src)=["']([^"']*)""", MarkdownIt().enable("table").render(shown))
     assert [address for address in addresses if not address.startswith("https://")] == []
     assert "pip install 'aiocomms[ucx]'" in shown
+
+
+def test_the_pythons_that_are_declared_are_those_of_the_wheels():
+    built = re.search(r"^WHEEL_PYTHONS \?= (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
+    for project in (CORE, ENGINE):
+        declared = [re.fullmatch(r"Programming Language :: Python :: (3\.\d+)", it) for it in project["classifiers"]]
+        assert [it[1] for it in declared if it] == built
+    boxes = tomllib.loads((UCX / "pyproject.toml").read_text())["tool"]["cibuildwheel"]["build"]
+    assert boxes == [f"cp{version.replace('.', '')}-manylinux_*" for version in built]
+    jobs = yaml.safe_load((ROOT / ".github/workflows/wheels.yml").read_text())["jobs"]["wheels"]["steps"]
+    setup = next(step for step in jobs if "setup-python" in step.get("uses", ""))
+    assert sorted(setup["with"]["python-version"].split()) == built
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
