@@ -33,7 +33,7 @@ def flags(folder: Path) -> dict[str, str]:
     if not (folder / "complete").exists():
         _fill(folder)
     root, triple = folder / "root", f"{platform.machine()}-linux-gnu"
-    _let_in_pythons(root, Path("/usr/include", triple))
+    let_in_pythons(root, Path("/usr/include", triple))
     headers = [root / "usr/include/c++" / _GCC, root / "usr/include" / triple / "c++" / _GCC]
     libraries = [root / "usr/lib/gcc" / triple / _GCC, root / "usr/lib" / triple]
     return {
@@ -74,7 +74,7 @@ def _fill(folder: Path) -> None:
     (folder / "complete").touch()
 
 
-def _let_in_pythons(root: Path, headers: Path) -> None:
+def let_in_pythons(root: Path, headers: Path) -> None:
     """Debian's own interpreters have what they know of this machine beside the C library's headers: ``pyconfig.h``."""
     for python in headers.glob("python3*"):
         inside = root / python.relative_to("/")

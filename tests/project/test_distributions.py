@@ -16,7 +16,7 @@ from markdown_it import MarkdownIt
 from processes import HANGS
 
 import aiocomms
-from wheels import check, pythons
+from wheels import check, pythons, sysroot
 
 ROOT = Path(__file__).parents[2]
 UCX = ROOT / "transports" / "ucx"
@@ -120,3 +120,14 @@ def test_pyenv_has_one_whose_shim_refuses(tmp_path, monkeypatch):
         program(tmp_path / "versions" / f"8.1.{patch}" / "bin" / "python", f"echo /there/8.1.{patch} 8 1")
     monkeypatch.setenv("PATH", os.pathsep.join((str(tmp_path / "bin"), "/usr/bin", "/bin")))
     assert pythons.find("8.1") == pythons.Python("/there/8.1.10", (8, 1))
+
+
+def test_the_old_c_library_has_the_headers_of_this_machines_pythons_beside_it(tmp_path):
+    """Debian's interpreters keep pyconfig.h in the folder of the kind of processor, which the compiler does not see."""
+    headers, root = tmp_path / "usr" / "include" / "x86_64-linux-gnu", tmp_path / "root"
+    (headers / "python3.14").mkdir(parents=True)
+    (headers / "python3.14" / "pyconfig.h").write_text("here")
+    (root / headers.relative_to("/")).mkdir(parents=True)
+    for _ in range(2):  # again, as in the next build
+        sysroot.let_in_pythons(root, headers)
+    assert (root / headers.relative_to("/") / "python3.14" / "pyconfig.h").read_text() == "here"
