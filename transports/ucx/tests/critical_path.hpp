@@ -4,8 +4,8 @@
 // messages that it starts and takes; and it goes on to the time of whatever the rank waits for: a line in shared
 // memory, published at the clock of another rank, or a message, which has come through its sender's and its receiver's
 // host at the speed of the network, behind the messages that were sent before it. So what ranks do at the same time
-// takes time once. The schedules are the real ones, and so are the bytes; the program is linked with --wrap (kWrapped
-// in test_ucx_schedules.py), so that copies and reductions come by here.
+// takes time once. The schedules are the real ones, and so are the bytes; the program is linked with --wrap (PROGRAMS
+// in tests/support/programs.py), so that copies and reductions come by here.
 #pragma once
 
 #include <algorithm>
