@@ -18,14 +18,7 @@ LIBUCX = Path(os.environ["AIOCOMMS_AARCH64"]) / "libucx"
 """UCX's wheel for aarch64; the Makefile fetches it."""
 SYSTEM = "/usr/aarch64-linux-gnu"
 EMULATED = UCX / "tests" / "emulated.cpp"
-ENGINE = "engine"
-# The other one counts what schedules would cost, whatever the processor.
-TESTED = [name for name in PROGRAMS if name != "critical_path"]
-CASES = [
-    *((name, "cortex-a57", "4096") for name in TESTED),
-    # In UCX's own memory qemu 7.2 itself ends when it is to have larger pages than the machine.
-    *((name, "max", "4096" if name == ENGINE else "65536") for name in TESTED),
-]
+CASES = [(name, *machine) for machine in (("cortex-a57", "4096"), ("max", "65536")) for name in PROGRAMS]
 """Processors without and with the atomic instructions of ARMv8.1, between which GCC's helpers choose at run time; and
 bytes of a page of memory, which kernels differ in."""
 

@@ -1,12 +1,15 @@
 // What qemu-user does not do, for programs whose engines are all in one process.
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <mutex>
 #include <vector>
@@ -25,6 +28,17 @@ std::vector<Mapping>& mappings() {
   return all;
 }
 
+// Where a file ends amid a page, a kernel maps the whole page, for all alike, and UCX uses it: of its shared memory the
+// length is rounded up to pages, and not the file's (`uct_posix_mem_alloc`). qemu's larger pages end where the
+// machine's page does. So the file gets the rest of the page.
+void end_with_a_page(int fd, off_t end) {
+  struct stat it;
+  if (fstat(fd, &it) != 0 || !S_ISREG(it.st_mode) || it.st_size >= end) return;
+  const auto page = static_cast<off_t>(sysconf(_SC_PAGESIZE));
+  const off_t whole = (it.st_size + page - 1) / page * page;
+  if (ftruncate(fd, std::min(whole, end)) != 0) std::abort();
+}
+
 }  // namespace
 
 // It has no such system call.
@@ -40,9 +54,11 @@ extern "C" ssize_t process_vm_readv(pid_t pid, const iovec* here, unsigned long,
 
 // It takes MADV_REMOVE for advice that it may ignore: the pages would stay. So whose they are is written down.
 extern "C" void* mmap(void* where, std::size_t bytes, int protection, int flags, int fd, off_t offset) noexcept {
+  const bool shared = fd >= 0 && (flags & MAP_SHARED) != 0;
+  if (shared && (protection & PROT_WRITE) != 0) end_with_a_page(fd, offset + static_cast<off_t>(bytes));
   const long got = syscall(SYS_mmap, where, bytes, protection, flags, fd, offset);
   if (got == -1) return MAP_FAILED;
-  if (fd >= 0 && (flags & MAP_SHARED) != 0) {
+  if (shared) {
     const auto begin = static_cast<std::uintptr_t>(got);
     const std::lock_guard lock(mutex);
     mappings().push_back({begin, begin + bytes, dup(fd), offset});
