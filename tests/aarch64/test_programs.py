@@ -18,7 +18,7 @@ LIBUCX = Path(os.environ["AIOCOMMS_AARCH64"]) / "libucx"
 """UCX's wheel for aarch64; the Makefile fetches it."""
 SYSTEM = "/usr/aarch64-linux-gnu"
 EMULATED = UCX / "tests" / "emulated.cpp"
-CASES = [(name, *machine) for machine in (("cortex-a57", "4096"), ("max", "65536")) for name in PROGRAMS]
+MACHINES = [("cortex-a57", "4096"), ("max", "65536")]
 """Processors without and with the atomic instructions of ARMv8.1, between which GCC's helpers choose at run time; and
 bytes of a page of memory, which kernels differ in."""
 
@@ -33,6 +33,7 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("program", "processor", "page"), CASES, indirect=["program"])
+@pytest.mark.parametrize("program", PROGRAMS, indirect=True)
+@pytest.mark.parametrize(("processor", "page"), MACHINES)
 def test_of_the_engine(program: Path, processor: str, page: str) -> None:
     run_program(EMULATOR, "-cpu", processor, "-p", page, "-L", SYSTEM, "./program", where=program)
