@@ -799,21 +799,26 @@ async def test_what_a_rank_has_carried_before_it_closes_arrives(
     async with world(2) as (sender, receiver):
         await _with_lanes((sender, receiver))
         (lane,) = [lane for at, lane in transport(receiver)._matcher._lanes.items() if at == (0, False)]
-        there = transport(sender)._matcher._lanes[1, True]
+        there = transport(sender)._matcher._lanes[1, True].comm_stream
+        assert there is not None
         slots = [torch.zeros(3) for _ in range(2)]
         with monkeypatch.context() as patch:
             patch.setattr(lane, "_flush", lambda: None)  # as if NCCL had as many of its messages as it may have
             received = [Inner(receiver, ops.Recv(slot, 0, 0)) for slot in slots]
-            Inner(sender, ops.Send(torch.ones(3), 1, 0))
-            while there.carried < 2:  # noqa: ASYNC110 - nothing tells when a message is given to NCCL
+            sent = Inner(sender, ops.Send(torch.ones(3), 1, 0))
+            sends = there.comm.shared.sends  # type: ignore[attr-defined]  # it is the fake's
+            while not sends[0, 1]:  # noqa: ASYNC110 - nothing tells when the GPU has come to it
                 await asyncio.sleep(0)
             await sender.aclose()
             await received[1].ended.wait()
         lane._flush()
-        await received[0].ended.wait()
+        while not received[0].done():
+            transport(receiver).progress()  # which has called it otherwise, and so is called again
+            await asyncio.sleep(0)
         assert received[0].error is None
         assert slots[0].tolist() == [1, 1, 1]
         assert "closed by rank 0" in str(received[1].error)
+        assert sent.op.tensor.tolist() == [1, 1, 1]  # it lives for as long as the GPU may read it
 
 
 @pytest.mark.asyncio
