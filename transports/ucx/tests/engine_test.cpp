@@ -523,8 +523,6 @@ int main(int count, char** arguments) {
   unwanted();
   do {
     for (auto [size, hosts] : kWorlds) {
-      std::fprintf(stderr, "seed %llu: %d ranks, hosts %d\n", static_cast<unsigned long long>(seed), size,
-                   static_cast<int>(hosts));
       World world(size, hosts, seed);
       std::vector<Part> parts(static_cast<std::size_t>(size));
       world.run([&](Rank& rank) { live(rank, parts, seed % 3 == 0); });

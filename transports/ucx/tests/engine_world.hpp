@@ -207,7 +207,7 @@ class Rank {
   }
 
  private:
-  static constexpr int kPatience = 60'000;  // ms
+  static constexpr int kPatience = 240'000;  // ms, in which even an emulated processor that others share comes round
   void give_up(const char* what, Where where) const {
     expect(false, "rank %d waits in vain for %s at %s:%u", number, what, where.file_name(), where.line());
     std::abort();  // with everybody's stack, for whoever debugs it
@@ -221,6 +221,8 @@ class World {
   // device: the users' memory is taken for a device's, which the engines may not touch.
   World(int the_size, Spread hosts, std::uint64_t the_seed, bool the_device = false)
       : seed(the_seed), crowded(the_seed % 5 > 2), device(the_device), meeting(the_size), ids(the_size), fds(the_size) {
+    std::fprintf(stderr, "seed %llu: %d ranks, hosts %d%s\n", static_cast<unsigned long long>(seed), the_size,
+                 static_cast<int>(hosts), device ? ", a device's memory" : "");
     for (int rank = 0; rank < the_size; ++rank) {
       host_of.push_back(hosts == Spread::kOne ? 0 : hosts == Spread::kEach ? rank : rank / 2);
     }
