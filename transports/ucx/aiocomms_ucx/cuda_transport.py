@@ -25,7 +25,7 @@ from aiocomms_ucx.transport import UcxTransport
 from aiocomms_ucx.windows import Handle, Part, Windows
 
 _GLANCES: Final = 3
-"""How often a post looks whether its caller's stream is done: an idle GPU says so within some 10 µs."""
+"""How often a post looks whether its caller's stream is done, before the loop does: on an idle GPU it soon is."""
 
 
 class CudaWindows(Windows):
