@@ -798,7 +798,7 @@ async def test_what_a_rank_has_carried_before_it_closes_arrives(
 ) -> None:
     async with world(2) as (sender, receiver):
         await _with_lanes((sender, receiver))
-        (lane,) = [lane for at, lane in transport(receiver)._matcher._lanes.items() if at == (0, False)]
+        lane = transport(receiver)._matcher._lanes[0, False]
         there = transport(sender)._matcher._lanes[1, True].comm_stream
         assert there is not None
         slots = [torch.zeros(3) for _ in range(2)]
