@@ -19,6 +19,7 @@ from aiocomms.errors import (
     BufferBusyError,
     CommAbortedError,
     CommClosedError,
+    CommError,
     CommTimeoutError,
     ProtocolError,
     WorkCancelledError,
@@ -461,3 +462,23 @@ def test_debug_mode_guards_the_tensors_of_an_object(monkeypatch):
             await sending
 
     anyio.run(main)
+
+
+def test_without_memory_for_its_own_copy_a_world_of_one_fails_alone(run, monkeypatch):
+    """No other rank waits for it: what failed was asked of a thread, and nothing was sent."""
+
+    def full(*_):
+        raise MemoryError("no room")
+
+    async def main():
+        async with local_world(1) as (comm,):
+            large = {"large": torch.zeros(1 << 20)}
+            with monkeypatch.context() as patch:
+                patch.setattr(apart, "copy", full)
+                with pytest.raises(CommError, match="no room"):
+                    await comm.all_gather_object(large)
+            assert not comm.aborted
+            (got,) = await comm.all_gather_object(large)
+            assert equal(got, large)
+
+    run(main)
