@@ -116,28 +116,37 @@ class Load:
         self.breaks = breaks
         self.answers: list[tuple[float, float, int]] = []  # when each request was sent and answered, and the status
         self.ending = threading.Event()
-        self.threads = ThreadPoolExecutor(CLIENTS)
+        self.threads = ThreadPoolExecutor()
         self.clients = [self.threads.submit(self._post, client) for client in range(CLIENTS)]
+        self.in_flight: list[Future[None]] = []  # what was sent before a death, and not answered
 
     def _post(self, client: int) -> None:
         for i in itertools.count(client):
             if self.ending.is_set():
                 return
-            chosen = [(i + k) % len(TEXTS) for k in range(0, 24, 3)]
-            began = time.monotonic()
-            try:
-                response = self.server.http.post("/embed", json={"texts": [TEXTS[k] for k in chosen]})
-            except httpx.TransportError:
-                assert self.breaks
-                continue
-            self.answers.append((began, time.monotonic(), response.status_code))
-            if response.status_code == 200:
-                vectors = torch.tensor(response.json()["embeddings"])
-                assert (vectors - self.expected[chosen]).abs().max() <= TOLERANCE
-            else:
-                assert response.status_code == 503
-                assert "lost one of its stages" in response.json()["error"]
-                self.ending.wait(0.01)
+            self._ask(i, time.monotonic())
+
+    def _ask(self, i: int, began: float) -> None:
+        chosen = [(i + k) % len(TEXTS) for k in range(0, 24, 3)]
+        try:
+            response = self.server.http.post("/embed", json={"texts": [TEXTS[k] for k in chosen]})
+        except httpx.TransportError:
+            assert self.breaks
+            return
+        self.answers.append((began, time.monotonic(), response.status_code))
+        if response.status_code == 200:
+            vectors = torch.tensor(response.json()["embeddings"])
+            assert (vectors - self.expected[chosen]).abs().max() <= TOLERANCE
+        else:
+            assert response.status_code == 503
+            assert "lost one of its stages" in response.json()["error"]
+            self.ending.wait(0.01)
+
+    def kill(self, rank: int) -> float:
+        """Kill a rank amid a request, and return when that was: the rank is stopped before, and answers nothing."""
+        os.kill(self.server.pids[rank], signal.SIGSTOP)
+        self.in_flight.append(self.threads.submit(self._ask, 0, time.monotonic()))
+        return self.server.kill(rank)
 
     def wait_until_served(self, since: float) -> float:
         """Wait for an answer to a request that was sent after a moment; how long that took from then on."""
@@ -151,7 +160,7 @@ class Load:
 
     def end(self) -> None:
         self.ending.set()
-        for client in self.clients:
+        for client in [*self.clients, *self.in_flight]:
             client.result()
         self.threads.shutdown()
 
@@ -160,6 +169,8 @@ class Load:
 
         Were what is sent meanwhile not refused but kept until the server serves again, nothing would end meanwhile.
         """
+        for request in self.in_flight:
+            request.result()
         in_flight = [ended - killed for began, ended, _ in self.answers if began < killed < ended]
         assert in_flight
         meanwhile = [answer for answer in self.answers if killed < answer[0] and answer[1] < killed + again]
@@ -177,7 +188,7 @@ def test_the_last_stage_is_killed_twice_under_load(expected):
         deaths = []
         for _ in range(2):
             load.wait_until_served(time.monotonic())
-            killed = server.kill(1)
+            killed = load.kill(1)
             deaths.append((killed, load.wait_until_served(killed)))
         load.end()
         for killed, again in deaths:
@@ -212,7 +223,7 @@ def test_deaths_elsewhere_and_amid_the_recovery(expected):
         server.connect()
         load = Load(server, expected.result())
         load.wait_until_served(time.monotonic())
-        killed = server.kill(1)  # one in the middle; and whoever takes its place, on the way
+        killed = load.kill(1)  # one in the middle; and whoever takes its place, on the way
         server.wait_for_process(1)
         server.kill(1)
         again = load.wait_until_served(killed)
