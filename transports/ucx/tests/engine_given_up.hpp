@@ -3,38 +3,12 @@
 #pragma once
 
 #include <memory>
-#include <mutex>
 #include <set>
 #include <vector>
 
 #include "engine_lanes.hpp"
 
 namespace aiocomms {
-
-// What no call of an engine tells.
-struct EngineInside {
-  static std::size_t lanes(Engine& engine, std::uint32_t group) {
-    std::lock_guard lock(engine.lock_);
-    return lanes_of(engine.groups_.at(group)).lanes_.size();
-  }
-  static std::size_t users(Engine& engine, std::uint32_t group) {
-    std::lock_guard lock(engine.lock_);
-    return engine.groups_.at(group).users;
-  }
-  static void refuse(Engine& engine, int peer) {
-    std::lock_guard lock(engine.lock_);
-    engine.worker_->refuse(peer);
-  }
-  static std::uint64_t heard(Engine& engine, int peer) {  // over the control connection
-    std::lock_guard lock(engine.lock_);
-    return engine.control_->signs({peer}).front();
-  }
-  static Pool& pool(Engine& engine) { return *engine.pool_; }
-  static bool overflows(Engine& engine) {
-    std::lock_guard lock(engine.lock_);
-    return engine.pool_ && engine.pool_->overflows();
-  }
-};
 
 // What ranks tell each other, as aiocomms does: each rank tells every other one once, behind all messages of the lane.
 class GivingUp {

@@ -97,7 +97,7 @@ inline bool fails_at(Comm& comm, int step, long n, std::atomic<bool>& failed, st
     return failed.load();
   };
   // Nobody wakes a loop that is parked when another rank's op has failed; at times the engine's thread goes on alone.
-  const std::uint64_t gives_up = now_ns() + 60'000'000'000;
+  const std::uint64_t gives_up = when_patience_ends();
   const auto turn = [&] {
     if (rank.random.below(4) == 0) usleep(1000);
     rank.turn();

@@ -15,7 +15,7 @@ constexpr std::size_t kSeveralSlots = 300'000;
 
 // Wait until this rank has slots beyond the pool's, or has none any more. Its loop is away, so its thread does that.
 inline void wait_for_overflow(Rank& rank, bool wanted, Where where = Where::current()) {
-  const std::uint64_t gives_up = now_ns() + 60'000'000'000;
+  const std::uint64_t gives_up = when_patience_ends();
   while (EngineInside::overflows(*rank.engine) != wanted) {
     if (now_ns() > gives_up) {
       expect(false, "rank %d has %s slots beyond the pool's, line %u", rank.number, wanted ? "no" : "still",

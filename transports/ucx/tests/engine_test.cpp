@@ -388,7 +388,6 @@ void leave_notes(Comm& comm) {
     if (other != comm.rank.number) engine.send_frame(other, kNote + std::to_string(comm.rank.number));
   }
   for (std::size_t heard = 1; heard < comm.members.size();) {
-    constexpr int kPatience = 60'000;  // ms
     pollfd readable{engine.notes_fileno(), POLLIN, 0};
     std::uint64_t added = 0;
     if (poll(&readable, 1, kPatience) <= 0) {

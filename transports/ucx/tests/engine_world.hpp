@@ -20,6 +20,7 @@
 #include <cstdlib>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <optional>
 #include <source_location>
@@ -31,6 +32,7 @@
 #include <vector>
 
 #include "engine/elsewhere.hpp"
+#include "engine_inside.hpp"
 
 namespace aiocomms {
 
@@ -45,6 +47,10 @@ bool post_on_window(Engine& engine, Op op, Arguments... arguments) {
 }
 
 inline std::atomic<unsigned> checks = 0, failures = 0;
+
+// In which even an emulated processor that others share comes round.
+constexpr int kPatience = 240'000;  // ms
+inline std::uint64_t when_patience_ends() { return now_ns() + kPatience * 1'000'000ull; }
 
 // Which allocation of the engines fails (engine_memory.hpp): 1, the next one; 0 and less, none. Those of a test's own
 // code, in which nothing is under test, do not count.
@@ -168,7 +174,8 @@ class Rank {
   // As a loop does: a few turns, then it parks. At times it polls on, at times it is away, busy with something else.
   template <class Is>
   void until(Is is, const char* what, Where where = Where::current()) {
-    const std::uint64_t ends = now_ns() + kPatience * 1'000'000ull;
+    const std::uint64_t ends = when_patience_ends();
+    const Waiting waiting(*this, what, where);
     const std::uint64_t manner = random.below(4);
     if (manner == 0) std::this_thread::sleep_for(std::chrono::microseconds(random.below(3000)));
     for (int turns = 0; !is(); ++turns) {
@@ -186,12 +193,14 @@ class Rank {
   // The same for what no loop is told of: it looks again and again.
   template <class Is>
   void look_until(Is is, const char* what, Where where = Where::current()) {
-    for (const std::uint64_t ends = now_ns() + kPatience * 1'000'000ull; !is(); turn()) {
+    const Waiting waiting(*this, what, where);
+    for (const std::uint64_t ends = when_patience_ends(); !is(); turn()) {
       if (now_ns() > ends) give_up(what, where);
       std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
   }
   void turn() {
+    ++turns_;
     std::vector<Outcome> outcomes;
     std::vector<Notice> told;
     try {
@@ -207,11 +216,30 @@ class Rank {
   }
 
  private:
-  static constexpr int kPatience = 240'000;  // ms, in which even an emulated processor that others share comes round
-  void give_up(const char* what, Where where) const {
-    expect(false, "rank %d waits in vain for %s at %s:%u", number, what, where.file_name(), where.line());
-    std::abort();  // with everybody's stack, for whoever debugs it
+  void give_up(const char* what, Where where) const;
+  std::string state();
+
+  // What it waits for, while it does.
+  class Waiting {
+   public:
+    Waiting(Rank& rank, const char* what, Where where) : rank_(rank) {
+      rank_.set_wait(words("%s at %s:%u, since turn %lu", what, where.file_name(), where.line(), rank_.turns_.load()));
+    }
+    ~Waiting() { rank_.set_wait({}); }
+    Waiting(const Waiting&) = delete;
+    Waiting& operator=(const Waiting&) = delete;
+
+   private:
+    Rank& rank_;
+  };
+  void set_wait(std::string what) {
+    std::lock_guard lock(wait_mutex_);
+    wait_ = std::move(what);
   }
+
+  std::mutex wait_mutex_;
+  std::string wait_;  // of whoever gives up
+  std::atomic<unsigned long> turns_ = 0;
   Ticket last_ticket_ = 0;
   std::unordered_map<Ticket, Outcome> done_;
 };
@@ -273,6 +301,27 @@ class World {
   std::vector<int> host_of;
   std::vector<std::unique_ptr<Rank>> ranks;
 };
+
+inline std::string Rank::state() {
+  std::string waits;
+  {
+    std::lock_guard lock(wait_mutex_);
+    waits = wait_.empty() ? "nothing, or another rank's thread" : wait_;
+  }
+  return words("rank %d, turn %lu, waits for %s\n", number, turns_.load(), waits.c_str()) +
+         EngineInside::state(*engine);
+}
+
+// What all ranks wait for is said twice: what is the same both times stands still, what differs is slow.
+inline void Rank::give_up(const char* what, Where where) const {
+  expect(false, "rank %d waits in vain for %s at %s:%u", number, what, where.file_name(), where.line());
+  for (int time = 0; time < 2; ++time) {
+    if (time > 0) std::this_thread::sleep_for(std::chrono::seconds(10));
+    for (const auto& rank : world.ranks) std::fputs(rank->state().c_str(), stderr);
+    std::fputs("\n", stderr);
+  }
+  std::abort();  // with everybody's stack, for whoever debugs it
+}
 
 inline Rank::Rank(World& the_world, int the_number, std::uint64_t seed)
     : world(the_world), number(the_number), random(seed) {
