@@ -48,9 +48,11 @@ struct EngineInside {
     std::lock_guard lock(engine.lock_);
     return engine.pool_ && engine.pool_->overflows();
   }
+  // Nobody moves anything on as long as this is held.
+  static std::unique_lock<PriorityLock> hold(Engine& engine) { return std::unique_lock(engine.lock_); }
   static bool thread_sleeps(Engine& engine) {
     std::lock_guard lock(engine.lock_);
-    return engine.pacer_.sleeps_well(engine.is_quiet());
+    return engine.pacer_.asleep() && engine.is_quiet();
   }
   static std::uint32_t received(Engine& engine, int peer) {  // messages
     std::lock_guard lock(engine.lock_);
@@ -72,7 +74,7 @@ struct EngineInside {
     };
     const Pacer& pacer = engine.pacer_;
     std::string all =
-        words("  thread asleep: %s, at bulk: %s, quiet: %s, UCX's descriptor readable: %s\n", yes(pacer.sleeps_well(true)),
+        words("  thread asleep: %s, at bulk: %s, quiet: %s, UCX's descriptor readable: %s\n", yes(pacer.asleep()),
               yes(pacer.bulk()), yes(engine.is_quiet()), readable(engine.worker_->event_fd()));
     all += words("  loop parked: %s, told: %s, its descriptor readable: %s; its ops: %zu\n", yes(pacer.parks()),
                  yes(engine.ready()), readable(engine.fileno()), engine.reports_.pending());

@@ -10,6 +10,7 @@
 #include <numeric>
 #include <optional>
 
+#include "engine_beside.hpp"
 #include "engine_collectives.hpp"
 #include "engine_coming.hpp"
 #include "engine_elsewhere.hpp"
@@ -520,6 +521,7 @@ int main(int count, char** arguments) {
   constexpr int kAttacks = 40;
   unsigned worlds = walk_through_memory(Spread::kOne, seed);
   unwanted();
+  worlds += beside(seed);
   do {
     for (auto [size, hosts] : kWorlds) {
       World world(size, hosts, seed);

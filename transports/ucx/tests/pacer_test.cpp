@@ -246,10 +246,9 @@ void pacer_ticks_lingers_dozes_and_sleeps() {
   }
   const Rest sleep = pacer.fall_asleep(false);
   CHECK(sleep.kind == Rest::kSleep && sleep.ms == -1);
-  CHECK(pacer.sleeps_well(true) && !pacer.sleeps_well(false));
-  CHECK(pacer.thread_is_late(false) && !pacer.thread_is_late(true));
+  CHECK(pacer.asleep() && pacer.thread_is_late(false) && !pacer.thread_is_late(true));
   pacer.wake_thread();
-  CHECK(!pacer.sleeps_well(true) && !pacer.thread_is_late(false));
+  CHECK(!pacer.asleep() && !pacer.thread_is_late(false));
   CHECK(pacer.fall_asleep(true).ms == 2);
   CHECK(pacer.has_to_listen(Pacer::kListen) && !pacer.has_to_listen(Pacer::kListen - 1));
   pacer.has_listened(kStart);

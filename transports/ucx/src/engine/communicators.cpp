@@ -175,6 +175,7 @@ void Engine::forget_lane(std::uint32_t id, std::uint64_t lane, int rank) {
 void Engine::lose_group(std::uint32_t id) {
   std::lock_guard lock(lock_);
   lose(groups_.at(id));
+  tell_loop();
 }
 
 void Engine::lose(Group& group) noexcept {

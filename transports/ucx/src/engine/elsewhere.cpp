@@ -28,7 +28,7 @@ Pacer::Spin Elsewhere::begin() noexcept {
     engine_.pacer_.begin_look_elsewhere(now_ns());
     if (waits_) lane_ ? lanes_of(group).start_next(*lane_) : engine_.schedules_.start_next(group);
     if (!op_->done() && !engine_.pacer_.bulk()) engine_.advance();
-    announce();
+    engine_.tell_loop();
   }
   static_cast<void>(engine_.shares_core(*op_));  // which notes where this rank looks on
   return engine_.pacer_.begin_post_elsewhere(began_);
@@ -43,7 +43,7 @@ Pacer::Next Elsewhere::look(Pacer::Spin& spin) noexcept {
   if (op_->done() || engine_.stopping_ || pacer.bulk()) return Pacer::Next::kStop;
   pacer.begin_look_elsewhere(now_ns());
   const bool moved = engine_.advance();
-  announce();
+  engine_.tell_loop();
   const Pacer::Next next = op_->done()
                                ? Pacer::Next::kStop
                                : pacer.after_look(spin, moved, now_ns(), [&] { return engine_.shares_core(*op_); });
@@ -55,6 +55,7 @@ double Elsewhere::end() noexcept {
   const std::lock_guard lock(engine_.lock_);
   if (!op_->is_plain_success()) return 0;
   std::exchange(op_, nullptr)->forget();
+  if (!engine_.stopping_) engine_.hand_on();
   return static_cast<double>(now_ns()) * 1e-9;
 }
 
@@ -65,13 +66,12 @@ void Elsewhere::leave() noexcept {
   const bool done = op->done();
   op->leave_post(began_);
   if (engine_.stopping_) return;
-  announce();
-  if (!done && engine_.pacer_.thread_is_late(engine_.is_quiet())) engine_.wake_thread();
-}
-
-// Ops of the loop may have ended, too, and it may be parked.
-void Elsewhere::announce() noexcept {
-  if (engine_.ready()) engine_.reports_.wake_loop();
+  engine_.tell_loop();
+  if (done) {
+    engine_.hand_on();
+  } else if (engine_.pacer_.thread_is_late(engine_.is_quiet())) {
+    engine_.wake_thread();
+  }
 }
 
 }  // namespace aiocomms

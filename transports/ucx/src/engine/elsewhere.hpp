@@ -89,7 +89,6 @@ class Elsewhere {
   Pacer::Spin begin() noexcept;
   Pacer::Next look(Pacer::Spin& spin) noexcept;
   double end() noexcept;
-  void announce() noexcept;  // with the lock
 
   Engine& engine_;
   const std::uint32_t group_;

@@ -144,16 +144,21 @@ std::uint64_t Engine::finish_post(Operation* op, std::uint64_t began, Held& held
     ended = spin(*op, began);
     if (copies) pacer_.note_copy(began, ended);
   }
-  if (op->done()) pacer_.note_done_at_once();
+  const bool done = op->done();
+  if (done) pacer_.note_done_at_once();
   // Not if other outcomes came first: the loop hears of those first.
   if (op->is_plain_success() && !ready()) {
     delete op;
-    return ended;
+  } else {
+    op->leave_post(began);
+    ended = 0;
   }
-  const bool done = op->done();
-  op->leave_post(began);
-  if (!done && pacer_.thread_is_late(is_quiet())) wake_thread();
-  return 0;
+  if (done) {
+    hand_on();  // an answer, say, for which UCX had no room
+  } else if (pacer_.thread_is_late(is_quiet())) {
+    wake_thread();
+  }
+  return ended;
 }
 
 std::uint64_t Engine::spin(const Operation& op, std::uint64_t began) noexcept {
@@ -376,8 +381,9 @@ void Engine::progress(std::vector<Outcome>& outcomes, std::vector<Notice>& notic
     }
   }
   const Pacer::Visit visit = pacer_.end_visit(ready(), moved, reports_.pending() > 0, now_ns());
-  if (visit == Pacer::Visit::kParks && reports_.pending() > 0 && !stopping_ && !pacer_.sleeps_well(is_quiet())) {
-    wake_thread();
+  if (!stopping_) {
+    if (visit == Pacer::Visit::kParks && reports_.pending() > 0 && !pacer_.asleep()) wake_thread();
+    hand_on();
   }
   if (visit == Pacer::Visit::kYields) sched_yield();
   reports_.tell_failures(groups_);
@@ -431,14 +437,15 @@ Pacer::Rest Engine::take_turn() noexcept {
     moved = true;
     if (pacer_.slice_is_over(now_ns())) break;
   }
-  if (ready()) reports_.wake_loop();
+  tell_loop();
   const Pacer::Rest rest = pacer_.end_turn(moved, is_quiet(), began, now_ns());
   if (rest.kind != Pacer::Rest::kSleep) return rest;
   // Announce that this rank sleeps, then look once more: whoever publishes later sees the announcement.
   schedules_.announce_sleep(true);
-  if (worker_->arm() && !advance()) return pacer_.fall_asleep(waits_for_room());
+  const bool nothing = worker_->arm() && !advance();
+  tell_loop();  // UCX may have ended a call of which it says that nothing has moved
+  if (nothing) return pacer_.fall_asleep(waits_for_room());
   schedules_.announce_sleep(false);
-  if (ready()) reports_.wake_loop();
   return {Pacer::Rest::kYield};
 }
 
@@ -531,6 +538,8 @@ bool Engine::advance_until(const Is& is, const std::vector<int>& peers, const st
       std::lock_guard lock(lock_);
       if (stopping_) return false;
       for (const std::uint64_t ends = now_ns() + Pacer::kLookSlice; advance() && now_ns() < ends;) moved = true;
+      tell_loop();
+      hand_on();
       if (std::ranges::all_of(peers, is)) return true;
     }
     if (!moved) usleep(50);

@@ -228,6 +228,15 @@ class Engine : private Inbox::Owner {
   void listen(int timeout_ms, bool worker) noexcept;  // to the control connections
   Pacer::Rest take_turn() noexcept;
   void wake_thread() noexcept;
+  // What another thread than the loop's does when it has moved things on: the loop may be parked.
+  void tell_loop() noexcept {
+    if (ready()) reports_.wake_loop();
+  }
+  // What whoever has moved things on does when it leaves: there may be something left that the thread, which sleeps,
+  // has not seen, and of which nobody tells it.
+  void hand_on() noexcept {
+    if (pacer_.asleep() && !is_quiet()) wake_thread();
+  }
   // What is done where nobody can be told of an exception. Returns whether it went well; else all has failed.
   template <typename Step>
   bool attempt(const Step& step) noexcept {

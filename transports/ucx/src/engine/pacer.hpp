@@ -234,8 +234,8 @@ class Pacer {
 
   // Whether the thread, left alone, would come too late for what has just been posted.
   bool thread_is_late(bool quiet) const { return bulk_ || (asleep_ && !quiet) || tick_ms_ > kShortestTickMs; }
-  // Whether the thread sleeps, and is right to.
-  bool sleeps_well(bool quiet) const { return asleep_ && quiet; }
+  // Whether the thread sleeps, or dozes: if it leaves something undone it has to be woken.
+  bool asleep() const { return asleep_; }
   void wake_thread() {
     asleep_ = false;
     tick_ms_ = kShortestTickMs;
