@@ -3,7 +3,7 @@
 // over.
 #pragma once
 
-#include <poll.h>
+#include <unistd.h>
 
 #include <memory>
 #include <optional>
@@ -23,8 +23,7 @@ inline std::unique_ptr<Engine> engine_without_thread() {
 
 // What a loop does that has parked. Returns whether it is woken, and hears of a ticket that ends as it should.
 inline bool is_told(Engine& engine, Ticket ticket, Status status) {
-  pollfd readable{engine.fileno(), POLLIN, 0};
-  if (poll(&readable, 1, kPatience) <= 0) return false;
+  if (!becomes_readable(engine.fileno())) return false;
   std::vector<Outcome> outcomes;
   std::vector<Notice> notices;
   engine.progress(outcomes, notices);

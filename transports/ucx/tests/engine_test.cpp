@@ -389,9 +389,8 @@ void leave_notes(Comm& comm) {
     if (other != comm.rank.number) engine.send_frame(other, kNote + std::to_string(comm.rank.number));
   }
   for (std::size_t heard = 1; heard < comm.members.size();) {
-    pollfd readable{engine.notes_fileno(), POLLIN, 0};
     std::uint64_t added = 0;
-    if (poll(&readable, 1, kPatience) <= 0) {
+    if (!becomes_readable(engine.notes_fileno())) {
       expect(false, "rank %d has heard %zu ranks, and waits for the others' notes in vain", comm.rank.number, heard);
       return;
     }

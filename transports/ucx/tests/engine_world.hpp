@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <atomic>
 #include <barrier>
+#include <cerrno>
 #include <chrono>
 #include <cstdarg>
 #include <cstdint>
@@ -51,6 +52,15 @@ inline std::atomic<unsigned> checks = 0, failures = 0;
 // In which even an emulated processor that others share comes round.
 constexpr int kPatience = 240'000;  // ms
 inline std::uint64_t when_patience_ends() { return now_ns() + kPatience * 1'000'000ull; }
+// Whether a descriptor becomes readable. A signal, which ends poll() at once, says nothing of that.
+inline bool becomes_readable(int fd) {
+  pollfd readable{fd, POLLIN, 0};
+  int got = -1;
+  do {
+    got = poll(&readable, 1, kPatience);
+  } while (got < 0 && errno == EINTR);
+  return got > 0;
+}
 
 // Which allocation of the engines fails (engine_memory.hpp): 1, the next one; 0 and less, none. Those of a test's own
 // code, in which nothing is under test, do not count.
@@ -184,8 +194,7 @@ class Rank {
         if (now_ns() < ends) continue;
       } else {
         turns = 0;
-        pollfd readable{engine->fileno(), POLLIN, 0};
-        if (is() || engine->ready() || poll(&readable, 1, kPatience) > 0) continue;
+        if (is() || engine->ready() || becomes_readable(engine->fileno())) continue;
       }
       give_up(what, where);
     }
