@@ -16,7 +16,7 @@ import pytest
 import torch  # noqa: F401
 from concurrency import LOOPS, Main, run_on
 from inside import Entry
-from processes import HANGS, Run, runner
+from processes import HANGS, PATIENCE, Run, runner
 
 _records = tempfile.TemporaryDirectory(prefix="aiocomms-tests")
 os.environ["AIOCOMMS_RECORDER_DIR"] = _records.name  # where each communicator that is lost leaves a file
@@ -69,6 +69,15 @@ def notice(record_property: Callable[[str, object], None]) -> Callable[[Sequence
     No test bounds it: that is a bet on the machine. A test makes sure instead that nothing else could have told.
     """
     return lambda seconds: record_property("notice", max(seconds))
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Works that a deadline ends wait for what all ranks say, and for the file, for as long as a busy machine takes."""
+    from aiocomms.diagnosis import postmortem
+
+    for seconds in ("PATIENCE", "LONGER", "WRITING"):
+        monkeypatch.setattr(postmortem, seconds, PATIENCE)
 
 
 @pytest.fixture

@@ -394,6 +394,7 @@ async def time_out(comm):
 
 @pytest.mark.fault(59)
 @pytest.mark.parametrize("why", ["unwritable", "full", "unwanted"])
+@pytest.mark.usefixtures("patient")
 def test_what_cannot_be_written_is_said_once_and_harms_nothing(run, records, monkeypatch, caplog, why):
     if why == "unwritable":
         records.write_text("no folder")
@@ -442,6 +443,7 @@ def test_what_is_lost_is_written(run, records):
 # ------------------------------------------------------------------------------------------------------- the verdicts
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_deadline_says_what_everybody_does(run, records):
     async def main():
         async with local_world(4, name="tp") as world:
@@ -662,7 +664,7 @@ def test_a_circle_of_receives_is_known_after_their_deadlines(run, size, records,
     assert command(["trace", str(records)]) == 1
     said = capsys.readouterr().out
     for rank in range(size):
-        assert re.search(rf"rank {rank} waited for rank {(rank + 1) % size}: recv\(src=\d, tag=7\), for 0\.\d s", said)
+        assert re.search(rf"rank {rank} waited for rank {(rank + 1) % size}: recv\(src=\d, tag=7\), for [\d.]+ s", said)
     circle = " -> ".join(f"rank {rank % size}" for rank in range(size + 1))
     assert f"they waited in a circle, until a deadline passed: {circle}" in said
 
@@ -681,8 +683,8 @@ def test_a_circle_of_a_withdrawn_receive_and_a_collective(run, records, capsys):
     run(main)
     assert command(["trace", str(records)]) == 1
     said = capsys.readouterr().out
-    assert re.search(r"rank 0 waited for rank 1: recv\(src=1, tag=7\), for 0\.\d s", said)
-    assert re.search(r"rank 1 waited for rank 0: barrier, for \d\.\d s", said)
+    assert re.search(r"rank 0 waited for rank 1: recv\(src=1, tag=7\), for [\d.]+ s", said)
+    assert re.search(r"rank 1 waited for rank 0: barrier, for [\d.]+ s", said)
     assert "they waited in a circle, until a deadline passed: rank 0 -> rank 1 -> rank 0" in said
 
 

@@ -18,11 +18,13 @@ import torch
 from processes import PATIENCE, Rank, Run
 
 from aiocomms.cli import main
+from aiocomms.diagnosis import postmortem
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError
 
 pytestmark = pytest.mark.processes
 
-SHORT = 0.3
+HEARD = 2.0
+"""Seconds in which a rank that is not busy is heard, on however slow a machine."""
 
 
 @pytest.fixture(params=["c10d", "ucx"])
@@ -41,21 +43,22 @@ async def fails(work) -> CommError:
 async def lose(place: Rank, folder: str, busy: bool) -> str:
     """Rank 2 does not come to the third collective: it waits for a message, or does not let its loop run."""
     os.environ["AIOCOMMS_RECORDER_DIR"] = folder
+    postmortem.PATIENCE, postmortem.LONGER, postmortem.WRITING = HEARD if busy else PATIENCE, PATIENCE, PATIENCE
     async with place.open("tp") as comm:
         for _ in range(2):
             await comm.all_reduce(torch.ones(3))
-        if place.rank == 2:
-            work = comm.recv(torch.zeros(1), 1, tag=7)
-            place.tell("astray")
-            if busy:
-                place.told("failed 0")
-            error = await fails(work)
-            assert isinstance(error, CommTimeoutError)
-        else:
-            await asyncio.to_thread(place.told, "astray")
-            error = await fails(comm.all_reduce(torch.ones(3), timeout=SHORT if place.rank == 0 else None))
-            assert isinstance(error, CommTimeoutError)
-            place.tell(f"failed {place.rank}")
+        work = comm.recv(torch.zeros(1), 1, tag=7) if place.rank == 2 else comm.all_reduce(torch.ones(3), timeout=None)
+        place.tell(f"called {place.rank}")
+        if place.rank == 0:
+            await place.all_told("called", 1, 2)
+            while list(comm._core.waiting_for(work)) != [2]:  # noqa: ASYNC110 - no event tells that rank 1's call has come
+                await asyncio.sleep(0)
+            comm._core.expire(work)  # as the watchdog does
+        elif place.rank == 2 and busy:
+            place.told("failed 0")
+        error = await fails(work)
+        assert isinstance(error, CommTimeoutError)
+        place.tell(f"failed {place.rank}")
         with pytest.raises(CommAbortedError, match="its deadline passed"):
             await comm.barrier()
         return str(error)
@@ -84,6 +87,7 @@ def test_a_busy_rank_does_not_answer(ranks: Run, tmp_path: Path) -> None:
 
 
 def test_trace_says_it_too(ranks: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    began = time.time()
     records, output = tmp_path / "records", tmp_path / "trace.json"
     ranks(3, lose, str(records), False)
     assert main(["trace", str(records), "--output", str(output)]) == 1
@@ -109,9 +113,8 @@ def test_trace_says_it_too(ranks: Run, tmp_path: Path, capsys: pytest.CaptureFix
     for rank in by_rank.values():
         assert [e["name"] for e in rank if e["cat"] == "done"] == ["all_reduce"] * 2
         assert all(e["dur"] >= 0 for e in rank)
-    starts = [e["ts"] for rank in by_rank.values() for e in rank]
-    assert abs(min(starts) / 1e6 - time.time()) < 60
-    assert max(starts) - min(starts) < 10e6  # on one clock
+    starts = [e["ts"] / 1e6 for rank in by_rank.values() for e in rank]
+    assert began - 1 < min(starts) <= max(starts) < time.time() + 1  # on one clock, which is the host's
 
 
 HUNG = """
