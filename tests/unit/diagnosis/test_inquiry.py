@@ -24,8 +24,6 @@ from aiocomms.transport import Transport
 
 ALONE = "nothing matched recv(src=1, tag=7) before its deadline; it was withdrawn"
 IDLE = "has finished no collective and is in no operation"
-LONG = 0.4
-"""Seconds that several ranks wait at the same time, also on a busy machine."""
 
 
 class Standing:
@@ -61,6 +59,13 @@ async def late(work):
     with pytest.raises(CommTimeoutError) as caught:
         await work
     return caught.value
+
+
+async def all_late(world, works):
+    """The deadline of a receive of each rank passes when all of them have waited."""
+    for comm, work in zip(world, works, strict=True):
+        comm._core.expire(work)  # as the watchdog does
+    return [await late(work) for work in works]
 
 
 def receive(comm, src, timeout=0.05):
@@ -111,12 +116,9 @@ def test_a_circle_of_receives_of_which_one_has_a_deadline(run, transport):
 def test_a_circle_of_receives_that_were_late_before(run, size, transport):
     async def main():
         async with local_world(size, transport) as world:
-            last = receive(world[0], 1, 30)
-            works = [receive(comm, (comm.rank + 1) % size, LONG) for comm in world[1:]]
-            for work in works:
-                await late(work)
-            world[0]._core.expire(last)  # as the watchdog does, when the others' deadlines have passed
-            error = await late(last)
+            last, *works = [receive(comm, (comm.rank + 1) % size, 30) for comm in world]
+            await all_late(world[1:], works)
+            (error,) = await all_late(world[:1], [last])
             others = ", ".join(f"rank {r} was late in recv(src={(r + 1) % size}, tag=7)" for r in range(1, size))
             circle = " -> ".join(f"rank {r % size}" for r in range(size + 1))
             assert error.message == f"{ALONE}: {others}: they waited in a circle: {circle}"
@@ -126,16 +128,24 @@ def test_a_circle_of_receives_that_were_late_before(run, size, transport):
     run(main)
 
 
-def test_all_of_a_long_circle_find_it(run):
+def test_all_of_a_long_circle_find_it(run, monkeypatch):
     """What is said of each rank is for the first few, and the circle whole."""
+    all_begun, inquire = threading.Event(), Inquiry._inquire
+
+    def when_all_have_begun(self, wait, end):  # for the clock goes on with each
+        if self._comm.rank == 11:
+            all_begun.set()
+        assert all_begun.wait(PATIENCE)
+        inquire(self, wait, end)
+
+    monkeypatch.setattr(Inquiry, "_inquire", when_all_have_begun)
 
     async def main():
         async with local_world(12) as world:
-            works = [receive(comm, (comm.rank + 1) % 12, LONG) for comm in world]
-            for work in works:
-                said = (await late(work)).message
-                assert "), and 3 more: they waited in a circle: rank" in said
-                assert said.count(" -> ") == 12
+            works = [receive(comm, (comm.rank + 1) % 12, 30) for comm in world]
+            for error in await all_late(world, works):
+                assert "), and 3 more: they waited in a circle: rank" in error.message
+                assert error.message.count(" -> ") == 12
 
     run(main)
 
@@ -144,9 +154,8 @@ def test_a_circle_within_a_lane_names_it(run):
     async def main():
         async with local_world(2) as (one, two):
             last = one.lane("req-17").recv(torch.zeros(1), 1, tag=7, timeout=30)
-            await late(two.lane("req-17").recv(torch.zeros(1), 0, tag=8, timeout=LONG))
-            one._core.expire(last)
-            error = await late(last)
+            await late(two.lane("req-17").recv(torch.zeros(1), 0, tag=8, timeout=0.05))
+            (error,) = await all_late([one], [last])
             assert "rank 1 was late in recv(src=0, tag=8) in lane req-17: they waited in a circle" in error.message
             assert error.comm == "world, lane req-17"
             two.lane("b").recv(torch.zeros(1), 0, tag=8)
@@ -159,16 +168,14 @@ def test_a_chain_that_is_no_circle_and_a_circle_of_others(run):
     async def main():
         async with local_world(4) as world:
             last = receive(world[0], 1, 30)
-            await late(world[1].recv_object(2, tag=3, timeout=LONG))
-            world[0]._core.expire(last)
-            said = f"rank 1 was late in recv_object(src=2, tag=3), rank 2 {IDLE}"
-            assert (await late(last)).message == f"{ALONE}: {said}"
+            await late(world[1].recv_object(2, tag=3, timeout=0.05))
+            (error,) = await all_late(world[:1], [last])
+            assert error.message == f"{ALONE}: rank 1 was late in recv_object(src=2, tag=3), rank 2 {IDLE}"
         async with local_world(4) as world:
             last = receive(world[0], 1, 30)
-            for work in [world[1].recv_object(2, timeout=LONG), world[2].recv_object(1, timeout=LONG)]:
-                await late(work)
-            world[0]._core.expire(last)
-            assert (await late(last)).message.endswith("they waited in a circle: rank 1 -> rank 2 -> rank 1")
+            await all_late(world[1:3], [world[1].recv_object(2), world[2].recv_object(1)])
+            (error,) = await all_late(world[:1], [last])
+            assert error.message.endswith("they waited in a circle: rank 1 -> rank 2 -> rank 1")
 
     run(main)
 
