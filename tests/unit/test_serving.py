@@ -468,16 +468,17 @@ def test_idle_beyond_the_deadline(run):
     """The deadline of another op that is called later passes; then there is work."""
 
     async def body(driver):
-        world[0].set_timeout(0.05)
         with pytest.raises(CommTimeoutError):
             await world[0].recv(torch.empty(0), 1, tag=99)
-        world[0].set_timeout(30)
+        for comm in world:
+            comm.set_timeout(30)
         assert (await driver.run((1, torch.ones(1)))).item() == 3.0
 
     async def main():
         nonlocal world
-        async with local_world(2, timeout=0.05) as world:
-            world[1].set_timeout(0.05)
+        async with local_world(2) as world:
+            for comm in world:
+                comm.set_timeout(0.05)
             await serve(world, summing, body)
 
     world = None

@@ -10,6 +10,7 @@ import anyio
 import pytest
 import torch
 from concurrency import together
+from processes import PATIENCE
 from torch.distributed import HashStore
 
 from aiocomms.bootstrap.records import framed, listed
@@ -173,8 +174,8 @@ def test_a_seal_shows_its_key_to_nobody():
 # -------------------------------------------------------------------------------------------------- the rendezvous
 
 
-def meeting(store, rank, token=TOKEN, size=2, timeout=5.0):
-    place = {"name": "world", "device": torch.device("cpu"), "timeout": timeout, "seal": seal(token)}
+def meeting(store, rank, token=TOKEN, size=2):
+    place = {"name": "world", "device": torch.device("cpu"), "timeout": PATIENCE, "seal": seal(token)}
     return StoreRendezvous(store, rank, size, **place)
 
 
@@ -221,8 +222,8 @@ def test_a_record_of_an_earlier_generation_is_not_believed(monkeypatch):
     monkeypatch.setenv("AIOCOMMS_TOKEN", TOKEN)
 
     def place(rank):
-        where = {"name": "world", "device": torch.device("cpu"), "timeout": 5.0, "seal": Seal(TOKEN.encode(), "world")}
-        return StoreRendezvous(None, rank, 2, **where)
+        where = {"name": "world", "device": torch.device("cpu"), "timeout": PATIENCE}
+        return StoreRendezvous(None, rank, 2, seal=Seal(TOKEN.encode(), "world"), **where)
 
     async def main():
         root = HashStore()
@@ -249,7 +250,7 @@ def test_a_wrong_token_shows_on_both_ranks(monkeypatch):
                 await it.exchange("k", b"v")
             return type(caught.value)
 
-        both = [meeting(store, 0, timeout=1.0), meeting(store, 1, "another token, as long", timeout=1.0)]
+        both = [meeting(store, 0), meeting(store, 1, "another token, as long")]
         assert await together(*(lambda it=it: each(it) for it in both)) == [AuthError, AuthError]
 
     anyio.run(main)

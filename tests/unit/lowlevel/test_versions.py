@@ -147,14 +147,10 @@ def listener() -> socket.socket:
         yield server
 
 
-def connector(listener: socket.socket) -> Callable[[], socket.socket]:
-    return lambda: socket.create_connection(listener.getsockname())
-
-
 def handshakes(monkeypatch: pytest.MonkeyPatch, dialects: dict[int, Dialect], listener: socket.socket) -> list[object]:
     """What becomes of two ranks at a gate each, of which each speaks its own version."""
     results: list[object] = [None, None]
-    local = threading.local()
+    local, connected = threading.local(), threading.Event()
 
     class Speaker:
         def __getattr__(self, name: str) -> object:
@@ -163,11 +159,17 @@ def handshakes(monkeypatch: pytest.MonkeyPatch, dialects: dict[int, Dialect], li
     for module in (gate, handshake):
         monkeypatch.setattr(module, "HANDSHAKE", Speaker())
 
+    def connect() -> socket.socket:
+        connection = socket.create_connection(listener.getsockname())
+        connected.set()
+        return connection
+
     def run(rank: int) -> None:
         local.rank = rank
-        own = Gate(rank, b"key", {0: connector(listener)} if rank else {}, 2)
+        own = Gate(rank, b"key", {0: connect} if rank else {}, 2)
         try:
-            results[rank] = own.run([] if rank else [listener], 1.0)
+            assert rank or connected.wait(PATIENCE)
+            results[rank] = own.run([] if rank else [listener], PATIENCE if rank else 1.0)
         except (ProtocolError, CommTimeoutError) as error:
             results[rank] = error
 

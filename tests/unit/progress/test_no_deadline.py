@@ -86,7 +86,7 @@ def test_windows_wait_without_a_deadline(run):
                 await turns()
                 await a_deadline_passes(world[0])
                 assert windows[0].closed
-                tasks.start_soon(windows[1].aclose)
+                tasks.start_soon(lambda: windows[1].aclose(timeout=None))
 
     run(main)
 
