@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import hypothesis  # noqa: F401
+import hypothesis
 import pytest
 import torch  # noqa: F401
 from concurrency import LOOPS, Main, run_on
@@ -20,6 +20,10 @@ from processes import HANGS, PATIENCE, Run, runner
 
 _records = tempfile.TemporaryDirectory(prefix="aiocomms-tests")
 os.environ["AIOCOMMS_RECORDER_DIR"] = _records.name  # where each communicator that is lost leaves a file
+
+# Neither an example nor what chooses it has to be quick, on whatever machine.
+hypothesis.settings.register_profile("slow", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("slow")
 
 gc.collect()
 gc.freeze()  # what torch and hypothesis bring need not be looked through whenever a test collects its garbage

@@ -43,7 +43,7 @@ def same(a, b):
 
 
 @given(objects)
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_objects_come_back_as_they_were(obj):
     assert same(codec.decode(codec.encode(obj)), obj)
 
@@ -146,7 +146,7 @@ def test_a_pickle_is_never_loaded_unasked():
 
 
 @given(st.binary(max_size=200))
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_bytes_of_a_stranger_give_an_object_or_a_protocol_error(data):
     try:
         codec.decode(data)
