@@ -17,14 +17,16 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from processes import LARGE, PATIENCE, Rank, empty, held, numbers
+from torch.distributed import Store
 
+from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.communicator import Communicator
 from aiocomms.errors import CommAbortedError, CommError, PeerDiedError
 
@@ -150,6 +152,22 @@ async def go_on(watch: Watch, traffic: asyncio.Task[None]) -> None:
         await asyncio.sleep(0.001)
     if traffic.done():
         traffic.result()
+
+
+@contextlib.contextmanager
+def left_after_meeting(seconds: float) -> Iterator[None]:
+    """In this process, so many seconds are left to form in when all ranks have come, however long that took."""
+    arrive = StoreRendezvous.arrive
+
+    async def arrives(self: StoreRendezvous, root: Store) -> None:
+        await arrive(self, root)
+        self._ends = time.monotonic() + seconds
+
+    StoreRendezvous.arrive = arrives  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        StoreRendezvous.arrive = arrive  # type: ignore[method-assign]
 
 
 async def settled(before: Counter[str]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from oracle import FULL, end, forgotten, hear, named, oracle, together
+from oracle import FULL, end, forgotten, hear, left_after_meeting, named, oracle, together
 from processes import KILLED, Rank, Run, empty, free_port, numbers
 
 import aiocomms
@@ -425,11 +425,9 @@ async def lose_while_forming(place: Rank, calls: int) -> float:
     async with oracle(place, 1):
         if place.rank == 1:
             dies_after(place, calls)
-            await hear(place, "ready", 0, 2)  # their other communicators take a while to form
-        place.tell(f"ready {place.rank}")
         began = time.monotonic()
-        with pytest.raises((PeerDiedError, CommTimeoutError, CommError)) as caught:
-            await place.open("late", timeout=1)
+        with left_after_meeting(4), pytest.raises((PeerDiedError, CommTimeoutError, CommError)) as caught:
+            await place.open("late")
         assert re.search(
             r"rank 1\b|ranks had not come: 1\b|ranks did not connect within .*: \[1\]", str(caught.value)
         ), caught.value
@@ -444,23 +442,16 @@ def test_while_it_forms(ranks: Run, notice: Notice) -> None:
     notice(took)
 
 
-async def lose_while_late(place: Rank, timeout: float) -> float:
-    """Rank 2 has begun when more than half of rank 0's time was over; but it is rank 1 that dies, and is named."""
-    if place.rank == 0:
-        asyncio.get_running_loop().call_later(0.6 * timeout, place.tell, "waits 0")
+async def lose_while_late(place: Rank) -> None:
+    """Rank 2 was late, so that rank 0 has less time left than it has; but it is rank 1 that dies, and is named."""
     if place.rank == 1:
         dies_after(place, 1)
-    if place.rank == 2:
-        await hear(place, "waits", 0)
-    began = time.monotonic()
-    with pytest.raises(CommTimeoutError, match=r"these ranks had not come: 1\."):
-        await place.open(timeout=timeout)
-    return time.monotonic() - began - timeout
+    absent = pytest.raises(CommTimeoutError, match=r"these ranks had not come: 1\.")
+    with left_after_meeting(5 if place.rank == 2 else 4), absent:
+        await place.open()
 
 
 @pytest.mark.fault(33)
 @pytest.mark.parametrize("transport", ["c10d"])  # gloo does not say for whom it waits; ucx does
-def test_while_it_forms_and_one_is_late(ranks: Run, notice: Notice) -> None:
-    took = ranks(3, lose_while_late, 3)
-    assert took.pop(1) is KILLED
-    notice(took)
+def test_while_it_forms_and_one_is_late(ranks: Run) -> None:
+    assert ranks(3, lose_while_late) == [None, KILLED, None]

@@ -244,7 +244,7 @@ def test_a_job_with_a_token(ranks: Run, transport: str) -> None:
 async def refused(place: Rank) -> tuple[str, int | None]:
     before = held()
     with pytest.raises(AuthError) as caught:
-        await place.open(timeout=5)
+        await place.open()
     await let_go(before)
     return caught.value.message, caught.value.peer
 
@@ -263,7 +263,7 @@ async def impersonated(place: Rank) -> str:
     store = place.store()
     if place.rank == 0:
         with pytest.raises(ProtocolError) as caught:
-            await place.open(timeout=10)
+            await place.open()
         return str(caught.value.peer)
     key = {"c10d": "c10d", "ucx": "ucx"}[place.transport]
     here = PrefixStore("aiocomms/world", store)
@@ -312,7 +312,7 @@ async def tampered(place: Rank) -> str:
             self if "1" not in key else auth.SignedStore(self._store, b"another key"), key, value
         )
     with pytest.raises(CommError) as caught:
-        await place.open(timeout=5)
+        await place.open()
     return f"{type(caught.value).__name__}: {caught.value.message}"
 
 
@@ -362,7 +362,7 @@ async def bombed(place: Rank) -> None:
                 (connection,) = transport_of(comm)._connections.values()
                 connection.send(torch.frombuffer(bytearray(bomb), dtype=torch.uint8))
             with pytest.raises((ProtocolError, CommAbortedError)) as caught:
-                await comm.recv(empty(3), 1 - place.rank, timeout=10)
+                await comm.recv(empty(3), 1 - place.rank)
             await comm.aclose()
             assert place.rank == 1 or isinstance(reasons[0], ProtocolError), (number, repr(caught.value))
             assert psutil.Process().memory_info().rss - resident < 8 * 2**20
@@ -400,7 +400,7 @@ async def bombed_frames(place: Rank) -> None:
             if place.rank == 1:
                 transport_of(comm).engine.send_frame(0, bomb)
             with pytest.raises((ProtocolError, CommAbortedError)) as caught:
-                await comm.recv(empty(3), 1 - place.rank, timeout=10)
+                await comm.recv(empty(3), 1 - place.rank)
             await comm.aclose()
             assert place.rank == 1 or isinstance(reasons[0], ProtocolError), (number, repr(caught.value))
             await exchange(healthy, 3)

@@ -24,7 +24,7 @@ import pytest
 import torch
 from aiocomms_c10d import control as c10d_control
 from aiocomms_ucx import bringup as ucx_bringup
-from oracle import FULL, hear, named, oracle, settled
+from oracle import FULL, hear, left_after_meeting, named, oracle, settled
 from oracle import holdings as holds
 from processes import HANGS, INTERRUPTED, LARGE, PATIENCE, Rank, Run, empty, exchange, no_threads, numbers
 
@@ -429,7 +429,7 @@ async def run_out_of_threads(place: Rank) -> None:
         before = holds()
         if place.rank == 1:
             with no_threads(), pytest.raises(CommError, match="thread") as caught:
-                await place.open("poor", timeout=1)
+                await place.open("poor")
             del caught
         else:
             with pytest.raises(CommError):
@@ -469,10 +469,11 @@ async def run_out_at_last(place: Rank) -> None:
 
                 stack.callback(setattr, where, what, step)
                 setattr(where, what, run_out)
-            with pytest.raises(CommError) as caught:
-                async with place.open("poor", timeout=2) as comm:
+            # UCX's rank 0 is told by nobody.
+            with left_after_meeting(4), pytest.raises(CommError) as caught:
+                async with place.open("poor") as comm:
                     await comm.barrier()
-        assert place.rank == 0 or "start" in caught.value.message, caught.value
+        assert place.rank == 0 or "thread" in caught.value.message, caught.value
         del caught
         gc.collect()
         await settled(before)
@@ -535,20 +536,18 @@ def test_no_clock_that_can_be_set() -> None:
 
 @pytest.mark.fault(61)
 def test_a_clock_that_jumps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hours forth and back while a deadline runs: it passes neither at once nor in hours."""
+    """Hours forth and back while deadlines run: one of an hour does not pass, and one of a moment does."""
 
     async def main() -> None:
-        async with local_world(2) as (left, right):
-            began = time.monotonic()
-            work = left.recv(torch.zeros(1), 1, timeout=0.3)
+        async with local_world(2) as (left, _):
+            work = left.recv(torch.zeros(1), 1, timeout=3600)
             for hours in (5, -5):
+                soon = left.recv(torch.zeros(1), 1, timeout=0.05)
                 monkeypatch.setattr(time, "time", lambda hours=hours: 3600.0 * hours)
-                await asyncio.sleep(0.05)
+                with pytest.raises(CommTimeoutError):
+                    await soon
                 assert not work.done()
-            with pytest.raises(CommTimeoutError):
-                await work
-            assert time.monotonic() - began >= 0.3
-            await asyncio.gather(left.barrier(), right.barrier())
+            assert await work.cancel()
 
     asyncio.run(main())
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging.handlers
+import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,13 +23,14 @@ from oracle import together
 from processes import HANGS, KILLED, LARGE, Rank, Run, empty, exchange, numbers
 
 import aiocomms
+from aiocomms.bootstrap.recovery import Decision, Recovery
 from aiocomms.bootstrap.stores import connect_store
 from aiocomms.communicator import Communicator
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError, PeerDiedError, StoreLostError
 
 BEAT = {"heartbeat": 2.0}
-LONG = 400.0
-"""Seconds for a new communicator, of which those that live wait a quarter for whoever is late."""
+LONG = 2 * HANGS
+"""Seconds for a new communicator: who waits for a rank until its time is up hangs."""
 
 
 async def lost(comm: Communicator) -> CommError:
@@ -37,6 +40,16 @@ async def lost(comm: Communicator) -> CommError:
             await comm.all_reduce(torch.ones(LARGE))
         except (PeerDiedError, CommAbortedError) as error:
             return error
+
+
+def give_up_late_ones(*present: int) -> None:
+    """In this process, who reconfigures waits for those that are late until these have come, and no moment longer."""
+    proposal = Recovery._proposal
+
+    def proposes(self: Recovery, root: dist.Store, came: set[int], waited: float) -> Decision | None:
+        return proposal(self, root, came, math.inf if came.issuperset(present) else 0.0)
+
+    Recovery._proposal = proposes  # type: ignore[method-assign]
 
 
 async def works(comm: Communicator) -> None:
@@ -53,8 +66,8 @@ async def works(comm: Communicator) -> None:
 # ------------------------------------------------------------------------------------------------------------ deaths
 
 
-async def outlive(place: Rank, victims: list[int], explicit: bool, hosted: bool) -> tuple[str, int, int, float]:
-    """``hosted``: rank 0 serves the store."""
+async def outlive(place: Rank, victims: list[int], explicit: bool, hosted: bool) -> tuple[str, int, int]:
+    """``hosted``: rank 0 serves the store. Were a rank that is dead waited for, this would hang."""
     more: dict[str, Any] = {}
     if hosted:
         more["store"] = await asyncio.to_thread(
@@ -67,16 +80,15 @@ async def outlive(place: Rank, victims: list[int], explicit: bool, hosted: bool)
     await lost(comm)
     left = [rank for rank in range(place.size) if rank not in victims]
     # Without connections to those that live nobody can tell a second death from a rank that is late.
-    patient = place.transport == "ucx" or explicit or len(victims) == 1
-    new = await comm.reconfigure(left if explicit else None, timeout=LONG if patient else 10)
-    took = place.since_death()
-    assert took < LONG / 4, "a rank that is dead is waited for"
+    told = place.transport == "ucx" or len(victims) == 1
+    give_up_late_ones(*(range(place.size) if told else left))
+    new = await comm.reconfigure(left if explicit else None, timeout=LONG)
     assert comm.closed
     await works(new)
     with pytest.raises(CommAbortedError, match="is lost"):
         comm.barrier()
     await new.aclose()
-    return new.name, new.rank, new.size, took
+    return new.name, new.rank, new.size
 
 
 async def port(place: Rank) -> int:
@@ -96,7 +108,7 @@ async def port(place: Rank) -> int:
 def test_survivors_of_a_death_go_on(ranks: Run, transport: str, victims: list[int]) -> None:
     results = ranks(3, outlive, victims, False, False)
     assert results.pop(victims[0]) is KILLED
-    assert [it[:3] for it in results] == [("world@2", 0, 2), ("world@2", 1, 2)]
+    assert results == [("world@2", 0, 2), ("world@2", 1, 2)]
 
 
 @pytest.mark.parametrize("explicit", [True, False])
@@ -104,7 +116,7 @@ def test_survivors_of_a_death_go_on(ranks: Run, transport: str, victims: list[in
 def test_two_die_at_once(ranks: Run, transport: str, explicit: bool) -> None:
     results = ranks(4, outlive, [1, 2], explicit, False)
     assert results[1:3] == [KILLED, KILLED]
-    assert [it[:3] for it in (results[0], results[3])] == [("world@2", 0, 2), ("world@2", 1, 2)]
+    assert [results[0], results[3]] == [("world@2", 0, 2), ("world@2", 1, 2)]
 
 
 @pytest.mark.fault(31, transport="ucx")
@@ -112,7 +124,7 @@ def test_two_die_at_once(ranks: Run, transport: str, explicit: bool) -> None:
 def test_the_store_dies_too(ranks: Run, size: int) -> None:
     killed, *results = ranks(size, outlive, [0], False, True)
     assert killed is KILLED
-    assert [it[:3] for it in results] == [("world@2", rank, size - 1) for rank in range(size - 1)]
+    assert results == [("world@2", rank, size - 1) for rank in range(size - 1)]
 
 
 async def outlive_again(place: Rank) -> list[str]:
@@ -170,7 +182,8 @@ async def leave_one_out(place: Rank) -> str:
     if place.rank < 2:
         with pytest.raises((CommTimeoutError, CommAbortedError)):
             await comm.all_reduce(torch.ones(3), timeout=0.3)
-        new = await comm.reconfigure(timeout=12)
+        give_up_late_ones(0, 1)
+        new = await comm.reconfigure(timeout=LONG)
         place.tell(f"formed {place.rank}")
         await works(new)
         await place.all_told("out", 2)
@@ -204,10 +217,8 @@ async def stop_one(place: Rank) -> Any:
     waiting = comm.recv(torch.zeros(1), 1 - place.rank, 5)  # of a rank that lives
     if place.rank == 0:
         os.kill(int((place.folder / "pid 2").read_text()), signal.SIGSTOP)
-        (place.folder / "died").write_text(str(time.monotonic()))
-    with pytest.raises(PeerDiedError) as caught:
+    with pytest.raises(PeerDiedError, match=r"rank 2 is gone: no sign of life for 2 s") as caught:
         await waiting
-    took = place.since_death() if place.rank == 0 else 0.0
     new = await comm.reconfigure()
     mine = empty(1000)
     work = new.recv(mine, 1 - place.rank, 9)
@@ -219,7 +230,7 @@ async def stop_one(place: Rank) -> Any:
     await new.send(numbers(1000, place.rank), 1 - place.rank, 9)
     assert torch.equal(await work, numbers(1000, 1 - place.rank))
     await new.aclose()
-    return took, caught.value.peer
+    return caught.value.peer
 
 
 async def be_stopped(place: Rank, comm: Communicator) -> str:
@@ -234,7 +245,7 @@ async def be_stopped(place: Rank, comm: Communicator) -> str:
             error = caught
     # The first reason may be a broken connection, if UCX comes to that before the others' last words are read.
     with pytest.raises(CommAbortedError, match="this rank is excluded") as out:
-        await comm.reconfigure(timeout=2)
+        await comm.reconfigure()
     place.tell("back 2")
     await comm.aclose()
     return str(out.value)
@@ -243,8 +254,7 @@ async def be_stopped(place: Rank, comm: Communicator) -> str:
 @pytest.mark.fault(11, 12, transport="ucx")
 def test_a_stopped_rank_is_out(ranks: Run) -> None:
     first, second, text = ranks(3, stop_one)
-    assert first[1] == second[1] == 2
-    assert first[0] > 1.9, first
+    assert first == second == 2
     assert "this rank is excluded" in text
 
 
@@ -269,7 +279,9 @@ async def be_reported() -> None:
     time.sleep(3)  # noqa: ASYNC251 - that is the point
     await asyncio.sleep(0)
     loop.set_debug(False)
-    assert any("be_reported" in text and "took 3." in text for text in map(logging.LogRecord.getMessage, said.buffer))
+    texts = [record.getMessage() for record in said.buffer]
+    turns = [float(it[1]) for text in texts if (it := re.search(r"be_reported.* took (\S+) seconds", text))]
+    assert max(turns) >= 3, texts
 
 
 @pytest.mark.fault(14)
@@ -329,7 +341,7 @@ def test_a_starved_rank_is_no_death(ranks: Run, transport: str) -> None:
 # ----------------------------------------------------------------------------------------------------------- newcomers
 
 
-async def come_as_rank_1(place: Rank, size: int, timeout: float = 20) -> Communicator:
+async def come_as_rank_1(place: Rank, size: int, timeout: float = LONG) -> Communicator:
     """A new process takes the place of the dead."""
     return await aiocomms.new_comm(place.transport, store=place.store(), rank=1, size=size, timeout=timeout, join=True)
 
@@ -416,7 +428,7 @@ async def nobody_joins(place: Rank) -> str:
         with pytest.raises(CommTimeoutError, match="nobody took this process in as rank 1") as late:
             await come_as_rank_1(place, 2, timeout=0.5)
         return str(late.value)
-    comm = await aiocomms.new_comm(place.transport, store=dist.HashStore(), rank=0, size=1, timeout=5)
+    comm = await aiocomms.new_comm(place.transport, store=dist.HashStore(), rank=0, size=1)
     comm.abort("to grow")
     with pytest.raises(CommTimeoutError, match="nobody came to take the free ranks") as caught:
         await comm.reconfigure(size=2, timeout=1)
@@ -441,7 +453,7 @@ async def form_again(place: Rank) -> tuple[str, int]:
         await lost(comm)
         await comm.aclose()
     rank = min(place.rank, 1)
-    async with aiocomms.new_comm(place.transport, store=place.store(), rank=rank, size=2, timeout=10) as comm:
+    async with aiocomms.new_comm(place.transport, store=place.store(), rank=rank, size=2) as comm:
         await works(comm)
         return comm.name, comm.rank
 
@@ -456,7 +468,7 @@ RESTARTED = """
 import asyncio, os, sys, torch, aiocomms
 
 async def main():
-    comm = await aiocomms.new_comm(sys.argv[1], timeout=30)
+    comm = await aiocomms.new_comm(sys.argv[1])
     total = await comm.all_reduce(torch.ones(1))
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         if comm.rank == 1:
@@ -476,7 +488,7 @@ def test_torchrun_starts_all_anew(tmp_path: Path, transport: str) -> None:
     script.write_text(RESTARTED)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", str(script), transport]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=HANGS, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
     for rank in range(2):  # they may write at the same time, into one line
         assert result.stdout.count(f"rank {rank} of 2 sums up to 2") == 1, result.stdout
