@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,12 +85,18 @@ def fake_comm(comm: Any) -> Any:
     return transport(comm)._comm_stream.comm
 
 
-def sleepers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "aiocomms sleeps on events"]
+def sleepers() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "aiocomms sleeps on events"}
 
 
 async def parked(cuda: FakeCuda, count: int = 1) -> None:
     while cuda.gpu.sleeping < count:  # noqa: ASYNC110 - the fake knows no loop
+        await asyncio.sleep(0)
+
+
+async def at_rest(comm: Any) -> None:
+    """Wait until no turn of the loop is asked for: nothing else shows that."""
+    while comm._core.driver._turns:  # noqa: ASYNC110 - it ends with a turn
         await asyncio.sleep(0)
 
 
@@ -238,7 +243,7 @@ async def test_an_event_that_a_thread_may_look_at_is_not_used_again(cuda: FakeCu
     completions, stream, late = queue(cuda), FakeStream(cuda.gpu), threading.Event()
     gate = Gate(stream)
     event = completions.add(stream, lambda: None)
-    event.synchronize = lambda: late.wait(5)  # type: ignore[method-assign]
+    event.synchronize = lambda: late.wait(PATIENCE)  # type: ignore[method-assign]
     for _ in range(4):
         completions.poll()
     assert completions.parked
@@ -290,10 +295,12 @@ async def test_events_are_used_again_and_never_while_they_live(cuda: FakeCuda) -
 
 @pytest.mark.asyncio
 async def test_parked_it_costs_nothing_and_is_woken_once(cuda: FakeCuda) -> None:
+    before = sleepers()  # which end with other tests' communicators
     async with world(1) as (comm,):
         gate = Gate(cuda.current_stream())
         work = comm.all_reduce(torch.ones(4))
         await parked(cuda)
+        await at_rest(comm)
         polls: list[bool] = []
         progress = transport(comm).progress
 
@@ -302,18 +309,17 @@ async def test_parked_it_costs_nothing_and_is_woken_once(cuda: FakeCuda) -> None
             return polls[-1]
 
         transport(comm).progress = counted  # type: ignore[method-assign]
-        await asyncio.sleep(0.02)
-        used, polled = time.process_time(), len(polls)
-        await asyncio.sleep(0.2)
-        assert time.process_time() - used < 0.03
-        assert len(polls) == polled
+        for _ in range(SPIN):
+            await asyncio.sleep(0)
+        assert not polls
+        assert cuda.gpu.sleeping == 1
         gate.open()
         await work
-        assert polls[polled:].count(True) == 1
-        assert len(polls) - polled <= 2  # a thread may say what the loop has just seen
-        (sleeper,) = sleepers()
-    sleeper.join(5)  # it ends by itself
-    assert not sleepers()
+        assert polls.count(True) == 1
+        assert len(polls) <= 2  # a thread may say what the loop has just seen
+        (sleeper,) = sleepers() - before
+    sleeper.join(PATIENCE)  # it ends by itself
+    assert not sleepers() - before
 
 
 @pytest.mark.asyncio
@@ -321,14 +327,11 @@ async def test_with_nothing_pending_nothing_runs(cuda: FakeCuda) -> None:
     async with world(2) as comms:
         for _ in range(3):
             await asyncio.gather(*(comm.barrier() for comm in comms))
-        threads = threading.active_count()
-        for _ in range(SPIN + 5):
+        threads = set(threading.enumerate())
+        while cuda.gpu.sleeping:  # noqa: ASYNC110 - a thread that has yet to hear of the last event
             await asyncio.sleep(0)
-        assert not cuda.gpu.sleeping
-        assert threading.active_count() == threads
-        assert not any(
-            comm._core.driver._turns for comm in comms
-        )  # no turn of the loop is asked for: nothing shows that
+        await at_rest(comms[0])
+        assert set(threading.enumerate()) <= threads
 
 
 @pytest.mark.asyncio
@@ -340,7 +343,7 @@ async def test_a_wait_without_a_loop(cuda: FakeCuda) -> None:
         with pytest.raises(TimeoutError):
             work.wait_blocking(0.02)
         threading.Timer(0.05, gate.open).start()
-        work.wait_blocking(10)
+        work.wait_blocking(PATIENCE)
 
 
 @pytest.mark.asyncio
@@ -704,7 +707,7 @@ async def test_communicators_end_at_once(cuda: FakeCuda, monkeypatch: pytest.Mon
     async with world(2) as comms:
         await _with_lanes(comms)
         for comm in comms:
-            monkeypatch.setattr(fake_comm(comm), end, lambda: gone.wait(20))
+            monkeypatch.setattr(fake_comm(comm), end, lambda: gone.wait(PATIENCE))
         lanes = [comm_stream.comm for comm in comms for comm_stream in transport(comm)._matcher.comm_streams()]
         assert len(lanes) == 4
         for comm in comms if end == "abort" else ():
@@ -837,7 +840,7 @@ async def test_a_rank_that_does_not_connect(cuda: FakeCuda, monkeypatch: pytest.
 
     monkeypatch.setattr(bringup.socket, "create_connection", refused)
     store = HashStore()
-    forming = [aiocomms.new_comm("nccl_fake", store=store, rank=rank, size=2, timeout=1) for rank in range(2)]
+    forming = [aiocomms.new_comm("nccl_fake", store=store, rank=rank, size=2, timeout=3) for rank in range(2)]
     waits, fails = await asyncio.gather(*forming, return_exceptions=True)
     assert "could not be connected to: [1] (timed out)" in str(waits)
     assert "could not be connected to: [0] (nobody is in)" in str(fails)
@@ -846,22 +849,18 @@ async def test_a_rank_that_does_not_connect(cuda: FakeCuda, monkeypatch: pytest.
 @pytest.mark.asyncio
 async def test_nccl_that_does_not_come_back(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop goes on meanwhile, and the thread is left behind."""
-    stuck = threading.Event()
-    monkeypatch.setattr(FakeNccl, "communicator", lambda *_: stuck.wait(20))
-    ticks = 0
+    stuck, callers = threading.Event(), list[threading.Thread]()
 
-    async def tick() -> None:
-        nonlocal ticks
-        while True:
-            await asyncio.sleep(0.01)
-            ticks += 1
+    def communicator(*_: object) -> None:
+        callers.append(threading.current_thread())
+        stuck.wait(PATIENCE)
 
-    ticking = asyncio.ensure_future(tick())
+    monkeypatch.setattr(FakeNccl, "communicator", communicator)
     with pytest.raises(CommTimeoutError, match="forming NCCL's communicator"):
-        await aiocomms.new_comm("nccl_fake", rank=0, size=1, timeout=0.3)
-    ticking.cancel()
+        await aiocomms.new_comm("nccl_fake", rank=0, size=1, timeout=2)
     stuck.set()
-    assert ticks > 5
+    assert callers
+    assert threading.current_thread() not in callers
 
 
 @pytest.mark.asyncio
@@ -877,8 +876,10 @@ async def test_a_rank_that_dies(cuda: FakeCuda) -> None:
 @pytest.mark.asyncio
 async def test_who_is_missing(cuda: FakeCuda) -> None:
     async with world(3) as comms:
-        work = comms[0].barrier(timeout=0.3)
         comms[1].barrier()
+        while transport(comms[0])._agreement._log.waiting_for(0) != [2]:  # noqa: ASYNC110 - rank 1 says so when it parks
+            await asyncio.sleep(0)
+        work = comms[0].barrier(timeout=0.3)
         with pytest.raises(CommTimeoutError, match="waiting for rank 2"):
             await work
 

@@ -21,7 +21,7 @@ from aiocomms_ucx.cuda_transport import CudaUcxTransport
 from fake_cuda import FakeCuda, FakeStream, Gate
 from fake_ucx import FakeUcxTransport
 from inside import transport_of
-from processes import SUITE_HANGS
+from processes import PATIENCE, SUITE_HANGS
 
 import aiocomms
 from aiocomms.bootstrap import registry
@@ -200,9 +200,11 @@ async def test_with_nothing_to_do_nothing_runs(cuda: FakeCuda, monkeypatch: pyte
         gate = Gate(cuda.current_stream())
         sending = a.send(torch.ones(3), 1)
         await parked(cuda)
-        await asyncio.sleep(0.05)  # the turns that are left
+        while a._core.driver._turns:  # noqa: ASYNC110 - those that are left
+            await asyncio.sleep(0)
         before = calls
-        await asyncio.sleep(0.2)
+        for _ in range(100):
+            await asyncio.sleep(0)
         assert calls == before
         gate.open()
         await all_of(sending, receiving)
@@ -307,7 +309,7 @@ async def test_a_begin_that_fails_fails_its_op_alone(cuda: FakeCuda, monkeypatch
 @pytest.mark.asyncio
 async def test_an_abort_while_the_producer_is_at_work(cuda: FakeCuda) -> None:
     """Nobody waits for the GPU, and what it holds up is never sent."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         async with world(2) as (a, b):
             tensor = torch.ones(3)
             gone = weakref.ref(tensor)
