@@ -96,22 +96,6 @@ def holdings() -> Counter[str]:
     return Counter([f"thread {name}" for name in threads] + names) + own - stuck.kept()
 
 
-async def hear(place: Rank, note: str, *ranks: int) -> None:
-    """Wait for some ranks' notes on the loop, without a thread."""
-    ends = time.monotonic() + PATIENCE
-    for rank in ranks:
-        while not (place.folder / f"{note} {rank}").exists():
-            assert time.monotonic() < ends, f"nobody told '{note} {rank}'"
-            await asyncio.sleep(0.001)
-
-
-async def together(place: Rank, comm: Communicator) -> None:
-    """A barrier that all ranks have left, so that the death of one is no part of it."""
-    await comm.barrier()
-    place.tell(f"together {comm.rank}")
-    await hear(place, "together", *range(comm.size))
-
-
 @contextlib.asynccontextmanager
 async def oracle(place: Rank, *victims: int, reported: str | None = None, **options: Any) -> AsyncIterator[Watch]:
     """Hold a rank to all that, from before the fault until it is over; a victim is held to nothing.

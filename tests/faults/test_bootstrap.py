@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import hear, oracle
-from processes import LARGE, Rank, Run, numbers
+from oracle import oracle
+from processes import LARGE, Rank, Run, hear, numbers
 
 import aiocomms
 from aiocomms.errors import ArgumentError, CommAbortedError, CommTimeoutError, ProtocolError, StoreLostError

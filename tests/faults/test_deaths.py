@@ -19,8 +19,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from oracle import FULL, end, forgotten, hear, left_after_meeting, named, oracle, together
-from processes import KILLED, Rank, Run, empty, free_port, numbers
+from oracle import FULL, end, forgotten, left_after_meeting, named, oracle
+from processes import KILLED, Rank, Run, empty, free_port, hear, numbers, together
 
 import aiocomms
 from aiocomms import opening

@@ -16,8 +16,6 @@ import random
 import re
 import socket
 import threading
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,7 @@ from aiocomms_ucx import bringup as ucx_bringup
 from aiocomms_ucx import windows as ucx_windows
 from hosts import Enter, address, hosts
 from inside import transport_of
-from processes import HANGS, LARGE, PATIENCE, Rank, Run, empty, exchange, free_port, held, listening, numbers
+from processes import HANGS, LARGE, Rank, Run, empty, exchange, free_port, held, let_go, listening, numbers
 from torch.distributed import PrefixStore
 
 import aiocomms
@@ -142,14 +140,6 @@ async def stand(place: Rank, port: int, host: str, each: int) -> int:
         assert grown < 32 * 2**20, f"{grown} bytes more"
         await let_go(before)
         return met[-1]
-
-
-async def let_go(before: tuple[list[str], list[str]]) -> None:
-    """No more descriptors and threads than there were."""
-    ends = time.monotonic() + PATIENCE
-    while any(more := [Counter(now) - Counter(then) for now, then in zip(held(), before, strict=True)]):
-        assert time.monotonic() < ends, f"still held: {more}"
-        await asyncio.sleep(0.05)
 
 
 @pytest.mark.fault(22, 64)

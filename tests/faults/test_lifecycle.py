@@ -24,9 +24,9 @@ import pytest
 import torch
 from aiocomms_c10d import control as c10d_control
 from aiocomms_ucx import bringup as ucx_bringup
-from oracle import FULL, hear, left_after_meeting, named, oracle, settled
+from oracle import FULL, left_after_meeting, named, oracle, settled
 from oracle import holdings as holds
-from processes import HANGS, INTERRUPTED, LARGE, PATIENCE, Rank, Run, empty, exchange, no_threads, numbers
+from processes import HANGS, INTERRUPTED, LARGE, PATIENCE, Rank, Run, empty, exchange, hear, no_threads, numbers
 
 from aiocomms import core
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 from hosts import Enter, address, hosts
-from oracle import FULL, hear, named
-from processes import LARGE, Rank, Run, empty, numbers
+from oracle import FULL, named
+from processes import LARGE, Rank, Run, empty, hear, numbers
 
 from aiocomms.communicator import Communicator
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError, PeerDiedError

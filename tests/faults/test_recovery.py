@@ -19,8 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import together
-from processes import HANGS, KILLED, LARGE, Rank, Run, empty, exchange, numbers
+from processes import HANGS, KILLED, LARGE, Rank, Run, empty, exchange, numbers, together
 
 import aiocomms
 from aiocomms.bootstrap.recovery import Decision, Recovery

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import hear, named, oracle
-from processes import LARGE, Rank, Run, exchange, free_port, numbers
+from oracle import named, oracle
+from processes import LARGE, Rank, Run, exchange, free_port, hear, numbers
 
 import aiocomms
 from aiocomms import opening

@@ -13,6 +13,7 @@ import signal
 import socket
 import time
 import traceback
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -200,6 +201,22 @@ def free_port(host: str = "127.0.0.1") -> int:
         return int(server.getsockname()[1])
 
 
+async def hear(place: Rank, note: str, *ranks: int) -> None:
+    """Wait for some ranks' notes on the loop, without a thread."""
+    ends = time.monotonic() + PATIENCE
+    for rank in ranks:
+        while not (place.folder / f"{note} {rank}").exists():
+            assert time.monotonic() < ends, f"nobody told '{note} {rank}'"
+            await asyncio.sleep(0.001)
+
+
+async def together(place: Rank, comm: Communicator) -> None:
+    """A barrier that all ranks have left, so that the death of one is no part of it."""
+    await comm.barrier()
+    place.tell(f"together {comm.rank}")
+    await hear(place, "together", *range(comm.size))
+
+
 async def death(ops: Awaitable[Any]) -> PeerDiedError:
     """The death that ends ops without end. The call that follows one that came off may already be refused for it."""
     try:
@@ -281,6 +298,14 @@ def held() -> tuple[list[str], list[str]]:
         with contextlib.suppress(FileNotFoundError):  # what lists the folder
             links.append(re.sub(r"\d+", "", str(link.readlink())))
     return sorted(threads), sorted(links)
+
+
+async def let_go(before: tuple[list[str], list[str]]) -> None:
+    """No more descriptors and threads than there were, once those have gone which the kernel still ends."""
+    ends = time.monotonic() + PATIENCE
+    while any(more := [Counter(now) - Counter(then) for now, then in zip(held(), before, strict=True)]):
+        assert time.monotonic() < ends, f"still held: {more}"
+        await asyncio.sleep(0.05)
 
 
 def listening() -> tuple[list[str], list[str]]:

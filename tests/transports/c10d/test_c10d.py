@@ -23,7 +23,7 @@ from aiocomms_c10d import bringup, wire
 from aiocomms_c10d.collectives import PLANS
 from aiocomms_c10d.matching import Matcher
 from aiocomms_c10d.transport import C10dTransport
-from processes import LARGE, PATIENCE, Rank, Run, held, listening, numbers
+from processes import LARGE, PATIENCE, Rank, Run, held, let_go, listening, numbers
 
 import aiocomms
 from aiocomms.errors import ArgumentError, CommAbortedError, CommError, PeerDiedError, StoreLostError
@@ -107,7 +107,7 @@ async def adopt_in_vain(place: Rank) -> None:
         patch.object(bringup, "listen_on", side_effect=ArgumentError("no token")),
         pytest.raises(refused[0], match=refused[1]),
     ):
-        await aiocomms.from_process_group(group, timeout=5)
+        await aiocomms.from_process_group(group)
     tensor = torch.ones(2)
     await asyncio.to_thread(lambda: group.allreduce([tensor]).wait())
     assert (tensor == place.size).all()
@@ -160,17 +160,24 @@ async def cancel_a_close(place: Rank) -> None:
     before = held()
     comm = await place.open("second")
     await comm.barrier()
-    closing = asyncio.ensure_future(comm.aclose())
-    left: list[threading.Thread] = []
-    while not left:
-        await asyncio.sleep(0)
-        left = [thread for thread in threading.enumerate() if thread.name == "aiocomms blocking call"]
+    left, cancelled, close = list[threading.Thread](), threading.Event(), C10dTransport._close
+
+    def close_late(transport: C10dTransport) -> None:
+        left.append(threading.current_thread())
+        cancelled.wait(PATIENCE)
+        close(transport)
+
+    with patch.object(C10dTransport, "_close", close_late):
+        closing = asyncio.ensure_future(comm.aclose())
+        while not left:  # noqa: ASYNC110 - a thread's
+            await asyncio.sleep(0)
     closing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await closing
-    left[0].join(PATIENCE)
-    del comm, closing, left
-    assert held() == before
+    cancelled.set()
+    left.pop().join(PATIENCE)
+    del comm, closing
+    await let_go(before)
 
 
 def test_a_cancelled_close_leaves_nothing(ranks: Run) -> None:

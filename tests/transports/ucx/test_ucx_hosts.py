@@ -19,7 +19,7 @@ import torch
 from aiocomms_ucx.shared_engine import _open_engines
 from aiocomms_ucx.transport import UcxTransport
 from hosts import Enter, address, hosts, kernel_address
-from processes import KILLED, LARGE, Rank, Run, death, empty, exchange, listening, numbers
+from processes import KILLED, LARGE, Rank, Run, death, empty, exchange, listening, numbers, together
 from test_processes import abort_amid, leave_at_once, mix
 from torch import Tensor
 
@@ -234,8 +234,8 @@ LOSING: dict[str, Callable[[Communicator, Any, int], Any]] = {
 async def lose_a_rank(place: Rank, what: str, victim: int) -> None:
     comm = await place.open()
     window = await comm.new_window(torch.zeros(2**22))
-    await comm.barrier()
     pending = [comm.recv(torch.zeros(3), other, 9) for other in range(place.size) if other != place.rank]
+    await together(place, comm)
 
     async def go_on() -> None:
         while True:
