@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import KILLED, Rank, Run
+from processes import HANGS, KILLED, Rank, Run
 
 import aiocomms
 from aiocomms.errors import PeerDiedError, PlanLostError
@@ -49,7 +49,7 @@ def wanted(x: float, times: int, size: int) -> list[float]:
 async def stay(place: Rank, drive: Callable[..., Any]) -> Any:
     """A rank that works, or drives; those that are left go on without the dead."""
     comm = await place.open()
-    async with Service(comm, lambda lost: lost.reconfigure(timeout=20)) as service:
+    async with Service(comm, lambda lost: lost.reconfigure(timeout=HANGS)) as service:
         execute = model(service, place)
         if comm.rank:
             return await service.work(execute)
@@ -88,7 +88,7 @@ async def replaced(place: Rank) -> Any:
     """Rank 1 dies; what was rank 2's process until then takes its place, as a new rank 1."""
 
     async def recover(lost: Any) -> Any:
-        return await lost.reconfigure(size=2, timeout=30)
+        return await lost.reconfigure(size=2, timeout=HANGS)
 
     async def drive(driver: Any, service: Service) -> str:
         with pytest.raises(PlanLostError) as caught:
@@ -100,7 +100,7 @@ async def replaced(place: Rank) -> Any:
 
     if place.rank == 2:
         await place.all_told("open", 0)
-        comm = await aiocomms.new_comm(place.transport, store=place.store(), rank=1, size=2, join=True, timeout=30)
+        comm = await aiocomms.new_comm(place.transport, store=place.store(), rank=1, size=2, join=True)
     else:
         comm = await place.open(ranks=[0, 1])
         place.tell(f"open {place.rank}")

@@ -60,9 +60,15 @@ def listener(request: pytest.FixtureRequest) -> Iterator[socket.socket]:
         yield made
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who says nothing has all the time there is."""
+    monkeypatch.setattr(gate_module, "PATIENCE", math.inf)
+
+
 def connect(listener: socket.socket) -> socket.socket:
     made = socket.socket(listener.family)
-    made.settimeout(10)
+    made.settimeout(HANGS)
     try:
         made.connect(listener.getsockname())
     except OSError:
@@ -71,11 +77,11 @@ def connect(listener: socket.socket) -> socket.socket:
     return made
 
 
-def join(listener: socket.socket, rank: int = 1, key: bytes = KEY, size: int = 2, seconds: float = 20) -> socket.socket:
+def join(listener: socket.socket, rank: int = 1, key: bytes = KEY, size: int = 2) -> socket.socket:
     """What a rank above 0 does, which lets nobody in itself."""
     it = Gate(rank, key, {0: lambda: connect(listener)}, size)
     it._missing = {0}  # the ranks above it do not come
-    return it.run([], seconds)[0]
+    return it.run([], HANGS)[0]
 
 
 def talk(*ends: socket.socket) -> None:
@@ -86,7 +92,7 @@ def talk(*ends: socket.socket) -> None:
         end.close()
 
 
-def open_up(listener: socket.socket, size: int = 2, seconds: float = 20) -> tuple[Gate, dict[int, socket.socket]]:
+def open_up(listener: socket.socket, size: int = 2, seconds: float = HANGS) -> tuple[Gate, dict[int, socket.socket]]:
     it = Gate(0, KEY, {}, size)
     return it, it.run([listener], seconds)
 
@@ -110,7 +116,7 @@ def test_all_with_all() -> None:
 
         def one(rank: int) -> dict[int, socket.socket]:
             ways = {peer: (lambda peer=peer: connect(listeners[peer])) for peer in range(rank)}
-            return Gate(rank, KEY, ways, size).run([listeners[rank]], 20)
+            return Gate(rank, KEY, ways, size).run([listeners[rank]], HANGS)
 
         all_sockets = in_threads(*(lambda rank=rank: one(rank) for rank in range(size)))
         for a in range(size):
@@ -154,6 +160,7 @@ def test_who_says_nothing_is_dropped_in_time(listener: socket.socket, monkeypatc
             for it in (*silent, slow):
                 with contextlib.suppress(ConnectionResetError):
                     assert it.recv(100, socket.MSG_WAITALL) == b""
+            monkeypatch.setattr(gate_module, "PATIENCE", HANGS)
             return join(listener)  # for which the gate waits: it has not dropped them because it is done
 
         (it, inside), end = in_threads(lambda: open_up(listener), rank)
@@ -161,9 +168,9 @@ def test_who_says_nothing_is_dropped_in_time(listener: socket.socket, monkeypatc
     talk(end, inside[1])
 
 
-def test_silent_strangers_hold_up_nobody(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have all the time there is; a rank that comes behind them is in, or it hangs."""
-    monkeypatch.setattr(gate_module, "PATIENCE", math.inf)
+@pytest.mark.usefixtures("patient")
+def test_silent_strangers_hold_up_nobody(listener: socket.socket) -> None:
+    """A rank that comes behind them is in, or it hangs."""
     with contextlib.ExitStack() as stack:
         for _ in range(100):
             stack.enter_context(connect(listener))
@@ -256,7 +263,7 @@ def test_an_old_handshake_opens_nothing(listener: socket.socket) -> None:
 
     def tapped() -> socket.socket:
         it = Gate(1, KEY, {0: lambda: tap.near}, 2)
-        return it.run([], 20)[0]
+        return it.run([], HANGS)[0]
 
     (_, inside), end, _ = in_threads(
         lambda: open_up(listener), tapped, lambda: tap.run(lambda: len(tap.said["out"]) == 55)
@@ -280,7 +287,7 @@ def test_an_old_handshake_opens_nothing(listener: socket.socket) -> None:
     near, mine = socket.socketpair()
     mine.sendall(tap.said["out"])
     with pytest.raises(AuthError):
-        Gate(1, KEY, {0: lambda: near}, 2).run([], 5)
+        Gate(1, KEY, {0: lambda: near}, 2).run([], HANGS)
     mine.close()
 
 
@@ -316,6 +323,7 @@ def finish(dialogue: Dialogue, end: socket.socket, wanted: int) -> None:
         raise AssertionError("it was dropped")
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.fault(103, transport="ucx")
 def test_a_flood_keeps_out_no_rank_that_has_spoken(listener: socket.socket) -> None:
     """Its second message may take as long as it likes to come."""
@@ -334,6 +342,7 @@ def test_a_flood_keeps_out_no_rank_that_has_spoken(listener: socket.socket) -> N
     talk(end, inside[1])
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.fault(103, transport="ucx")
 def test_a_flood_from_elsewhere_keeps_out_no_rank_that_is_silent_yet() -> None:
     it = Gate(0, KEY, {}, 2)
@@ -356,7 +365,7 @@ def test_it_is_said_that_connections_were_dropped(listener: socket.socket) -> No
     with connect(listener) as stranger:
         stranger.sendall(GARBAGE["zeros"])
         with pytest.raises(CommTimeoutError, match=r"\[1\]; 1 connections were dropped"):
-            open_up(listener, seconds=0.3)
+            open_up(listener, seconds=1)
 
 
 @pytest.mark.fault(33, transport="ucx")
@@ -380,7 +389,7 @@ def test_another_user_is_not_heard() -> None:
                 os.setuid(65534)
                 with socket.socket(socket.AF_UNIX) as it:
                     it.connect(listener.getsockname())
-                    it.settimeout(10)
+                    it.settimeout(HANGS)
                     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                         it.sendall(hello(1))
                         os.write(there, it.recv(100))
