@@ -35,7 +35,7 @@ def test_broken(broken): pass
 """
 
 
-def program(name: str, source: str, limit: float = 20.0, **more: object) -> Step:
+def program(name: str, source: str, limit: float = HANGS, **more: object) -> Step:
     return Step(name, [sys.executable, "-c", source], limit, **more)
 
 
@@ -44,7 +44,7 @@ def suite(folder: Path, name: str, source: str) -> Step:
     file = folder / f"test_{name}.py"
     file.write_text(source)
     options = ["-pno:cacheprovider", f"--rootdir={folder}", "-c/dev/null", "--junitxml={junit}"]
-    return Step(name, [sys.executable, "-m", "pytest", str(file), *options], 40.0, tests=True)
+    return Step(name, [sys.executable, "-m", "pytest", str(file), *options], HANGS, tests=True)
 
 
 def written(out: Path) -> dict[str, Result]:
@@ -99,16 +99,27 @@ def test_tests_that_test_nothing_have_failed(tmp_path: Path, source: str) -> Non
     assert check.check([suite(tmp_path, "nothing", source)], tmp_path / "out") == 1
 
 
-def test_a_step_that_hangs_is_killed_with_what_it_started(tmp_path: Path) -> None:
+def test_a_step_that_hangs_is_killed_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "stuck.log"
+
+    class Late(subprocess.Popen[bytes]):
+        """Its time begins once it has said what it started."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            while timeout is not None and not log.read_text():
+                time.sleep(0.01)
+            return super().wait(timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Late)
     source = (
         "import subprocess, sys, time\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)'])\n"
         "print(child.pid, flush=True)\n"
         "time.sleep(1000)"
     )
-    assert check.check([program("stuck", source, limit=5.0)], tmp_path) == 1
-    assert written(tmp_path)["stuck"].detail.startswith("killed after 5 s; see ")
-    wait_for_end(int((tmp_path / "stuck.log").read_text()))
+    assert check.check([program("stuck", source, limit=1.0)], tmp_path) == 1
+    assert written(tmp_path)["stuck"].detail.startswith("killed after 1 s; see ")
+    wait_for_end(int(log.read_text()))
 
 
 def test_what_a_step_leaves_behind_ends_with_it(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_a_device_that_is_there(stranger: Path, device: str) -> None:
 
 def test_ranks_of_one_loop_that_hang(stranger: Path) -> None:
     """The loop itself is blocked, so all that can be said is where."""
-    options = ["--transport=deaf", "--ranks=2", "--loops=asyncio", "--deadline=0.5", "-x"]
+    options = ["--transport=deaf", "--ranks=2", "--loops=asyncio", "--deadline=2", "-x"]
     done = run(stranger, *options, modules="test_split")
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
     assert "the loop does not come back" in done.stdout
@@ -144,7 +144,7 @@ def test_a_check_that_is_stopped_says_where_it_was(stranger: Path) -> None:
     (stranger / "broken.py").write_text(
         "import aiocomms_local.matching as matching\nmatching.Matcher.leave = lambda *_: []\n"
     )
-    options = ["--transport=local", "--ranks=2", "--loops=uvloop", "--deadline=1", "-pbroken", "-x"]
+    options = ["--transport=local", "--ranks=2", "--loops=uvloop", "--deadline=3", "-pbroken", "-x"]
     done = run(stranger, *options, "-k", "needs_a_rank_that_closed", modules="test_closing")
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
     assert "--- rank 0: passed" in done.stdout
