@@ -65,7 +65,7 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(stranger: Path, *arguments: str, modules: str = "") -> subprocess.CompletedProcess[str]:
     """Run the suite, or some of its modules, by its package's name and far from this repository."""
     chosen = [f"{SUITE}.{module}" for module in modules.split()] or [SUITE]
-    quick = ["--assert=plain", "-pno:cacheprovider", "-pno:hypothesispytest"]
+    quick = ["--deadline=100", "--assert=plain", "-pno:cacheprovider", "-pno:hypothesispytest"]
     command = [sys.executable, "-m", "pytest", "--pyargs", *chosen, *quick, *arguments]
     environment = {**os.environ, "PYTHONPATH": str(stranger), "PYTEST_ADDOPTS": ""}
     return subprocess.run(

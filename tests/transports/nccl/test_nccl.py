@@ -974,7 +974,7 @@ async def test_auto_takes_nccl_for_collectives_and_others_for_the_rest(monkeypat
 def test_conformance(distribution: Path, name: str, ranks: str, chosen: str) -> None:
     """The whole suite over the fake; and what ranks that disagree are told, in debug mode."""
     options = [f"--transport={name}", f"--ranks={ranks}", "--loops=asyncio", *(["-k", chosen] if chosen else [])]
-    quick = ["-q", "--assert=plain", "-pno:cacheprovider", "-pno:hypothesispytest"]
+    quick = ["-q", "--deadline=100", "--assert=plain", "-pno:cacheprovider", "-pno:hypothesispytest"]
     command = [sys.executable, "-m", "pytest", "--pyargs", "aiocomms.testing.conformance", *quick, *options]
     environment = {
         **os.environ,

@@ -424,7 +424,7 @@ async def test_a_gpu_that_is_not_there(transport: str, device: str) -> None:
 def test_conformance(distribution: Path, options: list[str]) -> None:
     """The whole suite with ranks that are tasks; what more ranks do otherwise; and processes, which map windows."""
     quick = ["-q", "--assert=plain", "-pno:cacheprovider", "-pno:hypothesispytest"]
-    suite = ["--pyargs", "aiocomms.testing.conformance", "--transport=ucx_fake", "--loops=asyncio"]
+    suite = ["--pyargs", "aiocomms.testing.conformance", "--transport=ucx_fake", "--loops=asyncio", "--deadline=100"]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join((str(distribution), str(Path(__file__).parents[2] / "support"))),
