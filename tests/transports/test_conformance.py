@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from processes import SUITE_HANGS
+from processes import HANGS, SUITE_HANGS
+
+from aiocomms.testing.conformance import processes
 
 pytestmark = pytest.mark.timeout(2 * SUITE_HANGS)
 
@@ -137,6 +143,36 @@ def test_processes_that_hang_or_die(stranger: Path) -> None:
     assert "it does not answer" in done.stdout
     assert re.search(r'strangers.py", line \d+ in post', done.stdout), done.stdout
     assert "PASSED" in done.stdout
+
+
+HANGING = """
+import faulthandler, signal, sys, time
+faulthandler.register(signal.SIGUSR1, open(sys.argv[1], "w"))
+print("here", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_a_process_that_hangs_gets_the_time_to_say_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on when it has been looked for twice."""
+    dump, sleep, looks = tmp_path / "dump", time.sleep, list[float]()
+    with subprocess.Popen([sys.executable, "-c", HANGING, str(dump)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        process.send_signal(signal.SIGSTOP)
+
+        def look(seconds: float) -> None:
+            looks.append(seconds)
+            if len(looks) == 2:
+                process.send_signal(signal.SIGCONT)
+            sleep(seconds)
+
+        monkeypatch.setattr(processes, "STOP", HANGS)
+        monkeypatch.setattr(time, "sleep", look)
+        member: Any = SimpleNamespace(_process=process, _dump=dump)
+        said = processes._Member.stuck(member)
+        process.kill()
+    assert "line " in said
 
 
 def test_a_check_that_is_stopped_says_where_it_was(stranger: Path) -> None:

@@ -19,7 +19,7 @@ from aiocomms.testing.conformance.rank import Request
 from aiocomms.testing.conformance.world import GRACE, STOP, World
 
 _DUMP = 0.3
-"""Seconds in which a process must have written the stacks of its threads to its file."""
+"""Seconds in which a process must have written the stacks of its threads to its file, once it has begun."""
 
 _CLOSE = 60.0
 """Seconds in which ranks that have nothing pending must close and end."""
@@ -102,6 +102,9 @@ class _Member:
     def stuck(self) -> str:
         """Describe what the threads of the process are doing."""
         os.kill(self._process.pid, signal.SIGUSR1)
+        ends = time.monotonic() + STOP
+        while not self._dump.stat().st_size and time.monotonic() < ends:
+            time.sleep(0.01)
         time.sleep(_DUMP)
         return f"it does not answer:\n{self._dump.read_text()}"
 
