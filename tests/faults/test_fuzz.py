@@ -211,7 +211,7 @@ def test_any_bytes(what: str) -> None:
     parse, _ = PARSERS[what]
 
     @given(st.binary(max_size=400))
-    @settings(deadline=None, max_examples=200)
+    @settings(max_examples=200)
     def each(data: bytes) -> None:
         try:
             parse(data)
@@ -251,7 +251,7 @@ values = st.integers(-2, 5).map(str) | st.sampled_from(
 
 
 @given(st.dictionaries(st.sampled_from(NAMES), values, max_size=8))
-@settings(deadline=None, max_examples=500)
+@settings(max_examples=500)
 def test_any_environment(environ: dict[str, str]) -> None:
     """A launch, none, or one error."""
     try:

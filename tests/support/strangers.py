@@ -11,8 +11,8 @@ from pathlib import Path
 
 from processes import SUITE_HANGS
 
-QUICK = ["-q", "--assert=plain", "-pno:cacheprovider", "-pno:hypothesispytest"]
-"""Options of pytest for a run of the conformance suite."""
+QUICK = ["-q", "--assert=plain", "-pno:cacheprovider", "-pno:hypothesispytest", "--deadline=100"]
+"""Options of pytest for a run of the conformance suite, of which a check may take as long as in ours."""
 
 DEATH = """
 import asyncio, os, sys

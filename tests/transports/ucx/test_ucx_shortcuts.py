@@ -1050,10 +1050,10 @@ def both() -> Iterator[list[Door]]:
 @pytest.mark.parametrize("which", ["native"], indirect=True)  # it has both
 @hypothesis.given(calls())
 @hypothesis.settings(
-    deadline=None,
     max_examples=300,
     derandomize=True,
-    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],  # that of the door is asked for once
+    # The fixture of the door is asked for once.
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow],
 )
 @hypothesis.example(("communicator", "all_reduce", ("four", "SUM"), {}))
 @hypothesis.example(("lane", "all_reduce", ("four", "SUM"), {}))
