@@ -30,7 +30,7 @@ SOURCES := aiocomms transports tests examples benchmarks docs wheels
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo serve demo-generate serve-generate demo-tensor-parallel demo-kv-cache demo-ray check test test-long core \
-	rules examples suites unit long long-servers \
+	rules examples suites unit long long-faults long-servers \
 	conformance-local conformance-in-process conformance-in-processes conformance-loops faults-quick faults soak chaos \
 	test-sanitizers lint format viewer pictures conformance conformance-ucxx test-cupy test-hosts test-launchers \
 	bench bench-scale bench-serve bench-serve-kills structure gpu-check gpu-wheels wheels test-wheels workflows clean \
@@ -101,7 +101,7 @@ test: $(VENV)/ucx.stamp
 
 ## What repeats or takes long: the tests marked `long`, and conformance on the loops that `test` leaves out.
 test-long: $(VENV)/ucx.stamp
-	$(MAKE) $(JOBS) long-servers conformance-loops long
+	$(MAKE) $(JOBS) long-servers long-faults long conformance-loops
 
 core: $(VENV)/ucx.stamp
 	$(PYTEST) -m "not long and not processes" tests/unit
@@ -122,7 +122,10 @@ faults-quick: $(VENV)/ucx.stamp
 	$(PYTEST) -m "not long" tests/faults
 
 long: $(VENV)/ucx.stamp
-	$(PYTEST) -m long $(addprefix --ignore=,$(EXAMPLES) $(SERVE) $(ENGINE))
+	$(PYTEST) -m long --ignore=tests/faults $(addprefix --ignore=,$(EXAMPLES) $(SERVE) $(ENGINE))
+
+long-faults: $(VENV)/ucx.stamp
+	$(PYTEST) -m long tests/faults
 
 # Servers with their clients, which wait for each other half of the time.
 long-servers: $(VENV)/ucx.stamp
