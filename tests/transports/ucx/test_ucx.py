@@ -126,7 +126,7 @@ async def woken_in_a_second() -> dict[str, int]:
 
 def sleeps(woken: dict[str, int]) -> bool:
     """But for the thread that has looked, whose own sleep ends."""
-    return len(woken) <= 1 and sum(woken.values()) <= 2
+    return len(woken) <= 1 and sum(woken.values()) <= 2 and all(name.startswith("python") for name in woken)
 
 
 async def share() -> float:

@@ -61,7 +61,7 @@ def listener(request: pytest.FixtureRequest) -> Iterator[socket.socket]:
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+def silence_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who says nothing has all the time there is."""
     monkeypatch.setattr(gate_module, "PATIENCE", math.inf)
 
@@ -168,7 +168,7 @@ def test_who_says_nothing_is_dropped_in_time(listener: socket.socket, monkeypatc
     talk(end, inside[1])
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("silence_without_end")
 def test_silent_strangers_hold_up_nobody(listener: socket.socket) -> None:
     """A rank that comes behind them is in, or it hangs."""
     with contextlib.ExitStack() as stack:
@@ -323,7 +323,7 @@ def finish(dialogue: Dialogue, end: socket.socket, wanted: int) -> None:
         raise AssertionError("it was dropped")
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("silence_without_end")
 @pytest.mark.fault(103, transport="ucx")
 def test_a_flood_keeps_out_no_rank_that_has_spoken(listener: socket.socket) -> None:
     """Its second message may take as long as it likes to come."""
@@ -342,7 +342,7 @@ def test_a_flood_keeps_out_no_rank_that_has_spoken(listener: socket.socket) -> N
     talk(end, inside[1])
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("silence_without_end")
 @pytest.mark.fault(103, transport="ucx")
 def test_a_flood_from_elsewhere_keeps_out_no_rank_that_is_silent_yet() -> None:
     it = Gate(0, KEY, {}, 2)
