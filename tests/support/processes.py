@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import time
 import traceback
 from collections import Counter
@@ -298,6 +299,27 @@ def held() -> tuple[list[str], list[str]]:
         with contextlib.suppress(FileNotFoundError):  # what lists the folder
             links.append(re.sub(r"\d+", "", str(link.readlink())))
     return sorted(threads), sorted(links)
+
+
+class _Mallinfo(ctypes.Structure):
+    """`struct mallinfo` of glibc: of all its arenas."""
+
+    _fields_ = [
+        (name, ctypes.c_uint32)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()  # noqa: SIM905
+    ]
+
+
+def allocated() -> int:
+    """Bytes that this process has allocated and not freed; each of Python's own blocks counts as its largest, 512.
+
+    What the kernel calls resident is another thing: a heap has holes, and shrinks when it likes, by a MiB at a time.
+    """
+    gc.collect()
+    mallinfo = ctypes.CDLL(None).mallinfo  # the newer mallinfo2 is not in every glibc that torch runs on
+    mallinfo.restype = _Mallinfo
+    info = mallinfo()
+    return int(info.uordblks + info.hblkhd) + 512 * sys.getallocatedblocks()
 
 
 async def let_go(before: tuple[list[str], list[str]]) -> None:
