@@ -50,8 +50,11 @@ class Server:
         """The processes of its ranks, by their numbers; of groups of ranks, the last rank's by the group's name."""
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed at the end
         self._serving = threading.Event()
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        # Bound and never listening: the kernel gives it to nobody else until the server, or one anew, listens there.
+        self._port = socket.socket()
+        self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._port.bind(("127.0.0.1", 0))
+        port = self._port.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self._process = subprocess.Popen(
             [*command, f"--port={port}"],
@@ -84,6 +87,7 @@ class Server:
         self._log.seek(0)
         self.complaints = self._log.read()
         self._log.close()
+        self._port.close()
 
     def _read(self) -> None:
         assert self._process.stdout is not None

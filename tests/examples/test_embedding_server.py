@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from embedding import assert_equal, expected_vectors
+from processes import free_port
 from supervised import EXAMPLES, HANGS
 
 httpx = pytest.importorskip("httpx")
@@ -81,9 +82,8 @@ def serving(size: int, *program: str, tp: int = 1) -> Iterator[Server]:
 
     :param program: what Python is to run; the command line of a rank without it
     """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    job = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    job = {"WORLD_SIZE": str(size), **place, "OMP_NUM_THREADS": "1"}
     log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed at the end
     ranks = [
         subprocess.Popen(

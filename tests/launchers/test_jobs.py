@@ -66,7 +66,9 @@ def two_agents(job: Sequence[str]) -> list[list[str]]:
 
 def processes(method: str) -> Way:
     forked = [sys.executable, str(HERE / "forked.py"), method, "2"]
-    return Way(f"multiprocessing, {method}", "torchrun", lambda job: [[*forked, *job[2:]]], status=STATUS)
+    return Way(
+        f"multiprocessing, {method}", "torchrun", lambda job: [[*forked, f"{free_port()}", *job[2:]]], status=STATUS
+    )
 
 
 def mpi(name: str, launcher: str, package: str, *command: str) -> Way:

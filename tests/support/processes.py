@@ -45,6 +45,7 @@ Body = Callable[..., Awaitable[Any]]
 Before = Callable[[int], object]
 Run = Callable[..., list[Any]]
 
+_PORTS: list[socket.socket] = []
 _AFTER_A_FAILURE = 2.0
 """Seconds in which the ranks still end when one has raised."""
 _PRELOAD = ["pytest", "aiocomms_c10d", "aiocomms_ucx", "aiocomms.opening"]
@@ -198,8 +199,16 @@ def _collect(pipes: list[Connection]) -> list[Any]:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    with socket.create_server((host, 0)) as server:
-        return int(server.getsockname()[1])
+    """A port at which nobody listens, and that the kernel gives to nobody else as long as this process lives.
+
+    A socket is bound to it that never listens. Whoever is told the port can have it all the same, if it allows for
+    addresses to be used again, as servers do; one that asks for any port does not get it, nor does a connection.
+    """
+    kept = socket.socket()
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    kept.bind((host, 0))
+    _PORTS.append(kept)
+    return int(kept.getsockname()[1])
 
 
 async def hear(place: Rank, note: str, *ranks: int) -> None:

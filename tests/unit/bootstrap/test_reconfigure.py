@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from concurrency import run_on, together
-from processes import HANGS
+from processes import HANGS, free_port
 from torch.distributed import DistNetworkError, HashStore, Store
 
 import aiocomms
@@ -100,8 +99,7 @@ def test_who_came_in_vain_is_not_taken_for_there(transport: str):
 
 def test_the_place_of_an_earlier_meeting_is_forgotten_when_it_is_gone():
     async def main() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as gone:
-            port = gone.getsockname()[1]
+        port = free_port()
         async with world("ucx", HashStore(), 2) as comms:
             for comm, teller in zip(comms, (1, 0), strict=True):
                 comm._core.notes.places[teller] = f"127.0.0.1 {port}".encode()

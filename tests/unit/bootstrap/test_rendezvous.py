@@ -19,7 +19,7 @@ import pytest
 import torch
 from aiocomms_local import LocalTransport
 from concurrency import ranks, together
-from processes import HANGS, PATIENCE
+from processes import HANGS, PATIENCE, free_port
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 import aiocomms
@@ -525,10 +525,9 @@ asyncio.run(main())
 """
 
 
-@pytest.fixture
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
+@pytest.fixture(name="free_port")
+def _free_port():
+    return str(free_port())
 
 
 def start(script, **environment):

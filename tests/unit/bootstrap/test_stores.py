@@ -35,9 +35,11 @@ def client(port, host=HOST, timeout=HANGS, rank=1, size=2):
 
 @pytest.fixture
 def port():
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return probe.getsockname()[1]
+    """One that the kernel gives to nobody else meanwhile: see `processes.free_port`."""
+    with socket.socket() as kept:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind((HOST, 0))
+        yield kept.getsockname()[1]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -294,6 +296,7 @@ def test_nobody_listens(port):
 @pytest.mark.fault(35)
 def test_the_master_says_nothing(port):
     with socket.socket() as full, socket.socket() as taker:
+        full.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         full.bind((HOST, port))
         full.listen(0)
         taker.connect((HOST, port))  # the queue is full now, and the kernel drops whoever knocks
