@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
+    "PYTHONUNBUFFERED": "",  # print() would write a line's end by itself, amid what other processes write
     "GLOO_SOCKET_IFNAME": "lo",
     "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}",  # the fork server has no other way to what it is to import
 }

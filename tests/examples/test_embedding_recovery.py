@@ -144,6 +144,7 @@ class Load:
 
     def kill(self, rank: int) -> float:
         """Kill a rank amid a request, and return when that was: the rank is stopped before, and answers nothing."""
+        self.server.wait_for_process(rank)
         os.kill(self.server.pids[rank], signal.SIGSTOP)
         self.in_flight.append(self.threads.submit(self._ask, 0, time.monotonic()))
         return self.server.kill(rank)

@@ -100,7 +100,9 @@ class Served(Supervised):
                 self.groups[started[1]] = [int(pid) for pid in started[2].split()]
                 self.news.notify_all()
         elif started := re.fullmatch(r"the front is process (\d+)\n", line):
-            self.front = int(started[1])
+            with self.news:
+                self.front = int(started[1])
+                self.news.notify_all()
 
     def post(self, prompt: str, count: int) -> httpx.Response:
         return self.http.post("/generate", json={"prompt": prompt, "max_tokens": count})
@@ -143,15 +145,23 @@ class Served(Supervised):
 
     def send(self, what: int, name: str, rank: int = 0) -> None:
         """Send a signal to a process of a group."""
-        os.kill(self.groups[name][rank], what)
+        os.kill(self.pids(name)[rank], what)
+
+    def pids(self, name: str) -> list[int]:
+        """The processes of a group, which may be at work before the line that tells of them is read."""
+        with self.news:
+            self.news.wait_for(lambda: name in self.groups)
+            return self.groups[name]
 
     def kill_front(self) -> None:
+        with self.news:
+            self.news.wait_for(lambda: self.front)  # process 0 would be all of the tests'
         os.kill(self.front, signal.SIGKILL)
 
     @contextmanager
     def stopped(self, name: str) -> Iterator[None]:
         """A group does nothing meanwhile, so that the order of events is the test's; nobody takes it for dead."""
-        ranks = range(len(self.groups[name]))
+        ranks = range(len(self.pids(name)))
         for rank in ranks:
             self.send(signal.SIGSTOP, name, rank)
         try:

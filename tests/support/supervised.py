@@ -20,6 +20,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 HANGS = (
     600.0  # seconds after which a test hangs, however slow the machine; nothing else of these tests is bounded by time
 )
+WHOLE_LINES = {"PYTHONUNBUFFERED": ""}
+"""Where a user has set it print() writes a line's end by itself, and another process something in between."""
 
 
 class Supervised:
@@ -34,7 +36,7 @@ class Supervised:
         self.process = subprocess.Popen(
             [sys.executable, *command, "--port=0"],
             cwd=EXAMPLES,
-            env=os.environ | environment,
+            env=os.environ | WHOLE_LINES | environment,
             stdout=subprocess.PIPE,
             stderr=self.log,
             text=True,
