@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import os
+import shutil
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from processes import LARGE, PATIENCE, Rank, Run, allocated, held, let_go
+from processes import LARGE, Rank, Run, allocated, held, let_go
 
 CYCLES, SPLITS = 400, 1000
 SLOPE = 4096
@@ -40,23 +43,33 @@ class Census:
         return (now.memory - self.memory) / cycles
 
 
-def shared_memory() -> set[str]:
-    """The names of this machine's shared memory."""
-    return {path.name for path in Path("/dev/shm").iterdir()}
+SHM = Path("/dev/shm")
 
 
-def forgotten(before: set[str]) -> list[str]:
-    """What of it is new and stays, though no process has mapped it: others of this machine have some, too."""
-    ends = time.monotonic() + PATIENCE
-    while left := shared_memory() - before:
-        maps = ""
-        for path in Path("/proc").glob("[0-9]*/maps"):
-            with contextlib.suppress(OSError):  # it has just ended, or is another's
-                maps += path.read_text()
-        if not (left := {name for name in left if f"/dev/shm/{name}" not in maps}) or time.monotonic() > ends:
-            break
-        time.sleep(0.1)
-    return sorted(left)
+class Names:
+    """Those of the ranks' shared memory. Others of this machine have some, too, and leave it when they are killed.
+
+    UCX's are in a folder of the ranks, and torch's have the number of the process that made them.
+    """
+
+    def __init__(self, ucx: Path) -> None:
+        self.ucx = ucx
+
+    def __call__(self, rank: int) -> None:
+        """A rank's process begins."""
+        os.environ["UCX_POSIX_DIR"] = str(self.ucx)
+
+    def left(self, pids: list[int]) -> list[str]:
+        """What is there, though the ranks have ended."""
+        torchs = (path for pid in pids for path in SHM.glob(f"torch_{pid}_*"))
+        return [path.name for path in (*torchs, *self.ucx.iterdir())]
+
+
+@pytest.fixture
+def names() -> Iterator[Names]:
+    folder = Path(tempfile.mkdtemp(prefix="leaks-", dir=SHM))
+    yield Names(folder)
+    shutil.rmtree(folder)
 
 
 async def use(place: Rank, name: str, whole: bool) -> None:
@@ -75,8 +88,8 @@ async def use(place: Rank, name: str, whole: bool) -> None:
         del remote
 
 
-async def come_and_go(place: Rank, cycles: int) -> tuple[float, float]:
-    """The bytes that each cycle leaves, and the seconds that it takes."""
+async def come_and_go(place: Rank, cycles: int) -> tuple[float, float, int]:
+    """The bytes that each cycle leaves, and the seconds that it takes; and the number of the process."""
     warm = cycles // 2
     for turn in range(warm):
         await use(place, f"{turn}", turn % 4 == 0)
@@ -84,10 +97,10 @@ async def come_and_go(place: Rank, cycles: int) -> tuple[float, float]:
     for turn in range(warm, cycles):
         await use(place, f"{turn}", turn % 4 == 0)
     took = time.monotonic() - began
-    return await before.grown(cycles - warm), took / (cycles - warm)
+    return await before.grown(cycles - warm), took / (cycles - warm), os.getpid()
 
 
-async def split_and_close(place: Rank, splits: int) -> tuple[float, float]:
+async def split_and_close(place: Rank, splits: int) -> tuple[float, float, int]:
     """The same of a communicator's children."""
     async with place.open() as comm:
 
@@ -103,15 +116,15 @@ async def split_and_close(place: Rank, splits: int) -> tuple[float, float]:
         await use_children(splits - warm)
         took, grown = time.monotonic() - began, await before.grown(splits - warm)
         await comm.barrier()  # a rank that leaves takes its connections with it
-        return grown, took / (splits - warm)
+        return grown, took / (splits - warm), os.getpid()
 
 
 @pytest.mark.long
 @pytest.mark.fault(60, transport="ucx")
 @pytest.mark.parametrize(("body", "count"), [(come_and_go, CYCLES), (split_and_close, SPLITS)])
-def test_nothing_is_left(ranks: Run, body: object, count: int) -> None:
-    names = shared_memory()
-    for slope, seconds in ranks(2, body, count):
+def test_nothing_is_left(ranks: Run, names: Names, body: object, count: int) -> None:
+    done = ranks(2, body, count, before=names)
+    for slope, seconds, _ in done:
         print(f"{count} times: {slope:.0f} bytes and {seconds * 1e3:.1f} ms each")
         assert slope < SLOPE
-    assert not forgotten(names)
+    assert not names.left([pid for *_, pid in done])
