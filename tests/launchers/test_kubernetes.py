@@ -132,6 +132,7 @@ class Pod:
 
 @pytest.mark.long
 @pytest.mark.processes
+@pytest.mark.timeout(3 * HANGS)
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda it: it.stem)
 def test_the_pods_of_a_manifest_form_four_ranks(manifest: Path, tmp_path: Path) -> None:
     _, job = documents(manifest)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from processes import SUITE_HANGS
 from programs import PROGRAMS, run_sanitized
 
 
 @pytest.mark.fault(86, 87, transport="ucx")
 @pytest.mark.long
+@pytest.mark.timeout(SUITE_HANGS)  # compiling takes minutes where others compute, too
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
 def test_parts_of_the_engine(sanitizer: str, tmp_path: Path) -> None:
     run_sanitized(tmp_path, sanitizer, PROGRAMS["parts"])

@@ -8,7 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from processes import SUITE_HANGS
 from programs import PROGRAMS, run_sanitized
+
+pytestmark = pytest.mark.timeout(SUITE_HANGS)  # compiling takes minutes where others compute, too
 
 
 @pytest.mark.long
