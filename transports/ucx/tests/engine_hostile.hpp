@@ -28,7 +28,7 @@ class Intruder {
     worker_.introduce(1, address, false, {cookie, 0}, static_cast<std::uint32_t>(random_.below(1ull << 32)));
   }
   ~Intruder() {
-    settle(5'000);
+    settle(kPatience);
     expect(worker_.unfinished() == 0, "%d messages of an intruder are not let go of", worker_.unfinished());
     worker_.disconnect([ends = now_ns() + 1'000'000'000] { return now_ns() < ends; });
   }
