@@ -333,8 +333,10 @@ def test_both_servers_are_measured(tmp_path: Path) -> None:
     [layout] = json.loads((tmp_path / "serve.json").read_text())["layouts"]
     for row in layout["rows"]:
         assert row["good"] == row["sent"], row
-        assert row["sent"] or row["load"] != "no pause"
-        assert not row["sent"] or (row["late_p99"] > 0 and row["cpu_per_1000"] > 0)
+        if row["load"] == "no pause":
+            assert row["sent"]
+            assert row["cpu_per_1000"] > 0  # a single request may cost less than the kernel counts, a hundredth of 1 s
+        assert not row["sent"] or row["late_p99"] > 0
     for by in report.ORDER:
         assert all(value > 0 for part, value in layout["split"][by].items() if part != "HTTP")
         assert layout["killed"][by]["wrong"] == 0
