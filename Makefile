@@ -206,8 +206,7 @@ $(SANITIZERS)/%.stamp: $(VENV)/ucx.stamp $(UCX_NATIVE) $(wildcard $(UCX)/aiocomm
 		--config-settings build-dir=$(abspath $(SANITIZERS))/$*.build ./$(UCX)
 	touch $@
 
-SANITIZED = $(UCX)/tests/sanitized/run.sh $(1) $(SANITIZERS)/$(1) $(BIN)/python -m pytest --pyargs \
-	aiocomms.testing.conformance --transport=ucx --loops asyncio
+SANITIZED = $(UCX)/tests/sanitized/run.sh $(1) $(SANITIZERS)/$(1) $(CONFORMANCE) --transport=ucx --loops asyncio
 
 ## The ucx transport under AddressSanitizer and ThreadSanitizer: its engines alone, then the conformance suite.
 test-sanitizers: $(SANITIZERS)/address.stamp $(SANITIZERS)/thread.stamp
