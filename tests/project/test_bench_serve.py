@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import uvicorn
 from generator import random_model
+from processes import SUITE_HANGS
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -291,7 +292,7 @@ def test_an_answer_that_differs_from_the_unsplit_models_is_wrong() -> None:
 
 @pytest.mark.long
 @pytest.mark.processes
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(SUITE_HANGS)
 def test_both_generators_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All tokens are the unsplit model's, and after a kill tokens come again."""
     model = tmp_path / "model.safetensors"
@@ -315,7 +316,7 @@ def test_both_generators_are_measured(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.long
 @pytest.mark.processes
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(SUITE_HANGS)
 def test_both_servers_are_measured(tmp_path: Path) -> None:
     """All answers are right, and what a kill breaks is served again by ours."""
     command = [
