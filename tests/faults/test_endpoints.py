@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from oracle import holdings, settled
+from oracle import forgotten, holdings, settled
 from processes import KILLED, Rank, Run, allocated
 
 import aiocomms
@@ -236,7 +236,7 @@ async def hold_on(place: Rank) -> Any:
             place.give("descriptor", region.descriptor)
             place.give("address", here.address)
             peer = await here.accept()
-            await peer.recv_object()
+            await asyncio.to_thread(place.told, "attached")
             with pytest.raises(CommTimeoutError, match="did not let go"):
                 await region.revoke(timeout=0.1)
             place.tell("revoked")
@@ -244,7 +244,7 @@ async def hold_on(place: Rank) -> Any:
             return here.peers == []
         peer = await here.connect(await asyncio.to_thread(place.given, "address"))
         await peer.attach(place.given("descriptor"))
-        await peer.send_object("attached")
+        place.tell("attached")  # and not by a message, whose end the loop might hear of together with the question
         place.told("revoked")
         assert isinstance(await peer.lost(), CommTimeoutError)
         return here.peers == []
@@ -290,14 +290,14 @@ async def cancel_puts(place: Rank) -> Any:
         await remote.flush()
         await peer.signal()
         del work, task
-        await asyncio.sleep(0)  # the loop has held the last result up to here
-        gc.collect()
-        return [number for number, one in enumerate(left) if one() is not None]
+        for one in left:
+            await forgotten(one)
+        return len(left)
 
 
 @pytest.mark.fault(113, transport="ucx")
 def test_cancelled_puts(ranks: Run) -> None:
-    assert ranks(2, cancel_puts) == [[], True]
+    assert ranks(2, cancel_puts) == [1000, True]
 
 
 async def come_and_go(place: Rank, count: int) -> Any:

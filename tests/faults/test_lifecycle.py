@@ -371,30 +371,48 @@ def test_nothing_is_inheritable(ranks: Run) -> None:
     ranks(2, exec_a_child, False)
 
 
-def highest() -> int:
-    """The highest descriptor in use."""
-    return max(int(path.name) for path in Path("/proc/self/fd").iterdir())
+@contextlib.contextmanager
+def room_for(descriptors: int) -> Iterator[None]:
+    """So many can be opened meanwhile, and no more; there may be free numbers below those that are in use."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
+    fill: list[int] = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + descriptors, hard))
+        with contextlib.suppress(OSError):
+            while True:
+                fill.append(os.dup(0))
+        for _ in range(descriptors):
+            os.close(fill.pop())
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for it in fill:
+            os.close(it)
 
 
-LIMITS = {"descriptors": resource.RLIMIT_NOFILE, "shared memory": resource.RLIMIT_FSIZE}
+@contextlib.contextmanager
+def no_shared_memory(room: int) -> Iterator[None]:
+    """A file may have so many bytes meanwhile."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+LIMITS = {"descriptors": room_for, "shared memory": no_shared_memory}
 
 
 async def run_out(place: Rank, what: str, room: int) -> None:
     """Nothing can be opened, or no shared memory had: an error on all ranks, all rolled back, and then it works."""
     async with oracle(place):
         poor, before = None, holds()
-        limit = LIMITS[what]
-        soft, hard = resource.getrlimit(limit)
-        used = highest() if what == "descriptors" else 0
-        if place.rank == 1:
-            place.store()  # the file is there
-            resource.setrlimit(limit, (used + room, hard))
-        try:
+        place.store()  # the file is there
+        limited = LIMITS[what](room) if place.rank == 1 else contextlib.nullcontext()
+        with limited, contextlib.suppress(CommError, OSError, RuntimeError):
             poor = await place.open("poor", timeout=1)
-        except (CommError, OSError, RuntimeError):
-            pass
-        finally:
-            resource.setrlimit(limit, (soft, hard))
         if poor is not None:
             assert what == "descriptors", "there was no room"
             assert room > 4, "more was opened than there was room for"

@@ -233,8 +233,11 @@ def test_a_dribble(ranks: Run, names: list[str]) -> None:
 # ------------------------------------------------------------------------------------------------ 21: a slow link
 
 
-async def go_slow(place: Rank, rate: str) -> float:
-    """A MiB over a link that is nearly clogged: it takes its time, and nobody takes it for dead."""
+async def go_slow(place: Rank, rate: str) -> tuple[float, float]:
+    """A MiB over a link that is nearly clogged: it takes its time, and nobody takes it for dead.
+
+    :returns: when this rank began and ended.
+    """
     async with place.open() as comm:
         await comm.barrier()
         if place.rank == 0:
@@ -247,16 +250,17 @@ async def go_slow(place: Rank, rate: str) -> float:
                 await comm.send(numbers(2**17, 0), 1)
             else:
                 assert torch.equal(await comm.recv(empty(2**17), 0), numbers(2**17, 0))
-            took = time.monotonic() - began
+            ended = time.monotonic()
             await comm.barrier()
         finally:
             if place.rank == 0:
                 command("tc", "qdisc", "delete", "dev", "net0", "root")
-        return took
+        return began, ended
 
 
 @pytest.mark.fault(21)
 @pytest.mark.parametrize("rate", ["1mbit", "8mbit"] if FULL else ["16mbit"])
 def test_a_slow_link(ranks: Run, names: list[str], rate: str) -> None:
-    took = ranks(2, go_slow, rate, before=Enter(names, "01", **ROUTE))
-    assert max(took) > 0.8 * 8.4 / int(rate.removesuffix("mbit")), "the link was not slow"
+    (began, _), (_, ended) = ranks(2, go_slow, rate, before=Enter(names, "01", **ROUTE))
+    # From one clock of the machine: rank 1 may come to its receive when much is there.
+    assert ended - began > 0.8 * 8.4 / int(rate.removesuffix("mbit")), "the link was not slow"

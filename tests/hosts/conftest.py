@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from processes import PATIENCE
 
 MIB = 2**20
 ROOT = Path(__file__).parents[2]
@@ -34,17 +36,22 @@ def ray_folder() -> Iterator[Path]:
     try:
         yield folder
     finally:
-        left = [
-            process
-            for process in psutil.process_iter(["cmdline"])
-            if str(folder) in " ".join(process.info["cmdline"] or [])
-        ]
+        _, left = psutil.wait_procs(running(folder), PATIENCE)  # Ray does not wait for all that it has told to end
+        left += running(folder)
         for process in left:
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left)
         shutil.rmtree(folder)
         os.environ.clear()
         os.environ.update(before)
     assert left == []
+
+
+def running(folder: Path) -> list[psutil.Process]:
+    """The processes that were told of a folder."""
+    found = psutil.process_iter(["cmdline"])
+    return [process for process in found if str(folder) in " ".join(process.info["cmdline"] or [])]
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -408,10 +409,15 @@ def stop(pid: int) -> None:
     """Stop a process, and see that no thread of it runs any more."""
     os.kill(pid, signal.SIGSTOP)
     ends = time.monotonic() + HANGS
-    while any(
-        file.read_text().rpartition(")")[2].split()[0] != "T" for file in Path(f"/proc/{pid}/task").glob("*/stat")
-    ):
+    while set(states(pid)) != {"T"}:
         assert time.monotonic() < ends, "it goes on"
+
+
+def states(pid: int) -> Iterator[str]:
+    """Of the threads of a process."""
+    for file in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            yield file.read_text().rpartition(")")[2].split()[0]
 
 
 def outlive(place: Rank, folder: str) -> list[str]:
