@@ -62,8 +62,8 @@ class Pending:
         ends = None if patience is None else monotonic() + patience
         bell = allocate_lock()
         bell.acquire()
-        self._bells.append(bell)
         try:
+            self._bells.append(bell)  # a signal handler may raise as soon as it is there
             if self._door.core.refusing:
                 self._look()
             while not self._over:

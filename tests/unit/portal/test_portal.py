@@ -406,3 +406,24 @@ def test_a_step_is_nobody_who_waits(run, waits):
             assert bool(tensor) == waits
 
     run(main)
+
+
+class Interrupting(list[Any]):
+    """A list, behind whose next item Ctrl-C comes."""
+
+    def append(self, item: Any) -> None:
+        super().append(item)
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_as_soon_as_a_thread_waits(run: Callable[..., Any]) -> None:
+    """Nobody is taken for waiting any more: the receive is withdrawn."""
+
+    async def main() -> None:
+        async with local_world(2) as (_, two):
+            work = await in_thread(lambda: two.portal().recv(torch.zeros(1), 0))
+            work._bells = Interrupting()
+            assert isinstance(await in_thread(Thread(work.wait).end), KeyboardInterrupt)
+            assert work.done()
+
+    run(main)
