@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import contextlib
 import gc
 import importlib.util
 import os
@@ -84,8 +85,9 @@ def wake_ups() -> dict[str, int]:
     """How often each thread of this process has gone to sleep by itself."""
     counts = {}
     for task in Path("/proc/self/task").iterdir():
-        rows = dict(row.split(":", 1) for row in (task / "status").read_text().splitlines())
-        counts[f"{rows['Name'].strip()} {task.name}"] = int(rows["voluntary_ctxt_switches"])
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            rows = dict(row.split(":", 1) for row in (task / "status").read_text().splitlines())
+            counts[f"{rows['Name'].strip()} {task.name}"] = int(rows["voluntary_ctxt_switches"])
     return counts
 
 

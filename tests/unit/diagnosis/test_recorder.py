@@ -23,7 +23,7 @@ from torch.distributed import HashStore
 import aiocomms
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.cli import main as command
-from aiocomms.diagnosis import dumps, recorder
+from aiocomms.diagnosis import dumps, postmortem, recorder
 from aiocomms.diagnosis.hang_report import judge
 from aiocomms.diagnosis.postmortem import read_brief
 from aiocomms.diagnosis.recorder import Brief, Header, Item
@@ -465,8 +465,9 @@ def test_a_deadline_says_what_everybody_does(run, records):
     run(main)
 
 
-def test_an_adopted_store_or_none(run):
+def test_an_adopted_store_or_none(run, monkeypatch):
     """A world whose ranks have no store to ask each other through still says who was missing."""
+    monkeypatch.setattr(postmortem, "WRITING", PATIENCE)
 
     async def main():
         store = HashStore()
@@ -484,6 +485,7 @@ def test_a_store_that_keeps_its_callers_does_not_keep_the_error(run, monkeypatch
     """As one does whose host is stopped. Who waits for the late rank's verdict does not wait for ever either."""
     given_up = threading.Event()
     monkeypatch.setattr(StoreRendezvous, "tell", lambda *_: given_up.wait(30))
+    monkeypatch.setattr(postmortem, "WRITING", PATIENCE)
 
     async def main():
         async with local_world(2) as world:
