@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from concurrency import turns
 from oracle import forgotten, holdings, settled
 from processes import KILLED, Rank, Run, allocated
 
@@ -61,6 +62,8 @@ async def hub_and_two(place: Rank, doing: str) -> Any:
             await peer.send_object((region.descriptor, here.register(torch.zeros(4)).descriptor))
             if place.rank == 2:
                 await peer.recv_object()
+                place.tell("it answers nobody")
+                place.told("it is asked")  # the loop stands
                 place.die()
             assert await peer.recv_object() == "go on"
             return region.tensor.sum().item()
@@ -83,9 +86,13 @@ async def hub_and_two(place: Rank, doing: str) -> Any:
             "waiting for a signal": lambda: peers[2].wait_signal(),
         }
         await peers[2].send_object("die")
+        await asyncio.to_thread(place.told, "it answers nobody")
+        waits = asyncio.ensure_future(pending[doing]() if doing != "nothing" else asyncio.sleep(0))
+        await turns()
+        place.tell("it is asked")
         if doing != "nothing":
             with pytest.raises(PeerDiedError):
-                await pending[doing]()
+                await waits
         assert isinstance(await peers[2].lost(), PeerDiedError)
         noticed = place.since_death()
         assert [type(error) for error in heard] == [PeerDiedError]

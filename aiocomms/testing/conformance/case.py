@@ -230,7 +230,7 @@ class Case:
         """Open another communicator over the same ranks. Collective. The check must close it."""
         comm = await new_comm(
             self.place.transport, self.place.device, store=self._store, rank=self.rank, size=self.size, name=name,
-            timeout=timeout or self.place.deadline,
+            timeout=timeout or 2 * self.place.deadline,  # later than the check's, which says where each rank was
         )  # fmt: skip
         self.opened.append(comm)
         return comm
