@@ -10,7 +10,6 @@ import os
 import signal
 import threading
 import weakref
-from pathlib import Path
 from unittest.mock import patch
 
 import anyio
@@ -19,6 +18,7 @@ import pytest
 import torch
 from aiocomms_local import LocalTransport
 from concurrency import in_threads, ranks, run_on, together, turns
+from processes import all_let_go, held
 
 import aiocomms
 from aiocomms import ReduceOp, core, ops
@@ -33,7 +33,6 @@ from aiocomms.errors import (
     MismatchError,
     UnsupportedOperation,
 )
-from aiocomms.lowlevel import threads
 from aiocomms.testing import local_world
 from aiocomms.transport import Capabilities
 
@@ -736,15 +735,10 @@ def test_a_cancelled_close_still_releases_everything(run):
             assert isinstance(await outcome(work), CommClosedError)
             del two
 
-    def held():
-        run(main)
-        for running in list(threads._under_way):  # it writes down why the rank that was not closed has lost it
-            with running:
-                pass
-        return len(list(Path("/proc/self/fd").iterdir()))
-
+    run(main)
     before = held()  # from its first run on uvloop keeps a pipe
-    assert held() <= before
+    run(main)
+    all_let_go(before)
 
 
 def test_leaving_by_an_exception_tells_the_others(run):
@@ -789,13 +783,10 @@ def test_many_communicators_leave_nothing_behind():
             async with aiocomms.new_comm() as comm:
                 await comm.all_reduce(torch.ones(1))
 
-    def count():
-        return threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
-
     run_on("asyncio", main)
-    before = count()
+    before = held()
     run_on("asyncio", main)
-    assert count() == before
+    all_let_go(before)
 
 
 # ------------------------------------------------------------------------------------------------------------ debug

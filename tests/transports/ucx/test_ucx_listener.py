@@ -5,11 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from pathlib import Path
 
 import pytest
 from aiocomms_ucx.listener import NAME, Listener
-from processes import PATIENCE, no_threads
+from processes import PATIENCE, all_let_go, held, no_threads
 
 
 class Hearing:
@@ -34,12 +33,8 @@ def fd():
     os.close(found)
 
 
-def descriptors():
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 def test_it_hears_again_and_again_also_after_an_error(fd, caplog):
-    before = descriptors()
+    before = held()
     hearing = Hearing(fd)
     for _ in range(3):
         os.eventfd_write(fd, 1)
@@ -47,27 +42,27 @@ def test_it_hears_again_and_again_also_after_an_error(fd, caplog):
     assert hearing.threads == [NAME] * 3
     hearing.listener.join()
     hearing.listener.join()
-    assert descriptors() == before
+    all_let_go(before)
     assert [str(record.exc_info[1]) for record in caplog.records] == ["of this test"]
 
 
 def test_it_ends_with_its_object(fd):
-    before = descriptors()
+    before = held()
     hearing = Hearing(fd)
     thread = hearing.listener._thread
     del hearing
     gc.collect()
     thread.join(PATIENCE)
     assert not thread.is_alive()
-    assert descriptors() == before
+    all_let_go(before)
 
 
 def test_no_thread_can_be_started(fd):
-    before = descriptors()
+    before = held()
     with no_threads(), pytest.raises(RuntimeError):
         Hearing(fd)
     gc.collect()
-    assert descriptors() == before
+    all_let_go(before)
 
 
 def test_who_ends_it_writes_to_no_other_descriptor(fd, monkeypatch):

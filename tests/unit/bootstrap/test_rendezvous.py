@@ -14,12 +14,11 @@ from datetime import timedelta
 from importlib.metadata import entry_points
 
 import anyio
-import psutil
 import pytest
 import torch
 from aiocomms_local import LocalTransport
 from concurrency import ranks, together
-from processes import HANGS, PATIENCE, free_port
+from processes import HANGS, PATIENCE, all_let_go, free_port, held
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 import aiocomms
@@ -253,16 +252,10 @@ def test_who_did_not_come_is_named(timeout):
 
 def leaves_nothing_behind(run, main):
     """Run it twice; the second time no descriptor is new and no thread, once those that wait on a store have ended."""
-    process = psutil.Process()
     run(main)
-    before = process.num_fds(), threading.active_count()
+    before = held()
     run(main)
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline and threading.active_count() > before[1]:
-        time.sleep(0.005)
-    after = process.num_fds(), threading.active_count()
-    assert after[0] <= before[0]
-    assert after[1] <= before[1]
+    all_let_go(before)
     with pytest.raises(ArgumentError, match="no open communicator"):
         aiocomms.get_comm()
 
