@@ -17,6 +17,7 @@ from torch.distributed import Store
 
 from aiocomms.bootstrap import directory, newcomers
 from aiocomms.bootstrap.directory import DEFAULT
+from aiocomms.bootstrap.forming import formed
 from aiocomms.bootstrap.launchers import read_environment
 from aiocomms.bootstrap.registry import Plan, advice, choose, choose_adopter, open_transports
 from aiocomms.bootstrap.rendezvous import FORMING, StoreRendezvous
@@ -85,6 +86,7 @@ class new_comm(Opening[Communicator]):  # noqa: N801 - it is called like a funct
     :raises ArgumentError: an argument is wrong, or the environment is incomplete; one error lists all that is.
     :raises UnsupportedOperation: the transport is not available; says why, and what else there is.
     :raises CommTimeoutError: some rank did not come in time; says which.
+    :raises CommAbortedError: another rank could not form its part, or was cancelled meanwhile; says which.
     :raises StoreLostError: the store cannot be reached.
     :raises AuthError: some rank has not the same token; says which.
     """
@@ -194,7 +196,8 @@ async def _form(
                 rendezvous = await newcomers.join(rendezvous, store)
             elif store is not None:
                 await rendezvous.arrive(store)
-            transports = await open_transports(plan, lambda cls, _: cls.open(rendezvous, plan.options))
+            opening = open_transports(plan, lambda cls, _: cls.open(rendezvous, plan.options))
+            transports = await formed(rendezvous, opening)
         rendezvous.timeout = timeout
         return Communicator(rendezvous, plan, transports)
     except CommError as error:

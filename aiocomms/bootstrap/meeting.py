@@ -16,7 +16,7 @@ from torch.distributed import Store
 
 from aiocomms.bootstrap.notes import Notes, Place
 from aiocomms.bootstrap.registry import Plan
-from aiocomms.bootstrap.rendezvous import StoreRendezvous
+from aiocomms.bootstrap.rendezvous import PROBE, StoreRendezvous
 from aiocomms.errors import ArgumentError, CommError, CommTimeoutError, PeerDiedError, ProtocolError, StoreLostError
 from aiocomms.lowlevel.hosts import LOOPBACK, reachable_address
 from aiocomms.lowlevel.stores import reach_store, serve_store
@@ -26,8 +26,6 @@ from aiocomms.transport import SideChannel
 
 _T = TypeVar("_T")
 _PAUSE: Final = 0.005
-PROBE: Final = 0.5
-"""Seconds in which a store answers, or those who can do without it meet elsewhere."""
 _OLD: Final = b"the old store"
 
 

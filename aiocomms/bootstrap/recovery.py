@@ -25,10 +25,11 @@ from torch.distributed import Store
 
 from aiocomms import ops
 from aiocomms.bootstrap.board import Board
-from aiocomms.bootstrap.meeting import PROBE, Meeting, Predecessor
+from aiocomms.bootstrap.forming import formed
+from aiocomms.bootstrap.meeting import Meeting, Predecessor
 from aiocomms.bootstrap.newcomers import Claims, Invitation, decoded
 from aiocomms.bootstrap.registry import Plan, open_transports
-from aiocomms.bootstrap.rendezvous import StoreRendezvous
+from aiocomms.bootstrap.rendezvous import PROBE, StoreRendezvous
 from aiocomms.errors import (
     ArgumentError,
     CommAbortedError,
@@ -166,7 +167,8 @@ class Recovery:
             root, decision.key, old.epoch + 1, rank, decision.size, max(1.0, self._meeting.left() / 2)
         )
         options = {name: value for name, value in plan.options.items() if name != "adopt"}
-        transports = await open_transports(plan, lambda cls, _: cls.open(rendezvous, options))
+        opening = open_transports(plan, lambda cls, _: cls.open(rendezvous, options))
+        transports = await formed(rendezvous, opening)
         rendezvous.timeout = self._before.timeout
         return rendezvous, msgspec.structs.replace(plan, options=options), transports
 

@@ -25,6 +25,8 @@ from aiocomms.lowlevel.threads import run_in_thread
 
 FORMING: Final = 600.0
 """Seconds to form in for a communicator whose ops have no deadline: a rank that never comes must be named some day."""
+PROBE: Final = 0.5
+"""Seconds in which a store answers, or those who can do without it do without."""
 
 
 class StoreRendezvous(Board):

@@ -248,7 +248,7 @@ CASES = (
     Case(101, "a stranger takes the descriptors of the store's host", local=NO_LISTENER),
     Case(
         102,
-        "a lowered collective, a stream, a window, a split that fails on one rank",
+        "a lowered collective, a stream, a window, a split, forming that fails on one rank",
         but={"c10d": "a window is made of messages, and its opening cannot fail"},
     ),
     Case(

@@ -11,9 +11,12 @@ import torch
 from aiocomms_c10d import C10dTransport
 from aiocomms_local import LocalTransport
 from aiocomms_ucx import UcxTransport
-from concurrency import ranks
+from concurrency import ranks, together
+from torch.distributed import HashStore
 
+import aiocomms
 from aiocomms import ops
+from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.errors import CommAbortedError, CommError, ProtocolError
 from aiocomms.families import objects
 from aiocomms.families.streams import TensorStream
@@ -196,5 +199,44 @@ def test_a_split(run: Callable[..., Any], install: Callable[..., None], transpor
         if how == "raises":  # what was cancelled is taken back, which the others may notice by themselves
             _, others = split_by(CommError, found)
             assert all("no descriptors are left" in str(error) for error in [*others, *again])
+
+    run(main)
+
+
+@pytest.mark.fault(102)
+@pytest.mark.parametrize("how", ["raises", "is cancelled"])
+def test_forming(run: Callable[..., Any], transport: str, how: str, monkeypatch: Any) -> None:
+    """A rank fails, or the program gives up there, when it has met the others for the first time of several."""
+    whole, scope = StoreRendezvous.exchange, list[anyio.CancelScope]()
+
+    async def exchange(self: StoreRendezvous, key: str, value: bytes) -> list[bytes]:
+        got = await whole(self, key, value)
+        if self.rank == 1 and how == "raises":
+            raise OSError("no descriptors are left")
+        if self.rank == 1:
+            scope[0].cancel()
+            await anyio.sleep_forever()
+        return got
+
+    monkeypatch.setattr(StoreRendezvous, "exchange", exchange)
+    store = HashStore()
+
+    async def form(rank: int) -> CommError | None:
+        with anyio.CancelScope() as mine:
+            if rank == 1:
+                scope.append(mine)
+            with pytest.raises(CommError) as caught:
+                await aiocomms.new_comm(transport, store=store, rank=rank, size=3, timeout=LONG)
+            return caught.value
+        return None
+
+    async def main() -> None:
+        found = await together(*(lambda rank=rank: form(rank) for rank in range(3)))
+        mine = found.pop(1)
+        assert (mine is None) == (how == "is cancelled")
+        why = "it was cancelled" if mine is None else mine.message
+        for error in found:
+            assert isinstance(error, CommAbortedError), error
+            assert (error.peer, error.message) == (1, f"rank 1 could not form it: {why}")
 
     run(main)

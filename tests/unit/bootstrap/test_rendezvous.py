@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import signal
@@ -23,7 +24,7 @@ from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 import aiocomms
 from aiocomms import opening
-from aiocomms.bootstrap import launchers
+from aiocomms.bootstrap import forming, launchers
 from aiocomms.bootstrap.generations import Arrival
 from aiocomms.errors import (
     ArgumentError,
@@ -623,3 +624,30 @@ def test_of_two_processes_that_are_one_rank_the_later_one_is_it():
         await part(comms)
 
     anyio.run(main)
+
+
+def test_one_that_is_cancelled_when_it_has_just_been_formed_is_closed(monkeypatch):
+    """While whoever listens for other ranks' failures goes, the program gives up: nobody will have the transport."""
+    closed, close, tasks = [], LocalTransport.aclose, []
+
+    async def hear(*_):
+        try:
+            await anyio.sleep_forever()
+        finally:
+            tasks[0].cancel()
+
+    async def aclose(self):
+        closed.append(self)
+        await close(self)
+
+    async def main():
+        monkeypatch.setattr(forming, "_hear", hear)
+        monkeypatch.setattr(LocalTransport, "aclose", aclose)
+        store = HashStore()
+        tasks[:] = [asyncio.ensure_future(opened(store=store, rank=rank, size=2)) for rank in range(2)]
+        with pytest.raises(asyncio.CancelledError):
+            await tasks[0]
+        assert len(closed) == 1
+        await (await tasks[1]).aclose()
+
+    asyncio.run(main())

@@ -1,0 +1,86 @@
+"""A rank that cannot form its part of a communicator says so to the others, which would else wait for all their time.
+
+Ranks wait for each other while they form: in the store, and in a transport for connections. One that has failed in
+between comes nowhere any more, and as long as its process lives no connection says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable
+from functools import partial
+from typing import Final
+
+import anyio
+
+from aiocomms import ops
+from aiocomms.bootstrap.registry import close_transports
+from aiocomms.bootstrap.rendezvous import PROBE, StoreRendezvous
+from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError, PeerDiedError, ProtocolError, StoreLostError
+from aiocomms.lowlevel.failures import Reason
+from aiocomms.lowlevel.threads import run_in_thread
+from aiocomms.transport import Transport
+
+_PAUSE: Final = 1.0
+"""Seconds between the looks whether another rank has failed."""
+_LOOKS: Final = 1000
+"""Looks per second that all ranks of a communicator together take at most."""
+_KNOWN: Final = (CommAbortedError, CommTimeoutError, PeerDiedError, ProtocolError, StoreLostError)
+"""What the other ranks find out by themselves, or have said."""
+_KEY: Final = "failed"
+
+_Transports = dict[ops.Family, Transport]
+
+
+async def formed(rendezvous: StoreRendezvous, opening: Awaitable[_Transports]) -> _Transports:
+    """Await what opens this rank's transports, and give up if another rank has.
+
+    :raises CommAbortedError: it has failed on another rank, or was cancelled there.
+    """
+    if rendezvous.store is None or rendezvous.size == 1:
+        return await opening
+    opened: _Transports = {}
+    heard: list[CommError] = []
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_hear, rendezvous, heard, tasks.cancel_scope)
+            try:
+                opened = await opening
+            finally:
+                tasks.cancel_scope.cancel()
+    except BaseExceptionGroup as group:  # around what was raised
+        failure = heard.pop() if heard else group.exceptions[0]
+    except BaseException as error:
+        failure = error
+    else:
+        if opened:
+            return opened
+        raise heard.pop()  # it holds this frame, which must not hold it
+    try:
+        with anyio.CancelScope(shield=True):
+            await _tell(rendezvous, failure)
+            await close_transports({*opened.values()})  # it was cancelled at the last moment
+        raise failure
+    finally:
+        del failure  # the same
+
+
+async def _hear(rendezvous: StoreRendezvous, heard: list[CommError], scope: anyio.CancelScope) -> None:
+    """Cancel what forms this rank's part when another rank has failed."""
+    while not heard:
+        await anyio.sleep(max(_PAUSE, rendezvous.size / _LOOKS))
+        with contextlib.suppress(CommError):  # what forms meets the same, and says it
+            told = await rendezvous.run("looking whether a rank has failed", partial(rendezvous.decided, _KEY))
+            if told is not None:
+                heard.append(Reason.decode(told).to_error())
+    scope.cancel()
+
+
+async def _tell(rendezvous: StoreRendezvous, failure: BaseException) -> None:
+    """Tell the other ranks why this one has failed, if the store answers at once."""
+    if isinstance(failure, _KNOWN):
+        return
+    why = failure.message if isinstance(failure, CommError) else "it was cancelled"
+    reason = Reason.of(CommAbortedError(f"rank {rendezvous.rank} could not form it: {why}"), rendezvous.rank)
+    with anyio.move_on_after(PROBE), contextlib.suppress(CommError):
+        await run_in_thread(partial(rendezvous.decide, _KEY, reason.encode()))
