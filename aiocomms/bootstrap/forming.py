@@ -41,13 +41,15 @@ async def formed(rendezvous: StoreRendezvous, opening: Awaitable[_Transports]) -
         return await opening
     opened: _Transports = {}
     heard: list[CommError] = []
+    # Of its own: one of all tasks would be thrown into this one, too, and CPython 3.11 then forgets who has awaited it.
+    hearing = anyio.CancelScope()
     try:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_hear, rendezvous, heard, tasks.cancel_scope)
+            tasks.start_soon(_hear, rendezvous, heard, hearing, tasks.cancel_scope)
             try:
                 opened = await opening
             finally:
-                tasks.cancel_scope.cancel()
+                hearing.cancel()
     except BaseExceptionGroup as group:  # around what was raised
         failure = heard.pop() if heard else group.exceptions[0]
     except BaseException as error:
@@ -65,15 +67,18 @@ async def formed(rendezvous: StoreRendezvous, opening: Awaitable[_Transports]) -
         del failure  # the same
 
 
-async def _hear(rendezvous: StoreRendezvous, heard: list[CommError], scope: anyio.CancelScope) -> None:
-    """Cancel what forms this rank's part when another rank has failed."""
-    while not heard:
-        await anyio.sleep(max(_PAUSE, rendezvous.size / _LOOKS))
-        with contextlib.suppress(CommError):  # what forms meets the same, and says it
-            told = await rendezvous.run("looking whether a rank has failed", partial(rendezvous.decided, _KEY))
-            if told is not None:
-                heard.append(Reason.decode(told).to_error())
-    scope.cancel()
+async def _hear(
+    rendezvous: StoreRendezvous, heard: list[CommError], hearing: anyio.CancelScope, forming: anyio.CancelScope
+) -> None:
+    """Cancel what forms this rank's part when another rank has failed; until that is formed."""
+    with hearing:
+        while not heard:
+            await anyio.sleep(max(_PAUSE, rendezvous.size / _LOOKS))
+            with contextlib.suppress(CommError):  # what forms meets the same, and says it
+                told = await rendezvous.run("looking whether a rank has failed", partial(rendezvous.decided, _KEY))
+                if told is not None:
+                    heard.append(Reason.decode(told).to_error())
+        forming.cancel()
 
 
 async def _tell(rendezvous: StoreRendezvous, failure: BaseException) -> None:

@@ -630,10 +630,10 @@ def test_one_that_is_cancelled_when_it_has_just_been_formed_is_closed(monkeypatc
     """While whoever listens for other ranks' failures goes, the program gives up: nobody will have the transport."""
     closed, close, tasks = [], LocalTransport.aclose, []
 
-    async def hear(*_):
-        try:
+    async def hear(rendezvous, _, hearing, __):
+        with hearing:
             await anyio.sleep_forever()
-        finally:
+        if rendezvous.rank == 0:
             tasks[0].cancel()
 
     async def aclose(self):
