@@ -29,9 +29,8 @@ SOURCES := aiocomms transports tests examples benchmarks docs wheels
 # Each of the tests' hundred processes would compile our modules anew, and rewrite every assertion.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve demo-generate serve-generate demo-tensor-parallel demo-kv-cache demo-ray check test test-long core \
-	rules examples suites unit long long-faults long-servers \
-	conformance-local conformance-in-process conformance-in-processes conformance-loops faults-quick faults soak chaos \
+.PHONY: demo serve demo-generate serve-generate demo-tensor-parallel demo-kv-cache demo-ray check test check-tests \
+	search seconds faults soak chaos \
 	test-sanitizers lint format viewer pictures conformance conformance-ucxx test-cupy test-hosts test-launchers \
 	bench bench-scale bench-serve bench-serve-kills structure gpu-check gpu-wheels wheels test-wheels workflows clean \
 	docs test-shipping chart verifytypes sbom changelog release
@@ -75,76 +74,34 @@ demo-kv-cache: $(VENV)/ucx.stamp
 demo-ray: $(HOSTS_VENV)/ucx.stamp
 	cd examples && RAY_USAGE_STATS_ENABLED=0 $(HOSTS_BIN)/python -m ray_pipeline
 
-# Tests as jobs of their own: the examples and the code of the documentation, as their users run them; the conformance
-# suite as a stranger runs it, on transports with faults and on fakes of devices. Every other one is in `unit`.
-EXAMPLES := tests/project/test_docs.py $(patsubst %,tests/examples/test_%.py,embedding_batches embedding_recovery embedding_server kv_blocks kv_cache tensor_parallel testing_a_server text_generator text_generator_parts)
-SUITES := $(patsubst %,tests/%.py,transports/test_conformance transports/test_mutations transports/nccl/test_nccl \
-	examples/test_transport_tcp examples/test_transport_ucxx transports/ucx/test_ucx_cuda)
-SERVE := tests/project/test_bench_serve.py
-# The engine alone under sanitizers, which `test-sanitizers` runs: two builds, and longer than any other test.
-ENGINE := tests/transports/ucx/test_ucx_engine.py
-# What `check` tests of the project beside the core's units: where imports go, and what may be called.
-RULES := tests/project/test_layers.py tests/project/test_import.py tests/faults/test_rules.py
 PYTEST := $(BIN)/python -m pytest
 # A check may take longer than its deadline of one's own on a machine where others work beside it.
+SUITE := aiocomms/testing/conformance
 CONFORMANCE := $(PYTEST) --pyargs aiocomms.testing.conformance --deadline=100
-# Three targets at a time, in the order in which they are named; none is begun once one has failed.
-JOBS := --no-print-directory --jobs=3 --output-sync=target
+# One pytest for a tier (CONTRIBUTING.md, "Tests"). Half of the real tests' time is waiting: more workers than processors.
+SEED ?= 1
+WORKERS ?= 4
+TIER = $(PYTEST) --numprocesses=$(WORKERS) --deadline=100 --seed=$(SEED) --tier=
 
-## What to run while working: lint, types, the tests of the core that start no process, conformance of `local` on one loop.
+## What to run while working: lint, types, rules, the tests of the core that start no process, conformance of `local`.
 check: $(VENV)/ucx.stamp
-	$(MAKE) $(JOBS) lint core conformance-local rules
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint check-tests
 
-## What a change needs: lint, types, docs, examples, conformance of every built-in transport, all tests but the long ones.
-test: $(VENV)/ucx.stamp
-	$(MAKE) $(JOBS) lint conformance-in-process unit examples suites faults-quick conformance-in-processes
+## What a change needs: lint, types, docs, one run of each example, conformance of every built-in transport, all real tests.
+test: lint
+	$(TIER)test tests $(SUITE) --transport=local --transport=c10d --transport=ucx --transport=ucx@processes
 
-## What repeats or takes long: the tests marked `long`, and conformance on the loops that `test` leaves out.
-test-long: $(VENV)/ucx.stamp
-	$(MAKE) $(JOBS) long-servers long-faults long conformance-loops
+check-tests: $(VENV)/ucx.stamp
+	$(TIER)check tests/unit tests/project tests/faults/test_rules.py $(SUITE) \
+		--transport=local --loops=asyncio --ranks=1,2,3
 
-core: $(VENV)/ucx.stamp
-	$(PYTEST) -m "not long and not processes" tests/unit
+## Everything else, in a loop with new seeds, until SEARCH_MINUTES=60 have passed: sanitizers, mutants, soak, other loops.
+search: $(VENV)/ucx.stamp
+	$(BIN)/python tests/search.py --minutes $(or $(SEARCH_MINUTES),60) $(if $(CAMPAIGNS),--campaigns $(CAMPAIGNS))
 
-rules: $(VENV)/ucx.stamp
-	$(PYTEST) -m "not long and not processes" $(RULES)
-
-examples: $(VENV)/ucx.stamp
-	$(PYTEST) -m "not long" $(EXAMPLES)
-
-suites: $(VENV)/ucx.stamp
-	$(PYTEST) -m "not long" $(SUITES)
-
-unit: $(VENV)/ucx.stamp
-	$(PYTEST) -m "not long" --ignore=tests/faults $(addprefix --ignore=,$(EXAMPLES) $(SUITES) $(ENGINE))
-
-faults-quick: $(VENV)/ucx.stamp
-	$(PYTEST) -m "not long" tests/faults
-
-long: $(VENV)/ucx.stamp
-	$(PYTEST) -m long --ignore=tests/faults $(addprefix --ignore=,$(EXAMPLES) $(SERVE) $(ENGINE))
-
-long-faults: $(VENV)/ucx.stamp
-	$(PYTEST) -m long tests/faults
-
-# Servers with their clients, which wait for each other half of the time.
-long-servers: $(VENV)/ucx.stamp
-	$(PYTEST) -m long $(EXAMPLES) $(SERVE)
-
-conformance-local: $(VENV)/ucx.stamp
-	$(CONFORMANCE) --transport=local --loops=asyncio
-
-# What is one loop's own is the core's, which `local` shows on all of them. In one process where that is possible, which
-# is quicker; and ucx, which is made for them, in processes too.
-conformance-in-process: $(VENV)/ucx.stamp
-	$(CONFORMANCE) --transport=local
-	$(CONFORMANCE) --transport=c10d --transport=ucx --loops=asyncio
-
-conformance-in-processes: $(VENV)/ucx.stamp
-	$(CONFORMANCE) --transport=ucx --processes --loops=asyncio
-
-conformance-loops: $(VENV)/ucx.stamp
-	$(CONFORMANCE) --transport=c10d --transport=ucx --loops=uvloop,trio
+## tests/seconds.json, by which long groups of tests are begun first, from the last run of a tier.
+seconds: $(VENV)/setup.stamp
+	PYTHONPATH=tests/support $(BIN)/python -m gate.budget
 
 # ------------------------------------------------------------------------------------------------------------ aarch64
 # The engine for another processor, and what holds its shared memory together there.
@@ -206,17 +163,19 @@ $(SANITIZERS)/%.stamp: $(VENV)/ucx.stamp $(UCX_NATIVE) $(wildcard $(UCX)/aiocomm
 		--config-settings build-dir=$(abspath $(SANITIZERS))/$*.build ./$(UCX)
 	touch $@
 
-SANITIZED = $(UCX)/tests/sanitized/run.sh $(1) $(SANITIZERS)/$(1) $(CONFORMANCE) --transport=ucx --loops asyncio
+SANITIZED = $(UCX)/tests/sanitized/run.sh $(1) $(SANITIZERS)/$(1) $(CONFORMANCE) --loops asyncio --seed=$(SEED)
+
+# For how long each sanitizer goes on with other seeds of the engine's tests; 0: each world once, by its fixed seed.
+ENGINE_SECONDS ?= 0
 
 ## The ucx transport under AddressSanitizer and ThreadSanitizer: its engines alone, then the conformance suite.
 test-sanitizers: $(SANITIZERS)/address.stamp $(SANITIZERS)/thread.stamp
-	AIOCOMMS_ENGINE_TEST_SECONDS=60 $(PYTEST) $(ENGINE)
-	$(call SANITIZED,address) --ranks 2,3,4
-	$(call SANITIZED,address) --ranks 2,3 --processes
-	$(call SANITIZED,thread) --ranks 2,3,4
-	$(call SANITIZED,thread) --ranks 2,3 --processes
+	AIOCOMMS_ENGINE_TEST_SECONDS=$(ENGINE_SECONDS) $(PYTEST) tests/transports/ucx/test_ucx_engine.py
+	$(call SANITIZED,address) --ranks 2,3 --transport=ucx --transport=ucx@processes
+	$(call SANITIZED,thread) --ranks 2,3 --transport=ucx --transport=ucx@processes
+	@git diff --quiet HEAD -- $(UCX)/src && git rev-parse HEAD:$(UCX)/src > tests/sanitized.txt
 
-# Test programs are built and run by `test-long` and `test-sanitizers`; that they agree with the engine is seen at once.
+# Test programs are built and run by `search` and `test-sanitizers`; that they agree with the engine is seen at once.
 AS_CXX = $(CXX) -std=c++20 -fsyntax-only -I$(UCX)/src -I$(UCX)/tests \
 	-isystem $$($(BIN)/python -c "import libucx; print(libucx.__path__[0])")/include $(1)
 
@@ -339,10 +298,10 @@ test-hosts: $(HOSTS_VENV)/ucx.stamp
 	$(HOSTS_BIN)/python -m pytest tests/project/test_layers.py -k imported_first
 
 # What PyPI has of MPI, each in a folder of its own, as all have a program `mpiexec`. The last is 86 MB, and for
-# `test-launchers` alone. `test` and `test-long` have them before their jobs: one that waits for them begins last.
+# `test-launchers` alone.
 MPI_QUICK := build/launchers/openmpi-5.0.stamp build/launchers/mpich-5.0.stamp
 MPI_ALL := $(MPI_QUICK) build/launchers/openmpi-4.1.stamp build/launchers/impi_rt-2021.19.stamp
-unit long test test-long: $(MPI_QUICK)
+search: $(MPI_QUICK)
 SLURM_NEEDS := munged slurmctld slurmd srun ip
 
 build/launchers/%.stamp: | $(VENV)/setup.stamp

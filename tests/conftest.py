@@ -18,12 +18,19 @@ from concurrency import LOOPS, Main, run_on
 from inside import Entry
 from processes import HANGS, PATIENCE, Run, runner
 
+_GATE = ("options", "kinds", "sample", "leaks", "ledger", "retry", "schedule", "budget")
+pytest_plugins = [f"gate.{name}" for name in _GATE]
+
 _records = tempfile.TemporaryDirectory(prefix="aiocomms-tests")
 os.environ["AIOCOMMS_RECORDER_DIR"] = _records.name  # where each communicator that is lost leaves a file
 
-# Neither an example nor what chooses it has to be quick, on whatever machine.
-hypothesis.settings.register_profile("slow", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
-hypothesis.settings.load_profile("slow")
+# Neither an example nor what chooses it has to be quick, on whatever machine. The gate draws the same examples each
+# time, and `make search` draws new ones.
+SEARCH = os.environ.get("AIOCOMMS_SEARCH") == "1"
+_patient = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("gate", derandomize=True, **_patient)
+hypothesis.settings.register_profile("search", print_blob=True, **_patient)
+hypothesis.settings.load_profile("search" if SEARCH else "gate")
 
 
 def pytest_collection_finish() -> None:
@@ -46,10 +53,16 @@ def pytest_unconfigure() -> None:
             thread.join(max(0.0, ends - time.monotonic()))
 
 
-@pytest.fixture(params=LOOPS)
-def loop(request: pytest.FixtureRequest) -> str:
-    """The name of an event loop."""
-    return request.param
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test that is marked ``loops`` on every event loop, and others that have a loop on asyncio.
+
+    The loops differ in how a task parks and wakes; what else a test shows it shows on one of them. ``make search`` runs
+    all tests on all loops.
+    """
+    own = any("loop" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
+    if "loop" in metafunc.fixturenames and not own:
+        everywhere = SEARCH or any(mark.name == "loops" for mark in metafunc.definition.iter_markers())
+        metafunc.parametrize("loop", list(LOOPS) if everywhere else ["asyncio"], scope="function")
 
 
 @pytest.fixture

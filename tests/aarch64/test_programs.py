@@ -14,6 +14,8 @@ import pytest
 from look import COMPILER, EMULATOR
 from programs import PROGRAMS, UCX, build, run_program
 
+pytestmark = pytest.mark.real
+
 LIBUCX = Path(os.environ["AIOCOMMS_AARCH64"]) / "libucx"
 """UCX's wheel for aarch64; the Makefile fetches it."""
 SYSTEM = "/usr/aarch64-linux-gnu"

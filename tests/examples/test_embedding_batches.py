@@ -12,6 +12,8 @@ sys.path.insert(0, str(EXAMPLES))
 
 from embedding_server.batcher import MICRO_BATCH_TOKENS, MORE_PADDING, Text, Waiting
 
+pytestmark = pytest.mark.deterministic
+
 
 class Vector:
     """What of a future the batches ask for."""

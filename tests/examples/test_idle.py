@@ -23,6 +23,8 @@ from aiocomms.errors import CommTimeoutError
 from aiocomms.serving import Service
 from aiocomms.testing import local_world
 
+pytestmark = pytest.mark.deterministic
+
 ROOT = Path(__file__).parents[2]
 SHORT, LONG = 0.05, 30.0
 
@@ -102,6 +104,7 @@ async def embedding_server() -> None:
             assert vectors.tolist() == [4, 4]
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("program", [tutorial, tensor_parallel, kv_cache, embedding_server], ids=lambda f: f.__name__)
 def test_who_waits_for_work_outlives_its_deadline(program: Any) -> None:
     asyncio.run(program())

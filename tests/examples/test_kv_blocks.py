@@ -15,6 +15,8 @@ from processes import HANGS, KILLED, Rank, Run
 
 from aiocomms.errors import ArgumentError, CommError, RegionError
 
+pytestmark = pytest.mark.real
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 COUNT, LENGTH = 16, 4096
 
@@ -112,6 +114,7 @@ async def refuse(place: Rank) -> None:
         await module.Blocks.open(memoryview(bytes(8)))
 
 
+@pytest.mark.search
 def test_what_does_not_fit(ranks: Run) -> None:
     ranks(1, refuse)
 
@@ -157,12 +160,14 @@ async def submit(place: Rank, dies: bool) -> Any:
     return fault
 
 
+@pytest.mark.search
 def test_submit_and_poll(ranks: Run) -> None:
     fault, rows = ranks(2, submit, False)
     assert rows == [3, 4, *range(102, 115), 5]
     assert fault == "it has closed the connection"
 
 
+@pytest.mark.search
 @pytest.mark.fault(112, transport="ucx")
 def test_a_node_that_dies(ranks: Run) -> None:
     fault, rows = ranks(2, submit, True)

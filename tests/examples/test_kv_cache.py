@@ -25,6 +25,8 @@ from aiocomms.errors import CommAbortedError, PlanLostError
 from aiocomms.serving import Service
 from aiocomms.testing import local_world
 
+pytestmark = pytest.mark.deterministic
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NEED = 8
 """Blocks of the longest sequence that the example makes: with no more than these there is one at a time."""
@@ -71,7 +73,8 @@ def assert_right(example: ModuleType, generated: list[list[int]]) -> None:
         assert tokens == best.tolist()
 
 
-@pytest.mark.parametrize("blocks", [NEED, pytest.param(20, marks=pytest.mark.long), 400])
+@pytest.mark.real
+@pytest.mark.parametrize("blocks", [NEED, pytest.param(20, marks=pytest.mark.search), 400])
 def test_two_processes_say_what_one_would(example: ModuleType, tmp_path: Path, blocks: int) -> None:
     """Where blocks are so scarce that prefill must wait for decode, and where they are not."""
     done = run(f"--blocks={blocks}", "--sequences=20", f"--json={tmp_path / 'tokens'}")
@@ -84,12 +87,15 @@ def test_two_processes_say_what_one_would(example: ModuleType, tmp_path: Path, b
     assert_right(example, json.loads((tmp_path / "tokens").read_text()))
 
 
+@pytest.mark.real
 def test_a_sequence_that_is_too_long_for_the_pool() -> None:
     done = run("--blocks=2")
     assert done.returncode != 0
     assert re.search(r"ValueError: a sequence of \d blocks does not fit: 2 is the most", done.stderr)
 
 
+@pytest.mark.search
+@pytest.mark.real
 def test_it_takes_two_ranks() -> None:
     done = run(size=1)
     assert done.returncode != 0
@@ -132,6 +138,7 @@ def test_the_comparison_finds_a_block_in_the_wrong_place(example: ModuleType, mo
         example.compare(example.Model(torch.device("cpu")), done, example.make_prompts(5), torch.device("cpu"))
 
 
+@pytest.mark.search
 def test_a_lost_prefill_rank_ends_decode(example: ModuleType) -> None:
     """With sequences in flight, and some that wait for blocks."""
 

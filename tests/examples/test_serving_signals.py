@@ -17,7 +17,7 @@ httpx = pytest.importorskip("httpx")
 for package in ("starlette", "uvicorn"):
     pytest.importorskip(package)
 
-pytestmark = pytest.mark.timeout(HANGS, method="signal")
+pytestmark = [pytest.mark.real, pytest.mark.timeout(HANGS, method="signal"), pytest.mark.search]
 
 SERVER = """
 import asyncio, contextlib, os, signal, sys

@@ -29,7 +29,7 @@ TEXTS = [
 ]
 TOLERANCE = 1e-5
 
-pytestmark = pytest.mark.timeout(2 * HANGS)
+pytestmark = [pytest.mark.deterministic, pytest.mark.timeout(2 * HANGS)]
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -59,7 +59,8 @@ def expected() -> torch.Tensor:
     return torch.tensor(json.loads(run.stdout))
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.real
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.search)])
 def test_processes_give_the_vectors_of_the_unsplit_model(size: int, expected: torch.Tensor, tmp_path: Path) -> None:
     """The example compares by itself too; here another process has computed what is right."""
     (tmp_path / "texts").write_text("\n".join(TEXTS), "utf-8")

@@ -14,7 +14,7 @@ from processes import SUITE_HANGS
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "testing_a_server"
 
-pytestmark = pytest.mark.timeout(2 * SUITE_HANGS)
+pytestmark = [pytest.mark.deterministic, pytest.mark.timeout(2 * SUITE_HANGS)]
 
 
 def suite(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
@@ -31,13 +31,14 @@ def suite(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.real
 def test_its_tests_pass():
     run = suite(EXAMPLE)
     assert run.returncode == 0, run.stdout
     assert re.search(r"^\d+ passed in", run.stdout, re.MULTILINE), run.stdout
 
 
-@pytest.mark.long
+@pytest.mark.search
 @pytest.mark.parametrize(
     ("right", "wrong", "noticed"),
     [

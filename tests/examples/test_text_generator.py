@@ -24,7 +24,10 @@ for package in ("prometheus_client", "safetensors", "starlette", "uvicorn"):
 from generator import LONG, Served, assert_right, one_thread, random_model  # noqa: E402
 from supervised import EXAMPLES, HANGS  # noqa: E402
 
-pytestmark = pytest.mark.timeout(HANGS, method="signal")  # it raises in the test, which then ends its processes
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.timeout(HANGS, method="signal"),  # raises in the test, which then ends its processes
+]
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -72,13 +75,14 @@ def assert_all_right(server: Served, model: Any, count: int = 40) -> None:
             assert_right(model, prompt, tokens)
 
 
+@pytest.mark.search
 def test_every_token_is_the_unsplit_models(pair: Served, model: Any) -> None:
     assert_all_right(pair, model)
     assert pair.measured("near_ties_total") == 0
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (1, 2), (2, 2)])
-@pytest.mark.long
+@pytest.mark.search
 def test_however_the_model_is_split(path: Path, model: Any, tp: int, pp: int) -> None:
     with Served(path, f"--tp={tp}", f"--pp={pp}", "--decoders=1") as server:
         assert_all_right(server, model)
@@ -98,6 +102,7 @@ def test_a_client_that_leaves_takes_its_pages_along(pair: Served, model: Any) ->
     assert pair.measured("tokens_total") < LONG
 
 
+@pytest.mark.search
 def test_who_leaves_amid_prefill_has_no_more_of_it_done(pair: Served) -> None:
     """The prefill group stands still when the client comes, and when it leaves: of many chunks it does a few."""
     left, written = pair.health()["clients_left"], pair.summed_up("prefill.1")
@@ -112,6 +117,7 @@ def test_who_leaves_amid_prefill_has_no_more_of_it_done(pair: Served) -> None:
     assert pair.summed_up("prefill.1") - written < 10 * CHUNK_BYTES
 
 
+@pytest.mark.search
 def test_a_killed_decoder_is_replaced_while_all_streams_go_on(pair: Served, model: Any) -> None:
     again = pair.measured("again_total")
     prompts = [f"stream {i}" for i in range(4)]  # two on each decoder
@@ -128,6 +134,7 @@ def test_a_killed_decoder_is_replaced_while_all_streams_go_on(pair: Served, mode
     assert_all_right(pair, model)
 
 
+@pytest.mark.search
 def test_a_killed_prefill_group_is_replaced(pair: Served, model: Any) -> None:
     """What it was about to do is done by the one that comes; what was with a decoder by then does not notice."""
     again = pair.measured("again_total")
@@ -144,6 +151,7 @@ def test_a_killed_prefill_group_is_replaced(pair: Served, model: Any) -> None:
     assert_all_right(pair, model)
 
 
+@pytest.mark.search
 @pytest.mark.parametrize(
     ("body", "status", "sentence"),
     [
@@ -169,6 +177,7 @@ def test_a_bad_request_gets_a_sentence(pair: Served, body: bytes, status: int, s
     assert sentence in response.json()["error"]
 
 
+@pytest.mark.search
 def test_metrics_are_of_all_processes(pair: Served, model: Any) -> None:
     assert_all_right(pair, model, 4)
     page = pair.http.get("/metrics").raise_for_status().text
@@ -187,6 +196,7 @@ def narrow(path: Path) -> Iterator[Served]:
         yield server
 
 
+@pytest.mark.search
 def test_who_finds_no_free_pages_waits(narrow: Served, model: Any) -> None:
     with ThreadPoolExecutor(3) as threads:
         with narrow.stopped("decode-0.1"):
@@ -197,6 +207,7 @@ def test_who_finds_no_free_pages_waits(narrow: Served, model: Any) -> None:
     assert narrow.measured("waited_total") == 2
 
 
+@pytest.mark.search
 def test_who_leaves_while_waiting_for_pages_never_gets_any(narrow: Served, model: Any) -> None:
     left, waited = narrow.health()["clients_left"], narrow.measured("waited_total")
     with narrow.stopped("decode-0.1"), ThreadPoolExecutor(1) as threads:
@@ -214,6 +225,7 @@ def test_who_leaves_while_waiting_for_pages_never_gets_any(narrow: Served, model
     assert narrow.measured("wasted_tokens_total") == 0
 
 
+@pytest.mark.search
 def test_sigterm_lets_streams_end_and_refuses_new_ones(narrow: Served, model: Any) -> None:
     with narrow.stream("the last", 390) as last, ExitStack() as stack:
         with narrow.stopped("decode-0.1"):
@@ -230,7 +242,7 @@ def test_sigterm_lets_streams_end_and_refuses_new_ones(narrow: Served, model: An
     assert narrow.errors() == ""
 
 
-@pytest.mark.long
+@pytest.mark.search
 def test_the_front_is_killed_and_all_is_started_anew(path: Path, model: Any) -> None:
     with Served(path, "--tp=2", "--decoders=1") as server:
         with server.stream("breaks off", LONG) as stream:
@@ -241,7 +253,7 @@ def test_the_front_is_killed_and_all_is_started_anew(path: Path, model: Any) -> 
         assert_right(model, "anew", server.generate("anew", 40))  # it waits, for the supervisor holds the socket
 
 
-@pytest.mark.long
+@pytest.mark.search
 def test_a_rank_that_stands_still_is_replaced(path: Path, model: Any) -> None:
     with Served(path, "--tp=2", "--decoders=2", heartbeat="2") as server:
         with server.stream("goes on", 1200) as stream:
@@ -254,6 +266,7 @@ def test_a_rank_that_stands_still_is_replaced(path: Path, model: Any) -> None:
         assert_all_right(server, model)
 
 
+@pytest.mark.search
 def test_the_model_learns(example: ModuleType) -> None:
     """A small one, of a few steps, from its own seed each time: what `make demo-generate` does for longer."""
     train = importlib.import_module("text_generator.train")

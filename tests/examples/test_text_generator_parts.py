@@ -18,6 +18,8 @@ pytest.importorskip("safetensors")
 from generator import one_thread, random_model
 from supervised import EXAMPLES
 
+pytestmark = pytest.mark.deterministic
+
 PROMPT = b"a prompt that is longer than two pages and no whole number of them"
 
 

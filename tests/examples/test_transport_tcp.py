@@ -25,6 +25,8 @@ from strangers import QUICK, expect_death_to_be_noticed, run
 from aiocomms import ops
 from aiocomms.errors import CommAbortedError, CommError, PeerDiedError, ProtocolError
 
+pytestmark = pytest.mark.deterministic
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "transport_tcp"
 PAGE = (ROOT / "docs" / "transports.md").read_text()
@@ -71,16 +73,21 @@ def test_it_is_small(package: Path) -> None:
     assert len((EXAMPLE / MODULE).read_text().splitlines()) < 250
 
 
+@pytest.mark.search
+@pytest.mark.real
 @pytest.mark.timeout(2 * SUITE_HANGS)
-@pytest.mark.parametrize("options", ["--loops=asyncio", "--loops=trio --processes -k 'closing or timeouts'"])
-def test_it_conforms(installed: Path, options: str) -> None:
+@pytest.mark.parametrize(
+    ("where", "options"), [("", "--loops=asyncio"), ("@processes", "--loops=trio -k 'closing or timeouts'")]
+)
+def test_it_conforms(installed: Path, where: str, options: str) -> None:
     """All of the suite in one process, and where processes and loops make a difference, on other ones."""
     command = next(c for c in re.findall(r"^\$ (.*--transport=tcp)$", PAGE, re.MULTILINE))
-    _, *arguments = shlex.split(command)
+    _, *arguments = shlex.split(command + where)
     done = run(installed, *arguments, "--ranks=2", *shlex.split(options), *QUICK)
     assert done.returncode == pytest.ExitCode.OK, done.stdout + done.stderr
 
 
+@pytest.mark.real
 def test_a_death_is_noticed_although_a_fork_of_the_dead_lives(installed: Path) -> None:
     """The child has a copy of each descriptor; a connection ends when the last copy is closed."""
     expect_death_to_be_noticed(

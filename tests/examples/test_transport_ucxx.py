@@ -15,6 +15,8 @@ import pytest
 from processes import SUITE_HANGS
 from strangers import QUICK, expect_death_to_be_noticed, run
 
+pytestmark = pytest.mark.deterministic
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "transport_ucxx"
 MODULE = EXAMPLE / "aiocomms_ucxx.py"
@@ -131,6 +133,8 @@ def test_it_is_a_distribution_of_its_own() -> None:
     assert not re.findall(r"^from aiocomms\S*\._|^import aiocomms_(?!ucxx)", MODULE.read_text(), re.MULTILINE)
 
 
+@pytest.mark.search
+@pytest.mark.real
 def test_without_ucxx_it_says_what_to_install(folder: Path) -> None:
     hidden = "import sys; sys.modules['ucxx'] = sys.modules['ucp'] = None; "
     program = "import torch; from aiocomms.bootstrap.registry import available; print(available(torch.device('cpu')))"
@@ -143,6 +147,8 @@ def test_without_ucxx_it_says_what_to_install(folder: Path) -> None:
     assert "'local': None" in done.stdout
 
 
+@pytest.mark.search
+@pytest.mark.real
 def test_a_death_is_noticed_over_a_stand_in(folder: Path) -> None:
     (folder / "ucxx.py").write_text(STAND_IN)
     expect_death_to_be_noticed(folder, "ucxx", "recv", "recv")  # its sends do not wait for their receives
@@ -153,7 +159,7 @@ def test_a_death_is_noticed_over_ucxx(folder: Path) -> None:
     expect_death_to_be_noticed(folder, "ucxx", "recv", "recv", "send")
 
 
-@pytest.mark.long
+@pytest.mark.search
 @pytest.mark.timeout(2 * SUITE_HANGS)
 def test_it_conforms_over_a_stand_in(folder: Path) -> None:
     (folder / "ucxx.py").write_text(STAND_IN)
@@ -161,7 +167,7 @@ def test_it_conforms_over_a_stand_in(folder: Path) -> None:
     assert done.returncode == pytest.ExitCode.OK, done.stdout + done.stderr
 
 
-@pytest.mark.long
+@pytest.mark.search
 @pytest.mark.timeout(2 * SUITE_HANGS)
 def test_it_conforms_over_ucxx(folder: Path) -> None:
     need_ucxx()

@@ -22,7 +22,8 @@ from cases import CASES, TRANSPORTS, Case  # noqa: E402 - found by the path abov
 ROOT = Path(__file__).parents[2]
 FOUND = ROOT / "build" / "faults.json"
 PAGE = ROOT / "docs" / "fault-table.md"
-TESTS = ["-m", "fault", "tests", "aiocomms/testing/conformance", *(f"--transport={name}" for name in TRANSPORTS)]
+SUITE = ["aiocomms/testing/conformance", "--full", *(f"--transport={name}" for name in TRANSPORTS)]
+TESTS = ["-m", "fault", "tests", *SUITE]
 """Arguments of pytest: all tests of the catalogue."""
 
 HEAD = """# The fault table

@@ -25,6 +25,8 @@ from aiocomms.errors import ArgumentError, CommAbortedError, CommTimeoutError, P
 from aiocomms.lowlevel import HEAD_BYTES, auth
 from aiocomms.lowlevel.auth import RENDEZVOUS, Seal
 
+pytestmark = pytest.mark.real
+
 SERVER = """
 import sys
 from torch.distributed import TCPStore

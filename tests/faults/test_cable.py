@@ -15,6 +15,8 @@ from processes import Rank, Run, empty, exchange, numbers
 
 from aiocomms.communicator import Communicator
 
+pytestmark = [pytest.mark.real, pytest.mark.search]
+
 ROUTE = {"MASTER_ADDR": address(0)}
 WEATHERS = {
     "1 % is lost": Weather(loss=0.01),
@@ -71,7 +73,7 @@ async def put(comm: Communicator, count: int) -> None:
 @pytest.mark.fault(107)
 @pytest.mark.parametrize(
     "weather",
-    [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in WEATHERS],
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.search) for name in WEATHERS],
 )
 def test_every_byte_is_right(ranks: Run, line: tuple[list[str], Cable], weather: str) -> None:
     names, wire = line

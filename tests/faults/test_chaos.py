@@ -7,6 +7,8 @@ import disturbances
 import pytest
 from processes import Run
 
+pytestmark = [pytest.mark.real, pytest.mark.search]
+
 
 @pytest.fixture(params=["local", "c10d", "ucx"])
 def transport(request: pytest.FixtureRequest) -> str:

@@ -29,6 +29,8 @@ from aiocomms.communicator import Communicator
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError, PeerDiedError
 from aiocomms.families.rma import Window
 
+pytestmark = pytest.mark.real
+
 HUGE = 8 * 2**20
 """Elements of int64: 64 MiB."""
 VICTIMS = (0, 1, 2) if FULL else (1,)

@@ -40,6 +40,8 @@ from aiocomms.errors import (
 )
 from aiocomms.lowlevel import jobstore
 
+pytestmark = pytest.mark.real
+
 Notice = Callable[[Sequence[float]], None]
 MIB = 2**18
 """Elements of float32."""
@@ -336,7 +338,7 @@ async def come_and_go(place: Rank, count: int) -> Any:
         return (allocated() - memory) / (count // 2)
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.search)])
 def test_endpoints_come_and_go(ranks: Run, count: int) -> None:
     growth, _ = ranks(2, come_and_go, count)
     assert growth < (2**16 if count < 100 else 2**12), "bytes for each"

@@ -28,6 +28,8 @@ from aiocomms.progress.deadlines import watchdog
 from aiocomms.testing import local_world
 from aiocomms.transport import Capabilities
 
+pytestmark = pytest.mark.real
+
 BASES = {"local": LocalTransport, "c10d": C10dTransport, "ucx": UcxTransport}
 
 
@@ -51,11 +53,6 @@ def breaking(base: type[Any], method: str) -> type[Any]:
 def base(request: pytest.FixtureRequest) -> type[Any]:
     """A transport to break."""
     return BASES[request.param]
-
-
-@pytest.fixture(params=["asyncio", "trio"])
-def loop(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 async def failure_of(work: Any) -> CommError:

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from processes import HANGS
 
+pytestmark = [pytest.mark.real, pytest.mark.search]
+
 
 @pytest.fixture(params=["c10d", "ucx"])
 def transport(request: pytest.FixtureRequest) -> str:

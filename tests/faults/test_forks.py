@@ -20,6 +20,8 @@ from aiocomms.bootstrap.stores import connect_store
 from aiocomms.errors import StoreLostError
 from aiocomms.lowlevel import store_errors
 
+pytestmark = pytest.mark.real
+
 
 @pytest.fixture(params=["c10d", "ucx"])
 def transport(request: pytest.FixtureRequest) -> str:

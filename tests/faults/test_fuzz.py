@@ -36,6 +36,8 @@ from aiocomms.lowlevel import Reason
 from aiocomms.lowlevel.auth import Seal
 from aiocomms.ops import codec
 
+pytestmark = pytest.mark.deterministic
+
 MEMORY = 4 * 2**20
 """Bytes that reading a few hundred may take."""
 TURNS = int(os.environ.get("AIOCOMMS_FUZZ", "20000"))

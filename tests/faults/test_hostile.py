@@ -43,6 +43,8 @@ from aiocomms.lowlevel.auth import Seal
 from aiocomms.ops import codec
 from aiocomms.testing import local_world
 
+pytestmark = pytest.mark.real
+
 TOKEN = "a token of these tests, of some length"
 NOBODY = 65534
 

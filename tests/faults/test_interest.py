@@ -29,6 +29,8 @@ from aiocomms.blocking import BlockingWindow, BlockingWork
 from aiocomms.errors import CommTimeoutError, WorkCancelledError
 from aiocomms.testing import local_world
 
+pytestmark = pytest.mark.deterministic
+
 PAGE = Path(__file__).parents[2] / "docs" / "cancellation.md"
 TRANSPORTS = ("local", "c10d", "ucx")
 
@@ -349,6 +351,8 @@ async def lose(peer: Any, comm: Any, messages: Messages, case: Case, outcome: st
     del kept
 
 
+@pytest.mark.search
+@pytest.mark.real
 @pytest.mark.fault(78)
 @pytest.mark.parametrize(("loop", "way", "case"), CASES, ids=lambda value: value if isinstance(value, str) else "")
 @pytest.mark.parametrize("transport", TRANSPORTS)

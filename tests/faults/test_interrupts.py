@@ -21,6 +21,8 @@ from aiocomms.communicator import Communicator
 from aiocomms.errors import CommError
 from aiocomms.testing import local_world
 
+pytestmark = pytest.mark.deterministic
+
 OURS = str(Path(aiocomms.__file__).parent)
 LATER = 1000.0
 """Seconds after which every deadline has passed."""
@@ -76,7 +78,7 @@ def watchdog_looks(*comms: Communicator) -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of generators that are thrown away
 @pytest.mark.parametrize(
-    "loop", ["asyncio", *(pytest.param(loop, marks=pytest.mark.long) for loop in ("uvloop", "trio"))]
+    "loop", ["asyncio", *(pytest.param(loop, marks=pytest.mark.search) for loop in ("uvloop", "trio"))]
 )
 @pytest.mark.parametrize("does", [completes, aborts, lets_deadlines_pass])
 def test_nobody_waits_for_ever(

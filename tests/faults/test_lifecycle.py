@@ -32,6 +32,8 @@ from aiocomms import core
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError
 from aiocomms.testing import local_world
 
+pytestmark = pytest.mark.real
+
 ROOT = Path(__file__).parents[2]
 LOOPS = 200 if FULL else 12
 Notice = Callable[[list[float]], None]

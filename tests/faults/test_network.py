@@ -21,6 +21,8 @@ from processes import LARGE, Rank, Run, empty, hear, numbers
 from aiocomms.communicator import Communicator
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError, PeerDiedError
 
+pytestmark = [pytest.mark.real, pytest.mark.search]
+
 HUGE = 8 * 2**20
 """Elements of int64: 64 MiB."""
 ROUTE = {"MASTER_ADDR": address(0)}

@@ -25,7 +25,10 @@ from aiocomms import core
 from aiocomms.errors import CommError
 from aiocomms.testing import local_world
 
+pytestmark = pytest.mark.deterministic
 
+
+@pytest.mark.real
 @pytest.mark.fault(14, transport="local")
 def test_a_slow_callback_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     """By asyncio's debug mode, which says whose it is; the peer's deadline passes meanwhile, and nobody is dead."""

@@ -22,17 +22,14 @@ from aiocomms.families import objects
 from aiocomms.families.streams import TensorStream
 from aiocomms.testing import local_world
 
+pytestmark = pytest.mark.real
+
 BASES = {"local": LocalTransport, "c10d": C10dTransport, "ucx": UcxTransport}
 LONG = 600.0
 
 
 @pytest.fixture(params=BASES)
 def transport(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.fixture(params=["asyncio", "trio"])
-def loop(request: pytest.FixtureRequest) -> str:
     return request.param
 
 

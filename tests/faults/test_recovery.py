@@ -27,6 +27,8 @@ from aiocomms.bootstrap.stores import connect_store
 from aiocomms.communicator import Communicator
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError, PeerDiedError, StoreLostError
 
+pytestmark = pytest.mark.real
+
 BEAT = {"heartbeat": 2.0}
 LONG = 2 * HANGS
 """Seconds for a new communicator: who waits for a rank until its time is up hangs."""

@@ -15,6 +15,8 @@ from concurrency import ranks, run_on, turns
 from aiocomms.errors import CommError
 from aiocomms.testing import local_world
 
+pytestmark = pytest.mark.real
+
 
 async def the_other_has_closed(world: list[Any]) -> None:
     await world[1].aclose()

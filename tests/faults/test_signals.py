@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from processes import HANGS
 
+pytestmark = pytest.mark.real
+
 
 @pytest.fixture(params=["local", "c10d", "ucx"])
 def transport(request: pytest.FixtureRequest) -> str:

@@ -19,6 +19,8 @@ from aiocomms import opening
 from aiocomms.communicator import Communicator
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError, PeerDiedError
 
+pytestmark = pytest.mark.real
+
 Notice = Callable[[list[float]], None]
 DEADLINE = 3.0  # in which a rank that is not stopped calls the collective that the others have called
 

@@ -28,6 +28,8 @@ from aiocomms.bootstrap.registry import Plan, open_transports
 from aiocomms.errors import CommAbortedError, CommError, PeerDiedError
 from aiocomms.transport import Transport
 
+pytestmark = pytest.mark.real
+
 TOKEN = "a token of these tests, of some length"
 ROOM = 250
 """Descriptors that a rank may still open: fewer than a stranger opens connections."""

@@ -56,8 +56,9 @@ class Result(NamedTuple):
 
 def conformance(transport: str, ranks: int, environment: Mapping[str, str]) -> Step:
     """The suite on so many ranks: with one on every loop, with several on asyncio."""
-    options = [f"--transport={transport}", "--device=cuda", f"--ranks={ranks}", "--deadline=60", "--timeout=150"]
-    loops = [] if ranks == 1 else ["--loops=asyncio", "--processes"]
+    where = transport if ranks == 1 else f"{transport}@processes"
+    options = [f"--transport={where}", "--device=cuda", f"--ranks={ranks}", "--deadline=60", "--timeout=150"]
+    loops = [] if ranks == 1 else ["--loops=asyncio"]
     command = ["-m", "pytest", "--pyargs", "aiocomms.testing.conformance", *options, *loops, "--junitxml={junit}"]
     name = f"conformance, {transport}, {ranks} {'rank' if ranks == 1 else 'ranks'}"
     return Step(name, [sys.executable, *command], 1200.0, environment if ranks > 1 else {}, tests=True)

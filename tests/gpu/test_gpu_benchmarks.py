@@ -26,6 +26,8 @@ from benchmarks.gpu.stage import Stage  # noqa: E402
 from benchmarks.gpu.targets import TARGETS  # noqa: E402
 from benchmarks.gpu.ticks import ticking  # noqa: E402
 
+pytestmark = pytest.mark.deterministic
+
 ONE_RANK = [target.key for target in TARGETS if target.size == 1]
 SIZES = {"rounds": 3, "nbytes": 4096, "op_seconds": 1e-5, "long_seconds": 2e-3, "parked_seconds": 0.05}
 
@@ -123,6 +125,8 @@ def test_the_documentation_has_the_table() -> None:
 # -------------------------------------------------------------------------------------------------------- heartbeat
 
 
+@pytest.mark.search
+@pytest.mark.real
 def test_the_heartbeat_counts_every_tick_of_a_blocked_loop() -> None:
     late: list[float] = []
 
@@ -171,6 +175,8 @@ async def measure(place: Rank, keys: list[str], wrong: str = "") -> list[dict[st
         dist.destroy_process_group()
 
 
+@pytest.mark.search
+@pytest.mark.real
 def test_every_measure_of_one_rank(ranks: Run) -> None:
     """The figures mean nothing here; that they are there does."""
     [figures] = ranks(1, measure, ONE_RANK)
@@ -184,12 +190,16 @@ def test_every_measure_of_one_rank(ranks: Run) -> None:
     assert all(value > 0 for value in by_key["bandwidth1"]["detail"]["torch_gb_per_s"])
 
 
+@pytest.mark.search
+@pytest.mark.real
 def test_every_measure_of_two_ranks(ranks: Run) -> None:
     for figures in ranks(2, measure, ["bandwidth2", "p2p"]):
         assert [figure["key"] for figure in figures] == ["bandwidth2", "p2p"]
         assert all(figure["value"] > 0 for figure in figures)
 
 
+@pytest.mark.search
+@pytest.mark.real
 def test_a_measure_that_fails_is_a_figure_that_is_missing(ranks: Run) -> None:
     [figures] = ranks(1, measure, ["post", "await"], "post")
     assert figures[0]["value"] is None
@@ -197,6 +207,8 @@ def test_a_measure_that_fails_is_a_figure_that_is_missing(ranks: Run) -> None:
     assert figures[1]["value"] is not None
 
 
+@pytest.mark.search
+@pytest.mark.real
 def test_without_a_gpu_it_says_so() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu"], cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},

@@ -14,6 +14,8 @@ from gpu import check
 from gpu.check import Result, Step
 from processes import HANGS, PATIENCE
 
+pytestmark = [pytest.mark.real, pytest.mark.search]
+
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # the benchmarks, whose table it prints, are no part of a distribution
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from upstream import names, outcome
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 GLOO_ALONE = "torch has dist.monitored_barrier for gloo alone before 2.15; the group's own monitored_barrier is there"
 DIFFERENCES = {

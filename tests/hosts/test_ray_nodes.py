@@ -10,6 +10,8 @@ import ray
 from ray.cluster_utils import Cluster
 from test_ray_rendezvous import Actor, found, meet
 
+pytestmark = pytest.mark.real
+
 MIB = 2**20
 
 

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 HANGS = 600.0  # seconds after which a program hangs, however slow the machine
 
-pytestmark = pytest.mark.timeout(2 * HANGS)
+pytestmark = [pytest.mark.real, pytest.mark.timeout(2 * HANGS)]
 
 
 @pytest.fixture(autouse=True)

@@ -33,6 +33,8 @@ from aiocomms.errors import (
 from aiocomms.lowlevel.jobstore import JobStore
 from aiocomms.ray import meeting
 
+pytestmark = pytest.mark.real
+
 
 @ray.remote(num_cpus=0)
 class Actor:

@@ -20,6 +20,8 @@ import aiocomms.ray
 from aiocomms.errors import RegionError
 from aiocomms.ray import transport as under_test
 
+pytestmark = pytest.mark.real
+
 MANY = 2**20
 """Elements: more than Ray or a message would carry by the way."""
 

@@ -24,6 +24,8 @@ from processes import HANGS, KILLED, Rank, Run
 
 from aiocomms.errors import CommClosedError, CommError, PeerDiedError, RegionError, UnsupportedOperation
 
+pytestmark = pytest.mark.real
+
 PAGE = Path(__file__).parents[2] / "docs" / "torch-transports.md"
 LARGE = 2**20
 """Elements of a tensor whose bytes no transport keeps."""

@@ -30,7 +30,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 # Whatever a launcher around the tests, or their user, has set.
 OF_LAUNCHERS = re.compile(r"(RANK|WORLD_SIZE|LOCAL_|GROUP_|MASTER_|TORCHELASTIC_|OMPI_|PMI|MPI_|I_MPI_|PALS_|SLURM_)")
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(3 * HANGS)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(3 * HANGS), pytest.mark.search]
 
 Commands = Callable[[Sequence[str]], list[list[str]]]
 """What is typed to start a job, on each host, of the job's own command."""
@@ -178,14 +178,14 @@ QUICK = ["multiprocessing, fork", "Open MPI 5", "MPICH"]
 
 
 @pytest.mark.parametrize(
-    "way", [pytest.param(it, marks=[] if it.name in QUICK else pytest.mark.long) for it in WAYS], ids=str
+    "way", [pytest.param(it, marks=[] if it.name in QUICK else pytest.mark.search) for it in WAYS], ids=str
 )
 def test_a_job(way: Way, tmp_path: Path) -> None:
     assert set(run(way.commands([*JOB, str(tmp_path), "end well"]), tmp_path)) == {0}
     assert told(tmp_path) == wanted(way)
 
 
-@pytest.mark.long
+@pytest.mark.search
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_a_rank_that_leaves_ends_the_job(way: Way, tmp_path: Path) -> None:
     assert set(run(way.commands([*JOB, str(tmp_path), "leave"]), tmp_path)) <= way.statuses()

@@ -15,6 +15,8 @@ import pytest
 from hosts import address, hosts, inside
 from processes import HANGS
 
+pytestmark = pytest.mark.deterministic
+
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
 yaml = pytest.importorskip("yaml")
 
@@ -130,8 +132,8 @@ class Pod:
         self._output.close()
 
 
-@pytest.mark.long
-@pytest.mark.processes
+@pytest.mark.search
+@pytest.mark.real
 @pytest.mark.timeout(3 * HANGS)
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda it: it.stem)
 def test_the_pods_of_a_manifest_form_four_ranks(manifest: Path, tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from herd import command
 
+pytestmark = pytest.mark.real
+
 ROOT = Path(__file__).parents[2]
 TESTS = sorted((ROOT / "transports" / "ucx" / "litmus").glob("*.litmus"))
 PAGE = ROOT / "docs" / "memory-model.md"

@@ -31,6 +31,8 @@ from benchmarks.serve.phases import around, parse_wrk
 from benchmarks.serve.servers import Look, late, parse
 from benchmarks.serve.targets import Stream
 
+pytestmark = pytest.mark.deterministic
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -193,6 +195,7 @@ async def streaming() -> AsyncIterator[tuple[Tokens, str]]:
         await serving
 
 
+@pytest.mark.real
 def test_a_stream_is_asked_to_its_end() -> None:
     async def main() -> None:
         async with streaming() as (tokens, url):
@@ -208,6 +211,7 @@ def test_a_stream_is_asked_to_its_end() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.real
 def test_each_token_has_the_moment_in_which_it_came() -> None:
     async def main() -> None:
         async with streaming() as (tokens, url), connect(url) as http:
@@ -222,6 +226,7 @@ def test_each_token_has_the_moment_in_which_it_came() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.real
 def test_a_client_leaves_after_half_of_its_stream() -> None:
     async def main() -> None:
         async with streaming() as (tokens, url), connect(url) as http:
@@ -234,6 +239,7 @@ def test_a_client_leaves_after_half_of_its_stream() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.real
 def test_refusals_and_streams_that_break_off_are_no_answers() -> None:
     async def main() -> None:
         async with streaming() as (tokens, url), connect(url) as http:
@@ -278,6 +284,7 @@ def test_a_must_of_streams_is_missed_where_ours_gives_neither_more_nor_sooner_to
     assert reached(150.0, 10.0, 1.5) == [True, False, True, True]
 
 
+@pytest.mark.real
 def test_an_answer_that_differs_from_the_unsplit_models_is_wrong() -> None:
     async def main() -> None:
         async with streaming() as (tokens, url), connect(url) as http:
@@ -290,8 +297,8 @@ def test_an_answer_that_differs_from_the_unsplit_models_is_wrong() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.long
-@pytest.mark.processes
+@pytest.mark.search
+@pytest.mark.real
 @pytest.mark.timeout(SUITE_HANGS)
 def test_both_generators_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All tokens are the unsplit model's, and after a kill tokens come again."""
@@ -314,8 +321,8 @@ def test_both_generators_are_measured(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "a token again after" in run.stdout
 
 
-@pytest.mark.long
-@pytest.mark.processes
+@pytest.mark.search
+@pytest.mark.real
 @pytest.mark.timeout(SUITE_HANGS)
 def test_both_servers_are_measured(tmp_path: Path) -> None:
     """All answers are right, and what a kill breaks is served again by ours."""

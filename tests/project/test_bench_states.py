@@ -9,6 +9,8 @@ import pytest
 from benchmarks.peers.report import markdown, states
 from benchmarks.peers.state import Probe, State, kinds
 
+pytestmark = pytest.mark.deterministic
+
 BEST = State(8.0, 400.0)
 TRIALS = [(8.0, 400.0), (9.9, 539.0), (10.1, 400.0), (8.1, 541.0), (12.0, 900.0)]
 
@@ -51,7 +53,7 @@ def test_a_trial_has_the_worse_of_two_probes() -> None:
     assert probe.trials == [State(12.0, 900.0), State(12.0, 400.0)]
 
 
-@pytest.mark.processes
+@pytest.mark.real
 def test_this_host_is_probed() -> None:
     probe = Probe()
     try:

@@ -20,6 +20,8 @@ from aiocomms.errors import CommAbortedError
 from aiocomms.prometheus import instrument
 from aiocomms.testing import local_world
 
+pytestmark = pytest.mark.deterministic
+
 TEXT = (Path(__file__).parents[2] / "docs" / "dashboard.json").read_text()
 
 
@@ -69,6 +71,7 @@ def scraped():
     return found
 
 
+@pytest.mark.real
 def test_it_asks_for_what_is_exported():
     known, asked = scraped(), set()
 

@@ -18,6 +18,8 @@ from processes import HANGS
 import aiocomms
 from wheels import check, pythons, sysroot
 
+pytestmark = pytest.mark.deterministic
+
 ROOT = Path(__file__).parents[2]
 UCX = ROOT / "transports" / "ucx"
 CORE, ENGINE = (tomllib.loads((folder / "pyproject.toml").read_text())["project"] for folder in (ROOT, UCX))
@@ -32,7 +34,8 @@ def test_both_are_of_one_version_wherever_it_stands():
     assert ENGINE["dependencies"] == [f"aiocomms=={version}"]
 
 
-@pytest.mark.processes
+@pytest.mark.search
+@pytest.mark.real
 def test_an_engine_of_another_version_says_so():
     code = "import aiocomms; aiocomms.__version__ = '9.0'; import aiocomms_ucx"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANGS)
@@ -48,7 +51,8 @@ def test_both_have_the_license_with_them():
         assert (folder / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
 
 
-@pytest.mark.processes
+@pytest.mark.search
+@pytest.mark.real
 @pytest.mark.parametrize("folder", [ROOT, UCX], ids=["aiocomms", "aiocomms-ucx"])
 def test_what_pypi_shows_leads_nowhere_in_a_repository(folder):
     """There is none around it: whatever is linked or shown has an address."""
@@ -92,12 +96,16 @@ def test_what_is_typed_stands_in_the_readme():
     assert sorted(blocks) == ["file: hello.py", "run", "wheels"]
 
 
+@pytest.mark.search
+@pytest.mark.real
 def test_an_interpreter_is_found_by_its_path():
     found = pythons.find(sys.executable)
     assert found is not None
     assert found.version == sys.version_info[:2]
 
 
+@pytest.mark.search
+@pytest.mark.real
 def test_one_that_is_not_there_is_said(capsys):
     assert pythons.find_all(["9.9", "/nowhere/python"]) == []
     said = capsys.readouterr().out
@@ -111,7 +119,8 @@ def program(path: Path, script: str) -> None:
     path.chmod(0o755)
 
 
-@pytest.mark.processes
+@pytest.mark.search
+@pytest.mark.real
 def test_pyenv_has_one_whose_shim_refuses(tmp_path, monkeypatch):
     """What pyenv has on PATH ends with 127 where another version is chosen; of its own versions the newest is taken."""
     program(tmp_path / "bin" / "python8.1", "exit 127")

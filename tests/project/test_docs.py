@@ -27,6 +27,8 @@ import aiocomms
 from aiocomms import errors
 from docs import chart
 
+pytestmark = pytest.mark.deterministic
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     [
@@ -77,21 +79,17 @@ class Session:
 
     def __init__(self, page: Path, folder: Path) -> None:
         self.folder = folder
-        self.left = blocks_of(page)
         self.namespace: dict[str, object] = {"__name__": page.stem}
 
-    def run(self, last: Block) -> None:
-        """Run a block, and those above it that have not been run."""
-        while last in self.left:
-            block = self.left.pop(0)
-            if block.file:
-                (self.folder / block.file).write_text(block.text)
-                if block.file == "pyproject.toml":
-                    self.install(tomllib.loads(block.text)["project"])
-            elif block.mark:
-                self.run_commands(block.text)
-            else:
-                self.run_python(block)
+    def run(self, block: Block) -> None:
+        if block.file:
+            (self.folder / block.file).write_text(block.text)
+            if block.file == "pyproject.toml":
+                self.install(tomllib.loads(block.text)["project"])
+        elif block.mark:
+            self.run_commands(block.text)
+        else:
+            self.run_python(block)
 
     def run_python(self, block: Block) -> None:
         source = "\n" * block.line + block.text
@@ -133,35 +131,36 @@ class Session:
         (info / "entry_points.txt").write_text("\n".join(lines))
 
 
-@pytest.fixture(scope="module")
-def sessions(tmp_path_factory):
-    return {page: Session(page, tmp_path_factory.mktemp(page.stem)) for page in PAGES}
-
-
+@pytest.mark.real
+@pytest.mark.every_case
 @pytest.mark.timeout(4 * BOUND)
 @pytest.mark.parametrize(
-    "block", [block for page in PAGES if page.name not in FOR_HOSTS for block in blocks_of(page)], ids=str
+    "page", [page for page in PAGES if page.name not in FOR_HOSTS and blocks_of(page)], ids=name_of
 )
-def test_code_runs(block, sessions):
-    sessions[block.page].run(block)
+def test_code_runs(page, tmp_path):
+    """Run all blocks of a page, one after another."""
+    session = Session(page, tmp_path)
+    for block in blocks_of(page):
+        session.run(block)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_every_file_is_used(page):
+def test_every_file_is_used():
     """Code that is only written to a file has not been run."""
-    blocks = blocks_of(page)
-    for block in blocks:
-        if block.file and block.file != "pyproject.toml":
+    wrong = []
+    for blocks in map(blocks_of, PAGES):
+        for block in blocks:
             later = "".join(other.text for other in blocks if other.line > block.line)
-            assert Path(block.file).stem in later, f"nothing uses {block.file}"
+            if block.file and block.file != "pyproject.toml" and Path(block.file).stem not in later:
+                wrong.append(f"{block}: nothing uses {block.file}")
+    assert not wrong, "\n".join(wrong)
 
 
 # ------------------------------------------------------------------------------------------------------------ links
 
 
 def prose(page: Path) -> str:
-    """A page without its code."""
-    return re.sub(r"`[^`\n]*`", "", FENCE.sub("", page.read_text()))
+    """Return a page with its lines, but without its code."""
+    return re.sub(r"`[^`\n]*`", "", FENCE.sub(lambda block: "\n" * block[0].count("\n"), page.read_text()))
 
 
 def anchors(page: Path) -> set[str]:
@@ -170,17 +169,29 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_lead_somewhere(page):
-    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
-        path, _, anchor = link.partition("#")
-        if ":" in path:
-            continue
-        target = (page.parent / path).resolve() if path else page
-        assert target.exists(), f"{link} leads nowhere"
-        assert not anchor or anchor in anchors(target), f"{link}: no such heading"
-        # The site is made of docs/ alone.
-        assert page.parent.name != "docs" or target.is_relative_to(ROOT / "docs"), f"{link} leads out of docs/"
+def fault_of(link: str, page: Path) -> str:
+    """Say what is wrong with a link; an empty text if nothing is."""
+    path, _, anchor = link.partition("#")
+    target = (page.parent / path).resolve() if path else page
+    if ":" in path:
+        return ""
+    if not target.exists():
+        return "leads nowhere"
+    if anchor and anchor not in anchors(target):
+        return "names no heading"
+    # The site is made of docs/ alone.
+    return "leads out of docs/" if page.parent.name == "docs" and not target.is_relative_to(ROOT / "docs") else ""
+
+
+def test_links_lead_somewhere():
+    wrong = [
+        f"{name_of(page)}:{number}: {link} {fault}"
+        for page in PAGES
+        for number, line in enumerate(prose(page).splitlines(), 1)
+        for link in re.findall(r"\]\(([^)\s]+)\)", line)
+        if (fault := fault_of(link, page))
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 TREE = re.compile(r"(?:^```\{toctree\}|^\.\. toctree::)\n(.*?)(?:^```$|\Z)", re.MULTILINE | re.DOTALL)
@@ -231,10 +242,14 @@ def public(cls: type) -> set[str]:
     return {name for base in own for name in vars(base) if not name.startswith("_") and hasattr(cls, name)}
 
 
-@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
-def test_reference_has_every_method(cls):
-    text = section(cls.__name__)
-    assert {name for name in public(cls) if not re.search(rf"`(await )?{name}\b", text)} == set()
+def test_reference_has_every_method():
+    wrong = [
+        f"{cls.__name__}.{name}"
+        for cls in CLASSES
+        for name in sorted(public(cls))
+        if not re.search(rf"`(await )?{name}\b", section(cls.__name__))
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_reference_has_what_a_lane_adds():
@@ -243,12 +258,14 @@ def test_reference_has_what_a_lane_adds():
     assert {name for name in own if not re.search(rf"`(await )?{name}\b", section("Lane"))} == set()
 
 
-@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
-def test_reference_has_the_signatures(cls):
+def test_reference_has_the_signatures():
     """Names, order and defaults of the arguments; ``hints`` and ``timeout`` are said once for all."""
-    for name, given in re.findall(r"`(?:await )?(\w+)\(([^`]*)\)`", section(cls.__name__)):
-        if hasattr(cls, name):
-            assert re.sub(r"\s", "", given) == signature(getattr(cls, name)), f"{cls.__name__}.{name}"
+    wrong = []
+    for cls in CLASSES:
+        for name, given in re.findall(r"`(?:await )?(\w+)\(([^`]*)\)`", section(cls.__name__)):
+            if hasattr(cls, name) and re.sub(r"\s", "", given) != (wanted := signature(getattr(cls, name))):
+                wrong.append(f"{cls.__name__}.{name}({given}): wanted {wanted}")
+    assert not wrong, "\n".join(wrong)
 
 
 def signature(function: object) -> str:

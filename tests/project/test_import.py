@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import HANGS
 
 import aiocomms
 
+pytestmark = pytest.mark.deterministic
+
 
 def python(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=HANGS, check=True)
+    done = subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=HANGS, check=False)
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 def import_time(module: str) -> int:
-    """Microseconds that it takes to import a module with all that it imports, as ``-X importtime`` says."""
+    """Measure the import of a module with all that it imports, in microseconds, as ``-X importtime`` says."""
     rows = python("-X", "importtime", "-c", f"import {module}").stderr.splitlines()
     return next(int(row.split("|")[1]) for row in rows if row.split("|")[-1].strip() == module)
 
 
 def type_checkers_see() -> dict[str, str]:
-    """The names that ``aiocomms/__init__.py`` imports for type checkers: the module and name each stands for."""
+    """Read which names ``aiocomms/__init__.py`` imports for type checkers, and what each stands for."""
     tree = ast.parse(Path(aiocomms.__file__).read_text())
     guarded = next(node for node in tree.body if isinstance(node, ast.If))
     return {
@@ -36,31 +42,64 @@ def type_checkers_see() -> dict[str, str]:
     }
 
 
-@pytest.mark.processes
+ALONE, LIGHT, LAZY = STEPS = [
+    "import aiocomms",
+    "import aiocomms.errors, aiocomms.bootstrap.launchers",
+    "aiocomms.new_comm, aiocomms.functional, aiocomms.testing",
+]
+NO_RAY, OLD_TORCH = REFUSED = [
+    "sys.modules['ray'] = None; import aiocomms.ray",
+    "sys.modules['torch.distributed._transport'] = None; import aiocomms.torch_transport",
+]
+SCRIPT = f"""
+import sys
+said = {{}}
+for step in {STEPS}:
+    exec(step)
+    said[step] = list(sys.modules)
+for step in {REFUSED}:
+    try:
+        exec(step)
+    except ImportError as error:
+        said[step] = f"{{type(error).__name__}}: {{error}}"
+import json
+print(json.dumps(said))
+"""
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, Any]:
+    """Take all steps in one interpreter; return the modules loaded after each, or its error."""
+    return json.loads(python("-c", SCRIPT).stdout)
+
+
+@pytest.mark.real
 def test_it_is_quick():
     """Quicker than asyncio, which whoever uses it imports anyway."""
-    ours, theirs = zip(*[(import_time("aiocomms"), import_time("asyncio")) for _ in range(5)], strict=True)
+    ours, theirs = zip(*[(import_time("aiocomms"), import_time("asyncio")) for _ in range(3)], strict=True)
     assert min(ours) < min(theirs)
 
 
-@pytest.mark.processes
-def test_it_loads_nothing_heavy():
-    loaded = set(python("-c", "import aiocomms, sys; print(*sys.modules)").stdout.split())
-    assert not loaded & {"torch", "numpy", "msgspec", "asyncio", "anyio", "trio", "uvloop", "pytest"}
-    assert {name for name in loaded if name.startswith("aiocomms")} == {"aiocomms"}
+@pytest.mark.real
+def test_nothing_is_loaded_before_it_is_used(said):
+    """Of ours, of what is heavy, and of transports."""
+    heavy = {"torch", "asyncio", "anyio", "trio"}
+    assert set(said[ALONE]) & (heavy | {"numpy", "msgspec", "uvloop", "pytest"}) == set()
+    assert [name for name in said[ALONE] if name.startswith("aiocomms")] == ["aiocomms"]
+    assert set(said[LIGHT]) & heavy == set()
+    assert [name for name in said[LAZY] if name.startswith("aiocomms_")] == []
 
 
-@pytest.mark.processes
-def test_a_transport_is_loaded_when_it_is_used_and_not_before():
-    code = "import aiocomms, sys; aiocomms.new_comm, aiocomms.functional, aiocomms.testing; print(*sys.modules)"
-    assert not any(name.startswith("aiocomms_") for name in python("-c", code).stdout.split())
+@pytest.mark.real
+def test_without_ray_it_says_what_to_install(said):
+    assert "aiocomms.ray needs Ray 2.60 or later, pip install 'aiocomms[ray]'" in said[NO_RAY]
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("name", ["errors", "bootstrap.launchers"])
-def test_a_light_module_stays_light(name):
-    loaded = python("-c", f"import aiocomms.{name}, sys; print(*sys.modules)").stdout.split()
-    assert not {"torch", "asyncio", "anyio", "trio"} & set(loaded)
+@pytest.mark.real
+def test_what_a_torch_without_one_sided_transports_is_told(said):
+    """It is of no use for anything else that is imported: torch alone asks for it, by its entry point."""
+    assert said[OLD_TORCH].startswith("ImportError: torch")
+    assert "which came with 2.15: use aiocomms.blocking.open_endpoint" in said[OLD_TORCH]
 
 
 def test_what_type_checkers_see_is_what_there_is():
@@ -100,30 +139,11 @@ def test_the_version_is_the_distributions():
     assert aiocomms.__version__ == version("aiocomms")
 
 
-@pytest.mark.parametrize("name", [name for name in aiocomms.__all__ if name not in aiocomms._MODULES])
-def test_a_public_class_or_function_is_described(name):
-    value = getattr(aiocomms, name)
-    assert value.__doc__
-    members = {
-        m: v for m, v in vars(value).items() if not m.startswith("_") and (callable(v) or isinstance(v, property))
-    }
-    for member in members:
-        inherited = [getattr(getattr(cls, member, None), "__doc__", None) for cls in value.__mro__]
-        assert any(inherited), f"{name}.{member} has no docstring"
-
-
-@pytest.mark.processes
-def test_without_ray_it_says_what_to_install():
-    with pytest.raises(subprocess.CalledProcessError) as error:
-        python("-c", "import sys; sys.modules['ray'] = None; import aiocomms.ray")
-    assert "aiocomms.ray needs Ray 2.60 or later, pip install 'aiocomms[ray]'" in error.value.stderr
-
-
-@pytest.mark.processes
-def test_what_a_torch_without_one_sided_transports_is_told():
-    """It is of no use for anything else that is imported: torch alone asks for it, by its entry point."""
-    code = "import sys; sys.modules['torch.distributed._transport'] = None; import aiocomms.torch_transport"
-    with pytest.raises(subprocess.CalledProcessError) as caught:
-        python("-c", code)
-    assert "ImportError: torch" in caught.value.stderr
-    assert "which came with 2.15: use aiocomms.blocking.open_endpoint" in caught.value.stderr
+def test_every_public_class_and_function_is_described():
+    wrong = []
+    for name in set(aiocomms.__all__) - aiocomms._MODULES:
+        value = getattr(aiocomms, name)
+        members = [m for m, v in vars(value).items() if m[0] != "_" and (callable(v) or isinstance(v, property))]
+        bases = {m: [getattr(getattr(cls, m, None), "__doc__", None) for cls in value.__mro__] for m in members}
+        wrong += [name] * (not value.__doc__) + [f"{name}.{member}" for member, told in bases.items() if not any(told)]
+    assert not wrong, "no docstring: " + ", ".join(sorted(wrong))

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from processes import HANGS
 
 from aiocomms import lowlevel
+
+pytestmark = pytest.mark.deterministic
 
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "aiocomms"
@@ -32,57 +34,65 @@ OF_HOSTS = {"ray": "ray", "torch_transport": "torch.distributed._transport"}
 """Rooms that cannot be imported without a host, which `make test-hosts` has."""
 FUNCTION_LINES = 30
 TABLES = {"misfits"}  # functions that are one table, with a line for each case
-
-
-class Import(NamedTuple):
-    """One imported module, and whether it is for type checkers only."""
-
-    name: str
-    types_only: bool
+NAMES = {entry.name for entry in entry_points(group="aiocomms.transports")} | {root.parent.name for root in TRANSPORTS}
+WORDS = (NAMES | {"ucx", "nccl", "gloo"}) - {"local"}  # which is a word of its own
 
 
 def sources(*roots: Path) -> list[Path]:
-    return sorted(path for root in roots for path in root.rglob("*.py"))
+    found = sorted(path for root in roots for path in root.rglob("*.py"))
+    assert found, f"no Python in {roots}"
+    return found
+
+
+@functools.cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+Rule = Callable[[Path], Iterable[tuple[int, str]]]
+
+
+def holds_for(*roots: Path) -> Callable[[Rule], Callable[[], None]]:
+    """Make a test of a generator that yields what is wrong in a file: its line, and a text."""
+
+    def test_of(rule: Rule) -> Callable[[], None]:
+        def test() -> None:
+            wrong = [f"{path.relative_to(ROOT)}:{n}: {what}" for path in sources(*roots) for n, what in rule(path)]
+            assert not wrong, "\n".join(wrong)
+
+        return test
+
+    return test_of
 
 
 def module_name(path: Path) -> str:
-    """``aiocomms.ops._p2p`` for its file."""
+    """Name the module of a file: ``aiocomms.ops._p2p``."""
     top = CORE if CORE in path.parents else next(root for root in TRANSPORTS if root in path.parents)
     return ".".join(path.relative_to(top.parent).with_suffix("").parts).removesuffix(".__init__")
 
 
-def imports(path: Path) -> Iterator[Import]:
-    """Every import of a module, inside functions too."""
-
-    def walk(node: ast.AST, types_only: bool) -> Iterator[Import]:
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Find every import, in functions and for type checkers too: its line, and what it names."""
+    for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):
-            yield from (Import(alias.name, types_only) for alias in node.names)
+            yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{path} line {node.lineno}: a relative import"
-            yield Import(node.module or "", types_only)
-            yield from (Import(f"{node.module}.{alias.name}", types_only) for alias in node.names)
-        guarded = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for child in ast.iter_child_nodes(node):
-            yield from walk(child, types_only or (guarded and child in node.body))
-
-    return walk(ast.parse(path.read_text()), types_only=False)
+            module = "." * node.level + (node.module or "")
+            yield node.lineno, module
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
 
 
 MODULES = {module_name(path) for path in sources(CORE)}
 
 
-def core_imports(path: Path, *, types: bool = True) -> Iterator[str]:
-    """The modules of the core that a module imports, for type checkers too."""
-    for name, types_only in imports(path):
-        if types_only and not types:
-            continue
-        module = name if name in MODULES else name.rpartition(".")[0]
-        if module in MODULES and module != "aiocomms":
-            yield module
+def core_imports(path: Path) -> list[tuple[int, str]]:
+    """Find the modules of the core that a file imports."""
+    found = {(line, name if name in MODULES else name.rpartition(".")[0]) for line, name in imports(path)}
+    return sorted((line, name) for line, name in found if name in MODULES and name != "aiocomms")
 
 
 def room(module: str) -> str:
-    """The first level below ``aiocomms``: ``ops`` for ``aiocomms.ops._p2p``."""
+    """Return the first level below ``aiocomms``: ``ops`` for ``aiocomms.ops._p2p``."""
     return module.split(".")[1]
 
 
@@ -97,10 +107,16 @@ def test_the_order_names_every_room():
     assert set().union(*LAYERS) == ROOMS
 
 
-@pytest.mark.parametrize("path", [p for p in sources(CORE) if p.parent != CORE or p.stem in ROOMS], ids=module_name)
+@holds_for(CORE, *TRANSPORTS, *EXAMPLES)
+def test_no_import_is_relative(path):
+    return {(line, "a relative import") for line, name in imports(path) if name.startswith(".")}
+
+
+@holds_for(CORE)
 def test_imports_run_downward(path):
-    me = module_name(path)
-    assert {name for name in core_imports(path) if layer(name) > layer(me)} == set()
+    if path.parent != CORE or path.stem in ROOMS:
+        me = module_name(path)
+        yield from ((line, f"imports {name}") for line, name in core_imports(path) if layer(name) > layer(me))
 
 
 def test_no_import_goes_round():
@@ -109,19 +125,23 @@ def test_no_import_goes_round():
     for path in sources(CORE):
         me = module_name(path)
         if me not in {"aiocomms", "aiocomms.pytest_plugin"}:  # which load what they name when it is asked for
-            graph[me] = {name for name in core_imports(path) if name != me and not me.startswith(f"{name}.")}
+            graph[me] = {name for _, name in core_imports(path) if name != me and not me.startswith(f"{name}.")}
     while leaves := {name for name, needs in graph.items() if not needs & graph.keys()}:
         graph = {name: needs for name, needs in graph.items() if name not in leaves}
-    assert graph == {}
+    assert not graph, "\n".join(f"{name} needs {', '.join(sorted(needs))}" for name, needs in graph.items())
 
 
-@pytest.mark.parametrize("path", sources(*TRANSPORTS, *EXAMPLES), ids=lambda path: path.parent.name + "." + path.stem)
+@holds_for(*TRANSPORTS, *EXAMPLES)
 def test_a_transport_imports_the_toolkit_and_nothing_else_of_the_core(path):
-    modules = set(core_imports(path))
-    assert {room(name) for name in modules} <= FOR_TRANSPORTS
-    assert not any(name.startswith("aiocomms.lowlevel.") for name in modules), "its modules may change; it does not"
-    others = {i.name.split(".")[0] for i in imports(path)} & {root.name for root in TRANSPORTS}
-    assert others <= set(path.relative_to(ROOT).parts)
+    for line, name in core_imports(path):
+        if room(name) not in FOR_TRANSPORTS or name.startswith("aiocomms.lowlevel."):
+            yield line, f"imports {name}"
+
+
+@holds_for(*TRANSPORTS, *EXAMPLES)
+def test_a_transport_imports_no_other_transport(path):
+    others = {root.name for root in TRANSPORTS} - set(path.relative_to(ROOT).parts)
+    return ((line, f"imports {name}") for line, name in imports(path) if name.split(".")[0] in others)
 
 
 def test_the_toolkit_offers_what_it_describes():
@@ -131,53 +151,53 @@ def test_the_toolkit_offers_what_it_describes():
 
 
 def docstrings(tree: ast.AST) -> set[ast.AST]:
-    """The strings that stand alone as statements: docstrings, of attributes too."""
+    """Find the strings that stand alone as statements: docstrings, of attributes too."""
     return {n.value for n in ast.walk(tree) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)}
 
 
-@pytest.mark.parametrize("path", sources(CORE), ids=lambda path: module_name(path))
+@holds_for(CORE)
 def test_the_core_knows_no_transport_by_name(path):
-    tree = ast.parse(path.read_text())
-    names = {entry.name for entry in entry_points(group="aiocomms.transports")} | {
-        root.parent.name for root in TRANSPORTS
-    }
-    words = (names | {"ucx", "nccl", "gloo"}) - {"local"}  # which is a word of its own
-    told = docstrings(tree)
-    for node in ast.walk(tree):
+    told = docstrings(parse(path))
+    for node in ast.walk(parse(path)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in told:
-            assert node.value not in names
-            assert not any(word in node.value.lower() for word in words), node.value
-        elif isinstance(node, (ast.Name, ast.Attribute, ast.FunctionDef, ast.ClassDef, ast.arg)):
+            if node.value in NAMES or any(word in node.value.lower() for word in WORDS):
+                yield node.lineno, repr(node.value)
+        elif isinstance(node, (ast.Name, ast.Attribute, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.arg)):
             name = str(next(getattr(node, field) for field in ("id", "attr", "name", "arg") if hasattr(node, field)))
-            assert not any(word in name.lower() for word in words), name
-    assert not any(i.name.split(".")[0].startswith("aiocomms_") for i in imports(path))
+            if any(word in name.lower() for word in WORDS):
+                yield node.lineno, name
+    yield from ((line, f"imports {name}") for line, name in imports(path) if name.startswith("aiocomms_"))
 
 
-@pytest.mark.parametrize("path", sources(CORE, *TRANSPORTS), ids=lambda path: module_name(path))
+def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [node for node in ast.walk(parse(path)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+
+
+@holds_for(CORE, *TRANSPORTS)
 def test_modules_and_functions_are_small(path):
-    text = path.read_text()
-    lines = text.splitlines()
-    assert len(lines) <= MODULE_LINES
-    tree = ast.parse(text)
-    told = {line for node in docstrings(tree) for line in range(node.lineno, node.end_lineno + 1)}
+    lines = path.read_text().splitlines()
+    if len(lines) > MODULE_LINES:
+        yield len(lines), f"more than {MODULE_LINES} lines"
+    told = {line for node in docstrings(parse(path)) for line in range(node.lineno, node.end_lineno + 1)}
     code = {n for n, line in enumerate(lines, 1) if line.strip() and not line.lstrip().startswith("#")} - told
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            length = len(code & set(range(node.lineno, node.end_lineno + 1)))
-            assert length <= FUNCTION_LINES or node.name in TABLES, f"{node.name} has {length} lines of code"
+    for node in functions(path):
+        length = len(code & set(range(node.lineno, node.end_lineno + 1)))
+        if length > FUNCTION_LINES and node.name not in TABLES:
+            yield node.lineno, f"{node.name} has {length} lines of code"
 
 
-@pytest.mark.parametrize("path", sources(CORE, *TRANSPORTS), ids=lambda path: module_name(path))
+@holds_for(CORE, *TRANSPORTS)
 def test_docstrings_describe_parameters_that_there_are(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            described = [text.split(":")[0] for text in (ast.get_docstring(node) or "").split(":param ")[1:]]
-            a = node.args
-            given = [arg.arg for arg in (*a.posonlyargs, *a.args, a.vararg, *a.kwonlyargs, a.kwarg) if arg is not None]
-            assert described == [name for name in given if name in described], node.name
+    for node in functions(path):
+        described = [text.split(":")[0] for text in (ast.get_docstring(node) or "").split(":param ")[1:]]
+        a = node.args
+        given = [arg.arg for arg in (*a.posonlyargs, *a.args, a.vararg, *a.kwonlyargs, a.kwarg) if arg is not None]
+        if described != [name for name in given if name in described]:
+            yield node.lineno, f"{node.name} has {given}, and describes {described}"
 
 
-@pytest.mark.processes
+@pytest.mark.search
+@pytest.mark.real
 def test_every_module_can_be_imported_first():
     """A circle of imports shows only when a module of it comes first."""
     absent = {CORE / room for room, host in OF_HOSTS.items() if find_spec(host) is None}

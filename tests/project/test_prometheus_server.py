@@ -21,7 +21,7 @@ PROMETHEUS = shutil.which("prometheus")
 DASHBOARD = Path(__file__).parents[2] / "docs" / "dashboard.json"
 
 pytestmark = [
-    pytest.mark.processes,
+    pytest.mark.real,
     pytest.mark.skipif(PROMETHEUS is None, reason="no Prometheus on this machine: apt-get install prometheus, say"),
 ]
 

@@ -14,6 +14,8 @@ from processes import HANGS
 
 import aiocomms
 
+pytestmark = pytest.mark.deterministic
+
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -30,7 +32,7 @@ def test_there_is_one_version() -> None:
     assert len(set(versions.values())) == 1, versions
 
 
-@pytest.mark.processes
+@pytest.mark.real
 def test_a_change_log_can_be_made_of_the_fragments() -> None:
     """A name that is no fragment's is an error; every fragment but those that no user notices is in the log."""
     command = [sys.executable, "-m", "towncrier", "build", "--draft", "--version", "9.9.9"]

@@ -12,6 +12,8 @@ import pytest
 
 from benchmarks.structure import sources, ways
 
+pytestmark = pytest.mark.deterministic
+
 ROOT = Path(__file__).parents[2]
 DEATH_CALLS, DEATH_FILES = 80, {"ucx": 8, "c10d": 9}
 """Fewer than these, from the socket to the task that is woken."""
@@ -21,6 +23,7 @@ def test_no_import_goes_round_not_even_of_types():
     assert sources.circles(sources.Checkout(ROOT).graph(types=True, functions=True)) == []
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("transport", ["c10d", "ucx"])
 def test_a_peers_death_takes_few_calls(transport):
     walk = ways.walk(ROOT, transport)
@@ -61,6 +64,7 @@ def test_the_engine_is_read_from_its_header(tmp_path):
     assert sources.engine(tmp_path) == ({"a_", "m_"}, {"f", "h"}, {"Wire"})
 
 
+@pytest.mark.real
 def test_a_folder_that_is_no_checkout_is_refused(tmp_path):
     command = [sys.executable, "-m", "benchmarks.structure", str(tmp_path)]
     refused = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)

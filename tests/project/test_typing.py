@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from processes import HANGS
 
+pytestmark = pytest.mark.real
+
 ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
@@ -51,7 +53,7 @@ WRONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.processes
+@pytest.mark.real
 def test_a_portals_methods_have_signatures_and_results(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), "--python-version=3.11"]

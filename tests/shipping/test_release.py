@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from processes import HANGS
 
+pytestmark = pytest.mark.real
+
 ROOT = Path(__file__).parents[2]
 VERSIONED = ["aiocomms/__init__.py", "pyproject.toml", "transports/ucx/pyproject.toml"]
 AUTHOR = {f"GIT_{who}_{what}": "nobody" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}

@@ -27,7 +27,7 @@ DESK, PHONE = (1280, 900), (390, 844)
 SHOWN = ["index", "tutorial", "how-to", "serving", "api/communicator", "reference", "benchmarks/cpu", "decisions"]
 
 absent = browsing.absent("playwright", by="make docs")
-pytestmark = pytest.mark.skipif(bool(absent), reason=absent)
+pytestmark = [pytest.mark.real, pytest.mark.skipif(bool(absent), reason=absent)]
 
 LOOK = """() => ({
     links: [...document.querySelectorAll("a[href]")].map(link => link.href),

@@ -17,7 +17,7 @@ TASKS: tuple[tuple[int, ...], ...] = ((), ())
 FIRST = (2, 1, 0)
 every_order = pytest.mark.parametrize(
     "order",
-    [FIRST, *(pytest.param(o, marks=pytest.mark.long) for o in itertools.permutations(range(3)) if o != FIRST)],
+    [FIRST, *(pytest.param(o, marks=pytest.mark.search) for o in itertools.permutations(range(3)) if o != FIRST)],
 )
 """Whatever rank 2 calls first, and awaits before it calls the next."""
 

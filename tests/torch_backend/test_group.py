@@ -21,7 +21,7 @@ import aiocomms.torch_backend
 from aiocomms.errors import ArgumentError
 from aiocomms.torch_backend.completer import Completer
 
-pytestmark = [pytest.mark.timeout(HANGS), pytest.mark.processes]
+pytestmark = [pytest.mark.timeout(HANGS), pytest.mark.real]
 over_ucx = pytest.mark.parametrize("transport", ["ucx"])
 
 

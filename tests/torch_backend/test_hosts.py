@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-pytestmark = [pytest.mark.timeout(HANGS), pytest.mark.processes]
+pytestmark = [pytest.mark.timeout(HANGS), pytest.mark.real]
 over_ucx = pytest.mark.parametrize("transport", ["ucx"])
 
 Found = dict[str, Tensor]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-pytestmark = [pytest.mark.timeout(HANGS), pytest.mark.processes]
+pytestmark = [pytest.mark.timeout(HANGS), pytest.mark.real]
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PLAN = {
     **{f"attention.self.{part}": ColwiseParallel() for part in ("query", "key", "value")},

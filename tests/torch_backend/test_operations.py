@@ -21,7 +21,7 @@ from processes import HANGS, KILLED, Rank, Run
 import aiocomms
 from aiocomms.errors import ArgumentError, CommError, UnsupportedOperation
 
-pytestmark = [pytest.mark.timeout(HANGS), pytest.mark.processes]
+pytestmark = [pytest.mark.timeout(HANGS), pytest.mark.real]
 over_ucx = pytest.mark.parametrize("transport", ["ucx"])
 
 

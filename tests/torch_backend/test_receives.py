@@ -21,7 +21,7 @@ from aiocomms import blocking
 from aiocomms.errors import ArgumentError, CommClosedError, MessageTruncatedError
 from aiocomms.torch_backend.any_source import Receives
 
-pytestmark = [pytest.mark.timeout(HANGS), pytest.mark.processes]
+pytestmark = [pytest.mark.timeout(HANGS), pytest.mark.real]
 over_ucx = pytest.mark.parametrize("transport", ["ucx"])
 TAG = 5
 

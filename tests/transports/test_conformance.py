@@ -21,7 +21,7 @@ from processes import HANGS, SUITE_HANGS
 
 from aiocomms.testing.conformance import processes
 
-pytestmark = pytest.mark.timeout(2 * SUITE_HANGS)
+pytestmark = [pytest.mark.real, pytest.mark.timeout(2 * SUITE_HANGS)]
 
 SUITE = "aiocomms.testing.conformance"
 
@@ -79,23 +79,43 @@ def run(stranger: Path, *arguments: str, modules: str = "") -> subprocess.Comple
     )
 
 
+@pytest.mark.search
 def test_a_transport_that_only_carries_messages_conforms(stranger: Path) -> None:
     done = run(stranger, "--transport=messenger", "--ranks=3", "--loops=asyncio", "--seed=5")
     assert done.returncode == pytest.ExitCode.OK, done.stdout
     assert "aiocomms conformance: --seed=5" in done.stdout
 
 
+@pytest.mark.search
 def test_several_transports_carry_a_communicator(stranger: Path) -> None:
     done = run(stranger, "--transport=collectives=local,p2p=local", "--loops=trio", "--ranks=2", modules="test_split")
     assert done.returncode == pytest.ExitCode.OK, done.stdout
 
 
+@pytest.mark.search
 def test_a_wrong_option(stranger: Path) -> None:
     done = run(stranger, "--transport=nobody", modules="test_idle")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout
     assert "--transport nobody: it is not installed" in done.stderr
+    done = run(stranger, "--transport=local@thread", modules="test_idle")
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout
+    assert "--transport local@thread: got '@thread' after the name, wanted '@processes' or nothing" in done.stderr
 
 
+def test_a_transport_beside_itself_in_processes(stranger: Path) -> None:
+    """Their worlds have names of their own, and processes run again what they can change."""
+    options = ["--transport=ucx", "--transport=ucx@processes", "--loops=asyncio", "-rA", "-k", "mapped"]
+    done = run(stranger, *options, modules="test_windows")
+    assert done.returncode == pytest.ExitCode.OK, done.stdout
+    assert set(re.findall(r"PASSED .*::(\w+\[.*\])", done.stdout)) == {
+        "test_a_mapped_window_is_the_window[ucx-asyncio-2]",
+        "test_a_mapped_window_is_the_window[ucx@processes-asyncio-2]",
+        "test_whether_a_window_can_be_mapped[ucx-asyncio-1]",
+        "test_whether_a_window_can_be_mapped[ucx-asyncio-3]",
+    }
+
+
+@pytest.mark.search
 @pytest.mark.parametrize("device", ["meta", "cuda", "cuda:99", "abacus"])
 def test_a_device_without_memory_to_read(stranger: Path, device: str) -> None:
     """Said once and before anything runs, not by every check."""
@@ -106,6 +126,7 @@ def test_a_device_without_memory_to_read(stranger: Path, device: str) -> None:
     assert f"--device {device}: no tensor can be made and read there: " in done.stderr
 
 
+@pytest.mark.search
 @pytest.mark.parametrize("device", ["cpu", "cpu:0"])
 def test_a_device_that_is_there(stranger: Path, device: str) -> None:
     """The communicators are opened on it."""
@@ -134,7 +155,7 @@ def test_ranks_of_one_loop_that_hang(stranger: Path) -> None:
 
 def test_processes_that_hang_or_die(stranger: Path) -> None:
     """Each is reported with what it was doing, and the next check has a new one."""
-    options = ["--transport=alone", "--ranks=1", "--loops=trio", "--deadline=5", "-rA"]
+    options = ["--transport=alone", "--ranks=1", "--loops=trio", "--deadline=5", "-rA", "--full"]
     done = run(stranger, *options, "-k", "test_all or large", modules="test_split test_collectives")
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout
     failed = {line.split("::")[1].split("[")[0] for line in done.stdout.splitlines() if line.startswith("FAILED")}

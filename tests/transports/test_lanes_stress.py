@@ -21,6 +21,8 @@ from aiocomms.lowering import lanes
 from aiocomms.progress.inflight import LaneWork
 from aiocomms.testing import local_world
 
+pytestmark = [pytest.mark.real, pytest.mark.search]
+
 REQUESTS, STEPS, SIZES = 200, 8, (2, 2, 2, 300, 20_011)
 
 
@@ -110,11 +112,11 @@ def living() -> Counter[str]:
     return Counter(type(thing).__name__ for thing in gc.get_objects() if type(thing) in types)
 
 
-SEEDS = pytest.mark.parametrize("seeds", [2, pytest.param(20, marks=pytest.mark.long)])
+SEEDS = pytest.mark.parametrize("seeds", [2, pytest.param(20, marks=pytest.mark.search)])
 FAILING = pytest.mark.parametrize("failing", [0, 0.01])
 
 
-@pytest.mark.processes
+@pytest.mark.real
 @pytest.mark.timeout(4 * HANGS)
 @pytest.mark.parametrize("transport", ["c10d", "ucx"])
 @SEEDS

@@ -17,7 +17,7 @@ import mutants
 import pytest
 from processes import SUITE_HANGS
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.real, pytest.mark.search]
 
 Outcomes = dict[str, Future[tuple[int | None, str]]]
 """pytest's exit code and output, by mutant."""

@@ -24,6 +24,8 @@ from aiocomms.errors import CommAbortedError, CommClosedError, MismatchError, Pe
 from aiocomms.families.rma import Window
 from aiocomms.ops import checks, reductions
 
+pytestmark = pytest.mark.real
+
 
 @pytest.fixture(params=["c10d", "ucx"])
 def transport(request: pytest.FixtureRequest) -> str:

@@ -17,7 +17,7 @@ from aiocomms.serving import Service
 LARGE = 300_000
 """Elements: what is sent of it waits for the other end."""
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(params=["c10d", "ucx"])

@@ -36,6 +36,8 @@ from aiocomms.errors import (
 from aiocomms.testing import local_world
 from aiocomms.transport import Capabilities
 
+pytestmark = pytest.mark.deterministic
+
 
 async def outcome(work):
     """What awaiting ends in."""
@@ -239,6 +241,7 @@ def test_a_post_hook_comes_before_those_who_wait(run):
     run(main)
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("transport", ["local", "ucx"])
 def test_a_post_hook_runs_in_the_context_of_the_call(run, transport):
     """Of an op that ends within its call, of one that is pending, and of one that fails."""
@@ -675,6 +678,7 @@ def test_close_withdraws_receives_and_lets_the_rest_end(run):
     run(main)
 
 
+@pytest.mark.real
 def test_close_gives_up_what_does_not_end(run, monkeypatch):
     monkeypatch.setattr(core, "CLOSE_GRACE", 0.05)
 

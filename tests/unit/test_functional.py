@@ -12,6 +12,8 @@ from aiocomms import ReduceOp, functional
 from aiocomms.errors import ArgumentError, ArgumentTypeError
 from aiocomms.testing import local_world
 
+pytestmark = pytest.mark.deterministic
+
 SIZES = [1, 2, 3, 4]
 
 

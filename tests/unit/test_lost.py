@@ -18,6 +18,8 @@ from aiocomms.diagnosis import dumps
 from aiocomms.errors import CommAbortedError, CommClosedError, CommTimeoutError, MismatchError, PeerDiedError
 from aiocomms.testing import local_world
 
+pytestmark = pytest.mark.deterministic
+
 CAUSES = {
     "an abort": (lambda comm: comm.abort("enough"), CommAbortedError),
     "a deadline": (lambda comm: comm.barrier(timeout=0.05), CommTimeoutError),
@@ -26,6 +28,7 @@ CAUSES = {
 }
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("cause", CAUSES)
 def test_all_who_wait_get_the_failure_itself(run, cause):
     lose, kind = CAUSES[cause]
@@ -194,6 +197,7 @@ def test_it_is_asked_on_the_communicators_thread(run, loop):
     run(main)
 
 
+@pytest.mark.real
 def test_a_forked_child_has_none(run):
     async def main():
         async with local_world(1) as (comm,):
@@ -241,6 +245,7 @@ def test_a_supervisor_beside_the_work(run):
     run(main)
 
 
+@pytest.mark.real
 def test_one_whose_peers_gave_up_before_it_was_made_is_lost(run, install):
     """A rank may be through with opening before another one, and abort: that has nothing to post, and waits."""
 

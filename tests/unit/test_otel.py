@@ -18,6 +18,8 @@ from aiocomms.errors import ArgumentTypeError, CommAbortedError, CommError
 from aiocomms.otel import measure_ops, trace_ops
 from aiocomms.testing import local_world
 
+pytestmark = pytest.mark.deterministic
+
 TRANSPORTS = ["local", "ucx"]
 
 
@@ -32,6 +34,7 @@ def provider_of(exporter, sampler=ALWAYS_ON):
     return provider
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_each_op_is_a_child_of_the_span_of_its_task(exporter, transport):
     """Two tasks work at the same time, and each op's span is of the task that called it."""
@@ -174,6 +177,7 @@ def read(reader):
     return found
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_metrics(transport):
     async def main():

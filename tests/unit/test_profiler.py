@@ -14,6 +14,8 @@ from aiocomms.errors import ArgumentTypeError
 from aiocomms.profiler import record_ops
 from aiocomms.testing import local_world
 
+pytestmark = pytest.mark.deterministic
+
 
 def profiled() -> profile:
     return profile(activities=[ProfilerActivity.CPU], record_shapes=True)
@@ -24,6 +26,7 @@ def named(found: profile, prefix: str = "aiocomms:") -> list[Any]:
     return sorted(events, key=lambda event: event.time_range.start)
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("transport", ["local", "ucx"])
 def test_each_op_is_a_range_with_the_shapes_of_its_tensors(transport: str) -> None:
     async def calls(comm) -> None:

@@ -11,6 +11,8 @@ import sys
 import pytest
 from processes import HANGS
 
+pytestmark = pytest.mark.deterministic
+
 # What a run imports pytester takes out of sys.modules again; torch cannot be imported twice, and nothing else need be.
 for _module in ("aiocomms.functional", "aiocomms.testing", "aiocomms_local", "trio", "uvloop", "pytest_asyncio"):
     importlib.import_module(_module)
@@ -535,7 +537,7 @@ def test_it(world):
     suite(source).assert_outcomes(passed=1)
 
 
-@pytest.mark.processes
+@pytest.mark.real
 def test_it_costs_other_suites_nothing(pytester):
     pytester.makepyfile(
         """

@@ -25,6 +25,8 @@ from aiocomms.errors import (
 from aiocomms.serving import CurrentComm, Driver, Service
 from aiocomms.testing import local_world
 
+pytestmark = pytest.mark.deterministic
+
 Make = Callable[[CurrentComm], Callable[..., Awaitable[object]]]
 
 
@@ -464,6 +466,7 @@ def test_driving_again_and_working_again(run):
     run(main)
 
 
+@pytest.mark.real
 def test_idle_beyond_the_deadline(run):
     """The deadline of another op that is called later passes; then there is work."""
 

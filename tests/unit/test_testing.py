@@ -15,6 +15,8 @@ from aiocomms import functional
 from aiocomms.errors import ArgumentError, ArgumentTypeError, CommTimeoutError
 from aiocomms.testing import local_world, run_ranks, world
 
+pytestmark = pytest.mark.deterministic
+
 
 def test_ranks_of_one_loop_meet_without_a_store_and_without_threads(run, monkeypatch):
     """Otherwise each of a thousand ranks looks for every other one."""
@@ -120,6 +122,7 @@ def test_the_failing_rank_is_named_and_the_others_are_cancelled(run):
     run(main)
 
 
+@pytest.mark.real
 def test_all_who_fail_are_named(run):
     async def main():
         async with local_world(2) as comms:

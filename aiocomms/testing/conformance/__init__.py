@@ -4,11 +4,24 @@
 
     pytest --pyargs aiocomms.testing.conformance --transport=NAME
 
-Each check is a coroutine function that every rank of a world runs: over asyncio, uvloop and trio, and over 1, 2, 3, 4
-and 7 ranks where their number matters. The ranks share one process if the transport can do that
-(:attr:`~aiocomms.transport.Capabilities.in_process`); otherwise each is a process. Where events must happen in a known
-order, the ranks tell each other by a channel beside the transport
-(:meth:`~aiocomms.testing.conformance.case.Case.tell`).
+Each check is a coroutine function that every rank of a world runs, on the numbers of ranks that can decide something.
+The ranks share one process if the transport can do that (:attr:`~aiocomms.transport.Capabilities.in_process`) and its
+name is not followed by ``@processes``; otherwise each is a process. Where events must happen in a known order, the
+ranks tell each other by a channel beside the transport (:meth:`~aiocomms.testing.conformance.case.Case.tell`).
+
+A check runs where it can find something, which its marks say; with ``--full`` it runs everywhere:
+
+==========  ========================================================================================================
+mark        the check runs
+==========  ========================================================================================================
+(none)      on every transport that is named, on the first loop
+``loops``   on every loop, for it exercises what differs between them
+``core``    on the first transport, and on each that has native shortcuts, for the core decides it
+``memory``  on ``NAME@processes`` beside ``NAME``, too, where no other check runs again
+==========  ========================================================================================================
+
+Two more marks change nothing: of checks that wait for a real clock (``clock``), and of those whose ranks connect by the
+network beside their transport (``network``).
 
 ==============  ==================================================================================================
 module          content
@@ -20,6 +33,8 @@ module          content
 ``rank``        how one rank runs a check
 ``tasks``       worlds whose ranks are tasks of one loop
 ``processes``   worlds whose ranks are processes
-``options``     the options: ``--transport --processes --ranks --loops --device --deadline --seed``
+``leaks``       threads and descriptors that a check has left behind
+``matrix``      the places in which a check runs
+``options``     the options: ``--transport --full --ranks --loops --device --deadline --seed``
 ==============  ==================================================================================================
 """

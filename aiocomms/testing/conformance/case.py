@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import time
 import unittest
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import anyio
@@ -20,17 +21,21 @@ from aiocomms.errors import UnsupportedOperation
 from aiocomms.testing.conformance import data
 from aiocomms.transport import Capabilities, Transport
 
-ALL_SIZES = (1, 2, 3, 4, 7)
-"""The numbers of ranks for most checks: one, two, an odd number, a power of two, and another prime."""
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def ranks(*sizes: int) -> Callable[[F], F]:
-    """Mark a check with the numbers of ranks on which it runs: once for each number."""
+def ranks(*sizes: int, more: tuple[int, ...] = ()) -> Callable[[F], F]:
+    """Mark a check with the numbers of ranks on which it runs: once for each number.
+
+    A check names a number that can decide something. One rank has no peer. Two ranks have one each. Of three ranks one
+    may be a third, to whom a message or an error of the others does not belong. Four are a power of two, and seven are
+    neither that nor even, which decides the schedules of collectives; so no other check names them.
+
+    :param more: the numbers of ranks on which the check runs with ``--full`` only.
+    """
 
     def mark(check: F) -> F:
-        check.ranks = sizes  # type: ignore[attr-defined]
+        check.ranks = (sizes, more)  # type: ignore[attr-defined]
         return check
 
     return mark
@@ -39,6 +44,8 @@ def ranks(*sizes: int) -> Callable[[F], F]:
 class Place(NamedTuple):
     """Where checks run: the transport, the device, the event loop, the number of ranks and the deadline."""
 
+    name: str
+    """The name of the transport, with what was said of its ranks."""
     transport: str | dict[str, str]
     device: str
     loop: str
@@ -50,8 +57,7 @@ class Place(NamedTuple):
     """The time that a check may take, in seconds."""
 
     def __str__(self) -> str:
-        name = self.transport if isinstance(self.transport, str) else "+".join(self.transport.values())
-        return f"{name}-{self.loop}-{self.size}"
+        return f"{self.name}-{self.loop}-{self.size}"
 
 
 class Span(NamedTuple):
@@ -234,6 +240,36 @@ class Case:
         )  # fmt: skip
         self.opened.append(comm)
         return comm
+
+
+async def all_blocked() -> None:
+    """Wait until every other task of the loop waits. On asyncio, anyio's function for that looks every 0.1 s."""
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        await anyio.wait_all_tasks_blocked()
+        return
+    me: Any = asyncio.current_task()
+    waiters: list[asyncio.Future[Any] | None] = [None]
+    while any(waiter is None or waiter.done() for waiter in waiters):
+        await asyncio.sleep(0)
+        waiters = [getattr(task, "_fut_waiter", None) for task in asyncio.all_tasks(loop) - {me}]
+
+
+async def wait_for(awaitable: Awaitable[object], scope: anyio.CancelScope, outcome: list[object]) -> None:
+    """Await within a scope, and note the result."""
+    with scope:
+        outcome.append(await awaitable)
+
+
+async def cancel_await(awaitable: Awaitable[object]) -> None:
+    """Start a task that awaits something, and cancel the task once it waits."""
+    scope, outcome = anyio.CancelScope(), list[object]()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(wait_for, awaitable, scope, outcome)
+        await all_blocked()
+        scope.cancel()
+    assert scope.cancelled_caught and not outcome
 
 
 def refusable(dtype: torch.dtype, error: UnsupportedOperation) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from aiocomms.testing.conformance import options
 from aiocomms.testing.conformance.case import Place
+from aiocomms.testing.conformance.matrix import Marks
 from aiocomms.testing.conformance.processes import Processes
 from aiocomms.testing.conformance.rank import Request
 from aiocomms.testing.conformance.tasks import Tasks
@@ -22,10 +24,18 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run each check for every transport, loop and number of ranks."""
+    """Run each check on the transports, loops and numbers of ranks on which it decides something."""
     if "case" in metafunc.fixturenames:
-        places = options.places(metafunc.config, getattr(metafunc.function, "ranks", (2,)))
+        sizes, more = getattr(metafunc.function, "ranks", ((2,), ()))
+        named = {name: metafunc.definition.get_closest_marker(name) is not None for name in ("loops", "core", "memory")}
+        places = options.places(metafunc.config, Marks(sizes, more, **named))
         metafunc.parametrize("case", places, ids=str, indirect=True, scope="session")
+
+
+def pytest_collection_finish() -> None:
+    """Have no collection of a check's garbage look through what torch and the suite itself have brought."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -36,6 +36,20 @@ _GUARD = 3
 """Guard elements on each side of a tensor: an odd number, so that it is aligned to no more than its element size."""
 
 
+class WrongData(AssertionError):  # noqa: N818 - the name says in every trace what has been found
+    """Raised where an operation has delivered other data than it should have, or written where it should not."""
+
+
+# Contents and results are computed once for all ranks of a process.
+
+
+def forget() -> None:
+    """Forget the contents and results of a check that is over."""
+    for function in (bits, numbers, _reduced):
+        function.cache_clear()
+
+
+@functools.lru_cache(maxsize=None, typed=True)
 def bits(seed: int, dtype: torch.dtype, shape: tuple[int, ...], *key: object) -> Tensor:
     """Return random bit patterns, NaNs among them, for operations that only move data. They must not be changed.
 
@@ -43,12 +57,13 @@ def bits(seed: int, dtype: torch.dtype, shape: tuple[int, ...], *key: object) ->
     """
     pool = _bools(seed) if dtype == torch.bool else _bits(seed)
     nbytes = math.prod(shape) * dtype.itemsize
-    if 2 * nbytes > len(pool):
-        pool = pool.repeat(2 * nbytes // len(pool) + 1)
-    begin = _place(key) % (len(pool) - nbytes) & -16
+    if 2 * nbytes > pool.numel():
+        pool = pool.repeat(2 * nbytes // pool.numel() + 1)
+    begin = _place(key) % (pool.numel() - nbytes) & -16
     return pool[begin : begin + nbytes].view(dtype).view(shape)
 
 
+@functools.lru_cache(maxsize=None, typed=True)
 def numbers(seed: int, dtype: torch.dtype, shape: tuple[int, ...], *key: object) -> Tensor:
     """Return random numbers: integers over their whole range, others between 1/2 and 2 in magnitude, of either sign.
 
@@ -57,23 +72,35 @@ def numbers(seed: int, dtype: torch.dtype, shape: tuple[int, ...], *key: object)
     if not (dtype.is_floating_point or dtype.is_complex):
         return bits(seed, dtype, shape, *key)
     pool, count = _numbers(seed, dtype), math.prod(shape)
-    begin = _place(key) % (len(pool) - count)
+    begin = _place(key) % (pool.numel() - count)
     return pool[begin : begin + count].view(shape)
 
 
 # Each content is a piece of a pool, as drawing new numbers each time would take most of the suite's time.
+_pools: list[tuple[Tensor, int]] = []
+"""All pools, each with the checksum of its content."""
+
+
+def verify() -> None:
+    """Check that nobody has written to the random data, on which what other checks expect depends, too."""
+    if any(checksum(pool) != was for pool, was in _pools):
+        raise WrongData("random data was changed that an operation, or a check, was given to read only")
+
+
+def _pool(content: Tensor) -> Tensor:
+    _pools.append((content, checksum(content)))
+    return content
 
 
 @functools.cache
 def _bits(seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-(2**63), 2**63 - 1, (2**17,), generator=generator).view(torch.uint8)
+    return _pool(torch.randint(-(2**63), 2**63 - 1, (2**17,), generator=generator).view(torch.uint8))
 
 
 @functools.cache
 def _bools(seed: int) -> Tensor:
-    bools: Tensor = _bits(seed) & 1
-    return bools
+    return _pool(_bits(seed) & 1)
 
 
 @functools.cache
@@ -81,9 +108,9 @@ def _numbers(seed: int, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     size, angle = torch.rand((2, 2**17), generator=generator, dtype=torch.float64)
     if dtype.is_complex:
-        return torch.polar(size * 1.5 + 0.5, angle * math.tau).to(dtype)
+        return _pool(torch.polar(size * 1.5 + 0.5, angle * math.tau).to(dtype))
     reals: Tensor = (size * 1.5 + 0.5) * (angle - 0.5).sign()
-    return reals.to(dtype)
+    return _pool(reals.to(dtype))
 
 
 def _place(key: tuple[object, ...]) -> int:
@@ -107,6 +134,7 @@ class Slot:
         self._memory = torch.full((nbytes + 2 * guard,), _POISON, dtype=torch.uint8, device=device)
         self._content = content
         self._guards = self._memory[:guard], self._memory[guard + nbytes :]
+        self._poison = _poison(guard, device)
         self.tensor: Tensor = self._memory[guard : guard + nbytes].view(dtype).view(tuple(shape))
         if content is not None:
             self.tensor.copy_(content)
@@ -115,8 +143,8 @@ class Slot:
         """Check the content, bit by bit or within an allowance per element, and that nothing around it was written."""
         near(self.tensor, want, allowance)
         for guard in self._guards:
-            if not torch.equal(guard, _poison(len(guard), guard.device)):
-                raise AssertionError(f"memory around {describe(self.tensor)} was written")
+            if not torch.equal(guard, self._poison):
+                raise WrongData(f"memory around {describe(self.tensor)} was written")
 
     def expect_untouched(self) -> None:
         """Check that nothing was written at all."""
@@ -128,7 +156,7 @@ def same_bits(got: Tensor, want: Tensor) -> None:
     """Check that two tensors, on any devices, agree in dtype, shape and every bit."""
     got, want = got.detach().cpu(), want.detach().cpu()
     if got.dtype != want.dtype or got.shape != want.shape or not torch.equal(_raw(got), _raw(want)):
-        raise AssertionError(f"{describe(got)}: {_difference(got, want)}")
+        raise WrongData(f"{describe(got)}: {_difference(got, want)}")
 
 
 def near(got: Tensor, want: Tensor, allowance: Tensor | None) -> None:
@@ -139,7 +167,7 @@ def near(got: Tensor, want: Tensor, allowance: Tensor | None) -> None:
     got, want = got.detach().cpu(), want.detach().cpu()
     error = (got.to(_wide(got.dtype)) - want).abs()
     if got.shape != want.shape or not bool((error <= allowance).all()):  # written so that a NaN is wrong
-        raise AssertionError(f"{_difference(got, want)}; error {_brief(error)}, allowed {_brief(allowance)}")
+        raise WrongData(f"{_difference(got, want)}; error {_brief(error)}, allowed {_brief(allowance)}")
 
 
 def checksum(tensor: Tensor) -> int:
@@ -162,7 +190,12 @@ def reduced(op: ReduceOp, tensors: Sequence[Tensor], rounds_each_step: bool = Fa
 
     :param rounds_each_step: whether these may be rounded after each rank's contribution instead.
     """
-    stack = torch.stack(list(tensors))
+    return _reduced(op, tuple(tensors), rounds_each_step)
+
+
+@functools.lru_cache(maxsize=None, typed=True)
+def _reduced(op: ReduceOp, tensors: tuple[Tensor, ...], rounds_each_step: bool) -> Expected:
+    stack = torch.stack(tensors)
     dtype, n = stack.dtype, len(tensors)
     if op.kind in ("min", "max") or not (dtype.is_floating_point or dtype.is_complex):
         return Expected(_exactly(op, stack), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import secrets
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,20 +13,37 @@ if TYPE_CHECKING:
     import torch
 
     from aiocomms.testing.conformance.case import Place
+    from aiocomms.testing.conformance.matrix import Marks, Subject
 
 LOOPS = ("asyncio", "uvloop", "trio")
 
 SEED = pytest.StashKey[int]()
+
+MARKERS = (
+    "fault(number, ...): cases of aiocomms' fault catalogue that a check shows",
+    "loops: the check exercises what differs between event loops, and runs on each; other checks run on the first",
+    "core: the core decides the check before it asks a transport; it runs on the first one, and on each with shortcuts "
+    "of its own",
+    "memory: the check can end differently where the ranks are processes; it runs again on NAME@processes beside NAME",
+    "clock: the check waits for a real clock, such as a deadline that passes",
+    "network: the check opens endpoints, which are reached by the network whatever the transport",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the suite's options."""
     group = parser.getgroup("aiocomms conformance")
     group.addoption(
-        "--transport", action="append", metavar="NAME",
-        help="what is tested: a name, or FAMILY=NAME,FAMILY=NAME; may be repeated; default: all available",
+        "--transport", action="append", metavar="NAME[@processes]",
+        help="what is tested: a name, or FAMILY=NAME,FAMILY=NAME; with @processes, each rank is a process where one "
+        "would do for all; may be repeated; default: all available",
     )  # fmt: skip
-    group.addoption("--processes", action="store_true", help="run each rank in a process, where one would do too")
+    group.addoption(
+        "--full", action="store_true",
+        help="run every check on every loop, every transport and more numbers of ranks. By default a check runs on the "
+        "first loop if it exercises nothing of the loop; on the first transport if the core alone decides it; on "
+        "NAME@processes beside NAME if processes can change its outcome",
+    )  # fmt: skip
     group.addoption("--ranks", metavar="N,N", help="only on so many ranks, such as 1,4; default: all the check names")
     group.addoption("--loops", metavar="NAME,NAME", help=f"only on these loops; default: {','.join(LOOPS)}")
     group.addoption(
@@ -38,8 +55,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Describe the marker, check the options, and choose the seed."""
-    config.addinivalue_line("markers", "fault(number, ...): cases of aiocomms' fault catalogue that a check shows")
+    """Describe the markers, check the options, and choose the seed."""
+    for line in MARKERS:
+        config.addinivalue_line("markers", line)
     given = config.getoption("--seed")
     config.stash[SEED] = secrets.randbits(32) if given is None else given
     _loops(config)
@@ -52,19 +70,14 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"aiocomms conformance: --seed={config.stash[SEED]}"
 
 
-def places(config: pytest.Config, numbers: Iterable[int]) -> list[Place]:
-    """Return the places in which a check runs that runs on the given numbers of ranks."""
+def places(config: pytest.Config, marks: Marks) -> list[Place]:
+    """Return the places in which a check with these marks runs."""
     from aiocomms.testing.conformance.case import Place
+    from aiocomms.testing.conformance.matrix import cells
 
-    wanted = _sizes(config)
-    device = _device(config)
-    return [
-        Place(transport, str(device), loop, size, processes, config.getoption("--deadline"))
-        for transport, processes in _transports(config)
-        for loop in _loops(config)
-        for size in numbers
-        if wanted is None or size in wanted
-    ]
+    device, deadline = str(_device(config)), config.getoption("--deadline")
+    chosen = cells(marks, _transports(config), _loops(config), _sizes(config), config.getoption("--full"))
+    return [Place(of.name, of.transport, device, loop, size, of.processes, deadline) for of, loop, size in chosen]
 
 
 def _loops(config: pytest.Config) -> list[str]:
@@ -99,22 +112,42 @@ def _device(config: pytest.Config) -> torch.device:
     return device
 
 
-def _transports(config: pytest.Config) -> list[tuple[str | dict[str, str], bool]]:
-    """Return the chosen transports, or all that are available, and whether the ranks of each are processes."""
-    from aiocomms.bootstrap.registry import available, find
+def _transports(config: pytest.Config) -> list[Subject]:
+    """Return the chosen transports, or all that are available."""
+    from aiocomms.bootstrap.registry import available
 
     device = _device(config)
     state = available(device)
     given = config.getoption("--transport") or [name for name, why_not in state.items() if why_not is None]
     if not given:
         raise pytest.UsageError(f"no transport is available for --device {device}: {state}")
-    chosen: list[tuple[str | dict[str, str], bool]] = []
-    for text in given:
-        parts = dict(part.split("=", 1) for part in text.split(",")) if "=" in text else {"": text}
-        for name in parts.values():
-            if state.get(name, "it is not installed") is not None:
-                raise pytest.UsageError(f"--transport {name}: {state.get(name, 'it is not installed')}")
-        found = [find(name, device) for name in parts.values()]
-        tasks = all(not isinstance(cls, str) and cls.capabilities.in_process for cls in found)
-        chosen.append((parts if "=" in text else text, config.getoption("--processes") or not tasks))
-    return chosen
+    return [subject(text, device, state) for text in given]
+
+
+def subject(given: str, device: torch.device, state: Mapping[str, str | None]) -> Subject:
+    """Find the transport that a ``--transport`` names.
+
+    :param state: why each installed transport is not available; None: it is.
+    """
+    from aiocomms.bootstrap.registry import find
+    from aiocomms.testing.conformance.matrix import PROCESSES, Subject
+    from aiocomms.transport import Transport
+
+    text, at, how = given.partition("@")
+    if at + how not in ("", PROCESSES):
+        raise _wrong(given, f"got {at + how!r} after the name, wanted {PROCESSES!r} or nothing")
+    pairs = [part.partition("=") for part in text.split(",")] if "=" in text else [("", "", text)]
+    parts = {family: name for family, _, name in pairs}
+    for family, equals, name in pairs:
+        if len(pairs) > 1 and not equals:
+            raise _wrong(given, f"got {family!r}, wanted FAMILY=NAME")
+        if (why := state.get(name, "it is not installed")) is not None:
+            raise _wrong(name, why)
+    found = [cls for name in parts.values() if not isinstance(cls := find(name, device), str)]
+    processes = bool(at) or not all(cls.capabilities.in_process for cls in found)
+    native = any(cls.shortcuts is not Transport.shortcuts for cls in found)
+    return Subject("+".join(parts.values()) + at + how, parts if "=" in text else text, processes, native)
+
+
+def _wrong(given: str, why: str) -> pytest.UsageError:
+    return pytest.UsageError(f"--transport {given}: {why}")

@@ -201,7 +201,8 @@ def wrong_lists(comm: Communicator, parameter: str, written: bool) -> Iterator[t
         yield {parameter: [*good[:-1], tensor(comm).requires_grad_()]}, item, ArgumentError
 
 
-@ranks(2, 3)
+@pytest.mark.core
+@ranks(2, more=(3,))
 @pytest.mark.parametrize("name", GOOD)
 async def test_wrong_arguments(comm: Communicator, case: Case, name: str) -> None:
     """One rank only makes the wrong calls: if they sent anything, the other ranks would notice."""
@@ -260,7 +261,8 @@ def misfits(comm: Communicator) -> list[tuple[str, Arguments, str]]:
     ]  # fmt: skip
 
 
-@ranks(2, 3)
+@pytest.mark.core
+@ranks(2, more=(3,))
 async def test_arguments_that_do_not_fit_each_other(comm: Communicator, case: Case) -> None:
     if comm.rank == comm.size - 1:
         for name, wrong, text in misfits(comm):
@@ -269,7 +271,8 @@ async def test_arguments_that_do_not_fit_each_other(comm: Communicator, case: Ca
     await still_works(comm, "any")
 
 
-@ranks(2, 3)
+@pytest.mark.core
+@ranks(2, more=(3,))
 async def test_what_only_the_root_needs(comm: Communicator, case: Case) -> None:
     """Elsewhere it is not looked at, whatever it is; the results are None there, as ever."""
     mine, out = tensor(comm, COUNT), tensor(comm, COUNT)
@@ -283,6 +286,7 @@ async def test_what_only_the_root_needs(comm: Communicator, case: Case) -> None:
     await still_works(comm, "off the root")
 
 
+@pytest.mark.core
 @ranks(2)
 async def test_reductions_that_mean_nothing(comm: Communicator, case: Case) -> None:
     """Every reducing operation refuses them before anything is sent."""
@@ -306,7 +310,7 @@ def _as(value: object, dtype: torch.dtype) -> object:
     return [_as(item, dtype) for item in value] if isinstance(value, list) else value
 
 
-@ranks(1, 2)
+@ranks(2, more=(1,))
 async def test_inputs_that_are_right(comm: Communicator, case: Case) -> None:
     """A tensor that an operation only reads may require grad, or be a parameter."""
     for mine in (tensor(comm).requires_grad_(), torch.nn.Parameter(tensor(comm)), torch.inference_mode()(tensor)(comm)):
@@ -335,6 +339,7 @@ async def test_strides_of_which_nothing_depends(comm: Communicator, case: Case) 
             assert torch.equal((await comm.all_gather_object([item]))[0][0].to(comm.device), want)
 
 
+@pytest.mark.core
 @ranks(2)
 @pytest.mark.parametrize("state", ["closed", "aborted"])
 async def test_every_operation_of_a_lost_communicator(comm: Communicator, case: Case, state: str) -> None:

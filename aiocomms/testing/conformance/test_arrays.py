@@ -25,6 +25,8 @@ from aiocomms.testing.conformance.test_arguments import GOOD, still_works
 from aiocomms.testing.conformance.test_endpoints import connected, descriptor
 from aiocomms.testing.conformance.test_portal import synchronous
 
+pytestmark = pytest.mark.core
+
 SHAPE = (3, 2)
 
 
@@ -132,7 +134,7 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-@ranks(1, 2, 3)
+@ranks(2, more=(1, 3))
 @kinds
 @pytest.mark.parametrize("name", COLLECTIVES)
 async def test_collectives(comm: Communicator, case: Case, kind: Kind, name: str) -> None:
@@ -242,6 +244,7 @@ async def test_windows(comm: Communicator, case: Case, kind: Kind) -> None:
     assert kind.place(part) == place
 
 
+@pytest.mark.network
 @ranks(2)
 @kinds
 async def test_regions(comm: Communicator, case: Case, kind: Kind) -> None:

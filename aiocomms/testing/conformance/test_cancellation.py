@@ -9,7 +9,6 @@ import asyncio
 import gc
 import random
 import unittest
-from collections.abc import Awaitable
 
 import anyio
 import pytest
@@ -18,26 +17,10 @@ import torch
 from aiocomms import Work
 from aiocomms.communicator import Communicator
 from aiocomms.errors import WorkCancelledError
-from aiocomms.testing.conformance.case import Case, ranks
+from aiocomms.testing.conformance.case import Case, all_blocked, cancel_await, ranks, wait_for
 from aiocomms.testing.conformance.data import Slot
 
 SHAPE = (6,)
-
-
-async def wait_for(awaitable: Awaitable[object], scope: anyio.CancelScope, outcome: list[object]) -> None:
-    """Await within a scope, and note the result."""
-    with scope:
-        outcome.append(await awaitable)
-
-
-async def cancel_await(work: Work[object]) -> None:
-    """Start a task that awaits a work, and cancel the task."""
-    scope, outcome = anyio.CancelScope(), list[object]()
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(wait_for, work, scope, outcome)
-        await anyio.wait_all_tasks_blocked()
-        scope.cancel()
-    assert scope.cancelled_caught and not outcome
 
 
 def incoming(comm: Communicator, case: Case, tag: int = 0) -> tuple[Slot, Work[torch.Tensor]]:
@@ -78,6 +61,7 @@ async def test_withdrawn_receive_did_not_happen(comm: Communicator, case: Case) 
 
 
 @pytest.mark.fault(37)
+@pytest.mark.loops
 @ranks(2)
 async def test_cancelling_the_only_await_withdraws_a_receive(comm: Communicator, case: Case) -> None:
     case.need("p2p")
@@ -91,8 +75,9 @@ async def test_cancelling_the_only_await_withdraws_a_receive(comm: Communicator,
 
 
 @pytest.mark.fault(42)
+@pytest.mark.loops
 @ranks(2)
-@pytest.mark.parametrize("seconds", [0, 0.01])
+@pytest.mark.parametrize("seconds", [0, pytest.param(0.01, marks=pytest.mark.clock)])
 async def test_time_that_runs_out_withdraws_a_receive(comm: Communicator, case: Case, seconds: float) -> None:
     case.need("p2p")
     if comm.rank == 0:
@@ -106,6 +91,8 @@ async def test_time_that_runs_out_withdraws_a_receive(comm: Communicator, case: 
 
 
 @pytest.mark.fault(42)
+@pytest.mark.loops
+@pytest.mark.clock
 @ranks(2)
 async def test_asyncio_timeout_withdraws_a_receive(comm: Communicator, case: Case) -> None:
     case.need("p2p")
@@ -123,6 +110,7 @@ async def test_asyncio_timeout_withdraws_a_receive(comm: Communicator, case: Cas
 
 
 @pytest.mark.fault(43)
+@pytest.mark.loops
 @ranks(2)
 async def test_one_of_two_awaits_is_cancelled(comm: Communicator, case: Case) -> None:
     """The other awaiter is not affected."""
@@ -135,9 +123,9 @@ async def test_one_of_two_awaits_is_cancelled(comm: Communicator, case: Case) ->
     async with anyio.create_task_group() as tasks:
         for scope, outcome in zip(scopes, outcomes, strict=True):
             tasks.start_soon(wait_for, work, scope, outcome)
-        await anyio.wait_all_tasks_blocked()
+        await all_blocked()
         scopes[1].cancel()
-        await anyio.wait_all_tasks_blocked()
+        await all_blocked()
         assert scopes[1].cancelled_caught and not work.done()
         case.tell("cancelled")
     assert outcomes == [[slot.tensor], [], [slot.tensor]]
@@ -179,6 +167,7 @@ async def test_a_receive_that_is_done_cannot_be_withdrawn(comm: Communicator, ca
 
 
 @pytest.mark.fault(38)
+@pytest.mark.memory
 @ranks(2)
 @pytest.mark.parametrize("count", [3, 40_009])
 async def test_cancel_races_with_the_message(comm: Communicator, case: Case, count: int) -> None:
@@ -208,6 +197,8 @@ async def test_cancel_races_with_the_message(comm: Communicator, case: Case, cou
 
 
 @pytest.mark.fault(42)
+@pytest.mark.loops
+@pytest.mark.memory
 @ranks(2)
 async def test_cancelled_when_it_has_just_happened(comm: Communicator, case: Case) -> None:
     """The awaiter is cancelled after the end of the op and before it resumes: the message is not lost."""
@@ -223,7 +214,7 @@ async def test_cancelled_when_it_has_just_happened(comm: Communicator, case: Cas
     hook = comm.register_post_hook(lambda done: scope.cancel() if done is work else None)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(wait_for, work, scope, outcome)
-        await anyio.wait_all_tasks_blocked()
+        await all_blocked()
         case.tell("waiting")
     hook.remove()
     assert work.done() and work.result() is slot.tensor
@@ -235,6 +226,8 @@ async def test_cancelled_when_it_has_just_happened(comm: Communicator, case: Cas
 
 
 @pytest.mark.fault(39)
+@pytest.mark.loops
+@pytest.mark.memory
 @ranks(2)
 @pytest.mark.parametrize("count", [3, 40_009])
 async def test_a_send_is_not_withdrawn(comm: Communicator, case: Case, count: int) -> None:
@@ -260,7 +253,9 @@ async def test_a_send_is_not_withdrawn(comm: Communicator, case: Case, count: in
 
 
 @pytest.mark.fault(40)
-@ranks(2, 3, 7)
+@pytest.mark.loops
+@pytest.mark.memory
+@ranks(2, 3, more=(7,))
 async def test_a_collective_is_not_withdrawn(comm: Communicator, case: Case) -> None:
     """One rank's await is cancelled before the others call: the collective completes everywhere, as does the next."""
     for victim in range(comm.size):
@@ -280,7 +275,7 @@ async def test_a_collective_is_not_withdrawn(comm: Communicator, case: Case) -> 
     await comm.barrier()
 
 
-@ranks(2, 3)
+@ranks(2, more=(3,))
 async def test_cancel_of_a_collective_waits_for_its_end(comm: Communicator, case: Case) -> None:
     content = case.bits(torch.int32, SHAPE)
     slot = case.empty(torch.int32, SHAPE) if comm.rank == 0 else case.full(content)
@@ -296,6 +291,8 @@ async def test_cancel_of_a_collective_waits_for_its_end(comm: Communicator, case
 
 
 @pytest.mark.fault(44)
+@pytest.mark.loops
+@pytest.mark.core
 @ranks(2)
 async def test_a_sibling_that_fails_cancels_a_receive(comm: Communicator, case: Case) -> None:
     """The task group ends at once with the error of the sibling task, and the communicator stays usable."""
@@ -306,7 +303,7 @@ async def test_a_sibling_that_fails_cancels_a_receive(comm: Communicator, case: 
     slot, work = incoming(comm, case)
 
     async def fail() -> None:
-        await anyio.wait_all_tasks_blocked()
+        await all_blocked()
         raise KeyError("sibling")
 
     with pytest.raises(BaseExceptionGroup) as caught:
@@ -338,6 +335,7 @@ async def test_a_batch_completes_on_its_own(comm: Communicator, case: Case) -> N
 
 
 @pytest.mark.fault(41)
+@pytest.mark.loops
 @ranks(2)
 async def test_cancelled_again_and_again(comm: Communicator, case: Case) -> None:
     case.need("p2p")
@@ -357,6 +355,8 @@ async def test_cancelled_again_and_again(comm: Communicator, case: Case) -> None
 
 
 @pytest.mark.fault(41)
+@pytest.mark.loops
+@pytest.mark.memory
 @ranks(2, 3)
 async def test_cancelled_at_random_on_all_ranks(comm: Communicator, case: Case) -> None:
     """Awaits are cancelled at any point of a collective and an exchange: nothing is lost, and the next one is right."""

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import math
 import threading
-import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import anyio
 import anyio.to_thread
@@ -19,13 +16,10 @@ from aiocomms import Work, core
 from aiocomms.communicator import Communicator
 from aiocomms.core import CLOSE_GRACE
 from aiocomms.errors import CommAbortedError, CommClosedError, CommError
-from aiocomms.progress.deadlines import watchdog
-from aiocomms.testing.conformance.case import Case, ranks
+from aiocomms.testing.conformance.case import Case, all_blocked, cancel_await, ranks
+from aiocomms.testing.conformance.leaks import expect_no_more_than, resources
 
 SHAPE = (6,)
-
-LOOKS = 150
-"""How often a rank looks, every 10 ms, whether what it has closed is gone: the slower it is, the longer."""
 
 
 def ones(comm: Communicator) -> torch.Tensor:
@@ -50,7 +44,7 @@ def pend(comm: Communicator, peer: int, count: int = 3) -> list[Work[torch.Tenso
 
 
 @pytest.mark.fault(55)
-@ranks(1, 2, 3, 7)
+@ranks(1, 2, more=(3, 7))
 async def test_a_closed_communicator_says_so(comm: Communicator, case: Case) -> None:
     other = await case.open("other")
     assert not other.closed
@@ -70,6 +64,7 @@ async def test_a_closed_communicator_says_so(comm: Communicator, case: Case) -> 
 
 
 @pytest.mark.fault(55)
+@pytest.mark.loops
 @ranks(2)
 async def test_several_tasks_close_it(comm: Communicator, case: Case) -> None:
     other = await case.open("other")
@@ -80,6 +75,8 @@ async def test_several_tasks_close_it(comm: Communicator, case: Case) -> None:
 
 
 @pytest.mark.fault(55)
+@pytest.mark.loops
+@pytest.mark.memory
 @ranks(2, 3)
 async def test_close_lets_what_is_under_way_end(comm: Communicator, case: Case) -> None:
     """Rank 0 closes before the others call the collective, which ends all the same on all ranks."""
@@ -92,7 +89,7 @@ async def test_close_lets_what_is_under_way_end(comm: Communicator, case: Case) 
     if comm.rank == 0:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(other.aclose)
-            await anyio.wait_all_tasks_blocked()
+            await all_blocked()
             assert not work.done()
             with pytest.raises(CommClosedError):
                 other.barrier()
@@ -103,6 +100,7 @@ async def test_close_lets_what_is_under_way_end(comm: Communicator, case: Case) 
     await other.aclose()
 
 
+@pytest.mark.memory
 @ranks(2)
 @pytest.mark.parametrize("count", [3, 40_009])
 async def test_close_lets_messages_arrive(comm: Communicator, case: Case, count: int) -> None:
@@ -120,6 +118,7 @@ async def test_close_lets_messages_arrive(comm: Communicator, case: Case, count:
     await other.aclose()
 
 
+@pytest.mark.memory
 @ranks(2)
 async def test_close_withdraws_receives(comm: Communicator, case: Case) -> None:
     case.need("p2p")
@@ -142,7 +141,8 @@ async def test_close_withdraws_receives(comm: Communicator, case: Case) -> None:
 
 
 @pytest.mark.fault(55)
-@ranks(2, 3, 7)
+@pytest.mark.memory
+@ranks(2, 3, more=(7,))
 @pytest.mark.parametrize("what", ["recv", "collective"])
 async def test_who_needs_a_rank_that_closed_is_told(comm: Communicator, case: Case, what: str) -> None:
     """A rank that calls before or after another's close does not wait for ever."""
@@ -163,7 +163,7 @@ async def test_who_needs_a_rank_that_closed_is_told(comm: Communicator, case: Ca
     await other.aclose()
 
 
-@ranks(2, 3)
+@ranks(2, more=(3,))
 async def test_a_call_that_comes_after_a_peers_close(comm: Communicator, case: Case) -> None:
     other = await case.open("other")
     if comm.rank == 0:
@@ -177,14 +177,14 @@ async def test_a_call_that_comes_after_a_peers_close(comm: Communicator, case: C
 
 
 @pytest.mark.fault(43)
+@pytest.mark.loops
 @ranks(2)
 async def test_a_cancelled_close_releases_everything(comm: Communicator, case: Case) -> None:
     other = await case.open("other")
     if comm.rank == 0:
         work = other.all_reduce(ones(comm))
-        with anyio.move_on_after(0.05) as scope:
-            await other.aclose()
-        assert scope.cancelled_caught and other.closed
+        await cancel_await(other.aclose())
+        assert other.closed
         with pytest.raises(CommError):
             await work
         await other.aclose()
@@ -195,6 +195,8 @@ async def test_a_cancelled_close_releases_everything(comm: Communicator, case: C
 
 
 @pytest.mark.fault(45)
+@pytest.mark.loops
+@pytest.mark.clock
 @ranks(2)
 async def test_a_close_in_a_cancelled_scope_releases_everything(comm: Communicator, case: Case) -> None:
     """Every await in the scope is cancelled, also those of the close; it releases everything without waiting."""
@@ -219,7 +221,9 @@ async def test_a_close_in_a_cancelled_scope_releases_everything(comm: Communicat
     await expect_no_more_than(before)
 
 
-@ranks(2, 3, 7)
+@pytest.mark.loops
+@pytest.mark.memory
+@ranks(2, 3, more=(7,))
 async def test_abort_ends_everything_everywhere(comm: Communicator, case: Case) -> None:
     """Pending works of all ranks fail with the first reason, hooks are called once, and later calls fail at once."""
     heard: list[CommError] = []
@@ -243,6 +247,8 @@ async def test_abort_ends_everything_everywhere(comm: Communicator, case: Case) 
 
 
 @pytest.mark.fault(48)
+@pytest.mark.loops
+@pytest.mark.memory
 @ranks(2)
 async def test_abort_from_another_thread(comm: Communicator, case: Case) -> None:
     works = pend(comm, 1 - comm.rank, 100)
@@ -257,6 +263,8 @@ async def test_abort_from_another_thread(comm: Communicator, case: Case) -> None
         thread.join()
 
 
+@pytest.mark.loops
+@pytest.mark.memory
 @ranks(2)
 async def test_abort_with_nothing_pending(comm: Communicator, case: Case) -> None:
     """A peer that waits for nothing is told of the abort, too."""
@@ -273,6 +281,7 @@ async def test_abort_with_nothing_pending(comm: Communicator, case: Case) -> Non
 
 
 @pytest.mark.fault(55)
+@pytest.mark.loops
 @ranks(2)
 async def test_an_error_in_the_context_aborts(comm: Communicator, case: Case) -> None:
     """The peers may be waiting for operations that this rank will never call."""
@@ -324,6 +333,7 @@ async def test_another_communicator_notices_nothing(comm: Communicator, case: Ca
     await other.aclose()
 
 
+@pytest.mark.core
 @ranks(2)
 async def test_hooks(comm: Communicator, case: Case) -> None:
     """A hook that raises before an op stops the op: nothing was sent."""
@@ -351,7 +361,10 @@ async def test_hooks(comm: Communicator, case: Case) -> None:
 
 
 @pytest.mark.fault(60)
-@ranks(1, 2)
+@pytest.mark.loops
+@pytest.mark.memory
+@pytest.mark.clock
+@ranks(2, more=(1,))
 async def test_opened_and_closed_again_and_again(comm: Communicator, case: Case) -> None:
     """The numbers of threads and descriptors are no higher than before."""
 
@@ -368,20 +381,3 @@ async def test_opened_and_closed_again_and_again(comm: Communicator, case: Case)
         await cycle(number)
     await case.meet("closed")
     await expect_no_more_than(before)
-
-
-async def expect_no_more_than(before: tuple[int, int]) -> None:
-    """Wait until there are no more threads and descriptors than before."""
-    for _ in range(LOOKS):
-        now = resources()
-        if all(count <= then for count, then in zip(now, before, strict=True)):
-            return
-        await anyio.sleep(0.01)  # threads take a moment to end, and no event tells of it
-    raise AssertionError(f"threads, descriptors: {before}, now {now}")
-
-
-def resources() -> tuple[int, int]:
-    """Count the threads and descriptors of this process."""
-    watchdog.wake_by(time.monotonic())  # starts its thread, which otherwise starts with the first op that waits
-    gc.collect()
-    return threading.active_count(), sum(1 for _ in Path("/proc/self/fd").iterdir())

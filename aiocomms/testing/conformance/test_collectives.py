@@ -15,7 +15,7 @@ from aiocomms import ReduceOp, Work
 from aiocomms.communicator import Communicator
 from aiocomms.errors import UnsupportedOperation
 from aiocomms.testing.conformance import data
-from aiocomms.testing.conformance.case import ALL_SIZES, Case, ranks, reductions, refusable
+from aiocomms.testing.conformance.case import Case, ranks, reductions, refusable
 from aiocomms.testing.conformance.trials import EVERY, MOVING, REDUCING, Setting, Trial
 
 
@@ -54,7 +54,8 @@ def share(settings: list[Setting], dtype: torch.dtype, size: int) -> list[Settin
     return settings[data.ALL_DTYPES.index(dtype) % step :: step]
 
 
-@ranks(*ALL_SIZES)
+@pytest.mark.memory
+@ranks(1, 2, 3, 4, 7)
 @pytest.mark.parametrize("name", MOVING)
 async def test_data_arrives_unchanged(comm: Communicator, case: Case, name: str) -> None:
     for dtype in data.ALL_DTYPES:
@@ -62,7 +63,8 @@ async def test_data_arrives_unchanged(comm: Communicator, case: Case, name: str)
         await check_all(name, comm, case, share(settings, dtype, comm.size))
 
 
-@ranks(*ALL_SIZES)
+@pytest.mark.memory
+@ranks(1, 2, 3, 4, 7)
 @pytest.mark.parametrize("name", REDUCING)
 async def test_every_operator_on_every_dtype(comm: Communicator, case: Case, name: str) -> None:
     """The shapes rotate over the operators and dtypes, so that each dtype is tried with each shape."""
@@ -73,6 +75,7 @@ async def test_every_operator_on_every_dtype(comm: Communicator, case: Case, nam
         await check_all(name, comm, case, share(settings, dtype, comm.size))
 
 
+@pytest.mark.core
 @ranks(2)
 @pytest.mark.parametrize("op", ["sum", "mean", "max", "min", "product"])
 async def test_an_operator_by_its_name(comm: Communicator, case: Case, op: str) -> None:
@@ -91,20 +94,22 @@ async def test_an_operator_by_its_name(comm: Communicator, case: Case, op: str) 
     data.near(await comm.reduce_scatter_single(case.empty(torch.float64, (5,)).tensor, whole.tensor, op), *share)
 
 
-@ranks(*ALL_SIZES)
+@pytest.mark.memory
+@ranks(2, 3, 7, more=(1, 4))
 @pytest.mark.parametrize("name", EVERY)
 async def test_large(comm: Communicator, case: Case, name: str) -> None:
     setting = Setting(torch.float32, data.LARGE, comm.size - 1, ReduceOp.SUM, "large")
     await check_all(name, comm, case, [setting])
 
 
-@ranks(*ALL_SIZES)
+@ranks(1, 2, 3, 4, 7)
 async def test_every_root(comm: Communicator, case: Case) -> None:
     for name in ("broadcast", "reduce", "gather", "gather_single", "scatter"):
         settings = [Setting(torch.int32, (5,), root, ReduceOp.SUM, name) for root in range(comm.size)]
         await check_all(name, comm, case, settings)
 
 
+@pytest.mark.memory
 @ranks(2, 3, 7)
 async def test_all_reduce_gives_every_rank_the_same_bits(comm: Communicator, case: Case) -> None:
     for i, dtype in enumerate(d for d in data.REDUCED_DTYPES if d.is_floating_point or d.is_complex):
@@ -132,7 +137,7 @@ async def test_half_precision_is_accumulated_in_single(comm: Communicator, case:
         data.same_bits(tensor, torch.full((9,), much + comm.size - 1).to(dtype))
 
 
-@ranks(*ALL_SIZES)
+@ranks(1, 2, 3, 4, 7)
 async def test_in_place(comm: Communicator, case: Case) -> None:
     """An input may be this rank's part of the output, or the output a part of the input."""
     everyone, root = range(comm.size), comm.size - 1
@@ -156,7 +161,7 @@ async def test_in_place(comm: Communicator, case: Case) -> None:
     whole.expect(torch.stack(contents))
 
 
-@ranks(*ALL_SIZES)
+@ranks(1, 2, 3, 4, 7)
 async def test_reduce_scatter_in_place(comm: Communicator, case: Case) -> None:
     contents = [[case.numbers(torch.int64, (13,), r, dst) for dst in range(comm.size)] for r in range(comm.size)]
     want = data.reduced(ReduceOp.SUM, [given[comm.rank] for given in contents]).value
@@ -174,7 +179,7 @@ async def test_reduce_scatter_in_place(comm: Communicator, case: Case) -> None:
     whole.expect(after)
 
 
-@ranks(2, 3, 7)
+@ranks(3, more=(2, 7))
 @pytest.mark.parametrize("name", EVERY)
 async def test_many_at_once(comm: Communicator, case: Case, name: str) -> None:
     """The order of the calls is the same on all ranks; the order of the awaits is not."""
@@ -186,6 +191,7 @@ async def test_many_at_once(comm: Communicator, case: Case, name: str) -> None:
             tasks.start_soon(check, name, setting, trial)
 
 
+@pytest.mark.memory
 @ranks(2, 3, 7)
 async def test_different_ones_at_once(comm: Communicator, case: Case) -> None:
     draw = random.Random(f"{case.seed} {case.name}")
@@ -224,7 +230,8 @@ def _nothing(comm: Communicator) -> torch.Tensor:
     return torch.empty(0, device=comm.device)
 
 
-@ranks(2, 3, 4, 7)
+@pytest.mark.memory
+@ranks(2, 3, 7, more=(4,))
 @pytest.mark.parametrize("name", SYNCHRONISING)
 async def test_nobody_leaves_before_everybody_has_come(comm: Communicator, case: Case, name: str) -> None:
     """Each rank in turn calls last, after all others have called. Empty tensors synchronise the ranks, too."""
@@ -238,6 +245,7 @@ async def test_nobody_leaves_before_everybody_has_come(comm: Communicator, case:
         case.synchronised(f"{name} with rank {late} late", called)
 
 
+@pytest.mark.memory
 @ranks(2, 3, 7)
 async def test_a_root_waits_for_data_only(comm: Communicator, case: Case) -> None:
     """The root's broadcast does not depend on ranks that call late; these get the data when they call."""
@@ -253,7 +261,8 @@ async def test_a_root_waits_for_data_only(comm: Communicator, case: Case) -> Non
 
 
 @pytest.mark.fault(50)
-@ranks(2, 3)
+@pytest.mark.loops
+@ranks(2, more=(3,))
 async def test_a_work_that_nobody_awaits_completes(comm: Communicator, case: Case) -> None:
     slots = [case.full(case.numbers(torch.int32, (3,), i, comm.rank)) for i in range(5)]
     done: list[object] = []

@@ -21,6 +21,8 @@ from aiocomms.errors import (
 from aiocomms.testing.conformance import data
 from aiocomms.testing.conformance.case import Case, ranks
 
+pytestmark = pytest.mark.network
+
 PART = 11
 
 
@@ -63,6 +65,8 @@ async def descriptor(comm: Communicator, given: bytes | None = None) -> bytes:
     return got
 
 
+@pytest.mark.loops
+@pytest.mark.memory
 @ranks(2)
 async def test_messages(comm: Communicator, case: Case) -> None:
     """Tensors, objects and streams, in both directions; both ends know the other one's address."""
@@ -86,6 +90,7 @@ async def test_messages(comm: Communicator, case: Case) -> None:
         await work_
 
 
+@pytest.mark.memory
 @ranks(2)
 async def test_put_get_signal(comm: Communicator, case: Case) -> None:
     """For every dtype; a signal comes behind what was put."""
@@ -112,6 +117,7 @@ async def test_put_get_signal(comm: Communicator, case: Case) -> None:
                 await comm.send_object(None, 1)
 
 
+@pytest.mark.memory
 @ranks(2)
 async def test_both_have_regions_and_attach_at_once(comm: Communicator, case: Case) -> None:
     """Each opens several of the other one's, in its own order, and closes them in another."""
@@ -141,6 +147,7 @@ async def test_both_have_regions_and_attach_at_once(comm: Communicator, case: Ca
 
 
 @pytest.mark.fault(108)
+@pytest.mark.memory
 @ranks(2)
 async def test_a_revoked_region(comm: Communicator, case: Case) -> None:
     """What is under way ends, and nothing starts any more: at the other end at once, and by the descriptor never."""
@@ -193,6 +200,7 @@ async def test_close_and_attach_again(comm: Communicator, case: Case) -> None:
 
 
 @pytest.mark.fault(109)
+@pytest.mark.core
 @ranks(2)
 async def test_rights_and_bounds(comm: Communicator, case: Case) -> None:
     async with connected(comm, case) as (here, peer):
@@ -227,6 +235,7 @@ async def test_rights_and_bounds(comm: Communicator, case: Case) -> None:
 
 
 @pytest.mark.fault(110)
+@pytest.mark.memory
 @ranks(2)
 async def test_descriptors_that_give_nothing(comm: Communicator, case: Case) -> None:
     """Forged, foreign and expired ones, and what is none at all."""
@@ -274,6 +283,8 @@ async def test_addresses_that_lead_nowhere(comm: Communicator, case: Case) -> No
             await here.connect(address)
 
 
+@pytest.mark.loops
+@pytest.mark.memory
 @ranks(2)
 async def test_calls_that_cross(comm: Communicator, case: Case) -> None:
     """Both connect at once, each several times, and have one connection."""

@@ -18,7 +18,11 @@ from aiocomms.testing.conformance.case import Case, ranks
 from aiocomms.testing.conformance.test_endpoints import connected, descriptor
 from aiocomms.testing.conformance.test_idle import expect_silence
 
+pytestmark = pytest.mark.network
 
+
+@pytest.mark.loops
+@pytest.mark.memory
 @ranks(2)
 async def test_a_close_ends_it_on_both_sides(comm: Communicator, case: Case) -> None:
     """What was sent before is still received."""
@@ -59,6 +63,7 @@ async def test_who_comes_and_goes_unseen(comm: Communicator, case: Case) -> None
         assert len(here._connections._left) <= 17
 
 
+@pytest.mark.memory
 @ranks(2)
 async def test_an_abort_ends_one_connection(comm: Communicator, case: Case) -> None:
     """Its hooks are called, its ops fail on both sides; another connection of the same endpoint goes on."""
@@ -87,6 +92,9 @@ async def test_an_abort_ends_one_connection(comm: Communicator, case: Case) -> N
             await comm.barrier()
 
 
+@pytest.mark.loops
+@pytest.mark.memory
+@pytest.mark.clock
 @ranks(2)
 async def test_nothing_wakes_up(comm: Communicator, case: Case) -> None:
     async with connected(comm, case) as (here, peer):
@@ -99,6 +107,8 @@ async def test_nothing_wakes_up(comm: Communicator, case: Case) -> None:
 
 
 @pytest.mark.fault(111)
+@pytest.mark.memory
+@pytest.mark.clock
 @ranks(2)
 async def test_a_rank_that_does_not_answer(comm: Communicator, case: Case) -> None:
     """Attaching is late and fails alone; the connection stays usable."""

@@ -13,7 +13,9 @@ from aiocomms import ReduceOp, functional
 from aiocomms.communicator import Communicator
 from aiocomms.errors import ArgumentError
 from aiocomms.testing.conformance import data
-from aiocomms.testing.conformance.case import ALL_SIZES, Case, ranks
+from aiocomms.testing.conformance.case import Case, ranks
+
+pytestmark = pytest.mark.core
 
 NAMES = {
     "sum": ReduceOp.SUM,
@@ -31,7 +33,7 @@ def awkward(content: Tensor, comm: Communicator) -> Tensor:
     return content.to(comm.device).requires_grad_(content.is_floating_point())
 
 
-@ranks(*ALL_SIZES)
+@ranks(2, 3, more=(1, 4, 7))
 async def test_moving(comm: Communicator, case: Case) -> None:
     everyone, n = range(comm.size), comm.size
     for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.uint8):
@@ -54,7 +56,7 @@ async def test_moving(comm: Communicator, case: Case) -> None:
     await functional.barrier()
 
 
-@ranks(*ALL_SIZES)
+@ranks(3, more=(1, 2, 4, 7))
 @pytest.mark.parametrize("op", NAMES)
 async def test_reducing(comm: Communicator, case: Case, op: str) -> None:
     given = [case.numbers(torch.float64, (comm.size, 5), r) for r in range(comm.size)]
@@ -71,7 +73,7 @@ async def test_reducing(comm: Communicator, case: Case, op: str) -> None:
     data.same_bits(mine, before.cpu())
 
 
-@ranks(2, 3)
+@ranks(2, more=(3,))
 async def test_messages(comm: Communicator, case: Case) -> None:
     case.need("p2p")
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size

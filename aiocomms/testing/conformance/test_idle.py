@@ -6,10 +6,13 @@ import resource
 import time
 
 import anyio
+import pytest
 import torch
 
 from aiocomms.communicator import Communicator
 from aiocomms.testing.conformance.case import Case, ranks
+
+pytestmark = [pytest.mark.loops, pytest.mark.memory, pytest.mark.clock]
 
 WINDOW = 0.05
 """The time in seconds during which wake-ups are counted."""
@@ -44,7 +47,7 @@ async def expect_silence(case: Case, note: str) -> None:
     await case.meet(f"after {note}")
 
 
-@ranks(1, 2, 3)
+@ranks(1, 2, more=(3,))
 async def test_nothing_pending(comm: Communicator, case: Case) -> None:
     await expect_silence(case, "when just opened")
     await comm.barrier()
@@ -52,7 +55,7 @@ async def test_nothing_pending(comm: Communicator, case: Case) -> None:
     await expect_silence(case, "after some operations")
 
 
-@ranks(2, 3)
+@ranks(2, more=(3,))
 async def test_a_receive_that_waits(comm: Communicator, case: Case) -> None:
     case.need("p2p")
     tensor = torch.zeros(3, device=comm.device)
@@ -67,7 +70,7 @@ async def test_a_receive_that_waits(comm: Communicator, case: Case) -> None:
     await expect_silence(case, "when they are withdrawn")
 
 
-@ranks(2, 3)
+@ranks(2, more=(3,))
 async def test_a_collective_that_waits(comm: Communicator, case: Case) -> None:
     work = comm.barrier() if comm.rank == 0 else None
     await expect_silence(case, "with a collective that waits")

@@ -19,7 +19,7 @@ from aiocomms.errors import (
     CommTimeoutError,
 )
 from aiocomms.testing.conformance import data
-from aiocomms.testing.conformance.case import ALL_SIZES, Case, ranks
+from aiocomms.testing.conformance.case import Case, ranks
 from aiocomms.testing.conformance.trials import EVERY, Setting
 
 KEYS = (
@@ -62,7 +62,8 @@ def shuffled(case: Case, things: Any, *key: object) -> list[Any]:
     return mixed
 
 
-@ranks(*ALL_SIZES)
+@pytest.mark.memory
+@ranks(2, 3, more=(1, 4, 7))
 async def test_every_collective_in_another_order_on_each_rank(comm: Communicator, case: Case) -> None:
     case.need_any_order()
     started = []
@@ -79,7 +80,8 @@ async def test_every_collective_in_another_order_on_each_rank(comm: Communicator
             raise
 
 
-@ranks(2, 3, 7)
+@pytest.mark.core
+@ranks(3, more=(2, 7))
 async def test_each_rank_awaits_another_lane_first(comm: Communicator, case: Case) -> None:
     """What an order that one rank publishes would deadlock on: each rank awaits the lanes one after the other."""
     case.need_any_order()
@@ -98,18 +100,19 @@ def hash_of(key: object) -> int:
     return KEYS.index(key) if key in KEYS else sum(map(ord, str(key)))
 
 
-@ranks(1, 2, 3)
+@pytest.mark.core
+@ranks(2, more=(1, 3))
 async def test_keys_of_all_types_are_different_lanes(comm: Communicator, case: Case) -> None:
     case.need_any_order()
-    works = {
-        key: comm.lane(key).all_reduce(number(comm, 10 * hash_of(key) + comm.rank)) for key in shuffled(case, KEYS)
-    }
+    keys = KEYS[::-1] if comm.rank % 2 else KEYS  # so that two keys of one lane meet each other
+    works = {key: comm.lane(key).all_reduce(number(comm, 10 * hash_of(key) + comm.rank)) for key in keys}
     for key, work in works.items():
         want = comm.size * 10 * hash_of(key) + sum(range(comm.size))
         assert (await work).tolist() == [want] * 3, key
 
 
-@ranks(2, 3)
+@pytest.mark.core
+@ranks(2, more=(3,))
 async def test_views_of_one_key_are_one_lane(comm: Communicator, case: Case) -> None:
     """Also where one rank makes a new view for each call, and another one keeps its first."""
     case.need_any_order()
@@ -129,7 +132,7 @@ async def test_one_lane_keeps_the_order(comm: Communicator, case: Case) -> None:
         assert (await work).tolist() == [comm.size * i + sum(range(comm.size))] * count
 
 
-@ranks(2, 3)
+@ranks(2, more=(3,))
 async def test_thousands_of_lanes_at_once(comm: Communicator, case: Case) -> None:
     case.need_any_order()
     works = {key: comm.lane(key).all_reduce(number(comm, key + comm.rank)) for key in shuffled(case, range(1500))}
@@ -137,7 +140,7 @@ async def test_thousands_of_lanes_at_once(comm: Communicator, case: Case) -> Non
         assert (await work)[0].item() == comm.size * key + sum(range(comm.size))
 
 
-@ranks(2, 3)
+@ranks(2, more=(3,))
 async def test_lanes_beside_the_communicator_itself(comm: Communicator, case: Case) -> None:
     """Its own collectives keep their order, wherever those of lanes come between them."""
     case.need_any_order()
@@ -153,7 +156,8 @@ async def test_lanes_beside_the_communicator_itself(comm: Communicator, case: Ca
         assert (await work).tolist() == [comm.size * value] * 3
 
 
-@ranks(2, 3)
+@pytest.mark.loops
+@ranks(2, more=(3,))
 async def test_a_rank_that_begins_late_and_awaiters_that_are_cancelled(comm: Communicator, case: Case) -> None:
     """A cancelled await stops nothing: the lane's next collective is the next one on all ranks."""
     case.need_any_order()
@@ -175,6 +179,7 @@ async def test_a_rank_that_begins_late_and_awaiters_that_are_cancelled(comm: Com
     assert (await first).tolist() == [comm.size] * 3 and (await second).tolist() == [2 * comm.size] * 3
 
 
+@pytest.mark.clock
 @ranks(2)
 async def test_a_receive_is_withdrawn_alone(comm: Communicator, case: Case) -> None:
     case.need_any_order()
@@ -197,7 +202,8 @@ async def test_a_receive_is_withdrawn_alone(comm: Communicator, case: Case) -> N
     await reduced(lane, 1)
 
 
-@ranks(2, 3)
+@pytest.mark.core
+@ranks(2, more=(3,))
 async def test_batches_and_objects(comm: Communicator, case: Case) -> None:
     case.need_any_order()
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
@@ -218,7 +224,9 @@ async def test_batches_and_objects(comm: Communicator, case: Case) -> None:
             tasks.start_soon(exchange, key)
 
 
-@ranks(2, 3)
+@pytest.mark.loops
+@pytest.mark.core
+@ranks(2, more=(3,))
 async def test_the_current_lane_of_tasks(comm: Communicator, case: Case) -> None:
     """Layers that know of no lane: requests interleave in another way on each rank, and their results stay apart."""
     case.need_any_order()
@@ -248,6 +256,7 @@ async def test_the_current_lane_of_tasks(comm: Communicator, case: Case) -> None
     await other.aclose()
 
 
+@pytest.mark.core
 @ranks(2)
 async def test_what_is_matched_by_calls_stays_so(comm: Communicator, case: Case) -> None:
     """A split, a window and a stream that are opened while a lane is the current one."""
@@ -271,6 +280,7 @@ async def test_what_is_matched_by_calls_stays_so(comm: Communicator, case: Case)
     await reduced(comm, 1)
 
 
+@pytest.mark.core
 @ranks(2)
 async def test_blocks_that_end_in_another_order(comm: Communicator, case: Case) -> None:
     case.need("p2p")
@@ -282,6 +292,7 @@ async def test_blocks_that_end_in_another_order(comm: Communicator, case: Case) 
     await reduced(comm, 1)
 
 
+@pytest.mark.core
 @ranks(2)
 async def test_wrong_arguments_leave_everything_usable(comm: Communicator, case: Case) -> None:
     case.need_any_order()

@@ -33,7 +33,7 @@ async def refused(comm: Communicator, key: Any, why: str) -> None:
     assert f"lane {key}" in str(caught.value)
 
 
-@ranks(2, 3, 4)
+@ranks(2, 3, more=(4,))
 async def test_what_waits_on_the_other_ranks_ends(comm: Communicator, case: Case) -> None:
     case.need_any_order()
     lane = comm.lane("req 7")
@@ -54,7 +54,8 @@ async def test_what_waits_on_the_other_ranks_ends(comm: Communicator, case: Case
     await goes_on(comm, case)
 
 
-@ranks(2, 3)
+@pytest.mark.core
+@ranks(2, more=(3,))
 async def test_an_exception_that_leaves_the_block(comm: Communicator, case: Case) -> None:
     case.need_any_order()
 
@@ -71,7 +72,9 @@ async def test_an_exception_that_leaves_the_block(comm: Communicator, case: Case
     await goes_on(comm, case)
 
 
-@ranks(2, 3)
+@pytest.mark.loops
+@pytest.mark.core
+@ranks(2, more=(3,))
 async def test_a_task_that_is_cancelled_in_the_block(comm: Communicator, case: Case) -> None:
     """As when a client goes away: what the other ranks do for its request ends, too."""
     case.need_any_order()
@@ -92,6 +95,7 @@ async def test_a_task_that_is_cancelled_in_the_block(comm: Communicator, case: C
     await goes_on(comm, case)
 
 
+@pytest.mark.memory
 @ranks(2, 3)
 async def test_what_nobody_receives_is_let_go(comm: Communicator, case: Case) -> None:
     """A large message waits for its receiver, which will not come any more, unless the transport has buffered it."""
@@ -115,7 +119,8 @@ async def test_what_nobody_receives_is_let_go(comm: Communicator, case: Case) ->
     await goes_on(comm, case)
 
 
-@ranks(2, 3)
+@pytest.mark.core
+@ranks(2, more=(3,))
 async def test_a_rank_that_has_used_no_lane_yet(comm: Communicator, case: Case) -> None:
     """It learns of it when it uses its first."""
     case.need_any_order()
@@ -126,7 +131,7 @@ async def test_a_rank_that_has_used_no_lane_yet(comm: Communicator, case: Case) 
     await goes_on(comm, case)
 
 
-@ranks(2, 3)
+@ranks(3, more=(2,))
 async def test_all_ranks_give_it_up_at_once(comm: Communicator, case: Case) -> None:
     """Who calls late hears of it there. What had begun on all ranks may have its result on some. Nobody waits."""
     case.need_any_order()
@@ -142,7 +147,8 @@ async def test_all_ranks_give_it_up_at_once(comm: Communicator, case: Case) -> N
     await goes_on(comm, case)
 
 
-@ranks(2, 3)
+@pytest.mark.core
+@ranks(2, more=(3,))
 async def test_a_reason_that_is_long_and_no_utf_8(comm: Communicator, case: Case) -> None:
     case.need_any_order()
     if comm.rank == 0:
@@ -152,7 +158,7 @@ async def test_a_reason_that_is_long_and_no_utf_8(comm: Communicator, case: Case
     await goes_on(comm, case)
 
 
-@ranks(2, 3)
+@ranks(2, more=(3,))
 async def test_on_another_thread(comm: Communicator, case: Case) -> None:
     case.need_any_order()
     lane = comm.lane("thread")
@@ -163,7 +169,7 @@ async def test_on_another_thread(comm: Communicator, case: Case) -> None:
     await goes_on(comm, case)
 
 
-@ranks(2, 3)
+@ranks(3, more=(2,))
 async def test_requests_that_fail_among_others(comm: Communicator, case: Case) -> None:
     """Every fifth request fails on one rank, before one of its collectives; all others are right."""
     case.need_any_order()

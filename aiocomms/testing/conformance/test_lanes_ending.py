@@ -20,6 +20,7 @@ from aiocomms.testing.conformance.case import Case, ranks
 from aiocomms.testing.conformance.test_lanes import SHORT, number, reduced, shuffled
 
 
+@pytest.mark.core
 @ranks(2)
 async def test_closing_a_lane(comm: Communicator, case: Case) -> None:
     """It withdraws receives, waits for collectives, and leaves other lanes and views alone."""
@@ -42,7 +43,9 @@ async def test_closing_a_lane(comm: Communicator, case: Case) -> None:
     await reduced(comm.lane("closing"), 2)
 
 
-@ranks(2, 3)
+@pytest.mark.core
+@pytest.mark.clock
+@ranks(2, more=(3,))
 async def test_a_late_collective_says_which_lane_and_whom_it_waits_for(comm: Communicator, case: Case) -> None:
     case.need_any_order()
     if comm.rank:
@@ -64,7 +67,7 @@ async def test_a_late_collective_says_which_lane_and_whom_it_waits_for(comm: Com
     assert comm.aborted
 
 
-@ranks(2, 3)
+@ranks(3, more=(2,))
 async def test_sizes_that_differ_lose_the_communicator(comm: Communicator, case: Case) -> None:
     case.need_any_order()
     with pytest.raises((MismatchError, CommAbortedError), match="lane sizes"):  # also at the call, if others have met
@@ -74,7 +77,9 @@ async def test_sizes_that_differ_lose_the_communicator(comm: Communicator, case:
     assert comm.aborted
 
 
-@ranks(2, 3)
+@pytest.mark.core
+@pytest.mark.clock
+@ranks(2, more=(3,))
 @pytest.mark.parametrize("what", ["operation", "root", "reduction"])
 async def test_what_differs_in_kind_never_mixes(comm: Communicator, case: Case, what: str) -> None:
     """Of the same size, it would do so silently: no rank gets a result, and a message, or the deadline, says why."""
@@ -95,7 +100,7 @@ async def test_what_differs_in_kind_never_mixes(comm: Communicator, case: Case, 
     assert comm.aborted
 
 
-@ranks(2, 3)
+@ranks(2, more=(3,))
 async def test_an_abort_ends_what_all_lanes_have_pending(comm: Communicator, case: Case) -> None:
     case.need_any_order()
     works: list[Work[Any]] = []
@@ -118,7 +123,7 @@ async def test_an_abort_ends_what_all_lanes_have_pending(comm: Communicator, cas
         comm.lane(3).barrier()
 
 
-@ranks(2, 3)
+@ranks(2, more=(3,))
 async def test_closing_the_communicator_waits_for_lanes(comm: Communicator, case: Case) -> None:
     case.need_any_order()
     other = await case.open("closed")

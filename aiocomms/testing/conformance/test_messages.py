@@ -25,7 +25,8 @@ def neighbours(comm: Communicator) -> tuple[int, int]:
     return (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
 
 
-@ranks(2, 3, 4, 7)
+@pytest.mark.memory
+@ranks(2, 3, more=(4, 7))
 async def test_data_arrives_unchanged(comm: Communicator, case: Case) -> None:
     """Messages of all sizes go around a ring at once."""
     case.need_any_order()
@@ -47,6 +48,7 @@ async def test_data_arrives_unchanged(comm: Communicator, case: Case) -> None:
             slot.expect(want)
 
 
+@pytest.mark.memory
 @ranks(2)
 async def test_huge_ones_both_ways_at_once(comm: Communicator, case: Case) -> None:
     case.need("p2p")
@@ -61,6 +63,7 @@ async def test_huge_ones_both_ways_at_once(comm: Communicator, case: Case) -> No
         await sending
 
 
+@pytest.mark.memory
 @ranks(2)
 @pytest.mark.parametrize("early", ["send", "recv"])
 @pytest.mark.parametrize("shape", [(0,), (5,), (40_009,)], ids=str)
@@ -76,6 +79,7 @@ async def test_either_side_may_be_first(comm: Communicator, case: Case, early: s
     slot.expect(content)
 
 
+@pytest.mark.memory
 @ranks(2)
 @pytest.mark.parametrize("early", ["send", "recv"])
 async def test_one_tag_keeps_the_order(comm: Communicator, case: Case, early: str) -> None:
@@ -114,7 +118,7 @@ async def test_tags_choose_the_message(comm: Communicator, case: Case, early: st
         slot.expect(case.bits(torch.int64, (9,), tag))
 
 
-@ranks(3, 4, 7)
+@ranks(3, more=(4, 7))
 async def test_sources_do_not_mix(comm: Communicator, case: Case) -> None:
     """Many senders use one tag: each receive takes the message of the rank that it names."""
     case.need_any_order()
@@ -129,6 +133,7 @@ async def test_sources_do_not_mix(comm: Communicator, case: Case) -> None:
         slot.expect(case.bits(torch.int32, (4,), r))
 
 
+@pytest.mark.memory
 @ranks(2)
 @pytest.mark.parametrize("count", [1, 100, 2049, 40_009])
 async def test_a_sent_tensor_may_be_changed(comm: Communicator, case: Case, count: int) -> None:
@@ -151,6 +156,7 @@ async def test_a_sent_tensor_may_be_changed(comm: Communicator, case: Case, coun
 
 
 @pytest.mark.fault(28)
+@pytest.mark.memory
 @ranks(2)
 @pytest.mark.parametrize("early", ["send", "recv"])
 @pytest.mark.parametrize("sizes", [(8, 3), (3, 8), (5, 0), (0, 5), (40_009, 9), (9, 40_009)], ids=str)
@@ -181,6 +187,7 @@ async def test_a_message_of_another_size(comm: Communicator, case: Case, early: 
     assert not comm.aborted
 
 
+@pytest.mark.memory
 @ranks(2, 3)
 async def test_hundreds_in_flight(comm: Communicator, case: Case) -> None:
     case.need_any_order()
@@ -196,7 +203,8 @@ async def test_hundreds_in_flight(comm: Communicator, case: Case) -> None:
         slot.expect(case.bits(torch.int32, (i % 50,), i, left))
 
 
-@ranks(2, 3)
+@pytest.mark.loops
+@ranks(2, more=(3,))
 async def test_tasks_with_tags_of_their_own(comm: Communicator, case: Case) -> None:
     """Each task exchanges messages with its counterpart on the next rank."""
     case.need_any_order()
@@ -236,7 +244,7 @@ async def test_messages_among_collectives(comm: Communicator, case: Case) -> Non
     assert (total == sum(range(comm.size))).all()
 
 
-@ranks(2, 3, 7)
+@ranks(2, 3, more=(7,))
 async def test_batch(comm: Communicator, case: Case) -> None:
     """Every rank exchanges tensors with every other; the result is the list of tensors in the order added."""
     case.need("p2p")
@@ -252,6 +260,7 @@ async def test_batch(comm: Communicator, case: Case) -> None:
         slot.expect(case.bits(torch.float32, (r + 2,), r, comm.rank))
 
 
+@pytest.mark.core
 @ranks(2)
 async def test_batch_refuses_what_it_cannot_do(comm: Communicator, case: Case) -> None:
     case.need("p2p")

@@ -26,6 +26,8 @@ from aiocomms.testing.conformance import data
 from aiocomms.testing.conformance.case import Case, ranks
 from aiocomms.testing.conformance.test_messages import TAGS, neighbours
 
+pytestmark = pytest.mark.core
+
 SHAPE = (6,)
 SHORT = 0.1
 """A deadline, in seconds."""
@@ -44,7 +46,7 @@ def can(comm: Communicator, case: Case) -> bool:
     return False
 
 
-@ranks(1, 2, 3)
+@ranks(1, 2, more=(3,))
 @pytest.mark.parametrize("early", ["send", "recv"])
 async def test_either_may_be_first(comm: Communicator, case: Case, early: str) -> None:
     """What was sent may be changed once its send is done, and only the buffer of the receive is written."""
@@ -68,7 +70,7 @@ async def test_either_may_be_first(comm: Communicator, case: Case, early: str) -
             slot.expect(content)
 
 
-@ranks(1, 2)
+@ranks(2, more=(1,))
 async def test_tags_choose_the_message_and_one_tag_keeps_the_order(comm: Communicator, case: Case) -> None:
     if not can(comm, case):
         return
@@ -84,7 +86,7 @@ async def test_tags_choose_the_message_and_one_tag_keeps_the_order(comm: Communi
         await work
 
 
-@ranks(1, 2, 3)
+@ranks(1, 3, more=(2,))
 async def test_it_is_no_message_of_another_rank(comm: Communicator, case: Case) -> None:
     """Messages from this rank, from others, of lanes and of objects have one tag, and none is taken for another."""
     if not can(comm, case):
@@ -108,7 +110,7 @@ async def test_it_is_no_message_of_another_rank(comm: Communicator, case: Case) 
     assert [await work for work in objects] == [["from", src] for src in peers]
 
 
-@ranks(1, 2)
+@ranks(2, more=(1,))
 @pytest.mark.parametrize("early", ["send", "recv"])
 async def test_objects(comm: Communicator, case: Case, early: str) -> None:
     """What arrives is another object, with memory of its own."""
@@ -128,7 +130,7 @@ async def test_objects(comm: Communicator, case: Case, early: str) -> None:
     assert got == {name: value for name, value in given.items() if name != "weights"}
 
 
-@ranks(1, 2, 3)
+@ranks(3, more=(1, 2))
 async def test_a_batch_to_all_ranks(comm: Communicator, case: Case) -> None:
     """An exchange of all with all needs no special case for oneself."""
     if not can(comm, case):
@@ -142,7 +144,7 @@ async def test_a_batch_to_all_ranks(comm: Communicator, case: Case) -> None:
         slot.expect(case.bits(torch.float32, (r + 2,), r, comm.rank))
 
 
-@ranks(1, 2)
+@ranks(2, more=(1,))
 @pytest.mark.parametrize("early", ["send", "recv"])
 @pytest.mark.parametrize("sizes", [(8, 3), (3, 8), (5, 0), (0, 5), (LARGE, 9)], ids=str)
 async def test_another_size(comm: Communicator, case: Case, early: str, sizes: tuple[int, int]) -> None:
@@ -168,7 +170,7 @@ async def test_another_size(comm: Communicator, case: Case, early: str, sizes: t
     await comm.barrier()
 
 
-@ranks(1, 2)
+@ranks(2, more=(1,))
 @pytest.mark.parametrize("early", ["send", "recv"])
 async def test_another_dtype(comm: Communicator, case: Case, early: str) -> None:
     """The communicator is lost, as by any receive whose message has another dtype."""
@@ -190,7 +192,8 @@ async def test_another_dtype(comm: Communicator, case: Case, early: str) -> None
     assert comm.aborted
 
 
-@ranks(1, 2)
+@pytest.mark.clock
+@ranks(2, more=(1,))
 async def test_a_receive_is_withdrawn(comm: Communicator, case: Case) -> None:
     """By ``cancel``, with its task, or at its deadline: then it never takes a message."""
     if not can(comm, case):
@@ -217,7 +220,7 @@ async def test_a_receive_is_withdrawn(comm: Communicator, case: Case) -> None:
     await comm.barrier()
 
 
-@ranks(1, 2)
+@ranks(2, more=(1,))
 async def test_whoever_waits_is_cancelled_and_the_message_goes_on(comm: Communicator, case: Case) -> None:
     """A send is not withdrawn, nor is a batch."""
     if not can(comm, case):
@@ -236,7 +239,8 @@ async def test_whoever_waits_is_cancelled_and_the_message_goes_on(comm: Communic
         slot.expect(content)
 
 
-@ranks(1, 2)
+@pytest.mark.clock
+@ranks(2, more=(1,))
 async def test_the_deadline_of_a_send(comm: Communicator, case: Case) -> None:
     """It loses the communicator, and the error says for whom it has waited."""
     if not can(comm, case):
@@ -249,7 +253,7 @@ async def test_the_deadline_of_a_send(comm: Communicator, case: Case) -> None:
         await comm.send(torch.ones(SHAPE), 0, timeout=SHORT)
 
 
-@ranks(1, 2)
+@ranks(2, more=(1,))
 async def test_an_abort(comm: Communicator, case: Case) -> None:
     if not can(comm, case):
         return
@@ -263,7 +267,7 @@ async def test_an_abort(comm: Communicator, case: Case) -> None:
             await work
 
 
-@ranks(1, 2)
+@ranks(2, more=(1,))
 async def test_a_close(comm: Communicator, case: Case) -> None:
     """What nothing has matched ends at once: there is nobody who could."""
     if not can(comm, case):
@@ -280,7 +284,7 @@ async def test_a_close(comm: Communicator, case: Case) -> None:
     slot.expect_untouched()
 
 
-@ranks(1, 2, 3)
+@ranks(2, more=(1, 3))
 async def test_a_lane_that_is_given_up(comm: Communicator, case: Case) -> None:
     """What is pending in it ends, and nothing of it stays behind."""
     if not can(comm, case):
@@ -302,7 +306,7 @@ async def test_a_lane_that_is_given_up(comm: Communicator, case: Case) -> None:
     assert not comm.aborted
 
 
-@ranks(1, 2)
+@ranks(2, more=(1,))
 async def test_on_another_thread(comm: Communicator, case: Case) -> None:
     if not can(comm, case):
         return
@@ -318,7 +322,7 @@ async def test_on_another_thread(comm: Communicator, case: Case) -> None:
     slot.expect(content)
 
 
-@ranks(1, 2)
+@ranks(2, more=(1,))
 async def test_a_stream_has_another_rank_at_its_other_end(comm: Communicator, case: Case) -> None:
     case.need("p2p")
     with pytest.raises(ArgumentError, match=f"peer is {comm.rank}, this rank itself"):

@@ -84,6 +84,7 @@ async def test_the_last_rank_does_something_else(comm: Communicator, case: Case,
 
 
 @pytest.mark.fault(27)
+@pytest.mark.memory
 @ranks(2, 3)
 async def test_swapped_order(comm: Communicator, case: Case) -> None:
     """Two collectives are called in different orders on the two ranks."""

@@ -13,7 +13,7 @@ import torch
 from aiocomms.communicator import Communicator
 from aiocomms.errors import ArgumentError, ProtocolError
 from aiocomms.testing.conformance import data
-from aiocomms.testing.conformance.case import ALL_SIZES, Case, ranks
+from aiocomms.testing.conformance.case import Case, ranks
 
 VALUES: list[Any] = [
     None, True, False, 0, -1, 2**63 - 1, -(2**63), 1.5, math.inf, "", "é\U0001f600\0", b"", b"\xff" * 50, [], (), {},
@@ -44,6 +44,7 @@ def tensors(case: Case) -> list[Any]:
     return [{"t": case.bits(dtype, shape, "object")} for dtype in data.ALL_DTYPES for shape in ((), (0, 2), (3, 5))]
 
 
+@pytest.mark.core
 @ranks(2)
 async def test_objects_arrive_as_they_were(comm: Communicator, case: Case) -> None:
     case.need("p2p")
@@ -115,7 +116,8 @@ def plain(value: Any) -> Any:
     return value.resolve_conj().contiguous() if isinstance(value, torch.Tensor) else value
 
 
-@ranks(2, 3)
+@pytest.mark.memory
+@ranks(3, more=(2,))
 async def test_large_tensors_bytes_and_texts(comm: Communicator, case: Case) -> None:
     """They arrive as they were, in new memory, and neither mix nor disturb what comes after them."""
     case.need("p2p")
@@ -138,6 +140,7 @@ async def test_large_tensors_bytes_and_texts(comm: Communicator, case: Case) -> 
     same(plain(mine), expected[comm.rank])
 
 
+@pytest.mark.core
 @ranks(2)
 async def test_large_objects_with_a_pickle_at_one_end(comm: Communicator, case: Case) -> None:
     """What was sent is taken all the same, so that the sender's work ends."""
@@ -151,7 +154,8 @@ async def test_large_objects_with_a_pickle_at_one_end(comm: Communicator, case: 
         assert await comm.recv_object(0) == "next"
 
 
-@ranks(*ALL_SIZES)
+@pytest.mark.core
+@ranks(2, 3, more=(1, 4, 7))
 async def test_collectives(comm: Communicator, case: Case) -> None:
     """Collectives with every root: with short objects, with long ones, and with both."""
     case.need("p2p")
@@ -167,7 +171,8 @@ async def test_collectives(comm: Communicator, case: Case) -> None:
             same(await comm.scatter_object(given, root), (root, comm.rank, "s" * factor * comm.rank))
 
 
-@ranks(2, 3)
+@pytest.mark.core
+@ranks(2, more=(3,))
 async def test_collectives_at_once(comm: Communicator, case: Case) -> None:
     case.need("p2p")
     gathering = [comm.all_gather_object((i, comm.rank, "w" * 100 * i)) for i in range(8)]
@@ -177,7 +182,8 @@ async def test_collectives_at_once(comm: Communicator, case: Case) -> None:
         assert await broadcast == (i, "w" * 100 * i)
 
 
-@ranks(2, 3)
+@pytest.mark.core
+@ranks(2, more=(3,))
 async def test_pickles(comm: Communicator, case: Case) -> None:
     """Any object that pickles can be sent if every rank concerned asks for pickle."""
     case.need("p2p")
@@ -192,6 +198,7 @@ async def test_pickles(comm: Communicator, case: Case) -> None:
         comm.send_object(value, right)
 
 
+@pytest.mark.core
 @ranks(2)
 @pytest.mark.parametrize("sent", [True, False])
 async def test_who_did_not_ask_for_a_pickle_unpickles_nothing(comm: Communicator, case: Case, sent: bool) -> None:
@@ -206,6 +213,7 @@ async def test_who_did_not_ask_for_a_pickle_unpickles_nothing(comm: Communicator
             assert await comm.recv_object(0) == "next"
 
 
+@pytest.mark.core
 @ranks(2)
 async def test_what_no_object_may_hold(comm: Communicator, case: Case) -> None:
     case.need("p2p")
@@ -228,6 +236,7 @@ async def test_what_no_object_may_hold(comm: Communicator, case: Case) -> None:
     assert await comm.all_gather_object(comm.rank) == [0, 1]
 
 
+@pytest.mark.loops
 @ranks(2)
 async def test_a_cancelled_object_receive_is_withdrawn(comm: Communicator, case: Case) -> None:
     case.need("p2p")

@@ -67,7 +67,8 @@ def ones(comm: Portal, *shape: int) -> torch.Tensor:
     return torch.ones(shape or (4,), device=comm.device)
 
 
-@ranks(2, 3)
+@pytest.mark.loops
+@ranks(2, more=(3,))
 @synchronous
 def test_every_collective(comm: Portal, case: Case) -> None:
     """All are called before the first is waited for, and are matched in that order."""
@@ -95,6 +96,8 @@ def test_calls_of_one_thread_start_in_their_order(comm: Portal, case: Case) -> N
     assert [int(tensor) for tensor in got] == list(range(count))
 
 
+@pytest.mark.loops
+@pytest.mark.memory
 @ranks(2)
 @synchronous
 def test_threads_share_a_communicator(comm: Portal, case: Case) -> None:
@@ -121,6 +124,7 @@ def test_threads_share_a_communicator(comm: Portal, case: Case) -> None:
     assert not failed, failed
 
 
+@pytest.mark.core
 @ranks(2)
 @synchronous
 def test_objects_and_batches(comm: Portal, case: Case) -> None:
@@ -142,6 +146,7 @@ def send_all(stream: blocking.BlockingStream[torch.Tensor], comm: Portal) -> Non
     stream.send_eof()
 
 
+@pytest.mark.loops
 @ranks(2)
 @synchronous
 def test_windows_and_streams(comm: Portal, case: Case) -> None:
@@ -168,6 +173,7 @@ class Step:
     logits: torch.Tensor
 
 
+@pytest.mark.core
 @ranks(2)
 @synchronous
 def test_a_stream_of_items(comm: Portal, case: Case) -> None:
@@ -179,7 +185,8 @@ def test_a_stream_of_items(comm: Portal, case: Case) -> None:
         assert step.number == 1 - comm.rank and step.logits.numel() == step.number + 1
 
 
-@ranks(2, 3)
+@pytest.mark.core
+@ranks(2, more=(3,))
 @synchronous
 def test_lanes_of_threads(comm: Portal, case: Case) -> None:
     """Each thread has its own, and they overtake each other; the last rank's begin in the reverse order."""
@@ -216,6 +223,8 @@ def test_lanes_of_threads(comm: Portal, case: Case) -> None:
     comm.barrier().wait()
 
 
+@pytest.mark.core
+@pytest.mark.clock
 @ranks(2)
 @synchronous
 def test_a_lane_of_threads_says_what_it_is(comm: Portal, case: Case) -> None:
@@ -236,6 +245,7 @@ def test_a_lane_of_threads_says_what_it_is(comm: Portal, case: Case) -> None:
     comm.barrier().wait()
 
 
+@pytest.mark.core
 @ranks(2)
 @synchronous
 def test_a_split(comm: Portal, case: Case) -> None:
@@ -247,6 +257,7 @@ def test_a_split(comm: Portal, case: Case) -> None:
     assert half.closed and not comm.closed
 
 
+@pytest.mark.core
 @ranks(2)
 @synchronous
 def test_a_wrong_argument_is_the_calls_error(comm: Portal, case: Case) -> None:
@@ -257,6 +268,7 @@ def test_a_wrong_argument_is_the_calls_error(comm: Portal, case: Case) -> None:
     comm.barrier().wait()
 
 
+@pytest.mark.core
 @ranks(2)
 @synchronous
 def test_an_op_that_fails(comm: Portal, case: Case) -> None:
@@ -270,6 +282,7 @@ def test_an_op_that_fails(comm: Portal, case: Case) -> None:
     comm.barrier().wait()
 
 
+@pytest.mark.loops
 @ranks(2)
 @synchronous
 def test_patience_and_cancelling(comm: Portal, case: Case) -> None:
@@ -289,6 +302,8 @@ def test_patience_and_cancelling(comm: Portal, case: Case) -> None:
     assert buffer.tolist() == [1.0] * 4
 
 
+@pytest.mark.loops
+@pytest.mark.memory
 @ranks(2)
 @pytest.mark.parametrize("form", FORMS)
 async def test_a_thread_that_waits_hears_of_an_abort(comm: Communicator, case: Case, form: str) -> None:
@@ -334,6 +349,8 @@ async def test_a_thread_that_waits_hears_that_a_lane_is_given_up(comm: Communica
     assert not comm.aborted
 
 
+@pytest.mark.loops
+@pytest.mark.memory
 @ranks(2)
 @pytest.mark.parametrize("form", FORMS)
 async def test_closed_amid_a_wait(comm: Communicator, case: Case, form: str) -> None:

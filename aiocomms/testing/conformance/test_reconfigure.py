@@ -10,6 +10,8 @@ from aiocomms.errors import CommAbortedError, CommClosedError, CommTimeoutError
 from aiocomms.testing.conformance.case import Case, ranks
 
 SHAPE = (6,)
+LATE = 0.3
+"""A deadline that passes, in seconds."""
 
 
 async def works(comm: Communicator) -> None:
@@ -17,7 +19,9 @@ async def works(comm: Communicator) -> None:
     assert (total == comm.size).all()
 
 
-@ranks(1, 2, 3)
+@pytest.mark.loops
+@pytest.mark.memory
+@ranks(2, 3, more=(1,))
 async def test_again_and_again(comm: Communicator, case: Case) -> None:
     """The predecessor is closed, as by hand: what is under way ends, and what nothing has matched fails."""
     first = await case.open("first")
@@ -40,7 +44,8 @@ async def test_again_and_again(comm: Communicator, case: Case) -> None:
     await comm.barrier()
 
 
-@ranks(3, 4)
+@pytest.mark.memory
+@ranks(3, more=(4,))
 async def test_fewer(comm: Communicator, case: Case) -> None:
     """Whoever is left out hears that the others have closed it, and may not take their place."""
     old = await case.open("old")
@@ -61,7 +66,8 @@ async def test_fewer(comm: Communicator, case: Case) -> None:
     await comm.barrier()
 
 
-@ranks(2, 3)
+@pytest.mark.clock
+@ranks(2, more=(3,))
 async def test_one_that_does_not_come(comm: Communicator, case: Case) -> None:
     """The communicator stays as it was, and another time all of them come."""
     old = await case.open("old")
@@ -69,7 +75,7 @@ async def test_one_that_does_not_come(comm: Communicator, case: Case) -> None:
         await case.told("late", 0)
     else:
         with pytest.raises(CommTimeoutError):
-            await old.reconfigure(list(range(comm.size)), timeout=1)
+            await old.reconfigure(list(range(comm.size)), timeout=LATE)
         case.tell("late")
     await works(old)
     new = await old.reconfigure(list(range(comm.size)), timeout=case.place.deadline)

@@ -11,7 +11,8 @@ from aiocomms.errors import CommAbortedError, CommTimeoutError, WorkCancelledErr
 from aiocomms.testing.conformance.case import Case, ranks, window
 
 
-@ranks(2, 3, 7)
+@pytest.mark.memory
+@ranks(2, 3, more=(7,))
 @pytest.mark.parametrize("count", [0, 1, 1031, 40_009])
 async def test_a_signal_says_that_the_data_is_there(comm: Communicator, case: Case, count: int) -> None:
     slot, win = await window(comm, case, torch.int32, count)
@@ -27,7 +28,8 @@ async def test_a_signal_says_that_the_data_is_there(comm: Communicator, case: Ca
     await win.aclose()
 
 
-@ranks(1, 2, 3)
+@pytest.mark.memory
+@ranks(1, 2, more=(3,))
 @pytest.mark.parametrize("count", [0, 1, 1031, 400_009])
 async def test_put_signal_is_a_put_and_a_signal(comm: Communicator, case: Case, count: int) -> None:
     """The signal comes behind this put and those before it, and is one among the signals of the window."""
@@ -54,7 +56,8 @@ async def test_put_signal_is_a_put_and_a_signal(comm: Communicator, case: Case, 
     await win.aclose()
 
 
-@ranks(1, 2, 3)
+@pytest.mark.memory
+@ranks(1, 3, more=(2,))
 async def test_signals_are_counted(comm: Communicator, case: Case) -> None:
     """Signals come before or after the waits; each wait takes one signal of the rank that it names."""
     _, win = await window(comm, case, torch.int32, 1)
@@ -77,6 +80,9 @@ async def test_signals_are_counted(comm: Communicator, case: Case) -> None:
     await win.aclose()
 
 
+@pytest.mark.loops
+@pytest.mark.memory
+@pytest.mark.clock
 @ranks(2)
 async def test_a_wait_is_withdrawn(comm: Communicator, case: Case) -> None:
     """A cancel, the cancellation of its awaiter, or its deadline withdraws it; the next wait gets the signal."""

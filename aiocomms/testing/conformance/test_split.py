@@ -10,7 +10,7 @@ import torch
 from aiocomms import ReduceOp
 from aiocomms.communicator import Communicator
 from aiocomms.errors import ArgumentError, ArgumentTypeError, CommAbortedError, CommClosedError, MismatchError
-from aiocomms.testing.conformance.case import ALL_SIZES, Case, ranks
+from aiocomms.testing.conformance.case import Case, ranks
 from aiocomms.testing.conformance.test_collectives import check_all
 from aiocomms.testing.conformance.trials import EVERY, Setting
 
@@ -32,7 +32,7 @@ async def check_sum(comm: Communicator, members: list[int]) -> None:
     assert tensor.item() == sum(2**r for r in members), f"{members}: {tensor}"
 
 
-@ranks(*ALL_SIZES)
+@ranks(1, 2, 3, more=(4, 7))
 async def test_all(comm: Communicator, case: Case) -> None:
     child = await split(comm, case, list(range(comm.size)))
     assert (child.rank, child.size, child.transports) == (comm.rank, comm.size, comm.transports)
@@ -42,6 +42,7 @@ async def test_all(comm: Communicator, case: Case) -> None:
     await comm.barrier()
 
 
+@pytest.mark.core
 @ranks(2)
 async def test_a_timeout_and_hints_of_its_own(comm: Communicator, case: Case) -> None:
     """By default those of the parent, whatever that has been told since; a wrong one is refused before all else."""
@@ -71,7 +72,7 @@ async def test_a_timeout_and_hints_of_its_own(comm: Communicator, case: Case) ->
     await comm.barrier()
 
 
-@ranks(2, 3, 7)
+@ranks(3, more=(2, 7))
 async def test_reversed(comm: Communicator, case: Case) -> None:
     """The order given is the new order of the ranks."""
     members = list(range(comm.size))[::-1]
@@ -83,7 +84,8 @@ async def test_reversed(comm: Communicator, case: Case) -> None:
     await child.aclose()
 
 
-@ranks(2, 3, 4, 7)
+@pytest.mark.memory
+@ranks(3, more=(2, 4, 7))
 async def test_pairs(comm: Communicator, case: Case) -> None:
     """Several children form at once, independently of each other; one rank may be in none."""
     first = comm.rank - comm.rank % 2
@@ -101,7 +103,7 @@ async def test_pairs(comm: Communicator, case: Case) -> None:
     await comm.barrier()
 
 
-@ranks(2, 3, 7)
+@ranks(3, more=(2, 7))
 async def test_some_stay_out(comm: Communicator, case: Case) -> None:
     members = list(range(1, comm.size))
     if comm.rank == 0:
@@ -113,7 +115,7 @@ async def test_some_stay_out(comm: Communicator, case: Case) -> None:
     await comm.barrier()
 
 
-@ranks(3, 4)
+@ranks(3, more=(4,))
 async def test_every_collective_of_a_child(comm: Communicator, case: Case) -> None:
     """The first rank becomes the last."""
     child = await split(comm, case, [*range(1, comm.size), 0])
@@ -123,7 +125,7 @@ async def test_every_collective_of_a_child(comm: Communicator, case: Case) -> No
     await child.aclose()
 
 
-@ranks(2, 3)
+@ranks(3, more=(2,))
 async def test_parent_and_children_do_not_mix(comm: Communicator, case: Case) -> None:
     """Three communicators use the same tags and the same collectives at once."""
     case.need_any_order()
@@ -147,7 +149,7 @@ async def test_parent_and_children_do_not_mix(comm: Communicator, case: Case) ->
         await child.aclose()
 
 
-@ranks(3, 4)
+@ranks(3, more=(4,))
 async def test_children_of_children(comm: Communicator, case: Case) -> None:
     first = await split(comm, case, list(range(comm.size)))
     members = [0, comm.size - 1]
@@ -180,6 +182,7 @@ async def test_a_child_outlives_its_parent(comm: Communicator, case: Case) -> No
     await child.aclose()
 
 
+@pytest.mark.core
 @ranks(2)
 async def test_wrong_ranks(comm: Communicator, case: Case) -> None:
     wrong: list[tuple[Any, type[Exception], str]] = [
@@ -199,14 +202,16 @@ async def test_wrong_ranks(comm: Communicator, case: Case) -> None:
     await check_sum(comm, [0, 1])
 
 
-@ranks(2, 3)
+@pytest.mark.core
+@ranks(2, more=(3,))
 async def test_leaving_oneself_out(comm: Communicator, case: Case) -> None:
     with pytest.raises(ArgumentError, match="leaves out this rank"):
         await comm.split([(comm.rank + 1) % comm.size])
     await comm.barrier()
 
 
-@ranks(2, 3)
+@pytest.mark.core
+@ranks(2, more=(3,))
 async def test_groups_that_overlap_and_differ(comm: Communicator, case: Case) -> None:
     everyone = list(range(comm.size))
     with pytest.raises((MismatchError, CommAbortedError), match="ranks is"):

@@ -12,6 +12,8 @@ from aiocomms.diagnosis.statistics import Failures
 from aiocomms.errors import CommAbortedError, CommError, WorkCancelledError
 from aiocomms.testing.conformance.case import Case, ranks
 
+pytestmark = pytest.mark.core
+
 SHAPE = (6,)
 
 
@@ -19,7 +21,7 @@ def ones(comm: Communicator, count: int = 4) -> torch.Tensor:
     return torch.ones(count, dtype=torch.float32, device=comm.device)
 
 
-@ranks(1, 2, 3)
+@ranks(2, more=(1, 3))
 async def test_what_has_ended_is_done(comm: Communicator, case: Case) -> None:
     before = comm.statistics()
     assert before.transports == comm.transports
@@ -36,7 +38,7 @@ async def test_what_has_ended_is_done(comm: Communicator, case: Case) -> None:
         after.pending = 1  # type: ignore[misc]
 
 
-@ranks(2, 3)
+@ranks(2, more=(3,))
 async def test_what_is_pending_is_seen_from_any_thread(comm: Communicator, case: Case) -> None:
     """Rank 1's ops wait for rank 0, which calls them only when rank 1 has looked."""
     if comm.rank > 1:
@@ -79,7 +81,7 @@ async def test_what_was_withdrawn_is_neither_done_nor_failed(comm: Communicator,
     await comm.barrier()
 
 
-@ranks(2, 3)
+@ranks(2, more=(3,))
 async def test_a_hook_that_refuses_is_counted(comm: Communicator, case: Case) -> None:
     before = comm.statistics()
 
@@ -96,7 +98,7 @@ async def test_a_hook_that_refuses_is_counted(comm: Communicator, case: Case) ->
     assert after.collectives - before.collectives == 1
 
 
-@ranks(2, 3)
+@ranks(2, more=(3,))
 async def test_what_fails_is_counted_by_its_reason(comm: Communicator, case: Case) -> None:
     """The communicator is aborted by rank 0 while the others' ops are pending; that can be asked afterwards, too."""
     own = await case.open("to be aborted")

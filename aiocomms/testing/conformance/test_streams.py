@@ -13,7 +13,7 @@ from aiocomms import ItemStream, TensorStream
 from aiocomms.communicator import Communicator
 from aiocomms.errors import ArgumentError, CommAbortedError
 from aiocomms.testing.conformance import data
-from aiocomms.testing.conformance.case import Case, ranks
+from aiocomms.testing.conformance.case import Case, all_blocked, cancel_await, ranks
 
 
 async def opened(comm: Communicator, case: Case, capacity: int = 8, name: str = "") -> TensorStream:
@@ -32,6 +32,7 @@ def number(comm: Communicator, value: int) -> torch.Tensor:
     return torch.tensor([value], device=comm.device)
 
 
+@pytest.mark.memory
 @ranks(2)
 async def test_any_shape_and_dtype_both_ways(comm: Communicator, case: Case) -> None:
     stream = await opened(comm, case)
@@ -53,6 +54,7 @@ async def test_any_shape_and_dtype_both_ways(comm: Communicator, case: Case) -> 
     await finish(stream, case)
 
 
+@pytest.mark.loops
 @ranks(2)
 @pytest.mark.parametrize("capacity", [1, 2, 8])
 async def test_a_sender_waits_for_room(comm: Communicator, case: Case, capacity: int) -> None:
@@ -88,6 +90,7 @@ async def talk(comm: Communicator) -> None:
         await sending
 
 
+@pytest.mark.core
 @ranks(2)
 async def test_the_end(comm: Communicator, case: Case) -> None:
     """One direction ends and the other stays open; tensors sent before the end still arrive."""
@@ -110,6 +113,7 @@ async def test_the_end(comm: Communicator, case: Case) -> None:
     await finish(stream, case)
 
 
+@pytest.mark.core
 @ranks(2)
 async def test_a_closed_end(comm: Communicator, case: Case) -> None:
     """On the end that was closed every call raises; on the other, sends and receives break after a while.
@@ -160,6 +164,7 @@ def same(got: Page, want: Page) -> None:
     assert (got.number, got.more["text"]) == (want.number, want.more["text"])
 
 
+@pytest.mark.core
 @ranks(2)
 async def test_structured_items_both_ways(comm: Communicator, case: Case) -> None:
     """Mappings and dataclasses of small and large tensors, whatever their memory looks like."""
@@ -189,6 +194,7 @@ async def test_structured_items_both_ways(comm: Communicator, case: Case) -> Non
     await mappings.aclose()
 
 
+@pytest.mark.core
 @ranks(2)
 async def test_a_sender_waits_for_room_in_bytes(comm: Communicator, case: Case) -> None:
     """An item larger than all the room comes alone."""
@@ -217,6 +223,8 @@ async def test_a_sender_waits_for_room_in_bytes(comm: Communicator, case: Case) 
     await finish(stream, case)
 
 
+@pytest.mark.loops
+@pytest.mark.core
 @ranks(2)
 async def test_a_close_wakes_who_waits_here(comm: Communicator, case: Case) -> None:
     stream = await opened(comm, case, 1)
@@ -231,12 +239,13 @@ async def test_a_close_wakes_who_waits_here(comm: Communicator, case: Case) -> N
     if comm.rank == 0:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(wait)
-            await anyio.wait_all_tasks_blocked()
+            await all_blocked()
             await stream.aclose()
         assert ended == [anyio.ClosedResourceError]
     await finish(stream, case)
 
 
+@pytest.mark.loops
 @ranks(2)
 async def test_a_cancelled_receive_loses_nothing(comm: Communicator, case: Case) -> None:
     stream = await opened(comm, case)
@@ -245,26 +254,23 @@ async def test_a_cancelled_receive_loses_nothing(comm: Communicator, case: Case)
         for i in range(50):
             await stream.send(number(comm, i))
     else:
-        with anyio.move_on_after(0.01) as scope:
-            await stream.receive()
-        assert scope.cancelled_caught
+        await cancel_await(stream.receive())
         case.tell("cancelled")
         got: list[object] = []
         while len(got) < 50:
-            with anyio.move_on_after(0 if len(got) % 3 else 5):
+            with anyio.move_on_after(0 if len(got) % 3 else None):
                 got.append((await stream.receive()).item())
         assert got == list(range(50))
     await finish(stream, case)
 
 
+@pytest.mark.loops
 @ranks(2)
 async def test_a_cancelled_send_is_sent_whole_or_not_at_all(comm: Communicator, case: Case) -> None:
     stream = await opened(comm, case, 1)
     if comm.rank == 0:
         await stream.send(number(comm, 0))
-        with anyio.move_on_after(0.01) as scope:  # the other end has no room
-            await stream.send(torch.full((1000,), 1, device=comm.device))
-        assert scope.cancelled_caught
+        await cancel_await(stream.send(torch.full((1000,), 1, device=comm.device)))  # the other end has no room
         case.tell("cancelled")
         for i in (2, 3, 4):
             await stream.send(number(comm, i))
@@ -274,6 +280,7 @@ async def test_a_cancelled_send_is_sent_whole_or_not_at_all(comm: Communicator, 
     await finish(stream, case)
 
 
+@pytest.mark.core
 @ranks(2)
 async def test_streams_do_not_mix(comm: Communicator, case: Case) -> None:
     """Streams are matched by name; streams of one name are paired in the order opened."""
@@ -290,7 +297,8 @@ async def test_streams_do_not_mix(comm: Communicator, case: Case) -> None:
         await stream.aclose()
 
 
-@ranks(3, 4)
+@pytest.mark.core
+@ranks(3, more=(4,))
 async def test_between_all_ranks(comm: Communicator, case: Case) -> None:
     case.need_any_order()
     peers = [r for r in range(comm.size) if r != comm.rank]
@@ -326,6 +334,7 @@ async def test_an_abort_ends_both_directions(comm: Communicator, case: Case) -> 
     await stream.aclose()
 
 
+@pytest.mark.core
 @ranks(2)
 async def test_wrong_arguments(comm: Communicator, case: Case) -> None:
     case.need_any_order()

@@ -46,6 +46,8 @@ async def expect_timeout(otherwise: float | None, start: Callable[[], Work[Any]]
     return caught.value
 
 
+@pytest.mark.loops
+@pytest.mark.clock
 @ranks(2)
 @pytest.mark.parametrize("timeout", [SHORT, timedelta(seconds=SHORT)], ids=["float", "timedelta"])
 async def test_a_receive_that_nothing_matched_fails_alone(
@@ -69,6 +71,8 @@ async def test_a_receive_that_nothing_matched_fails_alone(
     assert not comm.aborted
 
 
+@pytest.mark.core
+@pytest.mark.clock
 @ranks(2)
 async def test_an_object_receive_fails_alone(comm: Communicator, case: Case) -> None:
     case.need("p2p")
@@ -83,7 +87,10 @@ async def test_an_object_receive_fails_alone(comm: Communicator, case: Case) -> 
 
 
 @pytest.mark.fault(17, 47, 91)
-@ranks(2, 3, 7)
+@pytest.mark.loops
+@pytest.mark.memory
+@pytest.mark.clock
+@ranks(2, 3, more=(7,))
 async def test_a_late_collective_ends_the_communicator_everywhere(comm: Communicator, case: Case) -> None:
     """Every rank that waited gets a timeout; the first reason stays, and later operations fail at once."""
     if comm.rank == 0:
@@ -102,6 +109,8 @@ async def test_a_late_collective_ends_the_communicator_everywhere(comm: Communic
 
 
 @pytest.mark.fault(48)
+@pytest.mark.loops
+@pytest.mark.clock
 @ranks(2)
 @pytest.mark.parametrize("first", ["the deadline", "an abort", "either"])
 async def test_the_first_reason_stays(comm: Communicator, case: Case, first: str) -> None:
@@ -131,7 +140,8 @@ async def test_the_first_reason_stays(comm: Communicator, case: Case, first: str
 
 
 @pytest.mark.fault(16)
-@ranks(2, 3)
+@pytest.mark.memory
+@ranks(3, more=(2,))
 async def test_who_is_missing(comm: Communicator, case: Case) -> None:
     """All ranks but the last call it; the error names the rank that did not, if the transport knows it."""
     if not case.native(ops.Barrier) or case.carrier("collectives").waiting_for is Transport.waiting_for:
@@ -169,7 +179,9 @@ def need_notes(case: Case) -> None:
         raise unittest.SkipTest(f"{case.place.transport} does not carry notes")
 
 
-@ranks(2, 3)
+@pytest.mark.memory
+@pytest.mark.clock
+@ranks(2, more=(3,))
 @pytest.mark.parametrize("what", ["a collective", "nothing"])
 async def test_a_late_receive_says_what_the_other_rank_is_doing(comm: Communicator, case: Case, what: str) -> None:
     need_notes(case)
@@ -187,6 +199,7 @@ async def test_a_late_receive_says_what_the_other_rank_is_doing(comm: Communicat
     assert not comm.aborted
 
 
+@pytest.mark.clock
 @ranks(3)
 async def test_a_late_receive_says_that_ranks_wait_in_a_circle(comm: Communicator, case: Case) -> None:
     """The other ranks' receives have no deadline."""
@@ -210,6 +223,8 @@ async def test_a_late_receive_says_that_ranks_wait_in_a_circle(comm: Communicato
     assert not comm.aborted
 
 
+@pytest.mark.core
+@pytest.mark.clock
 @ranks(2)
 async def test_the_communicators_own_timeout(comm: Communicator, case: Case) -> None:
     case.need("p2p")
@@ -223,7 +238,8 @@ async def test_the_communicators_own_timeout(comm: Communicator, case: Case) -> 
     await comm.barrier()
 
 
-@ranks(2, 3)
+@pytest.mark.clock
+@ranks(2, more=(3,))
 @pytest.mark.parametrize("said", ["by the operation", "by the communicator"])
 async def test_who_waits_for_work_has_no_deadline(comm: Communicator, case: Case, said: str) -> None:
     """Rank 0 comes after the deadline of an operation that the others have called later than what they wait with."""
@@ -255,7 +271,8 @@ async def test_who_waits_for_work_has_no_deadline(comm: Communicator, case: Case
     assert not comm.aborted
 
 
-@ranks(2, 3)
+@pytest.mark.loops
+@ranks(2, more=(3,))
 async def test_without_a_deadline_it_ends_with_the_communicator(comm: Communicator, case: Case) -> None:
     """Who waits for work hears of an abort, and so does who waits for nothing but that."""
     if comm.rank == 0:
@@ -272,6 +289,7 @@ async def test_without_a_deadline_it_ends_with_the_communicator(comm: Communicat
     assert error is await comm.lost()
 
 
+@pytest.mark.loops
 @ranks(2)
 async def test_patience_is_not_a_deadline(comm: Communicator, case: Case) -> None:
     """A task that stops awaiting a collective does not affect the collective."""
@@ -279,7 +297,7 @@ async def test_patience_is_not_a_deadline(comm: Communicator, case: Case) -> Non
     if comm.rank == 0:
         work = comm.all_reduce(slot.tensor)
         with pytest.raises(TimeoutError) as caught:
-            with anyio.fail_after(0.01):
+            with anyio.fail_after(0):
                 await work
         assert not isinstance(caught.value, CommError) and not comm.aborted
         case.tell("gave up")
@@ -290,6 +308,8 @@ async def test_patience_is_not_a_deadline(comm: Communicator, case: Case) -> Non
     slot.expect(case.numbers(torch.int32, SHAPE, 0) + case.numbers(torch.int32, SHAPE, 1))
 
 
+@pytest.mark.memory
+@pytest.mark.clock
 @ranks(2)
 async def test_a_deadline_does_not_wait_for_a_busy_loop(comm: Communicator, case: Case) -> None:
     """The peers are told while the loop of the late rank is busy: until a peer has heard, or a store's wait ends."""
@@ -306,6 +326,7 @@ async def test_a_deadline_does_not_wait_for_a_busy_loop(comm: Communicator, case
     case.tell_blocking("heard")
 
 
+@pytest.mark.core
 @ranks(1)
 async def test_a_deadline_that_is_not_reached_costs_nothing(comm: Communicator, case: Case) -> None:
     for timeout in (0.5, 5, 3600.0, timedelta(days=1)):

@@ -21,13 +21,14 @@ from aiocomms.errors import (
     UnsupportedOperation,
 )
 from aiocomms.testing.conformance import data
-from aiocomms.testing.conformance.case import ALL_SIZES, Case, ranks, window
+from aiocomms.testing.conformance.case import Case, ranks, window
 
 PART = 11
 """The number of elements of a window that one other rank writes."""
 
 
-@ranks(*ALL_SIZES)
+@pytest.mark.memory
+@ranks(1, 2, 3, more=(4, 7))
 async def test_put_everywhere(comm: Communicator, case: Case) -> None:
     """Every rank writes its part of every rank's window, for every dtype."""
     for dtype in data.ALL_DTYPES:
@@ -43,7 +44,8 @@ async def test_put_everywhere(comm: Communicator, case: Case) -> None:
         await win.aclose()
 
 
-@ranks(*ALL_SIZES)
+@pytest.mark.memory
+@ranks(1, 2, 3, more=(4, 7))
 async def test_get_everywhere(comm: Communicator, case: Case) -> None:
     for dtype in data.ALL_DTYPES:
         slot, win = await window(comm, case, dtype, PART)
@@ -58,7 +60,8 @@ async def test_get_everywhere(comm: Communicator, case: Case) -> None:
         slot.expect(case.bits(dtype, (PART,), comm.rank))
 
 
-@ranks(1, 2, 3, 7)
+@pytest.mark.memory
+@ranks(2, 3, more=(1, 7))
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 async def test_everybody_counts(comm: Communicator, case: Case, dtype: torch.dtype) -> None:
     """No addition is lost, and each returns the value before it."""
@@ -75,7 +78,7 @@ async def test_everybody_counts(comm: Communicator, case: Case, dtype: torch.dty
     await win.aclose()
 
 
-@ranks(1, 2)
+@ranks(2, more=(1,))
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 async def test_counting_wraps_around(comm: Communicator, case: Case, dtype: torch.dtype) -> None:
     info = torch.iinfo(dtype)
@@ -93,7 +96,8 @@ async def test_counting_wraps_around(comm: Communicator, case: Case, dtype: torc
     await win.aclose()
 
 
-@ranks(2, 3, 7)
+@pytest.mark.memory
+@ranks(3, more=(2, 7))
 async def test_one_swaps_and_the_others_do_not(comm: Communicator, case: Case) -> None:
     case.need_atomics()
     slot, win = await window(comm, case, torch.int64, 2)
@@ -108,7 +112,8 @@ async def test_one_swaps_and_the_others_do_not(comm: Communicator, case: Case) -
     await win.aclose()
 
 
-@ranks(2, 3)
+@pytest.mark.memory
+@ranks(2, more=(3,))
 async def test_calls_take_effect_in_their_order(comm: Communicator, case: Case) -> None:
     """The calls of one rank on one other's window do, without awaiting in between."""
     _, win = await window(comm, case, torch.int64, comm.size)
@@ -131,7 +136,7 @@ async def test_calls_take_effect_in_their_order(comm: Communicator, case: Case) 
     await win.aclose()
 
 
-@ranks(2, 3)
+@ranks(3, more=(2,))
 async def test_the_edges_of_a_window(comm: Communicator, case: Case) -> None:
     """Parts differ in size; the last element can be written, nothing beyond it can, and an empty put is legal."""
     sizes = [5 * r for r in range(comm.size)]
@@ -154,7 +159,7 @@ async def test_the_edges_of_a_window(comm: Communicator, case: Case) -> None:
     await win.aclose()
 
 
-@ranks(2, 3)
+@ranks(2, more=(3,))
 async def test_windows_do_not_mix(comm: Communicator, case: Case) -> None:
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     opened = [await window(comm, case, torch.int32, 4) for _ in range(3)]
@@ -168,6 +173,8 @@ async def test_windows_do_not_mix(comm: Communicator, case: Case) -> None:
         await win.aclose()
 
 
+@pytest.mark.loops
+@pytest.mark.memory
 @ranks(2)
 async def test_an_access_whose_await_is_cancelled_happens(comm: Communicator, case: Case) -> None:
     """A put, a get and an addition are not withdrawn, and happen once."""
@@ -189,6 +196,7 @@ async def test_an_access_whose_await_is_cancelled_happens(comm: Communicator, ca
 
 
 @pytest.mark.fault(70)
+@pytest.mark.memory
 @ranks(2)
 @pytest.mark.parametrize("how", ["aclose", "async with"])
 async def test_close_comes_after_everybodys_operations(comm: Communicator, case: Case, how: str) -> None:
@@ -247,6 +255,7 @@ async def test_an_error_comes_out_of_a_window_of_a_lost_communicator(comm: Commu
 
 
 @pytest.mark.fault(70)
+@pytest.mark.core
 @ranks(2)
 async def test_wrong_arguments(comm: Communicator, case: Case) -> None:
     slot, win = await window(comm, case, torch.int32, 4)
@@ -280,6 +289,7 @@ async def test_wrong_arguments(comm: Communicator, case: Case) -> None:
     slot.expect_untouched()
 
 
+@pytest.mark.core
 @ranks(2)
 async def test_only_integers_count(comm: Communicator, case: Case) -> None:
     _, win = await window(comm, case, torch.float32, 4)
@@ -290,6 +300,7 @@ async def test_only_integers_count(comm: Communicator, case: Case) -> None:
         await comm.new_window(torch.zeros(4, device=comm.device)[::2])
 
 
+@pytest.mark.memory
 @ranks(2)
 async def test_a_mapped_window_is_the_window(comm: Communicator, case: Case) -> None:
     slot, win = await window(comm, case, torch.int32, 4)
@@ -324,6 +335,7 @@ async def test_whether_a_window_can_be_mapped(comm: Communicator, case: Case) ->
         win.mapped(comm.rank)
 
 
+@pytest.mark.core
 @ranks(2)
 async def test_a_window_has_one_dtype(comm: Communicator, case: Case) -> None:
     if not {"rma", "p2p"} & set(comm.transports):

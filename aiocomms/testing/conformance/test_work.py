@@ -17,7 +17,7 @@ import torch
 from aiocomms import Work
 from aiocomms.communicator import Communicator
 from aiocomms.errors import CommAbortedError, CommClosedError, CommError, UnsupportedOperation
-from aiocomms.testing.conformance.case import Case, ranks
+from aiocomms.testing.conformance.case import Case, all_blocked, ranks
 from aiocomms.testing.conformance.data import Slot
 from aiocomms.transport import Transport
 
@@ -42,6 +42,8 @@ async def serve(comm: Communicator, case: Case) -> None:
 
 
 @pytest.mark.fault(51)
+@pytest.mark.loops
+@pytest.mark.core
 @ranks(2)
 async def test_pending_then_done(comm: Communicator, case: Case) -> None:
     if comm.rank == 0:
@@ -61,6 +63,8 @@ async def test_pending_then_done(comm: Communicator, case: Case) -> None:
 
 
 @pytest.mark.fault(51)
+@pytest.mark.loops
+@pytest.mark.core
 @ranks(2)
 async def test_many_awaiters(comm: Communicator, case: Case) -> None:
     if comm.rank == 0:
@@ -75,11 +79,13 @@ async def test_many_awaiters(comm: Communicator, case: Case) -> None:
     async with anyio.create_task_group() as tasks:
         for _ in range(20):
             tasks.start_soon(wait)
-        await anyio.wait_all_tasks_blocked()
+        await all_blocked()
         case.tell("go")
     assert len(got) == 20 and all(tensor is slot.tensor for tensor in got)
 
 
+@pytest.mark.loops
+@pytest.mark.core
 @ranks(2)
 async def test_callbacks(comm: Communicator, case: Case) -> None:
     """Each callback is called once, on the loop's thread, after the end of the op, whether added before or after it."""
@@ -107,12 +113,14 @@ async def test_callbacks(comm: Communicator, case: Case) -> None:
     work.add_done_callback(note("fourth"))
     assert not any(name in ("third", "fourth") for name, _, _ in called)  # they are called on a later turn
     await everything.wait()
-    await anyio.wait_all_tasks_blocked()
+    await all_blocked()
     assert [name for name, _, _ in called] == ["first", "second", "third", "fourth"]
     assert all(done and thread == threading.get_ident() for _, done, thread in called)
 
 
 @pytest.mark.fault(63)
+@pytest.mark.loops
+@pytest.mark.core
 @ranks(2)
 async def test_a_callback_that_raises(comm: Communicator, case: Case) -> None:
     """The error is reported, and affects neither the other callbacks nor the awaiters."""
@@ -135,6 +143,8 @@ async def test_a_callback_that_raises(comm: Communicator, case: Case) -> None:
 
 
 @pytest.mark.fault(63)
+@pytest.mark.loops
+@pytest.mark.core
 @ranks(2)
 async def test_a_callback_may_start_operations(comm: Communicator, case: Case) -> None:
     content = [case.bits(torch.int32, SHAPE, i) for i in range(3)]
@@ -154,6 +164,7 @@ async def test_a_callback_may_start_operations(comm: Communicator, case: Case) -
 
 
 @pytest.mark.fault(63)
+@pytest.mark.core
 @ranks(2)
 async def test_a_callback_may_close(comm: Communicator, case: Case) -> None:
     other = await case.open("other")
@@ -171,6 +182,8 @@ async def test_a_callback_may_close(comm: Communicator, case: Case) -> None:
 
 
 @pytest.mark.fault(50)
+@pytest.mark.loops
+@pytest.mark.core
 @ranks(2)
 async def test_a_failure_that_nobody_asks_for_is_reported_once(comm: Communicator, case: Case) -> None:
     case.need("p2p")
@@ -180,12 +193,13 @@ async def test_a_failure_that_nobody_asks_for_is_reported_once(comm: Communicato
         return
     comm.recv(ones(comm), 0)
     await comm.recv(ones(comm), 0, 1)
-    await anyio.wait_all_tasks_blocked()
+    await all_blocked()
     gc.collect()
     assert len(case.reports) == 1 and "nobody asked for the result of a work that failed: recv" in case.reports[0]
     case.reports.clear()
 
 
+@pytest.mark.core
 @ranks(2)
 async def test_each_awaiter_of_a_failure_gets_an_error_of_its_own_traceback(comm: Communicator, case: Case) -> None:
     if comm.rank == 0:
@@ -205,6 +219,7 @@ async def test_each_awaiter_of_a_failure_gets_an_error_of_its_own_traceback(comm
 
 
 @pytest.mark.fault(51)
+@pytest.mark.core
 @ranks(2)
 async def test_awaited_after_the_close(comm: Communicator, case: Case) -> None:
     """A work that is done does not change."""
@@ -219,6 +234,9 @@ async def test_awaited_after_the_close(comm: Communicator, case: Case) -> None:
 
 
 @pytest.mark.fault(52)
+@pytest.mark.loops
+@pytest.mark.memory
+@pytest.mark.clock
 @ranks(2)
 async def test_waiting_on_another_thread(comm: Communicator, case: Case) -> None:
     if comm.rank == 0:
@@ -232,6 +250,9 @@ async def test_waiting_on_another_thread(comm: Communicator, case: Case) -> None
     slot.expect(case.bits(torch.int32, SHAPE))
 
 
+@pytest.mark.loops
+@pytest.mark.memory
+@pytest.mark.clock
 @ranks(2)
 async def test_waiting_on_the_loops_thread(comm: Communicator, case: Case) -> None:
     """Synchronous code makes the transport's progress itself."""
@@ -258,7 +279,8 @@ async def test_there_is_no_stream_to_wait_on(comm: Communicator, case: Case) -> 
     await work
 
 
-@ranks(1, 2)
+@pytest.mark.core
+@ranks(2, more=(1,))
 async def test_what_a_work_says_of_itself(comm: Communicator, case: Case) -> None:
     first = comm.all_reduce(ones(comm), hints={"unknown to every transport": 1})
     second = comm.barrier()
@@ -269,6 +291,7 @@ async def test_what_a_work_says_of_itself(comm: Communicator, case: Case) -> Non
 
 
 @pytest.mark.fault(52)
+@pytest.mark.core
 @ranks(2)
 async def test_operations_belong_to_the_loops_thread(comm: Communicator, case: Case) -> None:
     with pytest.raises(RuntimeError, match="thread"):
@@ -276,7 +299,7 @@ async def test_operations_belong_to_the_loops_thread(comm: Communicator, case: C
     await comm.barrier()
 
 
-@ranks(2, 3)
+@ranks(2, more=(3,))
 async def test_every_operation_ends_once(comm: Communicator, case: Case) -> None:
     """The hooks are called once before and once after each operation."""
     case.need_any_order()
@@ -300,7 +323,8 @@ async def test_every_operation_ends_once(comm: Communicator, case: Case) -> None
     assert before == sorted(after) == [work.seq for work in works]
 
 
-@ranks(2, 3)
+@pytest.mark.core
+@ranks(2, more=(3,))
 async def test_hooks_learn_when_an_operation_was_called_and_how_it_ended(comm: Communicator, case: Case) -> None:
     """Each that a pre-hook has heard of ends once for the post-hooks, also where it could not be posted."""
     told: list[tuple[int, str, bool]] = []

@@ -17,6 +17,7 @@ import torch
 from torch.distributed import FileStore
 
 from aiocomms.progress.loops import running_loop
+from aiocomms.testing.conformance import data
 from aiocomms.testing.conformance.case import Board, Outcome, Place
 from aiocomms.testing.conformance.rank import Rank, Reports, Request, other_tasks, with_leftovers
 from aiocomms.testing.conformance.world import BACKENDS
@@ -59,6 +60,7 @@ class _Worker:
                 kind, *message = self._messages.popleft()
                 if kind == "close":
                     await self._close()
+                    data.verify()
                     return
                 self._pipe.send(("done", await self._run(*message)))
             self._came = anyio.Event()
@@ -95,6 +97,7 @@ class _Worker:
         self._rank.prepare(store, self._board)
         before = other_tasks()
         outcome = await self._rank.run(request)
+        data.forget()
         return with_leftovers([outcome], other_tasks() - before, self._reports.take())[0]
 
     async def _close(self) -> None:

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from aiocomms.testing.conformance import data
 from aiocomms.testing.conformance.case import Outcome, Place, Span
 from aiocomms.testing.conformance.rank import Request
 
@@ -58,7 +59,7 @@ def _disagreement(outcomes: Sequence[Outcome]) -> str:
     for rank, outcome in enumerate(outcomes):
         for expected, value in zip(first, outcome.agreed, strict=False):
             if expected != value:
-                return f"the ranks disagree: {expected} on rank 0, {value} on rank {rank}"
+                return f"{data.WrongData.__name__}: the ranks disagree: {expected} on rank 0, {value} on rank {rank}"
         if len(outcome.agreed) != len(first):
             return f"rank 0 had {len(first)} things to agree on, rank {rank} {len(outcome.agreed)}"
     return ""

@@ -28,6 +28,8 @@ from processes import LARGE, PATIENCE, Rank, Run, held, let_go, listening, numbe
 import aiocomms
 from aiocomms.errors import ArgumentError, CommAbortedError, CommError, PeerDiedError, StoreLostError
 
+pytestmark = pytest.mark.real
+
 
 @pytest.fixture
 def transport() -> str:

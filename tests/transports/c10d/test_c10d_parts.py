@@ -20,6 +20,8 @@ from torch import Tensor
 
 from aiocomms.errors import ArgumentError, CommAbortedError, CommError, MismatchError, PeerDiedError, ProtocolError
 
+pytestmark = pytest.mark.deterministic
+
 
 def unpack(frame: Tensor) -> wire.Frame:
     buffer = bytearray(wire.capacity(3))
@@ -94,6 +96,7 @@ def test_several_hosts_listen_on_the_named_interface(monkeypatch: pytest.MonkeyP
         bringup.listen_on(hellos, None)
 
 
+@pytest.mark.real
 def test_several_hosts_listen_on_the_way_to_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AIOCOMMS_IFACE", raising=False)
     monkeypatch.delenv("MASTER_ADDR", raising=False)

@@ -41,6 +41,8 @@ from aiocomms.errors import (
 )
 from aiocomms.testing import local_world
 
+pytestmark = pytest.mark.real
+
 ENTRIES = """[aiocomms.transports]
 nccl_fake = fake_nccl:FakeNcclTransport
 nccl_fake_debug = fake_nccl:FakeNcclDebugTransport
@@ -967,7 +969,7 @@ async def test_auto_takes_nccl_for_collectives_and_others_for_the_rest(monkeypat
     ("name", "ranks", "chosen"),
     [
         ("nccl_fake", "2", ""),
-        pytest.param("nccl_fake", "1,4", "", marks=pytest.mark.long),
+        pytest.param("nccl_fake", "1,4", "", marks=pytest.mark.search),
         ("nccl_fake_debug", "2,3", "mismatch or different_ones"),
     ],
 )

@@ -29,6 +29,8 @@ from aiocomms.communicator import Communicator
 from aiocomms.errors import CommError
 from aiocomms.testing import local_world
 
+pytestmark = pytest.mark.real
+
 MEGA = 2**20
 LITTLE = 0.01
 """Of a CPU: what looks on, or looks again every few milliseconds, takes more."""

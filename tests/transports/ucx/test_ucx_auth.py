@@ -24,6 +24,8 @@ from aiocomms.lowlevel import gate as gate_module
 from aiocomms.lowlevel.gate import MOST_HALF_OPEN, Entrance, HalfOpen
 from aiocomms.lowlevel.handshake import Dialogue, connector_dialogue
 
+pytestmark = pytest.mark.real
+
 KEY = b"what this family knows"
 
 

@@ -35,6 +35,8 @@ from aiocomms.errors import (
 )
 from aiocomms.testing import local_world
 
+pytestmark = pytest.mark.deterministic
+
 
 @pytest.fixture(scope="module")
 def distribution(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -327,6 +329,7 @@ async def test_an_abort_while_the_producer_is_at_work(cuda: FakeCuda) -> None:
             await asyncio.sleep(0)
 
 
+@pytest.mark.real
 @pytest.mark.asyncio
 async def test_a_receive_is_withdrawn_before_the_engine_has_it(cuda: FakeCuda) -> None:
     """By its deadline, alone; those behind it go on."""
@@ -409,22 +412,29 @@ async def test_a_gpu_that_is_not_there(transport: str, device: str) -> None:
 # --------------------------------------------------------------------------------------------------- conformance
 
 
+@pytest.mark.real
 @pytest.mark.timeout(2 * SUITE_HANGS)
 @pytest.mark.parametrize(
-    "options",
+    ("where", "options"),
     [
-        ["--ranks=1,2"],
-        pytest.param(["--ranks=4", "-k", "collectives or split"], marks=pytest.mark.long),
+        ("", ["--ranks=1,2"]),
+        pytest.param("", ["--ranks=4", "-k", "collectives or split"], marks=pytest.mark.search),
         # The fake moves what processes share, and an array stays where it was.
         pytest.param(
-            ["--ranks=2", "--processes", "-k", "(windows or messages) and not arrays"], marks=pytest.mark.long
+            "@processes", ["--ranks=2", "-k", "(windows or messages) and not arrays"], marks=pytest.mark.search
         ),
     ],
 )
-def test_conformance(distribution: Path, options: list[str]) -> None:
+def test_conformance(distribution: Path, where: str, options: list[str]) -> None:
     """The whole suite with ranks that are tasks; what more ranks do otherwise; and processes, which map windows."""
     quick = ["-q", "--assert=plain", "-pno:cacheprovider", "-pno:hypothesispytest"]
-    suite = ["--pyargs", "aiocomms.testing.conformance", "--transport=ucx_fake", "--loops=asyncio", "--deadline=100"]
+    suite = [
+        "--pyargs",
+        "aiocomms.testing.conformance",
+        f"--transport=ucx_fake{where}",
+        "--loops=asyncio",
+        "--deadline=100",
+    ]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join((str(distribution), str(Path(__file__).parents[2] / "support"))),

@@ -21,6 +21,8 @@ import aiocomms
 from aiocomms.communicator import Communicator
 from aiocomms.errors import CommAbortedError, PeerDiedError
 
+pytestmark = pytest.mark.real
+
 HUGE = 16 * 2**20
 """Elements of float32: 64 MiB, and one more than three ranks can share evenly."""
 

@@ -11,6 +11,8 @@ import torch
 from aiocomms import ReduceOp, ops
 from aiocomms.errors import MismatchError
 
+pytestmark = pytest.mark.deterministic
+
 lanes = pytest.importorskip("aiocomms_ucx.lanes", reason="needs the ucx transport", exc_type=ImportError)
 LANE = 7
 

@@ -17,6 +17,8 @@ from processes import KILLED, Rank, Run, held
 import aiocomms
 from aiocomms.errors import PeerDiedError
 
+pytestmark = pytest.mark.real
+
 LARGE = 100_000
 """Elements: more than UCX copies."""
 

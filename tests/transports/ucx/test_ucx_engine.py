@@ -9,6 +9,8 @@ import pytest
 from processes import SUITE_HANGS
 from programs import PROGRAMS, run_sanitized
 
+pytestmark = [pytest.mark.real, pytest.mark.search]
+
 SECONDS = os.environ.get("AIOCOMMS_ENGINE_TEST_SECONDS", "0")
 """How long each sanitizer goes on with other seeds; 0: each world once."""
 

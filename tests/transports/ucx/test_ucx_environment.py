@@ -16,6 +16,8 @@ from processes import Rank, Run, exchange, listening, runner
 
 from aiocomms.errors import ArgumentError, CommError, PeerDiedError
 
+pytestmark = pytest.mark.deterministic
+
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="changing capabilities and mounts needs root")
 
 
@@ -56,6 +58,7 @@ class Setting:
             os.environ.update(self.variables)
 
 
+@pytest.mark.real
 @pytest.mark.fault(89, transport="ucx")
 @pytest.mark.parametrize("threshold", ["0", "1", "inf"])
 @pytest.mark.parametrize("who", [(0, 1), (1,)], ids=str)
@@ -63,11 +66,13 @@ def test_any_threshold_of_ucx(ranks: Run, who: tuple[int, ...], threshold: str) 
     ranks(2, works, before=Setting(*who, UCX_RNDV_THRESH=threshold))
 
 
+@pytest.mark.real
 @pytest.mark.fault(89, transport="ucx")
 def test_tcp_on_one_host_is_not_open_to_others(ranks: Run) -> None:
     ranks(2, works, before=Setting(0, 1, UCX_TLS="tcp,self"))
 
 
+@pytest.mark.real
 @pytest.mark.fault(89, transport="ucx")
 def test_tcp_on_one_host_by_a_public_interface_needs_a_token(ranks: Run) -> None:
     messages = ranks(2, needs_a_token, before=Setting(0, 1, UCX_TLS="tcp", UCX_NET_DEVICES="eth0"))
@@ -80,6 +85,7 @@ async def needs_a_token(place: Rank) -> str:
     return caught.value.message
 
 
+@pytest.mark.real
 @pytest.mark.fault(89, transport="ucx")
 @pytest.mark.parametrize(("name", "value"), [("UCX_TLS", "nonsense"), ("UCX_RNDV_THRESH", "banana")])
 def test_a_bad_variable_of_one_rank_is_named_on_all(ranks: Run, name: str, value: str) -> None:
@@ -93,6 +99,7 @@ def few_descriptors(rank: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))
 
 
+@pytest.mark.real
 @pytest.mark.fault(89, transport="ucx")
 def test_a_limit_of_one_rank_is_named_on_all(ranks: Run) -> None:
     for message in ranks(2, refused, before=few_descriptors):
@@ -100,6 +107,7 @@ def test_a_limit_of_one_rank_is_named_on_all(ranks: Run) -> None:
         assert "RLIMIT_NOFILE 24" in message
 
 
+@pytest.mark.real
 @pytest.mark.fault(88, transport="ucx")
 @pytest.mark.parametrize("theirs", ["tcp,self", "self"])
 def test_ucx_tls_that_leaves_no_way_between_ranks(ranks: Run, theirs: str) -> None:
@@ -124,6 +132,7 @@ def second_not_dumpable(rank: int) -> None:
     first_not_dumpable(1 - rank)
 
 
+@pytest.mark.real
 @ROOT
 @pytest.mark.fault(88, transport="ucx")
 @pytest.mark.parametrize("before", [first_not_dumpable, second_not_dumpable])
@@ -152,6 +161,7 @@ def enough_shared_memory(rank: int) -> None:
     shared_memory(b"5m")
 
 
+@pytest.mark.real
 @ROOT
 @pytest.mark.fault(88, transport="ucx")
 def test_too_little_shared_memory_on_one_rank(ranks: Run) -> None:
@@ -160,6 +170,7 @@ def test_too_little_shared_memory_on_one_rank(ranks: Run) -> None:
         assert "65536 bytes left in /dev/shm" in message
 
 
+@pytest.mark.real
 @ROOT
 @pytest.mark.fault(88, transport="ucx")
 def test_five_mebibytes_of_shared_memory_for_each_rank_are_enough(ranks: Run) -> None:

@@ -35,6 +35,8 @@ from aiocomms.errors import (
     UnsupportedOperation,
 )
 
+pytestmark = [pytest.mark.real, pytest.mark.search]
+
 ROUTE = {"MASTER_ADDR": address(0)}
 """Where the ranks meet is a file here, which says nothing of the way to the others."""
 

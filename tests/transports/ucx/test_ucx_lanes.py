@@ -17,6 +17,8 @@ from aiocomms.communicator import Communicator
 from aiocomms.errors import CommAbortedError, CommTimeoutError, LaneAbortedError, MismatchError, PeerDiedError
 from aiocomms.testing import local_world
 
+pytestmark = pytest.mark.real
+
 SMALL, LARGE = 3, 100_000
 """Elements of a collective that each rank writes on its board, and of one that takes its turn in the slots."""
 SHORT = 0.2

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from processes import LARGE, Rank, Run, allocated, held, let_go
 
+pytestmark = pytest.mark.real
+
 CYCLES, SPLITS = 400, 1000
 SLOPE = 4096
 """Bytes that a cycle may seem to leave behind when half of all are over: Python's caches still grow a little, and the
@@ -119,7 +121,7 @@ async def split_and_close(place: Rank, splits: int) -> tuple[float, float, int]:
         return grown, took / (splits - warm), os.getpid()
 
 
-@pytest.mark.long
+@pytest.mark.search
 @pytest.mark.fault(60, transport="ucx")
 @pytest.mark.parametrize(("body", "count"), [(come_and_go, CYCLES), (split_and_close, SPLITS)])
 def test_nothing_is_left(ranks: Run, names: Names, body: object, count: int) -> None:

@@ -10,6 +10,8 @@ import pytest
 from aiocomms_ucx.listener import NAME, Listener
 from processes import PATIENCE, all_let_go, held, no_threads
 
+pytestmark = pytest.mark.deterministic
+
 
 class Hearing:
     """What a listener calls; one word is one semaphore's release."""

@@ -8,9 +8,11 @@ import pytest
 from processes import SUITE_HANGS
 from programs import PROGRAMS, run_sanitized
 
+pytestmark = pytest.mark.real
+
 
 @pytest.mark.fault(86, 87, transport="ucx")
-@pytest.mark.long
+@pytest.mark.search
 @pytest.mark.timeout(SUITE_HANGS)  # compiling takes minutes where others compute, too
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
 def test_parts_of_the_engine(sanitizer: str, tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from processes import KILLED, PATIENCE, Rank, Run, death
 from aiocomms.communicator import Communicator
 from benchmarks.many import memory
 
+pytestmark = pytest.mark.real
+
 RANKS, SPLITS = 3, 24
 ELEMENTS = 2**18 + 3
 """Of float32: 1 MiB, which takes all slots of a communicator, and one more line than ranks can share evenly."""

@@ -23,6 +23,8 @@ from aiocomms.portal.works import BlockingWork
 from aiocomms.progress.inflight import StartedWork
 from aiocomms.testing import local_world
 
+pytestmark = pytest.mark.real
+
 engine = pytest.importorskip("aiocomms_ucx._engine", reason="needs the ucx transport", exc_type=ImportError)
 
 

@@ -22,6 +22,8 @@ from aiocomms.errors import CommError, WorkCancelledError
 from aiocomms.portal import works
 from aiocomms.testing import local_world
 
+pytestmark = pytest.mark.real
+
 pytest.importorskip("aiocomms_ucx._engine", reason="needs the ucx transport", exc_type=ImportError)
 
 

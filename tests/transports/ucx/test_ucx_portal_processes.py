@@ -16,6 +16,8 @@ from aiocomms.communicator import Communicator
 from aiocomms.lowlevel import in_use
 from aiocomms.portal.works import BlockingWork
 
+pytestmark = pytest.mark.real
+
 pytest.importorskip("aiocomms_ucx._engine", reason="needs the ucx transport", exc_type=ImportError)
 
 ROUNDS, LANES = 80, 2

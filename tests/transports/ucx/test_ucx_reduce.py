@@ -19,6 +19,8 @@ from torch import Tensor
 from aiocomms.ops import reductions
 from aiocomms.ops.reductions import ReduceOp
 
+pytestmark = pytest.mark.deterministic
+
 SRC = Path(__file__).parents[3] / "transports" / "ucx" / "src"
 FLAGS = "-std=c++20 -O3 -ffp-contract=off -fPIC -shared -Wall -Wextra -Werror"
 
@@ -267,6 +269,7 @@ def cases(dtype: torch.dtype) -> Iterator[list[Tensor]]:
             yield [t[count - 1 + k : 2 * count - 1 + k] for k, t in enumerate(pool(dtype)[:n])]
 
 
+@pytest.mark.real
 def test_every_pair_of_operator_and_dtype_is_supported_as_in_the_core(library: Library) -> None:
     for i, op in enumerate(OPS):
         for j, dtype in enumerate(DTYPES):

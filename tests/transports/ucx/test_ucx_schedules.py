@@ -11,19 +11,19 @@ import pytest
 from processes import SUITE_HANGS
 from programs import PROGRAMS, run_sanitized
 
-pytestmark = pytest.mark.timeout(SUITE_HANGS)  # compiling takes minutes where others compute, too
+pytestmark = [pytest.mark.real, pytest.mark.timeout(SUITE_HANGS)]  # compiling takes minutes where others compute, too
 
 
-@pytest.mark.long
+@pytest.mark.search
 def test_schedules_of_messages_on_a_simulated_network(tmp_path: Path) -> None:
     run_sanitized(tmp_path, "address,undefined", PROGRAMS["schedules"])
 
 
-@pytest.mark.long
+@pytest.mark.search
 def test_schedules_of_several_hosts_on_a_simulated_network(tmp_path: Path) -> None:
     run_sanitized(tmp_path, "address,undefined", PROGRAMS["hierarchical"])
 
 
-@pytest.mark.long
+@pytest.mark.search
 def test_the_critical_path_on_simulated_hosts(tmp_path: Path) -> None:
     run_sanitized(tmp_path, "undefined", PROGRAMS["critical_path"])

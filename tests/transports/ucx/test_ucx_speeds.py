@@ -18,6 +18,8 @@ from processes import Rank, Run, runner
 from aiocomms.cli.__main__ import main as command
 from aiocomms.testing import local_world
 
+pytestmark = pytest.mark.deterministic
+
 
 class Measurement:
     """A host's speeds, and how often it was measured."""
@@ -197,6 +199,7 @@ async def measured_when_ranks_share_a_host(measure: Measurement) -> None:
     assert measure.calls == 1
 
 
+@pytest.mark.real
 def test_the_first_rank_of_a_host_measures_it_once(unknown: None, monkeypatch: pytest.MonkeyPatch, run: object) -> None:
     measure = Measurement()
     monkeypatch.setattr(speeds, "measure_speeds", measure)
@@ -225,6 +228,6 @@ async def of_two_minds(place: Rank) -> set[bool]:
     return taken
 
 
-@pytest.mark.processes
+@pytest.mark.real
 def test_ranks_agree_though_their_measurements_differ(ranks: Run) -> None:
     assert ranks(2, of_two_minds) == [{False}, {False}]

@@ -12,6 +12,8 @@ import torch
 from aiocomms.errors import ArgumentError
 from aiocomms.ops import checks
 
+pytestmark = pytest.mark.deterministic
+
 engine = pytest.importorskip("aiocomms_ucx._engine", reason="needs the ucx transport", exc_type=ImportError)
 CPU = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"), fast_check=None)
 

@@ -13,6 +13,8 @@ import aiocomms
 from aiocomms.errors import UnsupportedOperation
 from aiocomms.testing import local_world
 
+pytestmark = pytest.mark.real
+
 
 @pytest.fixture
 def transport() -> str:

@@ -14,6 +14,8 @@ from processes import HANGS
 from aiocomms.bootstrap.launchers import Launch, expand_hostlist, read_environment
 from aiocomms.errors import ArgumentError
 
+pytestmark = pytest.mark.deterministic
+
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node01", "MASTER_PORT": "29500"}
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "1",
@@ -341,7 +343,7 @@ def test_no_text_breaks_the_parser(text):
     assert names
 
 
-@pytest.mark.processes
+@pytest.mark.real
 def test_importing_it_loads_neither_torch_nor_an_event_loop():
     code = (
         "import sys, aiocomms.bootstrap.launchers\n"
@@ -363,6 +365,7 @@ for rank, shell in enumerate([[], ["sh", "-c", '"$@"; exit $?', "sh"]]):
 """
 
 
+@pytest.mark.real
 @pytest.mark.fault(93)
 def test_ranks_that_one_process_of_this_host_has_started_derive_one_port():
     env = {name: value for name, value in os.environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}

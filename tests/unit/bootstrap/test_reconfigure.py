@@ -19,6 +19,8 @@ from aiocomms.errors import CommError, CommTimeoutError
 from aiocomms.lowlevel.jobstore import JobStore
 from aiocomms.lowlevel.stores import serve_store
 
+pytestmark = pytest.mark.real
+
 SHORT = 1.0
 """Seconds for what cannot succeed."""
 

@@ -21,6 +21,8 @@ from aiocomms.lowlevel.auth import Seal
 from aiocomms.lowlevel.stores import reach_store, serve_store
 from benchmarks import scale
 
+pytestmark = pytest.mark.deterministic
+
 TOKEN = b"a token of these tests"
 
 
@@ -84,6 +86,7 @@ def stores(tmp_path):
 KINDS = ["hash", "file", "tcp", "prefix", "job's, served here", "job's, served elsewhere"]
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_go_over_any_store(stores, kind):
     store = stores[kind]
@@ -98,6 +101,7 @@ def test_values_go_over_any_store(stores, kind):
     assert in_threads(*(lambda r=r: exchange(r) for r in range(3))) == [values] * 3
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("kind", KINDS[4:])
 def test_what_is_got_from_a_jobs_store_waits_for_its_keys(stores, kind):
     store, there = PrefixStore("mine", stores[kind]), threading.Event()
@@ -269,6 +273,7 @@ def test_no_rank_that_has_come_is_named_where_rank_0_has_not(monkeypatch, size, 
     assert gave_up == [set(range(1, size))] * (size - 1)
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("request_of", [["multi_get"], ["multi_get", 7], ["multi_get", ["x"] * 1000], ["get"]])
 def test_a_request_that_makes_no_sense_costs_nobody_else_the_store(request_of):
     _, port = serve_store("127.0.0.1", 20.0)

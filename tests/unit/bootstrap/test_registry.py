@@ -18,6 +18,8 @@ from aiocomms.errors import ArgumentError, ArgumentTypeError, CommAbortedError, 
 from aiocomms.testing import local_world
 from aiocomms.transport import Capabilities, Transport
 
+pytestmark = pytest.mark.deterministic
+
 CPU = torch.device("cpu")
 
 STRANGER = """

@@ -37,6 +37,8 @@ from aiocomms.errors import (
 from aiocomms.lowlevel.auth import Seal
 from aiocomms.testing import local_world
 
+pytestmark = pytest.mark.deterministic
+
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMPI_", "PMI_", "PMIX_", "SLURM_")
 
 
@@ -230,6 +232,7 @@ def test_a_closed_communicator_refuses(run):
 # ----------------------------------------------------------------------------------------------- somebody is missing
 
 
+@pytest.mark.real
 @pytest.mark.fault(33, transport="local")
 @pytest.mark.parametrize("timeout", [1, timedelta(seconds=1)], ids=["seconds", "timedelta"])
 def test_who_did_not_come_is_named(timeout):
@@ -261,6 +264,7 @@ def leaves_nothing_behind(run, main):
         aiocomms.get_comm()
 
 
+@pytest.mark.real
 def test_a_meeting_that_fails_leaves_nothing_behind(run):
     async def fails(n):
         with pytest.raises(CommTimeoutError):
@@ -298,6 +302,7 @@ def test_a_transport_that_fails_halfway_leaves_nothing_behind(run, install):
     leaves_nothing_behind(run, main)
 
 
+@pytest.mark.real
 @pytest.mark.fault(32)
 def test_an_attempt_that_was_given_up_does_not_hold_up_the_next():
     """A store's connection carries one call at a time, and an abandoned wait may have minutes to go."""
@@ -331,6 +336,7 @@ def test_communicators_may_form_in_any_order_at_once():
     anyio.run(main)
 
 
+@pytest.mark.real
 def test_ranks_that_disagree_on_the_size_do_not_meet(run):
     async def main():
         store, failures = HashStore(), []
@@ -347,6 +353,7 @@ def test_ranks_that_disagree_on_the_size_do_not_meet(run):
     run(main)
 
 
+@pytest.mark.real
 def test_a_store_that_stops_answering_is_left_at_the_deadline(run):
     """A server that takes the connection and says nothing, which torch waits for without a limit."""
     with socket.create_server(("127.0.0.1", 0)) as server, pytest.MonkeyPatch.context() as patch:
@@ -371,7 +378,7 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.processes
+@pytest.mark.real
 @pytest.mark.fault(32)
 def test_a_store_whose_server_is_stopped_is_left_at_the_deadline():
     with subprocess.Popen(
@@ -404,6 +411,7 @@ def test_a_store_whose_server_has_gone_is_lost():
     anyio.run(main)
 
 
+@pytest.mark.real
 @pytest.mark.fault(31)
 def test_a_store_whose_server_goes_while_ranks_meet_is_lost():
     async def main():
@@ -483,6 +491,7 @@ def test_a_launched_world_of_one_needs_no_store(run, monkeypatch):
     run(main)
 
 
+@pytest.mark.real
 def test_another_attempt_finds_the_store_that_took_the_lost_ones_place(monkeypatch, free_port):
     place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port}
     place["TORCHELASTIC_USE_AGENT_STORE"] = "True"
@@ -531,7 +540,7 @@ def start(script, **environment):
     )  # fmt: skip
 
 
-@pytest.mark.processes
+@pytest.mark.real
 @pytest.mark.skipif("c10d" not in entry_points(group="aiocomms.transports").names, reason="needs the transport c10d")
 @pytest.mark.parametrize("launcher", ["torchrun", "Slurm"])
 def test_processes_meet_by_their_launchers_environment(free_port, launcher):
@@ -552,7 +561,7 @@ def test_processes_meet_by_their_launchers_environment(free_port, launcher):
     assert results == [(f"{rank} 2 3 [0, 1]\n", "") for rank in range(2)]
 
 
-@pytest.mark.processes
+@pytest.mark.real
 @pytest.mark.skipif("c10d" not in entry_points(group="aiocomms.transports").names, reason="needs the transport c10d")
 def test_a_process_that_nobody_joins_says_who_is_missing(free_port):
     script = RANK.replace("timeout=30", "timeout=1")
@@ -584,6 +593,7 @@ def crashed(store, *ranks):
         arrival.join(PATIENCE)
 
 
+@pytest.mark.real
 @pytest.mark.fault(33, transport="local")
 @pytest.mark.fault(34)
 @pytest.mark.parametrize("before", [[], [(0,)], [(1,)], [(0, 1)], [(1,), (1,)], [(0,), (0, 1), (1,)]], ids=str)
@@ -599,6 +609,7 @@ def test_what_a_crashed_run_left_in_the_store_is_nobody(kind, before, tmp_path):
     anyio.run(main)
 
 
+@pytest.mark.real
 @pytest.mark.fault(34)
 def test_of_two_processes_that_are_one_rank_the_later_one_is_it():
     async def main():

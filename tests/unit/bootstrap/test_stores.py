@@ -22,6 +22,8 @@ from aiocomms.bootstrap.stores import connect_store
 from aiocomms.errors import ArgumentError, AuthError, ProtocolError, StoreLostError
 from aiocomms.lowlevel.stores import reach_store
 
+pytestmark = pytest.mark.real
+
 HOST = "127.0.0.1"
 HAS_IPV6 = Path("/proc/net/if_inet6").exists() and "00000001" in Path("/proc/net/if_inet6").read_text()
 
@@ -94,7 +96,7 @@ store.set(f"done {rank}", "")
 """
 
 
-@pytest.mark.processes
+@pytest.mark.real
 def test_three_processes_exchange_keys(port):
     command = [sys.executable, "-c", CLIENT, str(port)]
     root = Path(__file__).parents[3]

@@ -30,6 +30,8 @@ from aiocomms.errors import UnsupportedOperation
 from aiocomms.families.collectives import Collectives
 from aiocomms.families.rma import OneSided
 
+pytestmark = pytest.mark.deterministic
+
 SUPPORT = Path(__file__).parents[2] / "support"
 HERE = ["bench", "--in-process", "--transport", "local", "--iters", "10", "--warmup", "1"]
 SMALL = ["-b", "8", "-e", "64", "-f", "8"]
@@ -70,6 +72,7 @@ def test_every_collective_can_be_measured():
     assert set(OPERATIONS) == collectives | {"send", "put", "put_signal", "get"}
 
 
+@pytest.mark.real
 def test_all_operations_between_two_tasks(capsys):
     found = document(capsys, *OPERATIONS, *SMALL)
     assert (found["schema"], found["ranks"], found["in_process"], found["missing"]) == (1, 2, True, [])
@@ -83,6 +86,7 @@ def test_all_operations_between_two_tasks(capsys):
         assert row["cpu_us"] > 0
 
 
+@pytest.mark.real
 def test_bandwidths_are_those_of_nccl_tests(capsys):
     ops = ["all_reduce", "reduce", "all_gather_single", "all_to_all_single", "gather"]
     rows = document(capsys, *ops, "--ranks", "4", "-b", "64K", "-e", "64K")["rows"]
@@ -91,11 +95,13 @@ def test_bandwidths_are_those_of_nccl_tests(capsys):
     assert all(row["algbw_gbs"] == pytest.approx(65536 / row["p50_us"] / 1e3, rel=1e-2) for row in rows)
 
 
+@pytest.mark.real
 def test_each_rank_has_an_element_at_least(capsys):
     (row,) = document(capsys, "scatter", "--ranks", "3", "-b", "4", "-e", "4")["rows"]
     assert (row["bytes"], row["count"]) == (12, 3)
 
 
+@pytest.mark.real
 def test_a_call_that_blocks_makes_the_loop_late():
     def block() -> None:
         ends = time.perf_counter() + 0.02
@@ -121,7 +127,7 @@ def test_what_was_not_done_is_wrong(op):
     assert sum(case.wrong() for case in cases) > 0
 
 
-@pytest.mark.processes
+@pytest.mark.real
 @pytest.mark.parametrize(
     ("mutant", "op", "size"),
     [("wrong_rank_order", "all_gather_single", "8"), ("end_of_large_messages_is_lost", "send", "1M")],
@@ -135,6 +141,7 @@ def test_wrong_results_are_counted(mutant, op, size):
     assert row["wrong"] > 0
 
 
+@pytest.mark.real
 def test_nothing_is_checked_where_that_is_asked_for(capsys):
     (row,) = document(capsys, "-b", "8", "-e", "8", "--check", "0")["rows"]
     assert row["wrong"] is None
@@ -143,6 +150,7 @@ def test_nothing_is_checked_where_that_is_asked_for(capsys):
 # ------------------------------------------------------------------------------------------------------- what is shown
 
 
+@pytest.mark.real
 def test_the_table(capsys):
     assert main([*HERE, "send", *SMALL]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -153,6 +161,7 @@ def test_the_table(capsys):
     assert lines[-1] == "# wrong: 0"
 
 
+@pytest.mark.real
 def test_a_bar_on_a_terminal(capsys, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
@@ -163,6 +172,7 @@ def test_a_bar_on_a_terminal(capsys, monkeypatch):
     assert "# wrong: 0" in shown.out
 
 
+@pytest.mark.real
 def test_a_picture(capsys, tmp_path):
     picture = tmp_path / "picture.png"
     assert main([*HERE, "all_reduce", "barrier", *SMALL, "--plot", str(picture)]) == 0
@@ -175,6 +185,7 @@ def test_a_picture(capsys, tmp_path):
 # --------------------------------------------------------------------------------------------------------------- ranks
 
 
+@pytest.mark.real
 def test_an_operation_that_a_transport_lacks_is_missing_and_the_rest_goes_on(capsys, monkeypatch):
     async def refuse(*_: object) -> None:
         raise UnsupportedOperation("it has no windows")
@@ -185,7 +196,8 @@ def test_an_operation_that_a_transport_lacks_is_missing_and_the_rest_goes_on(cap
     assert [(row["op"], row["bytes"]) for row in found["rows"]] == [("send", 8), ("send", 64)]
 
 
-@pytest.mark.processes
+@pytest.mark.search
+@pytest.mark.real
 def test_processes_of_its_own_beside_other_libraries():
     done = bench("send", "put", *QUICK, "--transport", "c10d,local", "--vs", "gloo,mpich", "--json")
     assert done.returncode == 1, done.stderr  # `local` is none between processes
@@ -206,7 +218,8 @@ def test_processes_of_its_own_beside_other_libraries():
     assert (send["carrier"], gloo["carrier"]) == ("c10d", None)
 
 
-@pytest.mark.processes
+@pytest.mark.search
+@pytest.mark.real
 def test_inside_torchrun():
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = run(*torchrun, "-m", "aiocomms.cli", "bench", *QUICK, "--json", "--vs", "gloo")
@@ -218,7 +231,8 @@ def test_inside_torchrun():
     assert "aiocomms bench: --ranks is 3, wanted 2, which torchrun has started" in refused.stderr
 
 
-@pytest.mark.processes
+@pytest.mark.search
+@pytest.mark.real
 def test_a_rank_that_dies_ends_the_others(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import os\nif os.environ.get('RANK') == '1': os.abort()\n")
     done = bench(*QUICK, env={"PYTHONPATH": str(tmp_path)})

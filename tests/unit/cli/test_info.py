@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 import aiocomms
 from aiocomms.cli.__main__ import main
+
+pytestmark = pytest.mark.deterministic
 
 
 def test_the_document_holds_what_is_shown(capsys, monkeypatch):

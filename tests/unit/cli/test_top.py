@@ -27,6 +27,8 @@ from aiocomms.cli.top.looking import Top
 from aiocomms.diagnosis.live import PREFIX, Sight, listeners
 from aiocomms.testing import local_world
 
+pytestmark = pytest.mark.deterministic
+
 TOP = [sys.executable, "-m", "aiocomms.cli", "top"]
 STRANGER = 65534
 """A user that is not root, and has no processes."""
@@ -106,7 +108,7 @@ async def tangle(place: Rank, name: str) -> tuple[int, str]:
     return os.getpid(), said.decode()
 
 
-@pytest.mark.processes
+@pytest.mark.real
 @pytest.mark.parametrize("transport", ["c10d", "ucx"])
 def test_who_waits_for_whom(ranks: Run) -> None:
     name = f"tangle {secrets.token_hex(4)}"
@@ -133,7 +135,7 @@ def test_who_waits_for_whom(ranks: Run) -> None:
     assert "they wait in a circle: rank 1 -> rank 2 -> rank 1" in shown
 
 
-@pytest.mark.processes
+@pytest.mark.real
 def test_a_loop_that_hangs_is_looked_at_all_the_same(hung: subprocess.Popen[str], capsys) -> None:
     assert main(["top", str(hung.pid), "--once", "--interval", "0.1"]) == 0
     said = capsys.readouterr().out
@@ -145,7 +147,7 @@ def test_a_loop_that_hangs_is_looked_at_all_the_same(hung: subprocess.Popen[str]
 
 
 @idle
-@pytest.mark.processes
+@pytest.mark.real
 def test_a_process_that_ends_meanwhile(hung: subprocess.Popen[str], capsys) -> None:
     top = Top(hung.pid)
     [group] = top.look().groups
@@ -162,7 +164,7 @@ def test_a_process_that_ends_meanwhile(hung: subprocess.Popen[str], capsys) -> N
 
 
 @idle
-@pytest.mark.processes
+@pytest.mark.real
 def test_a_terminal_shows_it_until_the_process_ends(hung: subprocess.Popen[str]) -> None:
     ours, theirs = pty.openpty()
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "200", "LINES": "50"}
@@ -186,7 +188,7 @@ def test_a_terminal_shows_it_until_the_process_ends(hung: subprocess.Popen[str])
 
 
 @idle
-@pytest.mark.processes
+@pytest.mark.real
 def test_a_process_that_is_stopped_does_not_answer(hung: subprocess.Popen[str], capsys) -> None:
     hung.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, hung.pid, os.WSTOPPED)
@@ -194,7 +196,7 @@ def test_a_process_that_is_stopped_does_not_answer(hung: subprocess.Popen[str], 
     assert capsys.readouterr().out == f"process {hung.pid} does not answer: dead, stopped or busy\n"
 
 
-@pytest.mark.processes
+@pytest.mark.real
 def test_processes_that_are_not_to_be_looked_at(capsys) -> None:
     us = os.geteuid()
     with subprocess.Popen(["sleep", "1000"], user=STRANGER if us == 0 else None) as sleeper:

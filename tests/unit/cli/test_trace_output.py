@@ -18,6 +18,8 @@ from aiocomms.communicator import Communicator
 from aiocomms.errors import CommTimeoutError
 from aiocomms.testing import local_world
 
+pytestmark = pytest.mark.deterministic
+
 RANKS = 3
 
 Number = Annotated[int, msgspec.Meta(ge=1)]
@@ -94,6 +96,7 @@ def complete(written: Path) -> list[Complete]:
     return [event for event in events if isinstance(event, Complete)]
 
 
+@pytest.mark.real
 def test_the_format_is_kept(output: Path) -> None:
     trace = msgspec.json.decode(output.read_bytes(), type=Trace)
     metadata = [event for event in trace.traceEvents if isinstance(event, Metadata)]
@@ -113,7 +116,7 @@ def test_the_format_is_kept(output: Path) -> None:
     assert max(Counter(threads.values()).values()) > 2  # some are drawn beside each other
 
 
-@pytest.mark.processes
+@pytest.mark.real
 @pytest.mark.skipif(bool(perfetto.absent()), reason=perfetto.absent())
 def test_perfettos_viewer_shows_all_of_it(output: Path) -> None:
     with perfetto.viewer(output) as viewer:

@@ -13,6 +13,8 @@ import torch
 
 from aiocomms.cuda import runtime
 
+pytestmark = pytest.mark.deterministic
+
 DEVICE = torch.device("cuda", 0)
 
 

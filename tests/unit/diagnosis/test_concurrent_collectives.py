@@ -13,6 +13,8 @@ from concurrency import ranks, together, turns
 from aiocomms.errors import ConcurrentCollectivesError
 from aiocomms.testing import local_world
 
+pytestmark = pytest.mark.deterministic
+
 HERE = __file__
 
 

@@ -22,6 +22,8 @@ from aiocomms.errors import CommTimeoutError
 from aiocomms.testing import local_world
 from aiocomms.transport import Transport
 
+pytestmark = pytest.mark.deterministic
+
 ALONE = "nothing matched recv(src=1, tag=7) before its deadline; it was withdrawn"
 IDLE = "has finished no collective and is in no operation"
 
@@ -75,6 +77,7 @@ def receive(comm, src, timeout=0.05):
 EVERY = pytest.mark.parametrize("transport", ["local", "c10d", "ucx"])
 
 
+@pytest.mark.real
 @EVERY
 def test_a_rank_that_is_in_a_collective_or_in_nothing(run, transport):
     async def main():
@@ -93,6 +96,7 @@ def test_a_rank_that_is_in_a_collective_or_in_nothing(run, transport):
     run(main)
 
 
+@pytest.mark.real
 @EVERY
 def test_a_circle_of_receives_of_which_one_has_a_deadline(run, transport):
     async def main():
@@ -111,6 +115,7 @@ def test_a_circle_of_receives_of_which_one_has_a_deadline(run, transport):
     run(main)
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("transport", ["local", "c10d", "ucx"])
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_a_circle_of_receives_that_were_late_before(run, size, transport):
@@ -128,6 +133,7 @@ def test_a_circle_of_receives_that_were_late_before(run, size, transport):
     run(main)
 
 
+@pytest.mark.real
 def test_all_of_a_long_circle_find_it(run, monkeypatch):
     """What is said of each rank is for the first few, and the circle whole."""
     all_begun, inquire = threading.Event(), Inquiry._inquire
@@ -150,6 +156,7 @@ def test_all_of_a_long_circle_find_it(run, monkeypatch):
     run(main)
 
 
+@pytest.mark.real
 def test_a_circle_within_a_lane_names_it(run):
     async def main():
         async with local_world(2) as (one, two):
@@ -164,6 +171,7 @@ def test_a_circle_within_a_lane_names_it(run):
     run(main)
 
 
+@pytest.mark.real
 def test_a_chain_that_is_no_circle_and_a_circle_of_others(run):
     async def main():
         async with local_world(4) as world:
@@ -180,6 +188,7 @@ def test_a_chain_that_is_no_circle_and_a_circle_of_others(run):
     run(main)
 
 
+@pytest.mark.real
 def test_who_waited_at_another_time_is_in_no_circle(run):
     async def main():
         async with local_world(2) as world:
@@ -189,6 +198,7 @@ def test_who_waited_at_another_time_is_in_no_circle(run):
     run(main)
 
 
+@pytest.mark.real
 @EVERY
 def test_a_busy_loop_does_not_hide_where_it_stands(run, transport):
     """Both ranks live in one loop, which is blocked until the answer is there; only the error waits for it."""
@@ -206,6 +216,7 @@ def test_a_busy_loop_does_not_hide_where_it_stands(run, transport):
     run(main)
 
 
+@pytest.mark.real
 def test_who_does_not_answer(run, monkeypatch):
     monkeypatch.setattr(inquiry, "PATIENCE", 0.05)
     monkeypatch.setattr(Inquiry, "_answer", lambda self: None)
@@ -218,6 +229,7 @@ def test_who_does_not_answer(run, monkeypatch):
     run(main)
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("why", ["no thread", "no notes"])
 def test_what_cannot_be_learnt_leaves_the_error(run, monkeypatch, why):
     if why == "no notes":
@@ -238,6 +250,7 @@ def test_what_cannot_be_learnt_leaves_the_error(run, monkeypatch, why):
     run(main)
 
 
+@pytest.mark.real
 def test_a_message_that_comes_meanwhile_is_taken(run, monkeypatch):
     """The receive is withdrawn when it is known what to say, and not before."""
 
@@ -261,6 +274,7 @@ def test_a_message_that_comes_meanwhile_is_taken(run, monkeypatch):
     run(main)
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("who", ["the asker", "the asked"])
 @EVERY
 def test_a_rank_that_closes_while_it_is_asked(run, monkeypatch, who, transport):
@@ -294,6 +308,7 @@ def test_a_rank_that_closes_while_it_is_asked(run, monkeypatch, who, transport):
     run(main)
 
 
+@pytest.mark.real
 def test_who_polls_asks_now_and_then(run, monkeypatch):
     async def main():
         followed = []

@@ -20,6 +20,8 @@ from aiocomms_local import LocalTransport
 import aiocomms
 from aiocomms.errors import CommError
 
+pytestmark = pytest.mark.deterministic
+
 
 def in_loop_of_ones_own(main: Callable[[], Awaitable[Any]]) -> Any:
     """What a program does that has no asyncio.run()."""

@@ -19,6 +19,8 @@ from aiocomms.diagnosis import live as module
 from aiocomms.diagnosis.live import listeners
 from aiocomms.testing import local_world
 
+pytestmark = pytest.mark.deterministic
+
 STRANGER = 65534
 """A user that is not root, and has no processes."""
 
@@ -106,7 +108,7 @@ def test_nothing_wakes_up_while_nobody_looks() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-@pytest.mark.processes
+@pytest.mark.real
 def test_another_user_is_told_nothing() -> None:
     def strangers_look(address: str) -> bool:
         os.setuid(STRANGER)
@@ -121,7 +123,7 @@ def test_another_user_is_told_nothing() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.processes
+@pytest.mark.real
 def test_a_forked_child_has_nothing_of_it() -> None:
     def child(held: int) -> bool:
         if sockets() >= held or not ask(address):  # the parent answers

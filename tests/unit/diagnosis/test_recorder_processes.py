@@ -21,7 +21,7 @@ from aiocomms.cli import main
 from aiocomms.diagnosis import postmortem
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.real, pytest.mark.search]
 
 HEARD = 2.0
 """Seconds in which a rank that is not busy is heard, on however slow a machine."""

@@ -12,6 +12,8 @@ from aiocomms import ops
 from aiocomms.testing import local_world
 from aiocomms.transport import Capabilities
 
+pytestmark = pytest.mark.deterministic
+
 
 class Plain(LocalTransport):
     """Sends and receives, so that all else is made of them."""

@@ -28,6 +28,8 @@ from aiocomms.families import parcels
 from aiocomms.ops import apart, codec
 from aiocomms.testing import local_world
 
+pytestmark = pytest.mark.deterministic
+
 SMALL = {"id": 7, "shape": (2, 3), "dtype": torch.float16, "data": torch.arange(4)}
 LARGE = {"text": "x" * 5000, "tensor": torch.arange(1000.0)}
 
@@ -140,6 +142,7 @@ def test_bad_arguments_send_nothing():
     anyio.run(main)
 
 
+@pytest.mark.real
 def test_a_receive_is_withdrawn_and_its_message_goes_to_the_next(run):
     async def main():
         async with local_world(2) as (one, two):
@@ -156,6 +159,7 @@ def test_a_receive_is_withdrawn_and_its_message_goes_to_the_next(run):
     run(main)
 
 
+@pytest.mark.real
 def test_an_object_whose_header_has_come_is_not_withdrawn(run):
     async def main():
         async with local_world(2) as (one, two):
@@ -413,6 +417,7 @@ def test_copies_are_freed_by_a_thread(run, monkeypatch, call):
     assert freed == [(False, True)]
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("end", ["close", "close of the sender", "abort"])
 @pytest.mark.parametrize("came", ["header", "one tensor"])
 def test_the_end_amid_an_objects_tensors(run, monkeypatch, end, came):

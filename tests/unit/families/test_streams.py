@@ -24,6 +24,8 @@ from aiocomms.ops import codec
 from aiocomms.ops.checks import DTYPES
 from aiocomms.testing import local_world
 
+pytestmark = [pytest.mark.deterministic, pytest.mark.loops]
+
 
 async def pair(one, two, **options):
     return await together(lambda: one.open_stream(1, **options), lambda: two.open_stream(0, **options))
@@ -157,6 +159,7 @@ def test_messages_under_way_to_a_closed_end_do_not_hold_up_their_sender(run):
     run(main)
 
 
+@pytest.mark.real
 @pytest.mark.fault(104)
 def test_cancelled_receives_and_sends_lose_nothing(run):
     async def main():
@@ -206,6 +209,7 @@ def test_a_cancelled_send_keeps_its_tensor_until_the_other_end_has_the_message(r
     run(main)
 
 
+@pytest.mark.real
 def test_an_opening_that_is_given_up_is_closed_for_the_other_end(run):
     async def main():
         async with local_world(2) as (one, two):
@@ -328,6 +332,7 @@ def test_closing_ends_those_who_wait(run, closes):
     run(main)
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("left", ["open", "closed after the peer has gone", "never opened"])
 def test_what_a_stream_still_had_to_say_is_nobodys_failure(left, monkeypatch):
     """Nor is it waited for: a close whose grace never ends would hang."""
@@ -448,6 +453,7 @@ def test_dataclasses_and_mappings(run):
     run(main)
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("items", [torch.Tensor, dict], ids=["tensors", "mappings"])
 def test_room_in_bytes(run, items):
     """A sender waits once the other end holds that many bytes; a larger item comes alone, and is not overtaken."""

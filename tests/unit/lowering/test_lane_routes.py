@@ -12,6 +12,8 @@ from aiocomms import ReduceOp, ops
 from aiocomms.lowering.routing import Router
 from aiocomms.transport import Capabilities, Transport
 
+pytestmark = pytest.mark.deterministic
+
 SUMS = {torch.float32: frozenset({"sum"})}
 
 

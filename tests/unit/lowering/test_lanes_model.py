@@ -21,6 +21,8 @@ from lane_models import FIRST, RANKS, TASKS, alive, called, every_order, lost, p
 from aiocomms import ops
 from aiocomms.lowering.schedules import SCHEDULES, Context
 
+pytestmark = pytest.mark.deterministic
+
 BARRIER, BROADCAST = ops.Barrier(), ops.Broadcast(torch.zeros(1), 1)
 PROGRAM = ((BROADCAST, BROADCAST), (BARRIER,), (BROADCAST,))
 """The collectives of each lane."""

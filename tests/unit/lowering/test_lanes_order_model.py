@@ -18,6 +18,8 @@ import lane_models
 import pytest
 from lane_models import FIRST, LOST, RANKS, TASKS, alive, called, every_order, lost, placed
 
+pytestmark = pytest.mark.deterministic
+
 PROGRAM = (2, 1, 1)
 """How many collectives each lane has."""
 LANES = range(len(PROGRAM))

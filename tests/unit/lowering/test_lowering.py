@@ -14,6 +14,8 @@ from aiocomms.errors import CommAbortedError, MessageTruncatedError, MismatchErr
 from aiocomms.testing import local_world
 from aiocomms.transport import Capabilities
 
+pytestmark = pytest.mark.deterministic
+
 SIZES = [1, 2, 3, 4, 5, 7, 8]
 
 

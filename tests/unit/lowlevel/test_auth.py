@@ -20,6 +20,8 @@ from aiocomms.errors import ArgumentError, AuthError, CommTimeoutError, Protocol
 from aiocomms.lowlevel import auth
 from aiocomms.lowlevel.auth import Seal, check_exposed, read_token
 
+pytestmark = pytest.mark.deterministic
+
 TOKEN = "correct horse battery staple"
 
 
@@ -284,6 +286,7 @@ def test_nothing_is_opened_to_other_hosts_without_a_token(monkeypatch):
         check_exposed("x")
 
 
+@pytest.mark.real
 def test_the_store_is_not_served_to_other_hosts_without_a_token(monkeypatch):
     where = address()
     with socket.create_server((where, 0)) as taken:

@@ -20,6 +20,8 @@ from processes import HANGS, all_let_go, held
 from aiocomms.errors import CommError
 from aiocomms.lowlevel import run_in_thread, threads
 
+pytestmark = pytest.mark.deterministic
+
 NAME = "aiocomms blocking call"
 
 
@@ -160,7 +162,7 @@ def test_who_has_a_call_made_goes_on_before_the_thread_gets_a_core(monkeypatch):
     assert calls == ["made", None]
 
 
-@pytest.mark.processes
+@pytest.mark.real
 def test_the_interpreters_end_waits_for_a_call_that_was_given_up():
     """Not for ever: it is a daemon's. Before Python 3.14 one that came back too late ended the process by SIGABRT."""
     program = """

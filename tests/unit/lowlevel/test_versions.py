@@ -23,6 +23,8 @@ from aiocomms.families import parcels
 from aiocomms.lowlevel import Dialect, Gate, gate, handshake
 from aiocomms.lowlevel.auth import RENDEZVOUS, Seal
 
+pytestmark = pytest.mark.deterministic
+
 OTHER = 4711
 """The version of the other rank, whose records have another shape too."""
 SHORT = msgspec.msgpack.encode([1])
@@ -181,6 +183,7 @@ def handshakes(monkeypatch: pytest.MonkeyPatch, dialects: dict[int, Dialect], li
     return results
 
 
+@pytest.mark.real
 @pytest.mark.fault(105)
 def test_a_handshake_between_versions_names_both(monkeypatch: pytest.MonkeyPatch, listener: socket.socket) -> None:
     """Who connects knows at once. Who accepts does not know that it is a rank, but says what it was."""

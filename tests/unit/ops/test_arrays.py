@@ -20,6 +20,8 @@ from aiocomms import ReduceOp, ops
 from aiocomms.errors import ArgumentError, ArgumentTypeError
 from aiocomms.ops.arrays import as_tensor, checked, like
 
+pytestmark = pytest.mark.deterministic
+
 
 class Group(NamedTuple):
     """A communicator, as checks see it."""
@@ -191,7 +193,7 @@ def test_results_are_of_the_kind_that_was_given():
     assert (array.flags.writeable, array.ctypes.data) == (True, tensor.data_ptr())
 
 
-@pytest.mark.processes
+@pytest.mark.real
 def test_numpy_is_not_imported():
     """Nor needed: torch warns where it is not installed, and takes arrays all the same."""
     program = (

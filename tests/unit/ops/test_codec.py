@@ -18,6 +18,8 @@ from aiocomms.errors import ArgumentError, ArgumentTypeError, ProtocolError
 from aiocomms.ops import codec
 from aiocomms.ops.checks import DTYPES
 
+pytestmark = pytest.mark.deterministic
+
 DEVICE = torch.device("cpu")
 scalars = (
     st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text() | st.binary()

@@ -23,6 +23,8 @@ from aiocomms import blocking, core
 from aiocomms.bootstrap.registry import close_transports
 from aiocomms.errors import ArgumentError, CommAbortedError, CommClosedError, CommError, CommTimeoutError
 
+pytestmark = pytest.mark.deterministic
+
 NAME = "aiocomms blocking"
 
 
@@ -68,6 +70,7 @@ def test_without_a_descriptor_for_the_loop(monkeypatch):
     assert loops() == []
 
 
+@pytest.mark.real
 def test_one_that_cannot_form_leaves_no_thread():
     with pytest.raises(CommTimeoutError):
         blocking.new_comm("local", store=HashStore(), rank=0, size=2, timeout=0.1)
@@ -189,7 +192,7 @@ def waiting():  # says so when the main thread waits, and not before
 """
 
 
-@pytest.mark.processes
+@pytest.mark.real
 def test_ctrl_c_amid_a_wait_withdraws_the_receive():
     program = """
 one, two = pair()
@@ -210,7 +213,7 @@ print("fine")
     assert run(HEAD + program, signals=1) == "fine\n"
 
 
-@pytest.mark.processes
+@pytest.mark.real
 def test_ctrl_c_in_a_with_block_aborts_and_ends_the_program_as_python_does():
     program = """
 one, two = pair()
@@ -235,7 +238,7 @@ finally:
     assert printed.rstrip().endswith("KeyboardInterrupt")
 
 
-@pytest.mark.processes
+@pytest.mark.real
 def test_ctrl_c_while_it_forms():
     program = """
 import asyncio, concurrent.futures
@@ -252,7 +255,7 @@ except KeyboardInterrupt:
     assert run(HEAD + program, signals=1) == "[]\n"
 
 
-@pytest.mark.processes
+@pytest.mark.real
 @pytest.mark.parametrize("how", ["", "sys.exit(3)", "raise SystemExit(3)"])
 def test_a_program_that_ends_with_communicators_open_and_threads_that_wait(how):
     """Nothing is printed, and nothing hangs; the peers are told."""
@@ -266,7 +269,7 @@ for ask in (work.wait, lambda: two.open_stream(0), lambda: one.barrier().wait())
     assert run(HEAD + program, status=3 if how else 0) == ""
 
 
-@pytest.mark.processes
+@pytest.mark.real
 def test_a_forked_child_is_refused_at_once():
     program = """
 one, two = pair()
@@ -290,7 +293,7 @@ one.close(); two.close()
     ]  # fmt: skip
 
 
-@pytest.mark.processes
+@pytest.mark.real
 def test_warnings_as_errors_see_a_program_that_closes_nothing():
     """The warning says where it was opened, and what to write instead."""
     program = """

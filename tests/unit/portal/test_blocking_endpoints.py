@@ -26,6 +26,8 @@ from aiocomms.errors import (
     RegionError,
 )
 
+pytestmark = pytest.mark.real
+
 PART = 7
 
 
@@ -302,7 +304,7 @@ region = two.register(torch.zeros(4))
 """
 
 
-@pytest.mark.processes
+@pytest.mark.real
 def test_a_program_that_ends_with_all_of_it_open(transport: str):
     program = """
 remote = peer.attach(region.descriptor)
@@ -312,7 +314,7 @@ for wait in (peer.recv(torch.zeros(1)).wait, one.accept, peer.lost):
     assert run(f"TRANSPORT = {transport!r}\n{HEAD}{program}") == ""
 
 
-@pytest.mark.processes
+@pytest.mark.real
 def test_warnings_as_errors_see_it(transport: str):
     program = "import warnings\nwarnings.simplefilter('always', ResourceWarning)\n"
     printed = run(f"{program}from aiocomms import blocking\nhere = blocking.open_endpoint({transport!r})\n")
@@ -320,7 +322,7 @@ def test_warnings_as_errors_see_it(transport: str):
     assert "opened at <string>:4: use `with`, or call its close()" in printed
 
 
-@pytest.mark.processes
+@pytest.mark.real
 def test_ctrl_c_ends_accept(transport: str):
     program = """
 from aiocomms.portal import pending
@@ -344,7 +346,7 @@ print(threading.enumerate() == [threading.main_thread()])
     assert run(f"TRANSPORT = {transport!r}\n{HEAD}{program}", signals=1).endswith("True\n")
 
 
-@pytest.mark.processes
+@pytest.mark.real
 def test_a_forked_child_is_refused(transport: str):
     program = """
 remote = peer.attach(region.descriptor)
@@ -372,7 +374,7 @@ one.close(); two.close()
     assert printed.split("\n") == [*["CommClosedError"] * 6, *["returned"] * 4, ""]
 
 
-@pytest.mark.processes
+@pytest.mark.real
 def test_a_peer_that_is_killed():
     program = """
 import sys, torch

@@ -24,6 +24,8 @@ from aiocomms.errors import ArgumentError, CommAbortedError, CommClosedError, Co
 from aiocomms.portal import pending
 from aiocomms.testing import local_world
 
+pytestmark = [pytest.mark.deterministic, pytest.mark.loops]
+
 WHERE: contextvars.ContextVar[str] = contextvars.ContextVar("where")
 
 

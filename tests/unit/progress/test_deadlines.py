@@ -18,6 +18,8 @@ from aiocomms.errors import ArgumentError, CommAbortedError, CommError, CommTime
 from aiocomms.progress.deadlines import Watchdog, watchdog
 from aiocomms.testing import local_world
 
+pytestmark = pytest.mark.deterministic
+
 SHORT = 0.1
 
 
@@ -35,6 +37,7 @@ COLLECTIVES = {
 }
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("call", COLLECTIVES.values(), ids=COLLECTIVES)
 def test_an_ops_deadline_poisons_the_communicator_on_every_rank(run, call):
     async def main():
@@ -58,6 +61,7 @@ def test_an_ops_deadline_poisons_the_communicator_on_every_rank(run, call):
     run(main)
 
 
+@pytest.mark.real
 @pytest.mark.fault(16, transport="local")
 @pytest.mark.parametrize("n", [2, 4])
 def test_the_message_says_who_was_missing(run, n):
@@ -84,6 +88,7 @@ LATE_BATCH = (
 )
 
 
+@pytest.mark.real
 @pytest.mark.parametrize(
     ("transport", "late"),
     [("local", LATE_SEND), ("local", LATE_BATCH), ("c10d", LATE_BATCH)],  # c10d sends at once what is small
@@ -112,6 +117,7 @@ RECEIVES = {
 }
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("call", RECEIVES.values(), ids=RECEIVES)
 def test_a_receive_that_nothing_matched_fails_alone(run, call):
     async def main():
@@ -137,6 +143,7 @@ def test_a_receive_that_nothing_matched_fails_alone(run, call):
     run(main)
 
 
+@pytest.mark.real
 def test_a_wait_for_a_signal_fails_alone(run):
     async def main():
         async with local_world(2) as world:
@@ -150,6 +157,7 @@ def test_a_wait_for_a_signal_fails_alone(run):
     run(main)
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("timeout", [SHORT, timedelta(seconds=SHORT)], ids=["seconds", "timedelta"])
 @pytest.mark.parametrize("said", ["by the op", "when opened", "later"])
 def test_where_a_deadline_may_be_said(run, timeout, said):
@@ -197,6 +205,7 @@ def test_what_is_no_timeout(run, bad):
     run(main)
 
 
+@pytest.mark.real
 @pytest.mark.fault(14, transport="local")
 def test_a_deadline_passes_while_the_loop_is_busy(loop):
     """The peer, whose loop is not, hears of it meanwhile."""
@@ -229,6 +238,7 @@ def test_a_deadline_is_nothing_to_an_op_that_is_done(run):
     run(main)
 
 
+@pytest.mark.real
 def test_each_deadline_passes_in_its_own_time(run):
     async def main():
         async with local_world(2) as world:
@@ -275,6 +285,7 @@ def test_an_aborted_communicator_has_no_deadlines(run):
     run(main)
 
 
+@pytest.mark.real
 @pytest.mark.fault(59)
 def test_without_a_thread_the_communicator_is_lost_at_once(run):
     """An op whose deadline nobody watches might never end. The next communicator has its watchdog again."""

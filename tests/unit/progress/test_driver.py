@@ -28,6 +28,8 @@ from aiocomms.progress.driver import Driver, Promise
 from aiocomms.testing import local_world
 from aiocomms.transport import Capabilities
 
+pytestmark = [pytest.mark.deterministic, pytest.mark.loops]
+
 # ------------------------------------------------------------------------------------------------ sleeping
 
 
@@ -64,6 +66,7 @@ def run_counting(loop, main):
         return runner.run(main())
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("loop", ["asyncio", "trio"])
 def test_nothing_wakes_up_when_there_is_nothing_to_do(loop):
     async def main():
@@ -216,6 +219,7 @@ def test_what_other_threads_call_is_called_on_the_loops_thread_in_order(run):
     run(main)
 
 
+@pytest.mark.real
 def test_a_promise_lets_every_waiter_go_on(run):
     async def main():
         promise, gone_on = Promise(Driver.current()), []
@@ -358,7 +362,7 @@ def python(script, *args):
     )  # fmt: skip
 
 
-@pytest.mark.processes
+@pytest.mark.real
 @pytest.mark.fault(53, 56, transport="local")
 def test_a_loop_that_ends_with_works_pending_ends(loop):
     script = """
@@ -396,7 +400,7 @@ print("end")
     assert (result.returncode, result.stdout, result.stderr) == (0, "end\n", "")
 
 
-@pytest.mark.processes
+@pytest.mark.real
 @pytest.mark.fault(57, transport="local")
 def test_a_forked_child_is_refused_and_does_its_parent_no_harm():
     script = """

@@ -18,6 +18,8 @@ import aiocomms
 from aiocomms.errors import ArgumentTypeError, CommError
 from aiocomms.testing import local_world
 
+pytestmark = pytest.mark.deterministic
+
 HERE = __file__
 
 
@@ -352,6 +354,7 @@ def test_a_communicator_that_was_not_awaited(run, name):
 # ---------------------------------------------------------------------------------- whose error it is, once
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("transport", ["local", "c10d"])
 @pytest.mark.parametrize("end", ["abort", "close", "deadline"])
 def test_an_error_of_new_window_names_it(run, transport, end):

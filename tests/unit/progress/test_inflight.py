@@ -12,6 +12,8 @@ from concurrency import run_on
 from aiocomms.progress.inflight import InFlight, Queue
 from aiocomms.testing import local_world
 
+pytestmark = pytest.mark.deterministic
+
 OURS, OTHER = 7.0, 8.0
 """Deadlines of works, in seconds."""
 

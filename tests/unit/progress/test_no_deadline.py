@@ -25,6 +25,8 @@ from aiocomms.errors import ArgumentError, ArgumentTypeError, CommAbortedError, 
 from aiocomms.progress.deadlines import watchdog
 from aiocomms.testing import local_world
 
+pytestmark = pytest.mark.deterministic
+
 SHORT = 0.05
 
 
@@ -46,6 +48,7 @@ WAITS = {
 }
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("said", ["by the op", "later", "when opened"])
 @pytest.mark.parametrize("op", WAITS)
 def test_an_op_without_a_deadline_outlives_deadlines(run, op, said):
@@ -67,6 +70,7 @@ def test_an_op_without_a_deadline_outlives_deadlines(run, op, said):
     run(main)
 
 
+@pytest.mark.real
 def test_windows_wait_without_a_deadline(run):
     async def main():
         async with local_world(2, {"p2p": "local"}) as world:  # windows over messages
@@ -91,6 +95,7 @@ def test_windows_wait_without_a_deadline(run):
     run(main)
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("end", ["an abort", "a peer's abort", "a close", "a peer's close", "a deadline"])
 def test_it_ends_with_its_communicator(run, end):
     async def main():
@@ -145,6 +150,7 @@ def test_without_deadlines_there_is_no_watchdog(run):
     run(main)
 
 
+@pytest.mark.real
 def test_beside_deadlines_it_is_not_looked_at(run):
     """When the last deadline has passed the watchdog sleeps for good, whatever is pending without one."""
 
@@ -185,6 +191,7 @@ def test_the_recorder_knows_since_when_it_waits(run, tmp_path):
 # -------------------------------------------------------------------------------------------- where it is said
 
 
+@pytest.mark.real
 def test_an_op_that_is_given_none_of_its_own_has_the_communicators(run):
     """At the time of the call; ``COMM_TIMEOUT`` says so in words, for functions that hand a timeout on."""
 
@@ -243,6 +250,7 @@ def test_what_is_wanted_where_there_may_be_none(run):
     run(main)
 
 
+@pytest.mark.real
 def test_forming_has_an_end_all_the_same(run, monkeypatch):
     async def main():
         monkeypatch.setattr(rendezvous, "FORMING", 0.2)
@@ -272,6 +280,7 @@ def test_communicators_made_of_one_without_deadlines_have_none_either(run):
     run(main)
 
 
+@pytest.mark.real
 def test_a_thread_may_wait_without_a_deadline(run):
     async def main():
         async with local_world(2) as world:

@@ -25,6 +25,8 @@ from aiocomms.errors import (
 )
 from aiocomms.testing import local_world
 
+pytestmark = [pytest.mark.deterministic, pytest.mark.loops]
+
 CANCELLED = object()
 
 
@@ -137,6 +139,7 @@ def test_the_traceback_does_not_grow_with_each_await(run):
     run(main)
 
 
+@pytest.mark.real
 def test_asyncio_takes_it_for_an_awaitable():
     async def main():
         async with local_world(2) as world:
@@ -395,6 +398,7 @@ def test_cancel_of_a_failed_work_raises_nothing(run):
     run(main)
 
 
+@pytest.mark.real
 def test_a_cancel_that_is_itself_cancelled_changes_nothing(run):
     async def main():
         async with local_world(2) as world:
@@ -448,6 +452,7 @@ def duo(loop, main, **options):
     return in_threads(*(lambda r=r: run_on(loop, rank, r) for r in range(2)))
 
 
+@pytest.mark.real
 def test_wait_blocking_on_the_loops_own_thread(loop):
     async def main(comm):
         if comm.rank == 0:
@@ -498,6 +503,7 @@ def test_wait_blocking_raises_the_ops_error(run):
     run(main)
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("ends", ["its deadline", "an abort on another thread", "an abort of the peer"])
 def test_wait_blocking_ends_with_the_op_however_that_ends(loop, ends):
     ended = threading.Event()

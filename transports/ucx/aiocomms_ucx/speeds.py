@@ -20,6 +20,8 @@ import msgspec
 from aiocomms_ucx._engine import MEASURED_BYTES, measure_speeds
 
 _DISTRIBUTION: Final = "aiocomms-ucx"
+_AS_IT_IS = os.O_NOFOLLOW | os.O_NONBLOCK
+"""No link is followed, and nobody waits for the writer of a pipe."""
 _LONGEST: Final = 4096
 """Bytes of the file, of which a whole one has some 200; and of what is read of ``/proc/cpuinfo``."""
 _HARDLY_SLOWER: Final = 1.25
@@ -108,7 +110,8 @@ def _place(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, str, str]:
 def _kept(path: Path) -> Speeds | None:
     """Return what a file keeps; None unless it is this user's, whole, and of this place."""
     try:
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        # Unlike os.fdopen, open() closes the descriptor of what turns out to be a folder.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | _AS_IT_IS)) as file:
             state = os.fstat(file.fileno())
             if not stat.S_ISREG(state.st_mode) or state.st_uid != os.geteuid():
                 return None

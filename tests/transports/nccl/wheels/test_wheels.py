@@ -17,6 +17,8 @@ from aiocomms.bootstrap import registry
 from aiocomms.cuda import no_gpu
 from aiocomms.errors import CommError
 
+pytestmark = pytest.mark.real
+
 theirs = pytest.importorskip("cupy.cuda.nccl", reason="CuPy is not installed: make test-cupy")
 
 DTYPES = {

@@ -1,0 +1,32 @@
+"""The threads and descriptors of this process, of which what was opened and closed again leaves none behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from pathlib import Path
+
+import anyio
+
+from aiocomms.progress.deadlines import watchdog
+
+LOOKS = 150
+"""How often a rank looks, every 10 ms, whether what it has closed is gone: the slower it is, the longer."""
+
+
+async def expect_no_more_than(before: tuple[int, int]) -> None:
+    """Wait until there are no more threads and descriptors than before."""
+    for _ in range(LOOKS):
+        now = resources()
+        if all(count <= then for count, then in zip(now, before, strict=True)):
+            return
+        await anyio.sleep(0.01)  # threads take a moment to end, and no event tells of it
+    raise AssertionError(f"threads, descriptors: {before}, now {now}")
+
+
+def resources() -> tuple[int, int]:
+    """Count the threads and descriptors of this process."""
+    watchdog.wake_by(time.monotonic())  # starts its thread, which otherwise starts with the first op that waits
+    gc.collect()
+    return threading.active_count(), sum(1 for _ in Path("/proc/self/fd").iterdir())

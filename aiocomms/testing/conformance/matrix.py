@@ -1,0 +1,82 @@
+"""The matrix: the places in which a check runs. By default it leaves out those in which the check decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+PROCESSES = "@processes"
+"""What follows the name of a transport each of whose ranks is to be a process."""
+
+APART = (2, 3)
+"""The numbers of ranks on which a transport is run in processes that is run in one process as well."""
+
+
+class Marks(NamedTuple):
+    """What a check says of itself."""
+
+    sizes: tuple[int, ...]
+    """The numbers of ranks on which it runs."""
+    more: tuple[int, ...] = ()
+    """The numbers of ranks on which it runs with ``--full`` only."""
+    loops: bool = False
+    """Whether it exercises what differs between the event loops."""
+    core: bool = False
+    """Whether the core alone decides it, before it asks a transport."""
+    memory: bool = False
+    """Whether it can end differently where the ranks are processes, which share no memory of their own."""
+
+
+class Subject(NamedTuple):
+    """A transport that is tested."""
+
+    name: str
+    """Its name, as a check's id shows it."""
+    transport: str | dict[str, str]
+    processes: bool = False
+    """Whether each rank is a process."""
+    native: bool = False
+    """Whether it has shortcuts of its own, which do what the core does elsewhere."""
+
+
+class Cell(NamedTuple):
+    """A place in which a check runs."""
+
+    subject: Subject
+    loop: str
+    size: int
+
+
+def cells(
+    marks: Marks, subjects: Sequence[Subject], loops: Sequence[str], sizes: Collection[int] | None, full: bool
+) -> list[Cell]:
+    """Return the places in which a check runs.
+
+    :param subjects: the chosen transports.
+    :param loops: the chosen loops.
+    :param sizes: the chosen numbers of ranks; None: all that the check names.
+    :param full: whether the check runs in every chosen place, also where it decides nothing.
+    """
+    return [
+        Cell(subject, loop, size)
+        for subject in subjects
+        if full or _decides(marks, subject, subjects)
+        for loop in (loops if full or marks.loops else loops[:1])
+        for size in sorted({*marks.sizes, *(marks.more if full else ())})
+        if sizes is None or size in sizes
+        if full or size in APART or not _again(subject, subjects)
+    ]
+
+
+def _decides(marks: Marks, subject: Subject, subjects: Sequence[Subject]) -> bool:
+    """Return whether a check decides anything on a transport that the other chosen ones do not decide as well."""
+    if _again(subject, subjects):
+        return marks.memory
+    first = next(other for other in subjects if not _again(other, subjects))
+    return not marks.core or subject.native or subject is first
+
+
+def _again(subject: Subject, subjects: Sequence[Subject]) -> bool:
+    """Return whether a transport in processes was chosen without them, too."""
+    plain = subject.name.removesuffix(PROCESSES)
+    return plain != subject.name and any(other.name == plain for other in subjects)

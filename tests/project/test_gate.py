@@ -1,0 +1,196 @@
+"""The gate: what it runs again, what is red at once, what it keeps, and what a deterministic test must not do."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from gate import ledger, retry, schedule
+from processes import HANGS
+
+pytestmark = pytest.mark.deterministic
+
+ENTRY = ledger.Entry("tests/test_x.py::test_y", "2026-11-20", 1, "1", "cpu avg10=0.00", "it came too late")
+
+
+def days_later(days: int) -> dt.date:
+    return dt.date.fromisoformat(ENTRY.date) + dt.timedelta(days=days)
+
+
+# ------------------------------------------------------------------------------------------------------------- ledger
+
+
+def test_ledger_keeps_one_entry_for_each_test() -> None:
+    once = ledger.add([], ENTRY)
+    twice = ledger.add(once, ENTRY._replace(date="2026-11-22", failure="other"))
+    assert twice == [ENTRY._replace(count=2, failure="other")]
+
+
+def test_ledger_is_refused_when_it_is_old_or_long() -> None:
+    assert ledger.refusal([ENTRY], days_later(5)) == ""
+    assert "tests/test_x.py::test_y" in ledger.refusal([ENTRY], days_later(6))
+    many = [ENTRY._replace(test=str(number)) for number in range(11)]
+    assert ledger.refusal(many[:10], days_later(0)) == ""
+    assert "11 entries, wanted at most 10" in ledger.refusal(many, days_later(0))
+
+
+# -------------------------------------------------------------------------------------------------------------- retry
+
+RANK = """E       AssertionError:
+E       rank 1:
+E       Traceback (most recent call last):
+E         File "test_x.py", line 7, in body
+E           {source}
+E       {error}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        (">       assert got == want\nE       AssertionError: assert b'a' == b'b'", "wrong data"),
+        (">       assert torch.equal(got, want)\nE       assert False", "wrong data"),
+        ("E   aiocomms.testing.conformance.data.WrongData: element 3 differs", "wrong data"),
+        (RANK.format(source="assert torch.equal(await work, want)", error="AssertionError"), "wrong data"),
+        ("E       AssertionError: rank 1 ended with -11: None", "a crash"),
+        ("worker 'gw0' crashed while running 'tests/test_x.py::test_y'", "a crash"),
+        ("E   WARNING: ThreadSanitizer: data race (pid=7)", "a sanitizer's report"),
+        ("E       AssertionError: still held: [Counter({'socket:[]': 1})]", "a leak"),
+        ("E       AssertionError: ranks [1] hang", "a hang"),
+    ],
+)
+def test_failure_is_never_retried(text: str, what: str) -> None:
+    assert retry.never(text) == what
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        ">       assert took < 3\nE       assert 4.2 < 3",
+        RANK.format(source="assert torch.equal(await work, want)", error="aiocomms.errors.CommTimeoutError: late"),
+        "        want = torch.tensor([1])\n>       assert len(told) == 2\nE       assert 1 == 2",
+        "E       AssertionError: nobody told 'ready 1'",
+    ],
+)
+def test_failure_may_be_chance(text: str) -> None:
+    assert retry.never(text) == ""
+
+
+# ----------------------------------------------------------------------------------------------------------- schedule
+
+
+def test_tests_of_a_module_and_of_a_world_stay_together() -> None:
+    assert schedule.group_of("tests/unit/test_x.py::test_y[asyncio]") == "tests/unit/test_x.py"
+    suite = "aiocomms/testing/conformance/test_collectives.py::test_large"
+    assert schedule.group_of(f"{suite}[ucx@processes-asyncio-2-broadcast]") == "ucx@processes-asyncio-2"
+    assert schedule.group_of(f"{suite}[ucx-trio-3]") == "ucx-trio-3"
+
+
+# ------------------------------------------------------------------------------------------------------ planted tests
+
+CONFTEST = """
+from pathlib import Path
+from gate import budget, ledger
+pytest_plugins = [f"gate.{name}" for name in (
+    "options", "kinds", "sample", "leaks", "ledger", "retry", "schedule", "budget"
+)]
+HERE = Path(__file__).parent
+ledger.PATH, budget.LAST = HERE / "flaky.jsonl", HERE / "seconds.json"
+"""
+
+PLANTED = """
+import os, pathlib, subprocess, time
+import pytest
+HERE = pathlib.Path(__file__).parent
+
+def runs():
+    count = len(list(HERE.glob("run*")))
+    (HERE / f"run{count}").touch()
+    return count
+
+@pytest.mark.real
+def test_fails_three_times_of_ten():
+    assert runs() % 10 not in (0, 4, 7), "it came too late"
+
+@pytest.mark.real
+def test_gives_a_wrong_byte_three_times_of_ten():
+    assert b"byte" == (b"bite" if runs() % 10 in (0, 4, 7) else b"byte")
+
+@pytest.mark.real
+def test_fails_again():
+    assert runs() < 0
+
+@pytest.mark.deterministic
+def test_sleeps():
+    time.sleep(0.001)
+
+@pytest.mark.deterministic
+def test_hides_that_it_starts_a_process():
+    try:
+        subprocess.run(["true"])
+    except AssertionError:
+        pass
+
+@pytest.mark.real
+def test_leaks_a_descriptor():
+    os.open(__file__, os.O_RDONLY)
+
+def test_has_no_kind():
+    pass
+"""
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> Callable[[str], tuple[int, str]]:
+    """Run one planted test in a tier, with a ledger of its own; return pytest's exit status and output."""
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_planted.py").write_text(PLANTED)
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers\n")
+
+    def run(test: str) -> tuple[int, str]:
+        command = [sys.executable, "-m", "pytest", "--tier=test", f"test_planted.py::{test}", "-pno:cacheprovider"]
+        support = str(Path(__file__).parents[1] / "support")
+        env = {**os.environ, "PYTHONPATH": support, "PYTEST_ADDOPTS": ""}
+        done = subprocess.run(
+            command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=HANGS, check=False
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    return run
+
+
+@pytest.mark.real
+def test_chance_failure_is_noted_and_lands(planted: Callable[[str], tuple[int, str]], tmp_path: Path) -> None:
+    code, output = planted("test_fails_three_times_of_ten")
+    assert code == 0, output
+    assert "flaky: 1 in this run, 1 in tests/flaky.jsonl" in output
+    entry = json.loads((tmp_path / "flaky.jsonl").read_text())
+    assert entry["test"] == "test_planted.py::test_fails_three_times_of_ten"
+    assert "it came too late" in entry["failure"]
+    assert len(list(tmp_path.glob("run*"))) == 1 + retry.TIMES
+
+
+@pytest.mark.real
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("test", "said"),
+    [
+        ("test_gives_a_wrong_byte_three_times_of_ten", "this is wrong data, which is never a matter of chance"),
+        ("test_leaks_a_descriptor", "this is a leak, which is never a matter of chance"),
+        ("test_fails_again", "FAILED AGAIN test_planted.py::test_fails_again"),
+        ("test_sleeps", "a deterministic test sleeps"),
+        ("test_hides_that_it_starts_a_process", "a deterministic test starts a process"),
+        ("test_has_no_kind", "1 tests have neither the mark 'deterministic' nor 'real'"),
+    ],
+)
+def test_defect_is_red(planted: Callable[[str], tuple[int, str]], tmp_path: Path, test: str, said: str) -> None:
+    code, output = planted(test)
+    assert code != 0, output
+    assert said in output
+    assert not (tmp_path / "flaky.jsonl").exists()

@@ -1,0 +1,151 @@
+"""Two kinds of tests, told apart by a mark, and what raises in a deterministic one.
+
+A *deterministic* test starts no process, opens no connection of a network, and waits for no clock. A *real* test may
+do all of that. The closest mark counts: of the test, its class, its module. A check of the conformance suite is
+deterministic on the transport ``local``, but for checks marked ``clock`` or ``network``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import pytest
+
+DETERMINISTIC, REAL = KINDS = ("deterministic", "real")
+SUITE = "aiocomms/testing/conformance/"
+
+PROCESSES = {"os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"}
+"""Audit events of Python that start a process."""
+SOCKETS = {"socket.bind", "socket.connect"}
+"""Audit events that concern an address. One of a network is a tuple; a Unix socket has a path, and is allowed."""
+
+_kind = pytest.StashKey[str]()
+
+
+class NotDeterministicError(AssertionError):
+    """Raised where a deterministic test starts a process, waits for a clock, or connects."""
+
+
+class Guard:
+    """Whatever a deterministic test must not do raises while one runs, and fails it although somebody catches that."""
+
+    def __init__(self) -> None:
+        self.active = False
+        self.seen: list[str] = []
+        self._pid = os.getpid()
+
+    def note(self, what: str) -> bool:
+        """Note what a deterministic test does, if one runs in this process; return whether one does."""
+        noted = self.active and os.getpid() == self._pid
+        if noted:
+            self.seen.append(what)
+        return noted
+
+    def note_deadline(self, what: str) -> None:
+        """Note a deadline that a clock has made pass, and not the test itself."""
+        if threading.current_thread().name == "aiocomms deadlines":
+            self.note(what)
+
+    def refuse(self, what: str) -> None:
+        """Raise if a deterministic test runs in this process."""
+        if self.note(what):
+            raise NotDeterministicError(f"a deterministic test {what}: order it by events, or mark it 'real'")
+
+    def audit(self, event: str, args: tuple[Any, ...]) -> None:
+        """Hear an audit event of Python (https://peps.python.org/pep-0578/)."""
+        if not self.active:
+            return
+        if event in PROCESSES:
+            self.refuse("starts a process")
+        elif event in SOCKETS and isinstance(args[1], tuple):
+            self.refuse(f"uses the network, by {event} of {args[1]}")
+
+
+GUARD = Guard()
+sys.addaudithook(GUARD.audit)
+
+
+def kind_of(item: pytest.Item) -> str:
+    """Return the kind of a test; an empty text if it has no mark."""
+    if item.nodeid.startswith(SUITE):
+        place = item.callspec.params["case"] if hasattr(item, "callspec") else None
+        local = place is None or (place.transport == "local" and not place.processes)
+        needs = [name for name in ("clock", "network") if item.get_closest_marker(name)]
+        return DETERMINISTIC if local and not needs else REAL
+    return next((mark.name for mark in item.iter_markers() if mark.name in KINDS), "")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Describe the marks."""
+    for line in (
+        "deterministic: starts no process, uses no network and waits for no clock; never run again",
+        "real: needs processes, sockets, a clock or the kernel; where it fails it is run again, alone",
+    ):
+        config.addinivalue_line("markers", line)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Find out the kind of every test, and refuse tests that have none."""
+    for item in items:
+        item.stash[_kind] = kind_of(item)
+    if missing := sorted({item.nodeid.split("[")[0] for item in items if not item.stash[_kind]}):
+        listed = "\n  ".join(missing)
+        raise pytest.UsageError(
+            f"{len(missing)} tests have neither the mark 'deterministic' nor 'real'. Write 'pytestmark = "
+            f"pytest.mark.deterministic' into their modules, or mark them one by one:\n  {listed}"
+        )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[pytest.TestReport]:
+    """Have the report say the kind, wherever it is read."""
+    report = yield
+    report.kind = item.stash[_kind]
+    return report
+
+
+@pytest.fixture(autouse=True)
+def _guarded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let a deterministic test neither sleep, nor start a process, nor wait for a deadline, nor connect."""
+    if request.node.stash[_kind] != DETERMINISTIC:
+        yield
+        return
+    _refuse_clocks_and_processes(monkeypatch)
+    GUARD.seen.clear()
+    GUARD.active = True
+    try:
+        yield
+    finally:
+        GUARD.active = False
+    if GUARD.seen:
+        pytest.fail(f"a deterministic test {', and '.join(dict.fromkeys(GUARD.seen))}: {request.node.nodeid}")
+
+
+def _refuse_clocks_and_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a sleep and a new process raise; note a timer of asyncio that goes off, and a deadline of ours that passes.
+
+    The latter two happen in callbacks and on threads of ours. To raise there would be to hang the test.
+    """
+    from aiocomms.core import Core
+
+    def watched(owner: Any, name: str, watch: Callable[[str], object], what: str) -> None:
+        function = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            watch(what)
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    watched(time, "sleep", GUARD.refuse, "sleeps")
+    watched(BaseProcess, "start", GUARD.refuse, "starts a process")  # a fork server forks where no audit event is heard
+    watched(asyncio.TimerHandle, "_run", GUARD.note, "waits for a timer of its event loop")
+    watched(Core, "expire", GUARD.note_deadline, "waits for a deadline")

@@ -1,0 +1,34 @@
+"""Which tests a tier runs: `check` no real ones, and `test` of each real test function the first of its parameters.
+
+A real test is dear, and may fail by chance. Its other parameters (transports, victims, delays, sizes) belong to ``make
+search``. A test marked ``every_case`` has parameters that are tests in their own right, and a tier runs all of them.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from gate.kinds import REAL, SUITE, kind_of
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect what ``make search`` runs and a tier does not."""
+    if not config.getoption("--tier"):
+        return
+    real = config.getoption("--tier") != "check"
+    seen: set[str] = set()
+    kept, left = [], []
+    for item in items:
+        function = item.nodeid.split("[")[0]
+        if item.get_closest_marker("search"):
+            wanted = False
+        elif kind_of(item) == REAL:
+            every = item.nodeid.startswith(SUITE) or item.get_closest_marker("every_case")
+            wanted = real and (every or function not in seen)
+        else:
+            wanted = True
+        (kept if wanted else left).append(item)
+        seen.add(function)
+    items[:] = kept
+    config.hook.pytest_deselected(items=left)

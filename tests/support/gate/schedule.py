@@ -1,0 +1,54 @@
+"""Which worker of pytest-xdist runs what: the tests of one module, or of one world of the conformance suite, together.
+
+Tests that share a fixture of their module, or the ranks of a world, stay on one worker. Long groups come first, so that
+no worker has a long one to itself at the end: ``tests/seconds.json`` says how long they took.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gate.kinds import SUITE
+
+SECONDS = Path(__file__).parents[2] / "seconds.json"
+"""Groups of tests that take long, and for how many seconds; ``make seconds`` writes it from the last run."""
+LONG = 2.0
+"""Seconds from which on a group stands there."""
+
+
+def group_of(nodeid: str) -> str:
+    """Return the name of the group of a test: its module, or its world of the conformance suite."""
+    module, _, rest = nodeid.partition("::")
+    if module.startswith(SUITE) and (found := re.search(r"\[([\w+@]+-\w+-\d+)\b", rest)):
+        return found[1]
+    return module
+
+
+def seconds() -> dict[str, float]:
+    """Return how long the long groups took."""
+    return json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order the tests by group, long groups first; within a group they keep their order."""
+    known = seconds()
+    items.sort(key=lambda item: -known.get(group_of(item.nodeid), 0.0))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Have workers take whole groups, in the order of the tests."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    config.option.loadscopereorder = False
+    return Groups(config, log)
