@@ -119,6 +119,7 @@ def test_what_does_not_fit(ranks: Run) -> None:
     ranks(1, refuse)
 
 
+@pytest.mark.deterministic
 def test_blocks_that_lie_behind_each_other_are_one_put() -> None:
     runs = load("blocks").runs
     assert list(runs([0, 1, 2, 7, 8, 3], [4, 5, 6, 7, 9, 10])) == [(0, 4, 3), (7, 7, 1), (8, 9, 1), (3, 10, 1)]

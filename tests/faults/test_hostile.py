@@ -489,6 +489,7 @@ def test_a_pickle_by_every_channel(ranks: Run, transport: str, tmp_path: Path) -
     assert not list(tmp_path.rglob("sung"))
 
 
+@pytest.mark.deterministic
 @pytest.mark.fault(66, transport="local")
 def test_a_pickle_on_local(tmp_path: Path) -> None:
     song = tmp_path / "sung"
@@ -546,6 +547,7 @@ async def too_much(place: Rank) -> None:
         await exchange(comm, 3)
 
 
+@pytest.mark.deterministic
 @pytest.mark.fault(67, transport="local")
 def test_objects_beyond_each_limit_on_local() -> None:
     async def main() -> None:
@@ -643,6 +645,7 @@ def test_another_user_cannot_read_the_token(tmp_path: Path) -> None:
         os.close(folder)
 
 
+@pytest.mark.deterministic
 def test_ucx_shares_nothing_with_the_group() -> None:
     """Its sysv segments would be readable by the group. They exist for a moment only, so the options are looked at."""
     from aiocomms_ucx import bringup
@@ -652,6 +655,7 @@ def test_ucx_shares_nothing_with_the_group() -> None:
             assert dict(bringup._options(outside, gpu=gpu))["TLS"].startswith("^sysv")
 
 
+@pytest.mark.deterministic
 @pytest.mark.fault(69, transport="ucx")
 @pytest.mark.parametrize("what", ["file", "unsealed memory", "another user's"])
 def test_memory_that_is_not_a_ranks_own(tmp_path: Path, what: str) -> None:
@@ -740,6 +744,7 @@ async def out_of_bounds_requests(place: Rank) -> None:
         assert (whole == canary).all()
 
 
+@pytest.mark.deterministic
 @pytest.mark.fault(70, transport="c10d")
 @pytest.mark.parametrize(
     ("offset", "count"), [(0, 65), (64, 1), (-1, 1), (0, -1), (2**63 - 1, 1), (-(2**63), 2**63 - 1), (1, 2**63 - 1)]

@@ -541,6 +541,7 @@ def wall_clocks(path: Path) -> Iterator[str]:
                 yield f"{path.relative_to(ROOT)}:{node.lineno}"
 
 
+@pytest.mark.deterministic
 @pytest.mark.fault(61)
 def test_no_clock_that_can_be_set() -> None:
     """But for what is written into files for people, and for what expires: other hosts read when."""

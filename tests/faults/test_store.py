@@ -259,6 +259,7 @@ def test_a_stranger_at_the_store(ranks: Run, transport: str, early: bool, before
     ranks(2, withstands, free_port(), early, before=before)
 
 
+@pytest.mark.deterministic
 @pytest.mark.fault(101, transport="c10d")
 @pytest.mark.fault(101, transport="ucx")
 @pytest.mark.parametrize("error", [OSError(errno.EMFILE, "Too many open files"), PermissionError("not here")])
@@ -273,6 +274,7 @@ def test_what_the_system_refuses_is_an_error_of_ours(error: OSError) -> None:
     assert caught.value.__cause__ is error
 
 
+@pytest.mark.deterministic
 @pytest.mark.fault(101, transport="ucx")
 def test_a_rank_that_cannot_be_reached_is_not_taken_for_dead() -> None:
     """UCX says so, too, where this process has no descriptors left; of a death the rank's connection tells."""

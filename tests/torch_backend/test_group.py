@@ -212,6 +212,7 @@ def test_two_ranks(ranks: Run, body: Callable[[Rank], Awaitable[None]]) -> None:
     ranks(2, body)
 
 
+@pytest.mark.deterministic
 def test_draining_waits_for_what_was_submitted() -> None:
     """Not for the call that drains, nor, once it is closed, for threads that are idle."""
     completer, order = Completer(), []
@@ -230,6 +231,7 @@ def test_draining_waits_for_what_was_submitted() -> None:
     completer.close()
 
 
+@pytest.mark.deterministic
 def test_torch_finds_the_backend_by_its_entry_point() -> None:
     """As torch does from 2.14 on, for a name that is not registered."""
     (found,) = entry_points(group="torch.distributed.backends", name=aiocomms.torch_backend.BACKEND)

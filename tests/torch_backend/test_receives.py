@@ -32,6 +32,7 @@ def received(source: int | None, tag: int = TAG) -> tuple[int, float]:
     return dist.recv(tensor, source, tag=tag), tensor.item()
 
 
+@pytest.mark.deterministic
 def test_a_communicator_that_is_closed_as_a_receive_comes():
     """Nobody else waits for the receive, so whoever finds the door closed ends it."""
     store = HashStore()

@@ -728,6 +728,7 @@ def test_close_of_a_transport_that_fails_to_close_is_done_all_the_same(run, inst
     run(main)
 
 
+@pytest.mark.real
 def test_a_cancelled_close_still_releases_everything(run):
     async def main():
         async with local_world(2) as (one, two):
@@ -780,6 +781,7 @@ def test_what_needs_a_closed_rank_fails_and_nothing_else(run):
     run(main)
 
 
+@pytest.mark.real
 @pytest.mark.fault(60, transport="local")
 def test_many_communicators_leave_nothing_behind():
     async def main():

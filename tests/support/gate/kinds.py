@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -48,11 +48,6 @@ class Guard:
             self.seen.append(what)
         return noted
 
-    def note_deadline(self, what: str) -> None:
-        """Note a deadline that a clock has made pass, and not the test itself."""
-        if threading.current_thread().name == "aiocomms deadlines":
-            self.note(what)
-
     def refuse(self, what: str) -> None:
         """Raise if a deterministic test runs in this process."""
         if self.note(what):
@@ -69,6 +64,8 @@ class Guard:
 
 
 GUARD = Guard()
+_WAKES_A_SLEEPER = asyncio.futures._set_result_unless_cancelled
+_sleep = asyncio.sleep
 sys.addaudithook(GUARD.audit)
 
 
@@ -130,22 +127,57 @@ def _guarded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def _refuse_clocks_and_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make a sleep and a new process raise; note a timer of asyncio that goes off, and a deadline of ours that passes.
+    """Make `time.sleep` and a new process raise; note sleeps of tasks, timers, and deadlines of ours that pass.
 
-    The latter two happen in callbacks and on threads of ours. To raise there would be to hang the test.
+    A deadline passes on a thread of ours, where to raise would be to hang the test. The library's own pauses are
+    allowed: how often it looks depends on the machine, and what comes of it does not.
     """
+    import anyio._backends._asyncio as anyio_backend
+
     from aiocomms.core import Core
 
-    def watched(owner: Any, name: str, watch: Callable[[str], object], what: str) -> None:
+    def watched(owner: Any, name: str, watch: Callable[[Any], object]) -> None:
         function = getattr(owner, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            watch(what)
+            watch(args)
             return function(*args, **kwargs)
 
         monkeypatch.setattr(owner, name, call)
 
-    watched(time, "sleep", GUARD.refuse, "sleeps")
-    watched(BaseProcess, "start", GUARD.refuse, "starts a process")  # a fork server forks where no audit event is heard
-    watched(asyncio.TimerHandle, "_run", GUARD.note, "waits for a timer of its event loop")
-    watched(Core, "expire", GUARD.note_deadline, "waits for a deadline")
+    async def sleep(delay: float, *result: Any) -> Any:
+        counts = delay > 0 and not _for_the_library()
+        value = await _sleep(delay, *result)
+        if counts:  # one that is cancelled waits for no clock
+            GUARD.note("sleeps")
+        return value
+
+    def sleeps(_: object) -> None:
+        if not _for_the_library():
+            GUARD.refuse("sleeps")
+
+    def goes_off(args: Sequence[Any]) -> None:
+        callback = args[0]._callback
+        if callback is not _WAKES_A_SLEEPER and not str(getattr(callback, "__module__", "")).startswith("aiocomms"):
+            GUARD.note("waits for a timer of its event loop")
+
+    def expires(_: object) -> None:
+        if threading.current_thread().name == "aiocomms deadlines":  # and it is not the test that lets it pass
+            GUARD.note("waits for a deadline")
+
+    for module in (asyncio, anyio_backend):
+        monkeypatch.setattr(module, "sleep", sleep)
+    watched(time, "sleep", sleeps)
+    # A fork server forks where no audit event is heard.
+    watched(BaseProcess, "start", lambda _: GUARD.refuse("starts a process"))
+    watched(asyncio.TimerHandle, "_run", goes_off)
+    watched(Core, "expire", expires)
+
+
+def _for_the_library() -> bool:
+    """Return whether the caller of a sleep is a module of the library, and neither a test nor a check."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(("gate.", "asyncio", "anyio")):
+        frame = frame.f_back
+    name = "" if frame is None else frame.f_globals.get("__name__", "")
+    return name.startswith("aiocomms") and not name.startswith("aiocomms.testing.conformance.test_")

@@ -35,6 +35,7 @@ def fd():
     os.close(found)
 
 
+@pytest.mark.real
 def test_it_hears_again_and_again_also_after_an_error(fd, caplog):
     before = held()
     hearing = Hearing(fd)
@@ -48,6 +49,7 @@ def test_it_hears_again_and_again_also_after_an_error(fd, caplog):
     assert [str(record.exc_info[1]) for record in caplog.records] == ["of this test"]
 
 
+@pytest.mark.real
 def test_it_ends_with_its_object(fd):
     before = held()
     hearing = Hearing(fd)
@@ -59,6 +61,7 @@ def test_it_ends_with_its_object(fd):
     all_let_go(before)
 
 
+@pytest.mark.real
 def test_no_thread_can_be_started(fd):
     before = held()
     with no_threads(), pytest.raises(RuntimeError):

@@ -387,6 +387,7 @@ def test_copies_are_made_by_a_thread(run, monkeypatch):
     assert made == [False, False]
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("call", ["send", "broadcast", "all_gather", "gather", "scatter"])
 def test_copies_are_freed_by_a_thread(run, monkeypatch, call):
     """Nothing else has them by then: to give memory back may take the kernel longer than a turn of the loop may."""

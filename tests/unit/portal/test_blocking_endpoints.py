@@ -56,6 +56,7 @@ def pair(transport: str) -> Iterator[Pair]:
     assert loops() == []
 
 
+@pytest.mark.deterministic
 def test_it_has_the_arguments_of_the_other_one():
     ours, theirs = inspect.signature(blocking.open_endpoint), inspect.signature(aiocomms.open_endpoint)
     assert list(ours.parameters) == list(theirs.parameters)
@@ -64,6 +65,7 @@ def test_it_has_the_arguments_of_the_other_one():
     assert loops() == []
 
 
+@pytest.mark.deterministic
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
