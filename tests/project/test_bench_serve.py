@@ -195,6 +195,7 @@ async def streaming() -> AsyncIterator[tuple[Tokens, str]]:
         await serving
 
 
+@pytest.mark.search
 @pytest.mark.real
 def test_a_stream_is_asked_to_its_end() -> None:
     async def main() -> None:
@@ -211,6 +212,7 @@ def test_a_stream_is_asked_to_its_end() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.search
 @pytest.mark.real
 def test_each_token_has_the_moment_in_which_it_came() -> None:
     async def main() -> None:
@@ -226,6 +228,7 @@ def test_each_token_has_the_moment_in_which_it_came() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.search
 @pytest.mark.real
 def test_a_client_leaves_after_half_of_its_stream() -> None:
     async def main() -> None:
@@ -239,6 +242,7 @@ def test_a_client_leaves_after_half_of_its_stream() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.search
 @pytest.mark.real
 def test_refusals_and_streams_that_break_off_are_no_answers() -> None:
     async def main() -> None:
@@ -284,6 +288,7 @@ def test_a_must_of_streams_is_missed_where_ours_gives_neither_more_nor_sooner_to
     assert reached(150.0, 10.0, 1.5) == [True, False, True, True]
 
 
+@pytest.mark.search
 @pytest.mark.real
 def test_an_answer_that_differs_from_the_unsplit_models_is_wrong() -> None:
     async def main() -> None:

@@ -53,6 +53,7 @@ def test_a_trial_has_the_worse_of_two_probes() -> None:
     assert probe.trials == [State(12.0, 900.0), State(12.0, 400.0)]
 
 
+@pytest.mark.search
 @pytest.mark.real
 def test_this_host_is_probed() -> None:
     probe = Probe()

@@ -127,6 +127,7 @@ def counted(ask: Callable[[str], list[dict[str, Any]]], rank: int) -> float | No
     return next((float(row["value"][1]) for row in ask(query)), None)
 
 
+@pytest.mark.search
 @pytest.mark.real
 def test_it_has_what_the_process_has_done(program, ask) -> None:
     for rank in range(2):
@@ -143,6 +144,7 @@ def test_it_has_what_the_process_has_done(program, ask) -> None:
     assert (row["metric"].items() >= labels.items(), float(row["value"][1])) == (True, 1)
 
 
+@pytest.mark.search
 @pytest.mark.real
 def test_every_query_of_the_dashboard_has_an_answer(program, ask) -> None:
     tell(program, "more")

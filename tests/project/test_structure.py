@@ -23,6 +23,7 @@ def test_no_import_goes_round_not_even_of_types():
     assert sources.circles(sources.Checkout(ROOT).graph(types=True, functions=True)) == []
 
 
+@pytest.mark.search
 @pytest.mark.real
 @pytest.mark.parametrize("transport", ["c10d", "ucx"])
 def test_a_peers_death_takes_few_calls(transport):
@@ -64,6 +65,7 @@ def test_the_engine_is_read_from_its_header(tmp_path):
     assert sources.engine(tmp_path) == ({"a_", "m_"}, {"f", "h"}, {"Wire"})
 
 
+@pytest.mark.search
 @pytest.mark.real
 def test_a_folder_that_is_no_checkout_is_refused(tmp_path):
     command = [sys.executable, "-m", "benchmarks.structure", str(tmp_path)]

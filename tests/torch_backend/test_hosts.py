@@ -136,6 +136,7 @@ async def compares(place: Rank, host: int) -> None:
         torch.testing.assert_close(ours[name], theirs[name], msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.search
 @pytest.mark.parametrize("host", range(len(HOSTS)), ids=[host.__name__ for host in HOSTS])
 @over_ucx
 def test_the_numbers_are_those_over_gloo(ranks: Run, host: int) -> None:
@@ -177,12 +178,14 @@ async def loses_a_rank(place: Rank) -> None:
             out.backward()
 
 
+@pytest.mark.search
 @pytest.mark.fault(1, transport="ucx")
 @over_ucx
 def test_ddp_hears_of_a_death(ranks: Run) -> None:
     assert ranks(2, loses_a_rank) == [None, KILLED]
 
 
+@pytest.mark.search
 @over_ucx
 def test_checkpoints(ranks: Run) -> None:
     ranks(2, keeps)

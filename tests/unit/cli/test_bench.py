@@ -86,6 +86,7 @@ def test_all_operations_between_two_tasks(capsys):
         assert row["cpu_us"] > 0
 
 
+@pytest.mark.search
 @pytest.mark.real
 def test_bandwidths_are_those_of_nccl_tests(capsys):
     ops = ["all_reduce", "reduce", "all_gather_single", "all_to_all_single", "gather"]
@@ -95,12 +96,14 @@ def test_bandwidths_are_those_of_nccl_tests(capsys):
     assert all(row["algbw_gbs"] == pytest.approx(65536 / row["p50_us"] / 1e3, rel=1e-2) for row in rows)
 
 
+@pytest.mark.search
 @pytest.mark.real
 def test_each_rank_has_an_element_at_least(capsys):
     (row,) = document(capsys, "scatter", "--ranks", "3", "-b", "4", "-e", "4")["rows"]
     assert (row["bytes"], row["count"]) == (12, 3)
 
 
+@pytest.mark.search
 @pytest.mark.real
 def test_a_call_that_blocks_makes_the_loop_late():
     def block() -> None:
@@ -127,6 +130,7 @@ def test_what_was_not_done_is_wrong(op):
     assert sum(case.wrong() for case in cases) > 0
 
 
+@pytest.mark.search
 @pytest.mark.real
 @pytest.mark.parametrize(
     ("mutant", "op", "size"),
@@ -141,6 +145,7 @@ def test_wrong_results_are_counted(mutant, op, size):
     assert row["wrong"] > 0
 
 
+@pytest.mark.search
 @pytest.mark.real
 def test_nothing_is_checked_where_that_is_asked_for(capsys):
     (row,) = document(capsys, "-b", "8", "-e", "8", "--check", "0")["rows"]
@@ -150,6 +155,7 @@ def test_nothing_is_checked_where_that_is_asked_for(capsys):
 # ------------------------------------------------------------------------------------------------------- what is shown
 
 
+@pytest.mark.search
 @pytest.mark.real
 def test_the_table(capsys):
     assert main([*HERE, "send", *SMALL]) == 0
@@ -161,6 +167,7 @@ def test_the_table(capsys):
     assert lines[-1] == "# wrong: 0"
 
 
+@pytest.mark.search
 @pytest.mark.real
 def test_a_bar_on_a_terminal(capsys, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
@@ -172,6 +179,7 @@ def test_a_bar_on_a_terminal(capsys, monkeypatch):
     assert "# wrong: 0" in shown.out
 
 
+@pytest.mark.search
 @pytest.mark.real
 def test_a_picture(capsys, tmp_path):
     picture = tmp_path / "picture.png"
@@ -185,6 +193,7 @@ def test_a_picture(capsys, tmp_path):
 # --------------------------------------------------------------------------------------------------------------- ranks
 
 
+@pytest.mark.search
 @pytest.mark.real
 def test_an_operation_that_a_transport_lacks_is_missing_and_the_rest_goes_on(capsys, monkeypatch):
     async def refuse(*_: object) -> None:

@@ -108,6 +108,7 @@ async def tangle(place: Rank, name: str) -> tuple[int, str]:
     return os.getpid(), said.decode()
 
 
+@pytest.mark.search
 @pytest.mark.real
 @pytest.mark.parametrize("transport", ["c10d", "ucx"])
 def test_who_waits_for_whom(ranks: Run) -> None:
@@ -135,6 +136,7 @@ def test_who_waits_for_whom(ranks: Run) -> None:
     assert "they wait in a circle: rank 1 -> rank 2 -> rank 1" in shown
 
 
+@pytest.mark.search
 @pytest.mark.real
 def test_a_loop_that_hangs_is_looked_at_all_the_same(hung: subprocess.Popen[str], capsys) -> None:
     assert main(["top", str(hung.pid), "--once", "--interval", "0.1"]) == 0
@@ -146,6 +148,7 @@ def test_a_loop_that_hangs_is_looked_at_all_the_same(hung: subprocess.Popen[str]
     assert "rank 0 waits for rank 1: recv(src=1, tag=3), for " in said
 
 
+@pytest.mark.search
 @idle
 @pytest.mark.real
 def test_a_process_that_ends_meanwhile(hung: subprocess.Popen[str], capsys) -> None:
@@ -163,6 +166,7 @@ def test_a_process_that_ends_meanwhile(hung: subprocess.Popen[str], capsys) -> N
         hung.wait()
 
 
+@pytest.mark.search
 @idle
 @pytest.mark.real
 def test_a_terminal_shows_it_until_the_process_ends(hung: subprocess.Popen[str]) -> None:
@@ -187,6 +191,7 @@ def test_a_terminal_shows_it_until_the_process_ends(hung: subprocess.Popen[str])
     assert b"\x1b[" in said
 
 
+@pytest.mark.search
 @idle
 @pytest.mark.real
 def test_a_process_that_is_stopped_does_not_answer(hung: subprocess.Popen[str], capsys) -> None:
@@ -196,6 +201,7 @@ def test_a_process_that_is_stopped_does_not_answer(hung: subprocess.Popen[str], 
     assert capsys.readouterr().out == f"process {hung.pid} does not answer: dead, stopped or busy\n"
 
 
+@pytest.mark.search
 @pytest.mark.real
 def test_processes_that_are_not_to_be_looked_at(capsys) -> None:
     us = os.geteuid()
