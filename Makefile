@@ -87,7 +87,7 @@ TIER = $(PYTEST) --numprocesses=$(WORKERS) --deadline=100 --seed=$(SEED) --tier=
 check: $(VENV)/ucx.stamp
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint check-tests
 
-## What a change needs: lint, types, docs, one run of each example, conformance of every built-in transport, all real tests.
+## What a change needs: lint, types, docs, one run of each example, conformance by its matrix, all tests but the `search` ones.
 test: lint
 	$(TIER)test tests $(SUITE) --transport=local --transport=c10d --transport=ucx --transport=ucx@processes
 
