@@ -28,7 +28,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             wanted = real and (every or function not in seen)
         else:
             wanted = True
+        if wanted:
+            seen.add(function)  # not by one that is left to the search: the next of its parameters is the first then
         (kept if wanted else left).append(item)
-        seen.add(function)
     items[:] = kept
     config.hook.pytest_deselected(items=left)
