@@ -104,7 +104,6 @@ async def embedding_server() -> None:
             assert vectors.tolist() == [4, 4]
 
 
-@pytest.mark.real
 @pytest.mark.parametrize("program", [tutorial, tensor_parallel, kv_cache, embedding_server], ids=lambda f: f.__name__)
 def test_who_waits_for_work_outlives_its_deadline(program: Any) -> None:
     asyncio.run(program())

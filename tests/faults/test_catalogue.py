@@ -36,12 +36,10 @@ def test_every_case_is_there_once() -> None:
     assert numbers[:70] == list(range(1, 71))
 
 
-@pytest.mark.real
 def test_no_test_shows_a_case_that_there_is_not(tests: Counts) -> None:
     assert {number for number, _ in tests} <= {case.number for case in CASES}
 
 
-@pytest.mark.real
 def test_every_case_has_tests_or_a_reason_on_every_transport(tests: Counts) -> None:
     wrong = [
         f"case {case.number} on {transport}: {count} tests, and {reason!r} as the reason for none"

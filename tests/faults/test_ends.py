@@ -28,7 +28,7 @@ from aiocomms.progress.deadlines import watchdog
 from aiocomms.testing import local_world
 from aiocomms.transport import Capabilities
 
-pytestmark = pytest.mark.real
+pytestmark = pytest.mark.deterministic
 
 BASES = {"local": LocalTransport, "c10d": C10dTransport, "ucx": UcxTransport}
 
@@ -80,6 +80,7 @@ def collecting() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
+@pytest.mark.real
 @pytest.mark.fault(71)
 def test_finalizers_on_the_thread_of_the_deadlines(run: Callable[..., Any], collecting: None) -> None:
     """While works come and go, it copies what is pending: it must do so whatever runs in between, and go on after."""

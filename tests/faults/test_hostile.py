@@ -768,6 +768,7 @@ def test_requests_beyond_a_window(ranks: Run, transport: str) -> None:
     ranks(2, out_of_bounds_requests)
 
 
+@pytest.mark.deterministic
 def test_a_key_of_memory_is_not_shown() -> None:
     part = ucx_windows.Part(3, 0, (4,), 2**47, b"secret key")
     for text in (repr(part), str(part)):

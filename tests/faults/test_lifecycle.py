@@ -555,6 +555,7 @@ def test_no_clock_that_can_be_set() -> None:
     }, found
 
 
+@pytest.mark.deterministic
 @pytest.mark.fault(61)
 def test_a_clock_that_jumps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hours forth and back while deadlines run: one of an hour does not pass, and one of a moment does."""
@@ -585,6 +586,7 @@ async def collect_all_the_time(place: Rank) -> None:
         await comm.barrier()
 
 
+@pytest.mark.search
 @pytest.mark.fault(62)
 def test_a_storm_of_collections(ranks: Run) -> None:
     ranks(2, collect_all_the_time)

@@ -22,7 +22,7 @@ from aiocomms.families import objects
 from aiocomms.families.streams import TensorStream
 from aiocomms.testing import local_world
 
-pytestmark = pytest.mark.real
+pytestmark = pytest.mark.deterministic
 
 BASES = {"local": LocalTransport, "c10d": C10dTransport, "ucx": UcxTransport}
 LONG = 600.0

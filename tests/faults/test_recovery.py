@@ -302,6 +302,7 @@ async def hold_the_lock(place: Rank) -> None:
     await comm.aclose()
 
 
+@pytest.mark.search
 @pytest.mark.fault(14, transport="ucx")
 def test_a_long_call_that_holds_the_interpreter_is_no_death(ranks: Run) -> None:
     ranks(3, hold_the_lock)
@@ -333,6 +334,7 @@ async def starve(place: Rank) -> None:
     await comm.aclose()
 
 
+@pytest.mark.search
 @pytest.mark.fault(15)
 @pytest.mark.parametrize("transport", ["ucx", "c10d"])
 def test_a_starved_rank_is_no_death(ranks: Run, transport: str) -> None:
@@ -459,6 +461,7 @@ async def form_again(place: Rank) -> tuple[str, int]:
         return comm.name, comm.rank
 
 
+@pytest.mark.search
 @pytest.mark.fault(11, 34)
 @pytest.mark.parametrize("transport", ["ucx", "c10d"])
 def test_a_store_that_a_crashed_run_has_used(ranks: Run, transport: str) -> None:

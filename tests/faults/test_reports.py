@@ -15,7 +15,7 @@ from concurrency import ranks, run_on, turns
 from aiocomms.errors import CommError
 from aiocomms.testing import local_world
 
-pytestmark = pytest.mark.real
+pytestmark = pytest.mark.deterministic
 
 
 async def the_other_has_closed(world: list[Any]) -> None:

@@ -14,7 +14,7 @@ from aiocomms import functional
 from aiocomms.errors import ArgumentError
 
 cupy: Any = pytest.importorskip("cupy", reason="CuPy is not installed: pip install aiocomms[nccl]")
-pytestmark = [pytest.mark.real, on_a_gpu, pytest.mark.asyncio, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.real, pytest.mark.search, on_a_gpu, pytest.mark.asyncio, pytest.mark.timeout(180)]
 
 COUNT = 1 << 20
 

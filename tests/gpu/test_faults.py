@@ -31,7 +31,7 @@ from aiocomms.errors import ArgumentError, CommAbortedError, CommError, CommTime
 from benchmarks.gpu.targets import percentile
 from benchmarks.gpu.ticks import ticking
 
-pytestmark = [pytest.mark.deterministic, on_a_gpu, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.real, pytest.mark.search, on_a_gpu, pytest.mark.timeout(180)]
 
 MANY = 4 * 2**20
 """Elements: 16 MiB of float32, which the allocator does not cut from a block of others."""
@@ -110,7 +110,6 @@ def test_g1_one_rank() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.real
 def test_g1_two_ranks_on_one_gpu_without_the_switch(ranks: Run) -> None:
     """A sentence that says what to do, on both; no hang."""
     for told in ranks(2, refused, before=separate):
@@ -122,7 +121,6 @@ async def summed(place: Rank) -> float:
         return (await comm.all_reduce(full(1.0 + comm.rank)))[-1].item()
 
 
-@pytest.mark.real
 @pytest.mark.parametrize("size", [2, 4])
 def test_g1_ranks_on_one_gpu_with_the_switch(ranks: Run, size: int) -> None:
     assert ranks(size, summed, before=share) == [size * (size + 1) / 2] * size
@@ -171,13 +169,11 @@ async def never_called(place: Rank, by: str) -> float:
         return took
 
 
-@pytest.mark.real
 def test_g2_an_abort_while_a_kernel_spins(ranks: Run) -> None:
     took, _ = ranks(2, never_called, "abort", before=share)
     assert took < 2
 
 
-@pytest.mark.real
 def test_g2_a_deadline_while_a_kernel_spins(ranks: Run) -> None:
     took, _ = ranks(2, never_called, "deadline", before=share)
     assert 2 < took < 6
@@ -548,7 +544,6 @@ async def reallocating(place: Rank) -> int:
         return right
 
 
-@pytest.mark.real
 def test_g11_no_stale_mapping_after_memory_is_freed(ranks: Run) -> None:
     assert ranks(2, reallocating) == [30, 30]
 

@@ -16,7 +16,7 @@ import aiocomms
 from aiocomms.communicator import Communicator
 from aiocomms.errors import CapturedWorkError
 
-pytestmark = [pytest.mark.deterministic, on_a_gpu, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.real, pytest.mark.search, on_a_gpu, pytest.mark.timeout(180)]
 
 COUNT = 1024
 
@@ -198,7 +198,6 @@ async def captured_by_all(place: Rank) -> list[float]:
         return values
 
 
-@pytest.mark.real
 def test_two_ranks(ranks: Run) -> None:
     """The sum of both each time. The graph is launched by both."""
     for values in ranks(2, captured_by_all, before=share):

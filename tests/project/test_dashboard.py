@@ -71,7 +71,6 @@ def scraped():
     return found
 
 
-@pytest.mark.real
 def test_it_asks_for_what_is_exported():
     known, asked = scraped(), set()
 

@@ -7,12 +7,19 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from gate import ledger, retry, schedule
+from gate.clock import SHORT
 from processes import HANGS
+
+from aiocomms.errors import CommTimeoutError
+from aiocomms.progress import deadlines
+from aiocomms.testing import local_world
 
 pytestmark = pytest.mark.deterministic
 
@@ -38,6 +45,22 @@ def test_ledger_is_refused_when_it_is_old_or_long() -> None:
     many = [ENTRY._replace(test=str(number)) for number in range(11)]
     assert ledger.refusal(many[:10], days_later(0)) == ""
     assert "11 entries, wanted at most 10" in ledger.refusal(many, days_later(0))
+
+
+# -------------------------------------------------------------------------------------------------------------- clock
+
+
+def test_short_deadline_passes_by_turns_and_not_by_time(run: Callable[..., None]) -> None:
+    async def main() -> None:
+        async with local_world(2) as (late, _):
+            work = late.recv(torch.zeros(1), 1, timeout=0.9 * SHORT)
+            assert deadlines.time.monotonic() < time.monotonic()  # it stands still
+            with pytest.raises(CommTimeoutError):
+                await work
+            assert deadlines.time.monotonic() > work_began + 0.9 * SHORT
+
+    work_began = time.monotonic()
+    run(main)
 
 
 # -------------------------------------------------------------------------------------------------------------- retry

@@ -80,7 +80,6 @@ def test_it_is_quick():
     assert min(ours) < min(theirs)
 
 
-@pytest.mark.real
 def test_nothing_is_loaded_before_it_is_used(said):
     """Of ours, of what is heavy, and of transports."""
     heavy = {"torch", "asyncio", "anyio", "trio"}
@@ -90,12 +89,10 @@ def test_nothing_is_loaded_before_it_is_used(said):
     assert [name for name in said[LAZY] if name.startswith("aiocomms_")] == []
 
 
-@pytest.mark.real
 def test_without_ray_it_says_what_to_install(said):
     assert "aiocomms.ray needs Ray 2.60 or later, pip install 'aiocomms[ray]'" in said[NO_RAY]
 
 
-@pytest.mark.real
 def test_what_a_torch_without_one_sided_transports_is_told(said):
     """It is of no use for anything else that is imported: torch alone asks for it, by its entry point."""
     assert said[OLD_TORCH].startswith("ImportError: torch")

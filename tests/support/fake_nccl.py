@@ -9,15 +9,18 @@ import ctypes
 import functools
 import itertools
 import secrets
+import socket
 import threading
 import uuid
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import msgspec
+import pytest
 import torch
-from aiocomms_nccl import NcclTransport
+from aiocomms_nccl import NcclTransport, bringup
 from aiocomms_nccl import nccl as names
 from aiocomms_nccl.nccl import Nccl
 from fake_cuda import FakeCuda, FakeStream, Gpu, Task
@@ -341,3 +344,30 @@ class FakeNcclDebugTransport(FakeNcclTransport):
     """The same transport in debug mode."""
 
     capabilities = msgspec.structs.replace(FakeNcclTransport.capabilities, detects_mismatch=True)
+
+
+class _Listener(socket.socket):
+    """A Unix socket that listens at a name which the kernel chooses, and says so as one of the network does."""
+
+    def __init__(self, address: str, backlog: int) -> None:
+        super().__init__(socket.AF_UNIX)
+        self.bind("")
+        self.listen(backlog)
+
+    def getsockname(self) -> tuple[str, int]:
+        name: bytes = super().getsockname()
+        return name.decode(), 0
+
+
+def connect_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the ranks' control connections be Unix sockets, which deterministic tests may use."""
+
+    def create_connection(address: tuple[str, int], timeout: float) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(timeout)
+        connection.connect(address[0].encode())
+        return connection
+
+    sockets = SimpleNamespace(**{**vars(socket), "create_connection": create_connection})
+    monkeypatch.setattr(bringup, "socket", sockets)
+    monkeypatch.setattr(bringup, "listen_at", _Listener)

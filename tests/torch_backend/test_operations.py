@@ -196,6 +196,7 @@ async def on_each_loop(place: Rank) -> None:
         await asyncio.to_thread(elsewhere)
 
 
+@pytest.mark.search
 def test_works_are_awaited_on_each_loop(ranks: Run) -> None:
     ranks(2, on_each_loop)
 

@@ -123,6 +123,7 @@ async def reduce_everything(place: Rank) -> None:
                 assert torch.equal(chunk, wanted[part]), (dtype, str(op))
 
 
+@pytest.mark.search
 def test_every_reduction_of_large_tensors(ranks: Run) -> None:
     """Whether the library below does them or not."""
     ranks(3, reduce_everything)
@@ -139,6 +140,7 @@ async def lose_no_nan(place: Rank) -> None:
                 assert (tensor[place.size :] == 1).all()
 
 
+@pytest.mark.search
 def test_nan_is_not_lost(ranks: Run) -> None:
     ranks(2, lose_no_nan)
 
@@ -179,6 +181,7 @@ def uneven(comm: Communicator, turn: int) -> Any:
     return comm.all_to_all_v_single(torch.zeros(sum(gets), dtype=torch.int64), given, gets, gives)
 
 
+@pytest.mark.search
 def test_many_kinds_at_once(ranks: Run) -> None:
     ranks(3, mix, 10)
 
@@ -196,6 +199,7 @@ async def split_unlike(place: Rank) -> str:
         return caught.value.message
 
 
+@pytest.mark.search
 @pytest.mark.fault(29)
 def test_splits_that_disagree_are_told_to_all(ranks: Run) -> None:
     for message in ranks(3, split_unlike):
@@ -421,6 +425,7 @@ async def split_twice(place: Rank) -> None:
             await child.aclose()
 
 
+@pytest.mark.search
 def test_two_splits_at_once(ranks: Run) -> None:
     ranks(2, split_twice)
 

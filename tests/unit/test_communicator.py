@@ -241,7 +241,6 @@ def test_a_post_hook_comes_before_those_who_wait(run):
     run(main)
 
 
-@pytest.mark.real
 @pytest.mark.parametrize("transport", ["local", "ucx"])
 def test_a_post_hook_runs_in_the_context_of_the_call(run, transport):
     """Of an op that ends within its call, of one that is pending, and of one that fails."""
@@ -728,7 +727,6 @@ def test_close_of_a_transport_that_fails_to_close_is_done_all_the_same(run, inst
     run(main)
 
 
-@pytest.mark.real
 def test_a_cancelled_close_still_releases_everything(run):
     async def main():
         async with local_world(2) as (one, two):
@@ -781,7 +779,6 @@ def test_what_needs_a_closed_rank_fails_and_nothing_else(run):
     run(main)
 
 
-@pytest.mark.real
 @pytest.mark.fault(60, transport="local")
 def test_many_communicators_leave_nothing_behind():
     async def main():

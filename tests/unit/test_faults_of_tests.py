@@ -37,7 +37,6 @@ async def sums(comm, n=3, timeout=PATIENCE):
     return (await comm.all_reduce(torch.ones(n), timeout=timeout)).tolist()
 
 
-@pytest.mark.real
 def test_what_is_delayed_comes_later_than_what_is_called_behind_it(run, transport):
     async def main():
         async with local_world(3, transport, timeout=PATIENCE) as comms:
@@ -57,7 +56,6 @@ def test_what_is_delayed_comes_later_than_what_is_called_behind_it(run, transpor
     run(main)
 
 
-@pytest.mark.real
 def test_nothing_overtakes_what_it_must_not(run, transport):
     """Collectives and messages of one tag keep their order behind one that is delayed."""
 
@@ -84,7 +82,6 @@ def test_nothing_overtakes_what_it_must_not(run, transport):
     run(main)
 
 
-@pytest.mark.real
 def test_a_delay_ends_with_its_block(run, transport):
     async def main():
         async with local_world(2, transport, timeout=PATIENCE) as comms:
@@ -97,7 +94,6 @@ def test_a_delay_ends_with_its_block(run, transport):
     run(main)
 
 
-@pytest.mark.real
 def test_a_receive_that_is_delayed_or_dropped_can_be_withdrawn(run, transport):
     async def main():
         async with local_world(2, transport, timeout=PATIENCE) as comms:
@@ -114,7 +110,6 @@ def test_a_receive_that_is_delayed_or_dropped_can_be_withdrawn(run, transport):
     run(main)
 
 
-@pytest.mark.real
 def test_a_collective_that_is_dropped_ends_by_its_deadline_on_all_ranks(run, transport):
     async def main():
         async with local_world(3, transport) as comms:
@@ -151,7 +146,6 @@ def test_behind_a_collective_that_is_dropped_no_other_takes_its_place(run):
     run(main)
 
 
-@pytest.mark.real
 def test_a_rank_that_is_killed_is_dead_for_the_others(run, transport):
     async def main():
         async with local_world(3, transport, timeout=PATIENCE) as comms:
@@ -174,7 +168,6 @@ def test_a_rank_that_is_killed_is_dead_for_the_others(run, transport):
     run(main)
 
 
-@pytest.mark.real
 @pytest.mark.parametrize("differs", ["dtype", "size"])
 @pytest.mark.parametrize("op", ["all_reduce", "gather", "all_gather_single"])
 def test_ranks_disagree(run, transport, differs, op):
@@ -205,7 +198,6 @@ def test_ranks_disagree(run, transport, differs, op):
     run(main)
 
 
-@pytest.mark.real
 def test_ranks_disagree_on_the_root(run):
     async def main():
         for transport in ("local", "ucx"):
@@ -221,7 +213,6 @@ def test_ranks_disagree_on_the_root(run):
     run(main)
 
 
-@pytest.mark.real
 def test_a_message_of_another_size_fails_its_receive_alone(run, transport):
     async def main():
         async with local_world(2, transport, timeout=PATIENCE) as comms:
@@ -241,7 +232,6 @@ def test_a_message_of_another_size_fails_its_receive_alone(run, transport):
     run(main)
 
 
-@pytest.mark.real
 def test_what_is_called_is_hit_whatever_it_is_made_of(run, transport):
     """Objects, windows, streams, batches and lanes are one call each, of however many messages."""
     big = torch.ones(20_000)
@@ -293,7 +283,6 @@ def test_messages_of_a_stream_are_held_back(run):
     run(main)
 
 
-@pytest.mark.real
 def test_chance_is_the_same_for_each_rank_in_each_run(run):
     async def main():
         seen = []

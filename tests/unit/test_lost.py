@@ -245,7 +245,6 @@ def test_a_supervisor_beside_the_work(run):
     run(main)
 
 
-@pytest.mark.real
 def test_one_whose_peers_gave_up_before_it_was_made_is_lost(run, install):
     """A rank may be through with opening before another one, and abort: that has nothing to post, and waits."""
 

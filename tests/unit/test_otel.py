@@ -34,7 +34,6 @@ def provider_of(exporter, sampler=ALWAYS_ON):
     return provider
 
 
-@pytest.mark.real
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_each_op_is_a_child_of_the_span_of_its_task(exporter, transport):
     """Two tasks work at the same time, and each op's span is of the task that called it."""
@@ -177,7 +176,6 @@ def read(reader):
     return found
 
 
-@pytest.mark.real
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_metrics(transport):
     async def main():

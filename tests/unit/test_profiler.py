@@ -26,7 +26,6 @@ def named(found: profile, prefix: str = "aiocomms:") -> list[Any]:
     return sorted(events, key=lambda event: event.time_range.start)
 
 
-@pytest.mark.real
 @pytest.mark.parametrize("transport", ["local", "ucx"])
 def test_each_op_is_a_range_with_the_shapes_of_its_tensors(transport: str) -> None:
     async def calls(comm) -> None:

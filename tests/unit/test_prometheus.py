@@ -37,7 +37,6 @@ def value(samples, name, **labels):
     return samples.get((f"aiocomms_{name}", tuple(sorted({k: str(v) for k, v in labels.items()}.items()))))
 
 
-@pytest.mark.real
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_ops_are_counted_by_kind_transport_and_size(transport):
     async def main():
@@ -79,7 +78,6 @@ def test_ops_are_counted_by_kind_transport_and_size(transport):
     run_on("asyncio", main)
 
 
-@pytest.mark.real
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_scrape_on_another_thread_sees_what_is_pending_and_what_has_failed(transport):
     async def main():
@@ -122,7 +120,6 @@ def test_the_lateness_of_the_loop(run):
     run(main)
 
 
-@pytest.mark.real
 def test_the_heartbeat():
     """What the heartbeat has measured of the other rank, and of no rank once nobody is asked any more."""
 

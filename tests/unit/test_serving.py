@@ -466,7 +466,6 @@ def test_driving_again_and_working_again(run):
     run(main)
 
 
-@pytest.mark.real
 def test_idle_beyond_the_deadline(run):
     """The deadline of another op that is called later passes; then there is work."""
 

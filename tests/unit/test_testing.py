@@ -122,7 +122,6 @@ def test_the_failing_rank_is_named_and_the_others_are_cancelled(run):
     run(main)
 
 
-@pytest.mark.real
 def test_all_who_fail_are_named(run):
     async def main():
         async with local_world(2) as comms:

@@ -74,7 +74,7 @@ class Account:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Add the seconds of a test's setup, call or teardown."""
         self._tests[report.nodeid] += report.duration
-        if report.when == "teardown":
+        if report.when == "call" and not report.skipped:
             check = " checks of transports" if report.nodeid.startswith(SUITE) else " tests"
             self._kinds[getattr(report, "kind", REAL) + check] += 1
         if hasattr(report, "probe"):

@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import pytest
+
+from gate.clock import stop_clock
 
 DETERMINISTIC, REAL = KINDS = ("deterministic", "real")
 SUITE = "aiocomms/testing/conformance/"
@@ -116,6 +117,7 @@ def _guarded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         yield
         return
     _refuse_clocks_and_processes(monkeypatch)
+    stop_clock(monkeypatch)
     GUARD.seen.clear()
     GUARD.active = True
     try:
@@ -127,14 +129,11 @@ def _guarded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def _refuse_clocks_and_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make `time.sleep` and a new process raise; note sleeps of tasks, timers, and deadlines of ours that pass.
+    """Make `time.sleep` and a new process raise; note sleeps and timers of tasks.
 
-    A deadline passes on a thread of ours, where to raise would be to hang the test. The library's own pauses are
-    allowed: how often it looks depends on the machine, and what comes of it does not.
+    The library's own pauses are allowed: how often it looks depends on the machine, and what comes of it does not.
     """
     import anyio._backends._asyncio as anyio_backend
-
-    from aiocomms.core import Core
 
     def watched(owner: Any, name: str, watch: Callable[[Any], object]) -> None:
         function = getattr(owner, name)
@@ -161,17 +160,12 @@ def _refuse_clocks_and_processes(monkeypatch: pytest.MonkeyPatch) -> None:
         if callback is not _WAKES_A_SLEEPER and not str(getattr(callback, "__module__", "")).startswith("aiocomms"):
             GUARD.note("waits for a timer of its event loop")
 
-    def expires(_: object) -> None:
-        if threading.current_thread().name == "aiocomms deadlines":  # and it is not the test that lets it pass
-            GUARD.note("waits for a deadline")
-
     for module in (asyncio, anyio_backend):
         monkeypatch.setattr(module, "sleep", sleep)
     watched(time, "sleep", sleeps)
     # A fork server forks where no audit event is heard.
     watched(BaseProcess, "start", lambda _: GUARD.refuse("starts a process"))
     watched(asyncio.TimerHandle, "_run", goes_off)
-    watched(Core, "expire", expires)
 
 
 def _for_the_library() -> bool:

@@ -21,7 +21,14 @@ from aiocomms_nccl import NcclTransport, bringup
 from aiocomms_nccl import nccl as names
 from aiocomms_nccl.lane import AT_ONCE
 from fake_cuda import THREAD_LOCAL, CudaError, FakeCuda, FakeEvent, FakeStream, Gate
-from fake_nccl import FakeComm, FakeNccl, FakeNcclError, FakeNcclTransport, failed
+from fake_nccl import (
+    FakeComm,
+    FakeNccl,
+    FakeNcclError,
+    FakeNcclTransport,
+    connect_without_a_network,
+    failed,
+)
 from inside import transport_of
 from processes import PATIENCE, SUITE_HANGS
 from torch.distributed import HashStore
@@ -41,7 +48,7 @@ from aiocomms.errors import (
 )
 from aiocomms.testing import local_world
 
-pytestmark = pytest.mark.real
+pytestmark = pytest.mark.deterministic
 
 ENTRIES = """[aiocomms.transports]
 nccl_fake = fake_nccl:FakeNcclTransport
@@ -67,6 +74,7 @@ def cuda(distribution: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCu
     cuda = FakeCuda()
     monkeypatch.setattr(FakeNcclTransport, "cuda_layer", cuda)
     monkeypatch.setattr(FakeNcclTransport, "nccl_layer", FakeNccl(cuda))
+    connect_without_a_network(monkeypatch)
     return cuda
 
 
@@ -159,6 +167,7 @@ async def test_a_stream_cannot_wait_for_a_message(cuda: FakeCuda) -> None:
         work.wait_stream()
 
 
+@pytest.mark.real
 @pytest.mark.asyncio
 async def test_messages_cross_and_wait_for_their_producers(cuda: FakeCuda) -> None:
     """Both ranks receive first; what is sent is written before, on the caller's stream, and what is received read."""
@@ -348,6 +357,7 @@ async def test_a_wait_without_a_loop(cuda: FakeCuda) -> None:
         work.wait_blocking(PATIENCE)
 
 
+@pytest.mark.real
 @pytest.mark.asyncio
 async def test_a_tensor_is_kept_until_its_event_has_fired(cuda: FakeCuda) -> None:
     """Whatever becomes of its work: cancelled here, then given up with the communicator."""
@@ -489,6 +499,7 @@ async def test_threads_of_ours_break_no_capture(cuda: FakeCuda, monkeypatch: pyt
     assert {mode for _, mode in modes} == {THREAD_LOCAL}
 
 
+@pytest.mark.real
 @pytest.mark.asyncio
 async def test_nothing_is_asked_during_a_capture(cuda: FakeCuda) -> None:
     """Neither on the loop, nor by the thread that sleeps, nor by one in another thread's capture."""
@@ -826,6 +837,7 @@ async def test_what_a_rank_has_carried_before_it_closes_arrives(
         assert sent.op.tensor.tolist() == [1, 1, 1]  # it lives for as long as the GPU may read it
 
 
+@pytest.mark.real
 @pytest.mark.asyncio
 async def test_a_rank_that_never_comes(cuda: FakeCuda) -> None:
     store = HashStore()
@@ -833,6 +845,7 @@ async def test_a_rank_that_never_comes(cuda: FakeCuda) -> None:
         await aiocomms.new_comm("nccl_fake", store=store, rank=0, size=2, timeout=0.2)
 
 
+@pytest.mark.real
 @pytest.mark.asyncio
 async def test_a_rank_that_does_not_connect(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits for it says which one it is, before its time is up."""
@@ -848,6 +861,7 @@ async def test_a_rank_that_does_not_connect(cuda: FakeCuda, monkeypatch: pytest.
     assert "could not be connected to: [0] (nobody is in)" in str(fails)
 
 
+@pytest.mark.real
 @pytest.mark.asyncio
 async def test_nccl_that_does_not_come_back(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop goes on meanwhile, and the thread is left behind."""
@@ -964,6 +978,7 @@ async def test_auto_takes_nccl_for_collectives_and_others_for_the_rest(monkeypat
 # --------------------------------------------------------------------------------------------------- conformance
 
 
+@pytest.mark.real
 @pytest.mark.timeout(2 * SUITE_HANGS)
 @pytest.mark.parametrize(
     ("name", "ranks", "chosen"),

@@ -259,6 +259,7 @@ async def mix_families(place: Rank) -> None:
     await close_in_some_order([*comms, alone])
 
 
+@pytest.mark.deterministic
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, TimeoutError])
 @pytest.mark.parametrize("op", ["send", "recv", "all_reduce"])
 @pytest.mark.parametrize(("pure", "steps"), [("1", ("follow", "follow_collective")), ("0", ("look_after",))])
@@ -333,6 +334,7 @@ def in_a_loop(store: dist.Store, rank: int, size: int) -> None:
     asyncio.run(everything())
 
 
+@pytest.mark.deterministic
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_in_threads(size: int) -> None:
     store = dist.HashStore()
@@ -430,6 +432,7 @@ def test_the_engines_types(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------------------------- coming and going
 
 
+@pytest.mark.deterministic
 def test_a_communicator_that_never_opened_says_no_farewell() -> None:
     """It knows no names of the others, and must not be taken for the one it was to be split from."""
     from aiocomms_ucx import wire

@@ -180,6 +180,7 @@ def test_silent_strangers_hold_up_nobody(listener: socket.socket) -> None:
         talk(end, inside[1])
 
 
+@pytest.mark.search
 @pytest.mark.fault(64, transport="ucx")
 def test_ten_thousand_strangers(listener: socket.socket) -> None:
     """No more are kept than there is room for, and the rank that comes amid them gets in."""
@@ -344,6 +345,7 @@ def test_a_flood_keeps_out_no_rank_that_has_spoken(listener: socket.socket) -> N
     talk(end, inside[1])
 
 
+@pytest.mark.search
 @pytest.mark.usefixtures("silence_without_end")
 @pytest.mark.fault(103, transport="ucx")
 def test_a_flood_from_elsewhere_keeps_out_no_rank_that_is_silent_yet() -> None:

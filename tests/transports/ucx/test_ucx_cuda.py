@@ -329,7 +329,6 @@ async def test_an_abort_while_the_producer_is_at_work(cuda: FakeCuda) -> None:
             await asyncio.sleep(0)
 
 
-@pytest.mark.real
 @pytest.mark.asyncio
 async def test_a_receive_is_withdrawn_before_the_engine_has_it(cuda: FakeCuda) -> None:
     """By its deadline, alone; those behind it go on."""

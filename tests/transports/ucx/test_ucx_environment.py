@@ -170,6 +170,7 @@ def test_too_little_shared_memory_on_one_rank(ranks: Run) -> None:
         assert "65536 bytes left in /dev/shm" in message
 
 
+@pytest.mark.search
 @pytest.mark.real
 @ROOT
 @pytest.mark.fault(88, transport="ucx")

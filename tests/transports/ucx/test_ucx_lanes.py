@@ -238,6 +238,7 @@ def test_lanes_that_are_given_up_among_others(ranks: Run) -> None:
     assert all(done < 24 * 4 for done in ranks(3, give_up_amid))
 
 
+@pytest.mark.deterministic
 def test_lanes_of_communicators_that_are_split() -> None:
     """The same key on each of them is another lane, on one engine."""
 

@@ -35,7 +35,6 @@ def fd():
     os.close(found)
 
 
-@pytest.mark.real
 def test_it_hears_again_and_again_also_after_an_error(fd, caplog):
     before = held()
     hearing = Hearing(fd)
@@ -49,7 +48,6 @@ def test_it_hears_again_and_again_also_after_an_error(fd, caplog):
     assert [str(record.exc_info[1]) for record in caplog.records] == ["of this test"]
 
 
-@pytest.mark.real
 def test_it_ends_with_its_object(fd):
     before = held()
     hearing = Hearing(fd)
@@ -61,7 +59,6 @@ def test_it_ends_with_its_object(fd):
     all_let_go(before)
 
 
-@pytest.mark.real
 def test_no_thread_can_be_started(fd):
     before = held()
     with no_threads(), pytest.raises(RuntimeError):

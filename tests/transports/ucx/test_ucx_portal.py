@@ -23,7 +23,7 @@ from aiocomms.portal.works import BlockingWork
 from aiocomms.progress.inflight import StartedWork
 from aiocomms.testing import local_world
 
-pytestmark = pytest.mark.real
+pytestmark = pytest.mark.deterministic
 
 engine = pytest.importorskip("aiocomms_ucx._engine", reason="needs the ucx transport", exc_type=ImportError)
 
@@ -463,6 +463,7 @@ def test_a_collective_waits_behind_a_window_that_closes(native: None, posts: lis
     run_on("asyncio", main)
 
 
+@pytest.mark.real
 def test_a_forked_child_is_refused_and_the_parent_goes_on() -> None:
     async def main() -> None:
         async with local_world(2, "ucx") as comms:

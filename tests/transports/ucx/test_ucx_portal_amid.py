@@ -22,7 +22,7 @@ from aiocomms.errors import CommError, WorkCancelledError
 from aiocomms.portal import works
 from aiocomms.testing import local_world
 
-pytestmark = pytest.mark.real
+pytestmark = pytest.mark.deterministic
 
 pytest.importorskip("aiocomms_ucx._engine", reason="needs the ucx transport", exc_type=ImportError)
 

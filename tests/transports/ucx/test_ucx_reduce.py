@@ -269,7 +269,6 @@ def cases(dtype: torch.dtype) -> Iterator[list[Tensor]]:
             yield [t[count - 1 + k : 2 * count - 1 + k] for k, t in enumerate(pool(dtype)[:n])]
 
 
-@pytest.mark.real
 def test_every_pair_of_operator_and_dtype_is_supported_as_in_the_core(library: Library) -> None:
     for i, op in enumerate(OPS):
         for j, dtype in enumerate(DTYPES):

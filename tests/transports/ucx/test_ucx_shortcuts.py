@@ -162,7 +162,6 @@ def plain_on(window: aiocomms.Window, peer: int) -> list[aiocomms.Work[Any]]:
     ]
 
 
-@pytest.mark.real
 def test_plain_ops_on_windows_take_the_shortcut(run: Any, which: str) -> None:
     async def main() -> None:
         async with local_world(2, "ucx") as comms:
@@ -182,7 +181,6 @@ def test_plain_ops_on_windows_take_the_shortcut(run: Any, which: str) -> None:
     run(main)
 
 
-@pytest.mark.real
 def test_ops_on_windows_go_by_no_lane(which: str) -> None:
     async def main() -> None:
         async with local_world(2, "ucx") as comms:
@@ -202,7 +200,6 @@ def test_ops_on_windows_go_by_no_lane(which: str) -> None:
     run_on("asyncio", main)
 
 
-@pytest.mark.real
 def test_windows_that_another_transport_carries_have_none() -> None:
     async def main() -> None:
         for families in ("local", {"p2p": "ucx", "collectives": "ucx"}):
@@ -213,7 +210,6 @@ def test_windows_that_another_transport_carries_have_none() -> None:
     run_on("asyncio", main)
 
 
-@pytest.mark.real
 def test_windows_of_a_subclass_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may start ops in a way of its own, and does so for those of its windows."""
 
@@ -252,7 +248,6 @@ def test_the_methods_of_a_window_look_as_ever() -> None:
     run_on("asyncio", main)
 
 
-@pytest.mark.real
 def test_a_closed_window_refuses_and_leaves_nothing_of_the_attempt() -> None:
     async def main() -> None:
         async with local_world(2, "ucx") as comms:
@@ -275,7 +270,6 @@ def test_a_closed_window_refuses_and_leaves_nothing_of_the_attempt() -> None:
     run_on("asyncio", main)
 
 
-@pytest.mark.real
 def test_a_window_that_the_engine_has_forgotten_is_pythons_to_refuse() -> None:
     """The engine refuses before anything has happened, and Python tries again: it decides what the program is told."""
 
@@ -295,7 +289,6 @@ def test_a_window_that_the_engine_has_forgotten_is_pythons_to_refuse() -> None:
     run_on("asyncio", main)
 
 
-@pytest.mark.real
 def test_an_aborted_communicator_refuses_ops_on_its_windows() -> None:
     async def main() -> None:
         async with local_world(2, "ucx") as comms:
@@ -309,7 +302,6 @@ def test_an_aborted_communicator_refuses_ops_on_its_windows() -> None:
     run_on("asyncio", main)
 
 
-@pytest.mark.real
 def test_a_wait_is_withdrawn_with_its_task_and_the_next_gets_the_signal() -> None:
     async def main() -> None:
         async with local_world(2, "ucx") as comms:
@@ -391,7 +383,6 @@ UNCOMMON = {
 }
 
 
-@pytest.mark.real
 @pytest.mark.parametrize("call", UNCOMMON.values(), ids=UNCOMMON)
 def test_what_is_not_plain_is_left_to_python(call: Any) -> None:
     async def main() -> None:
@@ -405,7 +396,6 @@ def test_what_is_not_plain_is_left_to_python(call: Any) -> None:
     run_on("asyncio", main)
 
 
-@pytest.mark.real
 def test_who_has_no_shortcuts(monkeypatch: pytest.MonkeyPatch, which: str) -> None:
     async def shortcuts(transport: Any) -> list[object]:
         async with local_world(2, transport) as comms:
@@ -421,7 +411,6 @@ def test_who_has_no_shortcuts(monkeypatch: pytest.MonkeyPatch, which: str) -> No
     assert all(it is None for it in run_on("asyncio", shortcuts, "ucx"))
 
 
-@pytest.mark.real
 def test_a_transport_that_posts_in_its_own_way_has_none(install: Any) -> None:
     from aiocomms_ucx import UcxTransport
 
@@ -441,7 +430,6 @@ def test_a_transport_that_posts_in_its_own_way_has_none(install: Any) -> None:
     assert posted[-2:] == ["barrier", "barrier"]  # behind the messages that prove the way while it forms
 
 
-@pytest.mark.real
 def test_what_no_transport_carries_is_refused() -> None:
     async def main() -> None:
         async with local_world(2, {"collectives": "ucx"}) as comms:
@@ -453,7 +441,6 @@ def test_what_no_transport_carries_is_refused() -> None:
     run_on("asyncio", main)
 
 
-@pytest.mark.real
 def test_a_transport_that_carries_less_has_none(install: Any) -> None:
     from aiocomms_ucx import UcxTransport
 
@@ -606,7 +593,6 @@ def test_a_value_that_is_a_tuple_or_an_exception_comes_out_as_it_is() -> None:
 # ----------------------------------------------------------------------------------------------------- uncommon events
 
 
-@pytest.mark.real
 def test_hooks_that_come_while_ops_run() -> None:
     async def main() -> None:
         async with local_world(2, "ucx") as comms:
@@ -632,7 +618,6 @@ def test_hooks_that_come_while_ops_run() -> None:
     run_on("asyncio", main)
 
 
-@pytest.mark.real
 def test_post_hooks_hear_of_what_shortcuts_start(which: str) -> None:
     """They are told what the Python path tells them, and ops stay native."""
 
@@ -731,7 +716,6 @@ def test_another_thread_is_refused() -> None:
     run_on("asyncio", main)
 
 
-@pytest.mark.real
 def test_a_lane_that_becomes_the_current_one() -> None:
     async def main() -> None:
         async with local_world(2, "ucx") as comms:
@@ -767,7 +751,6 @@ def test_works_of_the_communicator_go_by_its_own_current_lane() -> None:
     run_on("asyncio", main)
 
 
-@pytest.mark.real
 @pytest.mark.parametrize("call", [lambda lane, it: lane.all_reduce(it), lambda lane, it: lane.recv(it, 1)])
 def test_a_lane_that_is_closed_or_given_up_refuses_ops(call: Any) -> None:
     async def main() -> None:
@@ -788,7 +771,6 @@ def test_a_lane_that_is_closed_or_given_up_refuses_ops(call: Any) -> None:
     run_on("asyncio", main)
 
 
-@pytest.mark.real
 def test_what_is_pending_in_a_lane_ends_with_it() -> None:
     async def main() -> None:
         async with local_world(2, "ucx") as comms:
@@ -809,7 +791,6 @@ def test_what_is_pending_in_a_lane_ends_with_it() -> None:
     run_on("asyncio", main)
 
 
-@pytest.mark.real
 def test_a_message_of_a_lane_that_waits_is_as_any_other() -> None:
     async def main() -> None:
         async with local_world(2, "ucx") as comms:
@@ -1069,7 +1050,6 @@ def both() -> Iterator[list[Door]]:
         yield [Door(runner, which, stack) for which in DOORS]
 
 
-@pytest.mark.real
 @pytest.mark.parametrize("which", ["native"], indirect=True)  # it has both
 @hypothesis.given(calls())
 @hypothesis.settings(

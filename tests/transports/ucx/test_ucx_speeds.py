@@ -199,7 +199,6 @@ async def measured_when_ranks_share_a_host(measure: Measurement) -> None:
     assert measure.calls == 1
 
 
-@pytest.mark.real
 def test_the_first_rank_of_a_host_measures_it_once(unknown: None, monkeypatch: pytest.MonkeyPatch, run: object) -> None:
     measure = Measurement()
     monkeypatch.setattr(speeds, "measure_speeds", measure)

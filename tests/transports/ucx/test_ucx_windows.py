@@ -129,6 +129,7 @@ def test_a_wait_that_is_withdrawn(ranks: Run) -> None:
     ranks(2, wait_in_vain)
 
 
+@pytest.mark.deterministic
 @pytest.mark.fault(76)
 @pytest.mark.parametrize(("transport", "by_name"), [("local", False), ("c10d", False), ("ucx", False), ("ucx", True)])
 def test_a_window_does_not_move_what_an_op_of_another_communicator_has(
@@ -160,6 +161,7 @@ def test_a_window_does_not_move_what_an_op_of_another_communicator_has(
     asyncio.run(main())
 
 
+@pytest.mark.deterministic
 @pytest.mark.fault(76, transport="ucx")
 def test_a_window_does_not_move_what_another_window_has() -> None:
     """The first window's communicator shares no memory, and so did not move it."""

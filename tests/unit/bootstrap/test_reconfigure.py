@@ -85,6 +85,7 @@ def test_after_a_newcomer_that_died_when_it_was_invited(transport: str, monkeypa
     run_on("asyncio", main)
 
 
+@pytest.mark.deterministic
 def test_who_came_in_vain_is_not_taken_for_there(transport: str):
     """And all meet, whoever has tried before."""
 

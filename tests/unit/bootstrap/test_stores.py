@@ -25,6 +25,8 @@ from aiocomms.lowlevel.stores import reach_store
 pytestmark = pytest.mark.real
 
 HOST = "127.0.0.1"
+PORT = 29500
+"""Where nothing listens: what is wrong is said before anybody asks."""
 HAS_IPV6 = Path("/proc/net/if_inet6").exists() and "00000001" in Path("/proc/net/if_inet6").read_text()
 
 
@@ -250,12 +252,13 @@ def test_the_agents_store_is_not_hosted_again(port):
     assert agent.get("key") == b"value"
 
 
+@pytest.mark.deterministic
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("host", ["0.0.0.0", "0", "::", "::ffff:0.0.0.0"])
-def test_every_interface_is_refused(port, host, rank):
+def test_every_interface_is_refused(host, rank):
     with pytest.raises(ArgumentError, match="every interface") as caught:
-        connect_store(host, port, rank, 2, agent_store=False, timeout=HANGS)
-    assert f"MASTER_ADDR={host!r}, MASTER_PORT={port}" in str(caught.value)
+        connect_store(host, PORT, rank, 2, agent_store=False, timeout=HANGS)
+    assert f"MASTER_ADDR={host!r}, MASTER_PORT={PORT}" in str(caught.value)
 
 
 @pytest.mark.fault(35)
@@ -276,9 +279,10 @@ def test_rank_0_on_the_wrong_machine_is_refused_at_once(port):
     assert "198.51.100.7" in str(caught.value)
 
 
-def test_a_name_that_is_loopback_only_is_refused_where_ranks_are_elsewhere(port):
+@pytest.mark.deterministic
+def test_a_name_that_is_loopback_only_is_refused_where_ranks_are_elsewhere():
     with pytest.raises(ArgumentError, match=r"'localhost'.*would be at (127\.0\.0\.1|::1).*ranks are on other hosts"):
-        connect_store("localhost", port, 0, 2, agent_store=False, elsewhere=True, timeout=HANGS)
+        connect_store("localhost", PORT, 0, 2, agent_store=False, elsewhere=True, timeout=HANGS)
 
 
 def fails_after(timeout, error, call, *args):
@@ -340,9 +344,10 @@ def test_a_name_that_does_not_resolve(monkeypatch, caplog, port, call):
     assert len(caplog.records) == 1
 
 
-def test_what_cannot_be_a_name_is_refused_at_once(port):
+@pytest.mark.deterministic
+def test_what_cannot_be_a_name_is_refused_at_once():
     with pytest.raises(ArgumentError, match="no valid host name: set MASTER_ADDR"):
-        client(port, "a" * 64)
+        client(PORT, "a" * 64)
 
 
 def test_a_connection_to_itself_is_no_master(monkeypatch, port):

@@ -30,7 +30,7 @@ from aiocomms.errors import UnsupportedOperation
 from aiocomms.families.collectives import Collectives
 from aiocomms.families.rma import OneSided
 
-pytestmark = pytest.mark.deterministic
+pytestmark = pytest.mark.real
 
 SUPPORT = Path(__file__).parents[2] / "support"
 HERE = ["bench", "--in-process", "--transport", "local", "--iters", "10", "--warmup", "1"]
@@ -67,12 +67,13 @@ def bench(*given: str, env: dict[str, str] | None = None) -> subprocess.Complete
 # ------------------------------------------------------------------------------------------------------------- figures
 
 
+@pytest.mark.deterministic
 def test_every_collective_can_be_measured():
     collectives = {name for name, value in vars(Collectives).items() if callable(value) and not name.startswith("_")}
     assert set(OPERATIONS) == collectives | {"send", "put", "put_signal", "get"}
 
 
-@pytest.mark.real
+@pytest.mark.deterministic
 def test_all_operations_between_two_tasks(capsys):
     found = document(capsys, *OPERATIONS, *SMALL)
     assert (found["schema"], found["ranks"], found["in_process"], found["missing"]) == (1, 2, True, [])
@@ -87,7 +88,6 @@ def test_all_operations_between_two_tasks(capsys):
 
 
 @pytest.mark.search
-@pytest.mark.real
 def test_bandwidths_are_those_of_nccl_tests(capsys):
     ops = ["all_reduce", "reduce", "all_gather_single", "all_to_all_single", "gather"]
     rows = document(capsys, *ops, "--ranks", "4", "-b", "64K", "-e", "64K")["rows"]
@@ -97,14 +97,12 @@ def test_bandwidths_are_those_of_nccl_tests(capsys):
 
 
 @pytest.mark.search
-@pytest.mark.real
 def test_each_rank_has_an_element_at_least(capsys):
     (row,) = document(capsys, "scatter", "--ranks", "3", "-b", "4", "-e", "4")["rows"]
     assert (row["bytes"], row["count"]) == (12, 3)
 
 
 @pytest.mark.search
-@pytest.mark.real
 def test_a_call_that_blocks_makes_the_loop_late():
     def block() -> None:
         ends = time.perf_counter() + 0.02
@@ -114,6 +112,7 @@ def test_a_call_that_blocks_makes_the_loop_late():
     assert asyncio.run(lateness(block, True, 3)) > 0.015
 
 
+@pytest.mark.deterministic
 def test_percentiles_are_values_that_there_are():
     assert [percentile(range(1, 201), which) for which in (1, 50, 99, 100)] == [2, 100, 198, 200]
     assert percentile([7.0], 99) == 7.0
@@ -122,6 +121,7 @@ def test_percentiles_are_values_that_there_are():
 # -------------------------------------------------------------------------------------------------------------- checks
 
 
+@pytest.mark.deterministic
 @pytest.mark.parametrize("op", [op for op in OPERATIONS if op != "barrier"])
 def test_what_was_not_done_is_wrong(op):
     cases = [Case(op, 64, rank, 2) for rank in range(2)]
@@ -131,7 +131,6 @@ def test_what_was_not_done_is_wrong(op):
 
 
 @pytest.mark.search
-@pytest.mark.real
 @pytest.mark.parametrize(
     ("mutant", "op", "size"),
     [("wrong_rank_order", "all_gather_single", "8"), ("end_of_large_messages_is_lost", "send", "1M")],
@@ -146,7 +145,6 @@ def test_wrong_results_are_counted(mutant, op, size):
 
 
 @pytest.mark.search
-@pytest.mark.real
 def test_nothing_is_checked_where_that_is_asked_for(capsys):
     (row,) = document(capsys, "-b", "8", "-e", "8", "--check", "0")["rows"]
     assert row["wrong"] is None
@@ -156,7 +154,6 @@ def test_nothing_is_checked_where_that_is_asked_for(capsys):
 
 
 @pytest.mark.search
-@pytest.mark.real
 def test_the_table(capsys):
     assert main([*HERE, "send", *SMALL]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -168,7 +165,6 @@ def test_the_table(capsys):
 
 
 @pytest.mark.search
-@pytest.mark.real
 def test_a_bar_on_a_terminal(capsys, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
@@ -180,7 +176,6 @@ def test_a_bar_on_a_terminal(capsys, monkeypatch):
 
 
 @pytest.mark.search
-@pytest.mark.real
 def test_a_picture(capsys, tmp_path):
     picture = tmp_path / "picture.png"
     assert main([*HERE, "all_reduce", "barrier", *SMALL, "--plot", str(picture)]) == 0
@@ -194,7 +189,6 @@ def test_a_picture(capsys, tmp_path):
 
 
 @pytest.mark.search
-@pytest.mark.real
 def test_an_operation_that_a_transport_lacks_is_missing_and_the_rest_goes_on(capsys, monkeypatch):
     async def refuse(*_: object) -> None:
         raise UnsupportedOperation("it has no windows")
@@ -206,7 +200,6 @@ def test_an_operation_that_a_transport_lacks_is_missing_and_the_rest_goes_on(cap
 
 
 @pytest.mark.search
-@pytest.mark.real
 def test_processes_of_its_own_beside_other_libraries():
     done = bench("send", "put", *QUICK, "--transport", "c10d,local", "--vs", "gloo,mpich", "--json")
     assert done.returncode == 1, done.stderr  # `local` is none between processes
@@ -228,7 +221,6 @@ def test_processes_of_its_own_beside_other_libraries():
 
 
 @pytest.mark.search
-@pytest.mark.real
 def test_inside_torchrun():
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = run(*torchrun, "-m", "aiocomms.cli", "bench", *QUICK, "--json", "--vs", "gloo")
@@ -241,7 +233,6 @@ def test_inside_torchrun():
 
 
 @pytest.mark.search
-@pytest.mark.real
 def test_a_rank_that_dies_ends_the_others(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import os\nif os.environ.get('RANK') == '1': os.abort()\n")
     done = bench(*QUICK, env={"PYTHONPATH": str(tmp_path)})
@@ -252,6 +243,7 @@ def test_a_rank_that_dies_ends_the_others(tmp_path):
 # ------------------------------------------------------------------------------------------------------- what is told
 
 
+@pytest.mark.deterministic
 def test_the_page_has_every_field_and_option():
     page = (Path(__file__).parents[3] / "docs" / "bench.md").read_text()
     fields = {field for struct in (Report, Row, Missing) for field in struct.__struct_fields__}
@@ -267,6 +259,7 @@ def test_the_page_has_every_field_and_option():
 # ------------------------------------------------------------------------------------------------------- bad arguments
 
 
+@pytest.mark.deterministic
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -291,6 +284,7 @@ def test_arguments_that_make_no_sense(given, message, capsys):
     assert f"aiocomms bench: {message}" in capsys.readouterr().err
 
 
+@pytest.mark.deterministic
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -306,6 +300,7 @@ def test_arguments_that_cannot_be_read(given, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.deterministic
 def test_a_picture_without_matplotlib(monkeypatch, capsys):
     monkeypatch.setattr(arguments, "find_spec", lambda _: None)
     assert main([*HERE, "--plot", "picture.png"]) == 1

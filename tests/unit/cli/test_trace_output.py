@@ -96,7 +96,6 @@ def complete(written: Path) -> list[Complete]:
     return [event for event in events if isinstance(event, Complete)]
 
 
-@pytest.mark.real
 def test_the_format_is_kept(output: Path) -> None:
     trace = msgspec.json.decode(output.read_bytes(), type=Trace)
     metadata = [event for event in trace.traceEvents if isinstance(event, Metadata)]

@@ -77,7 +77,6 @@ def receive(comm, src, timeout=0.05):
 EVERY = pytest.mark.parametrize("transport", ["local", "c10d", "ucx"])
 
 
-@pytest.mark.real
 @EVERY
 def test_a_rank_that_is_in_a_collective_or_in_nothing(run, transport):
     async def main():
@@ -96,7 +95,6 @@ def test_a_rank_that_is_in_a_collective_or_in_nothing(run, transport):
     run(main)
 
 
-@pytest.mark.real
 @EVERY
 def test_a_circle_of_receives_of_which_one_has_a_deadline(run, transport):
     async def main():
@@ -115,7 +113,6 @@ def test_a_circle_of_receives_of_which_one_has_a_deadline(run, transport):
     run(main)
 
 
-@pytest.mark.real
 @pytest.mark.parametrize("transport", ["local", "c10d", "ucx"])
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_a_circle_of_receives_that_were_late_before(run, size, transport):
@@ -133,7 +130,6 @@ def test_a_circle_of_receives_that_were_late_before(run, size, transport):
     run(main)
 
 
-@pytest.mark.real
 def test_all_of_a_long_circle_find_it(run, monkeypatch):
     """What is said of each rank is for the first few, and the circle whole."""
     all_begun, inquire = threading.Event(), Inquiry._inquire
@@ -156,7 +152,6 @@ def test_all_of_a_long_circle_find_it(run, monkeypatch):
     run(main)
 
 
-@pytest.mark.real
 def test_a_circle_within_a_lane_names_it(run):
     async def main():
         async with local_world(2) as (one, two):
@@ -171,7 +166,6 @@ def test_a_circle_within_a_lane_names_it(run):
     run(main)
 
 
-@pytest.mark.real
 def test_a_chain_that_is_no_circle_and_a_circle_of_others(run):
     async def main():
         async with local_world(4) as world:
@@ -188,7 +182,6 @@ def test_a_chain_that_is_no_circle_and_a_circle_of_others(run):
     run(main)
 
 
-@pytest.mark.real
 def test_who_waited_at_another_time_is_in_no_circle(run):
     async def main():
         async with local_world(2) as world:
@@ -216,7 +209,6 @@ def test_a_busy_loop_does_not_hide_where_it_stands(run, transport):
     run(main)
 
 
-@pytest.mark.real
 def test_who_does_not_answer(run, monkeypatch):
     monkeypatch.setattr(inquiry, "PATIENCE", 0.05)
     monkeypatch.setattr(Inquiry, "_answer", lambda self: None)
@@ -229,7 +221,6 @@ def test_who_does_not_answer(run, monkeypatch):
     run(main)
 
 
-@pytest.mark.real
 @pytest.mark.parametrize("why", ["no thread", "no notes"])
 def test_what_cannot_be_learnt_leaves_the_error(run, monkeypatch, why):
     if why == "no notes":

@@ -280,7 +280,6 @@ def test_a_folder_that_hangs_keeps_no_failure_from_its_awaiter(run, transport, m
         thaws.set()
 
 
-@pytest.mark.real
 @pytest.mark.fault(75)
 @pytest.mark.parametrize("transport", ["local", "c10d", "ucx"])
 @pytest.mark.parametrize("how", ["abort", "deadline"])
@@ -396,7 +395,6 @@ async def time_out(comm):
     return str(caught.value)
 
 
-@pytest.mark.real
 @pytest.mark.fault(59)
 @pytest.mark.parametrize("why", ["unwritable", "full", "unwanted"])
 @pytest.mark.usefixtures("patient")
@@ -449,7 +447,6 @@ def test_what_is_lost_is_written(run, records):
 # ------------------------------------------------------------------------------------------------------- the verdicts
 
 
-@pytest.mark.real
 @pytest.mark.usefixtures("patient")
 def test_a_deadline_says_what_everybody_does(run, records):
     async def main():
@@ -472,7 +469,6 @@ def test_a_deadline_says_what_everybody_does(run, records):
     run(main)
 
 
-@pytest.mark.real
 def test_an_adopted_store_or_none(run, monkeypatch):
     """A world whose ranks have no store to ask each other through still says who was missing."""
     monkeypatch.setattr(postmortem, "WRITING", PATIENCE)
@@ -489,7 +485,6 @@ def test_an_adopted_store_or_none(run, monkeypatch):
     run(main)
 
 
-@pytest.mark.real
 def test_a_store_that_keeps_its_callers_does_not_keep_the_error(run, monkeypatch):
     """As one does whose host is stopped. Who waits for the late rank's verdict does not wait for ever either."""
     given_up = threading.Event()
@@ -660,7 +655,6 @@ def test_trace_knows_clocks_and_missing_ranks(tmp_path, capsys):
     ]
 
 
-@pytest.mark.real
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_a_circle_of_receives_is_known_after_their_deadlines(run, size, records, capsys):
     async def main():
@@ -681,7 +675,6 @@ def test_a_circle_of_receives_is_known_after_their_deadlines(run, size, records,
     assert f"they waited in a circle, until a deadline passed: {circle}" in said
 
 
-@pytest.mark.real
 def test_a_circle_of_a_withdrawn_receive_and_a_collective(run, records, capsys):
     async def main():
         async with local_world(2) as (one, two):
@@ -701,7 +694,6 @@ def test_a_circle_of_a_withdrawn_receive_and_a_collective(run, records, capsys):
     assert "they waited in a circle, until a deadline passed: rank 0 -> rank 1 -> rank 0" in said
 
 
-@pytest.mark.real
 @pytest.mark.parametrize("second", ["later", "answered"])
 def test_what_was_no_circle(run, second, records, capsys):
     """Receives that did not wait at the same time, or that were matched."""

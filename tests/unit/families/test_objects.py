@@ -142,7 +142,6 @@ def test_bad_arguments_send_nothing():
     anyio.run(main)
 
 
-@pytest.mark.real
 def test_a_receive_is_withdrawn_and_its_message_goes_to_the_next(run):
     async def main():
         async with local_world(2) as (one, two):
@@ -387,7 +386,6 @@ def test_copies_are_made_by_a_thread(run, monkeypatch):
     assert made == [False, False]
 
 
-@pytest.mark.real
 @pytest.mark.parametrize("call", ["send", "broadcast", "all_gather", "gather", "scatter"])
 def test_copies_are_freed_by_a_thread(run, monkeypatch, call):
     """Nothing else has them by then: to give memory back may take the kernel longer than a turn of the loop may."""

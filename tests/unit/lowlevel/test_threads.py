@@ -130,7 +130,6 @@ def test_a_wait_that_is_cancelled_already_starts_the_call_all_the_same(run):
     run(main)
 
 
-@pytest.mark.real
 @pytest.mark.parametrize("missing", ["threads", "descriptors"])
 def test_none_are_left(run, monkeypatch, missing):
     def fails(*_):

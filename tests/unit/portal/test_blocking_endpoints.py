@@ -316,6 +316,7 @@ for wait in (peer.recv(torch.zeros(1)).wait, one.accept, peer.lost):
     assert run(f"TRANSPORT = {transport!r}\n{HEAD}{program}") == ""
 
 
+@pytest.mark.search
 @pytest.mark.real
 def test_warnings_as_errors_see_it(transport: str):
     program = "import warnings\nwarnings.simplefilter('always', ResourceWarning)\n"

@@ -61,7 +61,6 @@ def test_an_ops_deadline_poisons_the_communicator_on_every_rank(run, call):
     run(main)
 
 
-@pytest.mark.real
 @pytest.mark.fault(16, transport="local")
 @pytest.mark.parametrize("n", [2, 4])
 def test_the_message_says_who_was_missing(run, n):
@@ -88,7 +87,6 @@ LATE_BATCH = (
 )
 
 
-@pytest.mark.real
 @pytest.mark.parametrize(
     ("transport", "late"),
     [("local", LATE_SEND), ("local", LATE_BATCH), ("c10d", LATE_BATCH)],  # c10d sends at once what is small
@@ -117,7 +115,6 @@ RECEIVES = {
 }
 
 
-@pytest.mark.real
 @pytest.mark.parametrize("call", RECEIVES.values(), ids=RECEIVES)
 def test_a_receive_that_nothing_matched_fails_alone(run, call):
     async def main():
@@ -143,7 +140,6 @@ def test_a_receive_that_nothing_matched_fails_alone(run, call):
     run(main)
 
 
-@pytest.mark.real
 def test_a_wait_for_a_signal_fails_alone(run):
     async def main():
         async with local_world(2) as world:
@@ -157,7 +153,6 @@ def test_a_wait_for_a_signal_fails_alone(run):
     run(main)
 
 
-@pytest.mark.real
 @pytest.mark.parametrize("timeout", [SHORT, timedelta(seconds=SHORT)], ids=["seconds", "timedelta"])
 @pytest.mark.parametrize("said", ["by the op", "when opened", "later"])
 def test_where_a_deadline_may_be_said(run, timeout, said):
@@ -285,7 +280,6 @@ def test_an_aborted_communicator_has_no_deadlines(run):
     run(main)
 
 
-@pytest.mark.real
 @pytest.mark.fault(59)
 def test_without_a_thread_the_communicator_is_lost_at_once(run):
     """An op whose deadline nobody watches might never end. The next communicator has its watchdog again."""

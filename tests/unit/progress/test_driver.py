@@ -342,7 +342,6 @@ def test_a_transport_that_breaks_takes_the_communicator_with_it_and_nothing_else
 # ------------------------------------------------------------------------------------------- loops come and go
 
 
-@pytest.mark.real
 @pytest.mark.fault(54, transport="local")
 def test_fifty_loops_one_after_the_other(loop):
     async def main():

@@ -354,7 +354,6 @@ def test_a_communicator_that_was_not_awaited(run, name):
 # ---------------------------------------------------------------------------------- whose error it is, once
 
 
-@pytest.mark.real
 @pytest.mark.parametrize("transport", ["local", "c10d"])
 @pytest.mark.parametrize("end", ["abort", "close", "deadline"])
 def test_an_error_of_new_window_names_it(run, transport, end):

@@ -48,7 +48,6 @@ WAITS = {
 }
 
 
-@pytest.mark.real
 @pytest.mark.parametrize("said", ["by the op", "later", "when opened"])
 @pytest.mark.parametrize("op", WAITS)
 def test_an_op_without_a_deadline_outlives_deadlines(run, op, said):
@@ -70,7 +69,6 @@ def test_an_op_without_a_deadline_outlives_deadlines(run, op, said):
     run(main)
 
 
-@pytest.mark.real
 def test_windows_wait_without_a_deadline(run):
     async def main():
         async with local_world(2, {"p2p": "local"}) as world:  # windows over messages
@@ -95,7 +93,6 @@ def test_windows_wait_without_a_deadline(run):
     run(main)
 
 
-@pytest.mark.real
 @pytest.mark.parametrize("end", ["an abort", "a peer's abort", "a close", "a peer's close", "a deadline"])
 def test_it_ends_with_its_communicator(run, end):
     async def main():
@@ -150,7 +147,6 @@ def test_without_deadlines_there_is_no_watchdog(run):
     run(main)
 
 
-@pytest.mark.real
 def test_beside_deadlines_it_is_not_looked_at(run):
     """When the last deadline has passed the watchdog sleeps for good, whatever is pending without one."""
 
@@ -191,7 +187,6 @@ def test_the_recorder_knows_since_when_it_waits(run, tmp_path):
 # -------------------------------------------------------------------------------------------- where it is said
 
 
-@pytest.mark.real
 def test_an_op_that_is_given_none_of_its_own_has_the_communicators(run):
     """At the time of the call; ``COMM_TIMEOUT`` says so in words, for functions that hand a timeout on."""
 
@@ -280,7 +275,6 @@ def test_communicators_made_of_one_without_deadlines_have_none_either(run):
     run(main)
 
 
-@pytest.mark.real
 def test_a_thread_may_wait_without_a_deadline(run):
     async def main():
         async with local_world(2) as world:
