@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime as dt
+import fcntl
 import json
 import os
 import random
@@ -304,22 +305,28 @@ def arguments(given: Sequence[str] | None, table: Sequence[Campaign]) -> argpars
 
 def main(given: Sequence[str] | None = None, table: Sequence[Campaign] = CAMPAIGNS, root: Path = ROOT) -> int:
     """Search, and say what was found."""
-    options, seeds, folder = arguments(given, table), root / "tests" / "seeds.txt", root / "build" / "search"
+    options, folder = arguments(given, table), root / "build" / "search"
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        known = read_seeds(seeds.read_text(), table) if seeds.exists() else []
-        search = Search(options.campaigns, known, folder)
-    except ValueError as error:
-        print(f"search: {error}", file=sys.stderr)
-        return 2
-    with contextlib.suppress(KeyboardInterrupt):
-        search.go_on(60 * options.minutes, options.cycles)
-    search.save()
-    began = [run.campaign for run in search.runs]
-    late = {it.name: numbers(search.state, it)["took"] for it in search.live if it not in began}
-    search.not_run |= {name: f"its turn did not come; it takes about {took:.0f} s" for name, took in late.items()}
-    text = summary(search.runs, search.not_run, search.state, dt.datetime.now(dt.UTC).date())
-    (folder / "summary.md").write_text(text)
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            seeds = root / "tests" / "seeds.txt"
+            known = read_seeds(seeds.read_text(), table) if seeds.exists() else []
+            search = Search(options.campaigns, known, folder)
+        except BlockingIOError:
+            print(f"search: another search writes into {folder}: wait for its end", file=sys.stderr)
+            return 2
+        except ValueError as error:
+            print(f"search: {error}", file=sys.stderr)
+            return 2
+        with contextlib.suppress(KeyboardInterrupt):
+            search.go_on(60 * options.minutes, options.cycles)
+        search.save()
+        began = [run.campaign for run in search.runs]
+        late = {it.name: numbers(search.state, it)["took"] for it in search.live if it not in began}
+        search.not_run |= {name: f"its turn did not come; it takes about {took:.0f} s" for name, took in late.items()}
+        text = summary(search.runs, search.not_run, search.state, dt.datetime.now(dt.UTC).date())
+        (folder / "summary.md").write_text(text)
     print(f"\n{text}")
     return int(any(run.outcome == FAILED for run in search.runs))
 

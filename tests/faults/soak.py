@@ -270,6 +270,7 @@ def main() -> int:
     print(f"soak: SOAK_SEED={seed} SOAK_TRANSPORT={transport} SOAK_SECONDS={seconds:.0f}", flush=True)
     # UCX's files there are its ranks' own, so what is left is: on a busy machine others leave some in /dev/shm.
     shared = os.environ["UCX_POSIX_DIR"] = tempfile.mkdtemp(prefix="soak-", dir="/dev/shm")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a search that cuts it off leaves no folder
     soak, began, said = Soak(transport, seed), time.monotonic(), 0.0
     failures: list[str] = []
     try:
@@ -282,11 +283,12 @@ def main() -> int:
         failures.append(str(error))
     finally:
         soak.end()
+        left = [path.name for path in Path(shared).iterdir()]
+        shutil.rmtree(shared)
     elapsed = time.monotonic() - began
     failures += soak.broken(elapsed)
-    if left := [path.name for path in Path(shared).iterdir()]:
+    if left:
         failures.append(f"left in {shared}: {left}")
-    shutil.rmtree(shared)
     return conclude(soak, elapsed, failures, seed)
 
 

@@ -164,6 +164,7 @@ def test_hides_that_it_starts_a_process():
 def test_leaks_a_descriptor():
     os.open(__file__, os.O_RDONLY)
 
+@pytest.mark.search
 def test_has_no_kind():
     pass
 """
@@ -174,7 +175,7 @@ def planted(tmp_path: Path) -> Callable[[str], tuple[int, str]]:
     """Run one planted test in a tier, with a ledger of its own; return pytest's exit status and output."""
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_planted.py").write_text(PLANTED)
-    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers\nmarkers = search: not here\n")
 
     def run(test: str) -> tuple[int, str]:
         command = [sys.executable, "-m", "pytest", "--tier=test", f"test_planted.py::{test}", "-pno:cacheprovider"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import fcntl
 import json
 import shlex
 import sys
@@ -154,6 +155,15 @@ def test_a_file_that_is_no_state_is_named(text: str, tmp_path: Path, capsys: pyt
     path.write_text(text)
     assert search.main([], TABLE, tmp_path) == 2
     assert f"{path}: got " in capsys.readouterr().err
+
+
+def test_two_searches_do_not_write_into_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "build" / "search"
+    folder.mkdir(parents=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert search.main([], TABLE, tmp_path) == 2
+    assert "another search writes into" in capsys.readouterr().err
 
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:

@@ -11,9 +11,8 @@ import pytest
 from gate.kinds import REAL, SUITE, kind_of
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what ``make search`` runs and a tier does not."""
+    """Deselect what ``make search`` runs and a tier does not, when all have been found to have a kind."""
     if not config.getoption("--tier"):
         return
     real = config.getoption("--tier") != "check"
