@@ -20,7 +20,7 @@ from aiocomms.errors import ArgumentError
 from aiocomms.lowering.runs import Steps
 from aiocomms.lowering.schedules import Context, broadcast_tree, schedule
 from aiocomms.opening import get_comm
-from aiocomms.ops import Op, TensorLike, checks, codec
+from aiocomms.ops import Op, TensorLike, buffers, checks, codec
 from aiocomms.ops.arrays import as_tensor, like
 from aiocomms.ops.checks import Group
 from aiocomms.ops.reductions import ReduceOp
@@ -149,12 +149,12 @@ class ScatterNew(Op, frozen=True, eq=False):
 @schedule(ScatterNew)
 def _scatter_new(g: Context, op: ScatterNew) -> Steps:
     """Broadcast dtype and shape down a tree, then send each rank its chunk straight from the source."""
-    outline = torch.empty(codec.TENSOR_BYTES, dtype=torch.uint8, device=g.device)
+    outline = buffers.empty(codec.TENSOR_BYTES, dtype=torch.uint8, device=g.device)
     if op.tensor is not None:
         outline = codec.to_tensor(codec.describe_tensor(op.tensor), g.device)
     yield from broadcast_tree(g, outline, op.src)
     dtype, shape, _ = codec.parse_tensor(codec.to_bytes(outline))
-    out = torch.empty((shape[0] // g.size, *shape[1:]), dtype=dtype, device=g.device)
+    out = buffers.empty((shape[0] // g.size, *shape[1:]), dtype=dtype, device=g.device)
     if op.tensor is None:
         yield [g.recv(out, op.src)]
         return out
@@ -173,7 +173,7 @@ def _new(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tens
         raise ArgumentError(f"shape is {checks.short(shape)}, wanted sizes of at least 0")
     if not isinstance(dtype, torch.dtype):
         raise checks.wrong_type("dtype", dtype, "a torch.dtype")
-    return torch.empty(sizes, dtype=dtype, device=device)
+    return buffers.empty(sizes, dtype=dtype, device=device)
 
 
 def _dense(name: str, given: Any) -> Tensor:

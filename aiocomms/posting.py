@@ -17,6 +17,7 @@ from aiocomms.families.hooks import Hooks
 from aiocomms.lowering.routing import Router
 from aiocomms.lowering.runs import Offload
 from aiocomms.lowlevel.threads import call_in_thread
+from aiocomms.ops.modes import affected, set_aside
 from aiocomms.progress.driver import Driver
 from aiocomms.progress.guard import broken
 from aiocomms.progress.inflight import InFlight, LaneWork, StartedWork
@@ -68,6 +69,7 @@ class Posting(Counted):
         :returns: its work, done or pending.
         """
         op, before = work.op, self.posting
+        aside = set_aside() if affected() else None
         kind, self.posting = type(op), True  # from here on no other thread comes in between
         try:
             work.seq = seq = self.issued  # again, for another thread's op may have come first
@@ -96,6 +98,8 @@ class Posting(Counted):
             return work
         finally:
             self.posting = before
+            if aside is not None:
+                aside.close()
 
     def follow(
         self, work: StartedWork[Any], seconds: float, look_after: Callable[[int], object], index: int

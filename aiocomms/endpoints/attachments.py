@@ -45,7 +45,7 @@ from aiocomms.errors import (
     as_reason,
     wrong_thread,
 )
-from aiocomms.ops import checks
+from aiocomms.ops import buffers, checks
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
 from aiocomms.progress.driver import Promise
 
@@ -354,7 +354,7 @@ class Attachments:
         if region is not None:
             return region._part()
         assert asked is not None
-        return torch.empty(0, dtype=asked.dtype, device=self._comm.device)
+        return buffers.empty(0, dtype=asked.dtype, device=self._comm.device)
 
     async def _finish_opening(
         self, attachment: Attachment, opening: Coroutine[Any, Any, Window], region: Region | None

@@ -21,7 +21,7 @@ from aiocomms.errors import CommClosedError, CommError, CommTimeoutError, Region
 from aiocomms.families.hooks import Hook
 from aiocomms.families.rma import Window
 from aiocomms.families.streams import ItemStream, TensorStream
-from aiocomms.ops import TensorLike, checks
+from aiocomms.ops import TensorLike, buffers, checks
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
 from aiocomms.progress.driver import Promise
 from aiocomms.progress.work import Work
@@ -71,7 +71,7 @@ class Peer:
         """Meet the other end, so that each hears all that the other one says from now on."""
         self._attachments.say_here()
         # A window of one element, for signals: those of an empty one would be behind nothing that was put.
-        self._signals = await self._comm.new_window(torch.zeros(1, dtype=torch.uint8, device=self._comm.device))
+        self._signals = await self._comm.new_window(buffers.zeros(1, dtype=torch.uint8, device=self._comm.device))
 
     @property
     def name(self) -> str:

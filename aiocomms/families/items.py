@@ -18,7 +18,7 @@ from torch import Tensor
 
 from aiocomms.errors import ArgumentError, ProtocolError
 from aiocomms.families.parcels import HEADER_BYTES, Arrival, Parcel
-from aiocomms.ops import checks, codec
+from aiocomms.ops import buffers, checks, codec
 from aiocomms.ops.arrays import as_tensor
 from aiocomms.ops.checks import Group
 
@@ -99,7 +99,7 @@ class Tensors(Kind[Tensor]):
             raise ProtocolError(f"a message of kind {header[0]} came")
         dtype, shape, nbytes = codec.parse_tensor(header[8:])
         try:
-            tensor = torch.empty(shape, dtype=dtype, device=device)
+            tensor = buffers.empty(shape, dtype=dtype, device=device)
         except RuntimeError as error:
             raise ProtocolError(f"a tensor of {nbytes} bytes was announced: {error}") from error
         if nbytes:

@@ -14,7 +14,7 @@ from aiocomms.families.issuer import Issuer
 from aiocomms.families.parcels import HEADER_BYTES, Arrival, Parcel, own_copy
 from aiocomms.lowering.runs import AloneError, Steps
 from aiocomms.lowering.schedules import Context, broadcast_tree, ring_gather, schedule
-from aiocomms.ops import Family, Op, checks, codec
+from aiocomms.ops import Family, Op, buffers, checks, codec
 from aiocomms.ops.checks import COMM_TIMEOUT, Group, OpTimeout
 from aiocomms.progress.work import Work
 
@@ -128,7 +128,7 @@ def _send(g: Context, op: SendObject) -> Steps:
 
 @schedule(RecvObject)
 def _recv(g: Context, op: RecvObject) -> Steps:
-    header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=g.device)
+    header = buffers.empty(HEADER_BYTES, dtype=torch.uint8, device=g.device)
     yield [ops.Recv(header, op.src, op.tag, ops.OBJECT)]
     try:
         arrival = _arrival(header)
@@ -146,7 +146,7 @@ def _recv(g: Context, op: RecvObject) -> Steps:
 @schedule(BroadcastObject)
 def _broadcast(g: Context, op: BroadcastObject) -> Steps:
     mine = op.parcels[0] if op.parcels else None
-    header = mine.header if mine else torch.empty(HEADER_BYTES, dtype=torch.uint8, device=g.device)
+    header = mine.header if mine else buffers.empty(HEADER_BYTES, dtype=torch.uint8, device=g.device)
     yield from broadcast_tree(g, header, op.root)
     arrival = _arrival(header)
     body = mine.body if mine else arrival.body
@@ -169,7 +169,7 @@ def _spread(g: Context, messages: Sequence[Tensor], root: int) -> Steps:
 @schedule(AllGatherObject)
 def _all_gather(g: Context, op: AllGatherObject) -> Steps:
     mine = op.parcels[0]
-    headers = [torch.empty(HEADER_BYTES, dtype=torch.uint8, device=g.device) for _ in range(g.size)]
+    headers = [buffers.empty(HEADER_BYTES, dtype=torch.uint8, device=g.device) for _ in range(g.size)]
     headers[g.rank] = mine.header
     yield from ring_gather(g, [[header] for header in headers])
     arrivals = [_arrival(header) for header in headers]
@@ -189,7 +189,7 @@ def _gather(g: Context, op: GatherObject) -> Steps:
     if g.rank != op.root:
         yield from _pass_on(g, {op.root: mine})
         return None
-    headers = [torch.empty(HEADER_BYTES, dtype=torch.uint8, device=g.device) for _ in range(g.size)]
+    headers = [buffers.empty(HEADER_BYTES, dtype=torch.uint8, device=g.device) for _ in range(g.size)]
     headers[g.rank] = mine.header
     others = [r for r in range(g.size) if r != g.rank]
     yield [g.recv(headers[r], r) for r in others]
@@ -204,7 +204,7 @@ def _gather(g: Context, op: GatherObject) -> Steps:
 @schedule(ScatterObject)
 def _scatter(g: Context, op: ScatterObject) -> Steps:
     if g.rank != op.root:
-        header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=g.device)
+        header = buffers.empty(HEADER_BYTES, dtype=torch.uint8, device=g.device)
         yield [g.recv(header, op.root)]
         arrival = _arrival(header)
         yield [g.recv(arrival.body, op.root)]

@@ -17,7 +17,7 @@ from torch import Tensor
 from aiocomms.errors import ProtocolError
 from aiocomms.lowering.runs import Offload, Steps
 from aiocomms.lowlevel.versions import Dialect
-from aiocomms.ops import apart, codec
+from aiocomms.ops import apart, buffers, codec
 
 HEADER_BYTES = 256
 _HEADER = struct.Struct("<6sBxIIQQ")  # head, flags, tag of the other messages, bytes here, bytes encoded, bytes apart
@@ -108,7 +108,7 @@ class Arrival:
         self.nbytes: int = total + beside
         self.pickled: bool = bool(flags & _PICKLED)
         self.inline: bytes = data[_HEADER.size : _HEADER.size + here]
-        self.body: Tensor = torch.empty(total - here, dtype=torch.uint8, device=device)
+        self.body: Tensor = buffers.empty(total - here, dtype=torch.uint8, device=device)
         self._landing = apart.Landing(device, beside)
         self._value: Any = None
 

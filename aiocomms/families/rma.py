@@ -14,7 +14,7 @@ from aiocomms import ops
 from aiocomms.errors import CommError, MismatchError
 from aiocomms.families.issuer import Issuer
 from aiocomms.lowering.shortcuts import with_shortcuts
-from aiocomms.ops import TensorLike, checks
+from aiocomms.ops import TensorLike, buffers, checks
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
 from aiocomms.progress.work import Work
 
@@ -40,8 +40,8 @@ class OneSided(Issuer):
         """Call the collectives that open a window; what is returned waits for their ends."""
         works: list[Work[Any]] = [self._issue_in_order(ops.WindowOpen(tensor), timeout=timeout)]
         memory = cast("ops.WindowOpen", works[0].op).tensor  # which is the array's, where it is opened with one
-        mine = torch.tensor([memory.numel(), sorted(map(str, checks.DTYPES)).index(str(memory.dtype))])
-        table = torch.empty(self.size, 2, dtype=torch.int64, device=self.device)
+        mine = buffers.int64([memory.numel(), sorted(map(str, checks.DTYPES)).index(str(memory.dtype))], device="cpu")
+        table = buffers.empty(self.size, 2, dtype=torch.int64, device=self.device)
         with self._all_or_none(works):
             works.append(self._issue_in_order(ops.AllGatherSingle(table, mine.to(self.device)), timeout=timeout))
         return self._opened_window(tensor, memory, works, timeout)
@@ -51,7 +51,7 @@ class OneSided(Issuer):
     ) -> Window:
         with self._all_or_none(works):
             handle = await works[0]
-            sizes, dtypes = (await works[1]).T.tolist()
+            sizes, dtypes = map(list, zip(*(await works[1]).tolist(), strict=True))
         window = Window(self, ops.WindowInfo(handle, memory, sizes), given)
         if len(set(dtypes)) > 1:
             with contextlib.suppress(CommError):  # then it is lost, which the next operation says

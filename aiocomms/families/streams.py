@@ -24,7 +24,7 @@ from aiocomms.families import greeting
 from aiocomms.families.greeting import Greeting
 from aiocomms.families.items import Arriving, Kind
 from aiocomms.lowlevel.threads import call_in_thread, run_in_thread
-from aiocomms.ops import codec
+from aiocomms.ops import buffers, codec
 from aiocomms.progress.driver import Driver, Promise
 from aiocomms.progress.inflight import StartedWork
 from aiocomms.progress.work import Work
@@ -65,9 +65,9 @@ class ItemStream(ObjectStream[T]):
         self._gone = False  # the other end was closed without an end of what it sends
         self._under_way: list[StartedWork[Any]] = []
         """The payloads that this end sends."""
-        self._header = torch.empty(kind.header_bytes, dtype=torch.uint8, device=comm.device)
-        self._credit = torch.empty(2, dtype=torch.int64, device=comm.device)
-        self._hello = torch.empty(greeting.GREETING_BYTES, dtype=torch.uint8, device=comm.device)
+        self._header = buffers.empty(kind.header_bytes, dtype=torch.uint8, device=comm.device)
+        self._credit = buffers.empty(2, dtype=torch.int64, device=comm.device)
+        self._hello = buffers.empty(greeting.GREETING_BYTES, dtype=torch.uint8, device=comm.device)
         self._shake_hands()
 
     # -------------------------------------------------------------------------------------------- for the program
@@ -239,7 +239,7 @@ class ItemStream(ObjectStream[T]):
         if self._returning or not self._is_open or not self._usable() or not (self._owed or self._closed):
             return
         owed, self._owed, nbytes, self._owed_bytes = self._owed, 0, self._owed_bytes, 0
-        credit = torch.tensor([_CLOSED if self._closed else owed, nbytes], device=self._comm.device)
+        credit = buffers.int64([_CLOSED if self._closed else owed, nbytes], device=self._comm.device)
         self._returning = True
         work = self._post(ops.Send(credit, self.peer, self._out_tag + 2, ops.STREAM_DATA))
         work.add_done_callback(self._send_failed if self._closed else self._on_returned)
@@ -368,7 +368,7 @@ class ItemStream(ObjectStream[T]):
         if not self._is_open:
             self._comm._core.lose(error.about(op="open_stream", rank=self._comm.rank))
         elif self._usable():
-            self._send_control(torch.tensor([_BROKEN, 0], device=self._comm.device), self._out_tag + 2)
+            self._send_control(buffers.int64([_BROKEN, 0], device=self._comm.device), self._out_tag + 2)
         self._fail(error)
 
     def _broken_off(self) -> None:

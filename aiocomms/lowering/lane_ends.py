@@ -24,7 +24,7 @@ from aiocomms.lowering.lanes import GIVEN_UP, collective_tags
 from aiocomms.lowering.runs import Poster
 from aiocomms.lowlevel.failures import UNREADABLE
 from aiocomms.lowlevel.versions import Dialect
-from aiocomms.ops import codec
+from aiocomms.ops import buffers, codec
 from aiocomms.transport import OP_RESULT, Completion
 
 REMEMBERED: Final = 2**16
@@ -105,13 +105,13 @@ class LaneEnds:
         return (rank for rank in range(self._comm.size) if rank != self._comm.rank)
 
     def _await_word(self, rank: int) -> None:
-        buffer = torch.empty(_BYTES, dtype=torch.uint8, device=self._comm.device)
+        buffer = buffers.empty(_BYTES, dtype=torch.uint8, device=self._comm.device)
         ear = self._ears[rank] = _Ear(ops.Recv(buffer, rank, GIVEN_UP, ops.COLLECTIVE), self)
         self._post(ear)
 
     def _drop(self, src: int, channel: int, tag: int) -> None:
         """Throw away what a rank has sent and nothing has matched: a receive of no bytes takes any message."""
-        op = ops.Recv(torch.empty(0, dtype=torch.uint8, device=self._comm.device), src, tag, channel)
+        op = ops.Recv(buffers.empty(0, dtype=torch.uint8, device=self._comm.device), src, tag, channel)
         while True:
             sink = _Sink(op)
             try:

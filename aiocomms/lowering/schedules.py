@@ -15,7 +15,7 @@ from torch import Tensor
 
 from aiocomms import ops
 from aiocomms.lowering.runs import Poster, Steps
-from aiocomms.ops import reductions
+from aiocomms.ops import buffers, reductions
 from aiocomms.ops.writing import write
 
 OpT = TypeVar("OpT", bound=ops.Op)
@@ -70,7 +70,7 @@ def batch(g: Context, op: ops.Batch) -> Steps:
 @schedule(ops.Barrier)
 def barrier(g: Context, op: ops.Op) -> Steps:
     """Dissemination barrier (Hensgen, Finkel and Manber 1988): ceil(log2(n)) rounds of empty messages."""
-    empty = torch.empty(0, dtype=torch.uint8, device=g.device)
+    empty = buffers.empty(0, dtype=torch.uint8, device=g.device)
     distance = 1
     while distance < g.size:
         yield [g.send(empty, (g.rank + distance) % g.size), g.recv(empty, (g.rank - distance) % g.size)]

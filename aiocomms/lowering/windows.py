@@ -18,7 +18,7 @@ from torch import Tensor
 from aiocomms import ops
 from aiocomms.errors import CommError, ProtocolError, UnsupportedOperation
 from aiocomms.lowering.runs import AloneError, Poster, Run, Steps
-from aiocomms.ops import codec
+from aiocomms.ops import buffers, codec
 from aiocomms.ops.writing import write
 from aiocomms.transport import OP_RESULT, Capabilities, Completion, Rendezvous, Transport
 
@@ -161,7 +161,7 @@ class TwoSided(Transport):
         elif isinstance(op, ops.Get):
             yield [request, ops.Recv(op.tensor, peer, window.tag, ops.RMA_REPLY)]
         else:
-            reply = torch.empty(1, dtype=torch.int64, device=self._comm.device)
+            reply = buffers.empty(1, dtype=torch.int64, device=self._comm.device)
             yield [request, ops.Recv(reply, peer, window.tag, ops.RMA_REPLY)]
             return None if isinstance(op, ops.Flush) else int(reply.item())
         return None
@@ -216,7 +216,7 @@ class TwoSided(Transport):
         peers = [r for r in range(self._comm.size) if r != self._comm.rank]
         farewell: list[ops.Op] = []
         for peer in peers:
-            reply = torch.empty(1, dtype=torch.int64, device=self._comm.device)
+            reply = buffers.empty(1, dtype=torch.int64, device=self._comm.device)
             farewell.append(ops.Send(self._request(work.op), peer, window.tag, ops.RMA_REQUEST))
             farewell.append(ops.Recv(reply, peer, window.tag, ops.RMA_REPLY))
 
@@ -237,7 +237,7 @@ class TwoSided(Transport):
             raise AloneError(error) from error
 
     def _requests(self, window: _Window, peer: int) -> Steps:
-        request = torch.empty(_REQUEST.size, dtype=torch.uint8, device=self._comm.device)
+        request = buffers.empty(_REQUEST.size, dtype=torch.uint8, device=self._comm.device)
         while True:
             yield [ops.Recv(request, peer, window.tag, ops.RMA_REQUEST)]
             what, offset, first, second = _REQUEST.unpack(codec.to_bytes(request))
@@ -252,7 +252,7 @@ class TwoSided(Transport):
                 window.signal(peer)
             elif what in (_ADD, _SWAP, _FLUSH, _CLOSE):
                 before = window.atomic(what, offset, first, second) if what in (_ADD, _SWAP) else 0
-                reply = torch.tensor([before], device=self._comm.device)
+                reply = buffers.int64([before], device=self._comm.device)
                 yield [ops.Send(reply, peer, window.tag, ops.RMA_REPLY)]
                 if what == _CLOSE:
                     return

@@ -9,6 +9,8 @@ to connect with them                    :class:`Gate`, for sockets of any kind; 
 to prove who they are in other ways     :func:`mac` and :func:`same`, with a key of :meth:`Rendezvous.secret`;
                                         :func:`check_exposed` before listening; :data:`MAX_RECORD`
 to leak no descriptor into children     :func:`closed_on_exec`
+to make a buffer                        :mod:`buffers`, whatever modes of torch a program has switched on;
+                                        :func:`unaffected`, for what else runs off ``post`` and ``progress``
 to move memory safely                   :func:`in_use`; :func:`register` what uses memory and is no op
 to copy a message within a process      :func:`copy_message`
 to leave no connection to a fork        :class:`Unshared`
@@ -42,6 +44,8 @@ from aiocomms.lowlevel.stores import admitting, reach_store, serve_store, store_
 from aiocomms.lowlevel.threads import run_in_thread
 from aiocomms.lowlevel.versions import HEAD_BYTES, Dialect
 from aiocomms.lowlevel.waker import Inbox, Waker
+from aiocomms.ops import buffers
+from aiocomms.ops.modes import unaffected
 
 __all__ = [
     "HEAD_BYTES",
@@ -56,6 +60,7 @@ __all__ = [
     "Waker",
     "admitting",
     "at_end",
+    "buffers",
     "check_exposed",
     "closed_by",
     "closed_on_exec",
@@ -77,4 +82,5 @@ __all__ = [
     "serve_store",
     "store_errors",
     "tune",
+    "unaffected",
 ]

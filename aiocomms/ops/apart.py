@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from aiocomms.errors import ProtocolError
+from aiocomms.ops import buffers
+from aiocomms.ops.modes import unaffected
 from aiocomms.ops.writing import octets, write
 
 APART_BYTES = 32 * 1024
@@ -46,6 +48,7 @@ def size_of(item: Item) -> int:
     return item.nbytes if isinstance(item, Tensor) else len(item)
 
 
+@unaffected
 def message(item: Item, device: torch.device) -> Tensor:
     """Return the memory of an item as a flat uint8 tensor on ``device``: its own memory where that is so."""
     if not isinstance(item, Tensor):
@@ -66,13 +69,13 @@ def copy(messages: Sequence[Tensor], into: Sequence[Tensor]) -> None:
         write(target, source)
 
 
-def new_tensor(dtype: torch.dtype, shape: Sequence[int], device: torch.device | None = None) -> Tensor:
+def new_tensor(dtype: torch.dtype, shape: Sequence[int], device: buffers.Device = "cpu") -> Tensor:
     """Return a new tensor.
 
     :raises ProtocolError: no tensor can have that shape, or there is no memory for it.
     """
     try:
-        return torch.empty(shape, dtype=dtype, device=device)
+        return buffers.empty(shape, dtype=dtype, device=device)
     except RuntimeError as error:
         raise ProtocolError(f"a tensor was announced that cannot be: {error}") from error
 
@@ -102,7 +105,7 @@ class Landing:
         :raises ProtocolError: more is asked for than was announced.
         """
         self._take(nbytes)
-        fresh = new_tensor(dtype, shape, self.device if on_device else None)
+        fresh = new_tensor(dtype, shape, self.device if on_device else "cpu")
         self._expect(octets(fresh))
         return fresh
 
@@ -162,7 +165,7 @@ class Landing:
 def _shown(data: bytes | str) -> Tensor:
     """Return a view of bytes or of an ASCII string. The tensor keeps them alive."""
     if not data:
-        return torch.empty(0, dtype=torch.uint8)
+        return buffers.empty(0, dtype=torch.uint8, device="cpu")
     place = _place_of_bytes(data) if isinstance(data, bytes) else _place_of_ascii(data, None)
     memory: Any = (ctypes.c_ubyte * len(data)).from_address(place)
     memory.owner = data

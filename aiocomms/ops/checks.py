@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import Final, Protocol
 
 import torch
+from torch.autograd import forward_ad
 
 from aiocomms.errors import ArgumentError, ArgumentTypeError
 
@@ -141,6 +142,7 @@ def readable(name: str, tensor: torch.Tensor, group: Group) -> None:
             and not tensor.is_neg()
             and not (is_complex and tensor.is_conj())
             and (tensor.data_ptr() or not tensor.numel())
+            and (forward_ad._current_level < 0 or not _has_tangent(tensor))
         ):
             return
     except (RuntimeError, NotImplementedError):
@@ -163,6 +165,18 @@ def writable(name: str, tensor: torch.Tensor, group: Group) -> None:
         )
 
 
+def _has_tangent(tensor: torch.Tensor) -> bool:
+    tangent: object = forward_ad.unpack_dual(tensor).tangent  # type: ignore[no-untyped-call]
+    return tangent is not None
+
+
+def wrapper(tensor: torch.Tensor) -> str | None:
+    """Return what a tensor is, in words, if it stands for others and has no memory; None if it is none of these."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return "a tensor within torch.func.vmap, grad or the like"
+    return "a tensor of functionalization" if torch._is_functional_tensor(tensor) else None
+
+
 def _unreadable(name: str, tensor: object, device: torch.device) -> ArgumentError:
     if hasattr(type(tensor), "__dlpack__") and not isinstance(tensor, torch.Tensor):
         return ArgumentTypeError(f"{name} is an array, wanted a torch.Tensor")  # no more, for it will be one
@@ -173,6 +187,8 @@ def _unreadable(name: str, tensor: object, device: torch.device) -> ArgumentErro
             f"{name} is a {type(tensor).__module__}.{type(tensor).__name__}, wanted a plain torch.Tensor: "
             "a tensor subclass may not own the memory it shows"
         )
+    if (kind := wrapper(tensor)) is not None:
+        return ArgumentError(f"{name} is {kind}, wanted one with memory of its own: call the op outside")
     if tensor.is_nested or tensor.layout != torch.strided or tensor.is_mkldnn:
         kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         return ArgumentError(f"{name} is a {kind} tensor, wanted a dense one (layout torch.strided)")
@@ -189,6 +205,8 @@ def _unreadable(name: str, tensor: object, device: torch.device) -> ArgumentErro
         )
     if tensor.is_neg() or tensor.is_conj():
         return ArgumentError(f"{name} is a lazy conjugate or negative view; give {name}.resolve_conj().resolve_neg()")
+    if tensor.data_ptr():
+        return ArgumentError(f"{name} has a tangent of forward-mode AD, of which the op knows nothing; give its primal")
     return ArgumentError(f"{name} ({describe(tensor)}) has no memory: its storage was freed or resized")
 
 

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from aiocomms.errors import ArgumentError, ArgumentTypeError, ProtocolError
+from aiocomms.ops import buffers
 from aiocomms.ops.apart import APART_BYTES, MAX_APART, Item, Landing, new_tensor, size_of
-from aiocomms.ops.checks import DTYPES, PLAIN, short
+from aiocomms.ops.checks import DTYPES, PLAIN, short, wrapper
+from aiocomms.ops.modes import unaffected
 from aiocomms.ops.writing import octets
 
 MAX_DIMS = 14
@@ -75,6 +77,7 @@ def parse_tensor(data: bytes) -> tuple[torch.dtype, tuple[int, ...], int]:
     return _DTYPES[code], tuple(sizes[:dims]), nbytes
 
 
+@unaffected
 def encode(value: Any, *, pickle: bool = False, apart: Apart | None = None) -> bytearray:
     """Encode an object as bytes.
 
@@ -109,6 +112,7 @@ def encode(value: Any, *, pickle: bool = False, apart: Apart | None = None) -> b
     return data
 
 
+@unaffected
 def decode(data: bytes | bytearray | memoryview, *, pickle: bool = False, landing: Landing | None = None) -> Any:
     """Decode what :func:`encode` encoded.
 
@@ -185,13 +189,20 @@ def _pack(value: Any, depth: int, apart: Apart | None) -> Any:
         return msgspec.msgpack.Ext(_DTYPE, bytes([_CODES[value]]))
     if kind is torch.device:
         return msgspec.msgpack.Ext(_DEVICE, str(value).encode())
-    odd = kind not in PLAIN or value.layout != torch.strided or value.is_meta or value.is_nested
-    if not odd and value.dtype in _CODES:
-        _has_memory(value)
-        if apart is not None and (value.nbytes >= APART_BYTES or not value.is_cpu):
-            return _pack_apart(value.detach(), apart)
-        return msgspec.msgpack.Ext(_TENSOR_EXT, _pack_tensor(value))
+    if kind in PLAIN:
+        return _pack_plain(value, apart)
     raise _unknown(value)
+
+
+def _pack_plain(tensor: Tensor, apart: Apart | None) -> msgspec.msgpack.Ext:
+    if (what := wrapper(tensor)) is not None:
+        raise ArgumentError(f"obj holds {what}, wanted tensors with memory of their own: call it outside")
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested or tensor.dtype not in _CODES:
+        raise _unknown(tensor)
+    _has_memory(tensor)
+    if apart is not None and (tensor.nbytes >= APART_BYTES or not tensor.is_cpu):
+        return _pack_apart(tensor.detach(), apart)
+    return msgspec.msgpack.Ext(_TENSOR_EXT, _pack_tensor(tensor))
 
 
 def _unknown(value: Any) -> ArgumentTypeError:
@@ -297,10 +308,11 @@ def _unpack_tensor(data: memoryview) -> Tensor:
     return torch.frombuffer(bytearray(data[TENSOR_BYTES:]), dtype=dtype).view(shape)
 
 
+@unaffected
 def to_tensor(data: bytes | bytearray, device: torch.device) -> Tensor:
     """Return bytes as a flat uint8 tensor on ``device``. On the CPU it is the memory of a bytearray itself."""
     if not data:
-        return torch.empty(0, dtype=torch.uint8, device=device)
+        return buffers.empty(0, dtype=torch.uint8, device=device)
     writable = data if isinstance(data, bytearray) else bytearray(data)
     return torch.frombuffer(writable, dtype=torch.uint8).to(device)
 

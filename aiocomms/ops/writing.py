@@ -11,6 +11,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from aiocomms.ops import buffers
+from aiocomms.ops.modes import unaffected
+
 _AS_IT_IS = nullcontext()
 
 
@@ -21,11 +24,13 @@ def writing(tensor: Tensor) -> AbstractContextManager[object]:
 
 def ordinary(tensor: Tensor) -> Tensor:
     """Return the tensor or, if it was made in inference mode, another one of the same memory that was not."""
-    if not tensor.is_inference():
-        return tensor
-    with torch.inference_mode(False):
-        other = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return other.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    return _same_memory(tensor) if tensor.is_inference() else tensor
+
+
+@unaffected
+def _same_memory(tensor: Tensor) -> Tensor:
+    other = buffers.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return other.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def write(out: Tensor, source: Tensor) -> None:

@@ -20,6 +20,7 @@ import msgspec
 
 from aiocomms.errors import CommError
 from aiocomms.lowlevel.waker import Waker
+from aiocomms.ops.modes import affected, set_aside
 from aiocomms.progress.guard import broken, guarded
 from aiocomms.progress.loops import Loop, Parkable, Waiter, running_loop
 from aiocomms.transport import Capabilities
@@ -147,7 +148,11 @@ class Driver:
         """Make the calls that wait: none if block() has made them, several if a signal handler has raised in here."""
         for _ in range(len(self._calls)):
             fn, args = self._calls.popleft()
-            fn(*args)
+            if affected():
+                with set_aside():
+                    fn(*args)
+            else:
+                fn(*args)
 
     def block(self, work: Waited, timeout: float | None) -> None:
         """Wait for a work in synchronous code.
@@ -213,6 +218,9 @@ class Driver:
         if not transports:  # what was asked before it has ended them
             return None
         try:
+            if affected():
+                with set_aside():
+                    return transports[0].progress()
             return transports[0].progress()
         except Exception as error:
             for transport in list(transports):

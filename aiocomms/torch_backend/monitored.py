@@ -9,6 +9,7 @@ from torch import distributed as dist
 
 from aiocomms import blocking
 from aiocomms.errors import CommError
+from aiocomms.ops import buffers
 from aiocomms.portal.operations import BlockingLane
 
 _ROOT = 0
@@ -39,7 +40,7 @@ def monitored_barrier(comm: blocking.Communicator, number: int, seconds: float |
 
 
 def _nothing() -> torch.Tensor:
-    return torch.zeros(1, dtype=torch.uint8)
+    return buffers.zeros(1, dtype=torch.uint8, device="cpu")
 
 
 def _hears(lane: BlockingLane, number: int, seconds: float | None, all_ranks: bool) -> None:

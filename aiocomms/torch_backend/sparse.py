@@ -10,6 +10,7 @@ from torch import Tensor
 
 from aiocomms import blocking
 from aiocomms.errors import MismatchError, UnsupportedOperation
+from aiocomms.ops import buffers
 from aiocomms.ops.reductions import ReduceOp
 from aiocomms.ops.writing import writing
 from aiocomms.portal.operations import BlockingLane
@@ -34,8 +35,8 @@ def all_reduce(comm: blocking.Communicator, tensor: Tensor, number: int) -> None
     """
     lane = comm.lane(f"aiocomms.torch_backend: sparse all_reduce {number}")
     given = tensor.detach().coalesce()
-    counts = torch.zeros(comm.size, dtype=torch.int64)
-    lane.all_gather_single(counts, torch.tensor([given._nnz()])).wait()
+    counts = buffers.zeros(comm.size, dtype=torch.int64, device="cpu")
+    lane.all_gather_single(counts, buffers.int64([given._nnz()], device="cpu")).wait()
     room = given.shape[: given.sparse_dim()].numel()
     if not 0 <= int(counts.min()) <= int(counts.max()) <= room:
         raise MismatchError(f"ranks have {counts.tolist()} elements, where a tensor of this shape has room for {room}")

@@ -294,4 +294,8 @@ CASES = (
         local="a put is done within its call",
         c10d=NO_ENDPOINTS,
     ),
+    # What a program does with torch meanwhile.
+    Case(115, "a default device that is not the communicator's"),
+    Case(116, "FakeTensorMode, inference mode and other modes; tensors that stand for others"),
+    Case(117, "a write into what autograd has saved; a tangent of forward-mode AD"),
 )

@@ -91,6 +91,36 @@ def test_native_code_does_nothing_forbidden() -> None:
     )
 
 
+FACTORIES = {
+    f"torch.{name}"
+    for name in (
+        *("empty", "empty_strided", "zeros", "ones", "full", "tensor", "as_tensor", "asarray", "scalar_tensor"),
+        *("arange", "eye", "linspace", "logspace", "rand", "randn", "randint", "randperm"),
+    )
+}
+"""What makes a tensor on torch's default device, and in whatever mode is on."""
+BUFFERS = "aiocomms/ops/buffers.py"
+OWN_PROGRAMS = ("aiocomms/testing/", "aiocomms/cli/bench/")
+"""What is a program of its own, or makes what a program would."""
+
+
+def makes(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Find every call that makes a tensor: its line, and what is called."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in FACTORIES:
+            yield node.lineno, ast.unparse(node.func)
+
+
+@pytest.mark.fault(115)
+def test_buffers_are_made_in_one_place() -> None:
+    names = {str(path.relative_to(ROOT)): path for path in PYTHON}
+    ours = [name for name in names if not name.startswith(("examples/", *OWN_PROGRAMS)) and "/tests/" not in name]
+    found = {name: list(makes(ast.parse(names[name].read_text()))) for name in ours}
+    assert found.pop(BUFFERS)
+    wrong = [f"{name}:{line}: {call}: use {BUFFERS}" for name, calls in found.items() for line, call in calls]
+    assert not wrong, "\n".join(wrong)
+
+
 SNIPPETS = [
     "import pickle\npickle.loads(x)",
     "def f():\n    import pickle as pickling\n    pickling.loads(x)",

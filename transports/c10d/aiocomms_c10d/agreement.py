@@ -29,14 +29,14 @@ from torch import Tensor
 
 from aiocomms import ops
 from aiocomms.errors import CommError, MismatchError, ProtocolError
-from aiocomms.lowlevel import Inbox, disagreement
+from aiocomms.lowlevel import Inbox, buffers, disagreement
 from aiocomms.transport import Completion, conclude
 from aiocomms_c10d.collectives import PLANS, Plan
 from aiocomms_c10d.control import ControlConnection
 from aiocomms_c10d.group import Group
 from aiocomms_c10d.wire import CALL, INLINE, LANDED, TEXT, Frame, Header, pack
 
-_EMPTY = torch.empty(0, dtype=torch.uint8)
+_EMPTY = buffers.empty(0, dtype=torch.uint8, device="cpu")
 _SMALL = object()
 _SPREAD: Final = 4 * INLINE
 """Most bytes that a rank sends to all peers together for a small op, where the group would move fewer bytes."""

@@ -19,7 +19,7 @@ import torch
 from torch.distributed import Store
 
 from aiocomms.errors import AuthError
-from aiocomms.lowlevel import MAX_RECORD, Unshared, mac, same
+from aiocomms.lowlevel import MAX_RECORD, Unshared, buffers, mac, same
 
 _MAC: Final = 32
 _TAG: Final = 2
@@ -76,7 +76,7 @@ def prove(group: Any, rank: int, size: int, key: bytes) -> None:
     """
     peers = [peer for peer in range(size) if peer != rank]
     sent = [_proof(key, rank, peer) for peer in peers]
-    received = [torch.empty(_MAC, dtype=torch.uint8) for _ in peers]
+    received = [buffers.empty(_MAC, dtype=torch.uint8, device="cpu") for _ in peers]
     works = [group.recv([tensor], peer, _TAG) for tensor, peer in zip(received, peers, strict=True)]
     works += [group.send([tensor], peer, _TAG) for tensor, peer in zip(sent, peers, strict=True)]
     for work in works:

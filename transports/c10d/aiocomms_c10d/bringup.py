@@ -20,6 +20,7 @@ from torch.distributed import DistNetworkError, PrefixStore, ProcessGroupGloo, S
 from aiocomms.errors import ArgumentError, CommTimeoutError, ProtocolError, StoreLostError
 from aiocomms.lowlevel import (
     LOOPBACK,
+    buffers,
     closed_on_exec,
     host_id,
     mac,
@@ -162,7 +163,9 @@ def poison(group: Any) -> None:
     gloo's ``abort`` does nothing. A wait that expires makes gloo close its connections.
     """
     with contextlib.suppress(RuntimeError):
-        group.recv_anysource([torch.empty(1, dtype=torch.uint8)], 2**31 - 1).wait(timedelta(milliseconds=1))
+        group.recv_anysource([buffers.empty(1, dtype=torch.uint8, device="cpu")], 2**31 - 1).wait(
+            timedelta(milliseconds=1)
+        )
 
 
 def store_over(group: Any, timeout: float) -> Store:

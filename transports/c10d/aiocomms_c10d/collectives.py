@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from aiocomms import ops
+from aiocomms.lowlevel import buffers
 from aiocomms.ops import reductions
 from aiocomms.ops.reductions import ReduceOp
 from aiocomms.ops.writing import ordinary, write
@@ -218,7 +219,7 @@ class _AllToAll(Plan):
 
     def start(self, group: Group) -> list[Any]:
         if isinstance(self.op, ops.AllToAll):
-            self._got = torch.empty(sum(self._gets), dtype=torch.uint8)
+            self._got = buffers.empty(sum(self._gets), dtype=torch.uint8, device="cpu")
             return [group.exchange(self._got, torch.cat(self._ins), self._gets, self._gives)]
         return [group.exchange(flat(self.op.output), flat(self.op.input), self._gets, self._gives)]
 
@@ -247,7 +248,7 @@ class _ReduceScatter(Plan):
         single = isinstance(self.op, ops.ReduceScatterSingle)
         given = flat(self.op.input) if single else torch.cat([flat(tensor) for tensor in self._ins])
         mine = self.op.output.nbytes
-        self._got = torch.empty(self.size * mine, dtype=torch.uint8)
+        self._got = buffers.empty(self.size * mine, dtype=torch.uint8, device="cpu")
         return [group.exchange(self._got, given, [mine] * self.size, [tensor.nbytes for tensor in self._ins])]
 
     def end(self) -> None:
@@ -293,7 +294,7 @@ def _reduce_scatter(group: Group, op: ReduceOp, tensor: Tensor) -> tuple[Tensor,
     """
     n = tensor.numel()
     length = -(-n // group.size)
-    whole = torch.zeros(length * group.size, dtype=tensor.dtype)
+    whole = buffers.zeros(length * group.size, dtype=tensor.dtype, device="cpu")
     whole[:n].copy_(tensor.detach().view(-1))
     pieces = torch.empty_like(whole)
     even = [length * tensor.element_size()] * group.size

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import Backend, ProcessGroup
 
 from aiocomms import ops
 from aiocomms.errors import CommError, MismatchError, UnsupportedOperation
-from aiocomms.lowlevel import Inbox, admitting, at_end, closed_by, gone, run_in_thread
+from aiocomms.lowlevel import Inbox, admitting, at_end, closed_by, gone, run_in_thread, unaffected
 from aiocomms.transport import Capabilities, Completion, Rendezvous, Transport
 from aiocomms_c10d import bringup, wire
 from aiocomms_c10d.agreement import Agreement
@@ -314,6 +314,7 @@ def _let_go(groups: list[Any]) -> None:
     return None
 
 
+@unaffected
 def _aliased(op: ops.Op) -> ops.Op:
     """Return the op with aliases of its tensors: meanwhile the program may give its own tensors other memory."""
     aliases: dict[str, Any] = {}

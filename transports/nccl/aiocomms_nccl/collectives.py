@@ -12,6 +12,7 @@ from torch import Tensor
 from aiocomms import ops
 from aiocomms.cuda import Cuda, Stream
 from aiocomms.errors import CommError
+from aiocomms.lowlevel import buffers
 from aiocomms.transport import Rendezvous
 from aiocomms_nccl import nccl
 from aiocomms_nccl.dtypes import Reduction, reduction
@@ -135,7 +136,7 @@ def open_comm_stream(
     cuda: Cuda, library: Nccl, form: Callable[[], NcclComm], rendezvous: Rendezvous, high: bool
 ) -> CommStream:
     """Form NCCL's communicator and open its connections. Blocks."""
-    scratch = torch.zeros(2, dtype=torch.uint8, device=rendezvous.device)
+    scratch = buffers.zeros(2, dtype=torch.uint8, device=rendezvous.device)
     comm_stream = CommStream(cuda, library, form(), rendezvous.rank, rendezvous.size, scratch, high)
     comm_stream.warm()
     return comm_stream

@@ -14,7 +14,7 @@ from torch import Tensor, UntypedStorage
 from aiocomms import ops
 from aiocomms.cuda import Completions, Cuda, TorchCuda
 from aiocomms.errors import CommError, ProtocolError, UnsupportedOperation
-from aiocomms.lowlevel import Waker
+from aiocomms.lowlevel import Waker, buffers
 from aiocomms.ops.writing import octets
 from aiocomms.transport import Completion, Rendezvous
 from aiocomms_ucx._engine import CUDA, TURNS
@@ -61,7 +61,7 @@ class CudaWindows(Windows):
         dtype, count = handle.tensor.dtype, torch.Size(part.shape).numel()
         if part.offset % handle.itemsize or part.offset + count * handle.itemsize > storage.nbytes():
             raise ProtocolError(f"rank {rank} names memory for its window that is not its own", peer=rank)
-        whole = torch.empty(0, dtype=dtype, device=storage.device)
+        whole = buffers.empty(0, dtype=dtype, device=storage.device)
         flat: Tensor = whole.set_(storage, part.offset // handle.itemsize, (count,), (1,))
         return flat.view(part.shape)
 

@@ -17,6 +17,7 @@ import torch
 
 from aiocomms import ops
 from aiocomms.errors import ArgumentError, CommAbortedError, CommError, PeerDiedError
+from aiocomms.lowlevel import buffers, unaffected
 from aiocomms.transport import OP_RESULT, Rendezvous
 from aiocomms_ucx import wire
 from aiocomms_ucx._engine import create_segment
@@ -149,6 +150,7 @@ class _Trial:
     def fail(self, error: CommError) -> None:
         self._ended, self._error = True, error
 
+    @unaffected
     def trouble(self, rank: int) -> str:
         """What has gone wrong with it on a rank."""
         if self._error is not None:
@@ -203,7 +205,8 @@ def _trials(transport: UcxTransport) -> Iterator[_Trial]:
     rank, size = transport.rank, transport.size
     for peer in _partners(rank, size):
         for size_ in _SIZES:
-            mine, theirs = torch.full((size_,), _mark(rank), dtype=torch.uint8), torch.zeros(size_, dtype=torch.uint8)
+            mine = buffers.full((size_,), _mark(rank), dtype=torch.uint8, device="cpu")
+            theirs = buffers.zeros(size_, dtype=torch.uint8, device="cpu")
             yield _Trial(ops.Recv(theirs, peer, 0, _CHANNEL))
             yield _Trial(ops.Send(mine, peer, 0, _CHANNEL))
 

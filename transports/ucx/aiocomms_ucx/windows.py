@@ -15,7 +15,7 @@ from torch import Tensor
 
 from aiocomms import ops
 from aiocomms.errors import CommError, ProtocolError, UnsupportedOperation
-from aiocomms.lowlevel import gone, in_use, register
+from aiocomms.lowlevel import buffers, gone, in_use, register
 from aiocomms.transport import Completion
 from aiocomms_ucx import wire
 from aiocomms_ucx._engine import map_memory
@@ -185,7 +185,7 @@ class Windows:
             mine = _record(self._describe(number, tensor), self.record)
         finally:  # not before: the memory is in use from now on
             self._handles[number] = handle
-        theirs = torch.empty(transport.size, self.record, dtype=torch.uint8)
+        theirs = buffers.empty(transport.size, self.record, dtype=torch.uint8, device="cpu")
         handle.exchange = mine, theirs
         self._opening[id(work)] = handle
         ended = transport.engine.all_gather(

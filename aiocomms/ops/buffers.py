@@ -1,0 +1,44 @@
+"""The one place where buffers of the library are made, whatever a program has switched on in torch.
+
+Each is on the device that is named, and not on torch's default device. It is an ordinary tensor, also within inference
+mode or a dispatch mode such as ``FakeTensorMode``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aiocomms.ops.modes import unaffected
+
+Device = torch.device | str
+
+
+@unaffected
+def empty(*shape: Any, dtype: torch.dtype, device: Device) -> Tensor:
+    """Return a tensor whose elements are not set.
+
+    :param shape: integers, or one sequence of them.
+    """
+    return torch.empty(*shape, dtype=dtype, device=device)
+
+
+@unaffected
+def zeros(*shape: Any, dtype: torch.dtype, device: Device) -> Tensor:
+    """As :func:`empty`, of zeros."""
+    return torch.zeros(*shape, dtype=dtype, device=device)
+
+
+@unaffected
+def full(shape: Sequence[int], value: int, *, dtype: torch.dtype, device: Device) -> Tensor:
+    """Return a tensor whose elements are all ``value``."""
+    return torch.full(shape, value, dtype=dtype, device=device)
+
+
+@unaffected
+def int64(values: Sequence[int], device: Device) -> Tensor:
+    """Return a one-dimensional int64 tensor of these values."""
+    return torch.tensor(values, dtype=torch.int64, device=device)
