@@ -18,6 +18,7 @@ from aiocomms.lowering.routing import Router
 from aiocomms.lowering.runs import Offload
 from aiocomms.lowlevel.threads import call_in_thread
 from aiocomms.ops.modes import affected, set_aside
+from aiocomms.ops.versions import note_writes
 from aiocomms.progress.driver import Driver
 from aiocomms.progress.guard import broken
 from aiocomms.progress.inflight import InFlight, LaneWork, StartedWork
@@ -89,6 +90,7 @@ class Posting(Counted):
                     at = self.router.within[kind](op, work.number, work)  # type: ignore[attr-defined,arg-type]
             except BaseException as error:
                 raise self.post_raised(work, error)  # noqa: B904 - it is this error, or caused by it
+            note_writes(op, self.rank)
             if not work._state:  # done(), without the call
                 return self.keep(work, seconds)
             if trace is not None:

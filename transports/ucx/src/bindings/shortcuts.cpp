@@ -345,6 +345,7 @@ class Shortcuts {
     const Started it = make(caller, all_reduce_, {args[0], op->op.ptr()});
     const std::optional<View> data = it.view(args[0], true);
     if (!data || !op->takes(data->dtype)) return nullptr;
+    if (size_ == 1) it.written = nullptr;
     const Reducing how(data->dtype, op->number, 1.0);
     return start(caller, all_reduce_, it, args[0], nullptr, data->bytes(),
                  [&](auto& place, auto number, Ticket ticket) {
@@ -366,6 +367,7 @@ class Shortcuts {
     const Started it = make(caller, broadcast_, {args[0], args[1]});
     const std::optional<View> data = it.view(args[0], true);
     if (!data) return nullptr;
+    if (*root == rank_) it.written = nullptr;
     return start(caller, broadcast_, it, args[0], args[1], data->bytes(), [&](auto& place, auto number, Ticket ticket) {
       return call_broadcast(place, ticket, number, broadcast_.form, *data, static_cast<int>(*root));
     });
@@ -493,10 +495,16 @@ class Shortcuts {
   // A work that nobody knows of yet, and its number; of a message of a lane what the engine is to know it by, too.
   struct Started {
     nb::object work, seq, part;
+    mutable PyObject* written = nullptr;  // the tensor; null: it writes none on this rank
 
     PyObject* known_by() const { return part ? part.ptr() : work.ptr(); }
-    std::optional<View> view(PyObject* tensor, bool written) const {
-      return work ? plain_view(tensor, written) : std::nullopt;
+    std::optional<View> view(PyObject* tensor, bool writes) const {
+      if (writes) written = tensor;
+      return work ? plain_view(tensor, writes) : std::nullopt;
+    }
+    // Behind the post, for then it costs time in which the op is under way.
+    void note_written() const {
+      if (written != nullptr) note_write(written);
     }
   };
 
@@ -665,6 +673,7 @@ class Shortcuts {
       issued_.set(line(), Py_NewRef(it.seq.ptr()));
       return nullptr;
     }
+    it.note_written();
     if (at != 0) {
       if (counts.calls) calls_.set(held_[kTransport].ptr(), counts.calls.release().ptr());
       return end(kind, it, result, kept, at);
@@ -756,6 +765,7 @@ class Shortcuts {
       PyErr_SetString(PyExc_RuntimeError, error.what());
       return nullptr;
     }
+    it.note_written();
     if (at != 0) {
       forget_all();
       return end_elsewhere(kind, it, result, kept, at);

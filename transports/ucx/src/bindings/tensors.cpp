@@ -74,6 +74,10 @@ struct Torch {
   const Exchange* exchange = nullptr;
   std::array<PyObject*, kDTypes> dtypes;
   PyObject *is_neg, *is_conj;  // methods of the class, called without a look-up in each tensor
+  PyObject* increment_version;
+  PyObject* forward_ad;  // names of the module; none of its levels is entered while the current one is this:
+  PyObject* current_level = PyUnicode_InternFromString("_current_level");
+  PyObject* no_level = PyLong_FromLong(-1);
   PyObject* requires_grad = PyUnicode_InternFromString("requires_grad");
 
   Torch() {
@@ -82,6 +86,8 @@ struct Torch {
     tensor = cls.ptr();
     is_neg = nb::object(cls.attr("is_neg")).release().ptr();
     is_conj = nb::object(cls.attr("is_conj")).release().ptr();
+    forward_ad = nb::object(nb::module_::import_("torch.autograd.forward_ad").attr("__dict__")).release().ptr();
+    increment_version = nb::object(torch.attr("_C").attr("_increment_version")).release().ptr();
     for (int i = 0; i < kDTypes; ++i)
       dtypes[i] = nb::object(torch.attr(name_of(static_cast<DType>(i)))).release().ptr();
     if (nb::hasattr(cls, "__dlpack_c_exchange_api__")) {
@@ -205,6 +211,7 @@ nb::tuple dtype_names() {
 std::optional<View> plain_view(nb::handle tensor, bool written) {
   const Torch& torch_ = torch();
   if (torch_.exchange == nullptr || reinterpret_cast<PyObject*>(Py_TYPE(tensor.ptr())) != torch_.tensor) return {};
+  if (PyDict_GetItem(torch_.forward_ad, torch_.current_level) != torch_.no_level) return {};  // it may have a tangent
   Tensor it{};
   if (torch_.exchange->tensor_of(tensor.ptr(), &it) != 0) {  // sparse, nested, meta and wrapped ones end here
     PyErr_Clear();
@@ -220,6 +227,12 @@ std::optional<View> plain_view(nb::handle tensor, bool written) {
   if (is_complex && truth(PyObject_Vectorcall(torch_.is_conj, &self, 1, nullptr)) != 0) return {};
   if (written && truth(PyObject_GetAttr(self, torch_.requires_grad)) != 0) return {};
   return View{pointer(it), count, *dtype, {it.shape, static_cast<std::size_t>(it.ndim)}};
+}
+
+void note_write(nb::handle tensor) {
+  const nb::object written = nb::steal(PyTuple_Pack(1, tensor.ptr()));
+  PyObject* given = written.ptr();
+  if (given == nullptr || !nb::steal(PyObject_Vectorcall(torch().increment_version, &given, 1, nullptr))) PyErr_Clear();
 }
 
 }  // namespace aiocomms

@@ -1,0 +1,40 @@
+"""What autograd hears of writes that torch does not make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from aiocomms.ops._base import Op
+from aiocomms.ops._reducing import Broadcast
+
+
+def _one_by_one(tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        torch._C._increment_version(tensor)
+
+
+def _increment() -> Callable[[Sequence[Tensor]], None]:
+    """Return torch's function, which is told of several tensors at once from some release after 2.4 on."""
+    try:
+        torch._C._increment_version([])
+    except TypeError:
+        return _one_by_one
+    return cast("Callable[[Sequence[Tensor]], None]", torch._C._increment_version)
+
+
+_increment_versions = _increment()
+
+
+def note_writes(op: Op, rank: int) -> None:
+    """Tell autograd that an op of this rank writes its tensors; at any time before it ends.
+
+    Autograd refuses a gradient that needs a value from before. It looks at a tensor's version, which its views share,
+    and which only torch's own operations raise by themselves.
+    """
+    written = op.writes()
+    if written and (type(op) is not Broadcast or op.root != rank):
+        _increment_versions([tensor for _, tensor in written])

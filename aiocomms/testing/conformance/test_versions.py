@@ -1,0 +1,67 @@
+"""Autograd hears of every write, so that it refuses a gradient that needs a value from before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from aiocomms.communicator import Communicator
+from aiocomms.testing.conformance.case import Case, ranks
+from aiocomms.testing.conformance.test_arguments import GOOD, WRITTEN, carried
+
+LARGE = 2**18
+"""Elements. A transport may carry so many in another way."""
+
+
+def tensors(args: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Go through the tensors among the arguments of an operation, each with the parameter that it is of."""
+    for name, value in args.items():
+        yield from ((name, item) for item in (value if isinstance(value, list) else [value]) if torch.is_tensor(item))
+
+
+@pytest.mark.fault(117)
+@ranks(2)
+async def test_each_operation_that_writes(comm: Communicator, case: Case) -> None:
+    """The version of what is written rises, and that of what is only read does not."""
+    for name, good in GOOD.items():
+        if not carried(comm, name) or name.endswith("object"):
+            continue
+        args = good(comm) | ({"root": 0} if "root" in good(comm) else {})
+        before = [item._version for _, item in tensors(args)]
+        other = {"send": "recv", "recv": "send"}.get(name)
+        beside = getattr(comm, other)(**GOOD[other](comm)) if other else None
+        await getattr(comm, name)(**args)
+        if beside is not None:
+            await beside
+        for (parameter, item), version in zip(tensors(args), before, strict=True):
+            writes = name in WRITTEN.get(parameter, ())
+            if comm.rank != 0 and (name == "reduce" or ("gather" in name and "root" in args)):
+                continue  # whether it is written, or is of no use there, is not said
+            if name == "broadcast" and comm.rank == 0:
+                writes = False
+            assert (item._version > version) == writes, f"{name}: {parameter}"
+
+
+@pytest.mark.fault(117)
+@ranks(2)
+@pytest.mark.parametrize("count", [3, LARGE])
+async def test_a_gradient_that_needs_what_was_there_before(comm: Communicator, case: Case, count: int) -> None:
+    weight = torch.ones(count, device=comm.device, requires_grad=True)
+    for name in ("all_reduce", "broadcast", "all_gather_single"):
+        saved = torch.full((2 * count,), 2.0, device=comm.device)
+        loss = (weight * saved[:count]).sum()  # of which autograd keeps a view
+        if name == "all_reduce":
+            await comm.all_reduce(saved)
+        elif name == "broadcast":
+            await comm.broadcast(saved, 0)
+        else:
+            await comm.all_gather_single(saved, torch.ones(count, device=comm.device))
+        if name == "broadcast" and comm.rank == 0:
+            torch.autograd.backward(loss)
+        else:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                torch.autograd.backward(loss)
