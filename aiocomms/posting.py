@@ -6,6 +6,7 @@ All is called on the loop's thread, but what is marked.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import copy_context
 from time import monotonic
 from typing import Any
@@ -250,6 +251,10 @@ class Posting(Counted):
         if work.fault is not None:
             self._ring.append(self.recorder.row(work, None, work.error))
         self.after(work)
+
+    def caller_stream(self) -> Callable[[], AbstractContextManager[object]] | None:
+        """See :meth:`Poster.caller_stream`."""
+        return self.by_family["p2p"].caller_stream() if "p2p" in self.by_family else None
 
     def withdraw(self, work: Completion) -> bool:
         """Take an unmatched receive or wait back from its transport."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, Self
 
 import msgspec
@@ -308,6 +309,14 @@ class Transport(ABC):
         :raises UnsupportedOperation: the op runs on no stream. Whatever is raised is the caller's, and the op goes on.
         """
         raise UnsupportedOperation("wait_stream() orders a CUDA stream, and this op has none: await the work instead")
+
+    def caller_stream(self) -> Callable[[], AbstractContextManager[object]] | None:
+        """Make the CUDA stream that is current now the current one again, for the later steps of an op of messages.
+
+        :returns: what makes the context of each step; None: there are no streams.
+        :raises UnsupportedOperation: the stream is being captured, which an op of several messages cannot be.
+        """
+        return None
 
     @abstractmethod
     def progress(self) -> bool | None:

@@ -65,6 +65,9 @@ class Cuda(Protocol):
     def current_stream(self) -> Stream:
         """Return this thread's current stream."""
 
+    def on(self, stream: Any) -> contextlib.AbstractContextManager[object]:
+        """Make a stream this thread's current one, within the context."""
+
     def event(self) -> Event:
         """Return a new event without timing, on which a thread sleeps rather than spins."""
 
@@ -104,6 +107,10 @@ class TorchCuda:
     def current_stream(self) -> Stream:
         """See :meth:`Cuda.current_stream`."""
         return torch.cuda.current_stream(self.device)
+
+    def on(self, stream: Any) -> contextlib.AbstractContextManager[object]:
+        """See :meth:`Cuda.on`."""
+        return torch.cuda.stream(stream)
 
     def event(self) -> Event:
         """See :meth:`Cuda.event`."""

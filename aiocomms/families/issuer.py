@@ -18,6 +18,9 @@ from aiocomms.shortcuts import Shortcuts
 class Inside(checks.Group, Protocol):
     """The part of a communicator's core that the method families use."""
 
+    def caller_stream(self) -> object:
+        """See :meth:`Transport.caller_stream`."""
+
     def lose(self, error: CommError) -> None:
         """End the communicator on all ranks: this one cannot do its part of what they have begun together."""
 

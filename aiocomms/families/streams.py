@@ -82,6 +82,7 @@ class ItemStream(ObjectStream[T]):
         :raises anyio.BrokenResourceError: the other end was closed.
         :raises CommError: the communicator is lost.
         """
+        self._comm._core.caller_stream()  # which refuses a capture, before anything is copied to a GPU
         packed = self._kind.pack(item, self._comm._core)
         self._check_sending()
         if packed.prepare is not None:

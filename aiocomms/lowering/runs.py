@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
 
 import torch
@@ -36,6 +37,9 @@ class Poster(Protocol):
     def withdraw(self, work: Completion) -> bool:
         """Withdraw an unmatched receive; False if something has matched it."""
 
+    def caller_stream(self) -> Callable[[], AbstractContextManager[object]] | None:
+        """See :meth:`Transport.caller_stream`."""
+
     def offload(self, op: Offload, work: Completion) -> None:
         """Make a schedule's call in a thread, and complete the work on the loop's."""
 
@@ -61,10 +65,11 @@ class AloneError(Exception):
 class Run:
     """Runs one schedule from step to step."""
 
-    __slots__ = ("__weakref__", "_comm", "_left", "_only", "_parts", "_posted", "_steps", "_stopped", "work")
+    __slots__ = ("__weakref__", "_comm", "_left", "_only", "_parts", "_posted", "_steps", "_stopped", "_stream", "work")
 
     def __init__(self, comm: Poster, steps: Steps, work: Completion) -> None:
         self._comm = comm
+        self._stream = comm.caller_stream()  # before anything is done, for it may refuse
         self._steps = steps
         self._left = 0
         self._posted = False  # whether a message has been
@@ -74,6 +79,14 @@ class Run:
         self.work: Completion = work
 
     def advance(self) -> None:
+        """Go on where the op was called: what its steps enqueue on a GPU comes behind what its caller has enqueued."""
+        if self._stream is None:
+            self._advance()
+        else:
+            with self._stream():
+                self._advance()
+
+    def _advance(self) -> None:
         """Post the next step, and the steps after it as long as each completes at once.
 
         What is raised before the first message is posted goes to the caller, and nothing was sent. What is raised later

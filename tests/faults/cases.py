@@ -18,6 +18,7 @@ OF_UCX = "it uses neither UCX nor shared memory of the host"
 ABOVE_TRANSPORTS = "streams are above transports: shown over `local`"
 NO_ENDPOINTS = "it meets in a store, and endpoints have none"
 SKIPPED = f"{NO_ENDPOINTS}: its tests are skipped"
+NO_GPU = "it carries no memory of a GPU"
 OF_THE_DECODER = "memory is measured of the decoder, not of the process"
 
 
@@ -298,4 +299,6 @@ CASES = (
     Case(115, "a default device that is not the communicator's"),
     Case(116, "FakeTensorMode, inference mode and other modes; tensors that stand for others"),
     Case(117, "a write into what autograd has saved; a tangent of forward-mode AD"),
+    Case(118, "a GPU's stream that is current when an op is called, and not when its messages come", NO_GPU, NO_GPU),
+    Case(119, "an op of messages within a CUDA graph's capture", NO_GPU, NO_GPU),
 )

@@ -20,6 +20,7 @@ import torch
 from aiocomms_nccl import NcclTransport, bringup
 from aiocomms_nccl import nccl as names
 from aiocomms_nccl.lane import AT_ONCE
+from aiocomms_nccl.matching import Matcher
 from fake_cuda import THREAD_LOCAL, CudaError, FakeCuda, FakeEvent, FakeStream, Gate
 from fake_nccl import (
     FakeComm,
@@ -46,6 +47,7 @@ from aiocomms.errors import (
     PeerDiedError,
     UnsupportedOperation,
 )
+from aiocomms.ops import codec, reductions
 from aiocomms.testing import local_world
 
 pytestmark = pytest.mark.deterministic
@@ -555,6 +557,54 @@ async def test_what_cannot_be_captured_is_refused(cuda: FakeCuda) -> None:
             with cuda.on(outside), pytest.raises(UnsupportedOperation, match="end the capture first"):
                 comms[0].barrier()
             joined.wait_stream()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("root", [0, 1])
+async def test_what_is_made_of_messages_is_refused_in_a_capture_before_anything_is_done(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, root: int
+) -> None:
+    """On a GPU an object's copy to it would break the capture, and the communicator with it."""
+
+    def copies(*_: object) -> None:
+        raise AssertionError("it copies to the GPU")
+
+    async with world(2) as comms:
+        with cuda.graph(), monkeypatch.context() as patch:
+            patch.setattr(codec, "to_tensor", copies)
+            for call in (
+                lambda: comms[0].broadcast_object({"a": torch.ones(3)}, root),
+                lambda: comms[0].all_gather_object(1),
+                lambda: comms[0].send_object(1, 1),
+                lambda: comms[0].lane("a").all_reduce(torch.ones(3)),
+            ):
+                with pytest.raises(UnsupportedOperation, match="cannot be captured"):
+                    call()
+        assert not comms[0].aborted
+        assert await asyncio.gather(*(comm.broadcast_object(comm.rank, root) for comm in comms)) == [root, root]
+
+
+@pytest.mark.asyncio
+async def test_each_step_is_on_the_stream_of_the_call(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever stream is current on the loop's thread when a step's messages have come."""
+    async with world(3) as comms:
+        own, streams = FakeStream(cuda.gpu), []
+        await asyncio.gather(*(comm.lane("a").all_reduce(torch.ones(3)) for comm in comms))
+        for owner, name in ((Matcher, "post"), (reductions, "combine")):
+            function = getattr(owner, name)
+
+            def call(*args: Any, function: Any = function) -> Any:
+                streams.append(cuda.current_stream())
+                return function(*args)
+
+            monkeypatch.setattr(owner, name, call)
+        tensors = [torch.full((3,), float(comm.rank)) for comm in comms]
+        with cuda.on(own):
+            works = [comm.lane("a").all_reduce(tensor) for comm, tensor in zip(comms, tensors, strict=True)]
+        await asyncio.gather(*works)
+        assert all(tensor.tolist() == [3.0] * 3 for tensor in tensors)
+        assert len(streams) > 6
+        assert set(streams) == {own}
 
 
 @pytest.mark.asyncio

@@ -33,6 +33,7 @@ from aiocomms.errors import (
     MessageTruncatedError,
     UnsupportedOperation,
 )
+from aiocomms.ops import reductions
 from aiocomms.testing import local_world
 
 pytestmark = pytest.mark.deterministic
@@ -230,12 +231,43 @@ async def test_another_communicators_progress_may_post(cuda: FakeCuda) -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.fault(118, transport="ucx")
+async def test_each_step_of_a_collective_is_on_the_stream_of_the_call(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever stream is current on the loop's thread when a step's messages have come."""
+    own, streams = FakeStream(cuda.gpu), []
+    for owner, name in ((CudaUcxTransport, "post"), (reductions, "combine")):
+        function = getattr(owner, name)
+
+        def call(*args: Any, function: Any = function) -> Any:
+            streams.append(cuda.current_stream())
+            return function(*args)
+
+        monkeypatch.setattr(owner, name, call)
+    async with world(3) as comms:
+        tensors = [torch.full((3,), float(comm.rank)) for comm in comms]
+        with cuda.on(own):
+            works = [comm.all_reduce(tensor) for comm, tensor in zip(comms, tensors, strict=True)]
+        await all_of(*works)
+        assert all(tensor.tolist() == [3.0] * 3 for tensor in tensors)
+        assert len(streams) > 6
+        assert set(streams) == {own}
+
+
+@pytest.mark.asyncio
+@pytest.mark.fault(119, transport="ucx")
 async def test_an_op_in_a_capture_is_refused_and_the_capture_goes_on(cuda: FakeCuda) -> None:
     async with world(2) as (comm, other):
         win, _ = await asyncio.gather(comm.new_window(torch.zeros(4)), other.new_window(torch.zeros(4)))
         done = torch.zeros(1)
         with cuda.graph() as graph:
-            for call in (lambda: win.put(torch.ones(4), 0), lambda: comm.recv(torch.ones(4), 1), comm.barrier):
+            for call in (
+                lambda: win.put(torch.ones(4), 0),
+                lambda: comm.recv(torch.ones(4), 1),
+                lambda: comm.broadcast_object(torch.ones(4), 0),
+                comm.barrier,
+            ):
                 with pytest.raises(UnsupportedOperation, match="captur"):
                     call()
             cuda.enqueue(cuda.current_stream(), lambda: done.add_(1))

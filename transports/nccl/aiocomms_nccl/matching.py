@@ -52,18 +52,25 @@ class Matcher:
         """Return the communicators of all lanes that are formed. Any thread may call this."""
         return [lane.comm_stream for lane in list(self._lanes.values()) if lane.comm_stream is not None]
 
+    def check_not_captured(self) -> None:
+        """Refuse messages, and what is made of them, while the current stream is being captured.
+
+        :raises UnsupportedOperation: it is.
+        """
+        if self._owner.cuda.capturing():
+            raise UnsupportedOperation(
+                "a message cannot be captured into a CUDA graph, because its two ranks agree on it on the host; "
+                "send it outside of the capture, or capture a collective instead"
+            )
+
     def post(self, op: ops.Send | ops.Recv, work: Completion) -> None:
         """Start a send or a receive.
 
         :raises UnsupportedOperation: the current stream is being captured.
         """
+        self.check_not_captured()
         owner = self._owner
         peer = op.dst if isinstance(op, ops.Send) else op.src
-        if owner.cuda.capturing():
-            raise UnsupportedOperation(
-                "a message cannot be captured into a CUDA graph, because its two ranks agree on it on the host; "
-                "send it outside of the capture, or capture a collective instead"
-            )
         closed = owner.closed_by(peer)
         if closed is not None:
             work.fail(closed)

@@ -7,6 +7,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Final, Self
 from weakref import WeakKeyDictionary
 
@@ -247,6 +248,11 @@ class NcclTransport(Transport):
             )
 
     # --------------------------------------------------------------------------------------------------- progress
+
+    def caller_stream(self) -> Callable[[], AbstractContextManager[object]]:
+        """See :meth:`Transport.caller_stream`."""
+        self._matcher.check_not_captured()
+        return functools.partial(self.cuda.on, self.cuda.current_stream())
 
     def progress(self) -> bool:
         """See :meth:`Transport.progress`. While the current stream is being captured, everything waits."""

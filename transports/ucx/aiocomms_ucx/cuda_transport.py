@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import select
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Final, Self
 
 import msgspec
@@ -145,11 +147,7 @@ class CudaUcxTransport(UcxTransport):
 
     def post(self, op: ops.Op, work: Completion) -> None:
         """See :meth:`Transport.post`."""
-        if self.cuda.capturing():
-            raise UnsupportedOperation(
-                "the current stream is being captured into a CUDA graph, and what UCX does is none of the GPU's doing: "
-                "call it before the capture, or behind graph.replay()"
-            )
+        self._check_not_captured()
         if self._failure is not None:
             self.on_failure(self._failure)
         waiting = _Waiting(op, work)
@@ -160,6 +158,18 @@ class CudaUcxTransport(UcxTransport):
                 if self.completions.poll():
                     self._post_due()
                     break
+
+    def _check_not_captured(self) -> None:
+        if self.cuda.capturing():
+            raise UnsupportedOperation(
+                "the current stream is being captured into a CUDA graph, and what UCX does is none of the GPU's doing: "
+                "call it before the capture, or behind graph.replay()"
+            )
+
+    def caller_stream(self) -> Callable[[], AbstractContextManager[object]]:
+        """See :meth:`Transport.caller_stream`."""
+        self._check_not_captured()
+        return functools.partial(self.cuda.on, self.cuda.current_stream())
 
     def post_at_once(self, op: ops.Recv, work: Completion) -> None:
         """See :meth:`Transport.post_at_once`. What takes no byte waits for no stream."""
