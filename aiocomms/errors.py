@@ -20,6 +20,7 @@ __all__ = [
     "CommError",
     "CommTimeoutError",
     "ConcurrentCollectivesError",
+    "DriverLostError",
     "LaneAbortedError",
     "MessageTruncatedError",
     "MismatchError",
@@ -176,8 +177,15 @@ class StoreLostError(CommError):
     """Raised when the rendezvous store is gone. Established communicators stay usable."""
 
 
+class DriverLostError(CommAbortedError):
+    """Raised on every worker when the driver is lost and no process that drives has taken its place.
+
+    The communicator is poisoned.
+    """
+
+
 class WorkerError(CommError):
-    """Raised on rank 0 when another rank failed to carry out a plan: ``peer`` did, and the cause has its traceback.
+    """Raised on rank 0 when a rank failed to carry out a plan: ``peer`` did, and the cause has its traceback.
 
     The communicator stays usable, unless the plan was run in order and had begun to communicate.
     """

@@ -14,6 +14,7 @@ from aiocomms.errors import (
     CommAbortedError,
     CommError,
     CommTimeoutError,
+    DriverLostError,
     MessageTruncatedError,
     MismatchError,
     PeerDiedError,
@@ -23,7 +24,9 @@ from aiocomms.ops.checks import describe
 
 _LONGEST: Final = 2000
 """Characters of a reason that travels."""
-_TRAVELS: Final = {cls.__name__: cls for cls in (CommAbortedError, CommTimeoutError, MismatchError, PeerDiedError)}
+_TRAVELS: Final = {
+    cls.__name__: cls for cls in (CommAbortedError, CommTimeoutError, DriverLostError, MismatchError, PeerDiedError)
+}
 """What :meth:`aiocomms.transport.Transport.abort` is given, and what the other ranks raise."""
 
 

@@ -1,14 +1,21 @@
-"""The one guard around calls into a transport: what a transport raises ends its communicator, and nothing else.
+"""The guards around what is not this library's: transports, and async functions of the program.
+
+What a transport raises ends its communicator, and nothing else.
 
 By contract only ``open``, ``split``, ``post`` and ``wait_stream`` may raise. Where another method does, its transport
 is broken: nobody knows what it still does, so its communicator is lost, with an error that names the transport.
+
+What a function of the program raises, whatever it is, is that function's failure, unless it ends the task around it.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
+
+import anyio
 
 from aiocomms.errors import CommError
 
@@ -39,3 +46,14 @@ def guarded(otherwise: T, method: Callable[P, T], *args: P.args, **kwargs: P.kwa
         _log.error("%s", failure, exc_info=error)  # the communicator may be lost already, for another reason
         transport.on_failure(failure)
         return otherwise
+
+
+def ends_task(error: BaseException) -> bool:
+    """Whether what a function of the program has raised ends the task around it: the process ends, or it is cancelled.
+
+    A ``CancelledError`` may come from anywhere, as from a future that somebody else has cancelled. So this task's
+    scopes are asked: call it outside of those that are the function's own.
+    """
+    if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
+        return True
+    return not isinstance(error, Exception) and anyio.current_effective_deadline() == -math.inf

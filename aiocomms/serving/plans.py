@@ -2,6 +2,8 @@
 
 In a lane rank 0 sends each worker ``(number, in order, plan)``, ``(number,)`` to give a plan up, and ``()`` at the end;
 a worker sends, for each plan, ``(number, what was raised, its traceback, whether it is in step)``.
+
+What the program's functions raise is theirs, whatever it is: also a ``CancelledError`` that nobody meant for the task.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from typing import Any
 import anyio
 
 from aiocomms.communicator import Communicator
-from aiocomms.errors import CommAbortedError, CommError, PeerDiedError, PlanLostError
+from aiocomms.errors import CommAbortedError, CommError, DriverLostError, PeerDiedError, PlanLostError, as_reason
 from aiocomms.lowering.lanes import number_of
+from aiocomms.progress.guard import ends_task
 from aiocomms.progress.work import Work
 from aiocomms.serving.current import CurrentComm
 
@@ -46,7 +49,7 @@ class Plan:
         self.result: Any = None
         self.error: Exception | None = None
 
-    async def run(self, execute: Execute, what: Any, before: Plan | None) -> Exception | None:
+    async def run(self, execute: Execute, what: Any, before: Plan | None) -> BaseException | None:
         """Carry it out, behind the plan ``before`` it.
 
         :returns: what it has raised, unless another rank has given it up, and says why.
@@ -59,7 +62,9 @@ class Plan:
                 with self._lane or contextlib.nullcontext():
                     self.result = await execute(what)
             return None
-        except Exception as error:
+        except BaseException as error:
+            if ends_task(error):
+                raise
             given_up = self._lane and self._core.given_up.get(number_of(self._lane.key))
             return error if not given_up or given_up.peer == self._core.rank else None
         finally:
@@ -88,6 +93,8 @@ class Plan:
 class Worker:
     """Every rank but 0. The driver is one, too, whose plans come from its callers."""
 
+    _drives = False
+
     def __init__(self, current: CurrentComm, recover: Recover | None, numbers: Iterator[int], execute: Execute) -> None:
         self._current, self._recover, self._numbers, self._execute = current, recover, numbers, execute
         self._plans: dict[int, Plan] = {}
@@ -97,11 +104,14 @@ class Worker:
     async def _serve(self) -> None:
         """Carry out plans until there are no more, on one communicator after the other.
 
-        :raises CommError: it was lost, and there is no ``recover``; or what that raises.
+        :raises CommError: it was lost, and there is no ``recover``, or nobody drives; or what that raises.
         """
         while True:
             failure: CommError | None = None
             comm = self._comm = self._current.current
+            if comm.rank == 0 and not self._drives:  # those that have recovered keep their roles
+                why = "nobody drives: the driver is lost, and a process that works has become rank 0"
+                comm._core.lose(DriverLostError(why, peer=0))
             async with anyio.create_task_group() as self._tasks:
                 for rank in [0] if comm.rank else range(1, comm.size):
                     self._tasks.start_soon(self._hear, comm, rank)
@@ -111,10 +121,31 @@ class Worker:
                 self._fail(PlanLostError(f"the plan is lost: {failure}", comm=comm.name, rank=comm.rank), failure)
             if failure is None:
                 return
-            if self._recover is None:
+            if self._recover is None or isinstance(failure, DriverLostError):
                 raise failure.about()
             _log.warning("recovering: %s", failure)
-            self._current.turn_to(await self._recover(comm))
+            self._current.turn_to(await self._recovered(comm, self._recover))
+
+    async def _recovered(self, comm: Communicator, recover: Recover) -> Communicator:
+        """Have the program form the next one: in a task of its own, which tells whether it is cancelled."""
+        formed: list[Communicator] = []
+        failures: list[BaseException] = []
+
+        async def call() -> None:
+            try:
+                formed.append(await recover(comm))
+            except BaseException as error:
+                if ends_task(error):
+                    raise
+                failures.append(error)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(call)
+        if not failures:
+            return formed[0]
+        if isinstance(failures[0], Exception):
+            raise failures.pop()
+        raise CommAbortedError(f"recover raised {as_reason(failures[0])}") from failures.pop()
 
     async def _hear(self, comm: Communicator, rank: int) -> None:
         try:
@@ -142,7 +173,11 @@ class Worker:
         return plan
 
     async def _carry_out(self, plan: Plan, what: Any, before: Plan | None) -> None:
-        error = await plan.run(self._execute, what, before)
+        try:
+            error = await plan.run(self._execute, what, before)
+        except (KeyboardInterrupt, SystemExit) as reason:  # this process ends; the others hear why
+            self._comm.abort(reason)
+            raise
         if not self._comm.aborted:  # else the plan is lost, whatever has become of it here
             self._ended(plan, error)
 
@@ -162,7 +197,7 @@ class Worker:
         elif number in self._plans:  # else its end is on the way to rank 0
             self._plans[number].give_up("rank 0 has given it up")
 
-    def _ended(self, plan: Plan, error: Exception | None) -> None:
+    def _ended(self, plan: Plan, error: BaseException | None) -> None:
         """A plan has ended here."""
         raised = trace = ""
         if error is not None:

@@ -13,7 +13,7 @@ from typing import Any
 import anyio
 
 from aiocomms.communicator import Communicator
-from aiocomms.errors import ArgumentError, CommClosedError, CommError, PlanLostError, WorkerError
+from aiocomms.errors import ArgumentError, CommClosedError, CommError, PlanLostError, WorkerError, as_reason
 from aiocomms.serving.current import CurrentComm
 from aiocomms.serving.plans import Execute, Plan, Recover, Worker
 
@@ -76,6 +76,7 @@ class Service(contextlib.AbstractAsyncContextManager["Service"]):
 
         :param execute: an async function that carries out a plan. What it raises, its plan's ``run`` raises on rank 0.
         :raises ArgumentError: this is rank 0.
+        :raises DriverLostError: rank 0 was lost, and of the ranks that have recovered one that works has its place.
         :raises CommError: the communicator was lost, and there is no ``recover``; or what that raises.
         """
         if self.comm.rank == 0:
@@ -103,6 +104,7 @@ def _ignore(number: int, frame: object) -> None:
 class Driver(Worker):
     """Rank 0 of a service, which gives out plans; made by :meth:`Service.drive`."""
 
+    _drives = True
     _draining = False
     _over: Exception | None = None  # why there will be no other communicator
 
@@ -119,7 +121,8 @@ class Driver(Worker):
 
         :param plan: what objects may hold, see :meth:`Communicator.send_object`; its tensors are not to be changed.
         :returns: what ``execute`` returns on this rank, once it has ended on all ranks.
-        :raises WorkerError: it failed on another rank, and was given up on all. What is raised here is raised as it is.
+        :raises WorkerError: it failed on another rank, and was given up on all. What is raised here is raised as it is,
+            if it is an :class:`Exception`; of others, such as a ``CancelledError``, this is raised, too.
         :raises PlanLostError: a rank was lost meanwhile, or is not replaced yet.
         :raises CommClosedError: the driver is ending.
         :raises ArgumentError: the plan cannot be sent.
@@ -159,12 +162,13 @@ class Driver(Worker):
         return plan.result
 
     async def _serve(self) -> None:
-        """As every rank does; what goes wrong is raised to those who wait."""
+        """As every rank does; what goes wrong is raised to those who wait, and the workers hear of it."""
         try:
             await super()._serve()
         except Exception as error:
             _log.exception("the service cannot go on")
             self._over = error
+            self._comm.abort(error)  # if it is not lost
         finally:
             ended = CommClosedError("the driver has ended", comm=self._comm.name, op="run", rank=0)
             self._over = self._over or ended
@@ -189,9 +193,13 @@ class Driver(Worker):
         if number in self._plans:
             self._ended(self._plans[number], error, rank, in_step)
 
-    def _ended(self, plan: Plan, error: Exception | None, rank: int = 0, in_step: bool = True) -> None:
+    def _ended(self, plan: Plan, error: BaseException | None, rank: int = 0, in_step: bool = True) -> None:
         """A rank has ended a plan: the first that fails has it given up on all."""
         plan.waiting.discard(rank)
+        if error is not None and not isinstance(error, Exception):  # raised, it would end the caller's task
+            cause, text = error, f"plan {plan.number} failed on rank 0: {as_reason(error)}"
+            error = WorkerError(text, comm=self._comm.name, rank=0, peer=0)
+            error.__cause__ = cause
         if error is not None and plan.error is None:
             plan.error = error
             plan.give_up(f"it failed on rank {rank}")

@@ -10,6 +10,7 @@ import anyio
 from aiocomms.bootstrap import directory
 from aiocomms.communicator import Communicator
 from aiocomms.errors import ArgumentTypeError
+from aiocomms.progress.guard import ends_task
 
 T = TypeVar("T")
 
@@ -27,15 +28,14 @@ async def run_ranks(world: Sequence[Communicator], fn: Callable[[Communicator], 
     """
     results: list[Any] = [None] * len(world)
     failures: list[tuple[Communicator, BaseException]] = []
-    passes = (KeyboardInterrupt, SystemExit, anyio.get_cancelled_exc_class())
 
     async def one(place: int, comm: Communicator) -> None:
         directory.enter(comm)
         try:
             results[place] = await _awaitable(fn(comm))
-        except passes:
-            raise
         except BaseException as error:  # what pytest.fail and pytest.skip raise is no Exception
+            if ends_task(error):
+                raise
             failures.append((comm, error))
             tasks.cancel_scope.cancel()
 

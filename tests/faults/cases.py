@@ -301,4 +301,7 @@ CASES = (
     Case(117, "a write into what autograd has saved; a tangent of forward-mode AD"),
     Case(118, "a GPU's stream that is current when an op is called, and not when its messages come", NO_GPU, NO_GPU),
     Case(119, "an op of messages within a CUDA graph's capture", NO_GPU, NO_GPU),
+    # A service, and what is said.
+    Case(120, "a plan, or recover, that raises what is no Exception"),
+    Case(121, "workers whose driver is lost"),
 )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
+import math
 import signal
 from collections.abc import Awaitable, Callable
 
@@ -18,6 +20,7 @@ from aiocomms.errors import (
     CommAbortedError,
     CommClosedError,
     CommTimeoutError,
+    DriverLostError,
     LaneAbortedError,
     PlanLostError,
     WorkerError,
@@ -211,6 +214,186 @@ def test_an_error_here_is_raised_as_it_is(run):
         assert driver.failure is None
 
     drive(run, 3, make, body)
+
+
+class Panic(BaseException):
+    """What a library raises that wants to be caught by nobody."""
+
+
+async def awaits_what_was_cancelled():
+    future = asyncio.get_running_loop().create_future()
+    future.cancel()
+    await future
+
+
+async def cancels_itself():
+    asyncio.current_task().cancel()
+    await asyncio.sleep(0)
+
+
+async def panics():
+    raise Panic("no more")
+
+
+@pytest.mark.fault(120)
+@pytest.mark.parametrize("transport", ["local", "c10d", "ucx"])
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("how", ["run", "run_in_order"])
+@pytest.mark.parametrize("fails", [awaits_what_was_cancelled, cancels_itself, panics])
+def test_what_a_plan_raises_that_is_no_exception_is_that_plans_alone(transport, culprit, how, fails):
+    """A CancelledError that nobody meant for the service may come out of any future."""
+
+    def make(comm):
+        async def execute(plan):
+            if plan == "bad" and comm.rank == culprit:
+                await fails()
+            return (await comm.all_reduce(torch.ones(1))).item() if plan == "good" else None
+
+        return execute
+
+    async def body(driver):
+        give = getattr(driver, how)
+
+        async def bad():
+            raised = "Panic: no more" if fails is panics else "CancelledError"
+            with pytest.raises(WorkerError, match=f"failed on rank {culprit}: .*{raised}") as caught:
+                await give("bad")
+            assert caught.value.peer == culprit
+            assert raised.partition(":")[0] in repr(caught.value.__cause__)
+
+        good = await together(lambda: give("good"), bad, lambda: give("good"), bad)
+        assert good == [2.0, None, 2.0, None]
+        assert await give("good") == 2.0
+        assert driver.failure is None
+
+    async def main():
+        async with local_world(2, transport) as world:
+            await serve(world, make, body)
+            assert not any(comm.aborted for comm in world)
+
+    asyncio.run(main())
+
+
+@pytest.mark.fault(120)
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_an_exit_within_a_plan_is_told_everywhere(culprit):
+    """The loop ends there and then: what the others wait for is said before."""
+    said = {}
+
+    def make(comm):
+        async def execute(plan):
+            await comm.barrier()
+            if comm.rank == culprit:
+                raise SystemExit(3)
+            await comm.barrier()
+
+        return execute
+
+    async def body(driver):
+        await driver.run(None)
+
+    async def main():
+        async with local_world(2) as world:
+            for comm in world:
+                comm.register_abort_hook(lambda error, rank=comm.rank: said.setdefault(rank, error.message))
+            await serve(world, make, body)
+
+    with pytest.raises(SystemExit):
+        asyncio.run(main())
+    assert said == dict.fromkeys(range(2), f"aborted by rank {culprit}: SystemExit: 3")
+
+
+@pytest.mark.fault(120)
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_what_recover_raises_that_is_no_exception_is_said(culprit):
+    """Nobody has cancelled the service: its end says why, on the rank that has failed to recover."""
+    ended = {}
+
+    async def recover(lost):
+        if lost.rank == culprit:
+            await awaits_what_was_cancelled()
+        return await lost.reconfigure(ranks=[1 - culprit])
+
+    async def body(driver):
+        driver._comm.abort("enough")
+        await driver.ready()
+
+    async def one(comm):
+        try:
+            await serve_one(comm, summing, body, recover)
+        except BaseException as error:
+            ended[comm.rank] = error
+
+    async def main():
+        async with local_world(2) as world:
+            await ranks(world, one)
+
+    asyncio.run(main())
+    assert isinstance(ended[culprit], CommAbortedError)
+    assert ended[culprit].message == "recover raised CancelledError"
+    assert isinstance(ended[culprit].__cause__, asyncio.CancelledError)
+
+
+@pytest.mark.fault(120)
+def test_a_service_that_is_cancelled_ends_as_a_task_does():
+    """What is raised for a cancellation of the service itself is no plan's failure."""
+
+    def make(comm):
+        async def execute(plan):
+            entered.set()
+            await asyncio.sleep(math.inf)
+
+        return execute
+
+    async def body(driver):
+        await driver.run(None)
+
+    async def main():
+        nonlocal entered
+        entered = asyncio.Event()
+        async with local_world(2) as world:
+            tasks = [asyncio.create_task(serve_one(comm, make, body)) for comm in world]
+            await entered.wait()
+            tasks[1].cancel()
+            driver, worker = await asyncio.gather(*tasks, return_exceptions=True)
+            assert isinstance(worker, asyncio.CancelledError)
+            assert isinstance(driver, PlanLostError)
+
+    entered = None
+    asyncio.run(main())
+
+
+@pytest.mark.fault(121)
+@pytest.mark.parametrize("transport", ["local", "c10d", "ucx"])
+def test_workers_whose_driver_is_lost_end_and_say_so(transport):
+    """Those that recover without it make one of themselves rank 0, which does not drive."""
+    numbers = signal.SIGINT, signal.SIGTERM
+    before = list(map(signal.getsignal, numbers))
+    ended = {}
+
+    async def works(comm):
+        async with Service(comm, lambda lost: lost.reconfigure(ranks=[1, 2])) as service:
+            with pytest.raises(DriverLostError, match="a process that works has become rank 0") as c:
+                await service.work(summing(service.comm))
+            ended[comm.rank] = c.value.peer
+            assert service.comm.rank == comm.rank - 1
+
+    async def main():
+        async with local_world(3, transport) as world:
+
+            async def body(driver):
+                assert (await driver.run((1, torch.ones(1)))).item() == 6.0
+                world[0].abort("the driver is gone")
+
+            async def drives():
+                with pytest.raises(CommAbortedError, match="the driver is gone"):
+                    await serve_one(world[0], summing, body)
+
+            await together(drives, lambda: works(world[1]), lambda: works(world[2]))
+
+    asyncio.run(main())
+    assert ended == {1: 0, 2: 0}
+    assert list(map(signal.getsignal, numbers)) == before
 
 
 def test_a_lane_of_the_programs_own_is_no_plan_that_was_given_up(run):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
 import anyio
@@ -136,6 +137,26 @@ def test_all_who_fail_are_named(run):
             assert caught.value.__notes__[0].startswith("it was raised on rank ")
 
     run(main)
+
+
+@pytest.mark.fault(120)
+def test_a_cancelled_future_that_a_rank_awaits_is_named_too():
+    """Nobody has cancelled the test: it is this rank that fails."""
+
+    async def main():
+        async with local_world(2) as comms:
+
+            async def each(comm):
+                if comm.rank:
+                    future = asyncio.get_running_loop().create_future()
+                    future.cancel()
+                    await future
+
+            with pytest.raises(asyncio.CancelledError) as caught:
+                await run_ranks(comms, each)
+            assert caught.value.__notes__ == ["it was raised on rank 1 of 2"]
+
+    asyncio.run(main())
 
 
 def test_what_pytest_raises_is_named_too(run):

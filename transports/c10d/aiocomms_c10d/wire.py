@@ -62,7 +62,7 @@ _DTYPES: Final = (
 CODES: Final = {dtype: code for code, dtype in enumerate(_DTYPES)}
 """The numbers that stand for dtypes."""
 
-_REASONS: Final = ("CommAbortedError", "PeerDiedError", "MismatchError", "CommTimeoutError")
+_REASONS: Final = ("CommAbortedError", "PeerDiedError", "MismatchError", "CommTimeoutError", "DriverLostError")
 
 
 class Header(NamedTuple):
