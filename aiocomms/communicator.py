@@ -16,6 +16,7 @@ import torch
 
 from aiocomms import ops
 from aiocomms.bootstrap import directory, recovery
+from aiocomms.bootstrap.forming import broken_off
 from aiocomms.bootstrap.meeting import Predecessor
 from aiocomms.bootstrap.registry import Plan, open_transports
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
@@ -26,7 +27,6 @@ from aiocomms.diagnosis.leak_guard import LeakGuard, guards
 from aiocomms.diagnosis.live import Sight, live, sight_of
 from aiocomms.diagnosis.statistics import Statistics, statistics_of
 from aiocomms.errors import (
-    CommAbortedError,
     CommError,
     MismatchError,
     StoreLostError,
@@ -287,7 +287,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
                 raise  # on every rank that needs the store; this communicator does not
             except BaseException as error:
                 hook.remove()
-                core.lose(_broken_off(error).about(comm=self.name, op="split", rank=self.rank))
+                core.lose(broken_off(error, members).about(comm=self.name, op="split", rank=self.rank))
                 raise
             finally:
                 hook.remove()
@@ -378,15 +378,6 @@ class _Following(Communicator):
 def _follows(op: Op) -> bool:
     """Whether an op other than a collective goes by the current lane."""
     return op.family != "rma" and getattr(op, "channel", ops.USER) == ops.USER
-
-
-def _broken_off(error: BaseException) -> CommError:
-    """Why a split ends on this rank: the others would wait for it until their time is up."""
-    if isinstance(error, CommError):
-        return error
-    if isinstance(error, Exception):
-        return CommError(f"split failed: {type(error).__name__}: {error}")
-    return CommAbortedError("split was cancelled")
 
 
 def _disown_in_child() -> None:

@@ -27,7 +27,7 @@ from aiocomms.bootstrap.registry import close_transports
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.diagnosis import debug, dumps
 from aiocomms.diagnosis.inquiry import Inquiry, Wait
-from aiocomms.diagnosis.postmortem import PostMortem
+from aiocomms.diagnosis.postmortem import ASKED, PostMortem
 from aiocomms.diagnosis.recorder import UNMATCHED, Recorder, called, capacity, peers
 from aiocomms.errors import (
     CommAbortedError,
@@ -38,7 +38,7 @@ from aiocomms.errors import (
     wrong_thread,
 )
 from aiocomms.families.hooks import Hooks
-from aiocomms.lifecycle import Action, Failure, Life, failure_of
+from aiocomms.lifecycle import Action, Failure, Life, Verdict, failure_of
 from aiocomms.lowering.routing import Router
 from aiocomms.lowering.shortcuts import find_shortcuts
 from aiocomms.lowering.windows import TwoSided
@@ -156,12 +156,9 @@ class Core(Posting):
         error = CommAbortedError(f"aborted by rank {self.rank}: {reason}", peer=self.rank)
         self._lose(Failure(error, time.monotonic()), here=False)
 
-    def lose(self, error: CommError, absent: Sequence[int] = ()) -> None:
-        """The communicator has failed; any thread.
-
-        :param absent: the ranks that the op at fault still waits for.
-        """
-        failure = failure_of(error, time.monotonic(), self.rank, tuple(absent))
+    def lose(self, error: CommError) -> None:
+        """The communicator has failed; any thread."""
+        failure = failure_of(error, time.monotonic(), self.rank)
         self._lose(failure, here=get_ident() == self.thread)
 
     def _lose(self, failure: Failure, *, here: bool) -> None:
@@ -190,9 +187,9 @@ class Core(Posting):
                     self._postmortem = PostMortem(self, self._rendezvous, failure)
                     self._postmortem.hold(record, self._explained)
 
-    def _explained(self, report: str, path: Path | None) -> None:
+    def _explained(self, verdict: Verdict, path: Path | None) -> None:
         with self._lock:
-            self.life = lifecycle.explain(self.life, report, path)
+            self.life = lifecycle.explain(self.life, verdict, path)
         self.driver.call_threadsafe(self._end_works)
 
     def _end_works(self) -> None:
@@ -240,7 +237,7 @@ class Core(Posting):
         if not work.done():
             if self.withdraw(work):
                 late = f"{UNMATCHED} {called(work.op)} before its deadline; it was withdrawn{report}"
-                work.abandon(CommTimeoutError(late, peer=peers(work.op)[0]))
+                work.abandon(CommTimeoutError(late, late=peers(work.op)))
             else:
                 self._expire_all(work)
 
@@ -249,9 +246,10 @@ class Core(Posting):
         what = "" if op.family == "collectives" else f": {called(op)}"
         who = f"; waiting for rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}" if absent else ""
         error = CommTimeoutError(
-            f"its deadline passed{what}{who}", comm=work._comm_name(), op=op.name, seq=work.seq, rank=self.rank
-        )
-        self.lose(error, absent)
+            f"its deadline passed{what}{who}", comm=work._comm_name(), op=op.name, seq=work.seq, rank=self.rank,
+            late=absent[:ASKED],
+        )  # fmt: skip
+        self.lose(error)
 
     def waiting_for(self, work: StartedWork[Any]) -> Sequence[int]:
         """The ranks that a pending op waits for, as far as that is known; any thread."""

@@ -7,6 +7,7 @@ sent, and the program can go on), or is *poisoned* (every later call fails at on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Self
 
 __all__ = [
@@ -162,7 +163,37 @@ class CommTimeoutError(CommError, TimeoutError):
     """Raised when an operation's deadline passed; names the ranks that were missing, if the transport knows them.
 
     The communicator is poisoned on every rank, unless the operation was a receive or wait that nothing had matched yet.
+
+    :param late: the ranks that were missing, the same on every rank; empty: it is not known which. One alone is also
+        the ``peer``.
+    :param teller: the rank whose deadline has passed, where that is another one.
     """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        comm: str | None = None,
+        op: str | None = None,
+        seq: int | None = None,
+        rank: int | None = None,
+        peer: int | None = None,
+        late: Sequence[int] = (),
+        teller: int | None = None,
+    ) -> None:
+        super().__init__(message, comm=comm, op=op, seq=seq, rank=rank, peer=peer)
+        self.late = tuple(sorted(late))
+        self.teller = teller
+        if len(late) == 1:
+            self.peer = late[0]
+
+    def about(
+        self, *, comm: str | None = None, op: str | None = None, seq: int | None = None, rank: int | None = None
+    ) -> Self:
+        """See :meth:`CommError.about`."""
+        copy = super().about(comm=comm, op=op, seq=seq, rank=rank)
+        copy.late, copy.teller = self.late, self.teller
+        return copy
 
 
 class PeerDiedError(CommError):

@@ -30,8 +30,6 @@ class Failure(msgspec.Struct, frozen=True):
     """What happened, and to whom: the op, its number and this rank where it happened to an op of this rank."""
     since: float
     """When, by :func:`time.monotonic`."""
-    absent: tuple[int, ...] = ()
-    """The ranks that an op whose deadline has passed still waits for."""
 
     @property
     def timed_out(self) -> bool:
@@ -44,31 +42,46 @@ class Failure(msgspec.Struct, frozen=True):
         if work.seq == error.seq:
             return error
         if error.op is None and isinstance(error, (CommAbortedError, CommTimeoutError, PeerDiedError)):
-            return type(error)(error.message, peer=error.peer)
-        kind = CommTimeoutError if self.timed_out else CommAbortedError
-        return kind(f"the communicator is lost: {error}", peer=error.peer)
+            return error.about()
+        lost = f"the communicator is lost: {error}"
+        if isinstance(error, CommTimeoutError):
+            return CommTimeoutError(lost, late=error.late)
+        return CommAbortedError(lost, peer=error.peer)
 
     def for_peers(self, rank: int) -> CommError:
         """What the other ranks are told by this one; see :meth:`aiocomms.transport.Transport.abort`."""
-        error, peer = self.error, rank if self.error.peer is None else self.error.peer
+        error = self.error
         if isinstance(error, (CommAbortedError, MismatchError, PeerDiedError)):
-            return type(error)(error.message, peer=peer)
-        if self.timed_out:
-            return CommTimeoutError(error.message if error.op is None else f"rank {rank} timed out: {error}", peer=peer)
+            return type(error)(error.message, peer=rank if error.peer is None else error.peer)
+        if isinstance(error, CommTimeoutError):
+            told = error.message if error.op is None else f"rank {rank} timed out: {error}"
+            return CommTimeoutError(told, late=error.late, teller=rank if error.teller is None else error.teller)
         return CommAbortedError(f"aborted by rank {rank}: {error}", peer=rank)
 
-    def explained(self, report: str, path: Path | None) -> Failure:
+    def explained(self, verdict: Verdict, path: Path | None) -> Failure:
         """The same, with what has been learnt since of who was missing, and the file of the flight recorder."""
-        old = self.error
+        old, report = self.error, verdict.report
+        assert isinstance(old, CommTimeoutError)
         message = old.message + (f": {report}" if report and report not in old.message else "")
         if path is not None:
             message += f" [flight recorder: {path}]"
-        new = type(old)(message, comm=old.comm, op=old.op, seq=old.seq, rank=old.rank, peer=old.peer)
+        new = CommTimeoutError(
+            message, comm=old.comm, op=old.op, seq=old.seq, rank=old.rank, late=verdict.late, teller=old.teller
+        )
         new.__cause__ = old.__cause__
         return msgspec.structs.replace(self, error=new)
 
 
-def failure_of(error: CommError, since: float, rank: int, absent: tuple[int, ...] = ()) -> Failure:
+class Verdict(msgspec.Struct, array_like=True, frozen=True):
+    """What is learnt of a deadline that has passed; what the rank that was late tells the others."""
+
+    report: str
+    """Where the ranks were; empty: nothing was learnt."""
+    late: tuple[int, ...]
+    """Those that were missing."""
+
+
+def failure_of(error: CommError, since: float, rank: int) -> Failure:
     """What has happened to this rank: a rank that was stopped, or cut off, hears of its own death as an exclusion."""
     if isinstance(error, PeerDiedError) and error.peer == rank:
         excluded = CommAbortedError(
@@ -76,7 +89,7 @@ def failure_of(error: CommError, since: float, rank: int, absent: tuple[int, ...
         )
         excluded.__cause__ = error
         error = excluded
-    return Failure(error, since, absent)
+    return Failure(error, since)
 
 
 class State(enum.Enum):
@@ -138,10 +151,10 @@ def lose(life: Life, failure: Failure, *, here: bool) -> Step:
     return lost, (Action.NOTE, Action.TELL_PEERS, Action.RECORD, Action.END_WORKS_SOON)
 
 
-def explain(life: Life, report: str, path: Path | None) -> Life:
+def explain(life: Life, verdict: Verdict, path: Path | None) -> Life:
     """It is known why a deadline has passed."""
     assert life.failure is not None
-    return Life(life.state, life.failure.explained(report, path), life.closed)
+    return Life(life.state, life.failure.explained(verdict, path), life.closed)
 
 
 def close(life: Life) -> Step:

@@ -5,7 +5,7 @@ All is called on the loop's thread, but what is marked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import copy_context
 from time import monotonic
@@ -55,7 +55,7 @@ class Posting(Counted):
     _ended: bool
     """Whether the works that were pending when it was lost have ended."""
 
-    def lose(self, error: CommError, absent: Sequence[int] = ()) -> None:
+    def lose(self, error: CommError) -> None:
         """The communicator has failed; any thread."""
         raise NotImplementedError
 

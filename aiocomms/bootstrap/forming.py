@@ -7,7 +7,7 @@ between comes nowhere any more, and as long as its process lives no connection s
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from functools import partial
 from typing import Final
 
@@ -65,6 +65,20 @@ async def formed(rendezvous: StoreRendezvous, opening: Awaitable[_Transports]) -
         raise failure
     finally:
         del failure  # the same
+
+
+def broken_off(error: BaseException, members: Sequence[int]) -> CommError:
+    """Why a split ends on this rank: the others would wait for it until their time is up.
+
+    :param members: the new communicator's ranks, as ranks of the one that is split.
+    """
+    if isinstance(error, CommTimeoutError) and error.op is None:  # it has formed nothing: it tells of new ranks
+        return CommTimeoutError(error.message, comm=error.comm, late=[members[rank] for rank in error.late])
+    if isinstance(error, CommError):
+        return error
+    if isinstance(error, Exception):
+        return CommError(f"split failed: {type(error).__name__}: {error}")
+    return CommAbortedError("split was cancelled")
 
 
 async def _hear(

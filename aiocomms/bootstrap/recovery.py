@@ -185,7 +185,7 @@ class Recovery:
             hoped = set(range(self._old.size)) if self._ranks is None else set(self._ranks)
             absent = sorted(rank for rank in hoped - came if self._ranks or not self._meeting.dead(rank))
             who = f": ranks {absent} had not come" if absent else ", or nobody came to take the free ranks"
-            raise CommTimeoutError(f"the ranks could not agree within {self._seconds:g} s{who}") from None
+            raise CommTimeoutError(f"the ranks could not agree within {self._seconds:g} s{who}", late=absent) from None
         finally:
             given_up.set()
 

@@ -183,5 +183,5 @@ class StoreRendezvous(Board):
         return CommTimeoutError(
             f"after {self.timeout} s {who}. "
             "Was every rank started, with the same size and name?",
-            comm=self.name, rank=self.rank,
+            comm=self.name, rank=self.rank, late=absent,
         )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 from aiocomms.diagnosis.recorder import Brief, Item
@@ -35,6 +35,19 @@ def judge(late: Item, briefs: Mapping[int, Brief], silent: Iterable[int] = ()) -
         *([f"{_ranks(quiet, 'does', 'do')} {NO_ANSWER}"] if (quiet := sorted(silent)) else []),
     ]
     return ", ".join(parts)
+
+
+def behind(late: Item, briefs: Mapping[int, Brief], silent: Collection[int], absent: Sequence[int]) -> tuple[int, ...]:
+    """The ranks that a collective waits for, by what they say they are doing.
+
+    A step of it may wait for a rank that is in it, too, and waits itself.
+
+    :param silent: the ranks that were asked and did not answer in time.
+    :param absent: the ranks that a step of it waits for.
+    """
+    out = [rank for rank, brief in briefs.items() if instead_of(late, brief)]
+    both = [rank for rank in absent if rank in silent or rank in out]
+    return tuple(sorted(both or out or absent))
 
 
 def instead_of(late: Item, brief: Brief) -> str | None:

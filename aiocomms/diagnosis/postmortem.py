@@ -19,11 +19,11 @@ import msgspec
 from aiocomms.bootstrap.board import Board
 from aiocomms.diagnosis import dumps
 from aiocomms.diagnosis.dumps import Record
-from aiocomms.diagnosis.hang_report import judge
+from aiocomms.diagnosis.hang_report import behind, judge
 from aiocomms.diagnosis.recorder import LONGEST, SHOWN, Brief, Item, Snapshot
-from aiocomms.errors import StoreLostError
-from aiocomms.lifecycle import Failure
-from aiocomms.lowlevel.failures import UNREADABLE
+from aiocomms.errors import CommTimeoutError, ProtocolError, StoreLostError
+from aiocomms.lifecycle import Failure, Verdict
+from aiocomms.lowlevel.failures import UNREADABLE, decoded
 
 T = TypeVar("T")
 
@@ -60,68 +60,70 @@ class PostMortem:
 
         :param failure: why it is lost.
         """
-        self._comm = comm
-        self._board = board
-        self._failure = failure
+        self._comm, self._board, self._failure = comm, board, failure
+        assert isinstance(failure.error, CommTimeoutError)
+        self._error = failure.error
+        self._nothing = Verdict("", self._error.late)
         self._closed = threading.Event()
 
-    def hold(self, record: Record, end: Callable[[str, Path | None], object]) -> None:
+    def hold(self, record: Record, end: Callable[[Verdict, Path | None], object]) -> None:
         """Find it out; any thread or signal handler.
 
         :param end: called once, on any thread, with what was learnt and the file of the flight recorder.
         """
         if not dumps.in_background(lambda: self._sit(record, end)):
-            end("", None)
+            end(self._nothing, None)
 
     def close(self) -> None:
         """Nobody waits any more."""
         self._closed.set()
 
-    def _sit(self, record: Record, end: Callable[[str, Path | None], object]) -> None:
-        report, path = "", None
+    def _sit(self, record: Record, end: Callable[[Verdict, Path | None], object]) -> None:
+        verdict, path = self._nothing, None
         try:
             snapshot = record.snapshot()
             if snapshot is not None:
                 if self._comm.size > 1 and self._board.store is not None:
-                    report = in_time(self._left(LONGER), "", lambda: self._verdict(snapshot))
-                snapshot.header.verdict = report
+                    verdict = in_time(self._left(LONGER), verdict, lambda: self._verdict(snapshot))
+                snapshot.header.verdict = verdict.report
                 path = in_time(WRITING, None, lambda: dumps.try_write(snapshot))
         finally:
-            end(report, path)
+            end(verdict, path)
 
     def _left(self, seconds: float) -> float:
         """Of so many seconds since the communicator was lost."""
         return self._failure.since + seconds - time.monotonic()
 
-    def _verdict(self, snapshot: Snapshot) -> str:
+    def _verdict(self, snapshot: Snapshot) -> Verdict:
         """Say what this rank is doing, and hear the others or the late rank."""
         comm, brief = self._comm, snapshot.header.brief
         try:
             self._board.tell(_DOING, msgspec.json.encode(brief))
-            late = self._failure.error.peer
-            if late is None:  # the op that is late is this rank's
+            teller = self._error.teller
+            if teller is None:  # the op that is late is this rank's
                 verdict = self._ask(snapshot)
-                self._board.tell(_VERDICT, verdict.encode())
+                self._board.tell(_VERDICT, msgspec.msgpack.encode(verdict))
                 return verdict
-            if late != comm.rank:
-                return printable(
-                    self._hear(_VERDICT, [late], LONGER).get(late, b"").decode(errors="replace"), 4 * LONGEST
-                )
-        except StoreLostError:
+            if teller != comm.rank:
+                said = self._hear(_VERDICT, [teller], LONGER).get(teller)
+                return self._nothing if said is None else _read_verdict(said, comm.size)
+        except (StoreLostError, ProtocolError):
             pass
-        return ""
+        return self._nothing
 
-    def _ask(self, snapshot: Snapshot) -> str:
-        comm = self._comm
-        op = next((item for item in snapshot.pending if item.seq == self._failure.error.seq), None)
+    def _ask(self, snapshot: Snapshot) -> Verdict:
+        comm, absent = self._comm, self._error.late
+        op = next((item for item in snapshot.pending if item.seq == self._error.seq), None)
         if op is None:
-            return ""
-        others = [] if op.collective is None else [r for r in range(comm.size) if r not in self._failure.absent]
-        asked = [rank for rank in (*self._failure.absent, *others) if rank != comm.rank][:ASKED]
+            return self._nothing
+        others = [] if op.collective is None else [r for r in range(comm.size) if r not in absent]
+        asked = [rank for rank in (*absent, *others) if rank != comm.rank][:ASKED]
         said = self._hear(_DOING, asked, PATIENCE)
         briefs = {rank: brief for rank in asked if (brief := read_brief(said.get(rank), rank)) is not None}
         mine = {} if op.collective is None else {comm.rank: snapshot.header.brief}
-        return judge(op, {**briefs, **mine}, set(asked) - briefs.keys())[: 4 * LONGEST]
+        silent = set(asked) - briefs.keys()
+        report = judge(op, {**briefs, **mine}, silent)[: 4 * LONGEST]
+        return Verdict(report, absent if op.collective is None else behind(op, briefs, silent, absent))
 
     def _hear(self, key: str, ranks: Sequence[int], seconds: float) -> dict[int, bytes]:
         """Wait until all have been told, time is up, or the communicator is closed. Never waits in the store."""
@@ -161,6 +163,17 @@ def read_brief(said: bytes | None, rank: int) -> Brief | None:
         return None
     tidy(brief)
     return brief if brief.rank == rank else None
+
+
+def _read_verdict(said: bytes, size: int) -> Verdict:
+    """What the late rank has made of the others' words.
+
+    :raises ProtocolError: it makes no sense.
+    """
+    verdict: Verdict = decoded(said, Verdict, "a verdict")
+    if not all(0 <= rank < size for rank in verdict.late):
+        raise ProtocolError(f"a verdict makes no sense: it tells of ranks {verdict.late}")
+    return Verdict(printable(verdict.report, 4 * LONGEST), verdict.late)
 
 
 def tidy(brief: Brief) -> None:

@@ -88,14 +88,20 @@ class Reason(msgspec.Struct, array_like=True, frozen=True):
     """The name of the error's class."""
     message: str
     peer: int
-    """The rank that is to blame."""
+    """The rank that is to blame; of a timeout, the one whose deadline has passed."""
+    late: tuple[int, ...] = ()
+    """The ranks that this one has waited for in vain."""
 
     @classmethod
     def of(cls, error: CommError, rank: int) -> Reason:
         """What ``rank`` tells the others when it gives up with an error."""
         name = type(error).__name__
-        peer = rank if error.peer is None else error.peer
-        return cls(name if name in _TRAVELS else "CommAbortedError", error.message[:_LONGEST], peer)
+        late: tuple[int, ...] = ()
+        peer = error.peer
+        if isinstance(error, CommTimeoutError):
+            peer, late = error.teller, error.late
+        peer = rank if peer is None else peer
+        return cls(name if name in _TRAVELS else "CommAbortedError", error.message[:_LONGEST], peer, late)
 
     def encode(self) -> bytes:
         """As bytes, some 8 KiB at most."""
@@ -114,4 +120,7 @@ class Reason(msgspec.Struct, array_like=True, frozen=True):
 
     def to_error(self) -> CommError:
         """What the communicator is lost with on the rank that has been told."""
-        return _TRAVELS.get(self.error, CommAbortedError)(self.message[:_LONGEST], peer=self.peer)
+        kind = _TRAVELS.get(self.error, CommAbortedError)
+        if kind is CommTimeoutError:
+            return CommTimeoutError(self.message[:_LONGEST], late=self.late, teller=self.peer)
+        return kind(self.message[:_LONGEST], peer=self.peer)

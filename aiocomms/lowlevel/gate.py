@@ -282,7 +282,7 @@ class Gate:
             message += f"; {self.dropped} connections were dropped that did not prove to be a rank's"
         for version in sorted(self.entrance.versions)[:3]:
             message += f"; {HANDSHAKE.differs('somebody who connected', version)}"
-        return CommTimeoutError(message)
+        return CommTimeoutError(message, late=sorted(self._missing))
 
     def _connect_missing(self, ends: float) -> None:
         """Connect to the lower ranks to which this rank has not connected yet."""

@@ -311,7 +311,10 @@ class BlockingWork(Pending, Generic[T_co]):
             return failure.error_of(self._work) if self._work is not None else self._door.refusal()
         if now < self._until + pending.LOOK or (self._work is not None and not self.op.withdrawable):
             return None
-        error = CommTimeoutError("its deadline passed, and its event loop, which something blocks, has not come round")
+        error = CommTimeoutError(
+            "its deadline passed, and its event loop, which something blocks, has not come round",
+            late=[core.rank],
+        )  # fmt: skip
         if self._taken() is not None and not self.op.withdrawable:
             core.lose(error.about(op=self.op.name, rank=core.rank))  # the other ranks wait for it
         return error

@@ -249,7 +249,7 @@ class Meeting:
         who = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
         return CommTimeoutError(
             f"{who} of {self._size} did not come to '{self._name}' within {self._seconds:g} s{why and f': {why}'}",
-            peer=absent[0],
+            late=absent,
         )
 
 

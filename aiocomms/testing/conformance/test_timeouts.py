@@ -86,13 +86,13 @@ async def test_an_object_receive_fails_alone(comm: Communicator, case: Case) -> 
     assert not comm.aborted
 
 
-@pytest.mark.fault(17, 47, 91)
+@pytest.mark.fault(17, 47, 91, 124)
 @pytest.mark.loops
 @pytest.mark.memory
 @pytest.mark.clock
 @ranks(2, 3, more=(7,))
 async def test_a_late_collective_ends_the_communicator_everywhere(comm: Communicator, case: Case) -> None:
-    """Every rank that waited gets a timeout; the first reason stays, and later operations fail at once."""
+    """Every rank that waited gets a timeout, and who was late; the first reason stays, and later operations fail."""
     if comm.rank == 0:
         await case.told("waiting")
         error = await expect_timeout(comm.timeout, lambda: comm.all_reduce(ones(comm), timeout=SHORT))
@@ -100,9 +100,13 @@ async def test_a_late_collective_ends_the_communicator_everywhere(comm: Communic
     else:
         waiting = comm.recv(ones(comm), 0) if "p2p" in comm.transports else comm.broadcast(ones(comm), 0)
         case.tell("waiting")
-        with pytest.raises(TimeoutError, match="all_reduce") as caught:
+        with pytest.raises(CommTimeoutError, match="all_reduce") as caught:
             await waiting
-        assert isinstance(caught.value, CommTimeoutError) and caught.value.peer == 0
+        error = caught.value
+        assert isinstance(error, TimeoutError) and error.teller == 0
+    if case.carrier("collectives").waiting_for is not Transport.waiting_for:
+        late = tuple(range(1, comm.size))
+        assert (error.late, error.peer) == (late, 1 if comm.size == 2 else None)
     with pytest.raises(CommAbortedError, match="all_reduce"):
         await comm.all_reduce(ones(comm))
     assert comm.aborted and not comm.closed
@@ -139,7 +143,7 @@ async def test_the_first_reason_stays(comm: Communicator, case: Case, first: str
     case.tell("lost")
 
 
-@pytest.mark.fault(16)
+@pytest.mark.fault(16, 124)
 @pytest.mark.memory
 @ranks(3, more=(2,))
 async def test_who_is_missing(comm: Communicator, case: Case) -> None:
@@ -160,6 +164,9 @@ async def test_who_is_missing(comm: Communicator, case: Case) -> None:
         await work
     case.tell("failed")
     assert f"waiting for rank {last}" in str(caught.value), caught.value
+    assert caught.value.peer == last
+    if isinstance(caught.value, CommTimeoutError):
+        assert caught.value.late == (last,)
 
 
 async def expect_in_timeout(comm: Communicator, *expected: str) -> None:
@@ -167,7 +174,7 @@ async def expect_in_timeout(comm: Communicator, *expected: str) -> None:
     for _ in range(ATTEMPTS):
         error = await expect_timeout(comm.timeout, lambda: comm.recv(ones(comm), 1, 9, timeout=ASKED_AGAIN))
         assert "recv(src=1, tag=9)" in error.message
-        assert error.peer == 1
+        assert (error.late, error.peer) == ((1,), 1)
         if all(part in error.message for part in expected):
             return
     raise AssertionError(f"the error does not say {expected}: {error}")

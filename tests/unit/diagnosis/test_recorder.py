@@ -21,10 +21,11 @@ from processes import HANGS, PATIENCE
 from torch.distributed import HashStore
 
 import aiocomms
+from aiocomms.bootstrap.forming import broken_off
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.cli import main as command
 from aiocomms.diagnosis import dumps, postmortem, recorder
-from aiocomms.diagnosis.hang_report import judge
+from aiocomms.diagnosis.hang_report import behind, judge
 from aiocomms.diagnosis.postmortem import read_brief
 from aiocomms.diagnosis.recorder import Brief, Header, Item
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError, MessageTruncatedError
@@ -519,6 +520,63 @@ def test_judgements():
         "rank 3 has finished no collective and is in send(dst=1, tag=0), send(dst=1, tag=0) and 4 more, "
         "ranks 4, 5 do not answer: dead, stopped or busy"
     )
+
+
+@pytest.mark.fault(124)
+def test_who_is_behind():
+    """A step waits for rank 1, which waits for rank 3; rank 2 is done. Who is silent is late if a step waits for it."""
+    late = Item("all_reduce", 9, "pending", collective=5)
+    briefs = {
+        0: Brief(0, 5, 4, "", [late]),
+        1: Brief(1, 5, 4, "", [late]),
+        2: Brief(2, 6, 6, "barrier #7"),
+        3: Brief(3, 4, 4, "barrier #7"),
+    }
+    assert behind(late, briefs, (), [1]) == (3,)
+    assert behind(late, briefs, (), [3]) == (3,)
+    assert behind(late, briefs, {4, 5}, [4]) == (4,)
+    assert behind(late, {0: briefs[0]}, {1, 2, 3}, [3, 1]) == (1, 3)
+    assert behind(late, {0: briefs[0]}, (), [3, 1]) == (1, 3)
+
+
+@pytest.mark.fault(124)
+@pytest.mark.parametrize("transport", ["local", "c10d", "ucx"])
+@pytest.mark.parametrize("where", ["communicator", "lane"])
+def test_all_ranks_say_alike_who_was_late(run, transport, where):
+    """Also in a lane, whose collectives are made of messages: who waits is not late."""
+
+    async def main():
+        async with local_world(5, transport) as world:
+            ended = []
+
+            async def one(comm):
+                if comm.rank == 3:
+                    return
+                on = comm.lane("key") if where == "lane" else comm
+                with pytest.raises(CommTimeoutError) as caught:
+                    await on.all_reduce(torch.ones(4), timeout=0.5 if comm.rank == 0 else 30)
+                ended.append((caught.value.late, caught.value.peer))
+
+            await ranks(world, one)
+            assert ended == [((3,), 3)] * 4
+            with pytest.raises(CommAbortedError) as caught:
+                world[0].barrier()
+            assert caught.value.peer == 3
+
+    run(main)
+
+
+@pytest.mark.fault(124)
+def test_who_is_late_to_a_split_is_told_by_its_number_here(run):
+    async def main():
+        async with local_world(4) as world:
+            late = CommTimeoutError("nobody came", comm="half", late=[1])
+            assert broken_off(late, [2, 3]).late == (3,)
+            world[0]._core.lose(broken_off(late, [2, 3]))
+            errors = await ranks(world, lambda comm: comm.lost())
+            assert [(error.late, error.peer) for error in errors] == [((3,), 3)] * 4
+
+    run(main)
 
 
 def test_judgements_of_lanes():

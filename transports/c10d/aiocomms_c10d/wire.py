@@ -172,11 +172,11 @@ def pack_error(error: CommError, rank: int, call: int) -> Tensor:
     """
     reason = Reason.of(error, rank)
     header = Header(ABORT, dtype=_REASONS.index(reason.error), tag=reason.peer, ident=call)
-    return pack(header, reason.message.encode()[:TEXT])
+    return pack(header, reason.message.encode()[:TEXT], reason.late)
 
 
 def unpack_error(frame: Frame) -> CommError:
     """Return the reason of an abort, from a peer's ABORT frame."""
     code = frame.header.dtype
     kind = _REASONS[code] if code < len(_REASONS) else _REASONS[0]
-    return Reason(kind, frame.text.decode(errors="replace"), frame.header.tag).to_error()
+    return Reason(kind, frame.text.decode(errors="replace"), frame.header.tag, frame.sizes).to_error()
