@@ -133,7 +133,7 @@ def _notes(ranks: Ranks, size: int) -> Iterator[str]:
 def judged(ranks: Ranks) -> Iterator[str]:
     """Say which ranks are behind in a collective, which wait for which others' messages, and whether in a circle."""
     briefs = {rank: record.header.brief for rank, record in ranks.items()}
-    pending = {rank: [item for item in record.items if item.state == "pending"] for rank, record in ranks.items()}
+    pending = {rank: list(filter(_waits, record.items)) for rank, record in ranks.items()}
     numbered: dict[tuple[str, int], Item] = {}
     waits: dict[int, list[int]] = {rank: [] for rank in ranks}
     waiting_lines = []
@@ -175,7 +175,7 @@ def _waited(ranks: Ranks) -> Iterator[str]:
     briefs = {rank: record.header.brief for rank, record in ranks.items()}
     waits: dict[int, list[_Wait]] = {}
     for rank, (_, header, items) in ranks.items():
-        late = [item for item in items if item.state == "pending" or (item.finished and UNMATCHED in item.error)]
+        late = [item for item in items if _waits(item) or (item.finished and UNMATCHED in item.error)]
         spans = [(item, *_span(header, item)) for item in late[-SHOWN:]]
         waits[rank] = [
             _Wait(peer, begin + ahead[rank], end + ahead[rank], item)
@@ -192,6 +192,11 @@ def _waited(ranks: Ranks) -> Iterator[str]:
         if circle:
             yield f"they waited in a circle, until a deadline passed: {_arrows(circle)}"
             return
+
+
+def _waits(item: Item) -> bool:
+    """Whether an op is pending, and does not just stand ready for what may come."""
+    return item.state == "pending" and not item.idle
 
 
 def _peers(item: Item) -> list[int]:

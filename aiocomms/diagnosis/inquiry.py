@@ -165,7 +165,7 @@ class Inquiry:
         flying = sorted(comm.in_flight.look(), key=lambda one: one.posted)
         now = time.monotonic()
         waits: dict[int, float] = {}
-        for work, posted, _ in flying[:_LOOKED_AT]:
+        for work, posted, *_ in [one for one in flying if not one.idle][:_LOOKED_AT]:
             for peer in comm.waiting_for(work):
                 waits.setdefault(peer, max(0.0, now - posted))
         text = doing(comm.recorder.describe(comm.recorder.look(flying), "").header.brief)

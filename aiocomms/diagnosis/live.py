@@ -53,7 +53,7 @@ def sight_of(snapshot: Snapshot, secret: bytes, statistics: Statistics) -> Sight
 
     :param secret: one that its ranks share, and that no other communicator has; it is shown in part.
     """
-    oldest = sorted(snapshot.pending, key=lambda item: item.posted or 0.0)[:SHOWN]
+    oldest = sorted(snapshot.pending, key=lambda item: (item.idle, item.posted or 0.0))[:SHOWN]
     return Sight(snapshot.header, secret[:8].hex(), oldest, statistics)
 
 

@@ -1,11 +1,11 @@
-"""Where in the program something was called."""
+"""Where in the program something was called, or is awaited."""
 
 from __future__ import annotations
 
 import os
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
@@ -26,3 +26,17 @@ def caller() -> Place:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
         frame = frame.f_back
     return Place(frame.f_code.co_filename, frame.f_lineno)
+
+
+def suspended(coroutine: Any) -> str:
+    """Where a suspended task is: the innermost line that is not this library's."""
+    found = ""
+    while coroutine is not None:
+        frame = below = None
+        for kind, awaited in (("cr_frame", "cr_await"), ("gi_frame", "gi_yieldfrom"), ("ag_frame", "ag_await")):
+            if hasattr(coroutine, kind):
+                frame, below = getattr(coroutine, kind), getattr(coroutine, awaited)
+        if frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
+            found = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"
+        coroutine = below
+    return found

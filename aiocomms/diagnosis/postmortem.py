@@ -185,7 +185,7 @@ def tidy(brief: Brief) -> None:
 def tidied(item: Item) -> Item:
     """An op of another process, fit for a message."""
     args = {printable(name, 20): value for name, value in list(item.args.items())[:SHOWN]}
-    texts = {name: printable(getattr(item, name)) for name in ("error", "task", "where", "lane")}
+    texts = {name: printable(getattr(item, name)) for name in ("error", "task", "where", "lane", "of")}
     tensors = [printable(text) for text in item.tensors[:SHOWN]]
     return msgspec.structs.replace(item, name=printable(item.name, 60), args=args, tensors=tensors, **texts)
 

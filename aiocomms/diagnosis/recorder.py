@@ -23,11 +23,11 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import torch
 
-from aiocomms.diagnosis.places import PACKAGE
+from aiocomms.diagnosis.places import suspended
 from aiocomms.errors import CommError
 from aiocomms.lowlevel.hosts import host_id
 from aiocomms.lowlevel.threads import copied
-from aiocomms.ops import USER, Batch, Op, tensor_of
+from aiocomms.ops import STREAM, STREAM_DATA, USER, Batch, Op, tensor_of
 from aiocomms.progress.driver import Driver
 from aiocomms.progress.inflight import Flying, InFlight, LaneWork, StartedWork
 from aiocomms.shortcuts import Ring, Shortcuts
@@ -42,6 +42,8 @@ LONGEST = 300
 UNMATCHED = "nothing matched"
 """What the error of a receive says that was withdrawn when its deadline passed."""
 
+_CHANNELS = {STREAM: "a stream", STREAM_DATA: "a stream"}
+"""What messages are of that the program has not called; others are not among a communicator's ops."""
 _ARGUMENTS = ("src", "dst", "root", "rank", "tag", "channel")
 _log = logging.getLogger("aiocomms")
 
@@ -76,11 +78,17 @@ class Item(msgspec.Struct, omit_defaults=True):
     where: str = ""
     lane: str = ""
     """The key of its lane, in words; empty: of none."""
+    of: str = ""
+    """What of this library's it is a step of; empty: the program has called it."""
+    idle: bool = False
+    """Whether it stands ready for what may come, and nobody waits for that."""
 
     def __str__(self) -> str:
-        shown = {k: v for k, v in self.args.items() if k != "channel" or v != USER}
+        of = self.of or _CHANNELS.get(self.args.get("channel", USER), "")
+        shown = {k: v for k, v in self.args.items() if k != "channel" and not (of and k == "tag")}
         called = f"{self.name}({', '.join(f'{k}={v}' for k, v in shown.items())})" if shown else self.name
-        return f"{called} in lane {self.lane}" if self.lane else called
+        called += f" of {of}" if of else ""
+        return f"{called} in lane {self.lane}" if self.lane and not self.of else called
 
 
 class Brief(msgspec.Struct, omit_defaults=True):
@@ -253,7 +261,7 @@ class Recorder:
         tasks = []
         for one in flying:
             name, coroutine = next((found[waiter] for waiter in one.waiters if waiter in found), ("", None))
-            tasks.append((name[:LONGEST], _place(coroutine)))
+            tasks.append((name[:LONGEST], suspended(coroutine)[-LONGEST:]))
         return Look(flying, tasks, entries, lanes, refused, issued, calls, time(), monotonic())
 
     def describe(self, look: Look, reason: str) -> Snapshot:
@@ -312,9 +320,10 @@ def _ended(look: Look, numbers: dict[int, int], finished: set[int]) -> int:
 
 def _brief(rank: int, look: Look, ended: int, pending: Sequence[Item], finished: Sequence[tuple[Any, ...]]) -> Brief:
     last = next((row for row in reversed(finished) if ended and row[0] == ended), None)
-    few = [msgspec.structs.replace(item, tensors=[], task="", where="") for item in pending[:SHOWN]]
+    busy = [item for item in pending if not item.idle]
+    few = [msgspec.structs.replace(item, tensors=[], task="", where="") for item in busy[:SHOWN]]
     name = f"{last[3].name} #{last[2]}" if last else ""
-    return Brief(rank, look.calls, ended, name, few, len(look.flying) - len(few))
+    return Brief(rank, look.calls, ended, name, few, len(busy) - len(few))
 
 
 @cache
@@ -339,7 +348,7 @@ def capacity() -> int:
 
 def _item(flying: Flying, task: str, where: str, number: int | None) -> Item:
     """A pending op."""
-    work, posted, _ = flying
+    work, posted, _, of = flying
     op = work.op
     args = _numbers_of(op)
     buffers = {name: tensor for name, tensor in (*op.reads(), *op.writes()) if isinstance(tensor, torch.Tensor)}
@@ -347,8 +356,9 @@ def _item(flying: Flying, task: str, where: str, number: int | None) -> Item:
     total = sum(t.nbytes for t in buffers.values()) if buffers else None
     lane = work.lane if isinstance(work, LaneWork) else ""
     return Item(
-        op.name, work.seq, "pending", args, number, total, posted, None, tensors, task=task, where=where, lane=lane
-    )
+        op.name, work.seq, "pending", args, number, total, posted, None, tensors, task=task, where=where, lane=lane,
+        of=of, idle=flying.idle,
+    )  # fmt: skip
 
 
 def called(op: Op) -> str:
@@ -383,17 +393,3 @@ def _finished(row: tuple[Any, ...]) -> Item:
     state = "done" if error is None else "failed"
     text = str(error or "")[:LONGEST]
     return Item(cls.name, seq, state, args, number, size, posted, finished, error=text, lane=lane)
-
-
-def _place(coroutine: Any) -> str:
-    """Where a suspended task is: the innermost line that is not this library's."""
-    found = ""
-    while coroutine is not None:
-        frame = below = None
-        for kind, awaited in (("cr_frame", "cr_await"), ("gi_frame", "gi_yieldfrom"), ("ag_frame", "ag_await")):
-            if hasattr(coroutine, kind):
-                frame, below = getattr(coroutine, kind), getattr(coroutine, awaited)
-        if frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
-            found = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"
-        coroutine = below
-    return found[-LONGEST:]

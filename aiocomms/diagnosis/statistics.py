@@ -55,7 +55,9 @@ class Statistics(msgspec.Struct, frozen=True):
     pending_lanes: int
     """Lanes in which something is pending."""
     oldest: float | None
-    """Seconds for which the oldest pending op has been under way; None: nothing is pending."""
+    """Seconds for which the oldest pending op has been under way that somebody waits for; None: there is none.
+
+    The receives that stand ready for what may come, as those of an idle stream, are none."""
     silence: Mapping[int, float]
     """Seconds for which each other rank has given no sign of life, as the heartbeat measures them. It asks while ops
     are pending only, about every 0.4 s; empty where nothing was pending of late, or no transport can ask."""
@@ -95,7 +97,7 @@ def statistics_of(core: Counting, transports: Mapping[str, str]) -> Statistics:
         pending=len(flying),
         pending_bytes=sum(size_of(one.work.op) for one in flying),
         pending_lanes=len({one.work.number for one in flying if isinstance(one.work, LaneWork)}),
-        oldest=max((now - one.posted for one in flying), default=None),
+        oldest=max((now - one.posted for one in flying if not one.idle), default=None),
         silence={rank: silent for rank, silent in core.in_flight.heartbeat.silence(now).items() if rank != core.rank},
         shared_memory=_shared_memory(core.transports),
     )

@@ -21,6 +21,7 @@ from torch import Tensor
 from aiocomms import ops
 from aiocomms.errors import CommAbortedError, CommError, ProtocolError
 from aiocomms.families import greeting
+from aiocomms.families.expected import Expected
 from aiocomms.families.greeting import Greeting
 from aiocomms.families.items import Arriving, Kind
 from aiocomms.lowlevel.threads import call_in_thread, run_in_thread
@@ -31,6 +32,7 @@ from aiocomms.progress.work import Work
 
 T = TypeVar("T")
 
+_HELLO = -1  # in place of a tag: the first message of the other end
 _EOF, _GONE = 1, 3  # the first byte of a header that announces no item: send_eof, or aclose without it
 _CLOSED = -1  # sent in place of a number of credits by an end that is closed
 _BROKEN = -2  # and by one that can do nothing with what it got, so that nothing is taken any more
@@ -58,7 +60,7 @@ class ItemStream(ObjectStream[T]):
         self._owed = self._owed_bytes = 0  # credits that this end has yet to return
         self._returning = False
         self._messages: deque[tuple[Any, int]] = deque()
-        self._changed = Promise(Driver.current())
+        self._expected = Expected(comm._core.in_flight, f"stream {name!r}")
         self._failure: CommError | None = None  # why nothing more can be received
         self._send_failure: CommError | None = None  # why nothing more can be sent; messages may still be received
         self._is_open = self._closed = self._eof_sent = self._eof_received = self._peer_closed = False
@@ -115,7 +117,7 @@ class ItemStream(ObjectStream[T]):
                 raise self._failure.about()
             if self._eof_received:
                 raise anyio.BrokenResourceError if self._gone else anyio.EndOfStream
-            await self._wait()
+            await self._expected.change(self._in_tag)
         arrived, nbytes = self._messages.popleft()
         self._owed += 1
         self._owed_bytes += nbytes
@@ -151,13 +153,15 @@ class ItemStream(ObjectStream[T]):
             failure = self._failure or self._send_failure
             if failure is not None:
                 raise failure.about()
-            await self._wait()
+            await self._expected.change(_HELLO)
 
     def _shake_hands(self) -> None:
         tag = greeting.tag_of(self.name)
         hello = greeting.greet(self._end, self._kind, self.name)
         self._send_control(codec.to_tensor(hello, self._comm.device), tag, ops.STREAM)
-        self._post(ops.Recv(self._hello, self.peer, tag, ops.STREAM)).add_done_callback(self._on_hello)
+        work = self._post(ops.Recv(self._hello, self.peer, tag, ops.STREAM))
+        self._expected.note(_HELLO, work)
+        work.add_done_callback(self._on_hello)
 
     def _on_hello(self, work: Work[Any]) -> None:
         if self._failed(work):
@@ -283,7 +287,7 @@ class ItemStream(ObjectStream[T]):
         self._line.append(place)
         try:
             while not self._peer_closed and (self._line[0] is not place or not self._has_room(nbytes)):
-                await self._wait()
+                await self._expected.change(self._in_tag + 2)
                 self._check_sending()
         finally:
             self._line.remove(place)
@@ -316,7 +320,9 @@ class ItemStream(ObjectStream[T]):
         """Post a receive. If it fails, or the communicator is lost already, the stream fails too."""
         if self._failure is None:
             try:
-                self._post(ops.Recv(message, self.peer, tag, ops.STREAM_DATA)).add_done_callback(then)
+                work = self._post(ops.Recv(message, self.peer, tag, ops.STREAM_DATA))
+                self._expected.note(tag, work, ", for room" if message is self._credit else "")
+                work.add_done_callback(then)
             except CommError as error:
                 self._fail(error)
 
@@ -379,12 +385,8 @@ class ItemStream(ObjectStream[T]):
             work.abandon(error)
         self._fail(error)
 
-    async def _wait(self) -> None:
-        await self._changed
-
     def _notify(self) -> None:
-        changed, self._changed = self._changed, Promise(Driver.current())
-        changed.set()
+        self._expected.changed()
 
 
 class TensorStream(ItemStream[Tensor]):

@@ -281,6 +281,11 @@ class Promise:
         """Whether it has happened."""
         return self._set
 
+    @property
+    def waiters(self) -> list[Waiter]:
+        """The suspended awaiters."""
+        return list(self._waiters.waiting)
+
     def set(self) -> None:
         """Let every waiter go on."""
         self._set = True

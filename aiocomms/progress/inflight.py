@@ -7,11 +7,13 @@ import time
 from collections.abc import Iterator
 from contextvars import Context
 from typing import Any, Final, NamedTuple, Protocol
+from weakref import WeakSet
 
 from torch import Tensor, UntypedStorage
 
 from aiocomms.errors import CapturedWorkError, CommError, LaneAbortedError, MismatchError, WorkCancelledError
 from aiocomms.lowlevel import memory
+from aiocomms.lowlevel.threads import copied
 from aiocomms.progress.deadlines import watchdog
 from aiocomms.progress.driver import Driver, Promise, Waiters
 from aiocomms.progress.heartbeat import Heartbeat
@@ -209,7 +211,21 @@ class Flying(NamedTuple):
     posted: float
     """When it was noted as pending, in seconds of the monotonic clock."""
     waiters: list[Waiter]
-    """Its suspended awaiters."""
+    """Its suspended awaiters, or those of what it is a step of."""
+    of: str = ""
+    """What of this library's it is a step of, such as a stream; empty: the program has called it."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether it stands ready for what may come, and nobody waits for that."""
+        return bool(self.of) and not self.waiters
+
+
+class Stands(Protocol):
+    """What has receives pending of its own accord, such as a stream: for what may come, whenever that is."""
+
+    def standing(self) -> Iterator[tuple[StartedWork[Any], list[Waiter], str]]:
+        """These receives, who waits for what each may bring, and what they are of; on any thread or signal handler."""
 
 
 class InFlight:
@@ -225,10 +241,11 @@ class InFlight:
 
     def __init__(self, owner: Expirer, heartbeat: Heartbeat) -> None:
         self._owner = owner
-        self.heartbeat = heartbeat
+        self.heartbeat, self.driver = heartbeat, owner.driver
         self._queues: dict[float, Queue] = {}
         self._changing = threading.RLock()  # while there are to be others of them; to add takes no lock
         self._drained: Promise | None = None
+        self.stands: WeakSet[Stands] = WeakSet()
         watchdog.register(self)
         memory.register(self)
 
@@ -240,11 +257,12 @@ class InFlight:
 
     def look(self) -> list[Flying]:
         """Note all works, those of each timeout in the order of the calls. On any thread or signal handler."""
+        standing = {work: found for each in copied(self.stands) for work, *found in each.standing()}
         flying = []
         for queue in list(self._queues.values()):
             for work in list(queue):
                 posted = queue.get(work, time.monotonic())  # it may have become done meanwhile
-                flying.append(Flying(work, posted, work.waiters()))
+                flying.append(Flying(work, posted, *standing.get(work, (work.waiters(),))))
         return flying
 
     def add(self, work: StartedWork[Any], seconds: float) -> None:

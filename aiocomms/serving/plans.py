@@ -12,14 +12,16 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from traceback import format_exception, format_exception_only
-from typing import Any
+from typing import Any, cast
 
 import anyio
 
 from aiocomms.communicator import Communicator
 from aiocomms.errors import CommAbortedError, CommError, DriverLostError, PeerDiedError, PlanLostError, as_reason
+from aiocomms.families.expected import Expected
 from aiocomms.lowering.lanes import number_of
 from aiocomms.progress.guard import ends_task
+from aiocomms.progress.inflight import StartedWork
 from aiocomms.progress.work import Work
 from aiocomms.serving.current import CurrentComm
 
@@ -109,6 +111,7 @@ class Worker:
         while True:
             failure: CommError | None = None
             comm = self._comm = self._current.current
+            self._expected = Expected(comm._core.in_flight, "the service")
             if comm.rank == 0 and not self._drives:  # those that have recovered keep their roles
                 why = "nobody drives: the driver is lost, and a process that works has become rank 0"
                 comm._core.lose(DriverLostError(why, peer=0))
@@ -157,6 +160,7 @@ class Worker:
 
     def _next(self, comm: Communicator, rank: int) -> Work[Any]:
         work = comm.lane(_LANE).recv_object(rank, timeout=None)
+        self._expected.note(rank, cast("StartedWork[Any]", work))  # of a task of ours: nobody waits for a plan
         work.add_done_callback(Work.exception)  # at the end nobody waits for it, and that rank may close first
         return work
 

@@ -24,11 +24,13 @@ import aiocomms
 from aiocomms.bootstrap.forming import broken_off
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
 from aiocomms.cli import main as command
+from aiocomms.cli.top import looking
 from aiocomms.diagnosis import dumps, postmortem, recorder
 from aiocomms.diagnosis.hang_report import behind, judge
 from aiocomms.diagnosis.postmortem import read_brief
 from aiocomms.diagnosis.recorder import Brief, Header, Item
 from aiocomms.errors import CommAbortedError, CommError, CommTimeoutError, MessageTruncatedError
+from aiocomms.serving import Service
 from aiocomms.testing import local_world
 
 pytestmark = pytest.mark.deterministic
@@ -805,3 +807,89 @@ def test_info(capsys, monkeypatch):
     assert "AIOCOMMS_TOKEN               set, and not shown" in said
     assert r"'host\x1b'" in said
     assert [name for name in counts if f"  {name} " not in said] == []
+
+
+@pytest.mark.fault(123)
+@pytest.mark.parametrize("transport", ["local", "c10d", "ucx"])
+def test_a_stream_and_a_service_at_rest_wait_for_nobody(run, transport, records, capsys):
+    """What they stand ready with is pending on both ranks; nobody is said to wait in a circle, or at all."""
+
+    async def execute(plan):
+        return plan
+
+    async def serve(comm):
+        async with Service(comm) as service:
+            if comm.rank:
+                await service.work(execute)
+            else:
+                async with service.drive(execute) as driver:
+                    assert await driver.run("plan") == "plan"
+                    await look()
+
+    async def look():
+        a, b = await together(*(lambda c=c: c.open_stream(1 - c.rank, name="idle") for c in world))
+        await a.send(torch.ones(2))
+        assert (await b.receive()).tolist() == [1.0, 1.0]
+        for comm in world:
+            peer = 1 - comm.rank
+            stand = {f"recv(src={peer}) of stream 'idle'{what}" for what in ("", ", for room")}
+            while {str(item) for item in items_of(comm) if item.idle} != {
+                *stand,
+                f"recv_object(src={peer}) of the service",
+            }:
+                await turns()
+        for comm in world:
+            comm.dump()
+            assert comm.statistics().oldest is None
+            assert comm._core.recorder.snapshot("").header.brief.pending == []
+            doing, waits, *_ = comm._core._inquiry._look()  # what the others are told who ask
+            assert (doing, waits) == ("has finished no collective and is in no operation", [])
+        assert looking.Group("", 2, {comm.rank: comm._sight() for comm in world}).waits() == []
+
+    async def main():
+        nonlocal world
+        async with local_world(2, transport) as world:
+            await ranks(world, serve)
+
+    world = None
+    run(main)
+    assert command(["trace", str(records)]) == 0
+    assert "nobody waits for another rank" in capsys.readouterr().out
+
+
+@pytest.mark.fault(123)
+@pytest.mark.parametrize("transport", ["local", "c10d", "ucx"])
+@pytest.mark.parametrize("what", ["an item", "room"])
+def test_who_waits_for_a_stream_is_named(run, transport, what, records, capsys):
+    async def takes(stream):
+        await stream.receive()
+
+    async def gives(stream):
+        while True:
+            await stream.send(torch.ones(1))
+
+    async def main():
+        async with local_world(2, transport) as world:
+            _, stream = await together(*(lambda c=c: c.open_stream(1 - c.rank, 1, "tokens") for c in world))
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(takes if what == "an item" else gives, stream, name="the culprit")
+                while not any(item.of and not item.idle for item in items_of(world[1])):
+                    await turns()
+                for comm in world:
+                    comm.dump()
+                tasks.cancel_scope.cancel()
+
+    run(main)
+    assert command(["trace", str(records)]) == 1
+    said = capsys.readouterr().out
+    room = ", for room" if what == "room" else ""
+    assert f"rank 1 waits for rank 0: recv(src=0) of stream 'tokens'{room}, for " in said
+    name, line = ("takes", "await stream.receive()") if not room else ("gives", "await stream.send(torch.ones(1))")
+    place = re.search(rf"in task 'the culprit' at (.*):(\d+) in .*{name}", said)
+    assert place
+    assert HERE[int(place[2]) - 1].strip() == line
+    assert "rank 0 waits" not in said
+
+
+def items_of(comm):
+    return comm._core.recorder.snapshot("").items()
