@@ -133,7 +133,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
                 checks.mapping("hints", hints)
             work: StartedWork[Any] = self._start(of_tensors, core.issued, core, hints)
         except CommError as error:
-            raise error.about(comm=self.name, op=op.name, rank=self.rank) from None
+            raise core.worded(error.about(comm=self.name, op=op.name, rank=self.rank)) from None
         if of_tensors is not op:
             work._value = op.result()  # of arrays
         return core.start(work, seconds)

@@ -76,6 +76,7 @@ class Core(Posting):
     abort_hooks: Hooks
     trace: Ring | None
     shortcuts: Shortcuts | None
+    worded: Callable[[CommError], CommError]
 
     def __init__(
         self, rendezvous: StoreRendezvous, by_family: Mapping[ops.Family, Transport], options: Mapping[str, Any]
@@ -96,6 +97,7 @@ class Core(Posting):
         """Each transport once: one may carry several families."""
         self.fast_check = next((t.fast_check for t in self.transports if t.fast_check is not None), None)
         self.posting, self.refusing, self.life = False, False, Life()
+        self.worded = lambda error: error
         self._lock = RLock()  # guards every step; a signal handler may abort what it interrupts
         self.notes: Notes = Notes(self.transports, self.size)
         self._rendezvous, self._inquiry = rendezvous, Inquiry(self, self.notes)
@@ -142,7 +144,7 @@ class Core(Posting):
         error = self.refusal()
         if error is None:
             return wrong_thread(f"{op.name} on '{self.name}'")
-        return error.about(comm=self.name, op=op.name, rank=self.rank)
+        return self.worded(error.about(comm=self.name, op=op.name, rank=self.rank))
 
     # ----------------------------------------------------------------------------------------------- losing
 

@@ -152,7 +152,7 @@ class WorkCancelledError(CommError):
 
 
 class CommClosedError(CommError):
-    """Raised when the communicator was closed on this rank."""
+    """Raised when the communicator was closed on this rank, or an endpoint's connection on either side."""
 
 
 class CommAbortedError(CommError):

@@ -260,6 +260,10 @@ class Posting(Counted):
         """Take an unmatched receive or wait back from its transport."""
         return self.router.withdraw(work)
 
+    def collective(self, seq: int) -> int | None:
+        """See :meth:`aiocomms.progress.work.Owner.collective`."""
+        return self.recorder.number(seq)
+
     def order_stream(self, work: StartedWork[Any], stream: Any) -> None:
         """Make a CUDA stream wait for a work."""
         self.by_family[work.op.family].wait_stream(work, stream)

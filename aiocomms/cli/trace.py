@@ -66,6 +66,8 @@ def run(paths: Sequence[Path], output: Path | None) -> int:
 def _files(paths: Sequence[Path]) -> list[Path]:
     found: list[Path] = []
     for path in paths:
+        if not path.exists():
+            raise ValueError(f"{path} is not there, wanted a flight recorder's file, or a folder of them")
         inside = sorted(path.glob("*.aiocomms.jsonl")) if path.is_dir() else [path]
         if not inside:
             raise ValueError(f"{path} holds no flight recorder (*.aiocomms.jsonl)")

@@ -244,6 +244,11 @@ class Recorder:
         """Everything, now, described. On any thread, whatever the loop is doing."""
         return self.describe(self.look(self._in_flight.look()), reason)
 
+    def number(self, seq: int) -> int | None:
+        """See :meth:`aiocomms.progress.work.Owner.collective`."""
+        look = self.look(self._in_flight.look())
+        return _numbers(look, _rows(look)[0]).get(seq)
+
     def look(self, flying: list[Flying]) -> Look:
         """Note all that may change. On any thread; takes no lock, for a signal handler calls it.
 

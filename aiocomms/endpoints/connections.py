@@ -206,7 +206,7 @@ class Connections:
         pair.timeout = self._seconds
         comm = Communicator(pair, self._plan, transports)
         comm._guard.dismiss()  # the endpoint's says what was left open
-        peer = Peer(comm, there, self._grant, self._ended)
+        peer = Peer(comm, there, self._grant, self._ended, self._name)
         self._all.add(peer)
         try:
             await peer._begin()

@@ -23,7 +23,7 @@ from aiocomms.errors import ArgumentError, CommClosedError, CommError, RegionErr
 from aiocomms.lowlevel import LOOPBACK
 from aiocomms.opening import Opening, device_of
 from aiocomms.ops import TensorLike, checks
-from aiocomms.ops.arrays import as_tensor
+from aiocomms.ops.arrays import fitting
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
 from aiocomms.progress.driver import Driver, Promise
 
@@ -170,7 +170,7 @@ class Endpoint:
         """
         self._check("register")
         try:
-            memory = as_tensor("tensor", tensor, write=True)
+            memory = fitting("tensor", tensor, self.device, write=True)
             checks.writable("tensor", memory, self._alone)
             for name, value in (("read", read), ("write", write)):
                 if not isinstance(value, bool):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import re
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Self, TypeVar, overload
+from typing import Any, Final, Self, TypeVar, overload
 
 import anyio
 import torch
@@ -17,7 +18,7 @@ from aiocomms.core import CLOSE_GRACE
 from aiocomms.endpoints.attachments import Attachments
 from aiocomms.endpoints.credentials import Address, Descriptor, expired, read_descriptor
 from aiocomms.endpoints.regions import Region, RemoteRegion
-from aiocomms.errors import CommClosedError, CommError, CommTimeoutError, RegionError
+from aiocomms.errors import CommAbortedError, CommClosedError, CommError, CommTimeoutError, RegionError, closed_by
 from aiocomms.families.hooks import Hook
 from aiocomms.families.rma import Window
 from aiocomms.families.streams import ItemStream, TensorStream
@@ -28,6 +29,8 @@ from aiocomms.progress.work import Work
 
 Given = TypeVar("Given", bound=TensorLike)
 T = TypeVar("T")
+_LEFT: Final = "the other endpoint has closed the connection"
+_RANK: Final = re.compile(r"\brank ([01])\b(?: of 2\b)?")
 
 
 class End(enum.Enum):
@@ -55,8 +58,15 @@ class Peer:
         address: Address,
         grant: Callable[[bytes], Region],
         ended: Callable[[Peer, End], object],
+        endpoint: str,
     ) -> None:
+        """Begin with a communicator of two.
+
+        :param endpoint: the name of this endpoint.
+        """
         self._comm, self._address, self._ended = comm, address, ended
+        self._where = f"{endpoint}, peer {address.name}"
+        comm._core.worded = self._worded
         self._attachments = Attachments(comm, grant, self._left)
         self._other = 1 - comm.rank
         self._over, self._why = Promise(comm._core.driver), CommClosedError("the connection was closed")
@@ -171,7 +181,7 @@ class Peer:
             if late.cancelled_caught:
                 raise CommTimeoutError(f"the other endpoint has not opened the region within {seconds:g} s")
         except CommError as error:
-            raise error.about(comm=self._comm.name, op="attach") from error.__cause__
+            raise error.about(comm=self._where, op="attach") from error.__cause__
         remote = self._remotes.get(key)
         if remote is None or not remote._is_of(attachment):
             self._remotes = {of: it for of, it in self._remotes.items() if not it.closed or not it._settled}
@@ -222,7 +232,7 @@ class Peer:
             await self._settle(timeout)
         if late.cancelled_caught:
             raise CommTimeoutError(
-                f"what was put has not arrived within {seconds:g} s", comm=self._comm.name, op="signal"
+                f"what was put has not arrived within {seconds:g} s", comm=self._where, op="signal"
             )
         await self._signals.signal(self._other, timeout=timeout)
 
@@ -238,7 +248,7 @@ class Peer:
         :returns: a handle with ``.remove()``.
         :raises ArgumentTypeError: ``fn`` cannot be called.
         """
-        return self._comm.register_abort_hook(fn)
+        return self._comm.register_abort_hook(fn if not callable(fn) else lambda error: fn(self._worded(error)))
 
     async def lost(self) -> CommError:
         """Wait until the connection is lost: a death, an abort, a deadline.
@@ -248,8 +258,8 @@ class Peer:
         """
         await self._over
         if self._comm.aborted:
-            return await self._comm.lost()
-        raise self._why.about(comm=self._comm.name, op="lost")
+            return self._worded(await self._comm.lost())
+        raise self._why.about(comm=self._where, op="lost")
 
     def abort(self, reason: str | BaseException) -> None:
         """Give the connection up, on both sides; see :meth:`Communicator.abort`."""
@@ -296,9 +306,21 @@ class Peer:
             self.abort(error)
         await self.aclose()
 
+    def _worded(self, error: CommError) -> CommError:
+        """An error of the communicator of two in words of endpoints, which have no ranks."""
+        names = {self._comm.rank: "this endpoint", self._other: "the other endpoint"}
+        if isinstance(error, CommAbortedError) and error.message == closed_by(self._other).message:
+            return CommClosedError(_LEFT, comm=self._where, op=error.op, seq=error.seq)
+        text = _RANK.sub(lambda found: names[int(found[1])], error.message.replace(f" on '{self._comm.name}'", ""))
+        for ours, theirs in (("the communicator", "the connection"), ("this rank", "this endpoint")):
+            text = text.replace(ours, theirs)
+        said = type(error)(text, comm=self._where, op=error.op, seq=error.seq)
+        said.__cause__ = error.__cause__
+        return said
+
     def _left(self) -> None:
         """The other end has closed the connection. What it has sent may still be on its way, or wait for a receive."""
-        self._why = CommClosedError("the other endpoint has closed the connection")
+        self._why = CommClosedError(_LEFT)
         self._end(self._why, End.LEFT)
 
     def _lost(self, error: CommError) -> None:

@@ -277,4 +277,4 @@ class RemoteRegion(Described):
         over = self._attachment.over or ("its descriptor has expired" if expired(self._says.expires) else "")
         if over or not right:
             why = over or f"its owner does not let it be {done}"
-            raise RegionError(f"the region cannot be {done}: {why}", op=op, comm=self._window._comm.name)
+            raise self._window._comm._core.worded(RegionError(f"the region cannot be {done}: {why}", op=op))

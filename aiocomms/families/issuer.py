@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +17,9 @@ from aiocomms.shortcuts import Shortcuts
 
 class Inside(checks.Group, Protocol):
     """The part of a communicator's core that the method families use."""
+
+    worded: Callable[[CommError], CommError]
+    """See :class:`aiocomms.progress.work.Owner`."""
 
     def caller_stream(self) -> object:
         """See :meth:`Transport.caller_stream`."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from aiocomms.errors import ArgumentError, ProtocolError
 from aiocomms.families.parcels import HEADER_BYTES, Arrival, Parcel
 from aiocomms.ops import buffers, checks, codec
-from aiocomms.ops.arrays import as_tensor
+from aiocomms.ops.arrays import fitting
 from aiocomms.ops.checks import Group
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ class Tensors(Kind[Tensor]):
 
     def pack(self, item: Tensor, group: Group) -> Packed:
         """See :meth:`Kind.pack`."""
-        item = as_tensor("item", item, write=False)
+        item = fitting("item", item, group.device, write=False)
         checks.readable("item", item, group)
         header = bytes([DATA]).ljust(8, b"\0") + codec.describe_tensor(item, "item")
         messages = [item] if item.numel() else []

@@ -16,7 +16,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from aiocomms import ops
-from aiocomms.errors import CommError
+from aiocomms.errors import CommError, MismatchError
 from aiocomms.lowering.runs import Poster, Run, Steps
 from aiocomms.lowlevel.threads import copied
 from aiocomms.progress.inflight import LaneWork
@@ -108,7 +108,8 @@ class _LaneRun(Run):
         self._turn.look()
 
     def _give_up(self, error: CommError) -> None:
-        super()._give_up(self.work.in_lane(error).about(comm=self.work._comm_name()))
+        named = self.work.located(error) if isinstance(error, MismatchError) else error
+        super()._give_up(named.about(comm=self.work._comm_name()))
 
 
 class _Turn(deque[_LaneRun]):

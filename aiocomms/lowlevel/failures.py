@@ -53,14 +53,13 @@ def misfit(
     )  # fmt: skip
 
 
-def disagreement(index: int, peer: int, theirs: str, rank: int, mine: str) -> MismatchError:
-    """What the communicator is lost with when two ranks call different collectives.
+def disagreement(peer: int, theirs: str, rank: int, mine: str) -> MismatchError:
+    """What the communicator is lost with when two ranks call different collectives; the core adds the number.
 
-    :param index: the number of the collective on its communicator.
     :param theirs: the op that ``peer`` calls, as text.
     :param mine: the op that ``rank`` calls.
     """
-    return MismatchError(f"in collective {index} rank {peer} calls {theirs}, and rank {rank} calls {mine}", peer=peer)
+    return MismatchError(f"rank {peer} calls {theirs}, and rank {rank} calls {mine}", peer=peer)
 
 
 UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)

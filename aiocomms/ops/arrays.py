@@ -52,8 +52,9 @@ def checked(op: Asked, group: Group) -> Asked:
         op.check(group)
     except ArgumentTypeError:
         written = [("tensor", op.tensor)] if op.moves else op.writes()  # type: ignore[attr-defined]
-        arrays = {id(value): as_tensor(name, value, write=False) for name, value in op.reads() if is_array(value)}
-        arrays |= {id(value): as_tensor(name, value, write=True) for name, value in written if is_array(value)}
+        device = group.device
+        arrays = {id(it): fitting(name, it, device, write=False) for name, it in op.reads() if is_array(it)}
+        arrays |= {id(it): fitting(name, it, device, write=True) for name, it in written if is_array(it)}
         if not arrays:
             raise
         op = _replaced(op, arrays)
@@ -98,6 +99,25 @@ def as_tensor(name: str, value: Any, *, write: bool) -> Any:
         raise ArgumentError(
             f"{name} is {checks.short(value)}, wanted one whose memory a tensor can share: {error}"
         ) from error
+
+
+def fitting(name: str, value: Any, device: torch.device, *, write: bool) -> Any:
+    """The same for an op, which takes it as it is; what is wrong with an array is said in words of its library.
+
+    :raises ArgumentError: as :func:`as_tensor`, or it is not contiguous, or not on the device.
+    """
+    tensor = as_tensor(name, value, write=write)
+    if tensor is not value and not tensor.is_contiguous():
+        library = type(value).__module__.partition(".")[0]
+        copies = not write and hasattr(sys.modules.get(library), "ascontiguousarray")
+        give = f"{library}.ascontiguousarray({name})" if copies else "one that is"
+        raise ArgumentError(f"{name} is {checks.short(value)}, which is not contiguous; give {give}")
+    if tensor is not value and tensor.device != device:
+        raise ArgumentError(
+            f"{name} is {checks.short(value)} on {tensor.device}, wanted it on {device}, the communicator's device; "
+            f"give a tensor there, or form a communicator with device='{tensor.device}'"
+        )
+    return tensor
 
 
 def like(given: Any, tensor: Tensor) -> Any:

@@ -21,6 +21,8 @@ from aiocomms.progress.loops import Waiter
 from aiocomms.progress.work import ABANDONED, DONE, T_co, UnseenError, Work
 from aiocomms.transport import OP_RESULT
 
+_LOCATED: Final = ("in lane ", "in collective ")
+"""How errors begin that say where ranks disagree."""
 AGAIN: Final = 5.0
 """Seconds after which a work is looked at again that is still there after its deadline. It ends sooner, also where its
 error waits for an explanation, unless the exception of a signal handler has cut its end short."""
@@ -78,6 +80,8 @@ class StartedWork(Work[T_co]):
             return self._refuse_second()
         if self._owner.lost:
             return None
+        if isinstance(error, MismatchError):
+            error = self.located(error)
         self.fault = error.about(seq=self.seq)
         asked = self._waiters is not None or self._callbacks is not None
         self._end(error, DONE)
@@ -86,6 +90,11 @@ class StartedWork(Work[T_co]):
         if not asked and self._error is not None and not isinstance(error, CapturedWorkError):
             self._unseen = UnseenError(self._owner.driver, self._error)
         return None
+
+    def located(self, error: MismatchError) -> MismatchError:
+        """Name the collective in what all ranks are told when some disagree: transports count as they like."""
+        number = None if error.message.startswith(_LOCATED) else self._owner.collective(self.seq)
+        return error if not number else MismatchError(f"in collective {number} {error.message}", peer=error.peer)
 
     def abandon(self, error: CommError) -> None:
         """End a pending work although its transport has not; what the transport says of it later is ignored."""
@@ -106,7 +115,7 @@ class StartedWork(Work[T_co]):
 
     def _end(self, error: CommError, state: int) -> None:
         owner = self._owner
-        self._error = error.about(comm=owner.name, op=self.op.name, seq=self.seq, rank=owner.rank)
+        self._error = owner.worded(error.about(comm=owner.name, op=self.op.name, seq=self.seq, rank=owner.rank))
         self._state = state
         if not isinstance(error, CapturedWorkError):  # which is no failure
             key = type(error).__name__, error.peer
@@ -172,11 +181,11 @@ class LaneWork(StartedWork[T_co]):
         if isinstance(error, LaneAbortedError):  # on purpose: who does not ask for the result is not warned
             self.abandon(error)
         else:
-            super().fail(self.in_lane(error))
+            super().fail(error)
 
-    def in_lane(self, error: CommError) -> CommError:
-        """Name the lane in what all ranks are told when some disagree."""
-        if not isinstance(error, MismatchError) or error.message.startswith("in lane "):
+    def located(self, error: MismatchError) -> MismatchError:
+        """The same of the lane, whose collectives have no numbers."""
+        if error.message.startswith(_LOCATED):
             return error
         return MismatchError(f"in lane {self.lane}, {error.message}", peer=error.peer)
 

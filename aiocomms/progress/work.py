@@ -30,11 +30,17 @@ class Owner(Protocol):
     failures: dict[tuple[str, int | None], int]
     """How many works have failed, were given up or withdrawn, by the error's class and the rank that it names."""
 
+    worded: Callable[[CommError], CommError]
+    """Puts the error of an op into the words of whoever called it: an endpoint's have no ranks."""
+
     def settled(self, work: Any, error: CommError | None = None) -> None:
         """Record and forget a pending work that has just become done, or failed with ``error``."""
 
     def withdraw(self, work: Any) -> bool:
         """Take an unmatched receive or wait back from the transport; False if it is under way."""
+
+    def collective(self, seq: int) -> int | None:
+        """The number that all ranks have for the collective that is op ``seq`` here; None: it is none, or not known."""
 
     def order_stream(self, work: Any, stream: Any) -> None:
         """Make a CUDA stream wait for a work.

@@ -306,4 +306,9 @@ CASES = (
     Case(121, "workers whose driver is lost"),
     Case(123, "streams and a service at rest, and who waits for a message of one"),
     Case(124, "who was late, in a field, on all ranks alike"),
+    Case(
+        125,
+        "the number of a collective, an endpoint's errors, an array's advice, a path that is not there, python -m aiocomms",
+        but={"c10d": NO_ENDPOINTS},
+    ),
 )

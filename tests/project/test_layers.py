@@ -100,7 +100,10 @@ def layer(module: str) -> int:
     return next(i for i, rooms in enumerate(LAYERS) if room(module) in rooms)
 
 
-ROOMS = {room(name) for name in MODULES if name != "aiocomms"} - {"pytest_plugin"}  # which anybody's pytest loads
+ROOMS = {room(name) for name in MODULES if name != "aiocomms"} - {
+    "__main__",
+    "pytest_plugin",
+}  # which anybody's pytest loads
 
 
 def test_the_order_names_every_room():

@@ -52,7 +52,7 @@ def _check_names(option: str, names: Sequence[str], known: Sequence[str]) -> Non
 
 async def _start(plan: Plan, ranks: int, arguments: Sequence[str]) -> int:
     """Start the ranks, by the launcher of a peer that needs its own; wait for all of them, or until one has failed."""
-    command = [sys.executable, "-m", "aiocomms.cli", *arguments]
+    command = [sys.executable, "-m", "aiocomms", *arguments]
     env = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     launcher = peers.launcher(plan.peers, ranks)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.network
 
 
 @pytest.mark.loops
+@pytest.mark.fault(125)
 @pytest.mark.memory
 @ranks(2)
 async def test_a_close_ends_it_on_both_sides(comm: Communicator, case: Case) -> None:
@@ -41,8 +42,11 @@ async def test_a_close_ends_it_on_both_sides(comm: Communicator, case: Case) -> 
             await peer.lost()
         if comm.rank == 0:
             assert await pending == "last"
-        with pytest.raises(CommClosedError if comm.rank else CommAbortedError):
+        by = "on this endpoint" if comm.rank else "the other endpoint has closed the connection"
+        with pytest.raises(CommClosedError, match=by) as caught:
             await peer.recv(torch.zeros(1, device=comm.device))
+        assert str(caught.value).endswith(f" on 'endpoint, peer {peer.name}': {caught.value.message}")
+        assert (caught.value.rank, caught.value.peer) == (None, None)
         if comm.rank == 0:
             with pytest.raises(RegionError):
                 remote.put(torch.zeros(4, device=comm.device))
@@ -63,6 +67,7 @@ async def test_who_comes_and_goes_unseen(comm: Communicator, case: Case) -> None
         assert len(here._connections._left) <= 17
 
 
+@pytest.mark.fault(125)
 @pytest.mark.memory
 @ranks(2)
 async def test_an_abort_ends_one_connection(comm: Communicator, case: Case) -> None:
@@ -81,10 +86,11 @@ async def test_an_abort_ends_one_connection(comm: Communicator, case: Case) -> N
             await comm.barrier()
             if comm.rank == 0:
                 peer.abort("enough")
-            with pytest.raises(CommAbortedError, match="enough"):
+            by = "the other endpoint" if comm.rank else "this endpoint"
+            with pytest.raises(CommAbortedError, match=f"^recv #[0-9]+ on '[^']*': aborted by {by}: enough$"):
                 await pending
-            assert "enough" in str(await peer.lost())
-            assert len(heard) == 1
+            assert (await peer.lost()).message == f"aborted by {by}: enough"
+            assert [error.message for error in heard] == [f"aborted by {by}: enough"]
             assert here.peers == []
             work = another.send_object("still here")
             assert await another.recv_object() == "still here"

@@ -15,7 +15,7 @@ from aiocomms_ucx._engine import MEASURED_BYTES, measure_speeds
 from aiocomms_ucx.speeds import Found, Speeds
 from processes import Rank, Run, runner
 
-from aiocomms.cli.__main__ import main as command
+from aiocomms.cli import main as command
 from aiocomms.testing import local_world
 
 pytestmark = pytest.mark.deterministic

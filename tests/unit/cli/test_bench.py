@@ -20,7 +20,7 @@ import pytest
 import torch
 from processes import HANGS
 
-from aiocomms.cli.__main__ import main
+from aiocomms.cli import main
 from aiocomms.cli.bench import arguments, measure, turns
 from aiocomms.cli.bench.cases import Case
 from aiocomms.cli.bench.measure import lateness, percentile
@@ -61,7 +61,7 @@ def run(*command: str, env: dict[str, str] | None = None) -> subprocess.Complete
 
 
 def bench(*given: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return run(sys.executable, "-m", "aiocomms.cli", "bench", *given, env=env)
+    return run(sys.executable, "-m", "aiocomms", "bench", *given, env=env)
 
 
 # ------------------------------------------------------------------------------------------------------------- figures
@@ -223,11 +223,11 @@ def test_processes_of_its_own_beside_other_libraries():
 @pytest.mark.search
 def test_inside_torchrun():
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = run(*torchrun, "-m", "aiocomms.cli", "bench", *QUICK, "--json", "--vs", "gloo")
+    done = run(*torchrun, "-m", "aiocomms", "bench", *QUICK, "--json", "--vs", "gloo")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["ranks"], [row["by"] for row in found["rows"]]) == (2, ["auto", "gloo"])
-    refused = run(*torchrun, "-m", "aiocomms.cli", "bench", *QUICK, "--ranks", "3")
+    refused = run(*torchrun, "-m", "aiocomms", "bench", *QUICK, "--ranks", "3")
     assert refused.returncode != 0
     assert "aiocomms bench: --ranks is 3, wanted 2, which torchrun has started" in refused.stderr
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import runpy
 
 import pytest
 
 import aiocomms
-from aiocomms.cli.__main__ import main
+from aiocomms.cli import main
 
 pytestmark = pytest.mark.deterministic
 
@@ -26,3 +27,12 @@ def test_the_document_holds_what_is_shown(capsys, monkeypatch):
     for section in found.values():
         for name, value in section.items():
             assert any(line.split() == [*name.split(), *value.split()] for line in lines), name
+
+
+@pytest.mark.fault(125)
+def test_the_package_is_the_command(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["aiocomms", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("aiocomms", run_name="__main__")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: aiocomms ")

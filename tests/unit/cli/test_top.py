@@ -29,7 +29,7 @@ from aiocomms.testing import local_world
 
 pytestmark = pytest.mark.deterministic
 
-TOP = [sys.executable, "-m", "aiocomms.cli", "top"]
+TOP = [sys.executable, "-m", "aiocomms", "top"]
 STRANGER = 65534
 """A user that is not root, and has no processes."""
 

@@ -128,7 +128,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "of long doubles": (np.ones(2, np.longdouble), "numpy.ndarray, wanted one whose memory a tensor can share"),
     "between elements": (np.zeros(2, [("a", "f4"), ("b", "u1")])["a"], "wanted one whose memory a tensor can share"),
     "masked": (np.ma.array([1.0, 2.0], mask=[0, 1]), "a float64[2] numpy.ma.MaskedArray, whose mask would stay behind"),
-    "not contiguous": (np.ones((4, 4))[:, 0], "(float64[4] with strides (4,)) is not contiguous"),
+    "not contiguous": (np.ones((4, 4))[:, 0], "which is not contiguous; give one that is"),
     "broken": (Broken(torch.ones(1)), "wanted one whose memory a tensor can share: the memory is gone"),
 }
 
@@ -137,6 +137,17 @@ REFUSED: dict[str, tuple[Any, str]] = {
 def test_refused(array: Any, why: str):
     with pytest.raises(ArgumentError, match=rf"^tensor .*{re.escape(why)}"):
         reduce_(array)
+
+
+@pytest.mark.fault(125)
+def test_an_array_is_told_what_to_give_in_words_of_its_library():
+    column = np.ones((4, 4), np.float32)[:, 0]
+    with pytest.raises(ArgumentError, match=r"is not contiguous; give numpy\.ascontiguousarray\(tensor\)$"):
+        checked(ops.Send(column, 1), Group())
+    with pytest.raises(ArgumentError, match=r"is not contiguous; give one that is$"):  # a copy would be written
+        checked(ops.Recv(column, 1), Group())
+    with pytest.raises(ArgumentError, match=r"numpy\.ndarray on cpu, wanted it on meta, .*; give a tensor there, or "):
+        checked(ops.Send(np.ones(4, np.float32), 1), Group(device=torch.device("meta")))
 
 
 def test_what_is_no_array_is_refused_as_ever():

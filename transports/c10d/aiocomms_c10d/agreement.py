@@ -213,7 +213,7 @@ class Agreement:
         for peer in peers:
             their_text, my_text = call.announcements[peer].text.decode(errors="replace"), call.text.decode()
             if their_text != my_text:
-                return self._disagree(call, disagreement(call.number, peer, their_text, call.plan.rank, my_text))
+                return self._disagree(call, disagreement(peer, their_text, call.plan.rank, my_text))
         if len(call.announcements) < self._group.size:
             return None
         announcements = [call.announcements[rank] for rank in range(self._group.size)]
@@ -221,7 +221,7 @@ class Agreement:
         if call.plan.sizes:
             wrong = _mismatch([announcement.sizes for announcement in announcements], len(call.plan.sizes))
             if wrong is not None:
-                return self._disagree(call, MismatchError(f"in collective {call.number} {wrong}"))
+                return self._disagree(call, MismatchError(wrong))
             nbytes = max(max(announcement.sizes[: len(announcements)]) for announcement in announcements)
         del self._calls[call.number]
         small = self._is_small(call.plan, nbytes)

@@ -93,7 +93,7 @@ class Matcher:
         for other, (record, _) in calls.items():
             if record.signature() != op.signature():
                 calls[rank] = (op, work)
-                return self._mismatch(calls, disagreement(index, other, _show(record), rank, _show(op)))
+                return self._mismatch(calls, disagreement(other, _show(record), rank, _show(op)))
             break  # one comparison is enough: the earlier calls agree with each other
         calls[rank] = (op, work)
         for absent in self.left - calls.keys():

@@ -272,4 +272,4 @@ class _CallLog:
                 return None
             here += f" for {mine.takes[peer]} bytes from there and {mine.gives[peer]} to there"
             there += f" for {described.sizes} bytes"
-        return disagreement(index, peer, there, self._rank, here)
+        return disagreement(peer, there, self._rank, here)

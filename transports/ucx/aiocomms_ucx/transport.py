@@ -348,7 +348,7 @@ class UcxTransport(LaneCarrier, Hastened):
         for rank, theirs in self._disputes.get(index, ()):
             if theirs != text:
                 self._disputed = index
-                return disagreement(index, rank, theirs, self.rank, text)
+                return disagreement(rank, theirs, self.rank, text)
         return None
 
     def _fail(self, error: CommError) -> None:

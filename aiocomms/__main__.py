@@ -1,4 +1,4 @@
-"""The entry point of ``python -m aiocomms.cli``."""
+"""The entry point of ``python -m aiocomms``."""
 
 from __future__ import annotations
 
