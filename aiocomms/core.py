@@ -60,6 +60,8 @@ class Core(Posting):
     rank: int
     size: int
     name: str
+    base: str
+    generation: int
     device: torch.device
     driver: Driver
     issued: int
@@ -87,6 +89,7 @@ class Core(Posting):
         :param options: the user's hints.
         """
         self.rank, self.size, self.name = rendezvous.rank, rendezvous.size, rendezvous.name
+        self.base, self.generation = rendezvous.base, rendezvous.epoch
         self.device, self.driver = rendezvous.device, Driver.current()
         self.thread: int = self.driver.thread
         self.issued = self.laned = self.calls = self.refusals = 0  # ops, of lanes, collectives; those refused

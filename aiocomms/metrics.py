@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from time import monotonic
 from typing import Any, Final, NamedTuple, Protocol
 from weakref import ref
 
-from aiocomms.diagnosis.statistics import Statistics
+from aiocomms.diagnosis.statistics import Failures, Statistics
 from aiocomms.errors import ArgumentTypeError
 from aiocomms.families.hooks import Hook
 from aiocomms.ops import Op, size_of
@@ -43,6 +43,10 @@ class Instrumentable(Protocol):
         """Whether it was closed on this rank."""
 
     @property
+    def aborted(self) -> bool:
+        """Whether it is lost."""
+
+    @property
     def transports(self) -> dict[str, str]:
         """Which transport carries what, by family."""
 
@@ -51,6 +55,9 @@ class Instrumentable(Protocol):
 
     def register_post_hook(self, fn: Any) -> Hook:
         """See :meth:`Communicator.register_post_hook`."""
+
+    def register_abort_hook(self, fn: Any) -> Hook:
+        """See :meth:`Communicator.register_abort_hook`."""
 
 
 class Traceable(Instrumentable, Protocol):
@@ -125,6 +132,34 @@ class Tally:
             yield Row(cls.name, transport, size, kind.counts[:], kind.seconds, kind.bytes)
 
 
+class Totals:
+    """What the ops of one rank have come to, of a communicator and of those in whose place it is."""
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[str, str, str], Row] = {}
+        self._failed: dict[tuple[str, int | None], int] = {}
+
+    def add(self, rows: Iterable[Row], failed: Iterable[Failures]) -> None:
+        """Add those of one communicator."""
+        for row in rows:
+            known = self._rows.get(row[:3])
+            if known is not None:
+                counts = [one + other for one, other in zip(known.counts, row.counts, strict=True)]
+                row = Row(*row[:3], counts, known.seconds + row.seconds, known.bytes + row.bytes)
+            self._rows[row[:3]] = row
+        for each in failed:
+            key = each.error, each.peer
+            self._failed[key] = self._failed.get(key, 0) + each.count
+
+    def failures(self) -> list[Failures]:
+        """Why ops have failed."""
+        return [Failures(*key, count) for key, count in self._failed.items()]
+
+    def rows(self) -> list[Row]:
+        """By kind of op."""
+        return list(self._rows.values())
+
+
 class Lateness:
     """How long a loop takes to come round to a call of another thread; each look makes one, and nothing else does."""
 
@@ -165,10 +200,19 @@ class Measured:
     lateness: Lateness
 
     def __init__(self, comm: Instrumentable) -> None:
-        self.name, self.rank = comm.name, comm.rank
+        self.name, self.rank = comm.statistics().name, comm.rank
         self.tally, self.lateness = Tally(comm), Lateness()
         self._comm = ref(comm)  # a program that forgets to close it is to hear of that
         self._removed = False
+        self.lost: Statistics | None = None
+        """What it has come to, where it was lost: whoever looks next may find it closed."""
+        self._hook = comm.register_abort_hook(self._lost)
+        if comm.aborted:
+            self._lost()
+
+    def _lost(self, *_: object) -> None:
+        if (comm := self._comm()) is not None:
+            self.lost = comm.statistics()
 
     def open(self) -> Instrumentable | None:
         """The communicator; None: it was closed or forgotten, or is measured no more."""
@@ -177,16 +221,26 @@ class Measured:
 
     def remove(self) -> None:
         """Measure it no more, and show it no more. Idempotent."""
-        self._removed = True
+        self._removed, self.lost = True, None
         self.tally.remove()
+        self._hook.remove()
+
+
+Place = tuple[str, int]
+"""The name of a communicator, as it was before any reconfiguration, and this rank."""
 
 
 class Shown:
-    """The communicators that one exporter shows."""
+    """The communicators that one exporter shows.
+
+    What those that were lost have come to is kept, and goes on with the one that takes such a one's place: else nobody
+    would ever see the failure for which the ranks have recovered. It goes with the one that is closed in order.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._measured: list[Measured] = []
+        self._kept: dict[Place, Totals] = {}
 
     def add(self, comm: Instrumentable) -> Measured:
         """Measure one more."""
@@ -195,9 +249,30 @@ class Shown:
             self._measured.append(added)
         return added
 
-    def all(self) -> list[tuple[Measured, Instrumentable]]:
-        """Those that are open; any thread. The others are dropped."""
+    def open(self) -> list[tuple[Measured, Statistics]]:
+        """Those that are open; any thread."""
         with self._lock:
             found = [(each, comm) for each in self._measured if (comm := each.open()) is not None]
+            for each in self._measured:
+                if all(each is not one for one, _ in found):
+                    self._drop(each)
             self._measured = [each for each, _ in found]
-        return found
+        return [(each, comm.statistics()) for each, comm in found]
+
+    def _drop(self, each: Measured) -> None:
+        place = each.name, each.rank
+        if each.lost is None:
+            self._kept.pop(place, None)
+        else:
+            self._kept.setdefault(place, Totals()).add(each.tally.rows(), each.lost.failed)
+
+    def totals(self) -> dict[Place, Totals]:
+        """What they have come to, and those that were lost before; any thread."""
+        found = self.open()
+        totals: dict[Place, Totals] = {}
+        with self._lock:
+            for place, kept in self._kept.items():
+                totals.setdefault(place, Totals()).add(kept.rows(), kept.failures())
+        for each, now in found:
+            totals.setdefault((each.name, each.rank), Totals()).add(each.tally.rows(), now.failed)
+        return totals

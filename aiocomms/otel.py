@@ -27,7 +27,7 @@ class Tracing:
     def __init__(self, comm: Instrumentable, provider: TracerProvider | None) -> None:
         self._tracer = trace.get_tracer(_SCOPE, __version__, provider)
         self._transports = comm.transports
-        self._place = _place(comm)
+        self._place = _labels(comm.name, comm.rank)
         self.remove: Callable[[], None] = comm.register_post_hook(self._ended).remove
 
     def _ended(self, work: Work[Any]) -> None:
@@ -79,7 +79,8 @@ class _Instruments:
         counter("aiocomms.ops", [self._of_ops(lambda row: sum(row.counts))], "{op}", "Ops that have ended")
         counter("aiocomms.op.time", [self._of_ops(lambda row: row.seconds)], "s", "Time from their calls to their ends")
         counter("aiocomms.op.size", [self._of_ops(lambda row: row.bytes)], "By", "Bytes of their tensors")
-        counter("aiocomms.failures", [self._of_state(_failures)], "{op}", "Ops that have failed")
+        counter("aiocomms.failures", [self._failures], "{op}", "Ops that have failed")
+        gauge("aiocomms.generation", [self._of_state(_generation)], "1", "1, and one more with each reconfiguration")
         gauge("aiocomms.pending", [self._of_state(lambda now: [(now.pending, {})])], "{op}", "Ops under way")
         gauge("aiocomms.pending.size", [self._of_state(lambda now: [(now.pending_bytes, {})])], "By", "Their tensors")
         gauge("aiocomms.pending.age", [self._of_state(lambda now: [(now.oldest or 0.0, {})])], "s", "Of the oldest")
@@ -89,37 +90,41 @@ class _Instruments:
 
     def _of_ops(self, read: Callable[[Row], float]) -> Callable[[CallbackOptions], Iterable[Observation]]:
         def observe(_: CallbackOptions) -> Iterable[Observation]:
-            for each, _comm in self.shown.all():
-                for row in each.tally.rows():
+            for place, totals in self.shown.totals().items():
+                for row in totals.rows():
                     kind = {"aiocomms.op": row.op, "aiocomms.transport": row.transport, "aiocomms.size": row.size}
-                    yield Observation(read(row), {**_place(each), **kind})
+                    yield Observation(read(row), {**_labels(*place), **kind})
 
         return observe
+
+    def _failures(self, _: CallbackOptions) -> Iterable[Observation]:
+        for place, totals in self.shown.totals().items():
+            for failed in totals.failures():
+                named = {} if failed.peer is None else {"aiocomms.peer": failed.peer}
+                yield Observation(failed.count, {**_labels(*place), "error.type": failed.error, **named})
 
     def _of_state(
         self, read: Callable[[Statistics], Iterable[tuple[float, dict[str, Any]]]]
     ) -> Callable[[CallbackOptions], Iterable[Observation]]:
         def observe(_: CallbackOptions) -> Iterable[Observation]:
-            for each, comm in self.shown.all():
-                for value, labels in read(comm.statistics()):
-                    yield Observation(value, {**_place(each), **labels})
+            for each, now in self.shown.open():
+                for value, labels in read(now):
+                    yield Observation(value, {**_labels(each.name, each.rank), **labels})
 
         return observe
 
     def _late(self, _: CallbackOptions) -> Iterable[Observation]:
-        for each, _comm in self.shown.all():
+        for each, _now in self.shown.open():
             if (late := each.lateness.look()) is not None:
-                yield Observation(late, _place(each))
+                yield Observation(late, _labels(each.name, each.rank))
 
 
-def _place(comm: Instrumentable | Measured) -> dict[str, Any]:
-    return {"aiocomms.comm": comm.name, "aiocomms.rank": comm.rank}
+def _labels(name: str, rank: int) -> dict[str, Any]:
+    return {"aiocomms.comm": name, "aiocomms.rank": rank}
 
 
-def _failures(now: Statistics) -> Iterable[tuple[float, dict[str, Any]]]:
-    for failed in now.failed:
-        named = {} if failed.peer is None else {"aiocomms.peer": failed.peer}
-        yield failed.count, {"error.type": failed.error, **named}
+def _generation(now: Statistics) -> Iterable[tuple[float, dict[str, Any]]]:
+    return [(now.generation, {})]
 
 
 def _silence(now: Statistics) -> Iterable[tuple[float, dict[str, Any]]]:

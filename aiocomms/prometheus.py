@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from aiocomms.diagnosis.statistics import Statistics
-from aiocomms.metrics import BOUNDS, Instrumentable, Measured, Shown, instrumentable
+from aiocomms.metrics import BOUNDS, Instrumentable, Measured, Shown, Totals, instrumentable
 
 _OWN: Final = ["comm", "rank"]
 _LE: Final = [*(repr(bound) for bound in BOUNDS), "+Inf"]
@@ -35,9 +35,10 @@ class Exporter(Collector):
     def collect(self) -> Iterator[Metric]:
         """Look at all communicators; on any thread."""
         families = _Families()
-        for each, comm in self.shown.all():
-            families.add_ops(each)
-            families.add_state(each, comm.statistics())
+        for (name, rank), totals in self.shown.totals().items():
+            families.add_totals([name, str(rank)], totals)
+        for each, now in self.shown.open():
+            families.add_state(each, now)
         yield from families.all()
 
 
@@ -61,6 +62,7 @@ class _Families:
             "aiocomms_heartbeat_age_seconds", "Seconds without a sign of life of another rank, while ops are pending.",
             labels=[*_OWN, "peer"],
         )  # fmt: skip
+        self.generation = _gauge("generation", "1, and one more with each reconfiguration.")
         self.pending = _gauge("pending", "Ops that are under way.")
         self.pending_bytes = _gauge("pending_bytes", "Bytes of the tensors of ops that are under way.")
         self.pending_lanes = _gauge("pending_lanes", "Lanes in which ops are under way.")
@@ -70,23 +72,23 @@ class _Families:
         self.lateness = _gauge("loop_lateness_seconds", "How long the event loop took to come round to a call.")
         self.memory = _gauge("shared_memory_bytes", "Memory that is shared with other processes of the host.")
 
-    def add_ops(self, each: Measured) -> None:
-        """Show what ops took and moved."""
-        labels = _labels(each)
+    def add_totals(self, labels: list[str], totals: Totals) -> None:
+        """Show what ops took and moved, and how they failed."""
         moved: dict[tuple[str, str], int] = {}
-        for row in each.tally.rows():
+        for row in totals.rows():
             buckets = list(zip(_LE, map(float, accumulate(row.counts)), strict=True))
             self.seconds.add_metric([*labels, row.op, row.transport, row.size], buckets, row.seconds)
             moved[row.op, row.transport] = moved.get((row.op, row.transport), 0) + row.bytes
         for key, count in moved.items():
             self.bytes.add_metric([*labels, *key], count)
+        for failed in totals.failures():
+            peer = "" if failed.peer is None else str(failed.peer)
+            self.failures.add_metric([*labels, failed.error, peer], failed.count)
 
     def add_state(self, each: Measured, now: Statistics) -> None:
         """Show what a communicator is doing."""
-        labels = _labels(each)
-        for failed in now.failed:
-            peer = "" if failed.peer is None else str(failed.peer)
-            self.failures.add_metric([*labels, failed.error, peer], failed.count)
+        labels = [each.name, str(each.rank)]
+        self.generation.add_metric(labels, now.generation)
         for rank, seconds in now.silence.items():
             self.heartbeat.add_metric([*labels, str(rank)], seconds)
         self.pending.add_metric(labels, now.pending)
@@ -102,10 +104,6 @@ class _Families:
         """All of them."""
         metrics: dict[str, Any] = vars(self)
         yield from metrics.values()
-
-
-def _labels(each: Measured) -> list[str]:
-    return [each.name, str(each.rank)]
 
 
 def _gauge(name: str, what: str) -> GaugeMetricFamily:

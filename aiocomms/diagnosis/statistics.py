@@ -34,6 +34,10 @@ class Statistics(msgspec.Struct, frozen=True):
     counted with the ops that they call.
     """
 
+    name: str
+    """The communicator's, as it was before any reconfiguration."""
+    generation: int
+    """1, and one more with each reconfiguration."""
     transports: Mapping[str, str]
     """Which transport carries what, by family; as :attr:`Communicator.transports`."""
     issued: int
@@ -68,6 +72,8 @@ class Statistics(msgspec.Struct, frozen=True):
 class Counting(Protocol):
     """What statistics are made of: a communicator's core."""
 
+    base: str
+    generation: int
     rank: int
     issued: int
     calls: int
@@ -86,6 +92,8 @@ def statistics_of(core: Counting, transports: Mapping[str, str]) -> Statistics:
     withdrawn = sum(count for (error, _), count in failures.items() if error == _WITHDRAWN)
     failed = [Failures(*key, count) for key, count in failures.items() if key[0] != _WITHDRAWN]
     return Statistics(
+        name=core.base,
+        generation=core.generation,
         transports=transports,
         issued=issued,
         collectives=core.calls,

@@ -231,9 +231,7 @@ class Peer:
         with anyio.move_on_after(seconds) as late:
             await self._settle(timeout)
         if late.cancelled_caught:
-            raise CommTimeoutError(
-                f"what was put has not arrived within {seconds:g} s", comm=self._where, op="signal"
-            )
+            raise CommTimeoutError(f"what was put has not arrived within {seconds:g} s", comm=self._where, op="signal")
         await self._signals.signal(self._other, timeout=timeout)
 
     def wait_signal(self, *, timeout: OpTimeout = COMM_TIMEOUT) -> Work[None]:

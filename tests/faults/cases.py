@@ -308,7 +308,8 @@ CASES = (
     Case(124, "who was late, in a field, on all ranks alike"),
     Case(
         125,
-        "the number of a collective, an endpoint's errors, an array's advice, a path that is not there, python -m aiocomms",
+        "the number of a collective, an endpoint's errors, an array's advice, a path that is not there",
         but={"c10d": NO_ENDPOINTS},
     ),
+    Case(127, "metrics of the failure that a recovery follows, and their labels"),
 )

@@ -208,6 +208,37 @@ def test_metrics(transport):
     run_on("asyncio", main)
 
 
+@pytest.mark.fault(127)
+def test_a_recovery_goes_on_with_the_same_attributes():
+    async def main():
+        reader = InMemoryMetricReader()
+        provider = MeterProvider([reader], shutdown_on_exit=False)
+        failed = (("aiocomms.peer", 1), ("aiocomms.rank", 0), ("error.type", "CommAbortedError"))
+        async with local_world(2) as comms:
+            for generation in (1, 2):
+                measure_ops(comms[0], provider)
+                await ranks(comms, lambda comm: comm.barrier())
+                seen = read(reader)
+                assert seen["aiocomms.generation"] == {(("aiocomms.rank", 0),): generation}
+                assert list(seen["aiocomms.ops"].values()) == [generation]
+                assert seen.get("aiocomms.failures", {}) == ({failed: 1} if generation > 1 else {})
+                work = comms[0].recv(torch.ones(1), 1)
+                comms[1].abort("enough")
+                with pytest.raises(CommAbortedError):
+                    await work
+                comms[:] = await ranks(comms, lambda comm: comm.reconfigure(ranks=[0, 1]))
+            names = {
+                point.attributes["aiocomms.comm"]
+                for metric in reader.get_metrics_data().resource_metrics[0].scope_metrics[0].metrics
+                for point in metric.data.data_points
+            }
+            assert names == {"world"}
+            await ranks(comms, lambda comm: comm.aclose())
+        provider.shutdown()
+
+    run_on("asyncio", main)
+
+
 @pytest.mark.parametrize("function", [trace_ops, measure_ops])
 def test_what_is_no_communicator_is_refused(function):
     with pytest.raises(ArgumentTypeError, match="comm is None, wanted a Communicator"):

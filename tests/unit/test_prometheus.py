@@ -157,6 +157,58 @@ def test_a_communicator_that_is_closed_or_forgotten_is_shown_no_more():
     run_on("asyncio", main)
 
 
+@pytest.mark.fault(127)
+@pytest.mark.parametrize("transport", ["local", "c10d", "ucx"])
+def test_a_recovery_goes_on_with_the_same_series(transport):
+    """No scrape comes between the loss and the recovery: the failure is seen after it, beside what comes then."""
+
+    async def main():
+        registry = prometheus_client.CollectorRegistry()
+        own = {"comm": "world", "rank": 0}
+        count = {**own, "op": "all_reduce", "size": "<1KiB", "transport": transport}
+        failed = {**own, "reason": "CommAbortedError", "peer": 1}
+        async with local_world(2, transport) as comms:
+            for generation in (1, 2, 3):
+                instrument(comms[0], registry)
+                await ranks(comms, lambda comm: comm.all_reduce(torch.ones(2)))
+                seen = scrape(registry)
+                assert value(seen, "generation", **own) == generation
+                assert value(seen, "op_seconds_count", **count) == generation
+                assert value(seen, "bytes_total", **own, op="all_reduce", transport=transport) == 8 * generation
+                assert value(seen, "failures_total", **failed) == (generation - 1 or None)
+                assert value(seen, "pending", **own) == 0
+                work = comms[0].recv(torch.ones(1), 1)
+                comms[1].abort("enough")
+                with pytest.raises(CommAbortedError):
+                    await work
+                comms[:] = await ranks(comms, lambda comm: comm.reconfigure(ranks=[0, 1]))
+            seen = scrape(registry)  # of the last one, which nobody measures, what was there before
+            assert {dict(labels)["comm"] for _, labels in seen} == {"world"}
+            assert (value(seen, "failures_total", **failed), value(seen, "pending", **own)) == (3, None)
+            instrument(comms[0], registry)
+            assert value(scrape(registry), "failures_total", **failed) == 3
+            await ranks(comms, lambda comm: comm.aclose())
+            assert scrape(registry) == {}
+
+    run_on("asyncio", main)
+
+
+def test_one_that_is_lost_before_it_is_measured_says_so():
+    async def main():
+        registry = prometheus_client.CollectorRegistry()
+        async with local_world(1) as [comm]:
+            work = comm.recv(torch.ones(1), 0)
+            comm.abort("enough")
+            with pytest.raises(CommAbortedError):
+                await work
+            instrument(comm, registry)
+            await comm.aclose()
+            failed = {"comm": "world", "rank": 0, "reason": "CommAbortedError", "peer": 0}
+            assert value(scrape(registry), "failures_total", **failed) == 1
+
+    run_on("asyncio", main)
+
+
 def test_a_refused_op_is_neither_timed_nor_a_failure():
     async def main():
         registry = prometheus_client.CollectorRegistry()
