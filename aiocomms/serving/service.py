@@ -98,7 +98,9 @@ def _signals_ignored() -> Iterator[None]:
 
 
 def _ignore(number: int, frame: object) -> None:
-    """Do nothing; unlike SIG_IGN it is not passed on to programs that are started."""
+    """Do nothing but say so; unlike SIG_IGN it is not passed on to programs that are started."""
+    if number == signal.SIGTERM:  # whoever sends it to one process alone waits for its end
+        _log.warning("SIGTERM does not end a rank that works: rank 0 ends it when it has drained, so send it there")
 
 
 class Driver(Worker):

@@ -304,6 +304,11 @@ CASES = (
     # A service, and what is said.
     Case(120, "a plan, or recover, that raises what is no Exception"),
     Case(121, "workers whose driver is lost"),
+    Case(
+        122,
+        "SIGTERM to a worker alone; a rank that fails before the meeting",
+        but="the signal is logged, and the rank is not replaced; who fails before the meeting is not heard of",
+    ),
     Case(123, "streams and a service at rest, and who waits for a message of one"),
     Case(124, "who was late, in a field, on all ranks alike"),
     Case(

@@ -822,7 +822,8 @@ def test_rank_0_drives_and_the_others_work(run):
     run(main)
 
 
-def test_signals_do_nothing_while_a_worker_works_and_are_given_back(run):
+@pytest.mark.fault(122)
+def test_signals_do_nothing_while_a_worker_works_and_are_given_back(run, caplog):
     numbers = signal.SIGINT, signal.SIGTERM
 
     async def body(driver):
@@ -838,6 +839,9 @@ def test_signals_do_nothing_while_a_worker_works_and_are_given_back(run):
         assert list(map(signal.getsignal, numbers)) == before
 
     run(main)
+    assert [text for text in caplog.messages if "SIG" in text] == [
+        "SIGTERM does not end a rank that works: rank 0 ends it when it has drained, so send it there"
+    ]
 
 
 @pytest.mark.parametrize("what", ["all_reduce", "recv_object", "broadcast_object"])
