@@ -212,7 +212,7 @@ class Connections:
             await peer._begin()
             self._check()
             if comm.aborted:
-                raise await comm.lost()
+                raise await peer.lost()
         except BaseException:
             comm.abort("the connection was not formed")
             with anyio.CancelScope(shield=True):

@@ -359,7 +359,7 @@ class ItemStream(ObjectStream[T]):
 
     def _fail(self, error: CommError) -> None:
         if self._failure is None:
-            self._failure = error
+            self._failure = self._comm._core.worded(error)
         self._notify()
 
     def _break_at(self, error: Exception) -> None:
