@@ -88,9 +88,8 @@ class Core(Posting):
         :param by_family: the transports, by the family of ops that each carries.
         :param options: the user's hints.
         """
-        self.rank, self.size, self.name = rendezvous.rank, rendezvous.size, rendezvous.name
-        self.base, self.generation = rendezvous.base, rendezvous.epoch
-        self.device, self.driver = rendezvous.device, Driver.current()
+        self.rank, self.size, self.name, self.base = rendezvous.rank, rendezvous.size, rendezvous.name, rendezvous.base
+        self.device, self.driver, self.generation = rendezvous.device, Driver.current(), rendezvous.epoch
         self.thread: int = self.driver.thread
         self.issued = self.laned = self.calls = self.refusals = 0  # ops, of lanes, collectives; those refused
         self.by_family: dict[ops.Family, Transport] = dict(by_family)
@@ -99,8 +98,7 @@ class Core(Posting):
         self.transports: list[Transport] = list(dict.fromkeys(self.by_family.values()))
         """Each transport once: one may carry several families."""
         self.fast_check = next((t.fast_check for t in self.transports if t.fast_check is not None), None)
-        self.posting, self.refusing, self.life = False, False, Life()
-        self.worded = lambda error: error
+        self.posting, self.refusing, self.life, self.worded = False, False, Life(), lambda error: error
         self._lock = RLock()  # guards every step; a signal handler may abort what it interrupts
         self.notes: Notes = Notes(self.transports, self.size)
         self._rendezvous, self._inquiry = rendezvous, Inquiry(self, self.notes)
