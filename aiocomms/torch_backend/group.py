@@ -9,7 +9,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, ParamSpec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,18 +18,16 @@ from torch import distributed as dist
 from aiocomms import blocking
 from aiocomms.errors import ArgumentError, CommError
 from aiocomms.ops.checks import COMM_TIMEOUT
-from aiocomms.ops.reductions import ReduceOp
 from aiocomms.profiler import profiling
 from aiocomms.torch_backend import sparse
 from aiocomms.torch_backend.any_source import Receives
 from aiocomms.torch_backend.completer import Completer
+from aiocomms.torch_backend.forms import UNSET, How, one_form
 from aiocomms.torch_backend.monitored import monitored_barrier
 from aiocomms.torch_backend.parts import Step
 from aiocomms.torch_backend.ranges import Range
 from aiocomms.torch_backend.tensors import Tensors, cuts
 from aiocomms.torch_backend.works import BACKEND, GroupWork, raising_as_torch_does
-
-_P = ParamSpec("_P")
 
 
 def create(how: Any, options: Any) -> Group:
@@ -49,30 +47,24 @@ def create(how: Any, options: Any) -> Group:
     return Group(comm, how.store)
 
 
-def _operator(op: Any) -> ReduceOp:
-    """The operator of torch, as aiocomms has it."""
-    kind = getattr(op, "op", op)
-    if kind == dist.ReduceOp.PREMUL_SUM:
-        return ReduceOp.PREMUL_SUM(float(op.factor))
-    found: ReduceOp = getattr(ReduceOp, kind.name)
-    return found
+def _called(name: str, given: int | None = 0) -> Callable[[Callable[..., GroupWork]], Callable[..., GroupWork]]:
+    """A method that torch calls, in any of torch's forms: it gets one, with the :class:`How` at its end.
 
-
-def _called(name: str, given: int | None = 0) -> Callable[[Callable[_P, GroupWork]], Callable[_P, GroupWork]]:
-    """A method that torch calls: it raises what torch's users expect, and is a range of torch's profiler.
+    It raises what torch's users expect, and is a range of torch's profiler.
 
     :param given: which of its arguments are the tensors that the profiler shows; None: there are none.
     """
 
-    def of(method: Callable[_P, GroupWork]) -> Callable[_P, GroupWork]:
+    def of(method: Callable[..., GroupWork]) -> Callable[..., GroupWork]:
         @functools.wraps(method)
-        def call(*args: _P.args, **kwargs: _P.kwargs) -> GroupWork:
+        def call(self: Group, *args: Any, **kwargs: Any) -> GroupWork:
             with raising_as_torch_does():
+                arguments = one_form(method.__name__, args, kwargs)
                 if not profiling():
-                    return method(*args, **kwargs)
-                span = Range(f"{BACKEND}:{name}", () if given is None else args[1 + given :][:1])
+                    return method(self, *arguments)
+                span = Range(f"{BACKEND}:{name}", () if given is None else arguments[given : given + 1])
                 try:
-                    return method(*args, **kwargs).within(span)
+                    return method(self, *arguments).within(span)
                 except BaseException:
                     span.end()
                     raise
@@ -204,188 +196,192 @@ class Group(dist.ProcessGroup):
     # ------------------------------------------------------------------------------------------------ collectives
 
     @_called("all_reduce")
-    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> GroupWork:
+    def allreduce(self, tensor: Tensor, how: How) -> GroupWork:
         """See :func:`torch.distributed.all_reduce`."""
-        its, op = Tensors(), _operator((opts or dist.AllreduceOptions()).reduceOp)
-        parts = [
-            self.comm.all_reduce(its.written(tensor), op) if tensor.layout is torch.strided else self._sum(tensor, op)
-            for tensor in tensors
-        ]
-        return self._work(parts, tensors, its)
+        return self._all_reduce([tensor], how)
 
-    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> GroupWork:
-        """See :meth:`allreduce`, by which it goes tensor by tensor anyway."""
-        return self.allreduce(tensors, opts)
+    @_called("all_reduce")
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], how: How) -> GroupWork:
+        """Several all-reduces."""
+        return self._all_reduce(tensors, how)
 
     @_called("reduce")
-    def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> GroupWork:
+    def reduce(self, tensor: Tensor, how: How) -> GroupWork:
         """See :func:`torch.distributed.reduce`."""
-        opts = opts or dist.ReduceOptions()
-        its, op, root = Tensors(), _operator(opts.reduceOp), opts.rootRank
-        give = its.written if self.comm.rank == root else its.read
-        return self._work([self.comm.reduce(give(tensor), root, op) for tensor in tensors], tensors, its)
+        its = Tensors()
+        give = its.written if self.comm.rank == how.root else its.read
+        return self._work([self.comm.reduce(give(tensor), how.root, how.op, timeout=how.timeout)], [tensor], its)
 
     @_called("broadcast")
-    def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> GroupWork:
+    def broadcast(self, tensor: Tensor, how: How) -> GroupWork:
         """See :func:`torch.distributed.broadcast`."""
-        its, root = Tensors(), (opts or dist.BroadcastOptions()).rootRank
-        give = its.read if self.comm.rank == root else its.written
-        return self._work([self.comm.broadcast(give(tensor), root) for tensor in tensors], tensors, its)
+        its = Tensors()
+        give = its.read if self.comm.rank == how.root else its.written
+        return self._work([self.comm.broadcast(give(tensor), how.root, timeout=how.timeout)], [tensor], its)
 
     @_called("all_gather", 1)
-    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> GroupWork:
+    def allgather(self, outputs: Sequence[Tensor], tensor: Tensor, how: How) -> GroupWork:
         """See :func:`torch.distributed.all_gather`."""
-        its, parts = Tensors(), []
-        for into, tensor in zip(outputs, inputs, strict=True):
-            equal = len({each.numel() for each in into}) == 1
-            gather = self.comm.all_gather if equal else self.comm.all_gather_v
-            parts.append(gather([its.written(each) for each in into], its.read(tensor)))
-        return self._work(parts, [each for into in outputs for each in into], its)
+        return self._all_gather([outputs], [tensor], how)
 
-    def allgather_coalesced(
-        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
-    ) -> GroupWork:
+    @_called("all_gather", 1)
+    def allgather_coalesced(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], how: How) -> GroupWork:
         """See :func:`torch.distributed.all_gather_coalesced`: the lists are by rank, and hold one tensor of each."""
-        return self.allgather([list(of_each) for of_each in zip(*outputs, strict=True)], inputs)
-
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> GroupWork:
-        """See :func:`torch.distributed.all_gather_into_tensor`."""
-        return self.all_gather_single_coalesced([output], [input])
+        return self._all_gather(list(zip(*outputs, strict=True)), inputs, how)
 
     @_called("all_gather_single", 1)
-    def all_gather_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> GroupWork:
+    def all_gather_single(self, output: Tensor, input: Tensor, how: How) -> GroupWork:
+        """See :func:`torch.distributed.all_gather_into_tensor`."""
+        return self._all_gather_single([output], [input], how)
+
+    @_called("all_gather_single", 1)
+    def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], how: How) -> GroupWork:
         """Several all-gathers into one tensor each."""
-        its = Tensors()
-        parts = [
-            self.comm.all_gather_single(its.written(output), its.read(given))
-            for output, given in zip(outputs, inputs, strict=True)
-        ]
-        return self._work(parts, outputs, its)
+        return self._all_gather_single(outputs, inputs, how)
 
     @_called("reduce_scatter", 1)
-    def reduce_scatter(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
-    ) -> GroupWork:
+    def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], how: How) -> GroupWork:
         """See :func:`torch.distributed.reduce_scatter`."""
-        its, op, parts = Tensors(), _operator((opts or dist.ReduceScatterOptions()).reduceOp), []
-        for output, given in zip(outputs, inputs, strict=True):
-            equal = len({each.numel() for each in given}) == 1
-            scatter = self.comm.reduce_scatter if equal else self.comm.reduce_scatter_v
-            parts.append(scatter(its.written(output), [its.read(each) for each in given], op))
-        return self._work(parts, outputs, its)
+        its, equal = Tensors(), len({each.numel() for each in inputs}) == 1
+        scatter = self.comm.reduce_scatter if equal else self.comm.reduce_scatter_v
+        part = scatter(its.written(output), [its.read(each) for each in inputs], how.op, timeout=how.timeout)
+        return self._work([part], [output], its)
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> GroupWork:
+    @_called("reduce_scatter_single", 1)
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, how: How) -> GroupWork:
         """See :func:`torch.distributed.reduce_scatter_tensor`."""
-        return self.reduce_scatter_single_coalesced([output], [input], opts)
+        return self._reduce_scatter_single([output], [input], how)
 
     @_called("reduce_scatter_single", 1)
     def reduce_scatter_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], how: How
     ) -> GroupWork:
         """Several reduce-scatters of one tensor each."""
-        its, op = Tensors(), _operator((opts or dist.ReduceScatterOptions()).reduceOp)
-        parts = [
-            self.comm.reduce_scatter_single(its.written(output), its.read(given), op)
-            for output, given in zip(outputs, inputs, strict=True)
-        ]
-        return self._work(parts, outputs, its)
+        return self._reduce_scatter_single(outputs, inputs, how)
 
     @_called("all_to_all", 1)
-    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> GroupWork:
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], how: How) -> GroupWork:
         """See :func:`torch.distributed.all_to_all`."""
         its = Tensors()
-        part = self.comm.all_to_all([its.written(each) for each in outputs], [its.read(each) for each in inputs])
-        return self._work([part], outputs, its)
+        into, given = [its.written(each) for each in outputs], [its.read(each) for each in inputs]
+        return self._work([self.comm.all_to_all(into, given, timeout=how.timeout)], outputs, its)
 
     @_called("all_to_all_single", 1)
     def all_to_all_single(
-        self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
+        self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], how: How
     ) -> GroupWork:
         """See :func:`torch.distributed.all_to_all_single`."""
         # Each rank says by itself whether its rows are cut evenly, so all of them take the form that need not.
         its, size = Tensors(), self.comm.size
         into, given = its.written(output), its.read(input)
-        part = self.comm.all_to_all_v_single(
-            into, given, cuts(output, output_splits, size), cuts(input, input_splits, size)
-        )
-        return self._work([part], [output], its)
+        splits = cuts(output, output_splits, size), cuts(input, input_splits, size)
+        return self._work([self.comm.all_to_all_v_single(into, given, *splits, timeout=how.timeout)], [output], its)
 
     @_called("gather", 1)
-    def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> GroupWork:
+    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, how: How) -> GroupWork:
         """See :func:`torch.distributed.gather`."""
-        its, root = Tensors(), (opts or dist.GatherOptions()).rootRank
-        into = list(outputs[0]) if self.comm.rank == root else None
-        written = None if into is None else [its.written(each) for each in into]
-        return self._work([self.comm.gather(written, its.read(inputs[0]), root)], into or [], its)
+        its, into = Tensors(), outputs if self.comm.rank == how.root else ()
+        written = [its.written(each) for each in into] if self.comm.rank == how.root else None
+        return self._work([self.comm.gather(written, its.read(tensor), how.root, timeout=how.timeout)], into, its)
 
     @_called("scatter", 1)
-    def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> GroupWork:
+    def scatter(self, output: Tensor, inputs: Sequence[Tensor], how: How) -> GroupWork:
         """See :func:`torch.distributed.scatter`."""
-        its, root = Tensors(), (opts or dist.ScatterOptions()).rootRank
-        given = [its.read(each) for each in inputs[0]] if self.comm.rank == root else None
-        return self._work([self.comm.scatter(its.written(outputs[0]), given, root)], outputs, its)
+        its = Tensors()
+        given = [its.read(each) for each in inputs] if self.comm.rank == how.root else None
+        return self._work([self.comm.scatter(its.written(output), given, how.root, timeout=how.timeout)], [output], its)
 
     @_called("barrier", None)
-    def barrier(self, opts: Any = None) -> GroupWork:
+    def barrier(self, how: How) -> GroupWork:
         """See :func:`torch.distributed.barrier`."""
-        timeout = None if opts is None or opts.timeout <= timedelta(0) else opts.timeout.total_seconds()
-        return self._work([self.comm.barrier(timeout=COMM_TIMEOUT if timeout is None else timeout)], [], Tensors())
+        return self._work([self.comm.barrier(timeout=how.timeout)], [], Tensors())
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """See :func:`torch.distributed.monitored_barrier`. Where ranks are missing, the group goes on."""
         self._barriers += 1
-        seconds = self.comm.timeout if timeout is None else timeout.total_seconds()
+        seconds = self.comm.timeout if timeout is None or timeout == UNSET else timeout.total_seconds()
         with raising_as_torch_does():
             monitored_barrier(self.comm, self._barriers, seconds, wait_all_ranks)
 
     # --------------------------------------------------------------------------------------------- point to point
 
     @_called("send")
-    def send(self, tensors: Sequence[Tensor], dst: int, tag: int) -> GroupWork:
+    def send(self, tensor: Tensor, dst: int, tag: int, how: How) -> GroupWork:
         """See :func:`torch.distributed.isend`."""
         its = Tensors()
-        return self._work([self.comm.send(its.read(tensor), dst, tag) for tensor in tensors], [], its)
+        return self._work([self.comm.send(its.read(tensor), dst, tag)], [], its)
 
     @_called("recv")
-    def recv(self, tensors: Sequence[Tensor], src: int, tag: int) -> GroupWork:
+    def recv(self, tensor: Tensor, src: int, tag: int, how: How) -> GroupWork:
         """See :func:`torch.distributed.irecv`."""
         its = Tensors()
-        parts = [self._receives.from_one(its.written(each), src, tag) for each in tensors]
-        return self._work(parts, tensors, its, lambda: src)
+        return self._work([self._receives.from_one(its.written(tensor), src, tag)], [tensor], its, lambda: src)
 
     @_called("recvAnySource")
-    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> GroupWork:
+    def recv_anysource(self, tensor: Tensor, tag: int, how: How) -> GroupWork:
         """See :func:`torch.distributed.irecv` without a source. It takes a buffer for each other rank."""
         its = Tensors()
-        receives = [self._receives.from_any(its.written(each), tag) for each in tensors]
-        return self._work(receives, tensors, its, lambda: receives[0].source if receives[0].source is not None else -1)
+        receive = self._receives.from_any(its.written(tensor), tag)
+        return self._work([receive], [tensor], its, lambda: -1 if receive.source is None else receive.source)
 
     # ------------------------------------------------------------------------------------------------- together
 
-    def _start_coalescing(self, device: torch.device) -> None:
+    def _start_coalescing(self, device_type: torch.device | None = None) -> None:
         self._together = []
 
-    def _end_coalescing(self, device: torch.device) -> GroupWork:
+    def _end_coalescing(self, device_type: torch.device | None = None) -> GroupWork:
         works, self._together = self._together or [], None
         return GroupWork.of_all(works, self._completer)
 
     # The names of before, which torch calls, too.
     _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
-    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
-    alltoall_base = all_to_all_single  # type: ignore[assignment]
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
 
     # ---------------------------------------------------------------------------------------------------- inside
 
-    def _sum(self, tensor: Tensor, op: ReduceOp) -> Step:
-        sparse.check(tensor, op)
+    def _all_reduce(self, tensors: Sequence[Tensor], how: How) -> GroupWork:
+        its = Tensors()
+        parts = [
+            self.comm.all_reduce(its.written(tensor), how.op, timeout=how.timeout)
+            if tensor.layout is torch.strided
+            else self._sum(tensor, how)
+            for tensor in tensors
+        ]
+        return self._work(parts, tensors, its)
+
+    def _sum(self, tensor: Tensor, how: How) -> Step:
+        sparse.check(tensor, how.op)
         self._sums += 1
-        return Step((), functools.partial(sparse.all_reduce, self.comm, tensor, self._sums)).after(
+        return Step((), functools.partial(sparse.all_reduce, self.comm, tensor, self._sums, how.timeout)).after(
             self._completer, here=False
         )
+
+    def _all_gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], how: How) -> GroupWork:
+        its, parts = Tensors(), []
+        for into, tensor in zip(outputs, inputs, strict=True):
+            equal = len({each.numel() for each in into}) == 1
+            gather = self.comm.all_gather if equal else self.comm.all_gather_v
+            parts.append(gather([its.written(each) for each in into], its.read(tensor), timeout=how.timeout))
+        return self._work(parts, [each for into in outputs for each in into], its)
+
+    def _all_gather_single(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], how: How) -> GroupWork:
+        its = Tensors()
+        parts = [
+            self.comm.all_gather_single(its.written(output), its.read(given), timeout=how.timeout)
+            for output, given in zip(outputs, inputs, strict=True)
+        ]
+        return self._work(parts, outputs, its)
+
+    def _reduce_scatter_single(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], how: How) -> GroupWork:
+        its = Tensors()
+        parts = [
+            self.comm.reduce_scatter_single(its.written(output), its.read(given), how.op, timeout=how.timeout)
+            for output, given in zip(outputs, inputs, strict=True)
+        ]
+        return self._work(parts, outputs, its)
 
     def _work(
         self, parts: Sequence[Any], outputs: Sequence[Tensor], its: Tensors, source: Callable[[], int] = lambda: -1

@@ -11,6 +11,7 @@ from torch import Tensor
 from aiocomms import blocking
 from aiocomms.errors import MismatchError, UnsupportedOperation
 from aiocomms.ops import buffers
+from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
 from aiocomms.ops.reductions import ReduceOp
 from aiocomms.ops.writing import writing
 from aiocomms.portal.operations import BlockingLane
@@ -27,13 +28,16 @@ def check(tensor: Tensor, op: ReduceOp) -> None:
         )
 
 
-def all_reduce(comm: blocking.Communicator, tensor: Tensor, number: int) -> None:
+def all_reduce(comm: blocking.Communicator, tensor: Tensor, number: int, timeout: OpTimeout) -> None:
     """Replace it by the sum of all ranks' tensors; blocks. The ranks may have different numbers of elements.
 
     :param tensor: of the same shape, dtype and number of sparse dimensions on every rank.
     :param number: that of this call, the same on all ranks: what is called meanwhile must not mix with its steps.
+    :param timeout: the deadline of each of its steps.
     """
     lane = comm.lane(f"aiocomms.torch_backend: sparse all_reduce {number}")
+    if timeout is not COMM_TIMEOUT:
+        lane.set_timeout(timeout)
     given = tensor.detach().coalesce()
     counts = buffers.zeros(comm.size, dtype=torch.int64, device="cpu")
     lane.all_gather_single(counts, buffers.int64([given._nnz()], device="cpu")).wait()

@@ -19,6 +19,7 @@ ABOVE_TRANSPORTS = "streams are above transports: shown over `local`"
 NO_ENDPOINTS = "it meets in a store, and endpoints have none"
 SKIPPED = f"{NO_ENDPOINTS}: its tests are skipped"
 NO_GPU = "it carries no memory of a GPU"
+IN_PROCESSES = "a group of `torch.distributed` has a process for each rank"
 OF_THE_DECODER = "memory is measured of the decoder, not of the process"
 
 
@@ -317,4 +318,10 @@ CASES = (
         but={"c10d": NO_ENDPOINTS},
     ),
     Case(127, "metrics of the failure that a recovery follows, and their labels"),
+    # Torch's own machinery.
+    Case(
+        114,
+        "torch's other forms of a group's methods: a tensor for a list, `op`, `root`, `timeout`",
+        local=IN_PROCESSES,
+    ),
 )

@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as checkpoint
 from places import group
 from processes import HANGS, KILLED, Rank, Run
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -66,6 +67,31 @@ def ddp_sparse(rank: int) -> Found:
     model = DistributedDataParallel(nn.EmbeddingBag(10, 3, sparse=True, mode="sum"))
     model(torch.arange(2 + 4 * rank).view(1, -1)).square().sum().backward()
     return gradients(model)
+
+
+class PartlyUsed(nn.Module):
+    """A model of which no output depends on some of the parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.used, self.unused = nn.Linear(8, 4), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.used(x)
+        return out
+
+
+def ddp_uneven(rank: int) -> Found:
+    """One rank has more batches than the other; DDP's Join then calls the group's methods with tensors, not lists."""
+    model = DistributedDataParallel(PartlyUsed(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Join([model]):
+        for step in range(2 + rank):
+            optimizer.zero_grad()
+            model(batch(rank + 10 * step)).square().mean().backward()
+            optimizer.step()
+    return {name: whole(it) for name, it in model.named_parameters()}
 
 
 def fsdp(rank: int) -> Found:
@@ -121,7 +147,7 @@ def compiled(rank: int) -> Found:
         return dict(zip(("total", "gathered", "scattered"), run(batch(rank)), strict=True))
 
 
-HOSTS: list[Callable[[int], Found]] = [ddp, ddp_sparse, fsdp, tensor_parallel, gpipe, one_f_one_b, compiled]
+HOSTS: list[Callable[[int], Found]] = [ddp, ddp_sparse, ddp_uneven, fsdp, tensor_parallel, gpipe, one_f_one_b, compiled]
 
 
 async def compares(place: Rank, host: int) -> None:
