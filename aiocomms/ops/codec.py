@@ -89,10 +89,12 @@ def encode(value: Any, *, pickle: bool = False, apart: Apart | None = None) -> b
     :raises ArgumentError: the object holds a value of another type, or is nested too deep or too large.
     """
     if pickle:
-        import pickle as pickling
+        from aiocomms.ops.pickles import dumps  # which only some programs need
 
         try:
-            data = bytearray(pickling.dumps(value))
+            data = dumps(value, MAX_OBJECT_BYTES)
+        except ArgumentError:
+            raise
         except Exception as error:  # whatever the object's own methods raise
             raise ArgumentTypeError(f"obj cannot be pickled: {type(error).__name__}: {error}") from error
     else:

@@ -324,4 +324,6 @@ CASES = (
         "torch's other forms of a group's methods: a tensor for a list, `op`, `root`, `timeout`",
         local=IN_PROCESSES,
     ),
+    # What programs do with tensors, handles and numbers.
+    Case(129, "a pickle of a slice, or of what is larger than an object may be"),
 )

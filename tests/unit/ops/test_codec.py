@@ -147,6 +147,66 @@ def test_a_pickle_is_never_loaded_unasked():
     assert not Canary.ran
 
 
+BIG = torch.arange(20_000_000, dtype=torch.float32)
+"""80 MB, which is more than an object may have."""
+
+
+@pytest.mark.fault(129)
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"x": BIG[5:6]},
+        [BIG.view(-1, 1000)[i] for i in range(20)],
+        torch.nn.Parameter(BIG[:2]),
+        torch.nn.Buffer(BIG[:2]),
+        BIG[:6].view(2, 3).t(),
+        BIG[:4].detach().requires_grad_(),
+        BIG[:6:2],
+        torch.view_as_complex(BIG[:4].view(2, 2)).conj(),
+        BIG[7],
+        BIG[:0],
+        BIG[:1].expand(3),
+        torch.nn.ParameterList([BIG[:2]]).state_dict(),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_pickled_view_is_what_it_shows(value):
+    data = codec.encode(value, pickle=True)
+    assert len(data) < 100_000
+    found = codec.decode(data, pickle=True)
+    torch.testing.assert_close(found, value)
+    for there, here in zip(tensors_of(found), tensors_of(value), strict=True):
+        assert type(there) is type(here)
+        assert there.requires_grad == here.requires_grad
+        assert there.untyped_storage().nbytes() <= max(here.nbytes, 4)
+        assert vars(there) == vars(here)
+
+
+def tensors_of(value):
+    if isinstance(value, torch.Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value
+    return [tensor for item in items for tensor in tensors_of(item)]
+
+
+@pytest.mark.fault(129)
+@pytest.mark.parametrize(
+    "value", [BIG, [BIG[1:]], torch.nn.Parameter(BIG), BIG.untyped_storage(), [BIG[: 2**22 + i] for i in range(5)]]
+)
+def test_what_is_too_large_is_refused_before_it_is_pickled(value, monkeypatch):
+    """Of what is larger than an object may be nobody makes a copy first."""
+    saved, save = [], torch.save
+
+    def counted(obj, *args, **kwargs):
+        saved.append(getattr(obj, "_untyped_storage", obj).nbytes())
+        save(obj, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "save", counted)
+    with pytest.raises(ArgumentError, match="obj takes more than 67108864 bytes pickled"):
+        codec.encode(value, pickle=True)
+    assert sum(saved) <= codec.MAX_OBJECT_BYTES
+
+
 @given(st.binary(max_size=200))
 @settings(max_examples=300)
 def test_bytes_of_a_stranger_give_an_object_or_a_protocol_error(data):

@@ -1,0 +1,71 @@
+"""Pickles of what an object shows, no longer than they may be: the pickle of a view is torch's of its whole storage."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aiocomms.errors import ArgumentError
+
+
+class _Sink:
+    """Takes a pickle as it is written, up to a size."""
+
+    def __init__(self, limit: int) -> None:
+        self.data, self.limit = bytearray(), limit
+
+    def write(self, part: bytes) -> None:
+        """Take some bytes more."""
+        self.make_sure(memoryview(part).nbytes)
+        self.data += part
+
+    def make_sure(self, nbytes: int) -> None:
+        """Refuse an object for bytes that are to come, before there is memory for them."""
+        if len(self.data) + nbytes > self.limit:
+            raise ArgumentError(
+                f"obj takes more than {self.limit} bytes pickled, which is the most; send it as a tensor"
+            )
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles each tensor without the memory that it does not show."""
+
+    def __init__(self, sink: _Sink) -> None:
+        super().__init__(sink)
+        self._sink = sink
+
+    def reducer_override(self, obj: Any) -> Any:
+        """See :meth:`pickle.Pickler.reducer_override`."""
+        if isinstance(obj, torch.UntypedStorage):
+            self._sink.make_sure(obj.nbytes())
+        elif isinstance(obj, torch.TypedStorage):
+            self._sink.make_sure(obj._untyped_storage.nbytes())
+        elif type(obj) is Tensor and _shows_a_part(obj):
+            self._sink.make_sure(obj.nbytes)
+            return _compact(obj).__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+        return NotImplemented
+
+
+def _shows_a_part(tensor: Tensor) -> bool:
+    plain = tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized)
+    return plain and tensor.untyped_storage().nbytes() > tensor.nbytes
+
+
+def _compact(view: Tensor) -> Any:
+    copy = view.detach().clone().requires_grad_(view.requires_grad)
+    copy.__dict__.update(view.__dict__)
+    return copy
+
+
+def dumps(value: Any, limit: int) -> bytearray:
+    """Pickle an object.
+
+    :param limit: the size that its pickle may have, in bytes.
+    :raises ArgumentError: it is larger.
+    """
+    sink = _Sink(limit)
+    _Pickler(sink).dump(value)
+    return sink.data
