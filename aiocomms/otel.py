@@ -14,6 +14,7 @@ from opentelemetry.trace import Status, StatusCode, TracerProvider
 
 from aiocomms import __version__
 from aiocomms.diagnosis.statistics import Statistics
+from aiocomms.lowlevel.handles import Handle
 from aiocomms.metrics import Instrumentable, Measured, Row, Shown, instrumentable
 from aiocomms.ops import size_of
 from aiocomms.progress.work import Work
@@ -21,7 +22,7 @@ from aiocomms.progress.work import Work
 _SCOPE = "aiocomms"
 
 
-class Tracing:
+class Tracing(Handle):
     """Makes a span of each op that is called within a span, when the op has ended; ``remove()`` ends that."""
 
     def __init__(self, comm: Instrumentable, provider: TracerProvider | None) -> None:

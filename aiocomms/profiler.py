@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
+from aiocomms.lowlevel.handles import Handle
 from aiocomms.metrics import Traceable, instrumentable
 from aiocomms.ops import Op
 from aiocomms.progress.work import Work
@@ -43,7 +44,7 @@ class Range:
         torch.autograd._record_function_with_args_exit(self._record)
 
 
-class Recording:
+class Recording(Handle):
     """Makes a range of each op that is called while a profiler runs; :meth:`remove` ends that."""
 
     def __init__(self, comm: Traceable) -> None:

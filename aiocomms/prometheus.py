@@ -16,13 +16,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from aiocomms.diagnosis.statistics import Statistics
+from aiocomms.lowlevel.handles import Handle
 from aiocomms.metrics import BOUNDS, Instrumentable, Measured, Shown, Totals, instrumentable
 
 _OWN: Final = ["comm", "rank"]
 _LE: Final = [*(repr(bound) for bound in BOUNDS), "+Inf"]
 
 
-class Exporter(Collector):
+class Exporter(Handle, Collector):
     """The metrics of all communicators that are measured for one registry."""
 
     def __init__(self) -> None:

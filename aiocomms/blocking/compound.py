@@ -8,6 +8,8 @@ from typing import Protocol
 
 from torch import distributed as dist
 
+from aiocomms.lowlevel.handles import Handle
+
 
 class Ending(Protocol):
     """An operation, or a step behind it."""
@@ -16,7 +18,7 @@ class Ending(Protocol):
         """Whether it has ended."""
 
 
-class CompoundWork(dist.Work):
+class CompoundWork(Handle, dist.Work):
     """A work that has ended when all its parts have. What its ``wait`` raises is why it has failed."""
 
     _parts: Sequence[Ending]

@@ -14,6 +14,7 @@ from aiocomms.blocking.peer import BlockingPeer, BlockingRegion
 from aiocomms.endpoints import endpoint as endpoints
 from aiocomms.endpoints.peer import Peer
 from aiocomms.errors import CommClosedError, CommError
+from aiocomms.lowlevel.handles import Handle
 from aiocomms.ops import TensorLike
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
 from aiocomms.portal.door import Door
@@ -45,7 +46,7 @@ class _Inside:
             peer.abort(error)
 
 
-class Endpoint:
+class Endpoint(Handle):
     """An :class:`aiocomms.Endpoint` whose methods block; made by :func:`open_endpoint`. Any thread may use it.
 
     Each method has the arguments, the result and the errors of the endpoint's of the same name. If Ctrl-C ends what

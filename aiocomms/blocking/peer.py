@@ -13,6 +13,7 @@ from aiocomms.endpoints.peer import Peer
 from aiocomms.endpoints.regions import Described, Region, RemoteRegion
 from aiocomms.errors import CommError
 from aiocomms.families.hooks import Hook
+from aiocomms.lowlevel.handles import Handle
 from aiocomms.ops import TensorLike
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
 from aiocomms.portal.door import Door
@@ -24,7 +25,7 @@ _T = TypeVar("_T")
 Given = TypeVar("Given", bound=TensorLike)
 
 
-class BlockingPeer:
+class BlockingPeer(Handle):
     """An :class:`aiocomms.Peer` for all threads but its loop's: another endpoint that this one is connected with.
 
     Each method has the arguments, the result and the errors of the peer's of the same name. What returns a
@@ -137,7 +138,7 @@ class BlockingPeer:
         self.close()
 
 
-class BlockingRegion:
+class BlockingRegion(Handle):
     """An :class:`aiocomms.Region` for all threads but its endpoint's loop's. ``with`` revokes it."""
 
     tensor: Tensor

@@ -21,6 +21,7 @@ from aiocomms.endpoints.reception import Reception
 from aiocomms.endpoints.regions import REVOKED, Region
 from aiocomms.errors import ArgumentError, CommClosedError, CommError, RegionError, wrong_thread
 from aiocomms.lowlevel import LOOPBACK
+from aiocomms.lowlevel.handles import Handle
 from aiocomms.opening import Opening, device_of
 from aiocomms.ops import TensorLike, checks
 from aiocomms.ops.arrays import fitting
@@ -80,7 +81,7 @@ class _Alone:
         self.device = device
 
 
-class Endpoint:
+class Endpoint(Handle):
     """Where this process is reached by others that have its address; made by :func:`aiocomms.open_endpoint`.
 
     It belongs to the event loop, thread and process that made it. Nothing wakes up for it while nobody knocks.

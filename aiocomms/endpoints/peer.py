@@ -22,6 +22,7 @@ from aiocomms.errors import CommAbortedError, CommClosedError, CommError, CommTi
 from aiocomms.families.hooks import Hook
 from aiocomms.families.rma import Window
 from aiocomms.families.streams import ItemStream, TensorStream
+from aiocomms.lowlevel.handles import Handle
 from aiocomms.ops import TensorLike, buffers, checks
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
 from aiocomms.progress.driver import Promise
@@ -43,7 +44,7 @@ class End(enum.Enum):
     LOST = enum.auto()
 
 
-class Peer:
+class Peer(Handle):
     """Another endpoint that this one is connected with; made by :meth:`Endpoint.connect` and :meth:`Endpoint.accept`.
 
     The two are a communicator of two ranks, with its deadlines, errors, records and rules: what ends it ends nothing of

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from aiocomms.endpoints.credentials import Descriptor, dtype_of, expired
 from aiocomms.errors import CommError, RegionError, wrong_thread
+from aiocomms.lowlevel.handles import Handle
 from aiocomms.ops import TensorLike, checks
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
 from aiocomms.progress.work import Work
@@ -65,7 +66,7 @@ class Attachment:
         self.leaving = False
 
 
-class Region:
+class Region(Handle):
     """Memory of this endpoint's that others may read or write; made by :meth:`Endpoint.register`.
 
     ``async with`` revokes it at the end.
@@ -143,7 +144,7 @@ class Region:
         self._open.pop(attachment, None)
 
 
-class Described:
+class Described(Handle):
     """What may be asked of a region of the other endpoint that is open."""
 
     _says: Descriptor

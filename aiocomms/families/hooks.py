@@ -6,13 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from aiocomms.errors import CommError
+from aiocomms.lowlevel.handles import Handle
 from aiocomms.ops import Op
 from aiocomms.ops.checks import wrong_type
 from aiocomms.progress.driver import Driver
 from aiocomms.progress.work import Work
 
 
-class Hook:
+class Hook(Handle):
     """The handle of a registered hook; :meth:`remove` ends the registration."""
 
     def __init__(self, hooks: Hooks, fn: Callable[..., object]) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from aiocomms.errors import CommError
+from aiocomms.lowlevel.handles import Handle
 from aiocomms.ops import Op, checks
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
 from aiocomms.progress.work import Work
@@ -28,7 +29,7 @@ class Inside(checks.Group, Protocol):
         """End the communicator on all ranks: this one cannot do its part of what they have begun together."""
 
 
-class Issuer(ABC):
+class Issuer(Handle, ABC):
     """The part of a communicator that the method families use."""
 
     name: str

@@ -8,6 +8,7 @@ from typing import Any, Self, TypeVar
 from aiocomms import ops
 from aiocomms.errors import ArgumentError, CommError
 from aiocomms.families.issuer import Issuer
+from aiocomms.lowlevel.handles import Handle
 from aiocomms.ops import TensorLike
 from aiocomms.ops.arrays import checked
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
@@ -75,7 +76,7 @@ class PointToPoint(Issuer):
         return Batch(self)
 
 
-class Batch:
+class Batch(Handle):
     """A group of sends and receives that start together: ``comm.batch().send(x, 1).recv(y, 1).issue()``."""
 
     def __init__(self, comm: PointToPoint) -> None:

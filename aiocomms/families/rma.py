@@ -14,6 +14,7 @@ from aiocomms import ops
 from aiocomms.errors import CommError, MismatchError
 from aiocomms.families.issuer import Issuer
 from aiocomms.lowering.shortcuts import with_shortcuts
+from aiocomms.lowlevel.handles import Handle
 from aiocomms.ops import TensorLike, buffers, checks
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
 from aiocomms.progress.work import Work
@@ -78,7 +79,7 @@ class OneSided(Issuer):
             raise failure from failure.__cause__
 
 
-class Window:
+class Window(Handle):
     """Memory that all ranks may read and write: a tensor on each rank. Offsets and sizes are in elements.
 
     Operations of one rank on one other rank's part take effect in the order of the calls. A ``put`` is done when its

@@ -24,9 +24,9 @@ from aiocomms.families import greeting
 from aiocomms.families.expected import Expected
 from aiocomms.families.greeting import Greeting
 from aiocomms.families.items import Arriving, Kind
+from aiocomms.lowlevel.handles import Handle
 from aiocomms.lowlevel.threads import call_in_thread, run_in_thread
 from aiocomms.ops import buffers, codec
-from aiocomms.progress.driver import Driver, Promise
 from aiocomms.progress.inflight import StartedWork
 from aiocomms.progress.work import Work
 
@@ -38,7 +38,7 @@ _CLOSED = -1  # sent in place of a number of credits by an end that is closed
 _BROKEN = -2  # and by one that can do nothing with what it got, so that nothing is taken any more
 
 
-class ItemStream(ObjectStream[T]):
+class ItemStream(Handle, ObjectStream[T]):
     """A duplex stream of items of one type to one other rank; made by :meth:`Communicator.open_stream`.
 
     One end receives what the other end sends, in the same order. The two directions are independent.

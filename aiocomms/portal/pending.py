@@ -10,6 +10,7 @@ from time import monotonic
 from typing import Protocol
 
 from aiocomms.errors import CommError
+from aiocomms.lowlevel.handles import Handle
 from aiocomms.portal.door import Door
 
 LOOK = 1.0
@@ -44,7 +45,7 @@ class _Callback:
         return self._call()
 
 
-class Pending:
+class Pending(Handle):
     """Something that threads wait for, and that ends on the loop's thread."""
 
     __slots__ = ("_bells", "_door", "_over")

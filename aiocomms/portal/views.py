@@ -11,6 +11,7 @@ import anyio
 from aiocomms.families.p2p import Batch
 from aiocomms.families.rma import Window
 from aiocomms.families.streams import ItemStream
+from aiocomms.lowlevel.handles import Handle
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
 from aiocomms.portal.door import Door
 from aiocomms.portal.works import BlockingWork, close, run
@@ -31,7 +32,7 @@ class BlockingBatch(Batch):
     issue: Final = started(Batch.issue)  # type: ignore[assignment]
 
 
-class BlockingWindow:
+class BlockingWindow(Handle):
     """A :class:`~aiocomms.Window` whose operations a thread can wait for."""
 
     def __init__(self, portal: Any, window: Window) -> None:
@@ -80,7 +81,7 @@ class BlockingWindow:
         run(self._door, "close", lambda: self._window.__aexit__(kind, error, trace))
 
 
-class BlockingStream(Generic[_T]):
+class BlockingStream(Handle, Generic[_T]):
     """An :class:`~aiocomms.ItemStream` whose methods block. Iterating over it receives until the other end's last."""
 
     peer: int

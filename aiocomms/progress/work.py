@@ -9,6 +9,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 import msgspec
 
 from aiocomms.errors import CommError, WorkCancelledError, wrong_thread
+from aiocomms.lowlevel.handles import Handle
 from aiocomms.ops import Op
 from aiocomms.progress.driver import Driver, Waiters
 from aiocomms.progress.handed import Handed, Steps
@@ -53,7 +54,7 @@ class Owner(Protocol):
         """Whether something has ended it: then it ends its works itself, and what a transport says of them is late."""
 
 
-class Work(msgspec.Struct, Handed[T_co], Generic[T_co], eq=False, weakref=True):
+class Work(Handle, msgspec.Struct, Handed[T_co], Generic[T_co], eq=False, weakref=True):
     """One operation under way: await it, share it, or leave it alone; it completes all the same.
 
     A work behaves as an :class:`asyncio.Future` where the two overlap, and a task may be made of it. A

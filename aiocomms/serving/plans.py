@@ -20,6 +20,7 @@ from aiocomms.communicator import Communicator
 from aiocomms.errors import CommAbortedError, CommError, DriverLostError, PeerDiedError, PlanLostError, as_reason
 from aiocomms.families.expected import Expected
 from aiocomms.lowering.lanes import number_of
+from aiocomms.lowlevel.handles import Handle
 from aiocomms.progress.guard import ends_task
 from aiocomms.progress.inflight import StartedWork
 from aiocomms.progress.work import Work
@@ -92,7 +93,7 @@ class Plan:
         return self._core.issued - self._core.laned
 
 
-class Worker:
+class Worker(Handle):
     """Every rank but 0. The driver is one, too, whose plans come from its callers."""
 
     _drives = False

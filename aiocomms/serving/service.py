@@ -14,13 +14,14 @@ import anyio
 
 from aiocomms.communicator import Communicator
 from aiocomms.errors import ArgumentError, CommClosedError, CommError, PlanLostError, WorkerError, as_reason
+from aiocomms.lowlevel.handles import Handle
 from aiocomms.serving.current import CurrentComm
 from aiocomms.serving.plans import Execute, Plan, Recover, Worker
 
 _log = logging.getLogger("aiocomms")
 
 
-class Service(contextlib.AbstractAsyncContextManager["Service"]):
+class Service(Handle, contextlib.AbstractAsyncContextManager["Service"]):
     """One rank of a service: rank 0 drives, every other rank works. ``async with`` closes the communicator at the end.
 
     :param comm: the communicator of all ranks; it is the service's from now on.

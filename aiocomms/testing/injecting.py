@@ -27,6 +27,7 @@ from aiocomms.communicator import Communicator
 from aiocomms.errors import CommAbortedError, CommError, PeerDiedError, UnsupportedOperation
 from aiocomms.lowering.runs import Part
 from aiocomms.lowering.windows import TwoSided
+from aiocomms.lowlevel.handles import Handle
 from aiocomms.progress.guard import broken, guarded
 from aiocomms.progress.inflight import StartedWork
 from aiocomms.transport import Completion, Transport, conclude
@@ -64,7 +65,7 @@ class Injected(NamedTuple):
     """Which of the rank's calls that the fault is aimed at this was, the first being 1."""
 
 
-class Injection:
+class Injection(Handle):
     """The faults of one :func:`aiocomms.testing.faults.inject` on one rank."""
 
     def __init__(self, faults: Sequence[Fault], seed: int, comm: Communicator, log: list[Injected]) -> None:

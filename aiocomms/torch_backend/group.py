@@ -17,6 +17,7 @@ from torch import distributed as dist
 
 from aiocomms import blocking
 from aiocomms.errors import ArgumentError, CommError
+from aiocomms.lowlevel.handles import Handle
 from aiocomms.ops.checks import COMM_TIMEOUT
 from aiocomms.profiler import profiling
 from aiocomms.torch_backend import sparse
@@ -74,7 +75,7 @@ def _called(name: str, given: int | None = 0) -> Callable[[Callable[..., GroupWo
     return of
 
 
-class Group(dist.ProcessGroup):
+class Group(Handle, dist.ProcessGroup):
     """A process group over a communicator, which is its own.
 
     Any thread may call it. Its methods have the names and arguments that torch calls them with; use ``dist.*``. Tensors

@@ -325,5 +325,6 @@ CASES = (
         local=IN_PROCESSES,
     ),
     # What programs do with tensors, handles and numbers.
+    Case(128, "a copy or a pickle of a communicator, or of what else stands for something of one process"),
     Case(129, "a pickle of a slice, or of what is larger than an object may be"),
 )
