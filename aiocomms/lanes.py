@@ -21,6 +21,7 @@ from aiocomms.lowering.runs import Part
 from aiocomms.ops import Op, checks
 from aiocomms.ops.arrays import checked
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
+from aiocomms.ops.numbers import as_int
 from aiocomms.progress.inflight import LaneWork
 from aiocomms.progress.work import Work
 
@@ -85,6 +86,8 @@ class Lane(PointToPoint, Collectives, Objects):
     _core: Core
 
     def __init__(self, comm: Viewed, key: Key) -> None:
+        if type(key) not in (str, bytes, int):
+            key = as_int(key)
         if type(key) not in (str, bytes, int):
             raise checks.wrong_type("key", key, "a str, bytes or an int").about(op="lane", rank=comm.rank)
         self.key = key

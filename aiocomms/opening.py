@@ -28,6 +28,7 @@ from aiocomms.lowlevel.auth import Seal, read_token
 from aiocomms.lowlevel.stores import admitting
 from aiocomms.ops import checks
 from aiocomms.ops.checks import Timeout
+from aiocomms.ops.numbers import as_int
 
 _Opened = TypeVar("_Opened", bound=AbstractAsyncContextManager[Any])
 
@@ -108,6 +109,7 @@ class new_comm(Opening[Communicator]):  # noqa: N801 - it is called like a funct
     ) -> None:
         self._transport = transport
         self._device = device_of(device)
+        rank, size = as_int(rank), as_int(size)
         self._where = (store, rank, size)
         self._name = checks.label(name)
         self._timeout = checks.deadline("timeout", timeout)

@@ -43,6 +43,7 @@ from aiocomms.errors import (
 from aiocomms.lowlevel.stores import admitting
 from aiocomms.lowlevel.threads import run_in_thread
 from aiocomms.ops import checks
+from aiocomms.ops.numbers import as_int
 from aiocomms.transport import Transport
 
 _PAUSE: Final = 0.005
@@ -93,7 +94,7 @@ async def form_again(
     try:
         seconds = checks.seconds("timeout", timeout)
         with admitting(old.root):
-            return await Recovery(before, ranks, size, seconds).run()
+            return await Recovery(before, ranks, as_int(size), seconds).run()
     except CommError as error:
         raise error.about(comm=old.name, op="reconfigure", rank=old.rank) from error.__cause__
     except OSError as error:

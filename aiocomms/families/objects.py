@@ -16,6 +16,7 @@ from aiocomms.lowering.runs import AloneError, Steps
 from aiocomms.lowering.schedules import Context, broadcast_tree, ring_gather, schedule
 from aiocomms.ops import Family, Op, buffers, checks, codec
 from aiocomms.ops.checks import COMM_TIMEOUT, Group, OpTimeout
+from aiocomms.ops.numbers import as_int
 from aiocomms.progress.work import Work
 
 
@@ -306,6 +307,7 @@ class Objects(Issuer):
         :raises ArgumentError: an argument is wrong; nothing was sent.
         :raises ProtocolError: raised by the work, as by that of :meth:`recv_object`.
         """
+        root = as_int(root)
         parcels = (self._parcel("broadcast_object", obj, pickle),) if self.rank == root else ()
         return self._issue(BroadcastObject(root, pickle, parcels), hints, timeout)
 
@@ -374,6 +376,7 @@ class Objects(Issuer):
         :raises ProtocolError: raised by the work, as by that of :meth:`recv_object`.
         """
         parcels: tuple[Parcel, ...] = ()
+        root = as_int(root)
         if self.rank == root:
             if not isinstance(objs, (list, tuple)) or len(objs) != self.size:
                 raise ArgumentError(

@@ -13,6 +13,7 @@ from aiocomms.families.issuer import Issuer
 from aiocomms.families.items import kind_of
 from aiocomms.families.streams import ItemStream, TensorStream
 from aiocomms.ops import checks
+from aiocomms.ops.numbers import as_int
 
 T = TypeVar("T")
 
@@ -50,6 +51,7 @@ class Streams(Issuer):
         :raises ProtocolError: the other rank opened something else.
         :raises CommError: the communicator is lost.
         """
+        peer, capacity, capacity_bytes = map(as_int, (peer, capacity, capacity_bytes))
         try:
             checks.other("peer", peer, self._core)
             greeting.check(capacity, name, capacity_bytes)

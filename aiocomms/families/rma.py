@@ -17,6 +17,7 @@ from aiocomms.lowering.shortcuts import with_shortcuts
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.ops import TensorLike, buffers, checks
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout
+from aiocomms.ops.numbers import as_int
 from aiocomms.progress.work import Work
 
 Given = TypeVar("Given", bound=TensorLike)
@@ -289,6 +290,7 @@ class Window(Handle):
         :raises ArgumentError: it is no rank of this communicator.
         :raises CommClosedError: the window is closed.
         """
+        rank = as_int(rank)
         try:
             ops.MapRemoteTensor(self._info, rank).check(self._comm._core)
         except CommError as error:

@@ -1,8 +1,9 @@
 """Arrays of other libraries where tensors are wanted: what exports its memory by DLPack is taken as a tensor of it.
 
-Nothing is copied, and a tensor costs nothing: arrays are looked for only after a check has failed. torch itself looks
-neither whether memory may be written nor whether it is a copy, and at a negative stride it ends the process; so what an
-array hands out is looked at before torch gets it. How that lies in memory: ``dlpack.h``, version 1.0, and 0.x before.
+So are numbers of theirs where ints are wanted. Nothing is copied, and a tensor costs nothing: arrays are looked for
+only after a check has failed. torch itself looks neither whether memory may be written nor whether it is a copy, and
+at a negative stride it ends the process; so what an array hands out is looked at before torch gets it. How that lies
+in memory: ``dlpack.h``, version 1.0, and 0.x before.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import ctypes
 import struct
 import sys
+from functools import cache
 from typing import Any, Final, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -19,6 +22,7 @@ from aiocomms.errors import ArgumentError, ArgumentTypeError
 from aiocomms.ops import checks
 from aiocomms.ops._base import Op
 from aiocomms.ops.checks import Group
+from aiocomms.ops.numbers import as_int
 
 Asked = TypeVar("Asked", bound=Op)
 
@@ -42,7 +46,7 @@ _address_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char
 
 
 def checked(op: Asked, group: Group) -> Asked:
-    """Check an op, and return it; or the same op of tensors, if it was called with arrays.
+    """Check an op, and return it; or the same op of tensors and ints, if it was called with arrays or other numbers.
 
     What awaiting it returns is what ``op.result()`` says of the op as it was called.
 
@@ -55,20 +59,31 @@ def checked(op: Asked, group: Group) -> Asked:
         device = group.device
         arrays = {id(it): fitting(name, it, device, write=False) for name, it in op.reads() if is_array(it)}
         arrays |= {id(it): fitting(name, it, device, write=True) for name, it in written if is_array(it)}
-        if not arrays:
-            raise
         op = _replaced(op, arrays)
         op.check(group)
     return op
 
 
 def _replaced(value: Any, arrays: dict[int, Tensor]) -> Any:
-    """An op, or a field of one, with tensors for its arrays."""
+    """An op, or a field of one, with tensors for its arrays, and ints for its numbers."""
     if isinstance(value, tuple):
         return tuple(_replaced(item, arrays) for item in value)
     if isinstance(value, Op):
-        return type(value)(*(_replaced(getattr(value, name), arrays) for name in value.__struct_fields__))
+        fields = {name: getattr(value, name) for name in value.__struct_fields__}
+        numbers = _numbers(type(value))
+        return type(value)(*(_ints(it) if name in numbers else _replaced(it, arrays) for name, it in fields.items()))
     return arrays.get(id(value), value)
+
+
+@cache
+def _numbers(kind: type[Op]) -> frozenset[str]:
+    """The fields of a kind of ops that hold ints."""
+    kinds = (int, int | None, tuple[int, ...])
+    return frozenset(field.name for field in msgspec.structs.fields(kind) if field.type in kinds)
+
+
+def _ints(value: Any) -> Any:
+    return tuple(map(as_int, value)) if isinstance(value, tuple) else as_int(value)
 
 
 def is_array(value: object) -> bool:

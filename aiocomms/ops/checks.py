@@ -17,6 +17,7 @@ import torch
 from torch.autograd import forward_ad
 
 from aiocomms.errors import ArgumentError, ArgumentTypeError
+from aiocomms.ops.numbers import as_int
 
 DTYPES = frozenset(
     {
@@ -300,7 +301,7 @@ def members(ranks: Sequence[int], group: Members, op: str = "split") -> list[int
 def _members(ranks: Sequence[int], group: Members) -> list[int]:
     if not isinstance(ranks, (list, tuple, range)):
         raise wrong_type("ranks", ranks, "a list of ranks")
-    chosen = list(ranks)
+    chosen = [as_int(rank) for rank in ranks]
     for i, rank in enumerate(chosen):
         index(f"ranks[{i}]", rank, group)
     if len(set(chosen)) != len(chosen):
@@ -409,6 +410,7 @@ def seconds(name: str, value: float | timedelta) -> float:
     """
     if isinstance(value, timedelta):
         value = value.total_seconds()
+    value = as_int(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise wrong_type(name, value, "seconds as a number, or a timedelta")
     if math.isnan(value) or not 0 < value <= TIMEOUT_MAX:

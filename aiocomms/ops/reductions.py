@@ -11,6 +11,7 @@ from torch import Tensor
 
 from aiocomms.errors import ArgumentError, ArgumentTypeError
 from aiocomms.ops.checks import short, wrong_type
+from aiocomms.ops.numbers import as_int
 from aiocomms.ops.writing import write, writing
 
 # What is missing here is only carried: float8 types, whose sums mean nothing without a scale, and unsigned integers of
@@ -81,6 +82,7 @@ class ReduceOp(msgspec.Struct, frozen=True):
 
         :raises ArgumentTypeError: ``factor`` is not a number.
         """
+        factor = as_int(factor)
         if isinstance(factor, bool) or not isinstance(factor, (int, float)):
             raise ArgumentTypeError(f"factor is {factor!r} ({type(factor).__name__}), wanted a number")
         return ReduceOp("premul_sum", float(factor))

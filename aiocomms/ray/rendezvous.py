@@ -15,6 +15,7 @@ from aiocomms.errors import ArgumentError, CommError
 from aiocomms.lowlevel import run_in_thread
 from aiocomms.opening import new_comm
 from aiocomms.ops.checks import Timeout
+from aiocomms.ops.numbers import as_int
 from aiocomms.ray.meeting import Meeting
 
 
@@ -61,6 +62,7 @@ class rendezvous(new_comm):  # noqa: N801 - it is called like a function, as new
         hints: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(transport, device, name=name, timeout=timeout, hints=hints)
+        rank, size = as_int(rank), as_int(size)
         for what, value in (("rank", rank), ("size", size)):
             if type(value) is not int:
                 raise ArgumentError(f"{what} is {value!r}, wanted an int")

@@ -18,6 +18,7 @@ from aiocomms.communicator import Communicator
 from aiocomms.errors import ArgumentError, ArgumentTypeError
 from aiocomms.lowering.schedules import SCHEDULES
 from aiocomms.ops import checks
+from aiocomms.ops.numbers import as_int
 from aiocomms.testing.injecting import STREAM, Differs, Fault, Injected, Injection, Kind, link_of
 
 __all__ = ["Fault", "Injected", "delay", "drop", "inject", "kill", "mismatch", "slow_link"]
@@ -46,6 +47,7 @@ def inject(world: Communicator | Sequence[Communicator], *faults: Fault, seed: i
     :raises ArgumentError: a fault is none, or names a rank that a communicator has not.
     """
     comms = [world] if isinstance(world, Communicator) else list(world)
+    seed = as_int(seed)
     _check(comms, faults, seed)
     log: list[Injected] = []
     begun = [(link_of(comm), Injection(faults, seed, comm, log)) for comm in comms]
@@ -150,6 +152,7 @@ def slow_link(
     :param bytes_per_second: by the event loop's clock.
     :raises ArgumentError: an argument is wrong, or the fault could never hit anything.
     """
+    bytes_per_second = as_int(bytes_per_second)
     if type(bytes_per_second) not in (int, float):
         raise checks.wrong_type("bytes_per_second", bytes_per_second, "a number")
     if not bytes_per_second > 0:
@@ -163,6 +166,8 @@ def _fault(
     bytes_per_second: float = 1.0,
 ) -> Fault:  # fmt: skip
     """Check which calls a fault hits."""
+    ranks = list(map(as_int, ranks)) if isinstance(ranks, Sequence) else ranks
+    nth, probability = as_int(nth), as_int(probability)
     if ranks is not None and (
         not isinstance(ranks, Sequence) or not ranks or any(type(rank) is not int or rank < 0 for rank in ranks)
     ):

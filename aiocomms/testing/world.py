@@ -18,6 +18,7 @@ from aiocomms.errors import ArgumentError, ArgumentTypeError, CommError
 from aiocomms.lowlevel.auth import Seal, read_token
 from aiocomms.ops import checks
 from aiocomms.ops.checks import Timeout
+from aiocomms.ops.numbers import as_int
 from aiocomms.progress import heartbeat
 
 
@@ -38,6 +39,7 @@ async def local_world(
     :raises ArgumentError: ``size`` is not a number of ranks, or another argument is wrong.
     :raises UnsupportedOperation: no such transport is available.
     """
+    size = as_int(size)
     if type(size) is not int:
         raise ArgumentTypeError(f"size is {size!r} ({type(size).__name__}), wanted the number of ranks as an int")
     if size < 1:

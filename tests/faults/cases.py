@@ -327,4 +327,5 @@ CASES = (
     # What programs do with tensors, handles and numbers.
     Case(128, "a copy or a pickle of a communicator, or of what else stands for something of one process"),
     Case(129, "a pickle of a slice, or of what is larger than an object may be"),
+    Case(130, "a rank, tag or size that is NumPy's, an IntEnum's, or a number by `__index__` alone"),
 )
