@@ -49,12 +49,21 @@ class Hooks(list[Hook]):
             hook._fn(*args)
 
     def call(self, driver: Driver, *args: Any) -> None:
-        """Call the hooks, and report what a hook raises to the event loop, as no caller could handle it."""
+        """Call the hooks, and leave what a hook raises to the event loop: whoever called here has another op to see to.
+
+        The loop reports it, or ends by it: as it does with what a callback of its own raises.
+        """
         for hook in list(self):
             try:
                 hook._fn(*args)
-            except Exception as error:
+            except (KeyboardInterrupt, SystemExit) as error:
+                driver.call_soon(_raise, error)
+            except BaseException as error:
                 driver.report(f"the hook {hook!r} raised", error)
+
+
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 class Hooked:

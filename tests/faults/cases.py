@@ -328,4 +328,5 @@ CASES = (
     Case(128, "a copy or a pickle of a communicator, or of what else stands for something of one process"),
     Case(129, "a pickle of a slice, or of what is larger than an object may be"),
     Case(130, "a rank, tag or size that is NumPy's, an IntEnum's, or a number by `__index__` alone"),
+    Case(133, "a hook that raises what is no Exception"),
 )

@@ -103,14 +103,20 @@ def test_a_pre_hook_that_raises_stops_the_op(run):
     run(main)
 
 
-def test_what_other_hooks_raise_is_reported_and_harms_nobody():
+class OddError(BaseException):
+    """What is no Exception."""
+
+
+@pytest.mark.fault(133)
+@pytest.mark.parametrize("odd", [ValueError, OddError, asyncio.CancelledError, GeneratorExit])
+def test_what_other_hooks_raise_is_reported_and_harms_nobody(odd):
     async def main():
         said = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(str(context["exception"])))
         async with local_world(2) as world:
 
             def broken(_):
-                raise ValueError("broken hook")
+                raise odd("broken hook")
 
             world[0].register_post_hook(broken)
             world[0].register_abort_hook(broken)
@@ -119,6 +125,31 @@ def test_what_other_hooks_raise_is_reported_and_harms_nobody():
         assert said == ["broken hook"] * 2
 
     run_on("asyncio", main)
+
+
+@pytest.mark.fault(133)
+@pytest.mark.parametrize("ends", [KeyboardInterrupt, SystemExit])
+def test_a_hook_that_ends_the_program_ends_the_loop_and_no_call(ends):
+    called = []
+
+    def hook(work):
+        called.append(work)
+        raise ends("from a hook")
+
+    async def main():
+        async with local_world(2) as (one, two):
+            one.register_post_hook(hook).remove()
+            handle = one.register_post_hook(hook)
+            one.register_post_hook(called.append)  # is called all the same
+            works = [comm.all_reduce(torch.ones(1)) for comm in (one, two)]
+            assert called == [works[0]] * 2
+            handle.remove()
+            called.append([(await work).item() for work in works])
+            await turns()
+
+    with pytest.raises(ends, match="from a hook"):
+        run_on("asyncio", main)
+    assert called[2] == [2.0, 2.0]
 
 
 def test_abort_hooks_get_the_first_reason_once(run):
