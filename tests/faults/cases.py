@@ -329,4 +329,5 @@ CASES = (
     Case(129, "a pickle of a slice, or of what is larger than an object may be"),
     Case(130, "a rank, tag or size that is NumPy's, an IntEnum's, or a number by `__index__` alone"),
     Case(133, "a hook that raises what is no Exception"),
+    Case(139, "the conformance suite where a warning is an error, and there is no project"),
 )

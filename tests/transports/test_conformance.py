@@ -69,9 +69,9 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(stranger: Path, *arguments: str, modules: str = "") -> subprocess.CompletedProcess[str]:
-    """Run the suite, or some of its modules, by its package's name and far from this repository."""
+    """Run the suite, or some of its modules, by its package's name, far from this repository; a warning is an error."""
     chosen = [f"{SUITE}.{module}" for module in modules.split()] or [SUITE]
-    quick = ["--deadline=100", "--assert=plain", "-pno:cacheprovider", "-pno:hypothesispytest"]
+    quick = ["--deadline=100", "--assert=plain", "-pno:cacheprovider", "-pno:hypothesispytest", "-Werror"]
     command = [sys.executable, "-m", "pytest", "--pyargs", *chosen, *quick, *arguments]
     environment = {**os.environ, "PYTHONPATH": str(stranger), "PYTEST_ADDOPTS": ""}
     return subprocess.run(
@@ -102,6 +102,7 @@ def test_a_wrong_option(stranger: Path) -> None:
     assert "--transport local@thread: got '@thread' after the name, wanted '@processes' or nothing" in done.stderr
 
 
+@pytest.mark.fault(139)
 def test_a_transport_beside_itself_in_processes(stranger: Path) -> None:
     """Their worlds have names of their own, and processes run again what they can change."""
     options = ["--transport=ucx", "--transport=ucx@processes", "--loops=asyncio", "-rA", "-k", "mapped"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import secrets
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -54,8 +55,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--seed", type=int, help="seed of the random data; default: a new one")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Describe the markers, check the options, and choose the seed."""
+    # Else pytest-asyncio, of which the suite uses nothing, asks here for an option of a project.
+    warnings.filterwarnings("ignore", 'The configuration option "asyncio_default_fixture_loop_scope" is unset')
     for line in MARKERS:
         config.addinivalue_line("markers", line)
     given = config.getoption("--seed")
