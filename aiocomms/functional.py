@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import index
+from types import FunctionType
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from aiocomms.communicator import Communicator
 from aiocomms.errors import ArgumentError
 from aiocomms.lowering.runs import Steps
 from aiocomms.lowering.schedules import Context, broadcast_tree, schedule
+from aiocomms.lowlevel.handles import uncompiled
 from aiocomms.opening import get_comm
 from aiocomms.ops import Op, TensorLike, buffers, checks, codec
 from aiocomms.ops.arrays import as_tensor, like
@@ -193,3 +195,7 @@ def _chunk(tensor: Tensor, size: int) -> tuple[int, ...]:
     if not tensor.dim() or tensor.shape[0] % size:
         raise ArgumentError(f"tensor is {checks.describe(tensor)}, wanted dimension 0 divisible by the {size} ranks")
     return (tensor.shape[0] // size, *tensor.shape[1:])
+
+
+for _function in [it for it in globals().values() if isinstance(it, FunctionType) and it.__module__ == __name__]:
+    uncompiled(_function)

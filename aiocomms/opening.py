@@ -25,6 +25,7 @@ from aiocomms.bootstrap.stores import connect_store
 from aiocomms.communicator import Communicator
 from aiocomms.errors import ArgumentError, CommError, StoreLostError
 from aiocomms.lowlevel.auth import Seal, read_token
+from aiocomms.lowlevel.handles import uncompiled
 from aiocomms.lowlevel.stores import admitting
 from aiocomms.ops import checks
 from aiocomms.ops.checks import Timeout
@@ -167,6 +168,7 @@ async def from_process_group(
     return await _form(plan, None, pg.rank(), pg.size(), checks.label(name), where, seconds)
 
 
+@uncompiled
 def get_comm(group: Communicator | str | None = None) -> Communicator:
     """Find an open communicator.
 

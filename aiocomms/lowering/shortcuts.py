@@ -53,7 +53,11 @@ def with_shortcuts(cls: type[T], method: Callable[[type, Callable[..., Any]], Ca
     """A class whose plain ops are started by native code; see :meth:`Shortcuts.method`."""
     found = {name: getattr(cls, name) for name in dir(cls) if not name.startswith("_")}
     given = {name: method(cls, it) for name, it in found.items() if callable(it)}
-    return hastened(cls, {name: it for name, it in given.items() if it is not found[name]})
+    taken = {name: it for name, it in given.items() if it is not found[name]}
+    for it in taken.values():
+        # torch.compile calls a method without its object, unless it is Python's, or by this name Cython's.
+        type(it).__name__ = "cython_function_or_method"
+    return hastened(cls, taken)
 
 
 @functools.cache

@@ -1,14 +1,48 @@
-"""What stands for something of one process, such as a communicator: it is neither copied nor pickled."""
+"""What stands for something of one process, such as a communicator: neither copied, nor pickled, nor compiled."""
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, Self
+import contextlib
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, NoReturn, Self, TypeVar
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def uncompiled(function: _F) -> _F:
+    """Have ``torch.compile`` call a function as it is, between two graphs.
+
+    ``torch.compiler.disable`` does so by a function around it, which costs every call something. This only marks it.
+    """
+    if isinstance(function, FunctionType):
+        function._torchdynamo_disable = True  # type: ignore[attr-defined]
+        function._torchdynamo_disable_msg = "aiocomms calls other ranks"  # type: ignore[attr-defined]
+        _skip(function)
+    return function
+
+
+def _skip(function: FunctionType) -> None:
+    """Have no frame looked at, of the function or of what it calls, for something to compile."""
+    with contextlib.suppress(
+        ImportError
+    ):  # an older torch looks at each, and leaves those alone that it cannot compile
+        from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+        skip = _FrameAction.SKIP
+        set_code_exec_strategy(function.__code__, _FrameExecStrategy(skip, skip))
 
 
 class Handle:
     """The base of such classes. A copy of what holds one, as ``copy.deepcopy`` of a module, holds the same one."""
 
     __slots__ = ()
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        for member in vars(cls).values():
+            function: Any = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+            uncompiled(function)
 
     def __copy__(self) -> Self:
         """Return the handle itself."""

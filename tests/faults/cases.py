@@ -328,6 +328,11 @@ CASES = (
     Case(128, "a copy or a pickle of a communicator, or of what else stands for something of one process"),
     Case(129, "a pickle of a slice, or of what is larger than an object may be"),
     Case(130, "a rank, tag or size that is NumPy's, an IntEnum's, or a number by `__index__` alone"),
+    Case(
+        131,
+        "operations in a function that torch.compile compiles",
+        c10d="what is traced is above transports, but for native methods: shown over `local` and `ucx`",
+    ),
     Case(133, "a hook that raises what is no Exception"),
     Case(139, "the conformance suite where a warning is an error, and there is no project"),
 )
