@@ -74,8 +74,9 @@ class new_comm(Opening[Communicator]):  # noqa: N801 - it is called like a funct
     :param transport: a transport's name; ``"auto"`` for the best that is available; or a name for each of some of the
         families ``"collectives"``, ``"p2p"`` and ``"rma"``.
     :param device: the device of all tensors.
-    :param store: where the ranks meet, with ``rank`` and ``size``. With none of the three the launcher's environment
-        says (torchrun, Open MPI, MPICH, Slurm), and without a launcher it is a world of one.
+    :param store: where the ranks meet, with ``rank`` and ``size``; the communicator keeps it until it is closed, for
+        its splits and its recovery. With none of the three the launcher's environment says (torchrun, Open MPI, MPICH,
+        Slurm), and without a launcher it is a world of one.
     :param rank: this rank.
     :param size: how many ranks there are.
     :param name: the communicator's name, the same on all ranks; tells apart communicators that share a store.

@@ -322,7 +322,7 @@ CASES = (
     Case(
         114,
         "torch's other forms of a group's methods: a tensor for a list, `op`, `root`, `timeout`",
-        local=IN_PROCESSES,
+        but={"local": IN_PROCESSES},
     ),
     # What programs do with tensors, handles and numbers.
     Case(128, "a copy or a pickle of a communicator, or of what else stands for something of one process"),
@@ -331,8 +331,9 @@ CASES = (
     Case(
         131,
         "operations in a function that torch.compile compiles",
-        c10d="what is traced is above transports, but for native methods: shown over `local` and `ucx`",
+        but={"c10d": "what is traced is above transports, but for native methods: shown over `local` and `ucx`"},
     ),
     Case(133, "a hook that raises what is no Exception"),
+    Case(138, "a store that the program drops while a communicator is open", local="no process serves it a store"),
     Case(139, "the conformance suite where a warning is an error, and there is no project"),
 )

@@ -160,8 +160,16 @@ def test_a_newcomer_finds_the_store(ranks: Run, transport: str) -> None:
 
 
 async def let_go_of_the_callers(place: Rank, port: int) -> None:
-    """The caller's own store lives as long as the caller wants."""
+    """The caller's own store lives as long as the caller wants, and as a communicator over it is open."""
     gc.disable()
+    comm = await place.open(store=TCPStore("127.0.0.1", port, is_master=place.rank == 0, wait_for_workers=False))
+    assert (port in ports()) == (place.rank == 0)
+    child = await comm.split([0, 1])
+    await exchange(child, 2)
+    await child.aclose()
+    await comm.aclose()
+    assert port not in ports()
+    await all_there(place, "one has gone")
     store = TCPStore("127.0.0.1", port, is_master=place.rank == 0, wait_for_workers=False)
     comm = await place.open(store=store)
     await exchange(comm, 3)
@@ -173,7 +181,7 @@ async def let_go_of_the_callers(place: Rank, port: int) -> None:
     await all_there(place, "free")
 
 
-@pytest.mark.fault(82)
+@pytest.mark.fault(82, 138)
 def test_a_closed_communicator_holds_no_store_of_its_callers(ranks: Run, transport: str) -> None:
     ranks(2, let_go_of_the_callers, free_port())
 
