@@ -42,7 +42,7 @@ from aiocomms.families.rma import OneSided
 from aiocomms.lanes import CURRENT, Lane, current
 from aiocomms.lowering.lanes import Key
 from aiocomms.lowering.shortcuts import with_shortcuts
-from aiocomms.ops import Op, checks
+from aiocomms.ops import Op, checks, membership
 from aiocomms.ops.arrays import checked
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, Timeout
 from aiocomms.portal.door import Door
@@ -273,7 +273,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         :raises StoreLostError: the store is gone, and the transport cannot do without it; this communicator goes on.
         :raises CommAbortedError: it has failed on another rank, or was cancelled there. Then this communicator is lost.
         """
-        members = checks.members(ranks, self._core)
+        members = membership.members(ranks, self._core)
         child = f"{self.name}/{self._children + 1}" if name is None else checks.label(name)
         seconds = checks.op_deadline(timeout, self._rendezvous.timeout)
         plan = self._plan if hints is None else self._plan.advised(hints)

@@ -18,7 +18,7 @@ from aiocomms.families.hooks import Hooks
 from aiocomms.lowering.routing import Router
 from aiocomms.lowering.runs import Offload
 from aiocomms.lowlevel.threads import call_in_thread
-from aiocomms.ops.modes import affected, set_aside
+from aiocomms.ops.modes import dispatch_modes, in_inference_mode, set_aside
 from aiocomms.ops.versions import note_writes
 from aiocomms.progress.driver import Driver
 from aiocomms.progress.guard import broken
@@ -70,8 +70,16 @@ class Posting(Counted):
         :param lane: the key of its lane, in words; None: it is of none, and counted if it is a collective.
         :returns: its work, done or pending.
         """
+        if not dispatch_modes() and not in_inference_mode():
+            started = self._start(work, seconds, lane)
+        else:
+            with set_aside():
+                started = self._start(work, seconds, lane)
+        note_writes(started.op, self.rank)
+        return started
+
+    def _start(self, work: StartedWork[Any], seconds: float, lane: str | None) -> StartedWork[Any]:
         op, before = work.op, self.posting
-        aside = set_aside() if affected() else None
         kind, self.posting = type(op), True  # from here on no other thread comes in between
         try:
             work.seq = seq = self.issued  # again, for another thread's op may have come first
@@ -91,7 +99,6 @@ class Posting(Counted):
                     at = self.router.within[kind](op, work.number, work)  # type: ignore[attr-defined,arg-type]
             except BaseException as error:
                 raise self.post_raised(work, error)  # noqa: B904 - it is this error, or caused by it
-            note_writes(op, self.rank)
             if not work._state:  # done(), without the call
                 return self.keep(work, seconds)
             if trace is not None:
@@ -101,8 +108,6 @@ class Posting(Counted):
             return work
         finally:
             self.posting = before
-            if aside is not None:
-                aside.close()
 
     def follow(
         self, work: StartedWork[Any], seconds: float, look_after: Callable[[int], object], index: int

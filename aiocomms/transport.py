@@ -228,10 +228,7 @@ class Transport(ABC):
         """
 
     async def split_nobody(self, rendezvous: Rendezvous) -> None:  # noqa: B027 - nobody need define it
-        """Take part in a split on a rank that joins none of the new communicators.
-
-        Called where others' :meth:`split` is, for transports whose split is collective over all ranks. Raising: as from
-        :meth:`split`.
+        """Take part in others' :meth:`split` on a rank that joins none of the new communicators. Raising: as there.
 
         :param rendezvous: for its ``run``; this rank is alone in it.
         """
@@ -259,8 +256,7 @@ class Transport(ABC):
         is a message of a lowered op, either means the same: for the first message that nothing was sent, and what was
         raised is the caller's; for a later one that the op has broken off, and the communicator is lost.
 
-        :returns: when it ended, by :func:`time.monotonic`, if it has and the transport knows: it spares a look at the
-            clock.
+        :returns: when it ended, by :func:`time.monotonic`, if it has, and the transport knows without a look.
         """
 
     def post_in_lane(self, op: ops.Op, lane: int, work: Completion) -> float | None:
@@ -268,8 +264,8 @@ class Transport(ABC):
 
         Called for the ops in ``Capabilities.lanes``, with the contract of :meth:`post`. Within a lane all ranks
         call the same collectives in the same order, and these run one after the other. Nothing is ordered between
-        lanes, nor between a lane and what :meth:`post` is given: any rank may call any of them first, and await it
-        before it calls another. Ten thousand lanes may have something under way at once. A lane at rest keeps nothing.
+        lanes, nor between a lane and what :meth:`post` is given. Ten thousand lanes may have something under way at
+        once. A lane at rest keeps nothing.
 
         Ranks that call different things in a lane are found out as those of :meth:`post` are, with a
         :class:`MismatchError`; :meth:`waiting_for` is asked for these works, too.
@@ -279,10 +275,7 @@ class Transport(ABC):
         raise NotImplementedError
 
     def post_at_once(self, op: ops.Recv, work: Completion) -> None:
-        """Post a receive of no bytes, which throws away what it matches, and look for that within the call.
-
-        Define it where :meth:`post` does so later.
-        """
+        """Post a receive of no bytes, and look within the call for what it throws away, where ``post`` looks later."""
         self.post(op, work)
 
     def give_up_lane(self, lane: int, error: CommError) -> None:  # noqa: B027 - nobody need define it
@@ -311,11 +304,7 @@ class Transport(ABC):
         raise UnsupportedOperation("wait_stream() orders a CUDA stream, and this op has none: await the work instead")
 
     def caller_stream(self) -> Callable[[], AbstractContextManager[object]] | None:
-        """Make the CUDA stream that is current now the current one again, for the later steps of an op of messages.
-
-        :returns: what makes the context of each step; None: there are no streams.
-        :raises UnsupportedOperation: the stream is being captured, which an op of several messages cannot be.
-        """
+        """Return what makes the CUDA stream of now the current one again; None: no streams. It refuses a capture."""
         return None
 
     @abstractmethod

@@ -42,7 +42,7 @@ from aiocomms.errors import (
 )
 from aiocomms.lowlevel.stores import admitting
 from aiocomms.lowlevel.threads import run_in_thread
-from aiocomms.ops import checks
+from aiocomms.ops import checks, membership
 from aiocomms.ops.numbers import as_int
 from aiocomms.transport import Transport
 
@@ -122,7 +122,7 @@ class Recovery:
         """
         self._before = before
         self._old = before.rendezvous
-        self._ranks = None if ranks is None else sorted(checks.members(ranks, self._old, "reconfigure"))
+        self._ranks = None if ranks is None else sorted(membership.members(ranks, self._old, "reconfigure"))
         self._wanted = size
         self._seconds = seconds
         _check(before, self._ranks, size)

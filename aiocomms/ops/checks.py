@@ -17,6 +17,7 @@ import torch
 from torch.autograd import forward_ad
 
 from aiocomms.errors import ArgumentError, ArgumentTypeError
+from aiocomms.ops.modes import stands_for_others
 from aiocomms.ops.numbers import as_int
 
 DTYPES = frozenset(
@@ -143,7 +144,7 @@ def readable(name: str, tensor: torch.Tensor, group: Group) -> None:
             and not tensor.is_neg()
             and not (is_complex and tensor.is_conj())
             and (tensor.data_ptr() or not tensor.numel())
-            and (forward_ad._current_level < 0 or not _has_tangent(tensor))
+            and (forward_ad._current_level < 0 or forward_ad.unpack_dual(tensor).tangent is None)  # type: ignore[no-untyped-call]
         ):
             return
     except (RuntimeError, NotImplementedError):
@@ -166,18 +167,6 @@ def writable(name: str, tensor: torch.Tensor, group: Group) -> None:
         )
 
 
-def _has_tangent(tensor: torch.Tensor) -> bool:
-    tangent: object = forward_ad.unpack_dual(tensor).tangent  # type: ignore[no-untyped-call]
-    return tangent is not None
-
-
-def wrapper(tensor: torch.Tensor) -> str | None:
-    """Return what a tensor is, in words, if it stands for others and has no memory; None if it is none of these."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return "a tensor within torch.func.vmap, grad or the like"
-    return "a tensor of functionalization" if torch._is_functional_tensor(tensor) else None
-
-
 def _unreadable(name: str, tensor: object, device: torch.device) -> ArgumentError:
     if hasattr(type(tensor), "__dlpack__") and not isinstance(tensor, torch.Tensor):
         return ArgumentTypeError(f"{name} is an array, wanted a torch.Tensor")  # no more, for it will be one
@@ -188,7 +177,7 @@ def _unreadable(name: str, tensor: object, device: torch.device) -> ArgumentErro
             f"{name} is a {type(tensor).__module__}.{type(tensor).__name__}, wanted a plain torch.Tensor: "
             "a tensor subclass may not own the memory it shows"
         )
-    if (kind := wrapper(tensor)) is not None:
+    if (kind := stands_for_others(tensor)) is not None:
         return ArgumentError(f"{name} is {kind}, wanted one with memory of its own: call the op outside")
     if tensor.is_nested or tensor.layout != torch.strided or tensor.is_mkldnn:
         kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
@@ -206,9 +195,8 @@ def _unreadable(name: str, tensor: object, device: torch.device) -> ArgumentErro
         )
     if tensor.is_neg() or tensor.is_conj():
         return ArgumentError(f"{name} is a lazy conjugate or negative view; give {name}.resolve_conj().resolve_neg()")
-    if tensor.data_ptr():
-        return ArgumentError(f"{name} has a tangent of forward-mode AD, of which the op knows nothing; give its primal")
-    return ArgumentError(f"{name} ({describe(tensor)}) has no memory: its storage was freed or resized")
+    tangent, freed = "a tangent of forward-mode AD; give its primal", "no memory: its storage was freed or resized"
+    return ArgumentError(f"{name} ({describe(tensor)}) has {tangent if tensor.data_ptr() else freed}")
 
 
 def same(name: str, got: torch.Tensor, like_name: str, like: torch.Tensor, *, shape: bool = True) -> None:
@@ -288,29 +276,6 @@ def index(name: str, value: int, group: Members) -> None:
         raise wrong_type(name, value, "a rank as an int")
     if not 0 <= value < group.size:
         raise ArgumentError(f"{name} is {value}, wanted a rank of this communicator: 0 <= {name} < {group.size}")
-
-
-def members(ranks: Sequence[int], group: Members, op: str = "split") -> list[int]:
-    """Check the members of a new communicator: distinct ranks, with this rank among them; or an empty list."""
-    try:
-        return _members(ranks, group)
-    except ArgumentError as error:
-        raise error.about(op=op, rank=group.rank) from None
-
-
-def _members(ranks: Sequence[int], group: Members) -> list[int]:
-    if not isinstance(ranks, (list, tuple, range)):
-        raise wrong_type("ranks", ranks, "a list of ranks")
-    chosen = [as_int(rank) for rank in ranks]
-    for i, rank in enumerate(chosen):
-        index(f"ranks[{i}]", rank, group)
-    if len(set(chosen)) != len(chosen):
-        raise ArgumentError(f"ranks is {chosen}, wanted each rank once")
-    if chosen and group.rank not in chosen:
-        raise ArgumentError(
-            f"ranks is {chosen} and leaves out this rank, {group.rank}; wanted it among them, or an empty list"
-        )
-    return chosen
 
 
 def other(name: str, value: int, group: Group) -> None:

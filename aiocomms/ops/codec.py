@@ -18,8 +18,8 @@ from torch import Tensor
 from aiocomms.errors import ArgumentError, ArgumentTypeError, ProtocolError
 from aiocomms.ops import buffers
 from aiocomms.ops.apart import APART_BYTES, MAX_APART, Item, Landing, new_tensor, size_of
-from aiocomms.ops.checks import DTYPES, PLAIN, short, wrapper
-from aiocomms.ops.modes import unaffected
+from aiocomms.ops.checks import DTYPES, PLAIN, short
+from aiocomms.ops.modes import stands_for_others, unaffected
 from aiocomms.ops.writing import octets
 
 MAX_DIMS = 14
@@ -197,7 +197,7 @@ def _pack(value: Any, depth: int, apart: Apart | None) -> Any:
 
 
 def _pack_plain(tensor: Tensor, apart: Apart | None) -> msgspec.msgpack.Ext:
-    if (what := wrapper(tensor)) is not None:
+    if (what := stands_for_others(tensor)) is not None:
         raise ArgumentError(f"obj holds {what}, wanted tensors with memory of their own: call it outside")
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested or tensor.dtype not in _CODES:
         raise _unknown(tensor)

@@ -17,13 +17,10 @@ import torch
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-_modes = torch._C._len_torch_dispatch_stack
-_is_inference = torch.is_inference_mode_enabled
-
-
-def affected() -> bool:
-    """Return whether a dispatch mode or inference mode is on in this thread. It takes some 50 ns."""
-    return _modes() != 0 or _is_inference()
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""How many dispatch modes are on in this thread. It takes some 30 ns, and so does the next:"""
+in_inference_mode: Callable[[], bool] = torch.is_inference_mode_enabled
+"""Whether inference mode is on in this thread."""
 
 
 def set_aside() -> ExitStack:
@@ -39,9 +36,16 @@ def unaffected(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if not affected():
+        if not dispatch_modes() and not in_inference_mode():
             return function(*args, **kwargs)
         with set_aside():
             return function(*args, **kwargs)
 
     return call
+
+
+def stands_for_others(tensor: torch.Tensor) -> str | None:
+    """Return what a tensor is, in words, if it stands for others and has no memory; None if it is none of these."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return "a tensor within torch.func.vmap, grad or the like"
+    return "a tensor of functionalization" if torch._is_functional_tensor(tensor) else None

@@ -15,4 +15,7 @@ def as_int(value: Any) -> Any:
     kind = type(value)
     if kind is int or kind is bool or not hasattr(kind, "__index__") or hasattr(kind, "__dlpack__"):
         return value
-    return operator.index(value)
+    try:
+        return operator.index(value)
+    except TypeError:  # as of a work that was not awaited
+        return value

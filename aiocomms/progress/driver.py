@@ -20,7 +20,7 @@ import msgspec
 
 from aiocomms.errors import CommError
 from aiocomms.lowlevel.waker import Waker
-from aiocomms.ops.modes import affected, set_aside
+from aiocomms.ops.modes import dispatch_modes, in_inference_mode, set_aside
 from aiocomms.progress.guard import broken, guarded
 from aiocomms.progress.loops import Loop, Parkable, Waiter, running_loop
 from aiocomms.transport import Capabilities
@@ -148,7 +148,7 @@ class Driver:
         """Make the calls that wait: none if block() has made them, several if a signal handler has raised in here."""
         for _ in range(len(self._calls)):
             fn, args = self._calls.popleft()
-            if affected():
+            if dispatch_modes() or in_inference_mode():
                 with set_aside():
                     fn(*args)
             else:
@@ -218,7 +218,7 @@ class Driver:
         if not transports:  # what was asked before it has ended them
             return None
         try:
-            if affected():
+            if dispatch_modes() or in_inference_mode():
                 with set_aside():
                     return transports[0].progress()
             return transports[0].progress()

@@ -148,7 +148,7 @@ def test_a_transport_imports_no_other_transport(path):
 
 
 def test_the_toolkit_offers_what_it_describes():
-    described = set(re.findall(r":(?:class|func|data):`(\w+)`", lowlevel.__doc__))
+    described = set(re.findall(r":(?:class|func|data|mod):`(\w+)`", lowlevel.__doc__))
     assert described == set(lowlevel.__all__)
     assert all(getattr(lowlevel, name).__doc__ for name in described - {"LOOPBACK", "MAX_RECORD"})
 

@@ -243,8 +243,7 @@ class NcclTransport(Transport):
             (stream or self.cuda.current_stream()).wait_event(event)
         elif not work.done() and not self._agreement.is_pending(work):
             raise UnsupportedOperation(
-                "wait_stream() orders a CUDA stream, and this op begins only when ranks have agreed on it on the host: "
-                "await the work instead"
+                "wait_stream() orders a CUDA stream; this op begins once ranks agree: await the work instead"
             )
 
     # --------------------------------------------------------------------------------------------------- progress

@@ -1,0 +1,32 @@
+"""The check of who is to be in a new communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from aiocomms.errors import ArgumentError
+from aiocomms.ops.checks import Members, index, wrong_type
+from aiocomms.ops.numbers import as_int
+
+
+def members(ranks: Sequence[int], group: Members, op: str = "split") -> list[int]:
+    """Check the members of a new communicator: distinct ranks, with this rank among them; or an empty list."""
+    try:
+        return _members(ranks, group)
+    except ArgumentError as error:
+        raise error.about(op=op, rank=group.rank) from None
+
+
+def _members(ranks: Sequence[int], group: Members) -> list[int]:
+    if not isinstance(ranks, (list, tuple, range)):
+        raise wrong_type("ranks", ranks, "a list of ranks")
+    chosen = [as_int(rank) for rank in ranks]
+    for i, rank in enumerate(chosen):
+        index(f"ranks[{i}]", rank, group)
+    if len(set(chosen)) != len(chosen):
+        raise ArgumentError(f"ranks is {chosen}, wanted each rank once")
+    if chosen and group.rank not in chosen:
+        raise ArgumentError(
+            f"ranks is {chosen} and leaves out this rank, {group.rank}; wanted it among them, or an empty list"
+        )
+    return chosen
