@@ -296,6 +296,12 @@ CASES = (
         local="a put is done within its call",
         c10d=NO_ENDPOINTS,
     ),
+    # Torch's own machinery.
+    Case(
+        114,
+        "torch's other forms of a group's methods: a tensor for a list, `op`, `root`, `timeout`",
+        but={"local": IN_PROCESSES},
+    ),
     # What a program does with torch meanwhile.
     Case(115, "a default device that is not the communicator's"),
     Case(116, "FakeTensorMode, inference mode and other modes; tensors that stand for others"),
@@ -318,12 +324,6 @@ CASES = (
         but={"c10d": NO_ENDPOINTS},
     ),
     Case(127, "metrics of the failure that a recovery follows, and their labels"),
-    # Torch's own machinery.
-    Case(
-        114,
-        "torch's other forms of a group's methods: a tensor for a list, `op`, `root`, `timeout`",
-        but={"local": IN_PROCESSES},
-    ),
     # What programs do with tensors, handles and numbers.
     Case(128, "a copy or a pickle of a communicator, or of what else stands for something of one process"),
     Case(129, "a pickle of a slice, or of what is larger than an object may be"),

@@ -190,7 +190,7 @@ def test_a_tensor_with_a_tangent_is_refused(transport: str) -> None:
         async with local_world(2, transport) as (one, two):
             with forward_ad.dual_level():
                 dual = forward_ad.make_dual(torch.ones(4), torch.ones(4))
-                with pytest.raises(ArgumentError, match="tensor has a tangent of forward-mode AD"):
+                with pytest.raises(ArgumentError, match="has a tangent of forward-mode AD"):
                     one.all_reduce(dual)
                 works = [comm.all_reduce(torch.ones(4)) for comm in (one, two)]
                 for work in works:

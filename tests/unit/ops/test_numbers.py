@@ -15,7 +15,7 @@ from concurrency import together
 import aiocomms
 from aiocomms import ops
 from aiocomms.errors import ArgumentError, ArgumentTypeError
-from aiocomms.ops import checks
+from aiocomms.ops import membership
 from aiocomms.ops.arrays import checked
 from aiocomms.testing import local_world
 from aiocomms.testing.faults import drop, inject
@@ -135,7 +135,7 @@ def test_what_is_no_number_is_refused(value: Any) -> None:
     with pytest.raises(ArgumentTypeError, match=r"input_split_sizes\[0\]"):
         checked(ops.AllToAllVSingle(torch.ones(2), torch.zeros(2), (1, 1), (value, 1)), group)
     with pytest.raises(ArgumentTypeError):
-        checks.members([value], group)
+        membership.members([value], group)
 
 
 @pytest.mark.parametrize("whole", [np.int64, Indexed])
