@@ -502,9 +502,9 @@ class Shortcuts {
       if (writes) written = tensor;
       return work ? plain_view(tensor, writes) : std::nullopt;
     }
-    // Behind the post, for then it costs time in which the op is under way.
+    // Idempotent.
     void note_written() const {
-      if (written != nullptr) note_write(written);
+      if (PyObject* tensor = std::exchange(written, nullptr)) note_write(tensor);
     }
   };
 
@@ -663,7 +663,8 @@ class Shortcuts {
     count(kind, counts);
     double at = 0;
     try {
-      Unlockable held;
+      const auto meanwhile = [&] { it.note_written(); };
+      Unlockable held(meanwhile);
       if (bytes > kAtOnce) held.let_go();
       at = call(reinterpret_cast<Ticket>(it.known_by()), held);
     } catch (...) {  // with nothing changed

@@ -230,9 +230,11 @@ std::optional<View> plain_view(nb::handle tensor, bool written) {
 }
 
 void note_write(nb::handle tensor) {
+  const int collects = PyGC_Disable();
   const nb::object written = nb::steal(PyTuple_Pack(1, tensor.ptr()));
   PyObject* given = written.ptr();
   if (given == nullptr || !nb::steal(PyObject_Vectorcall(torch().increment_version, &given, 1, nullptr))) PyErr_Clear();
+  if (collects != 0) PyGC_Enable();
 }
 
 }  // namespace aiocomms

@@ -35,7 +35,8 @@ nanobind::tuple dtype_names();
 // not; it may be no tensor at all.
 std::optional<View> plain_view(nanobind::handle tensor, bool written);
 
-// Tells autograd that a tensor is written past torch: it refuses gradients that need a value from before. 70 ns.
+// Tells autograd that a tensor is written past torch: it refuses gradients that need a value from before. It takes
+// 70 ns, and runs no code of Python's: the engine's lock may be held.
 void note_write(nanobind::handle tensor);
 
 }  // namespace aiocomms

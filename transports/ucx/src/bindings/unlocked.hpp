@@ -30,14 +30,21 @@ class Unlocked {
   PyThreadState* state_ = PyEval_SaveThread();
 };
 
-// The same, once that is asked for.
+// The same, once that is asked for: when the caller is to wait. What it has still to do it does then, for it costs
+// nothing.
+template <typename Meanwhile>
 class Unlockable final : public Held {
  public:
+  explicit Unlockable(const Meanwhile& meanwhile) : meanwhile_(meanwhile) {}
+
   void let_go() noexcept override {
-    if (!unlocked_) unlocked_.emplace();
+    if (unlocked_) return;
+    meanwhile_();
+    unlocked_.emplace();
   }
 
  private:
+  const Meanwhile& meanwhile_;
   std::optional<Unlocked> unlocked_;
 };
 
