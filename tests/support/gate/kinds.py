@@ -74,7 +74,8 @@ def kind_of(item: pytest.Item) -> str:
     """Return the kind of a test; an empty text if it has no mark."""
     if item.nodeid.startswith(SUITE):
         place = item.callspec.params["case"] if hasattr(item, "callspec") else None
-        local = place is None or (place.transport == "local" and not place.processes)
+        # A check without a place on the transports and numbers of ranks that were asked for is skipped.
+        local = getattr(place, "transport", "local") == "local" and not getattr(place, "processes", False)
         needs = [name for name in ("clock", "network") if item.get_closest_marker(name)]
         return DETERMINISTIC if local and not needs else REAL
     return next((mark.name for mark in item.iter_markers() if mark.name in KINDS), "")
