@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 
 Task = Callable[[], bool]
@@ -341,3 +342,19 @@ class FakeCuda:
             if member is not stream and capture.joined.get(member, 0) < position:
                 raise CudaError(904, "capturing stream has unjoined work")
         graph.nodes = capture.nodes
+
+
+def streams_at(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, *functions: tuple[Any, str]) -> list[FakeStream]:
+    """Note the stream that is current whenever one of these functions is called; each is an owner and a name."""
+    streams: list[FakeStream] = []
+
+    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            streams.append(cuda.current_stream())
+            return function(*args)
+
+        return call
+
+    for owner, name in functions:
+        monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
+    return streams

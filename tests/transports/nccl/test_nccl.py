@@ -21,7 +21,7 @@ from aiocomms_nccl import NcclTransport, bringup
 from aiocomms_nccl import nccl as names
 from aiocomms_nccl.lane import AT_ONCE
 from aiocomms_nccl.matching import Matcher
-from fake_cuda import THREAD_LOCAL, CudaError, FakeCuda, FakeEvent, FakeStream, Gate
+from fake_cuda import THREAD_LOCAL, CudaError, FakeCuda, FakeEvent, FakeStream, Gate, streams_at
 from fake_nccl import (
     FakeComm,
     FakeNccl,
@@ -588,16 +588,9 @@ async def test_what_is_made_of_messages_is_refused_in_a_capture_before_anything_
 async def test_each_step_is_on_the_stream_of_the_call(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever stream is current on the loop's thread when a step's messages have come."""
     async with world(3) as comms:
-        own, streams = FakeStream(cuda.gpu), []
+        own = FakeStream(cuda.gpu)
         await asyncio.gather(*(comm.lane("a").all_reduce(torch.ones(3)) for comm in comms))
-        for owner, name in ((Matcher, "post"), (reductions, "combine")):
-            function = getattr(owner, name)
-
-            def call(*args: Any, function: Any = function) -> Any:
-                streams.append(cuda.current_stream())
-                return function(*args)
-
-            monkeypatch.setattr(owner, name, call)
+        streams = streams_at(cuda, monkeypatch, (Matcher, "post"), (reductions, "combine"))
         tensors = [torch.full((3,), float(comm.rank)) for comm in comms]
         with cuda.on(own):
             works = [comm.lane("a").all_reduce(tensor) for comm, tensor in zip(comms, tensors, strict=True)]

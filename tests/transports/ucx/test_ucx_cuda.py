@@ -18,7 +18,7 @@ from aiocomms_ucx import UcxTransport, bringup
 from aiocomms_ucx._engine import CUDA
 from aiocomms_ucx.bringup import no_cuda_in_ucx
 from aiocomms_ucx.cuda_transport import CudaUcxTransport
-from fake_cuda import FakeCuda, FakeStream, Gate
+from fake_cuda import FakeCuda, FakeStream, Gate, streams_at
 from fake_ucx import FakeUcxTransport
 from inside import transport_of
 from processes import PATIENCE, SUITE_HANGS
@@ -236,15 +236,8 @@ async def test_each_step_of_a_collective_is_on_the_stream_of_the_call(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever stream is current on the loop's thread when a step's messages have come."""
-    own, streams = FakeStream(cuda.gpu), []
-    for owner, name in ((CudaUcxTransport, "post"), (reductions, "combine")):
-        function = getattr(owner, name)
-
-        def call(*args: Any, function: Any = function) -> Any:
-            streams.append(cuda.current_stream())
-            return function(*args)
-
-        monkeypatch.setattr(owner, name, call)
+    own = FakeStream(cuda.gpu)
+    streams = streams_at(cuda, monkeypatch, (CudaUcxTransport, "post"), (reductions, "combine"))
     async with world(3) as comms:
         tensors = [torch.full((3,), float(comm.rank)) for comm in comms]
         with cuda.on(own):
