@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from torch import distributed as dist
 
+from aiocomms.torch_backend import functional
 from aiocomms.torch_backend.group import Group, create
 from aiocomms.torch_backend.works import BACKEND, GroupWork
 
@@ -24,6 +25,7 @@ def register() -> None:
     """Register the backend; the import of this module has done so. From 2.14 on torch finds this by an entry point."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu"])
+        functional.register()
 
 
 register()

@@ -194,7 +194,6 @@ FORMS: Final[Mapping[str, tuple[_Form, ...]]] = {
     "all_to_all_single": (
         {**_ONE_EACH, **_SPLITS, **_EXCHANGED},
         {**_ONE_EACH, **_SPLITS, **_TIMEOUT},
-        {"output_tensor": tensor, "input_tensor": tensor, **_SPLITS, **_EXCHANGED},
     ),
     "gather": (
         {"output_tensors": list_in_list, "input_tensors": tensor_in_list, **_opts(GatherOptions)},

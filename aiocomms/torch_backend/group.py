@@ -19,14 +19,13 @@ from aiocomms import blocking
 from aiocomms.errors import ArgumentError, CommError
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.ops.checks import COMM_TIMEOUT
-from aiocomms.profiler import profiling
 from aiocomms.torch_backend import sparse
 from aiocomms.torch_backend.any_source import Receives
+from aiocomms.torch_backend.calls import operation
 from aiocomms.torch_backend.completer import Completer
-from aiocomms.torch_backend.forms import UNSET, How, one_form
+from aiocomms.torch_backend.forms import UNSET, How
 from aiocomms.torch_backend.monitored import monitored_barrier
 from aiocomms.torch_backend.parts import Step
-from aiocomms.torch_backend.ranges import Range
 from aiocomms.torch_backend.tensors import Tensors, cuts
 from aiocomms.torch_backend.works import BACKEND, GroupWork, raising_as_torch_does
 
@@ -48,33 +47,6 @@ def create(how: Any, options: Any) -> Group:
     return Group(comm, how.store)
 
 
-def _called(name: str, given: int | None = 0) -> Callable[[Callable[..., GroupWork]], Callable[..., GroupWork]]:
-    """A method that torch calls, in any of torch's forms: it gets one, with the :class:`How` at its end.
-
-    It raises what torch's users expect, and is a range of torch's profiler.
-
-    :param given: which of its arguments are the tensors that the profiler shows; None: there are none.
-    """
-
-    def of(method: Callable[..., GroupWork]) -> Callable[..., GroupWork]:
-        @functools.wraps(method)
-        def call(self: Group, *args: Any, **kwargs: Any) -> GroupWork:
-            with raising_as_torch_does():
-                arguments = one_form(method.__name__, args, kwargs)
-                if not profiling():
-                    return method(self, *arguments)
-                span = Range(f"{BACKEND}:{name}", () if given is None else arguments[given : given + 1])
-                try:
-                    return method(self, *arguments).within(span)
-                except BaseException:
-                    span.end()
-                    raise
-
-        return call
-
-    return of
-
-
 class Group(Handle, dist.ProcessGroup):
     """A process group over a communicator, which is its own.
 
@@ -87,7 +59,7 @@ class Group(Handle, dist.ProcessGroup):
         self.comm = comm
         """The communicator."""
         self._store = store
-        self._completer = Completer()
+        self.completer = Completer()
         self._receives = Receives(comm)
         self._group_name, self._group_desc = "", ""
         self._number = self._barriers = self._sums = 0
@@ -125,7 +97,11 @@ class Group(Handle, dist.ProcessGroup):
 
     def _get_backend(self, device: torch.device) -> Group:
         if device.type != "cpu":
-            raise RuntimeError(f"the backend {BACKEND!r} carries no tensors of {device}")
+            raise RuntimeError(
+                f"the backend {BACKEND!r} carries no tensors of {device}, and where it is one of several, as in "
+                f"'cpu:{BACKEND},cuda:nccl', torch before 2.15 leaves the others out; write "
+                f"init_process_group('nccl') and new_group(backend={BACKEND!r}), a group for each"
+            )
         return self
 
     def get_group_store(self) -> dist.Store:
@@ -151,7 +127,7 @@ class Group(Handle, dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Let what is under way end, with the callbacks of its futures, and release everything."""
-        self._release(self._completer.drain)
+        self._release(self.completer.drain)
 
     def _release(self, then: Callable[[], object] = lambda: None) -> None:
         try:
@@ -159,7 +135,7 @@ class Group(Handle, dist.ProcessGroup):
                 self.comm.close()
             then()
         finally:
-            self._completer.close()
+            self.completer.close()
 
     @property
     def supports_splitting(self) -> bool:
@@ -196,51 +172,51 @@ class Group(Handle, dist.ProcessGroup):
 
     # ------------------------------------------------------------------------------------------------ collectives
 
-    @_called("all_reduce")
+    @operation("all_reduce")
     def allreduce(self, tensor: Tensor, how: How) -> GroupWork:
         """See :func:`torch.distributed.all_reduce`."""
         return self._all_reduce([tensor], how)
 
-    @_called("all_reduce")
+    @operation("all_reduce")
     def allreduce_coalesced(self, tensors: Sequence[Tensor], how: How) -> GroupWork:
         """Several all-reduces."""
         return self._all_reduce(tensors, how)
 
-    @_called("reduce")
+    @operation("reduce")
     def reduce(self, tensor: Tensor, how: How) -> GroupWork:
         """See :func:`torch.distributed.reduce`."""
         its = Tensors()
         give = its.written if self.comm.rank == how.root else its.read
         return self._work([self.comm.reduce(give(tensor), how.root, how.op, timeout=how.timeout)], [tensor], its)
 
-    @_called("broadcast")
+    @operation("broadcast")
     def broadcast(self, tensor: Tensor, how: How) -> GroupWork:
         """See :func:`torch.distributed.broadcast`."""
         its = Tensors()
         give = its.read if self.comm.rank == how.root else its.written
         return self._work([self.comm.broadcast(give(tensor), how.root, timeout=how.timeout)], [tensor], its)
 
-    @_called("all_gather", 1)
+    @operation("all_gather", 1)
     def allgather(self, outputs: Sequence[Tensor], tensor: Tensor, how: How) -> GroupWork:
         """See :func:`torch.distributed.all_gather`."""
         return self._all_gather([outputs], [tensor], how)
 
-    @_called("all_gather", 1)
+    @operation("all_gather", 1)
     def allgather_coalesced(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], how: How) -> GroupWork:
         """See :func:`torch.distributed.all_gather_coalesced`: the lists are by rank, and hold one tensor of each."""
         return self._all_gather(list(zip(*outputs, strict=True)), inputs, how)
 
-    @_called("all_gather_single", 1)
+    @operation("all_gather_single", 1)
     def all_gather_single(self, output: Tensor, input: Tensor, how: How) -> GroupWork:
         """See :func:`torch.distributed.all_gather_into_tensor`."""
         return self._all_gather_single([output], [input], how)
 
-    @_called("all_gather_single", 1)
+    @operation("all_gather_single", 1)
     def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], how: How) -> GroupWork:
         """Several all-gathers into one tensor each."""
         return self._all_gather_single(outputs, inputs, how)
 
-    @_called("reduce_scatter", 1)
+    @operation("reduce_scatter", 1)
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], how: How) -> GroupWork:
         """See :func:`torch.distributed.reduce_scatter`."""
         its, equal = Tensors(), len({each.numel() for each in inputs}) == 1
@@ -248,26 +224,26 @@ class Group(Handle, dist.ProcessGroup):
         part = scatter(its.written(output), [its.read(each) for each in inputs], how.op, timeout=how.timeout)
         return self._work([part], [output], its)
 
-    @_called("reduce_scatter_single", 1)
+    @operation("reduce_scatter_single", 1)
     def reduce_scatter_single(self, output: Tensor, input: Tensor, how: How) -> GroupWork:
         """See :func:`torch.distributed.reduce_scatter_tensor`."""
         return self._reduce_scatter_single([output], [input], how)
 
-    @_called("reduce_scatter_single", 1)
+    @operation("reduce_scatter_single", 1)
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], how: How
     ) -> GroupWork:
         """Several reduce-scatters of one tensor each."""
         return self._reduce_scatter_single(outputs, inputs, how)
 
-    @_called("all_to_all", 1)
+    @operation("all_to_all", 1)
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], how: How) -> GroupWork:
         """See :func:`torch.distributed.all_to_all`."""
         its = Tensors()
         into, given = [its.written(each) for each in outputs], [its.read(each) for each in inputs]
         return self._work([self.comm.all_to_all(into, given, timeout=how.timeout)], outputs, its)
 
-    @_called("all_to_all_single", 1)
+    @operation("all_to_all_single", 1)
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], how: How
     ) -> GroupWork:
@@ -278,21 +254,21 @@ class Group(Handle, dist.ProcessGroup):
         splits = cuts(output, output_splits, size), cuts(input, input_splits, size)
         return self._work([self.comm.all_to_all_v_single(into, given, *splits, timeout=how.timeout)], [output], its)
 
-    @_called("gather", 1)
+    @operation("gather", 1)
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, how: How) -> GroupWork:
         """See :func:`torch.distributed.gather`."""
         its, into = Tensors(), outputs if self.comm.rank == how.root else ()
         written = [its.written(each) for each in into] if self.comm.rank == how.root else None
         return self._work([self.comm.gather(written, its.read(tensor), how.root, timeout=how.timeout)], into, its)
 
-    @_called("scatter", 1)
+    @operation("scatter", 1)
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], how: How) -> GroupWork:
         """See :func:`torch.distributed.scatter`."""
         its = Tensors()
         given = [its.read(each) for each in inputs] if self.comm.rank == how.root else None
         return self._work([self.comm.scatter(its.written(output), given, how.root, timeout=how.timeout)], [output], its)
 
-    @_called("barrier", None)
+    @operation("barrier", None)
     def barrier(self, how: How) -> GroupWork:
         """See :func:`torch.distributed.barrier`."""
         return self._work([self.comm.barrier(timeout=how.timeout)], [], Tensors())
@@ -306,19 +282,19 @@ class Group(Handle, dist.ProcessGroup):
 
     # --------------------------------------------------------------------------------------------- point to point
 
-    @_called("send")
+    @operation("send")
     def send(self, tensor: Tensor, dst: int, tag: int, how: How) -> GroupWork:
         """See :func:`torch.distributed.isend`."""
         its = Tensors()
         return self._work([self.comm.send(its.read(tensor), dst, tag)], [], its)
 
-    @_called("recv")
+    @operation("recv")
     def recv(self, tensor: Tensor, src: int, tag: int, how: How) -> GroupWork:
         """See :func:`torch.distributed.irecv`."""
         its = Tensors()
         return self._work([self._receives.from_one(its.written(tensor), src, tag)], [tensor], its, lambda: src)
 
-    @_called("recvAnySource")
+    @operation("recvAnySource")
     def recv_anysource(self, tensor: Tensor, tag: int, how: How) -> GroupWork:
         """See :func:`torch.distributed.irecv` without a source. It takes a buffer for each other rank."""
         its = Tensors()
@@ -332,14 +308,15 @@ class Group(Handle, dist.ProcessGroup):
 
     def _end_coalescing(self, device_type: torch.device | None = None) -> GroupWork:
         works, self._together = self._together or [], None
-        return GroupWork.of_all(works, self._completer)
+        return GroupWork.of_all(works, self.completer)
 
-    # The names of before, which torch calls, too.
+    # The names of before, which torch calls, too. It has more of them, and calls the new ones for those by itself.
     _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    alltoall_base = all_to_all_single
+    if not hasattr(dist.ProcessGroup, "all_to_all_single"):  # torch before 2.13
+        allgather_into_tensor_coalesced = all_gather_single_coalesced
+        reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+        alltoall_base = all_to_all_single
 
     # ---------------------------------------------------------------------------------------------------- inside
 
@@ -357,7 +334,7 @@ class Group(Handle, dist.ProcessGroup):
         sparse.check(tensor, how.op)
         self._sums += 1
         return Step((), functools.partial(sparse.all_reduce, self.comm, tensor, self._sums, how.timeout)).after(
-            self._completer, here=False
+            self.completer, here=False
         )
 
     def _all_gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], how: How) -> GroupWork:
@@ -388,7 +365,7 @@ class Group(Handle, dist.ProcessGroup):
         self, parts: Sequence[Any], outputs: Sequence[Tensor], its: Tensors, source: Callable[[], int] = lambda: -1
     ) -> GroupWork:
         self._number += 1
-        work = GroupWork(its.parts(list(parts), self._completer), list(outputs), self._completer, source)
+        work = GroupWork(its.parts(list(parts), self.completer), list(outputs), self.completer, source)
         if self._together is not None:
             self._together.append(work)
         return work

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
+from aiocomms.torch_backend import Group
+
 PART, WHOLE, PARTS, ROWS = "a rank's part", "all in one tensor", "all parts", "all parts, each in a list"
 TENSORS = {
     "allgather": (PARTS, PART),
@@ -52,9 +54,11 @@ class Form:
 
 
 def forms() -> Iterator[Form]:
-    """Every form of every method that starts an operation."""
+    """Every form of every method that starts an operation; of Backend's, those of methods that a group of ours has."""
     for owner in (c10d.ProcessGroup, c10d.Backend):
         for method, function in vars(owner).items():
+            if owner is c10d.Backend and method not in vars(Group):  # it is ProcessGroup's there, in C++
+                continue
             for line in (getattr(function, "__doc__", None) or "").splitlines():
                 found = re.fullmatch(rf"(?:\d+\. )?{method}\(self: [\w.]+(?:, (.*))?\) -> c10d::Work", line)
                 if found and method != "_end_coalescing":

@@ -163,8 +163,8 @@ async def is_destroyed(place: Rank) -> None:
             works = [dist.all_reduce(each, group=some, async_op=True) for each in (torch.ones(1), tensor)]
             if place.rank == 0:
                 works[0].get_future().then(lambda _, ending=ending, ended=ended: (ending.wait(), ended.set()))
-                drain = some._completer.drain
-                some._completer.drain = lambda ending=ending, drain=drain: (ending.set(), drain())
+                drain = some.completer.drain
+                some.completer.drain = lambda ending=ending, drain=drain: (ending.set(), drain())
                 place.tell(f"called {turn}")
             await asyncio.to_thread(dist.destroy_process_group, some)
             assert works[1].exception() is None

@@ -18,6 +18,7 @@ import uvloop
 from forms import outcomes
 from places import group
 from processes import HANGS, KILLED, Rank, Run
+from torch.testing._internal.two_tensor import TwoTensor
 
 import aiocomms.torch_backend
 from aiocomms.errors import ArgumentError, CommError, UnsupportedOperation
@@ -55,6 +56,10 @@ async def reduces(place: Rank) -> None:
         scaled = base.clone()
         dist.all_reduce(scaled, dist._make_nccl_premul_sum(torch.tensor(0.5)))  # torch's only way to make one
         assert torch.equal(scaled, total / 2)
+        both = TwoTensor(base.clone(), base * 10)
+        dist.all_reduce(both)
+        assert torch.equal(both.a, total)
+        assert torch.equal(both.b, total * 10)
         rooted = base.clone()
         dist.reduce(rooted, 1)
         assert torch.equal(rooted, total if place.rank == 1 else base)

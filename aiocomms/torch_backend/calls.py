@@ -1,0 +1,55 @@
+"""How torch calls a method of a group."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import distributed as dist
+
+from aiocomms.profiler import profiling
+from aiocomms.torch_backend.dispatcher import is_seen, seen
+from aiocomms.torch_backend.forms import one_form
+from aiocomms.torch_backend.ranges import Range
+from aiocomms.torch_backend.works import BACKEND, GroupWork, raising_as_torch_does
+
+_Method = Callable[..., GroupWork]
+
+
+def operation(name: str, given: int | None = 0) -> Callable[[_Method], Callable[..., dist.Work]]:
+    """A method that torch calls, in any of torch's forms: it gets one, with the :class:`How` at its end.
+
+    It raises what torch's users expect, and is a range of torch's profiler.
+
+    :param given: which of its arguments are the tensors that the profiler shows; None: there are none.
+    """
+
+    def of(method: _Method) -> Callable[..., dist.Work]:
+        def begin(self: Any, *arguments: Any) -> GroupWork:
+            if not profiling():
+                return method(self, *arguments)
+            span = Range(f"{BACKEND}:{name}", () if given is None else arguments[given : given + 1])
+            try:
+                return method(self, *arguments).within(span)
+            except BaseException:
+                span.end()
+                raise
+
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> dist.Work:
+            with raising_as_torch_does():
+                arguments = one_form(method.__name__, args, kwargs)
+                if not is_seen(arguments):
+                    return begin(self, *arguments)
+            with seen() as works:
+                work: dist.Work = getattr(dist.ProcessGroup, method.__name__)(self, *args, **kwargs)
+            return GroupWork.of_all(works, self.completer) if works else work
+
+        # By its name, pybind11 knows that it calls the method of its base, and does not call it again for that.
+        function: Any = call
+        function.__code__ = function.__code__.replace(co_name=method.__name__)
+        function.begin = begin
+        return call
+
+    return of
