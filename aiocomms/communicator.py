@@ -17,6 +17,7 @@ import torch
 from aiocomms import ops
 from aiocomms.bootstrap import directory, recovery
 from aiocomms.bootstrap.forming import broken_off
+from aiocomms.bootstrap.groups import Groups
 from aiocomms.bootstrap.meeting import Predecessor
 from aiocomms.bootstrap.registry import Plan, open_transports
 from aiocomms.bootstrap.rendezvous import StoreRendezvous
@@ -26,13 +27,7 @@ from aiocomms.diagnosis.debug import Debugger
 from aiocomms.diagnosis.leak_guard import LeakGuard, guards
 from aiocomms.diagnosis.live import Sight, live, sight_of
 from aiocomms.diagnosis.statistics import Statistics, statistics_of
-from aiocomms.errors import (
-    CommError,
-    MismatchError,
-    StoreLostError,
-    as_reason,
-    wrong_thread,
-)
+from aiocomms.errors import CommError, MismatchError, StoreLostError, as_reason, wrong_thread
 from aiocomms.families.collectives import Collectives
 from aiocomms.families.hooks import Hooked
 from aiocomms.families.objects import AllGatherObject, Objects
@@ -75,6 +70,7 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         self._rendezvous, self._plan = rendezvous, plan
         self._core = core = Core(rendezvous, transports, plan.options)
         self._children = 0  # communicators split off
+        self._groups = Groups(rendezvous, plan, core.by_family)
         self._portal: Portal | None = None
         self._doors: list[Door] = []  # of portals
         self._pre_hooks, self._post_hooks, self._abort_hooks = core.pre_hooks, core.post_hooks, core.abort_hooks
@@ -319,6 +315,20 @@ class Communicator(PointToPoint, Collectives, OneSided, Objects, Streams, Hooked
         opened = await open_transports(plan, lambda _, f: parents[f].split(rendezvous, members, plan.options))
         rendezvous.timeout = seconds
         return Communicator(rendezvous, plan, opened)
+
+    async def create_group(self, ranks: Sequence[int], name: str, *, timeout: OpTimeout = COMM_TIMEOUT) -> Communicator:
+        """Form a communicator of some of the ranks; collective over these alone, as ``MPI_Comm_create_group`` is.
+
+        :param ranks: its members, as of :meth:`split`.
+        :param name: its name, the same on all of them; it tells it from others that they form at the same time.
+        :param timeout: as of :meth:`split`.
+        :raises ArgumentError: an argument is wrong. Nothing was sent.
+        :raises CommError: it was not formed, as of :func:`aiocomms.new_comm`; this communicator goes on.
+        """
+        self._core.demand("create_group")
+        members = membership.members(ranks, self._core, "create_group", least=1)
+        seconds = checks.op_deadline(timeout, self._rendezvous.timeout)
+        return Communicator(*await self._groups.form(members, checks.label(name), seconds))
 
     async def reconfigure(
         self, ranks: Sequence[int] | None = None, *, size: int | None = None, timeout: float | timedelta = 10.0

@@ -140,6 +140,13 @@ class Core(Posting):
         """Why it refuses whatever comes; None: it does not."""
         return self.life.refusal()
 
+    def demand(self, what: str) -> None:
+        """Refuse something that is no op, on another thread than its own, or after its end."""
+        if get_ident() != self.thread:
+            raise wrong_thread(f"{what} on '{self.name}'")
+        if (error := self.refusal()) is not None:
+            raise error.about(comm=self.name, op=what, rank=self.rank)
+
     def refused(self, op: ops.Op) -> Exception:
         """The error of an op that is refused."""
         error = self.refusal()

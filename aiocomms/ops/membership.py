@@ -9,10 +9,16 @@ from aiocomms.ops.checks import Members, index, wrong_type
 from aiocomms.ops.numbers import as_int
 
 
-def members(ranks: Sequence[int], group: Members, op: str = "split") -> list[int]:
-    """Check the members of a new communicator: distinct ranks, with this rank among them; or an empty list."""
+def members(ranks: Sequence[int], group: Members, op: str = "split", least: int = 0) -> list[int]:
+    """Check the members of a new communicator: distinct ranks, with this rank among them; or an empty list.
+
+    :param least: how many there are at least.
+    """
     try:
-        return _members(ranks, group)
+        chosen = _members(ranks, group)
+        if len(chosen) < least:
+            raise ArgumentError(f"ranks is {chosen}, wanted this rank, {group.rank}, among them")
+        return chosen
     except ArgumentError as error:
         raise error.about(op=op, rank=group.rank) from None
 

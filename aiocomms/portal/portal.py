@@ -173,6 +173,10 @@ class Portal(Operations, Hooked):
         child = self._run("split", lambda: self._comm.split(ranks, name, timeout=timeout, hints=hints))
         return None if child is None else self._of(child)
 
+    def create_group(self, ranks: Sequence[int], name: str, *, timeout: OpTimeout = COMM_TIMEOUT) -> Self:
+        """Form a communicator of some of the ranks, with a portal; see :meth:`Communicator.create_group`."""
+        return self._of(self._run("create_group", lambda: self._comm.create_group(ranks, name, timeout=timeout)))
+
     def reconfigure(
         self, ranks: Sequence[int] | None = None, *, size: int | None = None, timeout: float | timedelta = 10.0
     ) -> Self:

@@ -33,18 +33,24 @@ from aiocomms.torch_backend.works import BACKEND, GroupWork, raising_as_torch_do
 def create(how: Any, options: Any) -> Group:
     """Make a group for ``torch.distributed``; collective over its ranks.
 
+    Over the transport of torch's default group it shares that group's engine and thread.
+
     :param how: torch's options of the group: its store, ranks and timeout.
     :param options: the transport, as :func:`aiocomms.new_comm` takes it; None: the best that is available.
     """
+    timeout, name, world = how.timeout.total_seconds(), f"torch {how.group_id}", dist.group.WORLD
+    if isinstance(world, Group) and options in (None, world.transport):
+        comm = world.comm.create_group(how.global_ranks_in_group, name, timeout=timeout)
+        return Group(comm, how.store, world.transport)
     comm = blocking.new_comm(
         "auto" if options is None else options,
         store=how.store,
         rank=how.group_rank,
         size=how.group_size,
-        name=f"torch {how.group_id}",
-        timeout=how.timeout.total_seconds(),
+        name=name,
+        timeout=timeout,
     )
-    return Group(comm, how.store)
+    return Group(comm, how.store, options)
 
 
 class Group(Handle, dist.ProcessGroup):
@@ -54,10 +60,12 @@ class Group(Handle, dist.ProcessGroup):
     may be non-contiguous, and may require grad, through which nothing flows.
     """
 
-    def __init__(self, comm: blocking.Communicator, store: dist.Store) -> None:
+    def __init__(self, comm: blocking.Communicator, store: dist.Store, transport: Any = None) -> None:
         super().__init__(comm.rank, comm.size)  # type: ignore[call-arg]
         self.comm = comm
         """The communicator."""
+        self.transport = transport
+        """What it was asked to run over, as :func:`aiocomms.new_comm` takes it; None: the best that is available."""
         self._store = store
         self.completer = Completer()
         self._receives = Receives(comm)
@@ -165,7 +173,7 @@ class Group(Handle, dist.ProcessGroup):
             comm = self.comm.split(members, group_name and f"{self.comm.name}/{group_name}", timeout=seconds)
         if comm is None:
             return None
-        group = Group(comm, dist.PrefixStore(f"{comm.name}/", self._store))
+        group = Group(comm, dist.PrefixStore(f"{comm.name}/", self._store), self.transport)
         group.setGroupName(group_name or "")
         group.setGroupDesc(group_desc or "")
         return group

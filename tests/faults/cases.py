@@ -336,6 +336,7 @@ CASES = (
     Case(133, "a hook that raises what is no Exception"),
     Case(134, "what listens at torch's dispatcher: modes, and tensors that decide themselves"),
     Case(135, "an all-gather into a tensor as torch's inductor calls it"),
+    Case(136, "groups of some ranks, which share an engine and a thread, and are formed by these ranks alone"),
     Case(137, "a group of several backends, for the CPU and for a GPU"),
     Case(138, "a store that the program drops while a communicator is open", local="no process serves it a store"),
     Case(139, "the conformance suite where a warning is an error, and there is no project"),

@@ -84,6 +84,27 @@ async def test_reversed(comm: Communicator, case: Case) -> None:
     await child.aclose()
 
 
+@pytest.mark.fault(136)
+@ranks(3, more=(2, 7))
+async def test_a_group_that_its_members_form_alone(comm: Communicator, case: Case) -> None:
+    """The other ranks take no part; one of the same name again is another one."""
+    members = [comm.size - 1, 0]
+    for _ in range(2) if comm.rank in members else ():
+        child = await comm.create_group(members, "some of them")
+        case.opened.append(child)
+        assert (child.name, child.rank, child.transports) == ("some of them", members.index(comm.rank), comm.transports)
+        await check_sum(child, members)
+        await child.aclose()
+    other = (comm.rank + 1) % comm.size
+    for wrong, text in (([], "among them"), ([other], "leaves out this rank"), ([comm.rank] * 2, "each rank once")):
+        with pytest.raises(ArgumentError, match=text):
+            await comm.create_group(wrong, "wrong")
+    await comm.barrier()
+    await comm.aclose()
+    with pytest.raises(CommClosedError):
+        await comm.create_group([comm.rank], "late")
+
+
 @pytest.mark.memory
 @ranks(3, more=(2, 4, 7))
 async def test_pairs(comm: Communicator, case: Case) -> None:
