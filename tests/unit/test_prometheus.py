@@ -120,8 +120,9 @@ def test_the_lateness_of_the_loop(run):
     run(main)
 
 
-def test_the_heartbeat():
+def test_the_heartbeat(monkeypatch):
     """What the heartbeat has measured of the other rank, and of no rank once nobody is asked any more."""
+    monkeypatch.setenv("AIOCOMMS_HEARTBEAT", "5")
 
     async def main():
         registry = prometheus_client.CollectorRegistry()

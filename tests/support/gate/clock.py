@@ -46,6 +46,7 @@ def stop_clock(monkeypatch: pytest.MonkeyPatch) -> None:
             clock.now = max(clock.now, deadline + deadlines._GRACE)
             dog._changed.notify_all()
 
+    monkeypatch.setenv("AIOCOMMS_HEARTBEAT", "0")
     monkeypatch.setattr(deadlines, "time", clock)
     monkeypatch.setattr(deadlines.Watchdog, "wake_by", wakes_soon)
 
