@@ -14,11 +14,12 @@ from aiocomms.ops.checks import short, wrong_type
 from aiocomms.ops.numbers import as_int
 from aiocomms.ops.writing import write, writing
 
-# What is missing here is only carried: float8 types, whose sums mean nothing without a scale, and unsigned integers of
-# more than 8 bits, for which torch lacks most operators.
+# What is missing here is only carried: float8 types, whose sums mean nothing without a scale.
 _FLOAT = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _COMPLEX = {torch.complex64, torch.complex128}
-_INTEGER = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+# Torch lacks most operators of these. Their bits are those of signed integers, for which it has all.
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+_INTEGER = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *_SIGNED}
 _BOOL = {torch.bool}
 
 # The sum of bools is no bool, the mean of integers is in general no integer, and complex numbers have no order.
@@ -139,7 +140,22 @@ def lift(op: ReduceOp, tensor: Tensor) -> Tensor:
 def combine(op: ReduceOp, accumulator: Tensor, tensor: Tensor) -> None:
     """Compute ``accumulator = accumulator op tensor``. Both come from :func:`lift`."""
     with writing(accumulator):
-        _COMBINE[op.kind](accumulator, tensor, out=accumulator)
+        if (signed := _SIGNED.get(accumulator.dtype)) is None:
+            _COMBINE[op.kind](accumulator, tensor, out=accumulator)
+        else:
+            _combine_signed(op, accumulator.view(signed), tensor.view(signed))
+
+
+def _combine_signed(op: ReduceOp, accumulator: Tensor, tensor: Tensor) -> None:
+    """Combine the bits of unsigned integers, whose order is that of signed ones once the highest bit is flipped."""
+    ordered = op.kind in ("min", "max")
+    highest = torch.iinfo(accumulator.dtype).min
+    if ordered:
+        accumulator.bitwise_xor_(highest)
+        tensor = tensor ^ highest
+    _COMBINE[op.kind](accumulator, tensor, out=accumulator)
+    if ordered:
+        accumulator.bitwise_xor_(highest)
 
 
 def lower(op: ReduceOp, accumulator: Tensor, size: int, out: Tensor) -> None:

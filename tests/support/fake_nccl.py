@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from aiocomms_nccl import NcclTransport, bringup
@@ -33,7 +34,9 @@ DTYPES = {
     names.INT8: torch.int8,
     names.UINT8: torch.uint8,
     names.INT32: torch.int32,
+    names.UINT32: torch.uint32,
     names.INT64: torch.int64,
+    names.UINT64: torch.uint64,
     names.FLOAT16: torch.float16,
     names.FLOAT32: torch.float32,
     names.FLOAT64: torch.float64,
@@ -46,6 +49,7 @@ REDUCE: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
     names.MIN: torch.minimum,
     names.AVG: torch.add,
 }
+UNSIGNED = {names.SUM: np.add, names.PROD: np.multiply, names.MAX: np.maximum, names.MIN: np.minimum}
 P2P = ("send", "recv")
 
 
@@ -146,6 +150,8 @@ def perform(what: What, calls: Sequence[Call]) -> None:
 
 def reduced(what: What, tensors: Sequence[Tensor]) -> Tensor:
     """Reduce tensors, and round after each rank's contribution as NCCL does."""
+    if what.dtype in (names.UINT32, names.UINT64):  # for which torch lacks the operators
+        return torch.from_numpy(functools.reduce(UNSIGNED[what.op], [tensor.numpy() for tensor in tensors]))
     result = functools.reduce(REDUCE[what.op], tensors).clone()
     if what.op == names.AVG:
         result = (result / len(tensors)).to(result.dtype)

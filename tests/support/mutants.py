@@ -276,8 +276,16 @@ def float8_goes_by_value() -> None:
 
 
 @caught_by("test_arguments")
-def unsigned_integers_are_summed() -> None:
-    reductions.SUPPORTED["sum"] |= {torch.uint32}
+def float8_is_summed() -> None:
+    reductions.SUPPORTED["sum"] |= {torch.float8_e5m2}
+
+
+@caught_by("test_collectives")
+def unsigned_integers_are_in_the_order_of_signed_ones() -> None:
+    def combine(original: Any, op: Any, accumulator: Any, tensor: Any) -> None:
+        reductions._COMBINE[op.kind](accumulator, tensor, out=accumulator)
+
+    wrap(reductions, "_combine_signed", combine)
 
 
 @caught_by("test_collectives")

@@ -7,7 +7,7 @@ import hashlib
 import math
 import operator
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +18,16 @@ from aiocomms.ops.checks import DTYPES, describe
 
 ALL_DTYPES = tuple(sorted(DTYPES, key=str))
 CARRIED_ONLY = (
-    torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2,
-    torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
-)  # fmt: skip
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+)
 """What reductions refuse: said here once more, so that what the library says is compared with it."""
 REDUCED_DTYPES = tuple(dtype for dtype in ALL_DTYPES if dtype not in CARRIED_ONLY)
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+"""Those for which torch itself lacks most operators."""
 HALVES = (torch.float16, torch.bfloat16)
 
 SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (2, 0, 3), (7,), (8, 8), (257,), (1031,))
@@ -223,7 +228,17 @@ _EXACT = {
 }
 
 
+_EXACT_INTS: dict[str, Callable[[int, int], int]] = {
+    "min": min, "max": max, "band": operator.and_, "bor": operator.or_, "bxor": operator.xor, "sum": operator.add,
+    "product": operator.mul,
+}  # fmt: skip
+
+
 def _exactly(op: ReduceOp, stack: Tensor) -> Tensor:
+    if stack.dtype in UNSIGNED:
+        columns = zip(*(row.flatten().tolist() for row in stack), strict=True)
+        values = [functools.reduce(_EXACT_INTS[op.kind], column) % 256**stack.itemsize for column in columns]
+        return torch.tensor(values, dtype=stack.dtype).view(stack.shape[1:])
     value: Tensor = _EXACT[op.kind](stack)
     return value
 

@@ -63,6 +63,7 @@ async def test_data_arrives_unchanged(comm: Communicator, case: Case, name: str)
         await check_all(name, comm, case, share(settings, dtype, comm.size))
 
 
+@pytest.mark.fault(140)
 @pytest.mark.memory
 @ranks(1, 2, 3, 4, 7)
 @pytest.mark.parametrize("name", REDUCING)
@@ -73,6 +74,24 @@ async def test_every_operator_on_every_dtype(comm: Communicator, case: Case, nam
         shapes = itertools.cycle(data.SHAPES[i % len(data.SHAPES) :] + data.SHAPES[: i % len(data.SHAPES)])
         settings = [Setting(dtype, next(shapes), k % comm.size, op, k) for k, op in enumerate(defined)]
         await check_all(name, comm, case, share(settings, dtype, comm.size))
+
+
+@pytest.mark.fault(140)
+@ranks(2)
+async def test_the_ends_of_unsigned_integers(comm: Communicator, case: Case) -> None:
+    """Sums and products wrap around, and what is more than a signed integer holds is more than what is less."""
+    for dtype in data.UNSIGNED:
+        most = 256**dtype.itemsize - 1
+        given = ([0, most, most, 1, most // 2], [most, most, 1, 2, most // 2 + 1])
+        wanted = {
+            "sum": [most, most - 1, 0, 3, most], "product": [0, 1, most, 2, most // 2 + 1],
+            "min": [0, most, 1, 1, most // 2], "max": [most, most, most, 2, most // 2 + 1],
+            "band": [0, most, 1, 0, 0], "bor": [most, most, most, 3, most], "bxor": [most, 0, most - 1, 3, most],
+        }  # fmt: skip
+        for kind, values in wanted.items():
+            slot = case.full(torch.tensor(given[comm.rank], dtype=dtype))
+            await comm.all_reduce(slot.tensor, ReduceOp(kind))
+            slot.expect(torch.tensor(values, dtype=dtype))
 
 
 @pytest.mark.core

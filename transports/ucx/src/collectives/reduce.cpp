@@ -97,8 +97,8 @@ constexpr size_t index(DType dtype) { return static_cast<size_t>(dtype); }
 
 using Row = std::array<Folder, kDTypes>;
 
-// Bool, UInt8, Int8, Int16, Int32, Int64, Float16, BFloat16, Float32, Float64, Complex64, Complex128; none of the
-// others.
+// Bool, UInt8, Int8, Int16, Int32, Int64, Float16, BFloat16, Float32, Float64, Complex64, Complex128, UInt16, UInt32,
+// UInt64; none of the others.
 
 template <class Set, class Operation>
 constexpr Row arithmetic() {
@@ -108,25 +108,28 @@ constexpr Row arithmetic() {
   constexpr Fold u64 = Set::template fold<Folding<std::uint64_t, Operation>>;
   constexpr Fold f32 = Set::template fold<Folding<float, Operation>>;
   constexpr Fold f64 = Set::template fold<Folding<double, Operation>>;
-  return {{{}, {u8}, {u8}, {u16}, {u32}, {u64}, {f32}, {f32}, {f32}, {f64}, {f32, 2}, {f64, 2}}};
+  return {{{}, {u8}, {u8}, {u16}, {u32}, {u64}, {f32}, {f32}, {f32}, {f64}, {f32, 2}, {f64, 2}, {u16}, {u32}, {u64}}};
 }
 
 template <class Set, class Operation>
 constexpr Row order() {
   constexpr Fold u8 = Set::template fold<Folding<std::uint8_t, Operation>>;
+  constexpr Fold u16 = Set::template fold<Folding<std::uint16_t, Operation>>;
+  constexpr Fold u32 = Set::template fold<Folding<std::uint32_t, Operation>>;
+  constexpr Fold u64 = Set::template fold<Folding<std::uint64_t, Operation>>;
   constexpr Fold i8 = Set::template fold<Folding<std::int8_t, Operation>>;
   constexpr Fold i16 = Set::template fold<Folding<std::int16_t, Operation>>;
   constexpr Fold i32 = Set::template fold<Folding<std::int32_t, Operation>>;
   constexpr Fold i64 = Set::template fold<Folding<std::int64_t, Operation>>;
   constexpr Fold f32 = Set::template fold<Folding<float, Operation>>;
   constexpr Fold f64 = Set::template fold<Folding<double, Operation>>;
-  return {{{u8}, {u8}, {i8}, {i16}, {i32}, {i64}, {f32}, {f32}, {f32}, {f64}, {}, {}}};
+  return {{{u8}, {u8}, {i8}, {i16}, {i32}, {i64}, {f32}, {f32}, {f32}, {f64}, {}, {}, {u16}, {u32}, {u64}}};
 }
 
 template <class Set, class Operation>
 constexpr Row bits() {
   constexpr Fold u8 = Set::template fold<Folding<std::uint8_t, Operation>>;
-  return {{{u8}, {u8}, {u8}, {u8, 2}, {u8, 4}, {u8, 8}, {}, {}, {}, {}, {}, {}}};
+  return {{{u8}, {u8}, {u8}, {u8, 2}, {u8, 4}, {u8, 8}, {}, {}, {}, {}, {}, {}, {u8, 2}, {u8, 4}, {u8, 8}}};
 }
 
 template <class Set, class Operation, class OnComplex>
@@ -152,7 +155,7 @@ constexpr Kernels kernels_of() {
   kernels.fold[index(Operator::Band)] = bits<Set, And>();
   kernels.fold[index(Operator::Bor)] = bits<Set, Or>();
   kernels.fold[index(Operator::Bxor)] = bits<Set, Xor>();
-  for (size_t dtype = index(DType::Float16); dtype < kDTypes; ++dtype)
+  for (size_t dtype = index(DType::Float16); dtype <= index(DType::Complex128); ++dtype)
     for (const Operator op : {Operator::Avg, Operator::PremulSum})
       kernels.fold[index(op)][dtype] = kernels.fold[index(Operator::Sum)][dtype];
   kernels.scale = by_parameter<Set, Scale, Scale>();
