@@ -6,17 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from aiocomms import ops
-from aiocomms.errors import ArgumentError
-from aiocomms.families.issuer import Issuer
+from aiocomms.families.reducing import Reducing
 from aiocomms.ops import TensorLike
 from aiocomms.ops.checks import COMM_TIMEOUT, OpTimeout, integers, optional, sequence
-from aiocomms.ops.reductions import ReduceOp
 from aiocomms.progress.work import Work
 
 Given = TypeVar("Given", bound=TensorLike)
 
 
-class Collectives(Issuer):
+class Collectives(Reducing):
     """Every rank calls the same collectives in the same order, with arguments that fit each other.
 
     The order of the *calls* counts, not the order in which a rank awaits them; several collectives may be under way at
@@ -43,52 +41,6 @@ class Collectives(Issuer):
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
         return self._issue(ops.Broadcast(tensor, root), hints, timeout)
-
-    def all_reduce(
-        self,
-        tensor: Given,
-        op: ReduceOp | str = ReduceOp.SUM,
-        *,
-        hints: Mapping[str, Any] | None = None,
-        timeout: OpTimeout = COMM_TIMEOUT,
-    ) -> Work[Given]:
-        """Reduce every rank's tensor in place, and give all ranks the result.
-
-        :param tensor: of one shape and dtype on every rank.
-        :param op: how values are reduced: an operator, or the name of one, as :meth:`ReduceOp.parse` takes it.
-        :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
-        :returns: the work; its result is ``tensor``.
-        :raises ArgumentError: an argument is wrong; nothing was sent.
-        :raises UnsupportedOperation: ``op`` is not defined for the dtype.
-        """
-        if type(op) is not ReduceOp:
-            op = self._operator("all_reduce", op)
-        return self._issue(ops.AllReduce(tensor, op), hints, timeout)
-
-    def reduce(
-        self,
-        tensor: Given,
-        root: int,
-        op: ReduceOp | str = ReduceOp.SUM,
-        *,
-        hints: Mapping[str, Any] | None = None,
-        timeout: OpTimeout = COMM_TIMEOUT,
-    ) -> Work[Given]:
-        """Reduce every rank's tensor into the root's tensor; the other ranks' tensors do not change.
-
-        :param tensor: of one shape and dtype on every rank; written on the root only.
-        :param root: the rank that gets the result.
-        :param op: how values are reduced: an operator, or the name of one, as :meth:`ReduceOp.parse` takes it.
-        :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
-        :returns: the work; its result is ``tensor``.
-        :raises ArgumentError: an argument is wrong; nothing was sent.
-        :raises UnsupportedOperation: ``op`` is not defined for the dtype.
-        """
-        if type(op) is not ReduceOp:
-            op = self._operator("reduce", op)
-        return self._issue(ops.Reduce(tensor, root, op), hints, timeout)
 
     def all_gather(
         self,
@@ -146,78 +98,6 @@ class Collectives(Issuer):
         :raises ArgumentError: an argument is wrong; nothing was sent.
         """
         return self._issue(ops.AllGatherSingle(output, input), hints, timeout)
-
-    def reduce_scatter(
-        self,
-        output: Given,
-        inputs: Sequence[TensorLike],
-        op: ReduceOp | str = ReduceOp.SUM,
-        *,
-        hints: Mapping[str, Any] | None = None,
-        timeout: OpTimeout = COMM_TIMEOUT,
-    ) -> Work[Given]:
-        """Reduce every rank's list of tensors, and give rank ``r`` the ``r``-th result; all tensors have one shape.
-
-        :param output: this rank's result, written; may be ``inputs[rank]`` itself.
-        :param inputs: one tensor per rank.
-        :param op: how values are reduced: an operator, or the name of one, as :meth:`ReduceOp.parse` takes it.
-        :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
-        :returns: the work; its result is ``output``.
-        :raises ArgumentError: an argument is wrong; nothing was sent.
-        :raises UnsupportedOperation: ``op`` is not defined for the dtype.
-        """
-        if type(op) is not ReduceOp:
-            op = self._operator("reduce_scatter", op)
-        return self._issue(ops.ReduceScatter(output, sequence("inputs", inputs), op), hints, timeout)
-
-    def reduce_scatter_v(
-        self,
-        output: Given,
-        inputs: Sequence[TensorLike],
-        op: ReduceOp | str = ReduceOp.SUM,
-        *,
-        hints: Mapping[str, Any] | None = None,
-        timeout: OpTimeout = COMM_TIMEOUT,
-    ) -> Work[Given]:
-        """As :meth:`reduce_scatter`, but the shape may differ from rank to rank.
-
-        :param output: this rank's result, written; may be ``inputs[rank]`` itself.
-        :param inputs: one tensor per rank, of the shape of that rank's output.
-        :param op: how values are reduced: an operator, or the name of one, as :meth:`ReduceOp.parse` takes it.
-        :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
-        :returns: the work; its result is ``output``.
-        :raises ArgumentError: an argument is wrong; nothing was sent.
-        :raises UnsupportedOperation: ``op`` is not defined for the dtype.
-        """
-        if type(op) is not ReduceOp:
-            op = self._operator("reduce_scatter_v", op)
-        return self._issue(ops.ReduceScatterV(output, sequence("inputs", inputs), op), hints, timeout)
-
-    def reduce_scatter_single(
-        self,
-        output: Given,
-        input: TensorLike,
-        op: ReduceOp | str = ReduceOp.SUM,
-        *,
-        hints: Mapping[str, Any] | None = None,
-        timeout: OpTimeout = COMM_TIMEOUT,
-    ) -> Work[Given]:
-        """Reduce every rank's input, and give rank ``r`` the ``r``-th of ``size`` equal chunks of the result.
-
-        :param output: this rank's chunk, written; may be chunk ``rank`` of ``input``.
-        :param input: ``size`` times the elements of ``output``.
-        :param op: how values are reduced: an operator, or the name of one, as :meth:`ReduceOp.parse` takes it.
-        :param hints: advice to the transport.
-        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
-        :returns: the work; its result is ``output``.
-        :raises ArgumentError: an argument is wrong; nothing was sent.
-        :raises UnsupportedOperation: ``op`` is not defined for the dtype.
-        """
-        if type(op) is not ReduceOp:
-            op = self._operator("reduce_scatter_single", op)
-        return self._issue(ops.ReduceScatterSingle(output, input, op), hints, timeout)
 
     def all_to_all(
         self,
@@ -356,13 +236,6 @@ class Collectives(Issuer):
         :returns: the work; its result is None.
         """
         return self._issue(ops.Barrier(), hints, timeout)
-
-    def _operator(self, name: str, op: object) -> ReduceOp:
-        """Parse the operator that a caller gave the method ``name`` in another form than a :class:`ReduceOp`."""
-        try:
-            return ReduceOp.parse(op)
-        except ArgumentError as error:
-            raise error.about(comm=self.name, op=name, rank=self.rank) from None
 
 
 def _of_root(given: Any, root: int, rank: int) -> Any:
