@@ -77,6 +77,22 @@ def reduce(tensor: Given, root: int, op: ReduceOp | str = ReduceOp.SUM, group: A
     return get_comm(group).reduce(_copy("tensor", tensor), root, op)
 
 
+def scan(tensor: Given, op: ReduceOp | str = ReduceOp.SUM, group: AnyGroup = None) -> Work[Given]:
+    """Give every rank the reduction of the tensors of the ranks up to it, its own among them.
+
+    :param op: as of :func:`all_reduce`.
+    """
+    return get_comm(group).scan(_copy("tensor", tensor), op)
+
+
+def exscan(tensor: Given, op: ReduceOp | str = ReduceOp.SUM, group: AnyGroup = None) -> Work[Given]:
+    """Give every rank the reduction of the tensors of the ranks before it; rank 0 as :meth:`Communicator.exscan` does.
+
+    :param op: as of :func:`all_reduce`.
+    """
+    return get_comm(group).exscan(_copy("tensor", tensor), op)
+
+
 def all_gather(tensor: Given, group: AnyGroup = None) -> Work[Given]:
     """Give every rank all ranks' tensors.
 

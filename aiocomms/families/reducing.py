@@ -65,6 +65,56 @@ class Reducing(Issuer):
             op = _operator(self, "reduce", op)
         return self._issue(ops.Reduce(tensor, root, op), hints, timeout)
 
+    def scan(
+        self,
+        tensor: Given,
+        op: ReduceOp | str = ReduceOp.SUM,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
+    ) -> Work[Given]:
+        """Reduce in place, on each rank, the tensors of the ranks up to it, its own among them; MPI's ``Scan``.
+
+        A rank need not wait for those behind it, though on some transports it does.
+
+        :param tensor: of one shape and dtype on every rank.
+        :param op: how values are reduced: an operator, or the name of one, as :meth:`ReduceOp.parse` takes it.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :returns: the work; its result is ``tensor``.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        :raises UnsupportedOperation: ``op`` is not defined for the dtype.
+        """
+        if type(op) is not ReduceOp:
+            op = _operator(self, "scan", op)
+        return self._issue(ops.Scan(tensor, op), hints, timeout)
+
+    def exscan(
+        self,
+        tensor: Given,
+        op: ReduceOp | str = ReduceOp.SUM,
+        *,
+        hints: Mapping[str, Any] | None = None,
+        timeout: OpTimeout = COMM_TIMEOUT,
+    ) -> Work[Given]:
+        """Reduce in place, on each rank, the tensors of the ranks before it; MPI's ``Exscan``.
+
+        Rank 0 gets the reduction of no tensors, which changes no others, where MPI leaves it open: zeros for SUM,
+        PREMUL_SUM, BOR and BXOR, ones for PRODUCT, every bit for BAND, and for MIN and MAX the largest and the smallest
+        value of the dtype, which of floating point are the infinities. AVG has none: rank 0 gets NaN.
+
+        :param tensor: of one shape and dtype on every rank.
+        :param op: how values are reduced: an operator, or the name of one, as :meth:`ReduceOp.parse` takes it.
+        :param hints: advice to the transport.
+        :param timeout: the op's deadline in seconds, None for no deadline; by default the communicator's.
+        :returns: the work; its result is ``tensor``.
+        :raises ArgumentError: an argument is wrong; nothing was sent.
+        :raises UnsupportedOperation: ``op`` is not defined for the dtype.
+        """
+        if type(op) is not ReduceOp:
+            op = _operator(self, "exscan", op)
+        return self._issue(ops.Exscan(tensor, op), hints, timeout)
+
     def reduce_scatter(
         self,
         output: Given,

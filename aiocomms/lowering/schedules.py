@@ -132,6 +132,28 @@ def all_reduce(g: Context, op: ops.AllReduce) -> Steps:
     reductions.lower(op.op, accumulator, g.size, op.tensor)
 
 
+@schedule(ops.Scan, ops.Exscan)
+def scan(g: Context, op: ops.Scan) -> Steps:
+    """Recursive doubling (Hillis and Steele 1986): before step k a rank has reduced 2^k tensors up to its own."""
+    partials = [reductions.lift(op.op, op.tensor)]  # what later ranks are sent; and, of an exscan, what lacks its own
+    received = torch.empty_like(partials[0])
+    distance = 1
+    while distance < g.size:
+        sends = [g.send(partials[0], g.rank + distance)] if g.rank + distance < g.size else []
+        recvs = [g.recv(received, g.rank - distance)] if g.rank >= distance else []
+        yield sends + recvs
+        if recvs:
+            for partial in partials:
+                reductions.combine(op.op, partial, received)
+            if not op.own and distance == 1:
+                partials.append(received.clone())
+        distance *= 2
+    if op.own or g.rank:
+        reductions.lower(op.op, partials[-1], g.rank + op.own, op.tensor)
+    else:
+        reductions.reduce(op.op, [], op.tensor)
+
+
 def _doubling(g: Context, op: reductions.ReduceOp, accumulator: Tensor) -> Steps:
     """Recursive doubling; ranks above the largest power of two fold into a partner first (Thakur et al. 2005, 4.5)."""
     received = torch.empty_like(accumulator)

@@ -40,10 +40,12 @@ from aiocomms.ops._reducing import (
     AllReduce,
     Barrier,
     Broadcast,
+    Exscan,
     Reduce,
     ReduceScatter,
     ReduceScatterSingle,
     ReduceScatterV,
+    Scan,
 )
 from aiocomms.ops._rma import (
     CompareSwap,
@@ -81,6 +83,8 @@ COLLECTIVES: frozenset[type[Op]] = frozenset(
         Scatter,
     }
 )
+SCANS: frozenset[type[Op]] = frozenset({Scan, Exscan})
+"""Collectives, too, which a transport that carries all of those above need not carry: they go by messages then."""
 RMA: frozenset[type[Op]] = frozenset(
     {
         CompareSwap,
@@ -107,6 +111,7 @@ __all__ = [
     "RMA_DATA",
     "RMA_REPLY",
     "RMA_REQUEST",
+    "SCANS",
     "STREAM",
     "STREAM_DATA",
     "USER",
@@ -121,6 +126,7 @@ __all__ = [
     "Batch",
     "Broadcast",
     "CompareSwap",
+    "Exscan",
     "Family",
     "FetchAdd",
     "Flush",
@@ -136,6 +142,7 @@ __all__ = [
     "ReduceScatter",
     "ReduceScatterSingle",
     "ReduceScatterV",
+    "Scan",
     "Scatter",
     "Send",
     "Signal",

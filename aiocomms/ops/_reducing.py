@@ -34,10 +34,7 @@ class _InPlace(Op, frozen=True, eq=False):
         return [("tensor", self.tensor)]
 
 
-class AllReduce(_InPlace, frozen=True, eq=False):
-    """Every rank's ``tensor`` becomes the reduction of all ranks' tensors."""
-
-    name = kind = "all_reduce"
+class _OnAll(_InPlace, frozen=True, eq=False):
     if TYPE_CHECKING:  # mypy takes no descriptor from a base
         tensor: AsTensor
     op: ReduceOp
@@ -48,6 +45,31 @@ class AllReduce(_InPlace, frozen=True, eq=False):
 
     def signature(self) -> tuple[object, ...]:
         return (self.name, str(self.op), self.tensor.dtype, tuple(self.tensor.shape))
+
+
+class AllReduce(_OnAll, frozen=True, eq=False):
+    """Every rank's ``tensor`` becomes the reduction of all ranks' tensors."""
+
+    name = kind = "all_reduce"
+    if TYPE_CHECKING:  # mypy takes no descriptor from a base
+        tensor: AsTensor
+
+
+class Scan(_OnAll, frozen=True, eq=False):
+    """Every rank's ``tensor`` becomes the reduction of the tensors of the ranks up to it, itself among them."""
+
+    name = kind = "scan"
+    if TYPE_CHECKING:  # mypy takes no descriptor from a base
+        tensor: AsTensor
+    own: ClassVar[bool] = True
+    """Whether a rank's own tensor is among those that it gets the reduction of."""
+
+
+class Exscan(Scan, frozen=True, eq=False):
+    """Every rank's ``tensor`` becomes the reduction of the tensors of the ranks before it; rank 0's that of none."""
+
+    name = kind = "exscan"
+    own = False
 
 
 class Reduce(_InPlace, frozen=True, eq=False):

@@ -33,7 +33,7 @@ def zeros(*shape: Any, dtype: torch.dtype, device: Device) -> Tensor:
 
 
 @unaffected
-def full(shape: Sequence[int], value: int, *, dtype: torch.dtype, device: Device) -> Tensor:
+def full(shape: Sequence[int], value: float, *, dtype: torch.dtype, device: Device) -> Tensor:
     """Return a tensor whose elements are all ``value``."""
     return torch.full(shape, value, dtype=dtype, device=device)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from aiocomms.errors import ArgumentError, ArgumentTypeError
+from aiocomms.ops import buffers
 from aiocomms.ops.checks import short, wrong_type
 from aiocomms.ops.numbers import as_int
 from aiocomms.ops.writing import write, writing
@@ -166,8 +168,22 @@ def lower(op: ReduceOp, accumulator: Tensor, size: int, out: Tensor) -> None:
     write(out, accumulator)
 
 
+def _of_none(op: ReduceOp, dtype: torch.dtype) -> float:
+    least, most = -math.inf, math.inf
+    if dtype in _INTEGER | _BOOL:
+        least, most = (0, 1) if dtype in _BOOL else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    every_bit = most if least == 0 else -1
+    return {"product": 1, "min": most, "max": least, "band": every_bit, "avg": math.nan}.get(op.kind, 0)
+
+
 def reduce(op: ReduceOp, tensors: Sequence[Tensor], out: Tensor) -> None:
-    """Reduce one tensor per rank, in rank order, into ``out``, which may be one of these tensors."""
+    """Reduce one tensor per rank, in rank order, into ``out``, which may be one of these tensors.
+
+    The reduction of no tensors is what torch's is: the values that change no others, and for AVG NaN.
+    """
+    if not tensors:
+        write(out, buffers.full(out.shape, _of_none(op, out.dtype), dtype=out.dtype, device=out.device))
+        return
     if len(tensors) == 1 and op.kind != "premul_sum":
         if out.data_ptr() != tensors[0].data_ptr():
             write(out, tensors[0])

@@ -39,6 +39,8 @@ class Operations(Issuer):
     broadcast: Final = started(Collectives.broadcast)
     all_reduce: Final = started(Collectives.all_reduce)
     reduce: Final = started(Collectives.reduce)
+    scan: Final = started(Collectives.scan)
+    exscan: Final = started(Collectives.exscan)
     all_gather: Final = started(Collectives.all_gather)
     all_gather_v: Final = started(Collectives.all_gather_v)
     all_gather_single: Final = started(Collectives.all_gather_single)

@@ -24,7 +24,7 @@ from aiocomms.testing.injecting import STREAM, Differs, Fault, Injected, Injecti
 __all__ = ["Fault", "Injected", "delay", "drop", "inject", "kill", "mismatch", "slow_link"]
 
 _ALL = frozenset({cls.name for cls in (*ops.P2P, *ops.COLLECTIVES, *ops.RMA, *SCHEDULES)} | {STREAM})
-_DISAGREE = frozenset({"send", "recv", "batch"} | {cls.name for cls in ops.COLLECTIVES - {ops.Barrier}})
+_DISAGREE = frozenset({"send", "recv", "batch"} | {cls.name for cls in (ops.COLLECTIVES | ops.SCANS) - {ops.Barrier}})
 _MAY_DIFFER = {
     "dtype": _DISAGREE,
     "size": _DISAGREE - {ops.AllToAllVSingle.name},  # whose sizes are written twice

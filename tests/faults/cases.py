@@ -340,5 +340,5 @@ CASES = (
     Case(137, "a group of several backends, for the CPU and for a GPU"),
     Case(138, "a store that the program drops while a communicator is open", local="no process serves it a store"),
     Case(139, "the conformance suite where a warning is an error, and there is no project"),
-    Case(140, "what MPI's users look for: unsigned integers of more than 8 bits in reductions"),
+    Case(140, "what MPI's users look for: unsigned integers of more than 8 bits in reductions; scan, exscan"),
 )

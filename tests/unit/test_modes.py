@@ -36,6 +36,8 @@ def parts(comm: Communicator, count: int) -> list[Tensor]:
 COLLECTIVES: dict[str, Callable[[Communicator, int], Any]] = {
     "all_reduce": lambda comm, n: comm.all_reduce(ones(n)),
     "reduce": lambda comm, n: comm.reduce(ones(n), 1),
+    "scan": lambda comm, n: comm.scan(ones(n)),
+    "exscan": lambda comm, n: comm.exscan(ones(n)),
     "broadcast": lambda comm, n: comm.broadcast(ones(n), 1),
     "all_gather": lambda comm, n: comm.all_gather(parts(comm, n), ones(n)),
     "all_gather_single": lambda comm, n: comm.all_gather_single(ones(comm.size * n), ones(n)),

@@ -217,6 +217,16 @@ def _reduced(op: ReduceOp, tensors: tuple[Tensor, ...], rounds_each_step: bool) 
     return Expected(value, allowance)
 
 
+def of_none(op: ReduceOp, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Return what a reduction of no tensors gives."""
+    least, most = -math.inf, math.inf
+    if not (dtype.is_floating_point or dtype.is_complex):
+        least, most = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    every_bit = -1 if least else most
+    value = {"min": most, "max": least, "band": every_bit, "product": 1, "avg": math.nan}.get(op.kind, 0)
+    return torch.full(shape, value, dtype=dtype)
+
+
 _EXACT = {
     "min": lambda stack: functools.reduce(torch.minimum, stack),
     "max": lambda stack: functools.reduce(torch.maximum, stack),

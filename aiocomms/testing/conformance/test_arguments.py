@@ -46,6 +46,8 @@ GOOD: dict[str, Callable[[Communicator], Arguments]] = {
     "broadcast": lambda c: {"tensor": tensor(c), "root": 0},
     "all_reduce": lambda c: {"tensor": tensor(c), "op": ReduceOp.SUM},
     "reduce": lambda c: {"tensor": tensor(c), "root": 0, "op": ReduceOp.SUM},
+    "scan": lambda c: {"tensor": tensor(c), "op": ReduceOp.SUM},
+    "exscan": lambda c: {"tensor": tensor(c), "op": ReduceOp.SUM},
     "all_gather": lambda c: {"outputs": tensors(c), "tensor": tensor(c)},
     "all_gather_v": lambda c: {"outputs": tensors(c), "tensor": tensor(c)},
     "all_gather_single": lambda c: {"output": tensor(c, COUNT * c.size), "input": tensor(c)},
@@ -76,7 +78,7 @@ GOOD: dict[str, Callable[[Communicator], Arguments]] = {
 """Correct arguments of each operation. This rank is the root where the root has more arguments to check."""
 
 WRITTEN = {
-    "tensor": {"broadcast", "all_reduce", "reduce", "recv"},
+    "tensor": {"broadcast", "all_reduce", "reduce", "scan", "exscan", "recv"},
     "output": set(GOOD),
     "outputs": set(GOOD),
 }
@@ -297,7 +299,7 @@ async def test_reductions_that_mean_nothing(comm: Communicator, case: Case) -> N
         (ReduceOp.MAX, torch.complex128), *((op, dtype) for op in reductions() for dtype in data.CARRIED_ONLY),
     ]  # fmt: skip
     if comm.rank == 0:
-        for name in ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_v", "reduce_scatter_single"):
+        for name in (name for name, good in GOOD.items() if "op" in good(comm)):
             for op, dtype in undefined:
                 wrong = {k: _as(v, dtype) for k, v in GOOD[name](comm).items()} | {"op": op}
                 refuse(comm, name, wrong, str(dtype), UnsupportedOperation)

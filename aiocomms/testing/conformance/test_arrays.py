@@ -78,8 +78,9 @@ KINDS = [Kind("numpy"), Kind("foreign")]
 kinds: pytest.MarkDecorator = pytest.mark.parametrize("kind", KINDS, ids=str)
 COLLECTIVES = [name for name in GOOD if not name.endswith("object") and name not in ("barrier", "send", "recv")]
 FORMS: list[Any] = [
-    (functional.broadcast, 0), (functional.all_reduce,), (functional.reduce, 0), (functional.all_gather,),
-    (functional.gather, 1), (functional.reduce_scatter,), (functional.all_to_all,),
+    (functional.broadcast, 0), (functional.all_reduce,), (functional.reduce, 0), (functional.scan,),
+    (functional.exscan,), (functional.all_gather,), (functional.gather, 1), (functional.reduce_scatter,),
+    (functional.all_to_all,),
 ]  # fmt: skip
 RESULTS = ("outputs", "output", "tensor")
 """The parameters that are results, in this order: what is written is the result."""

@@ -67,6 +67,10 @@ async def test_reducing(comm: Communicator, case: Case, op: str) -> None:
     everywhere = await functional.all_reduce(mine, op)
     data.near(everywhere, *want)
     data.near(await functional.reduce(mine, root, op), *(want if comm.rank == root else (before.cpu(), None)))
+    data.near(await functional.scan(mine, op), *data.reduced(NAMES[op], given[: comm.rank + 1]))
+    before_it = await functional.exscan(mine, op)
+    if comm.rank:
+        data.near(before_it, *data.reduced(NAMES[op], given[: comm.rank]))
     share = data.reduced(NAMES[op], [tensor[comm.rank : comm.rank + 1] for tensor in given])
     data.near(await functional.reduce_scatter(mine, op), *share)
     assert not everywhere.requires_grad

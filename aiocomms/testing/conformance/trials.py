@@ -217,6 +217,23 @@ def reduce(comm: Communicator, case: Case, s: Setting) -> Trial:
 
 
 @reducing
+def scan(comm: Communicator, case: Case, s: Setting) -> Trial:
+    contents = [case.numbers(s.dtype, s.shape, s.key, r) for r in range(comm.size)]
+    slot = case.full(contents[comm.rank])
+    want = case.reduced(s.op, contents[: comm.rank + 1])
+    return Trial(comm.scan(slot.tensor, s.op), slot.tensor).writes(slot, *want)
+
+
+@reducing
+def exscan(comm: Communicator, case: Case, s: Setting) -> Trial:
+    contents = [case.numbers(s.dtype, s.shape, s.key, r) for r in range(comm.size)]
+    slot = case.full(contents[comm.rank])
+    before = contents[: comm.rank]
+    want = case.reduced(s.op, before) if before else data.Expected(data.of_none(s.op, s.dtype, s.shape), None)
+    return Trial(comm.exscan(slot.tensor, s.op), slot.tensor).writes(slot, *want)
+
+
+@reducing
 def reduce_scatter(comm: Communicator, case: Case, s: Setting) -> Trial:
     ins, want = _scattered(comm, case, s, [s.shape] * comm.size)
     out = case.empty(s.dtype, s.shape)

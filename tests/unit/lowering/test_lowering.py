@@ -43,6 +43,16 @@ def values(rank, n, dtype=torch.float64):
     return torch.randn(n, generator=generator, dtype=torch.float64).to(dtype)
 
 
+REDUCED = {
+    ReduceOp.SUM: lambda stack: stack.sum(0),
+    ReduceOp.AVG: lambda stack: stack.mean(0),
+    ReduceOp.MAX: lambda stack: stack.amax(0),
+    ReduceOp.MIN: lambda stack: stack.amin(0),
+    ReduceOp.PRODUCT: lambda stack: stack.prod(0),
+    ReduceOp.PREMUL_SUM(0.5): lambda stack: stack.sum(0) * 0.5,
+}
+
+
 def on_ranks(size, each, loop="asyncio"):
     async def main():
         async with local_world(size, "plain") as world:
@@ -58,14 +68,7 @@ def on_ranks(size, each, loop="asyncio"):
 @pytest.mark.parametrize("n", [0, 1, 7, 20_000])
 def test_reductions(size, n):
     stack = torch.stack([values(r, n) for r in range(size)])
-    cases = {
-        ReduceOp.SUM: stack.sum(0),
-        ReduceOp.AVG: stack.mean(0),
-        ReduceOp.MAX: stack.amax(0),
-        ReduceOp.MIN: stack.amin(0),
-        ReduceOp.PRODUCT: stack.prod(0),
-        ReduceOp.PREMUL_SUM(0.5): stack.sum(0) * 0.5,
-    }
+    cases = {op: reduce(stack) for op, reduce in REDUCED.items()}
     blocks = torch.stack([values(r, n * size) for r in range(size)]).sum(0)
 
     async def each(comm):
@@ -79,6 +82,11 @@ def test_reductions(size, n):
             await comm.all_reduce(got, op)
             torch.testing.assert_close(got, wanted)
             results.append(got)
+            for scan, end in ((comm.scan, comm.rank + 1), (comm.exscan, comm.rank)):
+                got = values(comm.rank, n)
+                assert await scan(got, op) is got
+                if end:
+                    torch.testing.assert_close(got, REDUCED[op](stack[:end]))
         out = torch.full((n,), torch.nan, dtype=torch.float64)
         await comm.reduce_scatter_single(out, values(comm.rank, n * size))
         torch.testing.assert_close(out, blocks[comm.rank * n : (comm.rank + 1) * n])

@@ -136,6 +136,27 @@ class _Reduce(_AllReduce):
             super().end()
 
 
+class _Scan(_AllReduce):
+    """Reduce the tensors of the ranks up to this one, in rank order.
+
+    In a large call each rank does so for one piece of all ranks' tensors, and gives every rank its result.
+    """
+
+    def part(self, dst: int) -> Tensor | None:
+        return flat(self.op.tensor) if dst > self.rank else None
+
+    def finish(self, parts: Parts) -> None:
+        _reduce(self, parts[: self.rank + self.op.own], self.op.tensor, self.op.tensor)
+
+    def start(self, group: Group) -> list[Any]:
+        self._whole, pieces = _pieces(group, self.op.tensor)
+        results = torch.empty_like(pieces)
+        for rank, result in enumerate(results):
+            reductions.reduce(self.op.op, pieces[: rank + self.op.own].unbind(), result)
+        even = [results[0].nbytes] * self.size
+        return [group.exchange(flat(self._whole), flat(results), even, even)]
+
+
 class _AllGather(Plan):
     """Send every rank's bytes to all ranks."""
 
@@ -265,6 +286,8 @@ PLANS: dict[str, type[Plan]] = {
     "gather": _Gather,
     "reduce": _Reduce,
     "reduce_scatter": _ReduceScatter,
+    "scan": _Scan,
+    "exscan": _Scan,
     "scatter": _Scatter,
 }
 """The plan for each kind of op."""
@@ -287,18 +310,27 @@ def _reduce(plan: Plan, parts: Parts, own: Tensor | None, out: Tensor) -> None:
         reductions.reduce(plan.op.op, given, out)
 
 
-def _reduce_scatter(group: Group, op: ReduceOp, tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Reduce one piece of the tensor on each rank. Blocks.
+def _pieces(group: Group, tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Give each rank one piece of the tensor of every rank. Blocks.
 
-    :returns: memory for the whole result, padded to equal pieces; and this rank's piece of the result, a view of it.
+    :returns: memory of the tensor's elements, padded to equal pieces; and what this rank got, a row from each rank.
     """
     n = tensor.numel()
     length = -(-n // group.size)
     whole = buffers.zeros(length * group.size, dtype=tensor.dtype, device="cpu")
     whole[:n].copy_(tensor.detach().view(-1))
-    pieces = torch.empty_like(whole)
+    pieces = torch.empty_like(whole).view(group.size, length)
     even = [length * tensor.element_size()] * group.size
     group.exchange(flat(pieces), flat(whole), even, even).wait(FOREVER)
-    piece = whole[group.rank * length : (group.rank + 1) * length]
-    reductions.reduce(op, pieces.view(group.size, -1).unbind(), piece)
+    return whole, pieces
+
+
+def _reduce_scatter(group: Group, op: ReduceOp, tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Reduce one piece of the tensor on each rank. Blocks.
+
+    :returns: memory for the whole result, padded to equal pieces; and this rank's piece of the result, a view of it.
+    """
+    whole, pieces = _pieces(group, tensor)
+    piece = whole.view(group.size, -1)[group.rank]
+    reductions.reduce(op, pieces.unbind(), piece)
     return whole, piece

@@ -45,7 +45,7 @@ class C10dTransport(Transport):
     collectives are gloo's own. Only the completion of a rank's works waits for that rank's loop; nothing else does.
     """
 
-    capabilities = Capabilities(ops=(ops.P2P - {ops.Batch}) | ops.COLLECTIVES)
+    capabilities = Capabilities(ops=(ops.P2P - {ops.Batch}) | ops.COLLECTIVES | ops.SCANS)
 
     def __init__(self, rank: int, size: int, gloo: Any, group: Any) -> None:
         """Start the reader's threads.

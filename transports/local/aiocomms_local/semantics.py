@@ -56,6 +56,12 @@ def _reduce(records: Records) -> None:
     reductions.reduce(first.op, [r.tensor for r in records], records[first.root].tensor)
 
 
+def _scan(records: Records) -> None:
+    tensors = [record.tensor.clone() for record in records]
+    for rank, record in enumerate(records):
+        reductions.reduce(record.op, tensors[: rank + record.own], record.tensor)
+
+
 def _all_gather(records: Records) -> None:
     for record in records:
         for out, source in zip(record.outs(len(records)), records, strict=True):
@@ -100,6 +106,8 @@ _SEMANTICS: dict[str, Callable[[Records], None]] = {
     "broadcast": _broadcast,
     "all_reduce": _all_reduce,
     "reduce": _reduce,
+    "scan": _scan,
+    "exscan": _scan,
     "all_gather": _all_gather,
     "gather": _gather,
     "scatter": _scatter,

@@ -21,7 +21,8 @@ _forming: dict[bytes, Matcher] = {}
 """Matchers of communicators that are opening, by token. Every rank looks up the token that rank 0 hands out."""
 _forming_lock = threading.Lock()
 
-_COLLECTIVE: frozenset[type[ops.Op]] = ops.COLLECTIVES | {ops.WindowOpen, ops.WindowClose}
+_PERFORMED: frozenset[type[ops.Op]] = ops.COLLECTIVES | ops.SCANS
+_COLLECTIVE: frozenset[type[ops.Op]] = _PERFORMED | {ops.WindowOpen, ops.WindowClose}
 
 
 class LocalTransport(Transport):
@@ -33,7 +34,7 @@ class LocalTransport(Transport):
     """
 
     capabilities = Capabilities(
-        ops=(ops.P2P - {ops.Batch}) | ops.COLLECTIVES | ops.RMA, devices=frozenset({"cpu", "cuda"}), in_process=True
+        ops=(ops.P2P - {ops.Batch}) | _COLLECTIVE | ops.RMA, devices=frozenset({"cpu", "cuda"}), in_process=True
     )
 
     def __init__(self, matcher: Matcher, rank: int) -> None:
@@ -92,7 +93,7 @@ class LocalTransport(Transport):
 
     def post(self, op: ops.Op, work: Completion) -> None:
         """See :meth:`Transport.post`."""
-        if self._solo and type(op) in ops.COLLECTIVES:
+        if self._solo and type(op) in _PERFORMED:
             perform((op,))
             work.complete()
             return

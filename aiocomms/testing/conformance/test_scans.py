@@ -1,0 +1,114 @@
+"""Prefix reductions: what each rank gets, of rank 0 too, in lanes and threads, with deadlines and cancellation."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from aiocomms import Portal, ReduceOp
+from aiocomms.communicator import Communicator
+from aiocomms.errors import CommAbortedError
+from aiocomms.testing.conformance import data
+from aiocomms.testing.conformance.case import Case, cancel_await, ranks
+from aiocomms.testing.conformance.test_portal import synchronous
+from aiocomms.testing.conformance.test_timeouts import SHORT, expect_timeout
+
+pytestmark = pytest.mark.fault(140)
+
+
+def number(comm: Communicator | Portal, value: float) -> Tensor:
+    return torch.tensor([value], device=comm.device)
+
+
+@pytest.mark.core
+@ranks(1, 2, 3, 4, 7)
+async def test_each_rank_gets_what_comes_before_it(comm: Communicator, case: Case) -> None:
+    """As where ranks look for their places in one array: rank ``r`` has ``r + 1`` rows."""
+    before = sum(range(comm.rank + 1))
+    assert (await comm.exscan(number(comm, comm.rank + 1))).tolist() == [before]
+    assert (await comm.scan(number(comm, comm.rank + 1))).tolist() == [before + comm.rank + 1]
+    assert (await comm.scan(number(comm, comm.rank), "max")).tolist() == [comm.rank]
+    assert (await comm.scan(number(comm, float(comm.rank)), "mean")).tolist() == [comm.rank / 2]
+    exact = number(comm, float(comm.rank * 2))
+    await comm.exscan(exact, ReduceOp.AVG)
+    assert exact.tolist() == [comm.rank - 1.0] if comm.rank else exact.isnan().all()
+
+
+INT64 = torch.iinfo(torch.int64)
+OF_NONE: dict[torch.dtype, dict[str, float]] = {
+    torch.float16: {"sum": 0, "product": 1, "min": math.inf, "max": -math.inf, "premul_sum": 0},
+    torch.complex64: {"sum": 0, "product": 1},
+    torch.bool: {"min": True, "max": False, "band": True, "bor": False, "bxor": False},
+    torch.int64: {"sum": 0, "product": 1, "min": INT64.max, "max": INT64.min, "band": -1, "bor": 0, "bxor": 0},
+    torch.uint64: {"sum": 0, "product": 1, "min": 2**64 - 1, "max": 0, "band": 2**64 - 1, "bor": 0, "bxor": 0},
+}
+
+
+@ranks(1, 2)
+async def test_rank_0_gets_the_reduction_of_no_tensors(comm: Communicator, case: Case) -> None:
+    """It is combined with any other value that remains: what rank 1 gets."""
+    for dtype, wanted in OF_NONE.items():
+        content = case.numbers(dtype, (5,), 0)
+        for kind, value in wanted.items():
+            slot = case.full(content)
+            await comm.exscan(slot.tensor, ReduceOp(kind))
+            slot.expect(content if comm.rank else torch.full((5,), value, dtype=dtype))
+
+
+@ranks(3, more=(2, 7))
+async def test_in_lanes(comm: Communicator, case: Case) -> None:
+    """The ranks begin in different orders; within a lane a scan, an exscan and another operator are told apart."""
+    keys = [(i + comm.rank) % 5 for i in range(5)]
+    works = {
+        key: [f(number(comm, key + 1), op) for f in (lane.scan, lane.exscan) for op in (ReduceOp.SUM, ReduceOp.BOR)]
+        for key, lane in ((key, comm.lane(key)) for key in keys)
+    }
+    for key, of_lane in works.items():
+        value, rank = key + 1, comm.rank
+        wanted = [value * (rank + 1), value, value * rank, value if rank else 0]
+        assert [(await work).tolist() for work in of_lane] == [[want] for want in wanted]
+
+
+@pytest.mark.loops
+@pytest.mark.memory
+@ranks(2, 3)
+async def test_one_is_not_withdrawn(comm: Communicator, case: Case) -> None:
+    """The last rank's await is cancelled before the first calls: the operation goes on to its end."""
+    contents = [case.numbers(torch.int64, (9,), r) for r in range(comm.size)]
+    slot = case.full(contents[comm.rank])
+    last = comm.size - 1
+    if comm.rank == last:
+        work = comm.scan(slot.tensor)
+        await cancel_await(work)
+        assert not work.done()
+        case.tell("cancelled")
+        await work
+    else:
+        await case.told("cancelled", last)
+        await comm.scan(slot.tensor)
+    slot.expect(data.reduced(ReduceOp.SUM, contents[: comm.rank + 1]).value)
+
+
+@pytest.mark.clock
+@pytest.mark.loops
+@ranks(2, 3)
+@pytest.mark.parametrize("name", ["scan", "exscan"])
+async def test_a_late_one_ends_the_communicator(comm: Communicator, case: Case, name: str) -> None:
+    if comm.rank == comm.size - 1:
+        error = await expect_timeout(comm.timeout, lambda: getattr(comm, name)(number(comm, 1), timeout=SHORT))
+        assert (error.op, error.rank) == (name, comm.rank)
+        case.tell("late")
+    await case.told("late", comm.size - 1)
+    with pytest.raises(CommAbortedError, match=name):
+        await comm.barrier()
+
+
+@pytest.mark.core
+@ranks(2)
+@synchronous
+def test_of_threads(comm: Portal, case: Case) -> None:
+    assert comm.scan(number(comm, 3)).wait().tolist() == [3 * (comm.rank + 1)]
+    assert comm.exscan(number(comm, 3), "product").wait().tolist() == [3 if comm.rank else 1]
