@@ -31,6 +31,7 @@ DTYPES = [
     torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2,
     torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
 ]  # fmt: skip
+UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 OPS = [
     ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR,
     ReduceOp.AVG, ReduceOp.PREMUL_SUM(-1.7),
@@ -174,10 +175,12 @@ def sample(dtype: torch.dtype, count: int) -> Tensor:
         return torch.rand(count) < 0.5
     if dtype.is_complex:
         return torch.view_as_complex(sample(dtype.to_real(), 2 * count).view(count, 2))
+    if dtype in UNSIGNED:  # of which torch draws none
+        return sample(UNSIGNED[dtype], count).view(dtype)
     which = torch.rand(count)
     if not dtype.is_floating_point:
         info = torch.iinfo(dtype)
-        extreme = torch.tensor([info.min, info.max, 0, 1, info.min + 1])[torch.randint(5, (count,))].to(dtype)
+        extreme = torch.tensor([info.min, info.max, 0, 1, -1, info.min + 1])[torch.randint(6, (count,))].to(dtype)
         return torch.where(which < 0.3, extreme, integers(dtype, count))
     special = torch.tensor(SPECIAL, dtype=torch.float64)[torch.randint(len(SPECIAL), (count,))].to(dtype)
     width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
