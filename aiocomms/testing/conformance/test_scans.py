@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+import unittest
 
 import pytest
 import torch
 from torch import Tensor
 
-from aiocomms import Portal, ReduceOp
+from aiocomms import Portal, ReduceOp, ops
 from aiocomms.communicator import Communicator
-from aiocomms.errors import CommAbortedError
+from aiocomms.errors import CommAbortedError, MismatchError
 from aiocomms.testing.conformance import data
 from aiocomms.testing.conformance.case import Case, cancel_await, ranks
+from aiocomms.testing.conformance.test_mismatch import call
 from aiocomms.testing.conformance.test_portal import synchronous
 from aiocomms.testing.conformance.test_timeouts import SHORT, expect_timeout
 
@@ -104,6 +106,21 @@ async def test_a_late_one_ends_the_communicator(comm: Communicator, case: Case, 
     await case.told("late", comm.size - 1)
     with pytest.raises(CommAbortedError, match=name):
         await comm.barrier()
+
+
+@ranks(2)
+@pytest.mark.parametrize("what", ["size", "dtype", "operation"])
+async def test_ranks_that_disagree(comm: Communicator, case: Case, what: str) -> None:
+    """The last rank calls something else. Those before it need nothing of it, and hear of it all the same."""
+    if what == "operation" and not case.native(ops.Scan):
+        raise unittest.SkipTest("collectives made of messages compare sizes and dtypes alone")
+    tensor = torch.ones(6 + (what == "size" and comm.rank), device=comm.device)
+    tensor = tensor.to(torch.int32) if what == "dtype" and comm.rank else tensor
+    work = call(comm, lambda comm: (comm.exscan if what == "operation" and comm.rank else comm.scan)(tensor))
+    if work is not None:
+        await work.wait()
+        assert isinstance(work.exception(), MismatchError if comm.rank else MismatchError | None)
+    await comm.lost()
 
 
 @pytest.mark.core
