@@ -11,6 +11,7 @@ to prove who they are in other ways     :func:`mac` and :func:`same`, with a key
 to leak no descriptor into children     :func:`closed_on_exec`
 to make a buffer                        :mod:`buffers`, whatever modes of torch a program has switched on;
                                         :func:`unaffected`, for what else runs off ``post`` and ``progress``
+to use memory safely                    :func:`has_room`
 to move memory safely                   :func:`in_use`; :func:`register` what uses memory and is no op
 to copy a message within a process      :func:`copy_message`
 to leave no connection to a fork        :class:`Unshared`
@@ -38,7 +39,7 @@ from aiocomms.lowlevel.failures import UNREADABLE, Reason, decoded, disagreement
 from aiocomms.lowlevel.forks import Unshared
 from aiocomms.lowlevel.gate import Gate, same_user
 from aiocomms.lowlevel.hosts import LOOPBACK, host_id, reachable_address
-from aiocomms.lowlevel.memory import in_use, register
+from aiocomms.lowlevel.memory import has_room, in_use, register
 from aiocomms.lowlevel.sockets import listen_at, tune
 from aiocomms.lowlevel.stores import admitting, reach_store, serve_store, store_errors
 from aiocomms.lowlevel.threads import run_in_thread
@@ -68,6 +69,7 @@ __all__ = [
     "decoded",
     "disagreement",
     "gone",
+    "has_room",
     "host_id",
     "in_use",
     "listen_at",

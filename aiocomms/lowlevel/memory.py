@@ -30,6 +30,12 @@ def register(holder: Holder) -> None:
     _holders.add(holder)
 
 
+def has_room(tensor: Tensor) -> bool:
+    """Whether a contiguous tensor's storage still holds it: a program may have resized that since an op was called."""
+    end = (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
+    return not tensor.numel() or tensor.untyped_storage().nbytes() >= end
+
+
 def in_use(storage: UntypedStorage) -> bool:
     """Whether an op that is not done, or an open window, of any communicator of this process uses this memory."""
     place = storage.data_ptr()

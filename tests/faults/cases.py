@@ -130,12 +130,7 @@ CASES = (
     Case(
         49,
         "a storage that is resized, a tensor that is set",
-        but={
-            "local": NO_VERSIONS,
-            "c10d": NO_VERSIONS,
-            "ucx": "the memory of a resized storage is freed, and the engine writes into it: see what is known to fail"
-            f"; {NO_VERSIONS}",
-        },
+        but=NO_VERSIONS,
     ),
     Case(50, "a work that nobody awaits"),
     Case(51, "a work that is awaited often, or late"),
@@ -198,8 +193,7 @@ CASES = (
     Case(
         77,
         "memory that its program moves while an op has it",
-        ucx="it cannot be prevented, and ucx may write into freed memory: see what is known to fail",
-        but="nothing prevents it; shown is that the op fails when it is done",
+        but={"c10d": "gloo amid a transfer may use memory that was freed: see what is known to fail"},
     ),
     Case(78, "a receive whose awaiter never ran"),
     Case(79, "a rank forks, and dies before its child", local=ONE_PROCESS),
@@ -333,6 +327,7 @@ CASES = (
         "operations in a function that torch.compile compiles",
         but={"c10d": "what is traced is above transports, but for native methods: shown over `local` and `ucx`"},
     ),
+    Case(132, "share_memory_() while a receive is pending"),
     Case(133, "a hook that raises what is no Exception"),
     Case(134, "what listens at torch's dispatcher: modes, and tensors that decide themselves"),
     Case(135, "an all-gather into a tensor as torch's inductor calls it"),

@@ -174,7 +174,7 @@ async def resize(place: Rank, count: int) -> None:
 
 
 @pytest.mark.fault(49, 77)
-@pytest.mark.parametrize("transport", ["c10d"])  # ucx writes into memory that was freed: docs/reliability.md
+@pytest.mark.parametrize("transport", ["c10d"])  # of ucx's torch refuses that: tests/transports/ucx/test_ucx_kept.py
 @pytest.mark.parametrize("count", [20, 2**22] if FULL else [20])
 def test_a_storage_that_is_resized(ranks: Run, transport: str, count: int) -> None:
     ranks(2, resize, count)

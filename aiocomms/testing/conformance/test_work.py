@@ -22,6 +22,8 @@ from aiocomms.testing.conformance.data import Slot
 from aiocomms.transport import Transport
 
 SHAPE = (6,)
+LARGE = 2**18
+"""Elements. A transport may carry so many in another way."""
 
 
 def ones(comm: Communicator) -> torch.Tensor:
@@ -352,3 +354,42 @@ async def test_hooks_learn_when_an_operation_was_called_and_how_it_ended(comm: C
     later = comm.barrier()
     await later
     assert later.called is None
+
+
+# ---------------------------------------------------------------------------------- memory that its program moves
+
+
+@pytest.mark.fault(49, 77, 132)
+@pytest.mark.memory
+@ranks(2)
+@pytest.mark.parametrize("count", [3, LARGE])
+async def test_memory_that_is_moved_during_an_op(comm: Communicator, case: Case, count: int) -> None:
+    """It is an error of the op, or torch refuses it, and the op goes well. Nothing else is written."""
+    case.need("p2p")
+    if comm.device.type != "cpu" or not hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
+        raise unittest.SkipTest("the memory is a GPU's, or this torch has no way to keep it")
+    if comm.rank == 0:
+        for note in ("shared", "resized"):
+            await case.told(note, 1)
+            await comm.send(torch.ones(count), 1)
+        return
+    tensor = torch.zeros(count)
+    work = comm.recv(tensor, 0)
+    tensor.share_memory_()  # type: ignore[no-untyped-call]
+    others = [torch.zeros(count) for _ in range(4)]  # where it was, perhaps
+    case.tell("shared")
+    with pytest.raises(CommError, match="the storage of a tensor was resized"):
+        await work
+    assert not any(other.any() for other in others)
+    tensor = torch.zeros(count)
+    work = comm.recv(tensor, 0)
+    try:
+        tensor.untyped_storage().resize_(0)
+    except RuntimeError:
+        case.tell("resized")
+        await work
+        assert tensor.eq(1).all()
+    else:
+        case.tell("resized")
+        with pytest.raises(CommError):
+            await work

@@ -38,7 +38,7 @@ class Side:
         failures: list[Exception] = []
         work = SimpleNamespace(op=op, failures=failures, fail=failures.append, done=lambda: bool(failures))
         self.work = work
-        self._transport.shared.pending[id(work)] = (self.lanes, work, LANE)
+        self._transport.shared.pending[id(work)] = (self.lanes, work, LANE, None)
 
     def deliver(self, rank: int, to: Side) -> None:
         while self.sent:

@@ -88,7 +88,7 @@ async def come_late(place: Rank) -> None:
         await comm.barrier()
         lanes = transport_of(comm, "collectives").lanes
         assert not lanes.pending
-        assert all(owner is not lanes for owner, _, _ in transport_of(comm).shared.pending.values())
+        assert all(owner is not lanes for owner, *_ in transport_of(comm).shared.pending.values())
 
 
 def test_a_lane_that_one_rank_calls_long_after_the_others(ranks: Run) -> None:

@@ -381,7 +381,7 @@ def test_the_loop_and_several_threads_at_once() -> None:
                 assert [item.seq for item in found] == list(range(core.issued - len(found), core.issued))
                 assert {item.state for item in found} == {"done"}
                 pending = comm._core.transports[0].shared.pending.values()  # type: ignore[attr-defined]
-                assert not [work for _, work, _ in pending if isinstance(work, StartedWork)]
+                assert not [work for _, work, *_ in pending if isinstance(work, StartedWork)]
 
     run_on("asyncio", main)
 

@@ -122,7 +122,7 @@ def test_a_receive_is_withdrawn() -> None:
                 await comms[1].send(torch.full((1,), float(i)), 0)
                 assert (await received).item() == i
             assert untouched.item() == 0
-            assert not [it for _, it, _ in core.transports[0].shared.pending.values() if it is pending]  # type: ignore
+            assert not [it for _, it, *_ in core.transports[0].shared.pending.values() if it is pending]  # type: ignore
 
     run_on("asyncio", main)
 

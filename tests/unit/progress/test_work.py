@@ -660,6 +660,21 @@ def test_a_storage_that_is_moved_during_an_op_is_an_error(run, move):
     run(main)
 
 
+@pytest.mark.fault(49, 77, 132, transport="local")
+def test_a_storage_that_is_freed_during_a_collective_is_an_error_and_no_crash(run):
+    async def main():
+        async with local_world(2) as comms:
+            tensor = torch.zeros(3)
+            work = comms[1].all_reduce(tensor)
+            tensor.untyped_storage().resize_(0)
+            other = comms[0].all_reduce(torch.ones(3))
+            for each in (work, other):
+                with pytest.raises(CommError, match="the storage of a tensor of rank 1 was resized"):
+                    await each
+
+    run(main)
+
+
 @pytest.mark.fault(49, transport="local")
 def test_memory_stays_until_an_op_is_done_whatever_its_tensor_is_given(run):
     async def main():

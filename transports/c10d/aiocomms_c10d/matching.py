@@ -19,7 +19,7 @@ from torch import Tensor
 
 from aiocomms import ops
 from aiocomms.errors import CommError, MessageTruncatedError, ProtocolError
-from aiocomms.lowlevel import Inbox, misfit
+from aiocomms.lowlevel import Inbox, has_room, misfit
 from aiocomms.ops.writing import write
 from aiocomms.transport import OP_RESULT, Completion, conclude
 from aiocomms_c10d.control import FOREVER, ControlConnection
@@ -264,6 +264,6 @@ class Matcher:
 def _outcome_of(header: Header, op: ops.Recv, peer: int) -> CommError | object:
     """Return the outcome of a receive that has taken a message."""
     wanted = op.tensor
-    if wanted.untyped_storage().nbytes() < wanted.nbytes:
+    if not has_room(wanted):
         return CommError("the tensor's storage was resized while the op had it, and has no room for the message")
     return misfit(peer, header.type, header.nbytes, wanted) or OP_RESULT

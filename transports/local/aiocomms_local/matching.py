@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from aiocomms import ops
 from aiocomms.errors import CommError, MismatchError
-from aiocomms.lowlevel import closed_by, copy_message, disagreement
+from aiocomms.lowlevel import closed_by, copy_message, disagreement, has_room
 from aiocomms.transport import OP_RESULT, Completion
 from aiocomms_local.semantics import perform
 from aiocomms_local.window import Window
@@ -54,7 +55,8 @@ class Matcher:
         recv, other_work = recvs.popleft()
         if not recvs:
             del self._recvs[key]
-        return [(rank, work, OP_RESULT), (op.dst, other_work, _transfer(op, recv, rank))]
+        outcome = _transfer(op, recv, rank) if has_room(recv.tensor) else _too_small(op.dst)
+        return [(rank, work, OP_RESULT), (op.dst, other_work, outcome)]
 
     def recv(self, rank: int, op: ops.Recv, work: Completion) -> Done:
         """Match a rank's receive with the oldest matching send, or keep the receive until there is one."""
@@ -68,7 +70,8 @@ class Matcher:
         send, other_work = sends.popleft()
         if not sends:
             del self._sends[key]
-        return [(op.src, other_work, OP_RESULT), (rank, work, _transfer(send, op, op.src))]
+        outcome = _transfer(send, op, op.src) if has_room(send.tensor) else _too_small(op.src)
+        return [(op.src, other_work, OP_RESULT), (rank, work, outcome)]
 
     def withdraw(self, rank: int, op: Any, work: Completion) -> bool:
         """Forget a receive or a wait. Returns False if a send or a signal has already matched it."""
@@ -93,7 +96,7 @@ class Matcher:
         for other, (record, _) in calls.items():
             if record.signature() != op.signature():
                 calls[rank] = (op, work)
-                return self._mismatch(calls, disagreement(other, _show(record), rank, _show(op)))
+                return self._lose(calls, disagreement(other, _show(record), rank, _show(op)))
             break  # one comparison is enough: the earlier calls agree with each other
         calls[rank] = (op, work)
         for absent in self.left - calls.keys():
@@ -109,11 +112,13 @@ class Matcher:
             self._windows.append(value)
         elif isinstance(op, ops.WindowClose):
             self._windows.remove(op.window.handle)
+        elif (resized := _resized(records)) is not None:
+            return self._lose(calls, resized)
         else:
             try:
                 perform(records)
             except MismatchError as error:
-                return self._mismatch(calls, error)
+                return self._lose(calls, error)
         return [(r, w, value) for r, (_, w) in calls.items()]
 
     def waiting_for(self, op: Any, work: Completion) -> list[int]:
@@ -123,8 +128,8 @@ class Matcher:
                 return [r for r in range(self.size) if r not in calls]
         return [peer for peer in (_peer(op),) if peer is not None]
 
-    def _mismatch(self, calls: dict[int, tuple[Any, Completion]], error: MismatchError) -> Done:
-        """Lose the communicator because the ranks disagree on a collective."""
+    def _lose(self, calls: dict[int, tuple[Any, Completion]], error: CommError) -> Done:
+        """Lose the communicator because a collective cannot be performed, such as one that the ranks disagree on."""
         self.failure = error
         return [(r, w, error) for r, (_, w) in calls.items()]
 
@@ -164,6 +169,18 @@ class Matcher:
 def _transfer(send: ops.Send, recv: ops.Recv, src: int) -> Any:
     """Copy one message. Returns the outcome of the receive: its result, or an error."""
     return copy_message(send.tensor, recv.tensor, src) or OP_RESULT
+
+
+def _resized(records: Sequence[ops.Op]) -> CommError | None:
+    """What a collective fails with that has a tensor without memory, for which torch would crash; None: it has none."""
+    for rank, record in enumerate(records):
+        if not all(has_room(tensor) for _, tensor in record.reads() + record.writes()):
+            return _too_small(rank)
+    return None
+
+
+def _too_small(rank: int) -> CommError:
+    return CommError(f"the storage of a tensor of rank {rank} was resized while the op had it", peer=rank)
 
 
 def _peer(op: Any) -> int | None:

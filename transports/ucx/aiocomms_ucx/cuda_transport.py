@@ -16,7 +16,7 @@ from torch import Tensor, UntypedStorage
 from aiocomms import ops
 from aiocomms.cuda import Completions, Cuda, TorchCuda
 from aiocomms.errors import CommError, ProtocolError, UnsupportedOperation
-from aiocomms.lowlevel import Waker, buffers
+from aiocomms.lowlevel import Waker, buffers, has_room
 from aiocomms.ops.writing import octets
 from aiocomms.transport import Completion, Rendezvous
 from aiocomms_ucx._engine import CUDA, TURNS
@@ -196,8 +196,11 @@ class CudaUcxTransport(UcxTransport):
             waiting = queue.popleft()
             if self._aborted or waiting.work.done():
                 continue
+            op = waiting.op
             try:
-                self.hand_over(waiting.op, waiting.work)
+                if not all(has_room(tensor) for _, tensor in op.reads() + op.writes()):
+                    raise CommError("the storage of a tensor was resized before the engine had it")
+                self.hand_over(op, waiting.work)
             except CommError as error:
                 waiting.work.fail(error)
             except RuntimeError as error:  # raised by UCX or by torch

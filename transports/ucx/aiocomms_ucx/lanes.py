@@ -11,6 +11,7 @@ from aiocomms.transport import Completion, Transport, conclude
 from aiocomms_ucx import wire
 from aiocomms_ucx._engine import LaneQueues
 from aiocomms_ucx.collectives import START, describe
+from aiocomms_ucx.shared_engine import kept
 from aiocomms_ucx.status import DONE, DROPPED, error_of
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class LaneCollectives:
     def _keep(self, work: Completion, lane: int) -> None:
         """Keep a collective, and with it its tensors, until it is done."""
         self.pending.add(lane, work)
-        self._transport.shared.pending[id(work)] = (self, work, lane)
+        self._transport.shared.pending[id(work)] = (self, work, lane, kept(work))
 
     def _follow(self, work: Completion, lane: int) -> None:
         """Keep a collective that was handed to the engine, and look what has happened meanwhile."""
@@ -103,7 +104,7 @@ class LaneCollectives:
     def waiting_for(self, work: Completion) -> list[int]:
         """Return the ranks that a collective waits for, or the one before it in its lane; also where it is of none."""
         transport = self._transport
-        owner, _, lane = transport.shared.pending.get(id(work), (None, work, 0))
+        owner, _, lane, _ = transport.shared.pending.get(id(work), (None, work, 0, None))
         if owner is self:
             return transport.engine.missing_in_lane(transport.group, lane)
         return transport.engine.missing(transport.group)
@@ -115,7 +116,7 @@ class LaneCollectives:
         """
         transport = self._transport
         ticket = transport.engine.under_way_in_lane(transport.group, lane)
-        owner, work, _ = transport.shared.pending.get(ticket, (None, None, 0))
+        owner, work, *_ = transport.shared.pending.get(ticket, (None, None))
         return None if owner is not self or work is None or work.done() else work
 
     # ----------------------------------------------------------------------------- what cannot complete any more

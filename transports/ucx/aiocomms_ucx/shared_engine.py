@@ -18,7 +18,7 @@ from aiocomms.errors import CommError, ProtocolError
 from aiocomms.lowlevel import Unshared, at_end, register, run_in_thread
 from aiocomms.transport import Completion
 from aiocomms_ucx import wire
-from aiocomms_ucx._engine import Engine, NoticeKind
+from aiocomms_ucx._engine import Engine, Kept, NoticeKind
 from aiocomms_ucx.listener import Listener
 
 if TYPE_CHECKING:
@@ -36,8 +36,17 @@ UCX gives an endpoint back with its worker alone, if a message of more than some
 
 _OF_LANES: Final = frozenset({NoticeKind.LANE_DISAGREES, NoticeKind.LANE_LEFT})
 
-Entry = tuple["UcxTransport | LaneCollectives", Completion, int]
-"""Who is told the outcome of an op, its work, and the number of a collective or of its lane."""
+Entry = tuple["UcxTransport | LaneCollectives", Completion, int, Kept | None]
+"""Who is told the outcome of an op, its work, the number of a collective or of its lane, and the op's memory."""
+
+
+def kept(work: Completion) -> Kept:
+    """Return the memory of an op that was handed to the engine, which stays there for as long as that is referred to.
+
+    A program that resizes such a storage is refused; what it has moved elsewhere stays where it was, too.
+    """
+    op = work.op
+    return Kept([tensor for _, tensor in op.reads() + op.writes()])
 
 
 class SharedEngine:
@@ -131,7 +140,7 @@ class SharedEngine:
         for ticket, status, a, b in outcomes:
             entry = pop(ticket, None)
             if entry is not None:  # else a signal handler has interrupted its post, and its caller knows
-                owner, work, index = entry
+                owner, work, index, _ = entry
                 owner.finish(work, index, status, a, b)
         for kind, peer, group, detail, raw in notices:
             self._handle_notice(kind, peer, group, detail, raw)

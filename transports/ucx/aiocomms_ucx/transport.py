@@ -20,7 +20,7 @@ from aiocomms_ucx.bringup import Ranks, no_cuda_in_ucx, shared_engine
 from aiocomms_ucx.collectives import START, describe
 from aiocomms_ucx.lanes import LaneCarrier, LaneCollectives
 from aiocomms_ucx.meeting import meet
-from aiocomms_ucx.shared_engine import SharedEngine
+from aiocomms_ucx.shared_engine import SharedEngine, kept
 from aiocomms_ucx.shortcuts import Hastened
 from aiocomms_ucx.side_channel import UcxSideChannel
 from aiocomms_ucx.status import BROKEN, DONE, DROPPED, UNEQUAL, error_of, has_ended, peer_of
@@ -163,7 +163,7 @@ class UcxTransport(LaneCarrier, Hastened):
             raise
         except BaseException:  # of a signal handler, perhaps: the engine may have the op, and use its memory
             if not work.done():
-                self.shared.pending.setdefault(ticket, (self, work, PLAIN))
+                self.shared.pending.setdefault(ticket, (self, work, PLAIN, kept(work)))
             raise
         return None
 
@@ -174,7 +174,7 @@ class UcxTransport(LaneCarrier, Hastened):
         """Complete an op that was handed to the engine if it is done; else keep it until it is done."""
         if done:
             return work.complete()
-        self.shared.pending[id(work)] = (self, work, PLAIN)
+        self.shared.pending[id(work)] = (self, work, PLAIN, kept(work))
         return self.look_after(PLAIN)
 
     def follow_collective(self, work: Completion, done: bool) -> None:
@@ -184,7 +184,7 @@ class UcxTransport(LaneCarrier, Hastened):
         if done:
             return self.finish(work, index, DONE, 0, 0)
         self._collectives[index] = work
-        self.shared.pending[id(work)] = (self, work, index)
+        self.shared.pending[id(work)] = (self, work, index, kept(work))
         return self.look_after(index)
 
     def finish(self, work: Completion, index: int, status: int, a: int, b: int) -> None:

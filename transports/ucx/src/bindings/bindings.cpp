@@ -22,6 +22,7 @@
 #include <type_traits>
 
 #include "bindings/calls.hpp"
+#include "bindings/kept.hpp"
 #include "bindings/lanes.hpp"
 #include "bindings/shortcuts.hpp"
 #include "bindings/tensors.hpp"
@@ -348,6 +349,14 @@ NB_MODULE(_engine, module) {
       nb::sig("def measure_speeds() -> tuple[int, int]"));
   module.def("map_memory", &map_memory, nb::arg("fd"), nb::arg("bytes"),
              nb::sig("def map_memory(fd: int, bytes: int) -> torch.Tensor"));
+  nb::class_<Kept>(module, "Kept")
+      .def(
+          "__init__",
+          [](Kept* kept, const nb::list& tensors) {
+            new (kept) Kept;
+            for (nb::handle tensor : tensors) kept->add(tensor);
+          },
+          nb::arg("tensors"), nb::sig("def __init__(self, tensors: list[torch.Tensor]) -> None"));
   module.def("create_segment", &Segment::create, nb::arg("ranks"), nb::arg("with_pool"), Released());
 
   nb::class_<InLanes> lanes(module, "Lanes");

@@ -15,11 +15,13 @@
 #include "bindings/shortcuts.hpp"
 
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
 
 #include <algorithm>
 #include <array>
 #include <cstdint>
 #include <initializer_list>
+#include <memory>
 #include <new>
 #include <optional>
 #include <string>
@@ -28,6 +30,7 @@
 
 #include "bindings/arguments.hpp"
 #include "bindings/calls.hpp"
+#include "bindings/kept.hpp"
 #include "bindings/lane_queues.hpp"
 #include "bindings/lanes.hpp"
 #include "bindings/ring.hpp"
@@ -496,11 +499,27 @@ class Shortcuts {
   struct Started {
     nb::object work, seq, part;
     mutable PyObject* written = nullptr;  // the tensor; null: it writes none on this rank
+    mutable std::array<PyObject*, 2> tensors{};
 
     PyObject* known_by() const { return part ? part.ptr() : work.ptr(); }
     std::optional<View> view(PyObject* tensor, bool writes) const {
       if (writes) written = tensor;
+      tensors[tensors[0] != nullptr] = tensor;
       return work ? plain_view(tensor, writes) : std::nullopt;
+    }
+    // Null: no memory.
+    nb::object keep() const {
+      if (tensors[0] == nullptr) return nb::none();
+      try {
+        auto kept = std::make_unique<Kept>();
+        for (PyObject* tensor : tensors) {
+          if (tensor != nullptr) kept->add(tensor);
+        }
+        return nb::cast(std::move(kept));
+      } catch (const std::bad_alloc&) {
+        PyErr_NoMemory();
+        return {};
+      }
     }
     // Idempotent.
     void note_written() const {
@@ -730,7 +749,7 @@ class Shortcuts {
     const nb::object ticket = nb::steal(PyLong_FromVoidPtr(it.work.ptr()));
     const nb::object look_after = nb::steal(PyObject_GetAttr(owner.ptr(), names().look_after));
     const nb::object index = index_of(caller, kind);
-    const nb::object entry = entry_of(owner, it.work, index);
+    const nb::object entry = entry_of(owner, it.work, index, it);
     if (!ticket || !look_after || !entry) return nullptr;
     Counts counts;
     if (!one_more(caller, kind, it, counts) || !index.is(index_of(caller, kind))) return nullptr;
@@ -833,7 +852,7 @@ class Shortcuts {
   PyObject* posted(const Caller& caller, const Started& it, const nb::object& index, bool collective) {
     const nb::object& owner = held_[collective && caller.in_lane() ? kLanes : kTransport];
     nb::object ticket = nb::steal(PyLong_FromVoidPtr(it.known_by()));
-    if (!ticket || !set_pending(ticket, owner, it.work, index) || (collective && !note(caller, it, index))) {
+    if (!ticket || !set_pending(ticket, owner, it.work, index, it) || (collective && !note(caller, it, index))) {
       Py_INCREF(it.work.ptr());  // for good, and with it the tensors
       Py_XINCREF(it.part.ptr());
       return nullptr;
@@ -846,12 +865,15 @@ class Shortcuts {
   }
 
   // Have the outcome told to an object.
-  bool set_pending(const nb::object& ticket, const nb::object& owner, const nb::object& told, const nb::object& index) {
-    const nb::object entry = entry_of(owner, told, index);
+  bool set_pending(const nb::object& ticket, const nb::object& owner, const nb::object& told, const nb::object& index,
+                   const Started& it) {
+    const nb::object entry = entry_of(owner, told, index, it);
     return entry && PyDict_SetItem(held_[kPending].ptr(), ticket.ptr(), entry.ptr()) == 0;
   }
-  static nb::object entry_of(const nb::object& owner, const nb::object& told, const nb::object& index) {
-    return nb::steal(index ? PyTuple_Pack(3, owner.ptr(), told.ptr(), index.ptr()) : nullptr);
+  static nb::object entry_of(const nb::object& owner, const nb::object& told, const nb::object& index,
+                             const Started& it) {
+    const nb::object kept = it.keep();
+    return nb::steal(index && kept ? PyTuple_Pack(4, owner.ptr(), told.ptr(), index.ptr(), kept.ptr()) : nullptr);
   }
 
   // A collective is pending: among the communicator's, or behind those of its lane.
@@ -880,7 +902,7 @@ class Shortcuts {
     PyObject* given[] = {caller.self.ptr(), it.work.ptr(), Py_NewRef(it.part.ptr())};
     if (!nb::steal(PyObject_VectorcallMethod(names().adopted, given, 3, nullptr))) return false;  // kept for good
     const int there = PyDict_Contains(held_[kPending].ptr(), ticket.ptr());
-    if (there < 0 || (there > 0 && !set_pending(ticket, held_[kTransport], it.part, index))) return false;
+    if (there < 0 || (there > 0 && !set_pending(ticket, held_[kTransport], it.part, index, it))) return false;
     Py_DECREF(it.part.ptr());
     return true;
   }
