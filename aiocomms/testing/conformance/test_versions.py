@@ -24,7 +24,7 @@ def tensors(args: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 @pytest.mark.fault(117)
-@ranks(2)
+@ranks(1, 2)
 async def test_each_operation_that_writes(comm: Communicator, case: Case) -> None:
     """The version of what is written rises, and that of what is only read does not."""
     for name, good in GOOD.items():

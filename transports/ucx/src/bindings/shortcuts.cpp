@@ -348,7 +348,6 @@ class Shortcuts {
     const Started it = make(caller, all_reduce_, {args[0], op->op.ptr()});
     const std::optional<View> data = it.view(args[0], true);
     if (!data || !op->takes(data->dtype)) return nullptr;
-    if (size_ == 1) it.written = nullptr;
     const Reducing how(data->dtype, op->number, 1.0);
     return start(caller, all_reduce_, it, args[0], nullptr, data->bytes(),
                  [&](auto& place, auto number, Ticket ticket) {
