@@ -23,6 +23,7 @@ from aiocomms.bootstrap.registry import Plan, advice, choose, choose_adopter, op
 from aiocomms.bootstrap.rendezvous import FORMING, StoreRendezvous
 from aiocomms.bootstrap.stores import connect_store
 from aiocomms.communicator import Communicator
+from aiocomms.diagnosis.root_cause import tell_torchrun
 from aiocomms.errors import ArgumentError, CommError, StoreLostError
 from aiocomms.lowlevel.auth import Seal, read_token
 from aiocomms.lowlevel.handles import uncompiled
@@ -193,6 +194,7 @@ async def _form(
     plan: Plan, store: Store | None, rank: int, size: int, name: str, device: torch.device, timeout: float,
     join: bool = False,
 ) -> Communicator:  # fmt: skip
+    tell_torchrun()
     seal = Seal(read_token(os.environ), name)
     rendezvous = StoreRendezvous(None, rank, size, name=name, device=device, timeout=timeout, seal=seal)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -176,3 +177,36 @@ def test_what_is_left_at_the_end_makes_no_noise(tmp_path: Path, transport: str, 
     if (transport, how) == ("c10d", "busy"):
         pytest.skip("gloo may end a process that stops amid a collective: see what is known to fail")
     check(run(LEFT, transport, tmp_path, how, quiet=True), ["", ""])
+
+
+AT_FAULT = """
+import asyncio, os, sys, time
+import torch, aiocomms
+
+async def main():
+    async with aiocomms.new_comm(sys.argv[1]) as comm:
+        await comm.barrier()
+        if comm.rank == 1:
+            raise ValueError("what rank 1 stumbles over")
+        await comm.all_reduce(torch.ones(1))
+
+try:
+    asyncio.run(main())
+finally:
+    if os.environ["RANK"] == "1":
+        time.sleep(0.5)  # it still has something to close
+"""
+
+
+@pytest.mark.fault(126)
+def test_the_root_cause_that_torchrun_names(tmp_path: Path, transport: str) -> None:
+    """It is the rank that has failed, though another one has heard of it and would leave before it."""
+    script = tmp_path / "at_fault.py"
+    script.write_text(AT_FAULT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script, transport]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=HANGS, check=False)
+    before, _, cause = ended.stderr.partition("Root Cause")
+    assert re.search(r"rank +: 1 .*exitcode +: 1 .*ValueError: what rank 1 stumbles over", cause, re.DOTALL), (
+        ended.stderr
+    )
+    assert "aborted by rank 1: ValueError: what rank 1 stumbles over" in before.rpartition("Failures:")[2]

@@ -550,6 +550,7 @@ def test_no_clock_that_can_be_set() -> None:
     found = [where for path in sources for where in wall_clocks(path)]
     assert {where.partition(":")[0] for where in found} <= {
         "aiocomms/diagnosis/recorder.py",
+        "aiocomms/diagnosis/root_cause.py",
         "aiocomms/diagnosis/dumps.py",
         "aiocomms/endpoints/credentials.py",
     }, found

@@ -1,0 +1,69 @@
+"""What torchrun is told of an exception that ends a rank, so that its "Root Cause" is the rank that has failed.
+
+torchrun takes the first failure for the cause, by the times in its error files or, without a file, by when it sees that
+a process has ended; of the same second the lowest rank's. As soon as one has ended it ends the others. A rank that
+hears of an error is often the first, for the one at fault still closes what it has. So whoever names another rank
+leaves later, and says so.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+import traceback
+from types import TracebackType
+from typing import Final
+
+from aiocomms.errors import CommAbortedError, CommTimeoutError, PeerDiedError, WorkerError
+
+PATIENCE: Final = 2.0
+"""Seconds in which the rank that is at fault ends; torchrun ends this one then, and else it ends by itself."""
+_OF_OTHERS: Final = (CommAbortedError, PeerDiedError, WorkerError)
+"""Errors whose ``peer`` is the rank at fault. Ranks that disagree may both be."""
+_FILE: Final = "TORCHELASTIC_ERROR_FILE"
+
+
+def tell_torchrun() -> None:
+    """From now on have what ends this process told, if torchrun has started it."""
+    if _FILE in os.environ and sys.excepthook is not _told:
+        global _before
+        _before, sys.excepthook = sys.excepthook, _told
+
+
+_before = sys.excepthook
+
+
+def _told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    _before(kind, error, trace)
+    if not isinstance(error, Exception):  # torch tells nothing of those, either
+        return
+    caused = _is_caused(error)
+    _write(os.environ[_FILE], error, math.ceil(time.time() + PATIENCE) if caused else int(time.time()), again=caused)
+    if caused:
+        sys.stderr.flush()
+        time.sleep(PATIENCE)
+
+
+def _is_caused(error: BaseException | None) -> bool:
+    """Whether another rank is at fault, as far as it is known here."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(map(_is_caused, error.exceptions))
+    if isinstance(error, CommTimeoutError) and error.late:
+        return error.rank not in error.late
+    if isinstance(error, _OF_OTHERS) and error.peer is not None:
+        return error.peer != error.rank
+    return error is not None and _is_caused(error.__cause__)
+
+
+def _write(path: str, error: BaseException, at: int, *, again: bool) -> None:
+    """Write an error file as torch does. What torch's ``record`` has written stays, unless ``again``."""
+    lines = "".join(traceback.format_exception(error))
+    extra = {"py_callstack": lines, "timestamp": str(at)}
+    try:
+        with open(path, "w" if again else "x") as file:  # noqa: PTH123 - as torch does
+            json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}, file)
+    except OSError:  # it is there, or cannot be written: torchrun says what it sees
+        pass
