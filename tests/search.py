@@ -89,6 +89,8 @@ CAMPAIGNS = (
            needs=[f"{ROOT}/build/launchers/{mpi}/bin/mpiexec" for mpi in ("openmpi-5.0", "mpich-5.0")]),
     _tests("faults", "Runs the fault catalogue with all victims and delays.", "-m", "real or fault",
            "tests/faults", estimate=1800, limit=7200),
+    Campaign("differential", "Looks for programs that end otherwise by gloo, the backend and communicators.",
+             (PYTHON, "tests/torch_backend/differential.py", "--seed={seed}", "--programs=2000"), 80, 1),
     _tests("mutants", "Looks for mutants of a transport that the suite does not notice.", OWN[0], estimate=300),
     _tests("stress", "Looks for lanes that lose or mix requests when hundreds are at work.", OWN[1], estimate=120),
     _tests("fuzz", "Looks for bytes and texts that a reader does not refuse properly.", OWN[2], estimate=15, seeds=5),
