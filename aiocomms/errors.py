@@ -181,11 +181,10 @@ class CommTimeoutError(CommError, TimeoutError):
         late: Sequence[int] = (),
         teller: int | None = None,
     ) -> None:
+        peer = late[0] if len(late) == 1 else peer
         super().__init__(message, comm=comm, op=op, seq=seq, rank=rank, peer=peer)
-        self.late = tuple(sorted(late))
+        self.late: tuple[int, ...] = tuple(sorted(late))
         self.teller = teller
-        if len(late) == 1:
-            self.peer = late[0]
 
     def about(
         self, *, comm: str | None = None, op: str | None = None, seq: int | None = None, rank: int | None = None

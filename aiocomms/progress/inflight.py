@@ -250,7 +250,8 @@ class InFlight:
 
     def __init__(self, owner: Expirer, heartbeat: Heartbeat) -> None:
         self._owner = owner
-        self.heartbeat, self.driver = heartbeat, owner.driver
+        self.heartbeat: Heartbeat = heartbeat
+        self.driver: Driver = owner.driver
         self._queues: dict[float, Queue] = {}
         self._changing = threading.RLock()  # while there are to be others of them; to add takes no lock
         self._drained: Promise | None = None

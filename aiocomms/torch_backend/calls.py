@@ -17,7 +17,7 @@ from aiocomms.torch_backend.works import BACKEND, GroupWork, raising_as_torch_do
 _Method = Callable[..., GroupWork]
 
 
-def operation(name: str, given: int | None = 0) -> Callable[[_Method], Callable[..., dist.Work]]:
+def operation(name: str, given: int | None = 0) -> Callable[[_Method], _Method]:
     """A method that torch calls, in any of torch's forms: it gets one, with the :class:`How` at its end.
 
     It raises what torch's users expect, and is a range of torch's profiler.
@@ -25,7 +25,7 @@ def operation(name: str, given: int | None = 0) -> Callable[[_Method], Callable[
     :param given: which of its arguments are the tensors that the profiler shows; None: there are none.
     """
 
-    def of(method: _Method) -> Callable[..., dist.Work]:
+    def of(method: _Method) -> _Method:
         def begin(self: Any, *arguments: Any) -> GroupWork:
             if not profiling():
                 return method(self, *arguments)
@@ -37,19 +37,20 @@ def operation(name: str, given: int | None = 0) -> Callable[[_Method], Callable[
                 raise
 
         @functools.wraps(method)
-        def call(self: Any, *args: Any, **kwargs: Any) -> dist.Work:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             with raising_as_torch_does():
                 arguments = one_form(method.__name__, args, kwargs)
                 if not is_seen(arguments):
                     return begin(self, *arguments)
             with seen() as works:
-                work: dist.Work = getattr(dist.ProcessGroup, method.__name__)(self, *args, **kwargs)
+                work = getattr(dist.ProcessGroup, method.__name__)(self, *args, **kwargs)
             return GroupWork.of_all(works, self.completer) if works else work
 
         # By its name, pybind11 knows that it calls the method of its base, and does not call it again for that.
         function: Any = call
         function.__code__ = function.__code__.replace(co_name=method.__name__)
         function.begin = begin
-        return call
+        started: _Method = function
+        return started
 
     return of

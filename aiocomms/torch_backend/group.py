@@ -67,7 +67,7 @@ class Group(Handle, dist.ProcessGroup):
         self.transport = transport
         """What it was asked to run over, as :func:`aiocomms.new_comm` takes it; None: the best that is available."""
         self._store = store
-        self.completer = Completer()
+        self.completer: Completer = Completer()
         self._receives = Receives(comm)
         self._group_name, self._group_desc = "", ""
         self._number = self._barriers = self._sums = 0
@@ -321,10 +321,6 @@ class Group(Handle, dist.ProcessGroup):
     # The names of before, which torch calls, too. It has more of them, and calls the new ones for those by itself.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
-    if not hasattr(dist.ProcessGroup, "all_to_all_single"):  # torch before 2.13
-        allgather_into_tensor_coalesced = all_gather_single_coalesced
-        reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-        alltoall_base = all_to_all_single
 
     # ---------------------------------------------------------------------------------------------------- inside
 
@@ -377,3 +373,12 @@ class Group(Handle, dist.ProcessGroup):
         if self._together is not None:
             self._together.append(work)
         return work
+
+
+if not hasattr(dist.ProcessGroup, "all_to_all_single"):  # torch before 2.13 has no other names of them
+    for _before, _now in (
+        ("allgather_into_tensor_coalesced", Group.all_gather_single_coalesced),
+        ("reduce_scatter_tensor_coalesced", Group.reduce_scatter_single_coalesced),
+        ("alltoall_base", Group.all_to_all_single),
+    ):
+        setattr(Group, _before, _now)

@@ -25,7 +25,7 @@ from aiocomms.testing.conformance.test_arguments import GOOD, still_works
 from aiocomms.testing.conformance.test_endpoints import connected, descriptor
 from aiocomms.testing.conformance.test_portal import synchronous
 
-pytestmark = pytest.mark.core
+pytestmark: pytest.MarkDecorator = pytest.mark.core
 
 SHAPE = (3, 2)
 

@@ -21,7 +21,7 @@ from aiocomms.errors import (
 from aiocomms.testing.conformance import data
 from aiocomms.testing.conformance.case import Case, ranks
 
-pytestmark = pytest.mark.network
+pytestmark: pytest.MarkDecorator = pytest.mark.network
 
 PART = 11
 

@@ -18,7 +18,7 @@ from aiocomms.testing.conformance.case import Case, ranks
 from aiocomms.testing.conformance.test_endpoints import connected, descriptor
 from aiocomms.testing.conformance.test_idle import expect_silence
 
-pytestmark = pytest.mark.network
+pytestmark: pytest.MarkDecorator = pytest.mark.network
 
 
 @pytest.mark.loops

@@ -15,7 +15,7 @@ from aiocomms.errors import ArgumentError
 from aiocomms.testing.conformance import data
 from aiocomms.testing.conformance.case import Case, ranks
 
-pytestmark = pytest.mark.core
+pytestmark: pytest.MarkDecorator = pytest.mark.core
 
 NAMES = {
     "sum": ReduceOp.SUM,

@@ -12,7 +12,7 @@ import torch
 from aiocomms.communicator import Communicator
 from aiocomms.testing.conformance.case import Case, ranks
 
-pytestmark = [pytest.mark.loops, pytest.mark.memory, pytest.mark.clock]
+pytestmark: list[pytest.MarkDecorator] = [pytest.mark.loops, pytest.mark.memory, pytest.mark.clock]
 
 WINDOW = 0.05
 """The time in seconds during which wake-ups are counted."""

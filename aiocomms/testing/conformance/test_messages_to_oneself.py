@@ -26,7 +26,7 @@ from aiocomms.testing.conformance import data
 from aiocomms.testing.conformance.case import Case, ranks
 from aiocomms.testing.conformance.test_messages import TAGS, neighbours
 
-pytestmark = pytest.mark.core
+pytestmark: pytest.MarkDecorator = pytest.mark.core
 
 SHAPE = (6,)
 SHORT = 0.1

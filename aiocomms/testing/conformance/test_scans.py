@@ -18,7 +18,7 @@ from aiocomms.testing.conformance.test_mismatch import call
 from aiocomms.testing.conformance.test_portal import synchronous
 from aiocomms.testing.conformance.test_timeouts import SHORT, expect_timeout
 
-pytestmark = pytest.mark.fault(140)
+pytestmark: pytest.MarkDecorator = pytest.mark.fault(140)
 
 
 def number(comm: Communicator | Portal, value: float) -> Tensor:

@@ -12,7 +12,7 @@ from aiocomms.diagnosis.statistics import Failures
 from aiocomms.errors import CommAbortedError, CommError, WorkCancelledError
 from aiocomms.testing.conformance.case import Case, ranks
 
-pytestmark = pytest.mark.core
+pytestmark: pytest.MarkDecorator = pytest.mark.core
 
 SHAPE = (6,)
 

@@ -32,6 +32,7 @@ class Clock:
 
 def stop_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have deadlines pass by their length and not by the time, as long as ``monkeypatch`` lasts."""
+    from aiocomms.diagnosis import inquiry
     from aiocomms.progress import deadlines
 
     clock, wake_by = Clock(), deadlines.Watchdog.wake_by
@@ -47,7 +48,8 @@ def stop_clock(monkeypatch: pytest.MonkeyPatch) -> None:
             dog._changed.notify_all()
 
     monkeypatch.setenv("AIOCOMMS_HEARTBEAT", "0")
-    monkeypatch.setattr(deadlines, "time", clock)
+    for module in (deadlines, inquiry):  # an inquiry compares the time of an answer with deadlines
+        monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(deadlines.Watchdog, "wake_by", wakes_soon)
 
 
