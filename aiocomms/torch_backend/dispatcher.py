@@ -11,7 +11,7 @@ call of plain tensors, is the group's own.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, Final
 
@@ -67,7 +67,7 @@ def _decides(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def seen() -> Generator[list[GroupWork]]:
+def seen() -> Iterator[list[GroupWork]]:
     """Have calls of torch's own methods of a group, made within, end in the methods of ours.
 
     :returns: the works of those.
@@ -78,7 +78,7 @@ def seen() -> Generator[list[GroupWork]]:
 
 
 @contextlib.contextmanager
-def _replaced(count: int, by: Callable[[list[Mode]], list[Mode]]) -> Generator[list[Mode]]:
+def _replaced(count: int, by: Callable[[list[Mode]], list[Mode]]) -> Iterator[list[Mode]]:
     """Replace the topmost modes of this thread by others; both are said from below."""
     before = [modes._pop_mode() for _ in range(count)][::-1]
     within = by(before)

@@ -6,7 +6,7 @@ The code is torch's own, out of its wheel; both backends must give the same numb
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -20,9 +20,11 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._pytree import tree_map_only
 
 pytestmark = [pytest.mark.timeout(HANGS), pytest.mark.real]
 over_ucx = pytest.mark.parametrize("transport", ["ucx"])
@@ -147,7 +149,60 @@ def compiled(rank: int) -> Found:
         return dict(zip(("total", "gathered", "scattered"), run(batch(rank)), strict=True))
 
 
-HOSTS: list[Callable[[int], Found]] = [ddp, ddp_sparse, ddp_uneven, fsdp, tensor_parallel, gpipe, one_f_one_b, compiled]
+def distributed(rank: int) -> Found:
+    """A tensor that is two goes through DTensor; and the weights of rank 0 to all ranks, whatever theirs are."""
+    mesh = init_device_mesh("cpu", (2,))
+    two = TwoTensor(torch.arange(8.0).view(4, 2), 10 * torch.arange(8.0).view(4, 2))
+    found: Found = {}
+    for name, placement in (("shard", Shard(0)), ("replicate", Replicate())):
+        tensor = distribute_tensor(two, mesh, [placement])
+        for each, of in (("local", tensor.to_local()), ("whole", tensor.full_tensor())):
+            found |= {f"{each} a of {name}": of.a, f"{each} b of {name}": of.b}
+    torch.manual_seed(rank)
+    layer = parallelize_module(nn.Linear(4, 4, bias=False), mesh, ColwiseParallel(), src_data_rank=0)
+    return found | {"weights": whole(layer.weight)}
+
+
+class Narrow(Tensor):
+    """A parameter that FSDP2 gathers as bfloat16, by the extension that torchao's float8 tensors use."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Self:
+        made: Self = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, strides=inner.stride())
+        return made
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = tree_map_only(cls, lambda it: it.inner, (args, kwargs or {}))
+        out = func(*plain[0], **plain[1])
+        keeps = {"detach", "split", "new_zeros", "view", "as_strided", "slice", "clone", "copy_"}
+        return tree_map_only(Tensor, cls, out) if func._schema.name.removeprefix("aten::") in keeps else out
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
+        return (self.inner.to(torch.bfloat16),), None
+
+    def fsdp_post_all_gather(self, outputs: Any, meta: Any, dtype: Any, *, out: Tensor | None = None) -> Any:
+        if out is None:
+            return outputs[0].float(), outputs
+        out.copy_(outputs[0].float())
+        return None
+
+
+def fsdp_extended(rank: int) -> Found:
+    model = nn.Linear(8, 4, bias=False)
+    model.weight = nn.Parameter(Narrow(network()[0].weight.detach()[:4].clone()))
+    fully_shard(model)
+    out = model(batch(rank))
+    out.square().mean().backward()
+    return {"out": out.detach(), "gradient": model.weight.grad.to_local()}
+
+
+HOSTS: list[Callable[[int], Found]] = [
+    *(ddp, ddp_sparse, ddp_uneven, fsdp, fsdp_extended, tensor_parallel, distributed, gpipe, one_f_one_b, compiled),
+]
 
 
 async def compares(place: Rank, host: int) -> None:
@@ -162,6 +217,7 @@ async def compares(place: Rank, host: int) -> None:
         torch.testing.assert_close(ours[name], theirs[name], msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.fault(134)
 @pytest.mark.search
 @pytest.mark.parametrize("host", range(len(HOSTS)), ids=[host.__name__ for host in HOSTS])
 @over_ucx
