@@ -317,7 +317,11 @@ CASES = (
         "the number of a collective, an endpoint's errors, an array's advice, a path that is not there",
         but={"c10d": NO_ENDPOINTS},
     ),
-    Case(126, "the root cause that torchrun names", local=ONE_PROCESS),
+    Case(
+        126,
+        "the root cause that torchrun names",
+        but={"local": "its ranks are one process: shown is what the hook writes"},
+    ),
     Case(127, "metrics of the failure that a recovery follows, and their labels"),
     # What programs do with tensors, handles and numbers.
     Case(128, "a copy or a pickle of a communicator, or of what else stands for something of one process"),

@@ -71,7 +71,8 @@ def scraped():
     return found
 
 
-def test_it_asks_for_what_is_exported():
+def test_it_asks_for_what_is_exported(monkeypatch):
+    monkeypatch.setenv("AIOCOMMS_HEARTBEAT", "5")
     known, asked = scraped(), set()
 
     def look(node):

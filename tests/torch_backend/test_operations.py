@@ -343,8 +343,10 @@ async def aborts(place: Rank) -> None:
     with group(place) as world:
         dist.barrier()
         if place.rank == 0:
+            await asyncio.to_thread(place.told, "past the barrier")
             world.abort()
         else:
+            place.tell("past the barrier")
             with pytest.raises(dist.DistBackendError, match="process group was aborted"):
                 dist.all_reduce(torch.ones(2))
 
