@@ -24,9 +24,8 @@ def uncompiled(function: _F) -> _F:
 
 def _skip(function: FunctionType) -> None:
     """Have no frame looked at, of the function or of what it calls, for something to compile."""
-    with contextlib.suppress(
-        ImportError
-    ):  # an older torch looks at each, and leaves those alone that it cannot compile
+    # An older torch looks at each, and leaves those alone that it cannot compile.
+    with contextlib.suppress(ImportError):
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
         skip = _FrameAction.SKIP

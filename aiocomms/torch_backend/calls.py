@@ -18,7 +18,7 @@ _Method = Callable[..., GroupWork]
 
 
 def operation(name: str, given: int | None = 0) -> Callable[[_Method], _Method]:
-    """A method that torch calls, in any of torch's forms: it gets one, with the :class:`How` at its end.
+    """Make a method that torch calls in any of torch's forms of one that has one form, with :class:`How` at its end.
 
     It raises what torch's users expect, and is a range of torch's profiler.
 

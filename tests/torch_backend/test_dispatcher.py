@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
+from calls import Calls
 from forms import Form, calls, forms
 from torch import Tensor
 from torch._C._distributed_c10d import FakeProcessGroup, _register_process_group, _unregister_process_group
@@ -23,31 +23,6 @@ from aiocomms.torch_backend import Group
 
 CPU = torch.device("cpu")
 pytestmark = [pytest.mark.deterministic, pytest.mark.fault(134)]
-
-
-def lists(value: Any) -> Any:
-    """What a value holds, and no tensor."""
-    if isinstance(value, Tensor):
-        return value.tolist()
-    return [lists(each) for each in value] if isinstance(value, (list, tuple)) else value
-
-
-class Calls:
-    """A communicator that notes what is called, and does nothing until it is told how many operations have ended."""
-
-    rank, size, timeout = 1, 2, 600.0
-
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
-        self.ended = 0
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(*args: Any, timeout: Any = None) -> Any:  # of which some operators of c10d say nothing
-            self.seen.append((name, lists(args)))
-            number = len(self.seen)
-            return SimpleNamespace(done=lambda: number <= self.ended, wait=lambda patience: None, source=None)
-
-        return call
 
 
 class Spy(TorchDispatchMode):
@@ -65,7 +40,7 @@ class Spy(TorchDispatchMode):
 
 @pytest.fixture
 def comm() -> Calls:
-    return Calls()
+    return Calls(ended=0)
 
 
 @pytest.fixture

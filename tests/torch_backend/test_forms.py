@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
+from calls import Calls
 from forms import TIMEOUT, Call, Form, calls, forms
 
 from aiocomms.errors import ArgumentError, ArgumentTypeError
@@ -60,28 +61,8 @@ def test_every_form_comes_to_one() -> None:
             assert [type(value) for value in (*values, how)] == first, str(call)
 
 
-class Started:
-    """A communicator that notes the deadlines of what is called, and does nothing."""
-
-    rank, size, timeout = 1, 2, 600.0
-
-    def __init__(self) -> None:
-        self.deadlines: list[Any] = []
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(*args: Any, timeout: Any = COMM_TIMEOUT) -> Any:
-            self.deadlines.append(timeout)
-            return self
-
-        return call
-
-    def done(self) -> bool:
-        """What it returns has ended."""
-        return True
-
-
 def test_a_timeout_is_that_of_its_operation() -> None:
-    comm = Started()
+    comm = Calls()
     group = Group(cast("Any", comm), dist.HashStore())
     for form in of_ours():
         for call in (call for call in calls(form, 1) if call.right and not form.method.startswith("recv")):
