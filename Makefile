@@ -81,19 +81,19 @@ CONFORMANCE := $(PYTEST) --pyargs aiocomms.testing.conformance --deadline=100
 # One pytest for a tier (CONTRIBUTING.md, "Tests"). Half of the real tests' time is waiting: more workers than processors.
 SEED ?= 1
 WORKERS ?= 4
-TIER = $(PYTEST) --numprocesses=$(WORKERS) --deadline=100 --seed=$(SEED) --tier=
+TIER = $(PYTEST) --deadline=100 --seed=$(SEED) --tier
 
-## What to run while working: lint, types, rules, the core's tests that start no process, but models; conformance of `local`.
+## What to run while working: lint, types, rules, the core's tests that start no process; conformance of `local`.
 check: $(VENV)/ucx.stamp
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint check-tests
 
 ## What a change needs: lint, types, docs, one run of each example, conformance by its matrix, all tests but the `search` ones.
 test: lint
-	$(TIER)test tests $(SUITE) --transport=local --transport=c10d --transport=ucx --transport=ucx@processes
+	$(TIER)=test --numprocesses=$(WORKERS) tests $(SUITE) --transport=local --transport=c10d --transport=ucx --transport=ucx@processes
 
 check-tests: $(VENV)/ucx.stamp
-	$(TIER)check tests/unit tests/project tests/faults/test_rules.py $(SUITE) \
-		--ignore-glob='*/test_lanes*_model.py' --transport=local --loops=asyncio --ranks=1,2,3
+	$(TIER)=check --numprocesses=logical tests/unit tests/project tests/faults/test_rules.py $(SUITE) \
+		--transport=local --loops=asyncio --ranks=1,2,3
 
 ## Everything else, in a loop with new seeds, until SEARCH_MINUTES=60 have passed: sanitizers, mutants, soak, other loops.
 search: $(VENV)/ucx.stamp

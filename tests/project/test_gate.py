@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gate import ledger, retry, schedule
+from gate import budget, ledger, retry, sample, schedule
 from gate.clock import SHORT
 from processes import HANGS
 
@@ -113,6 +113,38 @@ def test_tests_of_a_module_and_of_a_world_stay_together() -> None:
     suite = "aiocomms/testing/conformance/test_collectives.py::test_large"
     assert schedule.group_of(f"{suite}[ucx@processes-asyncio-2-broadcast]") == "ucx@processes-asyncio-2"
     assert schedule.group_of(f"{suite}[ucx-trio-3]") == "ucx-trio-3"
+
+
+# ------------------------------------------------------------------------------------------------------------- budget
+
+THEN = {"tests/a.py": 40.0, "tests/b.py": 30.0, "local-asyncio-2": 20.0, "tests/gone.py": 10.0}
+
+
+def test_speed_is_that_of_the_median_second() -> None:
+    now = {"tests/a.py": 60.0, "tests/b.py": 45.0, "local-asyncio-2": 200.0, "tests/new.py": 500.0}
+    assert budget.speed(now, THEN) == pytest.approx(1 / 1.5)
+
+
+@pytest.mark.parametrize("now", [{}, {"tests/new.py": 3.0}, {"tests/a.py": 0.0}])
+def test_speed_is_1_where_nothing_can_be_compared(now: dict[str, float]) -> None:
+    assert budget.speed(now, THEN) == 1.0
+
+
+# --------------------------------------------------------------------------------------------------------------- tiers
+
+
+@pytest.mark.parametrize(
+    ("marks", "params", "kept"),
+    [
+        (["deterministic"], {}, True),
+        (["deterministic"], {"loop": "asyncio", "transport": "local", "size": 3}, True),
+        (["deterministic"], {"loop": "trio"}, False),
+        (["deterministic"], {"transport": "ucx"}, False),
+        (["deterministic", "slow"], {}, False),
+    ],
+)
+def test_check_runs_quick_tests_on_asyncio_and_local(marks: list[str], params: dict[str, object], kept: bool) -> None:
+    assert sample.is_quick(marks, params) == kept
 
 
 # ------------------------------------------------------------------------------------------------------ planted tests

@@ -18,7 +18,7 @@ from aiocomms.communicator import Communicator
 from aiocomms.lowlevel.handles import Handle
 from aiocomms.testing import local_world
 
-pytestmark = [pytest.mark.deterministic, pytest.mark.fault(131)]
+pytestmark = [pytest.mark.deterministic, pytest.mark.slow, pytest.mark.fault(131)]
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import sys
 import pytest
 from processes import HANGS
 
-pytestmark = pytest.mark.deterministic
+pytestmark = [pytest.mark.deterministic, pytest.mark.slow]
 
 # What a run imports pytester takes out of sys.modules again; torch cannot be imported twice, and nothing else need be.
 for _module in ("aiocomms.functional", "aiocomms.testing", "aiocomms_local", "trio", "uvloop", "pytest_asyncio"):

@@ -1,8 +1,9 @@
 """Hold a tier to its budget of CPU seconds and of real tests; print its ten slowest tests.
 
-``tests/budget.toml`` has a table for each tier. CPU seconds depend on the processor and on its neighbours. So each
-worker times a short loop beside every test, and the seconds are scaled by how long that took on the machine of the
-budget. The time on the clock is printed and not bounded: a busy machine is no defect.
+``tests/budget.toml`` has a table for each tier. Its seconds are those of all tests added up, on the machine of the
+budget. ``tests/seconds.json`` has what each long group of tests took there. Half of these seconds passed in groups that
+ran at most ``speed`` times faster or slower in this run: the weighted median. The run's seconds are scaled by it. So a
+slow or busy machine, which slows all groups, is no defect, and tests that grow or are added are seen.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import os
 import time
 import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from gate.kinds import REAL, SUITE
-from gate.schedule import LONG, SECONDS, group_of
+from gate.schedule import LONG, SECONDS, group_of, seconds_of
 
 BUDGET = Path(__file__).parents[2] / "budget.toml"
 LAST = Path(__file__).parents[3] / "build" / "gate" / "seconds.json"
@@ -29,25 +30,6 @@ PATIENCE = 5.0
 """Seconds in which processes that tests have left must end to be counted."""
 SLACK = 1.2
 SLOWEST = 10
-LOOP = 10_000
-"""Additions of the loop that is timed: some 0.3 ms."""
-
-
-def probe() -> float:
-    """Return the CPU seconds that a loop of fixed length takes now."""
-    began, total = time.thread_time(), 0
-    for number in range(LOOP):
-        total += number
-    return time.thread_time() - began
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[pytest.TestReport]:
-    """Time the loop beside each test, where the test runs."""
-    report = yield
-    if call.when == "teardown" and item.config.getoption("--tier"):
-        report.probe = probe()
-    return report
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -69,7 +51,6 @@ class Account:
         self._began = time.monotonic()
         self._tests: defaultdict[str, float] = defaultdict(float)
         self._kinds: Counter[str] = Counter()
-        self._probes: list[float] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Add the seconds of a test's setup, call or teardown."""
@@ -77,8 +58,6 @@ class Account:
         if report.when == "call" and not report.skipped:
             check = " checks of transports" if report.nodeid.startswith(SUITE) else " tests"
             self._kinds[getattr(report, "kind", REAL) + check] += 1
-        if hasattr(report, "probe"):
-            self._probes.append(report.probe)
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -86,23 +65,21 @@ class Account:
         _reap()
         used = os.times()
         self._cpu = used.user + used.system + used.children_user + used.children_system
-        self._over = list(self._excess())
-        if self._over and session.exitstatus == pytest.ExitCode.OK:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
         groups: defaultdict[str, float] = defaultdict(float)
         for test, seconds in self._tests.items():
             groups[group_of(test)] += seconds
+        self._speed = speed(groups, seconds_of(self._tier))
+        self._over = list(self._excess())
+        if self._over and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        scaled = {name: seconds * self._speed for name, seconds in groups.items()}
         LAST.parent.mkdir(parents=True, exist_ok=True)
-        LAST.write_text(json.dumps(groups))
-
-    def _speed(self) -> float:
-        """Return how long the loop took on the average, as a multiple of what it took where the budget was made."""
-        return sum(self._probes) / len(self._probes) / self._budget["probe_seconds"] if self._probes else 1.0
+        LAST.write_text(json.dumps({"tier": self._tier, "groups": scaled}))
 
     def _excess(self) -> Iterator[str]:
-        scaled, allowed = self._cpu / self._speed(), self._budget["cpu_seconds"]
+        scaled, allowed = sum(self._tests.values()) * self._speed, self._budget["seconds"]
         if scaled > SLACK * allowed:
-            yield f"{scaled:.0f} CPU seconds, scaled to the machine of the budget; it allows {allowed}, and 20 % more"
+            yield f"{scaled:.0f} seconds, scaled to the machine of the budget; it allows {allowed}, and 20 % more"
         real = self._kinds[f"{REAL} tests"]
         if real > self._budget["real_tests"]:
             yield f"{real} real tests; the budget allows {self._budget['real_tests']}"
@@ -116,7 +93,7 @@ class Account:
             write(f"{seconds:7.1f} s  {test}")
         counted = ", ".join(f"{number} {kind}" for kind, number in sorted(self._kinds.items()))
         wall = time.monotonic() - self._began
-        write(f"tier {self._tier}: {counted}; {wall:.0f} s, {self._cpu:.0f} CPU s at speed {1 / self._speed():.2f}")
+        write(f"tier {self._tier}: {counted}; {wall:.0f} s, {self._cpu:.0f} CPU s at speed {self._speed:.2f}")
         for over in self._over:
             write(f"OVER BUDGET: tier {self._tier} takes {over}. Make the tests above cheaper, or fewer", red=True)
 
@@ -137,10 +114,23 @@ def _reap() -> None:
             return
 
 
+def speed(now: Mapping[str, float], then: Mapping[str, float]) -> float:
+    """Return how many times faster than ``then`` the median second of the groups ran that are in both."""
+    ratios = sorted((then[name] / now[name], then[name]) for name in then.keys() & now.keys() if now[name] > 0)
+    half = sum(seconds for _, seconds in ratios) / 2
+    for ratio, seconds in ratios:
+        half -= seconds
+        if half <= 0:
+            return ratio
+    return 1.0
+
+
 def main() -> None:
-    """Write ``tests/seconds.json`` from the last run of a tier."""
-    groups = {name: round(seconds, 1) for name, seconds in json.loads(LAST.read_text()).items() if seconds >= LONG}
-    SECONDS.write_text(json.dumps(dict(sorted(groups.items(), key=lambda group: -group[1])), indent=1) + "\n")
+    """Write what the last run took, scaled to the machine of the budget, as its tier into ``tests/seconds.json``."""
+    last = json.loads(LAST.read_text())
+    groups = {name: round(seconds, 1) for name, seconds in last["groups"].items() if seconds >= LONG}
+    tiers = json.loads(SECONDS.read_text()) | {last["tier"]: dict(sorted(groups.items(), key=lambda group: -group[1]))}
+    SECONDS.write_text(json.dumps(dict(sorted(tiers.items())), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,14 @@
 """Which tests a tier runs: `check` no real ones, and `test` of each real test function the first of its parameters.
 
+``check`` runs on asyncio and the transport ``local`` alone, and leaves tests marked ``slow`` to ``test``.
+
 A real test is dear, and may fail by chance. Its other parameters (transports, victims, delays, sizes) belong to ``make
 search``. A test marked ``every_case`` has parameters that are tests in their own right, and a tier runs all of them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection, Mapping
 
 import pytest
 
@@ -13,9 +17,9 @@ from gate.kinds import REAL, SUITE, kind_of
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect what ``make search`` runs and a tier does not, when all have been found to have a kind."""
-    if not config.getoption("--tier"):
+    tier = config.getoption("--tier")
+    if not tier:
         return
-    real = config.getoption("--tier") != "check"
     seen: set[str] = set()
     kept, left = [], []
     for item in items:
@@ -24,11 +28,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             wanted = False
         elif kind_of(item) == REAL:
             every = item.nodeid.startswith(SUITE) or item.get_closest_marker("every_case")
-            wanted = real and (every or function not in seen)
+            wanted = tier == "test" and (every or function not in seen)
         else:
-            wanted = True
+            params = item.callspec.params if hasattr(item, "callspec") else {}
+            wanted = tier == "test" or is_quick([mark.name for mark in item.iter_markers()], params)
         if wanted:
             seen.add(function)  # not by one that is left to the search: the next of its parameters is the first then
         (kept if wanted else left).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=left)
+
+
+def is_quick(marks: Collection[str], params: Mapping[str, object]) -> bool:
+    """Return whether ``check`` runs a deterministic test: on asyncio, on ``local``, and not marked ``slow``."""
+    usual = params.get("loop", "asyncio") == "asyncio" and params.get("transport", "local") == "local"
+    return usual and "slow" not in marks

@@ -16,7 +16,7 @@ import pytest
 from gate.kinds import SUITE
 
 SECONDS = Path(__file__).parents[2] / "seconds.json"
-"""Groups of tests that take long, and for how many seconds; ``make seconds`` writes it from the last run."""
+"""For each tier the groups of tests that take long, and their seconds; ``make seconds`` writes the last run's."""
 LONG = 2.0
 """Seconds from which on a group stands there."""
 
@@ -29,15 +29,15 @@ def group_of(nodeid: str) -> str:
     return module
 
 
-def seconds() -> dict[str, float]:
-    """Return how long the long groups took."""
-    return json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
+def seconds_of(tier: str) -> dict[str, float]:
+    """Return how long the long groups of a tier took on the machine of the budget."""
+    return json.loads(SECONDS.read_text()).get(tier, {}) if SECONDS.exists() else {}
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Order the tests by group, long groups first; within a group they keep their order."""
-    known = seconds()
+    known = seconds_of(config.getoption("--tier"))
     items.sort(key=lambda item: -known.get(group_of(item.nodeid), 0.0))
 
 

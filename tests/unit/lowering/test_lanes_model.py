@@ -21,7 +21,7 @@ from lane_models import FIRST, RANKS, TASKS, alive, called, every_order, lost, p
 from aiocomms import ops
 from aiocomms.lowering.schedules import SCHEDULES, Context
 
-pytestmark = pytest.mark.deterministic
+pytestmark = [pytest.mark.deterministic, pytest.mark.slow]
 
 BARRIER, BROADCAST = ops.Barrier(), ops.Broadcast(torch.zeros(1), 1)
 PROGRAM = ((BROADCAST, BROADCAST), (BARRIER,), (BROADCAST,))

@@ -18,7 +18,7 @@ import lane_models
 import pytest
 from lane_models import FIRST, LOST, RANKS, TASKS, alive, called, every_order, lost, placed
 
-pytestmark = pytest.mark.deterministic
+pytestmark = [pytest.mark.deterministic, pytest.mark.slow]
 
 PROGRAM = (2, 1, 1)
 """How many collectives each lane has."""
