@@ -32,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: demo serve demo-generate serve-generate demo-tensor-parallel demo-kv-cache demo-ray check test check-tests \
 	search seconds faults soak chaos \
 	test-sanitizers lint format viewer pictures conformance conformance-ucxx test-cupy test-hosts test-launchers \
-	bench bench-scale bench-serve bench-serve-kills structure gpu-check gpu-wheels wheels test-wheels workflows clean \
+	bench bench-scale bench-serve bench-serve-kills gpu-check gpu-wheels wheels test-wheels workflows clean \
 	docs test-shipping chart verifytypes sbom changelog release
 
 $(VENV)/setup.stamp: pyproject.toml
@@ -353,10 +353,6 @@ bench-serve: $(VENV)/ucx.stamp
 ## The embedding server under 80 % load, a rank killed every 20 s, every answer checked: make bench-serve-kills SECONDS=600
 bench-serve-kills: $(VENV)/ucx.stamp
 	$(BIN)/python -m benchmarks.serve.kills $(if $(SECONDS),--seconds $(SECONDS))
-
-## How the code is built, in figures, as a table; make structure BEFORE=folder of another checkout puts both side by side.
-structure: $(VENV)/ucx.stamp
-	@$(BIN)/python -m benchmarks.structure $(if $(BEFORE),"$(BEFORE)" .)
 
 ## On a machine with a GPU: conformance, faults, graphs, examples, compute-sanitizer, benchmarks; into build/gpu/.
 gpu-check:
