@@ -1,4 +1,4 @@
-"""Draws the first page's chart from the figures of docs/benchmarks/cpu.md: ``make chart`` writes docs/why.svg."""
+"""Draws the first page's chart from the figures of docs/benchmarks/cpu.md: ``make chart`` writes docs/why.png."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def draw(path: Path) -> None:
         f"{OPERATION} between two processes of a host: the median time of one", x=0.01, ha="left", fontsize=12
     )
     axes.set_xlabel(f"logarithmic; {when_and_where()}", loc="left", fontsize=9, color="#48566b")
-    figure.savefig(path, bbox_inches="tight", metadata={"Date": None, "Description": described()})
+    figure.savefig(path, dpi=150, bbox_inches="tight", metadata={"Description": described()})
 
 
 if __name__ == "__main__":
-    draw(DOCS / "why.svg")
+    draw(DOCS / "why.png")

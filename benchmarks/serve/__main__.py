@@ -83,8 +83,8 @@ def main() -> int:
         (options.out / "serve.json").write_text(json.dumps(results, indent=1) + "\n")
     text = report.markdown(results)
     (options.out / "serve.md").write_text(text)
-    report.glance(results, options.out / "serve.svg")
-    report.curves(results, options.out / "serve-load.svg")
+    report.glance(results, options.out / "serve.png")
+    report.curves(results, options.out / "serve-load.png")
     print(f"\n{text}")
     found = results["layouts"] + results["streams"]
     return int(any(row["wrong"] for each in found for row in each["rows"]))

@@ -202,7 +202,7 @@ def glance(results: Row, path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.margins(y=0.15)
     figure.legend(*every[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
-    figure.savefig(path)
+    figure.savefig(path, dpi=150)
 
 
 def curves(results: Row, path: Path) -> None:
@@ -227,4 +227,4 @@ def curves(results: Row, path: Path) -> None:
         )
         axes.grid(visible=True, alpha=0.3)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-    figure.savefig(path)
+    figure.savefig(path, dpi=150)

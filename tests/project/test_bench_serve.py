@@ -354,6 +354,6 @@ def test_both_servers_are_measured(tmp_path: Path) -> None:
         assert all(value > 0 for part, value in layout["split"][by].items() if part != "HTTP")
         assert layout["killed"][by]["wrong"] == 0
     assert layout["killed"]["aiocomms"]["broken"] == 0
-    for name in ("serve.md", "serve.svg", "serve-load.svg"):
+    for name in ("serve.md", "serve.png", "serve-load.png"):
         assert (tmp_path / name).stat().st_size > 1000
     assert "one client, ms" in run.stdout
