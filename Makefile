@@ -141,7 +141,7 @@ litmus: $(VENV)/setup.stamp $(HERD)/fetched.stamp
 	AIOCOMMS_HERD=$(HERD) $(PYTEST) tests/litmus
 # --------------------------------------------------------------------------------------------------------------------
 
-## Every case of the fault catalogue, all victims and delays; writes docs/fault-table.md.
+## Every case of the fault catalogue, all victims and delays; writes build/fault-table.md.
 faults: $(VENV)/ucx.stamp
 	$(BIN)/python tests/faults/report.py
 

@@ -1,4 +1,4 @@
-"""``make faults``: run every test of a case of the fault catalogue, and write docs/fault-table.md.
+"""``make faults``: run every test of a case of the fault catalogue, and write build/fault-table.md.
 
 ``--list`` prints the tests of each case on each transport instead.
 """
@@ -21,7 +21,7 @@ from cases import CASES, TRANSPORTS, Case  # noqa: E402 - found by the path abov
 
 ROOT = Path(__file__).parents[2]
 FOUND = ROOT / "build" / "faults.json"
-PAGE = ROOT / "docs" / "fault-table.md"
+PAGE = ROOT / "build" / "fault-table.md"
 SUITE = ["aiocomms/testing/conformance", "--full", *(f"--transport={name}" for name in TRANSPORTS)]
 TESTS = ["-m", "fault", "tests", *SUITE]
 """Arguments of pytest: all tests of the catalogue."""
@@ -29,8 +29,7 @@ TESTS = ["-m", "fault", "tests", *SUITE]
 HEAD = """# The fault table
 
 Each case of the fault catalogue on each transport: how many tests show it and what became of them, or why there is
-none, of it or of some part. [Reliability](reliability.md) says what the tests hold their ranks to. `make faults` writes
-this page.
+none, of it or of some part. `docs/reliability.md` says what the tests hold their ranks to. `make faults` writes it.
 
 | case | what | transport | outcome | noticed after: median / worst |
 |---|---|---|---|---|
