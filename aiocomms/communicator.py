@@ -391,7 +391,7 @@ def _follows(op: Op) -> bool:
 
 
 def _disown_in_child() -> None:
-    """A forked child shares its parent's sockets, and must not use or close them."""
+    """Disown all communicators in a forked child, which must neither use nor close its parent's sockets."""
     for guard in guards():
         guard.dismiss()
         guard.comm._disown()

@@ -148,7 +148,7 @@ class Core(Posting):
             raise error.about(comm=self.name, op=what, rank=self.rank)
 
     def refused(self, op: ops.Op) -> Exception:
-        """The error of an op that is refused."""
+        """Return the error of an op that is refused."""
         error = self.refusal()
         if error is None:
             return wrong_thread(f"{op.name} on '{self.name}'")
@@ -167,7 +167,7 @@ class Core(Posting):
         self._lose(Failure(error, time.monotonic()), here=False)
 
     def lose(self, error: CommError) -> None:
-        """The communicator has failed; any thread."""
+        """Lose the communicator by a failure; any thread."""
         failure = failure_of(error, time.monotonic(), self.rank)
         self._lose(failure, here=get_ident() == self.thread)
 
@@ -218,7 +218,7 @@ class Core(Posting):
         self.in_flight.unwatch()
 
     def expire(self, work: StartedWork[Any]) -> None:
-        """The deadline of a pending op has passed; on the watchdog's thread, while the loop may be busy.
+        """End a pending op whose deadline has passed; on the watchdog's thread, while the loop may be busy.
 
         Called again while it has not ended: what was to end it was then cut short by a signal handler that raised.
         """
@@ -234,7 +234,7 @@ class Core(Posting):
             self._expire_all(work)
 
     def _inquire(self, work: StartedWork[Any]) -> None:
-        """A receive or wait is late: find out what the rank that it waits for is doing, and let it expire."""
+        """Ask what the rank is doing that a late receive or wait is for, and let it expire."""
         queue, now = work.queue, time.monotonic()
         posted = None if queue is None else queue.get(work)
         if posted is not None:  # else it has become done meanwhile
@@ -243,7 +243,7 @@ class Core(Posting):
             self._inquiry.begin(late, lambda report: self.driver.call_threadsafe(self._expire_alone, work, report))
 
     def _expire_alone(self, work: StartedWork[Any], report: str) -> None:
-        """A receive or wait is late: it fails alone, or with everything else if something has matched it."""
+        """Fail a late receive or wait alone, or with everything else if something has matched it."""
         if not work.done():
             if self.withdraw(work):
                 late = f"{UNMATCHED} {called(work.op)} before its deadline; it was withdrawn{report}"
@@ -262,7 +262,7 @@ class Core(Posting):
         self.lose(error)
 
     def waiting_for(self, work: StartedWork[Any]) -> Sequence[int]:
-        """The ranks that a pending op waits for, as far as that is known; any thread."""
+        """Return the ranks that a pending op waits for, as far as that is known; any thread."""
         absent = self.router.turns.waiting_for(work) if isinstance(work, LaneWork) else None
         if absent is None and (transport := self.by_family.get(work.op.family)) is not None:
             absent = list(guarded((), transport.waiting_for, work))
@@ -337,7 +337,7 @@ class Core(Posting):
                 raise error.about(comm=self.name, op="aclose", rank=self.rank) from error.__cause__
 
     def disown(self) -> None:
-        """This is a forked child, which shares its parent's sockets and must neither use nor close them."""
+        """Disown it in a forked child, which must neither use nor close its parent's sockets."""
         self.life = lifecycle.disown(os.getppid())
         self.refusing = True
         self._closing = self.over = Promise(self.driver)

@@ -253,12 +253,12 @@ def wrong_thread(what: str) -> RuntimeError:
 
 
 def closed_by(rank: int) -> CommAbortedError:
-    """What an op fails with that needs a rank which has closed the communicator."""
+    """Return the error of an op that needs a rank which has closed the communicator."""
     return CommAbortedError(f"closed by rank {rank}, which this op needs", peer=rank)
 
 
 def gone(rank: int | None, why: str = "its connection broke without a goodbye") -> PeerDiedError:
-    """What the communicator is lost with when a rank has died; None: it cannot be told which one."""
+    """Return the error of a communicator when a rank has died; None: it cannot be told which one."""
     return PeerDiedError(f"{'a rank' if rank is None else f'rank {rank}'} is gone: {why}", peer=rank)
 
 

@@ -55,7 +55,7 @@ CURRENT: ContextVar[_Current | None] = ContextVar("aiocomms lanes", default=None
 
 
 def current(core: Core) -> Lane | None:
-    """The current lane of a communicator in this task; None: there is none."""
+    """Return the current lane of a communicator in this task; None: there is none."""
     found = CURRENT.get()
     while found is not None and found.lane._core is not core:
         found = found.before
@@ -179,7 +179,7 @@ class Lane(PointToPoint, Collectives, Objects):
             self.abort(error)  # the other ranks may be waiting for ops that this rank will never call
 
     def _names(self) -> tuple[int, str]:
-        """The lane's number, and its key in words."""
+        """Return the lane's number, and its key in words."""
         if self._known is not None:
             return self._known
         plain = isinstance(self.key, str) and self.key.isprintable() and len(self.key) <= LONGEST

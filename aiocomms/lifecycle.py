@@ -37,7 +37,7 @@ class Failure(msgspec.Struct, frozen=True):
         return isinstance(self.error, CommTimeoutError)
 
     def error_of(self, work: StartedWork[Any]) -> CommError:
-        """The error of a work that was pending: of the op at fault the error itself, of others one that quotes it."""
+        """Return the error of a pending work: for the op at fault the error itself, for others one that quotes it."""
         error = self.error
         if work.seq == error.seq:
             return error
@@ -49,7 +49,7 @@ class Failure(msgspec.Struct, frozen=True):
         return CommAbortedError(lost, peer=error.peer)
 
     def for_peers(self, rank: int) -> CommError:
-        """What the other ranks are told by this one; see :meth:`aiocomms.transport.Transport.abort`."""
+        """Return what the other ranks are told by this one; see :meth:`aiocomms.transport.Transport.abort`."""
         error = self.error
         if isinstance(error, (CommAbortedError, MismatchError, PeerDiedError)):
             return type(error)(error.message, peer=rank if error.peer is None else error.peer)
@@ -59,7 +59,7 @@ class Failure(msgspec.Struct, frozen=True):
         return CommAbortedError(f"aborted by rank {rank}: {error}", peer=rank)
 
     def explained(self, verdict: Verdict, path: Path | None) -> Failure:
-        """The same, with what has been learnt since of who was missing, and the file of the flight recorder."""
+        """Return the error with what has been learnt since of who was missing, and the recorder's file."""
         old, report = self.error, verdict.report
         assert isinstance(old, CommTimeoutError)
         message = old.message + (f": {report}" if report and report not in old.message else "")
@@ -82,7 +82,7 @@ class Verdict(msgspec.Struct, array_like=True, frozen=True):
 
 
 def failure_of(error: CommError, since: float, rank: int) -> Failure:
-    """What has happened to this rank: a rank that was stopped, or cut off, hears of its own death as an exclusion."""
+    """Return what has happened to this rank. One that was stopped or cut off hears of its death as an exclusion."""
     if isinstance(error, PeerDiedError) and error.peer == rank:
         excluded = CommAbortedError(
             f"this rank is excluded: the others took it for dead and go on without it: {error.message}"
@@ -110,7 +110,7 @@ class Life(msgspec.Struct, frozen=True):
     """The error of ops that are called after this rank has begun to close it."""
 
     def refusal(self) -> CommError | None:
-        """The error of an op that is called now; None: it may start."""
+        """Return the error of an op that is called now; None: it may start."""
         if self.closed is not None:
             return CommClosedError(self.closed.message)
         if self.failure is None:
@@ -136,7 +136,7 @@ Step = tuple[Life, tuple[Action, ...]]
 
 
 def lose(life: Life, failure: Failure, *, here: bool) -> Step:
-    """It has failed. Later failures change nothing.
+    """Note a failure. Later ones change nothing.
 
     :param here: works may end at once, as their tasks go on when all actions have run. Elsewhere they go on at any
         time, and may close what the other actions need.
@@ -152,13 +152,13 @@ def lose(life: Life, failure: Failure, *, here: bool) -> Step:
 
 
 def explain(life: Life, verdict: Verdict, path: Path | None) -> Life:
-    """It is known why a deadline has passed."""
+    """Note why a deadline has passed."""
     assert life.failure is not None
     return Life(life.state, life.failure.explained(verdict, path), life.closed)
 
 
 def close(life: Life) -> Step:
-    """This rank begins to close it."""
+    """Begin to close it on this rank."""
     if life.state is not State.OPEN:
         return life, ()
     return Life(State.CLOSING, None, CommClosedError("it was closed on this rank")), (Action.WITHDRAW,)
@@ -170,6 +170,6 @@ def release(life: Life) -> Life:
 
 
 def disown(parent: int) -> Life:
-    """It is another process's: this one was forked from it."""
+    """Note that it is another process's, from which this one was forked."""
     why = f"it was created in process {parent} and cannot be used after a fork"
     return Life(State.CLOSED, None, CommClosedError(why))

@@ -126,7 +126,7 @@ class Tally:
         kind.bytes += size
 
     def rows(self) -> Iterator[Row]:
-        """What was counted so far; any thread."""
+        """Yield what was counted so far; any thread."""
         for (cls, size), kind in list(dict(self._kinds).items()):
             transport = self._transports.get(cls.family, "messages")  # of collectives that none carries
             yield Row(cls.name, transport, size, kind.counts[:], kind.seconds, kind.bytes)
@@ -215,7 +215,7 @@ class Measured:
             self.lost = comm.statistics()
 
     def open(self) -> Instrumentable | None:
-        """The communicator; None: it was closed or forgotten, or is measured no more."""
+        """Return the communicator; None: it was closed or forgotten, or is measured no more."""
         comm = self._comm()
         return None if comm is None or comm.closed or self._removed else comm
 
@@ -267,7 +267,7 @@ class Shown:
             self._kept.setdefault(place, Totals()).add(each.tally.rows(), each.lost.failed)
 
     def totals(self) -> dict[Place, Totals]:
-        """What they have come to, and those that were lost before; any thread."""
+        """Return what they have come to, and those that were lost before; any thread."""
         found = self.open()
         totals: dict[Place, Totals] = {}
         with self._lock:

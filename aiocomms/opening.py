@@ -236,7 +236,7 @@ def _check_place(store: Store | None, rank: int | None, size: int | None) -> Non
 
 
 def device_of(value: str | torch.device) -> torch.device:
-    """The device that an argument names.
+    """Return the device that an argument names.
 
     :raises ArgumentError: it names none.
     """

@@ -56,7 +56,7 @@ class Posting(Counted):
     """Whether the works that were pending when it was lost have ended."""
 
     def lose(self, error: CommError) -> None:
-        """The communicator has failed; any thread."""
+        """Lose the communicator by a failure; any thread."""
         raise NotImplementedError
 
     def _end_works(self) -> None:
@@ -64,7 +64,7 @@ class Posting(Counted):
         raise NotImplementedError
 
     def start(self, work: StartedWork[Any], seconds: float, lane: str | None = None) -> StartedWork[Any]:
-        """Number, record and post an op that has been checked.
+        """Return number, record and post an op that has been checked.
 
         :param seconds: until its deadline.
         :param lane: the key of its lane, in words; None: it is of none, and counted if it is a collective.
@@ -164,7 +164,7 @@ class Posting(Counted):
             raise
 
     def _uncount(self, work: StartedWork[Any], error: BaseException) -> None:
-        """An op is not posted; if it is a collective, the other ranks' next one is this one's next, too.
+        """Take back the number of an op that is not posted: the next collective of all ranks has the same one.
 
         Hooks that have heard of the op hear that it has ended.
         """
@@ -177,7 +177,7 @@ class Posting(Counted):
             self.recorder.refused.append(work.seq)
 
     def post_raised(self, work: StartedWork[Any], error: BaseException) -> BaseException:
-        """What the caller of an op gets that could not be posted: nothing of it was sent.
+        """Return the error of an op that could not be posted: nothing of it was sent.
 
         A transport that raises another exception than a :class:`CommError` is broken, and the communicator is lost.
         """
@@ -185,7 +185,7 @@ class Posting(Counted):
         return self.not_posted(work.op, error, work._comm_name())
 
     def not_posted(self, op: ops.Op, error: BaseException, where: str) -> BaseException:
-        """The same of an op that is not counted.
+        """Return the error of a refused op that is not counted.
 
         :param where: what it was called on, in words.
         """

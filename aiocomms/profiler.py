@@ -21,7 +21,7 @@ def profiling() -> bool:
 
 
 def tensors(given: Any) -> Iterator[Tensor]:
-    """The tensors of an argument, in whatever lists."""
+    """Yield the tensors of an argument, in whatever lists."""
     if isinstance(given, Tensor):
         yield given
     else:

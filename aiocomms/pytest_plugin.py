@@ -89,7 +89,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> list[Communicator]:
-    """The communicators of a world, in rank order. All its ranks live in the test's own event loop.
+    """Return the communicators of a world, in rank order. All its ranks live in the test's own event loop.
 
     It serves ``async def`` tests under pytest-asyncio, or under anyio's plug-in with any backend.
     ``@pytest.mark.ranks(4)`` sets the number of ranks, and with ``timeout=`` and ``transport=`` their deadline and what
@@ -215,7 +215,7 @@ def _loop_scope(request: pytest.FixtureRequest, marker: pytest.Mark) -> str:
 
 
 def _ask(request: pytest.FixtureRequest) -> _Asked:
-    """What an indirect parameter says, or else the closest marker."""
+    """Return what an indirect parameter says, or else the closest marker."""
     marker = request.node.get_closest_marker("ranks")
     param = getattr(request, "param", None)
     args: tuple[Any, ...] = (DEFAULT_RANKS,)

@@ -118,14 +118,14 @@ class Shortcuts(Protocol):
 
     @staticmethod
     def method(of: type[Any], function: Callable[..., Any], /) -> Callable[..., Any]:
-        """What stands for a method in a class whose objects keep their shortcuts in the slot ``_shortcuts``, or None.
+        """Return the replacement of a method, in a class whose objects keep shortcuts in ``_shortcuts``, or None.
 
         :param function: the method, which is called for whatever is not plain. It is returned itself where there is no
             shortcut for a method of its name.
         """
 
     def window(self, comm: Any, info: Any, /) -> object | None:
-        """What a window of the communicator keeps in its slot ``_shortcuts``; None: windows have none.
+        """Return what a window of the communicator keeps in its slot ``_shortcuts``; None: windows have none.
 
         :param comm: the communicator's handle.
         :param info: the window, as the records of ops on it see it.
@@ -137,4 +137,4 @@ class Shortcuts(Protocol):
 
     @staticmethod
     def awaiting(of: type[Any], op_result: object, /) -> Callable[..., Any]:
-        """The same for ``__await__`` of a class of works."""
+        """Return the replacement of ``__await__`` of a class of works."""

@@ -38,13 +38,13 @@ class Completion(Protocol):
         """Whether it was completed, failed, or given up by the communicator."""
 
     def complete(self, value: Any = OP_RESULT) -> None:
-        """The op is done on this rank. Once, on the loop's thread.
+        """Complete the op on this rank. Call it once, on the loop's thread.
 
         :param value: what awaiting it returns, where that is not one of the op's own tensors.
         """
 
     def fail(self, error: CommError) -> None:
-        """The op has failed, and the wire has let go of its buffers. Once, on the loop's thread.
+        """Fail the op, whose buffers the wire no longer uses. Call it once, on the loop's thread.
 
         With a :class:`~aiocomms.errors.CapturedWorkError` it is part of a CUDA graph instead, and has no end.
         """
@@ -76,7 +76,7 @@ class Rendezvous(Protocol):
     """What the connections of an endpoint share, which a transport keeps by a key of its own; None: this is none."""
 
     def left(self) -> float:
-        """The seconds of the timeout that are left, from when this rank began; negative once time is up."""
+        """Return the seconds of the timeout that are left, from when this rank began; negative once time is up."""
 
     async def exchange(self, key: str, value: bytes) -> list[bytes]:
         """Give one value per rank and get every rank's, in rank order; off the loop and within the timeout.
@@ -208,7 +208,7 @@ class Transport(ABC):
 
     @classmethod
     def info(cls) -> Mapping[str, str]:
-        """What ``aiocomms info`` prints of it besides, by name: what it has measured, say. Raising: nothing."""
+        """Return what ``aiocomms info`` prints of it besides, by name: what it has measured, say. Raising: nothing."""
         return {}
 
     @classmethod
@@ -320,7 +320,7 @@ class Transport(ABC):
 
     @abstractmethod
     def fileno(self) -> int | None:
-        """A descriptor that is readable when :meth:`progress` has something to do; None if nothing comes by itself.
+        """Return a descriptor, readable when :meth:`progress` has something to do; None if nothing comes by itself.
 
         Transports of several communicators that have one descriptor are moved on as one: only one of them is asked for
         progress, and if that raises, all are broken.
@@ -364,7 +364,7 @@ class Transport(ABC):
         """
 
     def waiting_for(self, work: Completion) -> Sequence[int]:
-        """The ranks a pending op waits for, where the transport can tell. On any thread: the loop may be busy.
+        """Return the ranks a pending op waits for, where the transport can tell. On any thread: the loop may be busy.
 
         Raising: the transport is broken. Nobody is named.
         """

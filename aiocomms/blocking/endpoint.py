@@ -147,7 +147,7 @@ class Endpoint(Handle):
         return run(self._door, what, call, timeout)
 
     def _view(self, peer: Peer) -> BlockingPeer:
-        """Always the same one of one connection; on the loop's thread."""
+        """Return the view of a connection: always the same one. On the loop's thread."""
         view = self._views.get(peer)
         if view is None:
             self._views = {it: of for it, of in self._views.items() if not it._comm.closed}

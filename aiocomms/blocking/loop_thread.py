@@ -115,7 +115,7 @@ class Use:
 def blocking(
     open_: Callable[_P, Awaitable[_Opened]], wrap: Callable[[_Opened, LoopThread], _Blocking], described: str
 ) -> Callable[_P, _Blocking]:
-    """The function that starts a thread for a loop, and has it open something.
+    """Return the function that starts a thread for a loop, and has it open something.
 
     :param open_: opens it, in a loop.
     :param wrap: what is returned, made of that.
@@ -138,7 +138,7 @@ def blocking(
 
 
 def _end(thread: weakref.ref[LoopThread]) -> None:
-    """The interpreter ends, and the program has left something open."""
+    """Close, as the interpreter ends, what the program has left open."""
     left = thread()
     if left is not None:
         pending.stand_still()

@@ -41,7 +41,7 @@ class Board:
 
     @store_errors()
     def told(self, key: str, rank: int) -> bytes | None:
-        """What a rank has left under a key; None: nothing that it can be shown to have left.
+        """Return what a rank has left under a key; None: nothing that it can be shown to have left.
 
         :raises StoreLostError: the store is gone.
         """
@@ -62,7 +62,7 @@ class Board:
 
     @store_errors()
     def decided(self, key: str) -> bytes | None:
-        """What was settled, or None.
+        """Return what was settled, or None.
 
         :raises StoreLostError: the store is gone.
         :raises AuthError: what is there is not signed by a rank.

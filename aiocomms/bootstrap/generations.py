@@ -152,7 +152,7 @@ class Arrival:
         return ""
 
     def _heard(self, leader: bytes, names: bytes) -> str:
-        """The key of the meeting that rank 0 says has come about, or the error that it has found.
+        """Return the key of the meeting that rank 0 says has come about, or raise the error that it has found.
 
         It names this arrival, so it is there, and no process that is gone. So only now is it an error that it has
         another token or another version.

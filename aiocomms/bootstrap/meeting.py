@@ -72,7 +72,7 @@ class Meeting:
         return rank != self._old.rank and (named or (self.line is not None and self.line.gone(rank)))
 
     async def place(self) -> tuple[Store, Store | None]:
-        """A store that all survivors reach: the root of all communicators on it, and, if it is new, itself again."""
+        """Return a store that all survivors reach, as the root of all communicators on it; and itself, if it is new."""
         while self.left() > 0:
             place = await (self._known_place() if self.line is None else self._told_place(self.line))
             if place is not None:
@@ -118,7 +118,7 @@ class Meeting:
         return f"{host} {port}".encode(), (store, store)
 
     async def _follow(self, note: bytes) -> tuple[Store, Store | None] | None:
-        """The place that another rank has found; None: it cannot be reached."""
+        """Return the place that another rank has found; None: it cannot be reached."""
         root = self._old.root
         if note == _OLD:
             return (root, None) if root is not None and await self._answers(self.left()) else None

@@ -176,7 +176,7 @@ class Recovery:
     # --------------------------------------------------------------------------------------------- and who they are
 
     async def _agree(self, board: Board, root: Store) -> Decision | None:
-        """What the ranks have decided; None: it is spent."""
+        """Return what the ranks have decided; None: it is spent."""
         given_up, came = threading.Event(), {self._old.rank}
         try:
             return await self._meeting.off_loop(
@@ -243,7 +243,7 @@ class Recovery:
             await run_in_thread(functools.partial(self._spent, board, decision))
 
     def _proposal(self, root: Store, came: set[int], waited: float) -> Decision | None:
-        """What this rank would propose, if it is time for that."""
+        """Return what this rank would propose, if it is time for that."""
         if self._ranks is None:
             late = [r for r in range(self._old.size) if r not in came and not self._meeting.dead(r)]
             if late and waited < self._seconds / 4:

@@ -43,7 +43,7 @@ class Plan(msgspec.Struct, frozen=True):
     options: Mapping[str, Any]
 
     def advised(self, hints: Mapping[str, Any]) -> Plan:
-        """The same with other hints, which come before those that it has.
+        """Return the plan with more hints, which come before those that it has.
 
         :raises ArgumentError: a hint is wrong.
         """
@@ -51,7 +51,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def advice(hints: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A program's hints, checked.
+    """Return a program's hints, checked.
 
     :raises ArgumentError: they are no mapping, or one of the core's own is wrong.
     """

@@ -64,7 +64,7 @@ class StoreRendezvous(Board):
     def child(
         self, key: str, name: str, rank: int, size: int, store: Store | None = None, timeout: float | None = None
     ) -> StoreRendezvous:
-        """The rendezvous of a communicator of some of these ranks.
+        """Return the rendezvous of a communicator of some of these ranks.
 
         :param key: tells it from every other child; the same on all its ranks.
         :param store: in place of :attr:`store`.
@@ -80,7 +80,7 @@ class StoreRendezvous(Board):
         return child
 
     def successor(self, root: Store, key: str, epoch: int, rank: int, size: int, timeout: float) -> StoreRendezvous:
-        """The rendezvous of the next epoch.
+        """Return the rendezvous of the next epoch.
 
         :param key: tells it from all others; the same on all its ranks.
         """

@@ -202,12 +202,12 @@ def _waits(item: Item) -> bool:
 
 
 def _peers(item: Item) -> list[int]:
-    """The ranks that a message or wait is for."""
+    """Return the ranks that a message or wait is for."""
     return [item.args[name] for name in ("src", "dst") if name in item.args]
 
 
 def _awaited(item: Item, briefs: Mapping[int, Brief]) -> list[int]:
-    """The same; a collective waits for the ranks that are neither in it nor done with it."""
+    """Return the ranks that an op waits for: of a collective those that are neither in it nor done with it."""
     if item.collective is None:
         return _peers(item)
     return [rank for rank, brief in briefs.items() if instead_of(item, brief)]
@@ -283,7 +283,7 @@ def _events(groups: Sequence[Ranks]) -> Iterator[dict[str, Any]]:
 
 
 def _micros(wall: float) -> float:
-    """A time in µs, to a quarter: so a float holds it, and ops that follow each other at once do not overlap."""
+    """Return a time in µs, to a quarter: so a float holds it, and ops that follow each other at once do not overlap."""
     return math.floor(4e6 * wall) / 4
 
 

@@ -155,7 +155,7 @@ class Debugger:
     def start_within(
         self, op: Op, seq: int, owner: Owner, hints: Mapping[str, Any] | None, *, number: int, lane: str
     ) -> WatchedLaneWork[Any]:
-        """The same of a lane, whose collectives are a hazard to each other alone.
+        """Make and watch the work of a lane's op. Collectives of a lane are a hazard to each other alone.
 
         :param number: the lane's.
         :param lane: its key, in words.
@@ -173,7 +173,7 @@ class Debugger:
         work.watch(place)
 
     def _check_tasks(self, op: Op, lane: int | None, place: Place, name: str, coroutine: object) -> None:
-        """A collective that another task has begun is no hazard once that task has ended: then the order is certain."""
+        """Refuse a collective beside another task's. One whose task has ended is no hazard: the order is certain."""
         for work in self._in_flight:
             if not isinstance(work, Watched) or work.task is None or not _collective(work.op):
                 continue

@@ -38,7 +38,7 @@ def judge(late: Item, briefs: Mapping[int, Brief], silent: Iterable[int] = ()) -
 
 
 def behind(late: Item, briefs: Mapping[int, Brief], silent: Collection[int], absent: Sequence[int]) -> tuple[int, ...]:
-    """The ranks that a collective waits for, by what they say they are doing.
+    """Return the ranks that a collective waits for, by what they say they are doing.
 
     A step of it may wait for a rank that is in it, too, and waits itself.
 

@@ -50,7 +50,7 @@ class Asked(Protocol):
     in_flight: InFlight
 
     def waiting_for(self, work: StartedWork[Any]) -> Sequence[int]:
-        """The ranks that a pending op waits for."""
+        """Return the ranks that a pending op waits for."""
 
 
 class Inquiry:
@@ -130,7 +130,7 @@ class Inquiry:
     # ---------------------------------------------------------------------------------------------------- answering
 
     def hear(self, rank: int, said: Question | Answer) -> None:
-        """A rank has asked, or has answered; on any thread. It waits for nothing."""
+        """Take a rank's question or answer; on any thread. It waits for nothing."""
         if isinstance(said, Answer):
             asked, reply = self._asked.get(said.number, (None, None))
             if reply is not None and asked == rank:
@@ -160,7 +160,7 @@ class Inquiry:
             self._notes.say(rank, Answer(number, text, few, told))
 
     def _look(self) -> tuple[str, list[Waiting], Wait | None, float]:
-        """What this rank is doing, whom it waits for, the receive that was late last, and the time."""
+        """Return what this rank is doing, whom it waits for, the receive that was late last, and the time."""
         comm, late = self._comm, self._late
         flying = sorted(comm.in_flight.look(), key=lambda one: one.posted)
         now = time.monotonic()

@@ -43,11 +43,11 @@ class LeakGuard(Generic[_Comm]):
         _guards.add(self)
 
     def opened(self, advice: str) -> None:
-        """It was opened by the caller, who is to be given this advice should it be left open."""
+        """Note that the caller has opened it, and the advice for a caller who leaves it open."""
         self._place, self._advice = caller(), advice
 
     def dismiss(self) -> None:
-        """It is closed. Twice is once."""
+        """Note that it is closed. A second call changes nothing."""
         _guards.discard(self)
         if not self._ending:
             self._step()
@@ -88,7 +88,7 @@ def guards() -> Sequence[LeakGuard[Any]]:
 
 
 def _end_of_process() -> None:
-    """The transports are stopped already; a loop that did not end closes no generators."""
+    """Report what is open at the end of the process. The transports have stopped, and no generator is closed."""
     for guard in guards():
         try:
             guard.warn()

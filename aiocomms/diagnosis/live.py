@@ -49,7 +49,7 @@ class Sight(msgspec.Struct):
 
 
 def sight_of(snapshot: Snapshot, secret: bytes, statistics: Statistics) -> Sight:
-    """What is told of a communicator.
+    """Return what is told of a communicator.
 
     :param secret: one that its ranks share, and that no other communicator has; it is shown in part.
     """
@@ -173,7 +173,7 @@ live: LiveView = LiveView()
 
 
 def listeners(table: str, uid: int) -> Mapping[int, list[str]]:
-    """The addresses at which a user's processes can be looked at, by the number that each process has for itself.
+    """Return the addresses at which a user's processes can be looked at, by the number of each process.
 
     :param table: the content of ``/proc/net/unix``, which shows the leading zero byte of an abstract address as ``@``.
     """

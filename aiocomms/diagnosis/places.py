@@ -21,7 +21,7 @@ class Place(NamedTuple):
 
 
 def caller() -> Place:
-    """The innermost line that is not this library's."""
+    """Return the innermost line that is not this library's."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
         frame = frame.f_back

@@ -154,7 +154,7 @@ def in_time(seconds: float, otherwise: T, call: Callable[[], T]) -> T:
 
 
 def read_brief(said: bytes | None, rank: int) -> Brief | None:
-    """What a rank said it is doing; None if it said nothing, or nothing that makes sense."""
+    """Return what a rank said it is doing; None if it said nothing, or nothing that makes sense."""
     if said is None or len(said) > _LARGEST:
         return None
     try:
@@ -166,7 +166,7 @@ def read_brief(said: bytes | None, rank: int) -> Brief | None:
 
 
 def _read_verdict(said: bytes, size: int) -> Verdict:
-    """What the late rank has made of the others' words.
+    """Return what the late rank has made of the others' words.
 
     :raises ProtocolError: it makes no sense.
     """
@@ -183,7 +183,7 @@ def tidy(brief: Brief) -> None:
 
 
 def tidied(item: Item) -> Item:
-    """An op of another process, fit for a message."""
+    """Return an op of another process, fit for a message."""
     args = {printable(name, 20): value for name, value in list(item.args.items())[:SHOWN]}
     texts = {name: printable(getattr(item, name)) for name in ("error", "task", "where", "lane", "of")}
     tensors = [printable(text) for text in item.tensors[:SHOWN]]
@@ -191,5 +191,5 @@ def tidied(item: Item) -> Item:
 
 
 def printable(text: str, longest: int = LONGEST) -> str:
-    """A text of another process: no control characters, and not too long."""
+    """Return a text of another process: no control characters, and not too long."""
     return "".join(c if c.isprintable() else "?" for c in text[:longest])

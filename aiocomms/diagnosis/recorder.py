@@ -175,7 +175,7 @@ class Recorded(Protocol):
 
 
 def _arguments(cls: type[Op]) -> list[str]:
-    """The names of the numbers among an op's fields."""
+    """Return the names of the numbers among an op's fields."""
     return [name for name in _ARGUMENTS if name in cls.__struct_fields__]
 
 
@@ -229,7 +229,7 @@ class Recorder:
     def row(
         self, work: StartedWork[Any], posted: float | None = None, error: CommError | None = None
     ) -> tuple[Any, ...]:
-        """What is kept of an op that has ended, or failed, and was pending since then; in its call, if None."""
+        """Return what is kept of an op that has ended, or failed, and was pending since then; in its call, if None."""
         op = work.op
         cls = type(op)
         try:
@@ -289,7 +289,7 @@ class Recorder:
 
 
 def _rows(look: Look) -> tuple[dict[int, type[Op]], list[tuple[Any, ...]]]:
-    """The types of the last ops that were called, by their numbers; and :meth:`Recorder.row` of those that have ended.
+    """Return the types of the last ops by their numbers, and :meth:`Recorder.row` of those that have ended.
 
     There is a type for every call, so counted back from the last one they tell the numbers.
     """
@@ -310,7 +310,7 @@ def _rows(look: Look) -> tuple[dict[int, type[Op]], list[tuple[Any, ...]]]:
 
 
 def _numbers(look: Look, called: dict[int, type[Op]]) -> dict[int, int]:
-    """The numbers of collectives by sequence number, counted back from the last one, which may be amid its post."""
+    """Return the numbers of collectives by sequence number, counted back from the last, which may be in its post."""
     seqs = {seq for seq, cls in called.items() if cls.family == "collectives"}
     seqs |= {one.work.seq for one in look.flying if one.work.op.family == "collectives"}
     lanes = look.lanes.keys() | {one.work.seq for one in look.flying if isinstance(one.work, LaneWork)}
@@ -319,7 +319,7 @@ def _numbers(look: Look, called: dict[int, type[Op]]) -> dict[int, int]:
 
 
 def _ended(look: Look, numbers: dict[int, int], finished: set[int]) -> int:
-    """The number of the last collective that has ended, with all before it."""
+    """Return the number of the last collective that has ended, with all before it."""
     return min((number - 1 for seq, number in numbers.items() if number and seq not in finished), default=look.calls)
 
 
@@ -352,7 +352,7 @@ def capacity() -> int:
 
 
 def _item(flying: Flying, task: str, where: str, number: int | None) -> Item:
-    """A pending op."""
+    """Return a pending op."""
     work, posted, _, of = flying
     op = work.op
     args = _numbers_of(op)
@@ -367,7 +367,7 @@ def _item(flying: Flying, task: str, where: str, number: int | None) -> Item:
 
 
 def called(op: Op) -> str:
-    """An op as reports name it, ``recv(src=1, tag=7)``; of a batch the first few messages."""
+    """Return an op as reports name it, ``recv(src=1, tag=7)``; of a batch the first few messages."""
     if isinstance(op, Batch):
         more = ", ..." if len(op.parts) > SHOWN else ""
         return f"{', '.join(map(called, op.parts[:SHOWN]))}{more}"
@@ -375,7 +375,7 @@ def called(op: Op) -> str:
 
 
 def peers(op: Op) -> list[int]:
-    """The ranks that a message, or a batch of messages, is to and from, or whose part of a window an op is about."""
+    """Return the ranks that a message or batch is to and from, or whose part of a window an op is about."""
     parts = op.parts if isinstance(op, Batch) else (op,)
     return sorted({rank for part in parts for name, rank in _numbers_of(part).items() if name in ("src", "dst")})
 
@@ -389,7 +389,7 @@ def _dtype(dtype: torch.dtype) -> str:
 
 
 def _finished(row: tuple[Any, ...]) -> Item:
-    """An op that has ended, from its number among the collectives, its lane and what was kept of it."""
+    """Return an op that has ended, from its number among the collectives, its lane and what was kept of it."""
     number, lane, seq, cls, finished, kept, error, posted = row
     values = kept if isinstance(kept, tuple) else (kept,)
     args = dict(zip([*_arguments(cls), "bytes"], values, strict=False))

@@ -187,7 +187,7 @@ class Attachments:
         self._say(Bye())
 
     def end(self, error: CommError) -> None:
-        """The communicator is lost or closed: nobody is answered any more. The first reason stays."""
+        """Refuse all questions from now on: the communicator is lost or closed. The first reason stays."""
         if self._over is not None:
             return
         self._over = error
@@ -303,12 +303,12 @@ class Attachments:
     # --------------------------------------------------------------------------------------------- in one order of both
 
     def _begin(self, owner: int, number: int, question: int) -> None:
-        """The leader opens a region, and tells the other one."""
+        """Open a region as the leader, and tell the other end."""
         self._open(owner, number, question)
         self._say(Opening(owner, number, question))
 
     def _lead(self, attachment: Attachment, why: str) -> None:
-        """The leader closes a region that is opened, and tells the other one."""
+        """Close an open region as the leader, and tell the other end."""
         if attachment.window is not None:
             self._close(attachment)
             self._say(Closing(attachment.owner, attachment.number, why[:LONGEST_WHY]))
@@ -350,7 +350,7 @@ class Attachments:
         self._spawn(lambda: self._finish_opening(attachment, opening, region))
 
     def _part(self, region: Region | None, asked: _Question | None) -> Tensor:
-        """This end's part: of the other one's region it has nothing."""
+        """Return this end's part of a region: nothing, if the region is the other end's."""
         if region is not None:
             return region._part()
         assert asked is not None

@@ -265,7 +265,7 @@ class Connections:
     # -------------------------------------------------------------------------------------------------------- the end
 
     def _ended(self, peer: Peer, how: End) -> None:
-        """A connection is over. One that was lost is closed here, one that the other end has closed by the program."""
+        """Note that a connection is over. A lost one is closed here; one that the other end closed, by the program."""
         endpoint = peer._address.endpoint
         if self._peers.get(endpoint) is peer:
             del self._peers[endpoint]
@@ -292,7 +292,7 @@ class Connections:
                     await self._idle
 
     def disown(self) -> None:
-        """This is a forked child, which has no part in them."""
+        """Disown the connections in a forked child."""
         for peer in list(self._all):
             peer._comm._disown()
 

@@ -53,7 +53,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
         return _ADDRESS.head + mac(_key(), "address", _ADDRESS.head, payload) + payload
 
     def secret(self, purpose: str) -> bytes:
-        """A key for the connections that are made by this address; without a token everybody knows it."""
+        """Return a key for the connections that this address makes. Without a token everybody knows it."""
         return mac(_key(), purpose, self.endpoint)
 
 
@@ -82,7 +82,7 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True):
 
 
 def new_key() -> bytes:
-    """A key that nobody else knows."""
+    """Return a key that nobody else knows."""
     return secrets.token_bytes(32)
 
 
@@ -156,7 +156,7 @@ def check_descriptor(data: bytes, key: bytes) -> Descriptor:
 
 
 def dtype_of(descriptor: Descriptor) -> torch.dtype:
-    """The dtype of a region."""
+    """Return the dtype of a region."""
     return DTYPES[descriptor.dtype]
 
 

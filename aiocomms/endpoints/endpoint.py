@@ -215,13 +215,13 @@ class Endpoint(Handle):
         await self.aclose()
 
     def _disown(self) -> None:
-        """This is a forked child, which has no part in it."""
+        """Disown the endpoint in a forked child."""
         self._closed = Promise(self._driver)
         self._closed.set()
         self._connections.disown()
 
     def _grant(self, descriptor: bytes) -> Region:
-        """The region that another endpoint may use by a descriptor.
+        """Return the region that another endpoint may use by a descriptor.
 
         :raises RegionError: it may not.
         """

@@ -183,7 +183,7 @@ class Pair(StoreRendezvous):
 
 
 def seal_of(caller: Address, called: Address, *nonces: bytes) -> Seal:
-    """What signs what the two say while they form; the same for both."""
+    """Return the seal of what the two say while they form; the same for both."""
     return Seal(read_token(os.environ), "endpoints", caller.endpoint.hex(), called.endpoint.hex()).child(
         *(nonce.hex() for nonce in nonces)
     )

@@ -190,7 +190,7 @@ class Peer(Handle):
         return remote
 
     async def _attached(self, descriptor: bytes, timeout: OpTimeout) -> tuple[RemoteRegion, OpTimeout]:
-        """The region, and what is left of a deadline."""
+        """Return the region, and what is left of a deadline."""
         remote = self._remotes.get(descriptor) if type(descriptor) is bytes else None
         if remote is not None and not remote.closed:
             return remote, timeout
@@ -306,7 +306,7 @@ class Peer(Handle):
         await self.aclose()
 
     def _worded(self, error: CommError) -> CommError:
-        """An error of the communicator of two in words of endpoints, which have no ranks."""
+        """Return an error of the communicator of two in words of endpoints, which have no ranks."""
         names = {self._comm.rank: "this endpoint", self._other: "the other endpoint"}
         if isinstance(error, CommAbortedError) and error.message == closed_by(self._other).message:
             return CommClosedError(_LEFT, comm=self._where, op=error.op, seq=error.seq)
@@ -318,7 +318,7 @@ class Peer(Handle):
         return said
 
     def _left(self) -> None:
-        """The other end has closed the connection. What it has sent may still be on its way, or wait for a receive."""
+        """Note that the other end has closed. What it sent may still be on its way, or wait for a receive."""
         self._why = CommClosedError(_LEFT)
         self._end(self._why, End.LEFT)
 
@@ -331,7 +331,7 @@ class Peer(Handle):
         self._over.set()
 
     def _checked(self, descriptor: object) -> Descriptor:
-        """What a descriptor says, if it can be one of the other endpoint's."""
+        """Return what a descriptor says, if it can be one of the other endpoint's."""
         says = read_descriptor(descriptor)
         if says.endpoint != self._address.endpoint:
             raise RegionError(

@@ -132,15 +132,15 @@ class Region(Handle):
         return self._says.number
 
     def _part(self) -> Tensor:
-        """What is opened to another endpoint: nothing of it once it is revoked."""
+        """Return what is open to another endpoint: nothing once it is revoked."""
         return self._memory.new_empty(0) if self._revoked else self._memory
 
     def _opened(self, attachment: Attachment, close: Close) -> None:
-        """It is open to another endpoint, until :meth:`_left`."""
+        """Note that it is open to another endpoint, until :meth:`_left`."""
         self._open[attachment] = close
 
     def _left(self, attachment: Attachment) -> None:
-        """It is not open to that one any more."""
+        """Note that it is no longer open to another endpoint."""
         self._open.pop(attachment, None)
 
 

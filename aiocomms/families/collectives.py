@@ -239,5 +239,5 @@ class Collectives(Reducing):
 
 
 def _of_root(given: Any, root: int, rank: int) -> Any:
-    """What is given, on the root; elsewhere, where MPI and torch ignore it, nothing."""
+    """Return what is given, on the root; elsewhere, where MPI and torch ignore it, nothing."""
     return None if type(root) is int and root != rank else given

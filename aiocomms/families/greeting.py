@@ -58,12 +58,12 @@ def _check_count(argument: str, value: int, most: int, unit: str) -> None:
 
 
 def tag_of(name: str) -> int:
-    """The tag under which the ends of a stream of this name find each other."""
+    """Return the tag under which the ends of a stream of this name find each other."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little", signed=True)
 
 
 def greet(mine: Greeting, kind: Kind[Any], name: str) -> bytes:
-    """This end's greeting."""
+    """Return this end's greeting."""
     encoded = name.encode()
     return _GREETING.pack(_STREAMS.head, *mine, kind.digest, kind.text.encode()[:_MAX_TEXT], len(encoded), encoded)
 

@@ -47,5 +47,5 @@ class Issuer(Handle, ABC):
     def _issue_in_order(
         self, op: Op, hints: Mapping[str, Any] | None = None, timeout: OpTimeout = COMM_TIMEOUT
     ) -> Work[Any]:
-        """The same for an op that is matched by the order of the calls, whatever lane is current."""
+        """Issue an op that is matched by the order of the calls, whatever lane is current."""
         return self._issue(op, hints, timeout)

@@ -134,7 +134,7 @@ class Mappings(Kind[T]):
         return _packed(parcel)._replace(prepare=prepare) if parcel.late else _packed(parcel)
 
     def taken_apart(self, item: T) -> dict[Any, Any]:
-        """The item as a dict.
+        """Return the item as a dict.
 
         :raises ArgumentTypeError: it is no mapping.
         """
@@ -176,7 +176,7 @@ class Dataclasses(Mappings[T]):
         super().__init__(items, f"{items.__name__}({', '.join(self._names)})")
 
     def taken_apart(self, item: T) -> dict[Any, Any]:
-        """The item's fields.
+        """Return the item's fields.
 
         :raises ArgumentTypeError: it is of another class.
         """
@@ -196,7 +196,7 @@ class Dataclasses(Mappings[T]):
 
 
 def kind_of(items: Any) -> Kind[Any]:
-    """The kind of a stream's items, by the type that the program gives.
+    """Return the kind of a stream's items, by the type that the program gives.
 
     :raises ArgumentTypeError: no stream carries such items.
     """

@@ -71,7 +71,7 @@ class Parcel:
             torch.accelerator.synchronize(self._device)
 
     def prepared(self) -> Steps:
-        """The step in which that is done, if it has to be."""
+        """Yield the step in which that is done, if it has to be."""
         if self.late:
             yield [Offload(self.prepare)]
 
@@ -80,7 +80,7 @@ class Parcel:
         self._items = []
 
     def released(self) -> Steps:
-        """The step in which that is done, if there are any, once all has been sent."""
+        """Yield the step in which that is done, if there are any, once all has been sent."""
         if self._copied:
             yield [Offload(int)]  # a turn of the loop later those are gone who called here, and had the last message
             yield [Offload(self.let_go)]
@@ -133,7 +133,7 @@ class Arrival:
         return self._landing.settle if self._landing.unsettled else None
 
     def settled(self) -> Steps:
-        """The step in which that is called."""
+        """Yield the step in which that is called."""
         if self.settle is not None:
             yield [Offload(self.settle)]
 

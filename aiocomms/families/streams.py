@@ -368,7 +368,7 @@ class ItemStream(Handle, ObjectStream[T]):
         self._break(ProtocolError(f"rank {self.peer}, on stream {self.name!r}: {text}", peer=self.peer))
 
     def _break(self, error: ProtocolError) -> None:
-        """This end can do nothing with what it got. The other one is told: it has no deadline, and would wait for ever.
+        """Break off: this end can do nothing with what it got. The other one, which has no deadline, is told.
 
         Before the stream is open there is no way to tell it but the communicator's end.
         """
@@ -379,7 +379,7 @@ class ItemStream(Handle, ObjectStream[T]):
         self._fail(error)
 
     def _broken_off(self) -> None:
-        """The other end has broken off: what it has not taken of this end's messages it never takes."""
+        """Note that the other end has broken off, and never takes the messages that are left."""
         error = CommAbortedError(f"rank {self.peer} broke off stream {self.name!r}: see its own error", peer=self.peer)
         for work in self._under_way:
             work.abandon(error)

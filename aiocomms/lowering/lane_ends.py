@@ -130,7 +130,7 @@ class LaneEnds:
             message.ended = True
 
     def heard(self, rank: int, words: Tensor) -> None:
-        """A rank has given a lane up."""
+        """Note that a rank has given a lane up."""
         try:
             told = _understand(codec.to_bytes(words), rank)
         except ProtocolError as error:

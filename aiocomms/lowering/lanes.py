@@ -35,7 +35,7 @@ _SPREAD = 0x9E3779B97F4A7C15
 
 
 def number_of(key: Key) -> int:
-    """The number of a lane: 62 bits of a hash of its key, the same on all ranks."""
+    """Return the number of a lane: 62 bits of a hash of its key, the same on all ranks."""
     if isinstance(key, str):
         data = b"s" + key.encode("utf-8", "surrogatepass")
     else:
@@ -49,12 +49,12 @@ def _hash(data: bytes) -> int:
 
 
 def tag_of(number: int, tag: int) -> int:
-    """The tag that a message of a lane has in place of its user's tag."""
+    """Return the tag that a message of a lane has in place of its user's tag."""
     return _ABOVE | (number + tag * _SPREAD) & _BITS
 
 
 def collective_tag(number: int, op: Any) -> int:
-    """The tag of a collective's messages, which ranks that call different collectives do not share.
+    """Return the tag of a collective's messages, which ranks that call different collectives do not share.
 
     What differs in size or dtype has one tag, and is found when a message arrives.
     """
@@ -72,12 +72,12 @@ _fingerprints: dict[tuple[object, ...], int] = {}
 
 
 def collective_tags(number: int) -> list[int]:
-    """The tags of a lane's collectives, of all kinds that this process has called."""
+    """Return the tags of a lane's collectives, of all kinds that this process has called."""
     return [_ABOVE | (number + fingerprint) & _BITS for fingerprint in _fingerprints.values()]
 
 
 def within(op: Any, number: int) -> Any:
-    """A message, or a batch of them, as one of a lane."""
+    """Return a message, or a batch of them, as one of a lane."""
     if isinstance(op, ops.Batch):
         return ops.Batch(tuple(within(part, number) for part in op.parts))
     return replace(op, tag=tag_of(number, op.tag))
@@ -164,7 +164,7 @@ class Turns(dict[int, _Turn]):
         turn.call(_LaneRun(self._comm, steps, work, turn))
 
     def waiting_for(self, work: LaneWork[Any]) -> list[int] | None:
-        """The ranks whose messages a collective waits for, or the one that is before it in its lane. Any thread.
+        """Return the ranks whose messages a collective waits for, or the one that is before it in its lane. Any thread.
 
         :returns: None: the collective is not made of messages.
         """

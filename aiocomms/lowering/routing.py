@@ -90,7 +90,7 @@ class Router(dict[type[ops.Op], Route]):
         return transport if transport is not None and transport.capabilities.lanes else None
 
     def carrier(self, op: ops.Op) -> Transport | None:
-        """The transport that carries an op natively, if one does."""
+        """Return the transport that carries an op natively, if one does."""
         transport = self._transports.get(op.family)
         return transport if transport is not None and type(op) in transport.capabilities.ops else None
 
@@ -104,7 +104,7 @@ class Router(dict[type[ops.Op], Route]):
         return _where_it_reduces(cls, transport.capabilities, transport.post, fallback)
 
     def _unless_to_itself(self, cls: type[ops.Op], post: Route) -> Route:
-        """The route of messages: ``post``, but for what this rank sends to itself."""
+        """Return the route of messages: ``post``, but for what this rank sends to itself."""
         rank, loopback = self._comm.rank, self.loopback
 
         def send(op: Any, work: Completion) -> float | None:
@@ -116,7 +116,7 @@ class Router(dict[type[ops.Op], Route]):
         return send if cls is ops.Send else recv
 
     def decide_within(self, cls: type[ops.Op]) -> LaneRoute:
-        """The route of a type of op on lanes."""
+        """Return the route of a type of op on lanes."""
         transport = self._transports.get(cls.family)
         fallback = self._lower_within if self._has_messages() else self._refuse_within
         if transport is None or cls not in transport.capabilities.lanes:

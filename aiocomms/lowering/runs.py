@@ -143,7 +143,7 @@ class Run:
         return True
 
     def _break_off(self, error: Exception) -> None:
-        """The op cannot go on. Some of its messages may be under way, so nobody can tell what the others wait for."""
+        """Fail an op that cannot go on. Its messages may be under way, so what the others wait for is not known."""
         self._steps.close()
         self._parts = ()
         if not self._posted:
@@ -211,13 +211,13 @@ class Run:
         return [part for ref in self._parts if (part := ref()) is not None and not part.ended]
 
     def waits_for(self) -> list[int]:
-        """The ranks of the messages that it waits for. Any thread."""
+        """Return the ranks of the messages that it waits for. Any thread."""
         late = [part.op for part in self._unfinished()]
         senders = {op.src for op in late if isinstance(op, ops.Recv)}
         return sorted(senders or {op.dst for op in late if isinstance(op, ops.Send)})
 
     def unfinished_sends(self) -> list[ops.Send]:
-        """The messages of its step that nothing may have matched yet."""
+        """Return the messages of its step that nothing may have matched yet."""
         return [part.op for part in self._unfinished() if isinstance(part.op, ops.Send)]
 
     def withdraw(self) -> bool:

@@ -234,7 +234,7 @@ def gather(g: Context, op: ops.Gather) -> Steps:
 
 @schedule(ops.Scatter)
 def scatter(g: Context, op: ops.Scatter) -> Steps:
-    """The root sends each rank its tensor directly."""
+    """Yield the root sends each rank its tensor directly."""
     if g.rank != op.root:
         yield [g.recv(op.output, op.root)]
         return

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def find_shortcuts(line: Line, by_family: Mapping[ops.Family, Transport], entries: int) -> Shortcuts | None:
-    """The shortcuts of a communicator; None: there are none, or ``AIOCOMMS_PURE`` turns them off.
+    """Return the shortcuts of a communicator; None: there are none, or ``AIOCOMMS_PURE`` turns them off.
 
     There are none but where one transport carries all messages and collectives: else it is Python's to decide what
     carries an op, or that nothing does. Windows have none where another transport carries them.
@@ -43,14 +43,14 @@ def find_shortcuts(line: Line, by_family: Mapping[ops.Family, Transport], entrie
 
 
 def hastened(cls: type[T], members: Mapping[str, Any]) -> type[T]:
-    """A class with members of native code in the place of its own, which looks as it does."""
+    """Return a class with members of native code in the place of its own, which looks as it does."""
     all_of_it = {"__doc__": cls.__doc__, "__module__": cls.__module__, **members}
     return types.new_class(cls.__name__, (cls,), exec_body=lambda body: body.update(all_of_it))
 
 
 @functools.cache
 def with_shortcuts(cls: type[T], method: Callable[[type, Callable[..., Any]], Callable[..., Any]]) -> type[T]:
-    """A class whose plain ops are started by native code; see :meth:`Shortcuts.method`."""
+    """Return a class whose plain ops are started by native code; see :meth:`Shortcuts.method`."""
     found = {name: getattr(cls, name) for name in dir(cls) if not name.startswith("_")}
     given = {name: method(cls, it) for name, it in found.items() if callable(it)}
     taken = {name: it for name, it in given.items() if it is not found[name]}

@@ -27,7 +27,7 @@ _MAC: Final = 32
 
 
 def read_token(environ: Mapping[str, str]) -> bytes | None:
-    """The job's token, of ``AIOCOMMS_TOKEN`` or of the file that ``AIOCOMMS_TOKEN_FILE`` names; None: there is none.
+    """Return the job's token, of ``AIOCOMMS_TOKEN`` or of the file that ``AIOCOMMS_TOKEN_FILE`` names, or None.
 
     :param environ: the environment, as ``os.environ``.
     :raises ArgumentError: both are set, the token is too short or too long, or the file cannot be read or is not this
@@ -68,7 +68,7 @@ def same(a: bytes, b: bytes) -> bool:
 
 
 def claimed(record: bytes) -> bytes:
-    """What a record of the store says, whoever wrote it, in a version that keeps this shape."""
+    """Return what a record of the store says, whoever wrote it, in a version that keeps this shape."""
     kind, rest = record[HEAD_BYTES : HEAD_BYTES + 1], record[HEAD_BYTES + 1 :]
     return rest[_MAC:] if kind == _SIGNED else rest
 
@@ -91,7 +91,7 @@ class Seal:
         self._key = mac(token or b"", "aiocomms", *scope)
 
     def child(self, *scope: str | int) -> Seal:
-        """The seal of a communicator of some of these ranks."""
+        """Return the seal of a communicator of some of these ranks."""
         child = Seal(None)
         child._signs = self._signs
         child._key = mac(self._key, "child", *scope)
@@ -102,14 +102,14 @@ class Seal:
         return mac(self._key, "secret", purpose)
 
     def sign(self, key: str, rank: int, value: bytes) -> bytes:
-        """A record for the store, of this rank."""
+        """Return a record for the store, of this rank."""
         if len(value) > MAX_RECORD:
             raise ArgumentError(f"the record {key!r} has {len(value)} bytes, wanted at most {MAX_RECORD}", rank=rank)
         sign = _SIGNED + mac(self._key, RENDEZVOUS.head, key, rank, value) if self._signs else _PLAIN
         return RENDEZVOUS.head + sign + value
 
     def verify(self, key: str, rank: int, record: bytes) -> bytes:
-        """What another rank's record says.
+        """Return what another rank's record says.
 
         :raises AuthError: that rank did not sign it.
         :raises ProtocolError: it is too long, or no record at all.
@@ -147,7 +147,7 @@ def _checked(name: str, token: bytes) -> bytes:
 
 
 def _read_private(path: str) -> bytes:
-    """A file's beginning, if it is a file of this user's, which nobody else may read or write, and no link."""
+    """Return a file's beginning, if it is a file of this user's, which nobody else may read or write, and no link."""
     try:
         # O_NONBLOCK: opening a pipe that somebody put there must not wait for its other end.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)

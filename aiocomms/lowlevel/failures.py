@@ -33,7 +33,7 @@ _TRAVELS: Final = {
 def misfit(
     rank: int, dtype: torch.dtype, nbytes: int, buffer: torch.Tensor, shape: torch.Size | None = None
 ) -> MessageTruncatedError | MismatchError | None:
-    """What a receive fails with whose buffer a message does not fit; None: it does.
+    """Return the error of a receive whose buffer a message does not fit; None if it fits.
 
     After a :class:`MessageTruncatedError` the buffer holds the beginning of the message, as far as both reach; after a
     :class:`MismatchError` nothing was written to it.
@@ -54,7 +54,7 @@ def misfit(
 
 
 def disagreement(peer: int, theirs: str, rank: int, mine: str) -> MismatchError:
-    """What the communicator is lost with when two ranks call different collectives; the core adds the number.
+    """Return the error of a communicator whose ranks call different collectives; the core adds the number.
 
     :param theirs: the op that ``peer`` calls, as text.
     :param mine: the op that ``rank`` calls.
@@ -93,7 +93,7 @@ class Reason(msgspec.Struct, array_like=True, frozen=True):
 
     @classmethod
     def of(cls, error: CommError, rank: int) -> Reason:
-        """What ``rank`` tells the others when it gives up with an error."""
+        """Return what ``rank`` tells the others when it gives up with an error."""
         name = type(error).__name__
         late: tuple[int, ...] = ()
         peer = error.peer
@@ -108,7 +108,7 @@ class Reason(msgspec.Struct, array_like=True, frozen=True):
 
     @classmethod
     def decode(cls, data: bytes | bytearray | memoryview) -> Reason:
-        """What :meth:`encode` has made.
+        """Return what :meth:`encode` has made.
 
         :raises ProtocolError: it has not made this.
         """
@@ -118,7 +118,7 @@ class Reason(msgspec.Struct, array_like=True, frozen=True):
             raise ProtocolError(f"a rank's reason makes no sense: {error}") from None
 
     def to_error(self) -> CommError:
-        """What the communicator is lost with on the rank that has been told."""
+        """Return the error of the communicator on the rank that has been told."""
         kind = _TRAVELS.get(self.error, CommAbortedError)
         if kind is CommTimeoutError:
             return CommTimeoutError(self.message[:_LONGEST], late=self.late, teller=self.peer)

@@ -40,7 +40,7 @@ class Unshared:
         self._records.append(_packed(address))
 
     def remove(self, address: Address) -> None:
-        """The connections with an address are closed."""
+        """Note that the connections with an address are closed."""
         self._records.remove(_packed(address))
 
     def belongs_to(self, owner: object) -> None:
@@ -52,7 +52,7 @@ class Unshared:
         _of[owner] = self
 
     def release(self) -> None:
-        """The connections are closed, and others may get the same addresses."""
+        """Note that the connections are closed: others may get the same addresses."""
         self._records = []
         self._owner = lambda: None
 
@@ -62,7 +62,7 @@ class Unshared:
         return len(packed) > 0 and any(packed in record for record in self._records)
 
     def let_go(self) -> None:
-        """This is a child."""
+        """Note that this is a child."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._owner()))
         self.release()
 
@@ -72,7 +72,7 @@ _of: weakref.WeakKeyDictionary[object, Unshared] = weakref.WeakKeyDictionary()
 
 
 def _packed(address: Address) -> bytes:
-    """A unix socket's name; or of a struct sockaddr_in or sockaddr_in6 the beginning, without the scope."""
+    """Return a unix socket's name; or of a struct sockaddr_in or sockaddr_in6 the beginning, without the scope."""
     if not isinstance(address, tuple):
         return address.encode() if isinstance(address, str) else address
     host, port, *flow = address
@@ -85,7 +85,7 @@ def _packed(address: Address) -> bytes:
 
 
 def _let_go() -> None:
-    """This is a child."""
+    """Note that this is a child."""
     ours, before = list(_all), socket.getdefaulttimeout()
     if not ours:
         return
@@ -102,7 +102,7 @@ def _let_go() -> None:
 
 
 def _ends(fd: int) -> list[Address]:
-    """The addresses of both ends of a unix or internet socket; none where the descriptor is of something else."""
+    """Return the addresses of both ends of a unix or internet socket; none for any other descriptor."""
     found: list[Address] = []
     with contextlib.suppress(OSError):  # what lists the folder
         if stat.S_ISSOCK(os.fstat(fd).st_mode):

@@ -208,7 +208,7 @@ class Entrance:
             self.drop(next(half for half in self._half_open.values() if half.peer is None))
 
     def _heard(self, half: HalfOpen) -> None:
-        """It is silent no more."""
+        """Note that it is no longer silent."""
         if half.source is not None:
             others = self._silent[half.source]
             del others[half.connection]

@@ -22,7 +22,7 @@ _SIOCGIFADDR: Final = 0x8915
 
 
 def host_id(*namespaces: str) -> str:
-    """What tells this host from others, and containers that share none of the namespaces from each other.
+    """Return an identifier of this host, and of a container that shares none of its namespaces.
 
     :param namespaces: such as ``"net"``: ranks with the same identity share the host's loopback.
     """
@@ -31,7 +31,7 @@ def host_id(*namespaces: str) -> str:
 
 
 def reachable_address(names: Iterable[str], store: Store | None) -> str:
-    """The address of this host at which ranks on other hosts reach it; never a wildcard.
+    """Return the address of this host at which ranks on other hosts reach it; never a wildcard.
 
     That of ``AIOCOMMS_IFACE``, else that on the way to the store, to ``MASTER_ADDR``, or to another rank's host.
 
@@ -60,7 +60,7 @@ def _host_of(store: Store | None) -> str | None:
 
 
 def _towards(host: str | None) -> str | None:
-    """This host's address on the way to another, or None. Sends nothing."""
+    """Return this host's address on the way to another, or None. Send nothing."""
     if not host:
         return None
     with contextlib.suppress(OSError):

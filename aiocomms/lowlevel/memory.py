@@ -19,7 +19,7 @@ class Holder(Protocol):
     """Something that uses tensors' memory, of which it may have kept the address."""
 
     def held(self) -> Iterable[Tensor]:
-        """The tensors whose memory it uses now; on any thread."""
+        """Return the tensors whose memory it uses now; on any thread."""
 
 
 _holders: weakref.WeakSet[Holder] = weakref.WeakSet()

@@ -6,7 +6,7 @@ import socket
 
 
 def listen_at(address: str, backlog: int = socket.SOMAXCONN) -> socket.socket:
-    """A listener at one address of this host, IPv4 or IPv6, on a port that the kernel chooses.
+    """Return a listener at one address of this host, IPv4 or IPv6, on a port that the kernel chooses.
 
     :raises OSError: it is no address of this host.
     """

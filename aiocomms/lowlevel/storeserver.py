@@ -157,7 +157,7 @@ class StoreServer:
             self._call(self._end_to_listen)
 
     def disown(self) -> None:
-        """This is a forked child, which has no thread that serves."""
+        """Disown the server in a forked child, which has no thread that serves."""
         self._ended, self._lock = True, threading.RLock()
 
     def _call(self, call: Callable[[], None]) -> bool:
@@ -339,7 +339,7 @@ class StoreServer:
 
 
 def owner(connection: socket.socket) -> int | None:
-    """The user whose process has the other end of a connection within this host; None: the kernel does not say."""
+    """Return the user whose process has a connection's other end in this host; None: the kernel does not say."""
     mine, theirs = connection.getsockname(), connection.getpeername()
     ends = [socket.inet_pton(connection.family, end[0].partition("%")[0]).ljust(16, b"\0") for end in (theirs, mine)]
     ask = struct.pack("=BBBxI", connection.family, socket.IPPROTO_TCP, 0, 2**32 - 1)

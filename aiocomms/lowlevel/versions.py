@@ -29,7 +29,7 @@ class Dialect(NamedTuple):
         return _HEAD.pack(self.magic, self.version)
 
     def other_version(self, data: bytes) -> int | None:
-        """The version in which bytes are of this format, if that is not this rank's."""
+        """Return the version in which bytes are of this format, if that is not this rank's."""
         if len(data) < HEAD_BYTES:
             return None
         magic, version = _HEAD.unpack_from(data)
@@ -52,7 +52,7 @@ class Dialect(NamedTuple):
         return data[HEAD_BYTES:]
 
     def differs(self, who: str, version: object) -> str:
-        """The text that names both versions."""
+        """Return the text that names both versions."""
         return (
             f"{who} speaks version {version} of {self.what}, this rank version {self.version}: install the same "
             "aiocomms on all ranks"

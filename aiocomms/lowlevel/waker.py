@@ -25,7 +25,7 @@ class Waker:
         self._lock = threading.RLock()
 
     def fileno(self) -> int:
-        """The descriptor to wait on; -1 once closed."""
+        """Return the descriptor to wait on; -1 once closed."""
         return self._fd
 
     def wake(self) -> None:

@@ -103,7 +103,7 @@ def shapes(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
 
 @cache
 def tensor_of(cls: type[Op]) -> str | None:
-    """The field with the tensor that ops of a type are about, where they are about one: of an all_gather its input."""
+    """Return the field of the tensor that ops of a type are about, if it is one: of an all_gather its input."""
     return next((name for name in ("tensor", "input", "output") if name in cls.__struct_fields__), None)
 
 

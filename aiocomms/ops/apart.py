@@ -44,7 +44,7 @@ _ASCII = 127
 
 
 def size_of(item: Item) -> int:
-    """The size of a message, in bytes."""
+    """Return the size of a message, in bytes."""
     return item.nbytes if isinstance(item, Tensor) else len(item)
 
 

@@ -65,7 +65,7 @@ def checked(op: Asked, group: Group) -> Asked:
 
 
 def _replaced(value: Any, arrays: dict[int, Tensor]) -> Any:
-    """An op, or a field of one, with tensors for its arrays, and ints for its numbers."""
+    """Return an op, or a field of one, with tensors for its arrays, and ints for its numbers."""
     if isinstance(value, tuple):
         return tuple(_replaced(item, arrays) for item in value)
     if isinstance(value, Op):
@@ -77,7 +77,7 @@ def _replaced(value: Any, arrays: dict[int, Tensor]) -> Any:
 
 @cache
 def _numbers(kind: type[Op]) -> frozenset[str]:
-    """The fields of a kind of ops that hold ints."""
+    """Return the fields of a kind of ops that hold ints."""
     kinds = (int, int | None, tuple[int, ...])
     return frozenset(field.name for field in msgspec.structs.fields(kind) if field.type in kinds)
 
@@ -117,7 +117,7 @@ def as_tensor(name: str, value: Any, *, write: bool) -> Any:
 
 
 def fitting(name: str, value: Any, device: torch.device, *, write: bool) -> Any:
-    """The same for an op, which takes it as it is; what is wrong with an array is said in words of its library.
+    """Return an argument of an op as a tensor. Errors about an array are in words of its library.
 
     :raises ArgumentError: as :func:`as_tensor`, or it is not contiguous, or not on the device.
     """
@@ -180,7 +180,7 @@ class _Exported:
 
 
 def _look(capsule: object) -> tuple[int, tuple[int, ...]]:
-    """The flags of what is exported, and its strides in elements; none where it is contiguous."""
+    """Return the flags of what is exported, and its strides in elements; none where it is contiguous."""
     try:
         address = _address_of(capsule, b"dltensor_versioned")
     except ValueError:

@@ -360,7 +360,7 @@ def deadline(name: str, value: Timeout) -> float:
 
 
 def op_deadline(timeout: OpTimeout, default: float) -> float:
-    """The same for the deadline of one op.
+    """Return the deadline of one op, checked.
 
     :param default: that of an op that is given none, in seconds.
     """

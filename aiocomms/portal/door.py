@@ -35,7 +35,7 @@ class Inside(Protocol):
         """Whether it was closed."""
 
     def refusal(self) -> CommError | None:
-        """The error of whatever comes once it is lost or closed."""
+        """Return the error of whatever comes once it is lost or closed."""
 
     def lose(self, error: CommError) -> None:
         """Its door is broken."""
@@ -92,7 +92,7 @@ class Door:
         return None if self.core.driver.call_threadsafe(self.progress) else self.refusal()
 
     def refusal(self) -> CommError:
-        """The error of a call that comes too late."""
+        """Return the error of a call that comes too late."""
         error = self.core.refusal() or CommClosedError("its event loop has ended")
         return error.about(comm=self.core.name, rank=self.core.rank)
 
@@ -132,11 +132,11 @@ class Door:
         self.core.lose(error)
 
     def disown(self) -> None:
-        """This is a forked child: nobody comes, and a thread that is not here may hold the waker's lock for ever."""
+        """Disown it in a forked child, where a thread that does not exist may hold the waker's lock for ever."""
         self.closed = True
 
     def close(self) -> None:
-        """What it leads to is closed: what waits is refused, and so is what comes."""
+        """Refuse what waits and what comes: what it leads to is closed."""
         self.closed = True
         self.core.driver.detach(self)
         self.progress()

@@ -21,7 +21,7 @@ _still: list[bool] = []
 
 
 def stand_still() -> None:
-    """The interpreter ends: threads that wait now, which are daemons, hear no more, and so complain of nothing."""
+    """Silence the threads that wait as the interpreter ends: they are daemons, and hear no more."""
     _still.append(True)
 
 
@@ -99,7 +99,7 @@ class Pending(Handle):
                 bell.release()
 
     def _leave_alone(self) -> None:
-        """This thread has been made to stop waiting: have what can be withdrawn be so, if nobody else waits for it."""
+        """Withdraw what can be withdrawn, unless another thread waits for it: this one has stopped waiting."""
         settled = allocate_lock()
         settled.acquire()
         self._door.put(self._left_alone, settled)
@@ -119,7 +119,7 @@ class Pending(Handle):
             self._bells.remove(bell)
 
     def _ring(self) -> None:
-        """It has ended: let every waiting thread go on."""
+        """Let every waiting thread go on: it has ended."""
         self._over = True
         while self._bells:
             try:
@@ -134,7 +134,7 @@ class Pending(Handle):
             self._fail(error)
 
     def _overdue(self) -> CommError | None:
-        """The error with which it ends while the loop stands still; None: it goes on."""
+        """Return the error with which it ends while the loop stands still; None: it goes on."""
         return None
 
     def _fail(self, error: BaseException) -> None:

@@ -198,5 +198,5 @@ class Portal(Operations, Hooked):
         return run(self._door, what, call, timeout)
 
     def _of(self, comm: Any) -> Self:
-        """That of another communicator."""
+        """Return that of another communicator."""
         return type(self)(comm)

@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 
 def started(method: Callable[Concatenate[Any, _P], Work[_T]]) -> Callable[Concatenate[Any, _P], BlockingWork[_T]]:
-    """The same method, in a class whose ``_issue`` returns a :class:`BlockingWork`."""
+    """Return the same method, in a class whose ``_issue`` returns a :class:`BlockingWork`."""
     return cast("Any", method)  # type: ignore[no-any-return]
 
 

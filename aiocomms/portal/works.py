@@ -278,7 +278,7 @@ class BlockingWork(Pending, Generic[T_co]):
             work._waiting().waiting.append(_Listener(self))
 
     def _ended(self) -> None:
-        """The op has; whoever waits goes on after the hooks."""
+        """Let the waiting threads go on, after the hooks: the op has ended."""
         work, driver = self._work, self._core.driver
         assert work is not None
         error = work.error
@@ -296,7 +296,7 @@ class BlockingWork(Pending, Generic[T_co]):
     # ---------------------------------------------------------------------------------------------- on any thread
 
     def _taken(self) -> tuple[Mapping[str, Any] | None, OpTimeout, Context] | None:
-        """What was asked, for the one who asks for it first: to start it, or to see to it that it never starts."""
+        """Return what was asked to the first who takes it: to start it, or to make sure that it never starts."""
         try:
             return self._asked.pop()
         except IndexError:

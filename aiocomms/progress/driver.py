@@ -37,7 +37,7 @@ class Served(Protocol):
         """Move things on without blocking; whether anything completed. None: do not ask again, park."""
 
     def fileno(self) -> int | None:
-        """A descriptor that is readable when :meth:`progress` has something to do."""
+        """Return a descriptor that is readable when :meth:`progress` has something to do."""
 
     def on_failure(self, error: CommError) -> None:
         """:meth:`progress` has raised, and is not called any more."""
@@ -84,7 +84,7 @@ class Driver:
 
     @classmethod
     def current(cls) -> Driver:
-        """The driver of the running loop.
+        """Return the driver of the running loop.
 
         :raises RuntimeError: no loop is running.
         """

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def broken(transport: object, method: str, error: BaseException) -> CommError:
-    """The error of a communicator whose transport has raised what it must not raise."""
+    """Return the error of a communicator whose transport has raised what it must not raise."""
     failure = CommError(
         f"the transport {type(transport).__name__} is broken: {method}() raised {type(error).__name__}: {error}"
     )

@@ -67,7 +67,7 @@ class Heartbeat:
         """Seconds between two calls of :meth:`look` while works are pending."""
 
     def silence(self, now: float) -> dict[int, float]:
-        """The silence of each rank in seconds, as it was last measured; none if that was too long ago. On any thread.
+        """Return the last measured silence of each rank in seconds; none if that was too long ago. On any thread.
 
         :param now: the time, by ``time.monotonic()``.
         """

@@ -52,7 +52,7 @@ class StartedWork(Work[T_co]):
     _place: int = 0
 
     def waiters(self) -> list[Waiter]:
-        """The suspended awaiters."""
+        """Return the suspended awaiters."""
         return [] if self._waiters is None else list(self._waiters.waiting)
 
     def wake(self, waiter: Waiter) -> None:
@@ -184,7 +184,7 @@ class LaneWork(StartedWork[T_co]):
             super().fail(error)
 
     def located(self, error: MismatchError) -> MismatchError:
-        """The same of the lane, whose collectives have no numbers."""
+        """Return the error, worded for the lane, whose collectives have no numbers."""
         if error.message.startswith(_LOCATED):
             return error
         return MismatchError(f"in lane {self.lane}, {error.message}", peer=error.peer)
@@ -199,7 +199,7 @@ class Expirer(Protocol):
         """Act on a work whose deadline has passed, and again while it has not ended; on the watchdog's thread."""
 
     def lose(self, error: CommError) -> None:
-        """The communicator has failed."""
+        """Lose the communicator by a failure."""
 
 
 class Queue(dict[StartedWork[Any], float]):
@@ -234,7 +234,7 @@ class Stands(Protocol):
     """What has receives pending of its own accord, such as a stream: for what may come, whenever that is."""
 
     def standing(self) -> Iterator[tuple[StartedWork[Any], list[Waiter], str]]:
-        """These receives, who waits for what each may bring, and what they are of; on any thread or signal handler."""
+        """Yield these receives, who waits for each, and what they are of; on any thread or signal handler."""
 
 
 class InFlight:
@@ -326,7 +326,7 @@ class InFlight:
         return added
 
     def held(self) -> list[Tensor]:
-        """The tensors of all works. On any thread."""
+        """Return the tensors of all works. On any thread."""
         ops = [flying.work.op for flying in self.look()]
         return [tensor for op in ops for _, tensor in op.reads() + op.writes()]
 

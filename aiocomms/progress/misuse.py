@@ -48,7 +48,7 @@ def _operator(name: str) -> Callable[..., NoReturn]:
 def _torch_function(
     cls: type, function: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Any = None
 ) -> NoReturn:
-    """What torch calls in place of a function that is given a work; the work may stand within a list."""
+    """Return what torch calls in place of a function that is given a work; the work may stand within a list."""
     given = [*args, *(kwargs or {}).values()]
     given += [item for value in given if isinstance(value, (list, tuple)) for item in value]
     work = next(value for value in given if isinstance(value, cls))

@@ -41,7 +41,7 @@ class Owner(Protocol):
         """Take an unmatched receive or wait back from the transport; False if it is under way."""
 
     def collective(self, seq: int) -> int | None:
-        """The number that all ranks have for the collective that is op ``seq`` here; None: it is none, or not known."""
+        """Return the number that all ranks have for the collective that is op ``seq`` here; None if there is none."""
 
     def order_stream(self, work: Any, stream: Any) -> None:
         """Make a CUDA stream wait for a work.
@@ -84,7 +84,7 @@ class Work(Handle, msgspec.Struct, Handed[T_co], Generic[T_co], eq=False, weakre
         return f"<Work {self.op.name} #{self.seq} on '{self._comm_name()}' (rank {self._owner.rank}) {state}>"
 
     def __dir__(self) -> list[str]:
-        """What an editor offers: no attribute of results."""
+        """Return what an editor offers: no attribute of results."""
         return [name for name in object.__dir__(self) if name not in RESULTS]
 
     @property
@@ -194,17 +194,17 @@ class Work(Handle, msgspec.Struct, Handed[T_co], Generic[T_co], eq=False, weakre
     # --------------------------------------------------------------------------------------------- inside
 
     def _comm_name(self) -> str:
-        """What errors call that which it was started on."""
+        """Return the name that errors give to the communicator it was started on."""
         return self._owner.name
 
     def _waiting(self) -> Waiters:
-        """The tasks that wait for it, to which one more is about to be added."""
+        """Return the tasks that wait for it, to which one more is about to be added."""
         if self._waiters is None:
             self._waiters = Waiters(self, self._nobody_waits)
         return self._waiters
 
     def _nobody_waits(self) -> None:
-        """The last awaiter was cancelled: withdraw the op if that is possible."""
+        """Withdraw the op if that is possible: the last awaiter was cancelled."""
         self._waiters = None
         self._withdraw()
 

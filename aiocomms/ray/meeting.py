@@ -132,7 +132,7 @@ class Meeting:
                 return
 
     def _rival(self, key: bytes, record: Record) -> JobStore | None:
-        """The store of another rank 0, if it can be found. What leads nowhere is taken away here, and only here."""
+        """Return the store of another rank 0, if it can be found. Remove what leads nowhere; nothing else does."""
         try:
             with store_errors():
                 store = self._reached(key, record)
@@ -198,14 +198,14 @@ class Meeting:
     # ------------------------------------------------------------------------------------------------------------ both
 
     def _records(self) -> Iterator[tuple[bytes, Record]]:
-        """The records of the name, with their keys: more than one where a rank 0 was killed."""
+        """Yield the records of the name, with their keys: more than one where a rank 0 was killed."""
         for key in internal_kv._internal_kv_list(self._prefix, namespace=NAMESPACE):
             value = internal_kv._internal_kv_get(key, namespace=NAMESPACE)
             if value is not None:  # else it was just taken away
                 yield key, decoded(value, Record, "the record of a rendezvous in Ray", 0)
 
     def _reached(self, key: bytes, record: Record) -> JobStore | None:
-        """The store that a record leads to. None: nobody serves it there any more.
+        """Return the store that a record leads to. None: nobody serves it there any more.
 
         :raises ArgumentError: it is on loopback, of another node.
         :raises StoreLostError: nothing can be said.

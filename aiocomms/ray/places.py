@@ -18,7 +18,7 @@ UNPROTECTED = (
 
 
 def own_host() -> str:
-    """The address of this process's node at which other nodes reach it; loopback, where the job has no token.
+    """Return the address of this process's node at which other nodes reach it; loopback, where the job has no token.
 
     :raises ArgumentError: the token is not as it must be.
     """
@@ -42,5 +42,5 @@ def check_reachable(who: str, host: str, their_node: str) -> None:
 
 
 def node() -> str:
-    """The address of this process's node."""
+    """Return the address of this process's node."""
     return str(ray.util.get_node_ip_address())

@@ -142,7 +142,7 @@ class EndpointTransport(_Manager):
 
     @staticmethod
     def is_one_sided() -> bool:
-        """The receiver reads."""
+        """Return the receiver reads."""
         return True
 
     @staticmethod
@@ -155,7 +155,7 @@ class EndpointTransport(_Manager):
         return True
 
     def get_communicator_metadata(self, src_actor: Any, dst_actor: Any, backend: str | None = None) -> Any:
-        """The two need not know of each other before."""
+        """Return nothing: the two need not know of each other before."""
         return rdt.CommunicatorMetadata()
 
     # -------------------------------------------------------------------------------------------------- at the source
@@ -248,7 +248,7 @@ class EndpointTransport(_Manager):
     # ------------------------------------------------------------------------------------------------------- and both
 
     def _here(self) -> Endpoint:
-        """This process's endpoint, which its first use opens."""
+        """Return this process's endpoint, which its first use opens."""
         with self._lock:
             if self._endpoint is None:
                 seconds = ray_constants.RDT_FETCH_FAIL_TIMEOUT_SECONDS
@@ -258,7 +258,7 @@ class EndpointTransport(_Manager):
 
 
 def _source() -> str:
-    """What this process is called in another one's error."""
+    """Return what this process is called in another one's error."""
     context = ray.get_runtime_context()
     who = "a driver or task" if context.get_actor_id() is None else repr(context.current_actor)
     return f"{who} (process {os.getpid()} on {ray.util.get_node_ip_address()})"

@@ -203,7 +203,7 @@ class Worker(Handle):
             self._plans[number].give_up("rank 0 has given it up")
 
     def _ended(self, plan: Plan, error: BaseException | None) -> None:
-        """A plan has ended here."""
+        """Note that a plan has ended here."""
         raised = trace = ""
         if error is not None:
             raised, trace = "".join(format_exception_only(error)).strip(), "".join(format_exception(error))

@@ -133,7 +133,7 @@ class Driver(Worker):
         return await self._run(plan, in_order=False)
 
     async def run_in_order(self, plan: Any) -> Any:
-        """The same, but every rank carries these out one after the other, in the order of the calls, and in no lane.
+        """Run a plan in no lane: every rank carries such plans out one by one, in the order of the calls.
 
         So its collectives are the communicator's own, which a transport may carry natively. When one fails that has
         called an op, the ranks are out of step: the communicator is lost.
@@ -188,7 +188,7 @@ class Driver(Worker):
         self._tell(range(1, self._comm.size))
 
     def _heard(self, rank: int, number: int, *outcome: Any) -> None:
-        """A worker has ended a plan."""
+        """Note that a worker has ended a plan."""
         raised, trace, in_step = outcome
         error = WorkerError(f"plan {number} failed on rank {rank}: {raised}", rank=0, peer=rank) if raised else None
         if error is not None:
@@ -197,7 +197,7 @@ class Driver(Worker):
             self._ended(self._plans[number], error, rank, in_step)
 
     def _ended(self, plan: Plan, error: BaseException | None, rank: int = 0, in_step: bool = True) -> None:
-        """A rank has ended a plan: the first that fails has it given up on all."""
+        """Note that a rank has ended a plan. The first that fails has it given up on all."""
         plan.waiting.discard(rank)
         if error is not None and not isinstance(error, Exception):  # raised, it would end the caller's task
             cause, text = error, f"plan {plan.number} failed on rank 0: {as_reason(error)}"

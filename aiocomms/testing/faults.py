@@ -69,7 +69,7 @@ def delay(
     nth: int | None = None,
     probability: float = 1.0,
 ) -> Fault:
-    """An op is posted late, and what must not overtake it behind it; the loop goes on meanwhile.
+    """Post an op late, and behind it what must not overtake it; the loop goes on meanwhile.
 
     :param seconds: how late, by the event loop's clock.
     :param until: or until this is set, which takes no time that a test would have to guess.
@@ -90,7 +90,7 @@ def delay(
 def drop(
     *, ranks: Sequence[int] | None = None, op: str | None = None, nth: int | None = None, probability: float = 1.0
 ) -> Fault:
-    """An op is never posted, so that its deadline must end it. The parameters are those of :func:`delay`.
+    """Never post an op, so that its deadline must end it. The parameters are those of :func:`delay`.
 
     A receive fails alone then, as it does which no message comes for. Behind a collective the rank's later ones are
     dropped, too, for the other ranks would take the next for this one.
@@ -103,7 +103,7 @@ def drop(
 def kill(
     *, ranks: Sequence[int] | None = None, op: str | None = None, nth: int | None = None, probability: float = 1.0
 ) -> Fault:
-    """A rank dies in a call: its process is killed by SIGKILL. The parameters are those of :func:`delay`.
+    """Kill a rank in a call: its process, by SIGKILL. The parameters are those of :func:`delay`.
 
     Where the ranks have met in memory, as those of ``local_world`` do, the process is the others', too. There the
     others get the :class:`~aiocomms.errors.PeerDiedError` that they would get, and on the rank itself every op, of
@@ -122,7 +122,7 @@ def mismatch(
     nth: int | None = None,
     probability: float = 1.0,
 ) -> Fault:
-    """A rank calls an op otherwise than the others, which have a :class:`~aiocomms.errors.MismatchError` then.
+    """Have a rank call an op otherwise than the others, which get a :class:`~aiocomms.errors.MismatchError`.
 
     So they have of a message of another dtype; one of another size fails its receive alone. The op works on copies, and
     the tensors given to it do not change. The other parameters are those of :func:`delay`.
@@ -144,7 +144,7 @@ def slow_link(
     nth: int | None = None,
     probability: float = 1.0,
 ) -> Fault:
-    """What a rank sends takes time in proportion to its bytes, one op or message after the other.
+    """Have what a rank sends take time in proportion to its bytes, one op or message after the other.
 
     Of an op that a transport carries itself the bytes are those of the tensors that the rank gives; of one that is made
     of messages, those of each message. The other parameters are those of :func:`delay`.

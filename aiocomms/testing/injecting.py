@@ -77,7 +77,7 @@ class Injection(Handle):
         self._random = [random.Random(f"{seed} {comm.rank} {i}") for i in range(len(self.faults))]  # noqa: S311
 
     def hits(self, name: str) -> Iterator[Fault]:
-        """The faults of a call, which are noted as injected."""
+        """Yield the faults of a call, which are noted as injected."""
         for i, fault in enumerate(self.faults):
             if name not in fault.op:
                 continue
@@ -170,7 +170,7 @@ class Link:
         return work in self._dropped or any(held.work is work for queue in self._queues.values() for held in queue)
 
     def known_as(self, work: Completion) -> Any:
-        """What the transport has in the place of a work: most often the work."""
+        """Return what the transport has in the place of a work: most often the work."""
         return self._otherwise.get(id(work), work)
 
     def _disguised(self, faults: Sequence[Fault], op: ops.Op, work: Completion) -> Any:
@@ -183,7 +183,7 @@ class Link:
         return otherwise
 
     def _faults_of(self, work: Completion) -> list[Fault]:
-        """The faults of the op of the program that a work belongs to; none of the library's own messages."""
+        """Return the faults of the op of the program that a work belongs to; none of the library's own messages."""
         while isinstance(work, Part):
             work = work._run.work
         if not isinstance(work, StartedWork):
@@ -303,7 +303,7 @@ def link_of(comm: Communicator) -> Link:
 
 
 def different(op: ops.Op, differs: Differs, size: int) -> ops.Op:
-    """An op with which the other ranks disagree; its tensors are copies.
+    """Return an op with which the other ranks disagree; its tensors are copies.
 
     :raises UnsupportedOperation: it is a message, which has no root, of a collective that the transport does not carry.
     """
@@ -340,14 +340,14 @@ def _name(op: ops.Op) -> str:
 
 
 def _order(op: ops.Op, lane: int | None) -> Hashable:
-    """What an op must not overtake, and must not be overtaken by: those of the same key."""
+    """Return what an op must not overtake, and must not be overtaken by: those of the same key."""
     if isinstance(op, (ops.Send, ops.Recv)):
         return op.name, op.dst if isinstance(op, ops.Send) else op.src, op.channel, op.tag
     return op.family, lane
 
 
 def _nbytes(op: ops.Op) -> int:
-    """What a rank sends for an op, or, where it works in place, has of it."""
+    """Return what a rank sends for an op, or, where it works in place, has of it."""
     buffers = op.reads() or ([] if isinstance(op, ops.Recv) else op.writes())
     return sum(tensor.nbytes for _, tensor in buffers)
 

@@ -30,7 +30,7 @@ class Leftovers:
                     self._pending.append((look.header.brief.rank, item, works[item.seq]))
 
     def report(self) -> str:
-        """What has not ended by now, once the communicators are closed; empty: nothing."""
+        """Return what has not ended by now, once the communicators are closed; empty: nothing."""
         lines: dict[str, None] = {}
         for rank, item, work in self._pending:
             if work.error is None:

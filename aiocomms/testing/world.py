@@ -74,7 +74,7 @@ class _Meeting:
         self._given: dict[str, tuple[dict[int, bytes], anyio.Event]] = {}
 
     def given(self, key: str) -> tuple[dict[int, bytes], anyio.Event]:
-        """The ranks' values by rank, and the event that all are there."""
+        """Return the ranks' values by rank, and the event that all are there."""
         if key not in self._given:
             self._given[key] = ({}, anyio.Event())
         return self._given[key]

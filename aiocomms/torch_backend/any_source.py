@@ -60,7 +60,7 @@ class Receive(Pending):
             raise self.error.about() if isinstance(self.error, CommError) else self.error
 
     def end(self, error: BaseException | None = None) -> None:
-        """It has ended."""
+        """Note that it has ended."""
         if not self._over:
             self.error = error
             self._ring()

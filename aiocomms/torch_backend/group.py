@@ -76,11 +76,11 @@ class Group(Handle, dist.ProcessGroup):
     # ------------------------------------------------------------------------------------------------ what it is
 
     def name(self) -> str:
-        """The backend's name."""
+        """Return the backend's name."""
         return BACKEND
 
     def getBackendName(self) -> str:  # noqa: N802 - what C++ calls
-        """The backend's name."""
+        """Return the backend's name."""
         return BACKEND
 
     def setGroupName(self, name: str) -> None:  # noqa: N802

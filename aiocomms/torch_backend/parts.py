@@ -123,4 +123,4 @@ class Step:
 
 
 def _nothing() -> None:
-    """What is called for somebody who waits."""
+    """Do nothing: this is called for somebody who waits."""

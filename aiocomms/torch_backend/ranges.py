@@ -11,7 +11,7 @@ class Range(profiler.Range):
     """One range: from here until an operation has ended, on another thread."""
 
     def around(self, parts: list[Part], completer: Completer) -> list[Part]:
-        """What has been started, with the end of the range behind it, before whoever waits goes on."""
+        """Return the started parts with the end of the range behind them, before whoever waits goes on."""
 
         def end() -> None:
             self.end()

@@ -21,7 +21,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The same memory without its shape: ranks need not agree on that, where their numbers of elements do."""
+    """Return the same memory without its shape: ranks need not agree on that, where their numbers of elements do."""
     return tensor if tensor.dim() == 1 or tensor.layout is not torch.strided else tensor.view(-1)
 
 
@@ -41,12 +41,12 @@ class Tensors:
         self._copies: list[tuple[Tensor, Tensor]] = []
 
     def read(self, tensor: Tensor) -> Tensor:
-        """What has a tensor's values."""
+        """Return a tensor of the same values."""
         tensor = tensor.detach() if tensor.requires_grad else tensor
         return _flat(tensor if _is_plain(tensor) else tensor.resolve_conj().resolve_neg().contiguous())
 
     def written(self, tensor: Tensor) -> Tensor:
-        """What has a tensor's values, and is written in its place.
+        """Return a tensor of the same values, which is written in its place.
 
         :raises ArgumentError: elements of the tensor share memory.
         """
@@ -61,7 +61,7 @@ class Tensors:
         return _flat(copy)
 
     def parts(self, started: list[Part], completer: Completer) -> list[Part]:
-        """What has been started; or, where values are to be put back, that behind it."""
+        """Return the started parts, and behind them what puts values back, if any is to be."""
         if not self._copies:
             return started
 

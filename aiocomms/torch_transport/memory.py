@@ -74,15 +74,15 @@ class Memory:
         self._registration = registration
 
     def to_view(self, offset: int | None = None, length: int | None = None) -> MemoryView:
-        """Some of its bytes, to be written from; by default all behind ``offset``."""
+        """Return some of its bytes, to be written from; by default all behind ``offset``."""
         return MemoryView(self._registration, *self._range(offset, length))
 
     def to_mutable_view(self, offset: int | None = None, length: int | None = None) -> MutableMemoryView:
-        """Some of its bytes, to be read into."""
+        """Return some of its bytes, to be read into."""
         return MutableMemoryView(self._registration, *self._range(offset, length))
 
     def to_remote_buffer(self, *, timeout: float | None = None) -> RemoteBuffer:
-        """What the other end reads and writes it by. It is there already, whatever ``timeout``."""
+        """Return what the other end reads and writes it by. It is there already, whatever ``timeout``."""
         self._registration.check()
         return RemoteBuffer(self._registration.region.descriptor)
 
@@ -125,7 +125,7 @@ class RemoteBuffer:
 
     @classmethod
     def deserialize(cls, data: bytes) -> Self:
-        """What :meth:`serialize` has given. Nothing of it is executed.
+        """Return what :meth:`serialize` has given. Nothing of it is executed.
 
         :raises ArgumentTypeError: it is not bytes.
         :raises ArgumentError: it is none of that.

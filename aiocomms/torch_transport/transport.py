@@ -300,7 +300,7 @@ class EndpointTransport(_Transport):
         return 0
 
     def _attached(self, remote_buffer: RemoteBuffer, ends: float) -> BlockingRemoteRegion:
-        """The region that a remote buffer stands for; the first time the other end is asked."""
+        """Return the region that a remote buffer stands for; the first time the other end is asked."""
         key = remote_buffer.serialize()
         remote = self._remotes.get(key)
         if remote is None or remote.closed:
@@ -332,7 +332,7 @@ class EndpointTransport(_Transport):
             raise ArgumentError("the transport is not connected: call connect() with what the other end's bind() says")
 
     def _own(self, name: str, it: Any, kind: type[Memory | MemoryView]) -> Registration:
-        """The registration of memory, or of a view of it, which must be this transport's."""
+        """Return the registration of memory, or of a view of it, which must be this transport's."""
         registration: Registration | None = it._registration if isinstance(it, kind) else None
         if registration is None or registration.owner is not self:
             raise checks.wrong_type(name, it, f"a {kind.__name__} that was registered with this transport")
@@ -343,7 +343,7 @@ class EndpointTransport(_Transport):
             raise CommClosedError("the transport is closed")
 
     def _patience(self, timeout: float | None) -> float:
-        """The seconds that a call may take; 0 is legal."""
+        """Return the seconds that a call may take; 0 is legal."""
         if timeout is None:
             return float(self._default_timeout)
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):

@@ -78,7 +78,7 @@ class TransferWork(CompoundWork):
         return self._future
 
     def _settle(self) -> None:
-        """A step has ended; with the last one the future does."""
+        """Note that a step has ended; with the last one the future does."""
         with self._lock:
             if self._settled or not self.is_completed():
                 return

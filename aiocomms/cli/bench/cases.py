@@ -70,7 +70,7 @@ class Case:
         return 0 if expected is None else int((self.output != expected).sum())
 
     def _expected(self) -> Tensor | None:
-        """What this rank must have afterwards; None: nothing, or whatever it may be."""
+        """Return what this rank must have afterwards; None: nothing, or whatever it may be."""
         n, rank, moves = len(self.input), self.rank, self.moves
         if moves == "all_reduce" or (moves == "reduce" and rank == ROOT):
             return self._sum()

@@ -95,5 +95,5 @@ def percentile(values: Sequence[float], which: int) -> float:
 
 
 def median(values: Sequence[float]) -> float:
-    """That of the values."""
+    """Return the median of the values."""
     return statistics.median(values)

@@ -76,7 +76,7 @@ async def _start(plan: Plan, ranks: int, arguments: Sequence[str]) -> int:
 
 
 def _place(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """What torchrun would say."""
+    """Return what torchrun would say."""
     return {
         "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",

@@ -53,13 +53,13 @@ class Entry:
         return measured
 
     async def time(self, count: int) -> None:
-        """A turn that counts."""
+        """Take a turn that counts."""
         took, used = await self.turn(count)
         self.took += took
         self.used += used
 
     async def lateness(self, count: int) -> float:
-        """A turn beside a heartbeat."""
+        """Take a turn beside a heartbeat; return how late it was."""
         await self.contender.enter()
         late = await lateness(self._call, self.contender.blocking, count)
         await self.contender.leave()
@@ -151,7 +151,7 @@ class Turns:
         )  # fmt: skip
 
     def _carrier(self, entry: Entry) -> str | None:
-        """The transport that has carried it; None: it was a peer's."""
+        """Return the transport that has carried it; None: it was a peer's."""
         if not isinstance(entry.contender, Ours):
             return None
         family = {"send": "p2p", "put": "rma", "put_signal": "rma", "get": "rma"}.get(entry.case.moves, "collectives")
@@ -159,5 +159,5 @@ class Turns:
 
 
 def first(reasons: Sequence[str | None]) -> str | None:
-    """The first that there is."""
+    """Return the first that there is."""
     return next((reason for reason in reasons if reason is not None), None)

@@ -47,7 +47,7 @@ def watch(frames: Iterable[Frame]) -> None:
 
 
 def drawn(frame: Frame) -> RenderableType:
-    """A frame for a console of rich."""
+    """Return a frame for a console of rich."""
     parts: list[RenderableType] = []
     for group in frame.groups:
         parts += [_title(group), _table(group, frame), *(_line(line) for line in group.waits()), Text()]
@@ -78,7 +78,7 @@ def _table(group: Group, frame: Frame) -> Table:
 
 
 def _rows(sight: Sight, rate: float | None) -> Iterator[list[Text]]:
-    """A row for each op of a rank that is pending; or one, if none is."""
+    """Yield a row for each pending op of a rank, or one row if there is none."""
     header, now = sight.header, sight.statistics
     failed = sum(each.count for each in now.failed)
     known = (
@@ -93,7 +93,7 @@ def _rows(sight: Sight, rate: float | None) -> Iterator[list[Text]]:
 
 
 def _op(item: Item | None, now: float) -> list[Text]:
-    """An op's age, name, task, and the line that awaits it."""
+    """Return an op's age, name, task, and the line that awaits it."""
     if item is None:
         return [Text()]
     age = 0.0 if item.posted is None else max(0.0, now - item.posted)

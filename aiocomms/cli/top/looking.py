@@ -171,7 +171,7 @@ def _connect(address: str) -> socket.socket | None:
 
 
 def _hear(connection: socket.socket, ends: float) -> list[Sight] | str | None:
-    """What a process says; a text: why it says nothing; None: it ends."""
+    """Return what a process says; a text: why it says nothing; None: it ends."""
     said = bytearray()
     try:
         while not said.endswith(b"\n\n") and said != b"\n":

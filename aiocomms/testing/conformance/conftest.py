@@ -40,7 +40,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def case(request: pytest.FixtureRequest) -> Iterator[World]:
-    """The world in this process; each rank replaces it by its :class:`Case`. pytest groups the checks by world."""
+    """Yield the world of this process. Each rank replaces it by its :class:`Case`; pytest groups checks by world."""
     place: Place = request.param
     world: World = Processes(place) if place.processes else Tasks(place)
     yield world

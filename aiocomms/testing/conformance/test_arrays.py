@@ -62,15 +62,15 @@ class Kind:
             raise unittest.SkipTest("arrays of NumPy are on the CPU")
 
     def make(self, content: Tensor) -> Any:
-        """A new array of some content, on the device of that."""
+        """Return a new array of some content, on the device of that."""
         return content.numpy().copy() if self.name == "numpy" else Foreign(content.clone())
 
     def look(self, array: Any) -> Tensor:
-        """The content of an array, by its own means."""
+        """Return the content of an array, by its own means."""
         return torch.from_numpy(array.copy()) if self.name == "numpy" else array._tensor.cpu()
 
     def place(self, array: Any) -> int:
-        """The address of an array's memory, by its own means."""
+        """Return the address of an array's memory, by its own means."""
         return int(array.ctypes.data if self.name == "numpy" else array._tensor.data_ptr())
 
 

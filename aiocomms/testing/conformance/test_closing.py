@@ -28,7 +28,7 @@ def ones(comm: Communicator) -> torch.Tensor:
 
 @contextlib.contextmanager
 def no_grace() -> Iterator[None]:
-    """A close that waits for the end of its grace does not end."""
+    """Have a close that waits for the end of its grace never end."""
     core.CLOSE_GRACE = math.inf
     try:
         yield

@@ -56,7 +56,7 @@ async def connected(comm: Communicator, case: Case) -> AsyncIterator[Ends]:
 
 
 async def descriptor(comm: Communicator, given: bytes | None = None) -> bytes:
-    """What rank 1 gives rank 0."""
+    """Return what rank 1 gives rank 0."""
     if comm.rank == 1:
         assert given is not None
         await comm.send_object(given, 0)

@@ -96,7 +96,7 @@ async def test_each_rank_awaits_another_lane_first(comm: Communicator, case: Cas
 
 
 def hash_of(key: object) -> int:
-    """A small number that differs from key to key, the same on all ranks."""
+    """Return a small number that differs from key to key, the same on all ranks."""
     return KEYS.index(key) if key in KEYS else sum(map(ord, str(key)))
 
 

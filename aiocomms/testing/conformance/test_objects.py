@@ -91,7 +91,7 @@ async def test_an_object_may_be_changed_once_it_is_sent(comm: Communicator, case
 
 
 def large(case: Case, rank: int) -> Any:
-    """An object of everything that travels apart, and of what is too small for that, or no plain memory."""
+    """Return an object of everything that travels apart, and of what is too small for that, or no plain memory."""
     bits = case.bits(torch.float32, (300, 500), "large", rank)
     return {
         "matrix": bits,

@@ -150,7 +150,7 @@ class Page:
 
 
 def page(case: Case, rank: int, size: int) -> Page:
-    """An item of a rank, with tensors of any size and of no plain memory."""
+    """Return an item of a rank, with tensors of any size and of no plain memory."""
     rows = case.bits(torch.float32, (size, 3), "rows", rank, size)
     codes = case.bits(torch.float8_e5m2, (size,), rank)
     return Page(size, rows, {"turned": rows.T, "codes": codes, "text": "x" * size})

@@ -172,7 +172,7 @@ def _transfer(send: ops.Send, recv: ops.Recv, src: int) -> Any:
 
 
 def _resized(records: Sequence[ops.Op]) -> CommError | None:
-    """What a collective fails with that has a tensor without memory, for which torch would crash; None: it has none."""
+    """Return the error of a collective with a tensor without memory, for which torch would crash; None: it has none."""
     for rank, record in enumerate(records):
         if not all(has_room(tensor) for _, tensor in record.reads() + record.writes()):
             return _too_small(rank)

@@ -26,7 +26,7 @@ CAPTURED: Final = (
 
 
 def no_memory(what: str, error: Exception) -> CommError:
-    """The error of an op that needs memory of the GPU beside its tensors, and gets none."""
+    """Return the error of an op that needs memory of the GPU beside its tensors, and gets none."""
     return CommError(
         f"there is no GPU memory for what {what} needs beside its tensors; nothing was sent on this rank. "
         f"Free some, and call it again: {str(error).partition(chr(10))[0]}"

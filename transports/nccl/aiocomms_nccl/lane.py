@@ -145,7 +145,7 @@ class Lane:
         self._flush()
 
     def close_peer(self, carried: int, begun: bool, error: CommError) -> None:
-        """The other rank has closed: end what it does not carry.
+        """End what the other rank, which has closed, does not carry.
 
         :param carried: how many messages it has given to NCCL.
         :param begun: whether it has begun to form the lane.

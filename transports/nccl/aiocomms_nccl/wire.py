@@ -94,7 +94,7 @@ _decoder = msgspec.msgpack.Decoder(Frame)
 
 
 def dialect() -> Dialect:
-    """What a rank's first record begins with; the ranks tell each other nothing else before they have compared it."""
+    """Return what a rank's first record begins with. The ranks compare it before they tell each other anything else."""
     return Dialect("the nccl transport", b"aioN", VERSION)
 
 

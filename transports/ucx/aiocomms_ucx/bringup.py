@@ -96,7 +96,7 @@ class Ranks(msgspec.Struct, frozen=True):
     """Whether the ranks of this host read large parts of collectives where they lie; all of them do, or none."""
 
     def some(self, ranks: Sequence[int]) -> Ranks:
-        """Some of them."""
+        """Return some of them."""
         return Ranks(
             [self.peers[rank] for rank in ranks],
             [self.hosts[rank] for rank in ranks],

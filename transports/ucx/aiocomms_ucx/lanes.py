@@ -110,7 +110,7 @@ class LaneCollectives:
         return transport.engine.missing(transport.group)
 
     def _first(self, lane: int) -> Completion | None:
-        """The collective that is under way in a lane.
+        """Return the collective that is under way in a lane.
 
         The engine knows: those before it may have ended, and the threads that have posted them not have heard of it.
         """
@@ -141,7 +141,7 @@ class LaneCollectives:
         self._reconsider(said.lane)
 
     def reconsider(self) -> None:
-        """A rank has gone, from which an answer may have been expected."""
+        """Reconsider: a rank has gone, from which an answer may have been expected."""
         for lane in list(self._disagreeing):
             self._reconsider(lane)
 

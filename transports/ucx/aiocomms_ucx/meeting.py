@@ -152,7 +152,7 @@ class _Trial:
 
     @unaffected
     def trouble(self, rank: int) -> str:
-        """What has gone wrong with it on a rank."""
+        """Return what has gone wrong with it on a rank."""
         if self._error is not None:
             return f"rank {rank} could not {self}: {self._error.message}"
         if isinstance(self.op, ops.Recv) and self._ended and not bool((self.op.tensor == _mark(self.op.src)).all()):

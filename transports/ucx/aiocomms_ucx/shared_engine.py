@@ -147,7 +147,7 @@ class SharedEngine:
         return True
 
     def held(self) -> list[Tensor]:
-        """The tensors of ops that are not done, also of communicators that have been given up. On any thread."""
+        """Return the tensors of ops that are not done, also of communicators that were given up. On any thread."""
         entries = [self.pending.get(ticket) for ticket in list(self.pending)]
         ops = [entry[1].op for entry in entries if entry is not None]
         return [tensor for op in ops for _, tensor in op.reads() + op.writes()]

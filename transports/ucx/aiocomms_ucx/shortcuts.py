@@ -38,7 +38,7 @@ KINDS: Final[dict[str, tuple[type[ops.Op], int]]] = {cls.name: (cls, FORMS.get(c
 
 
 def _operators() -> list[tuple[object, int, int]]:
-    """The operators without a factor, the default one first: their numbers, and a bit for each dtype that they take."""
+    """Return the operators without a factor, the default first: their numbers, and a bit for each dtype they take."""
     names = [f"torch.{name}" for name in dtype_names()]
     plain = [ReduceOp.SUM, *(op for kind in SUPPORTED if (op := getattr(ReduceOp, kind.upper(), None)))]
     found: list[tuple[object, int, int]] = []

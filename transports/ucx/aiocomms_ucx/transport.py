@@ -178,7 +178,7 @@ class UcxTransport(LaneCarrier, Hastened):
         return self.look_after(PLAIN)
 
     def follow_collective(self, work: Completion, done: bool) -> None:
-        """Number a collective that was handed to the engine. Complete it if it is done; else keep it until it is."""
+        """Give a number to a collective that the engine has. Complete it if it is done; else keep it until it is."""
         index = self._calls
         self._calls = index + 1
         if done:

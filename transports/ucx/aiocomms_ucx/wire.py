@@ -65,7 +65,7 @@ def record(rank: int, raw: bytes, kind: type[_Record]) -> _Record:
 
 
 def dialect() -> Dialect:
-    """What a rank's first record begins with; the ranks tell each other nothing else before they have compared it."""
+    """Return what a rank's first record begins with. The ranks compare it before they tell each other anything else."""
     return Dialect("the ucx transport", b"aioU", VERSION)
 
 

@@ -21,7 +21,7 @@ from aiocomms.communicator import Communicator
 
 
 def launcher(ranks: int) -> list[str]:
-    """The command that starts the ranks, which MPI wants to have started itself; empty: it is not installed."""
+    """Return the command by which MPI starts the ranks; empty: it is not installed."""
     beside = Path(sys.executable).parent / "mpiexec"
     command = str(beside) if beside.exists() else shutil.which("mpiexec")
     return [command, "-n", str(ranks)] if command is not None and find_spec("mpi4py") is not None else []
@@ -84,7 +84,7 @@ class Peer:
         yield calls[case.op]
 
     def _spec(self, tensor: Tensor) -> list[Any]:
-        """What mpi4py takes quickest for a buffer; a collective of several parts divides the count by itself."""
+        """Return what mpi4py takes quickest for a buffer; a collective of several parts divides the count by itself."""
         return [tensor.numpy(), self._mpi.FLOAT]
 
 
