@@ -118,8 +118,9 @@ def _whole(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
     return (shape[0] * size, *shape[1:])
 
 
+@functools.lru_cache(maxsize=64)
 def _values(shape: tuple[int, ...], dtype: torch.dtype, *seed: int) -> Tensor:
-    """Small integers, whose reductions are exact in every dtype."""
+    """Return small integers, whose reductions are exact in every dtype. All trials of a program ask for the same."""
     generator = torch.Generator().manual_seed(hash(seed) % 2**63)
     values = torch.randint(0, 2 if dtype is torch.bool else 4, shape, generator=generator)
     return (values + 1j * (3 - values)).to(dtype) if dtype.is_complex else values.to(dtype)
@@ -162,7 +163,7 @@ def made(program: Program, index: int, rank: int, size: int) -> Tensors:
     numbers = itertools.count()
 
     def tensor(shape: tuple[int, ...]) -> Tensor:
-        return _laid(_values(shape, call.dtype, program.seed, index, rank, next(numbers)), call.layout)
+        return _laid(_values(shape, call.dtype, program.seed, index, rank, next(numbers)).clone(), call.layout)
 
     written, read = shapes(call, rank, size)
     return Tensors([tensor(each) for each in written], [tensor(each) for each in read])
