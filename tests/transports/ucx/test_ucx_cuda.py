@@ -16,8 +16,8 @@ import pytest
 import torch
 from aiocomms_ucx import UcxTransport, bringup
 from aiocomms_ucx._engine import CUDA
-from aiocomms_ucx.bringup import no_cuda_in_ucx
 from aiocomms_ucx.cuda_transport import CudaUcxTransport
+from aiocomms_ucx.loading import no_cuda_in_ucx
 from fake_cuda import FakeCuda, FakeStream, Gate, streams_at
 from fake_ucx import FakeUcxTransport
 from inside import transport_of

@@ -1,7 +1,5 @@
 """Transport ``ucx``: a native engine over UCX, and shared memory between the ranks of one host."""
 
-import os
-
 import aiocomms
 
 __version__ = "0.1.0.dev0"
@@ -12,32 +10,9 @@ if aiocomms.__version__ != __version__:
         f"installed: pip install 'aiocomms[ucx]=={aiocomms.__version__}'"
     )
 
-try:
-    import libucx
-except ImportError:
-    raise ImportError(
-        "UCX itself is missing: pip install libucx-cu13 (or libucx-cu12; both work without CUDA)"
-    ) from None
+from aiocomms_ucx.loading import load_ucx
 
-_NO_SIGNALS = {"UCX_DEBUG_SIGNO": "0", "UCX_HANDLE_ERRORS": "none"}
-"""UCX's settings with which it handles no signal. Without them a process survives SIGHUP once UCX is loaded."""
-
-
-def _load_ucx() -> None:
-    """Load UCX, to which the engine links. It handles those signals that the user's own settings name, and no other.
-
-    UCX installs its handlers while it is loaded, and reads what they are to be from the environment alone.
-    """
-    ours = {name: value for name, value in _NO_SIGNALS.items() if name not in os.environ}
-    os.environ.update(ours)
-    try:
-        libucx.load_library()
-    finally:
-        for name in ours:
-            del os.environ[name]
-
-
-_load_ucx()
+load_ucx()
 
 from aiocomms_ucx.transport import UcxTransport  # noqa: E402 - the engine cannot be loaded before UCX
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import secrets
 import socket
@@ -249,7 +248,7 @@ def _started(rank: int, number: int, outside: str | None, cuda: Cuda | None, mem
     except UcxError as error:
         raise CommError(f"rank {rank} cannot open UCX: {error}{circumstances()}") from error
     except RuntimeError as error:
-        raise CommError(f"the engine cannot be started: {error}{circumstances()}") from error
+        raise CommError(f"rank {rank} cannot start the engine: {error}{circumstances()}") from error
     return engine
 
 
@@ -388,13 +387,3 @@ def _connect(peer: int, where: str | tuple[str, int] | None) -> socket.socket:
             raise AuthError(f"another user listens in the place of rank {peer}", peer=peer)
         stack.pop_all()
     return connection
-
-
-def no_cuda_in_ucx() -> str | None:
-    """Return why this UCX does not support CUDA, or None if it may."""
-    found = importlib.util.find_spec("libucx")
-    folders = found.submodule_search_locations if found is not None and found.submodule_search_locations else []
-    own = [Path(folder, "lib") for folder in folders if Path(folder, "lib", "libucp.so").exists()]
-    if not own or any((lib / "ucx" / "libuct_cuda.so").exists() for lib in own):
-        return None  # if it is the system's UCX, opening shows what it supports
-    return "this libucx has no modules for CUDA: install the wheel libucx-cu12 or libucx-cu13"

@@ -16,9 +16,10 @@ from aiocomms.lowlevel import Reason, closed_by, disagreement, gone
 from aiocomms.transport import Capabilities, Completion, Rendezvous
 from aiocomms_ucx import speeds, wire
 from aiocomms_ucx._engine import MOST_TURNS, NO_DEVICE, is_plain
-from aiocomms_ucx.bringup import Ranks, no_cuda_in_ucx, shared_engine
+from aiocomms_ucx.bringup import Ranks, shared_engine
 from aiocomms_ucx.collectives import START, describe
 from aiocomms_ucx.lanes import LaneCarrier, LaneCollectives
+from aiocomms_ucx.loading import no_cuda_in_ucx
 from aiocomms_ucx.meeting import meet
 from aiocomms_ucx.shared_engine import SharedEngine, kept
 from aiocomms_ucx.shortcuts import Hastened

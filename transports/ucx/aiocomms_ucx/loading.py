@@ -1,0 +1,82 @@
+"""How UCX, to which the engine links, is loaded: with settings that it reads from the environment, and only then."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+from pathlib import Path
+from typing import Final
+
+try:
+    import libucx
+except ImportError:
+    raise ImportError(
+        "UCX itself is missing: pip install libucx-cu13 (or libucx-cu12; both work without CUDA)"
+    ) from None
+
+_NO_SIGNALS: Final = {"UCX_DEBUG_SIGNO": "0", "UCX_HANDLE_ERRORS": "none"}
+"""UCX's settings with which it handles no signal. Without them a process survives SIGHUP once UCX is loaded."""
+_NO_HOOKS: Final = {"UCX_MEM_MMAP_HOOK_MODE": "none"}
+"""The setting with which UCX leaves libc as it is.
+
+Else it replaces the code of `mmap` and seven more functions, by which it learns that memory which it keeps registered
+with a device is freed. For each, UCX 1.22 spins for 50 ms, in case another thread is within the function.
+"""
+_REGISTER_NOTHING: Final = ("libuct_cma", "libucx_perftest", "libucx_perftest_cuda")
+"""Modules of UCX; what is built into it has no devices to register memory with, either."""
+_OF_CUDA: Final = ("libuct_cuda", "libucm_cuda")
+"""Modules that cannot be loaded without the driver's library."""
+_CHOSEN: Final = ("RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY", "UCX_MODULE_DIR")
+"""The user's settings by which other modules may be loaded than those of the wheel."""
+
+
+def load_ucx() -> None:
+    """Load UCX. It handles those signals that the user's own settings name, and no other.
+
+    Neither does it change libc's functions, where it has nothing to register memory with.
+    """
+    settings = _NO_SIGNALS if _registers_memory() else _NO_SIGNALS | _NO_HOOKS
+    ours = {name: value for name, value in settings.items() if name not in os.environ}
+    os.environ.update(ours)
+    try:
+        libucx.load_library()
+    finally:
+        for name in ours:
+            del os.environ[name]
+
+
+def no_cuda_in_ucx() -> str | None:
+    """Return why this UCX does not support CUDA, or None if it may."""
+    own = _own()
+    if not own or any((lib / "ucx" / "libuct_cuda.so").exists() for lib in own):
+        return None  # if it is the system's UCX, opening shows what it supports
+    return "this libucx has no modules for CUDA: install the wheel libucx-cu12 or libucx-cu13"
+
+
+def _own() -> list[Path]:
+    """Return the folder of the wheel's UCX, if it brings one."""
+    found = importlib.util.find_spec("libucx")
+    folders = found.submodule_search_locations if found is not None and found.submodule_search_locations else []
+    return [Path(folder, "lib") for folder in folders if Path(folder, "lib", "libucp.so").exists()]
+
+
+def _registers_memory() -> bool:
+    """Return whether this UCX may have something to register memory with: a GPU, or a network's device."""
+    own = _own()
+    if not own or any(name in os.environ for name in _CHOSEN):
+        return True
+    modules = {file.name.partition(".")[0] for lib in own for file in lib.glob("ucx/*.so*")}
+    modules.difference_update(_REGISTER_NOTHING)
+    if modules.issubset(_OF_CUDA):
+        return bool(modules) and _has_driver()
+    return True
+
+
+def _has_driver() -> bool:
+    """Return whether CUDA's driver is installed, whose library UCX's modules for CUDA link to."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
