@@ -19,6 +19,8 @@ from aiocomms.lowlevel.auth import Seal
 _FRAME: Final = struct.Struct("!II")
 """What precedes a record in a list: its rank, and its length in bytes."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
+_FEW: Final = 32
+"""Ranks that may look often: each pause is about a fourth of what they have waited by then, so that it adds little."""
 _LOOKS: Final = 8000
 """Looks per second that all ranks of a communicator together take at their store while they wait."""
 
@@ -107,10 +109,11 @@ def pauses(size: int) -> Iterator[float]:
     :param size: how many ranks look at the store meanwhile.
     """
     longest = max(_LONGEST_PAUSE, size / _LOOKS)
-    pause = min(longest, _FIRST_PAUSE * max(1, size / 32))
+    pause = min(longest, _FIRST_PAUSE * max(1, size / _FEW))
+    growth = 2 if size > _FEW else 1.25
     while True:
         yield pause
-        pause = min(2 * pause, longest)
+        pause = min(growth * pause, longest)
 
 
 def last_look(size: int, timeout: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import random
 import threading
 
@@ -70,6 +71,13 @@ def test_all_ranks_together_spare_the_store():
 
     assert looks(2) == 40
     assert looks(400) == looks(100_000) == 8000
+
+
+def test_few_ranks_wait_little_longer_than_there_is_to_wait_for():
+    waits, waited = pauses(4), 0.0
+    for pause in itertools.islice(waits, 20):
+        assert pause <= 0.0005 + waited / 4
+        waited += pause
 
 
 @pytest.fixture
