@@ -4,7 +4,8 @@
 >>> t = await comm.all_reduce(t, aiocomms.ReduceOp.SUM)
 
 Importing this package loads neither torch nor a loop library nor a transport, and touches no signal unless
-``AIOCOMMS_RECORDER_SIGNAL`` asks for it; names are loaded when they are first used.
+``AIOCOMMS_RECORDER_SIGNAL`` asks for it; names are loaded when they are first used. In a rank that a launcher has
+started, it wraps ``sys.excepthook``, so that the others hear of an exception that ends it before they have met.
 """
 
 from __future__ import annotations
@@ -97,6 +98,9 @@ _HOME = {
 _MODULES = frozenset({"blocking", "cuda", "errors", "functional", "ops", "serving", "testing"})
 
 
+_MARKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+if not os.environ.keys().isdisjoint(_MARKS):  # a launcher has started this process as a rank, which may fail at once
+    importlib.import_module("aiocomms.bootstrap.early").watch()
 if os.environ.get("AIOCOMMS_RECORDER_SIGNAL"):  # a signal may come before anything else is loaded
     importlib.import_module("aiocomms.diagnosis.on_signal").dump_if_asked()
 

@@ -15,7 +15,7 @@ import torch
 from torch._C._distributed_c10d import Backend, ProcessGroup
 from torch.distributed import Store
 
-from aiocomms.bootstrap import directory, newcomers
+from aiocomms.bootstrap import directory, early, newcomers
 from aiocomms.bootstrap.directory import DEFAULT
 from aiocomms.bootstrap.forming import formed
 from aiocomms.bootstrap.launchers import read_environment
@@ -90,7 +90,8 @@ class new_comm(Opening[Communicator]):  # noqa: N801 - it is called like a funct
     :raises ArgumentError: an argument is wrong, or the environment is incomplete; one error lists all that is.
     :raises UnsupportedOperation: the transport is not available; says why, and what else there is.
     :raises CommTimeoutError: some rank did not come in time; says which.
-    :raises CommAbortedError: another rank could not form its part, or was cancelled meanwhile; says which.
+    :raises CommAbortedError: another rank could not form its part, was cancelled meanwhile, or has failed before it
+        came; says which.
     :raises StoreLostError: the store cannot be reached.
     :raises AuthError: some rank has not the same token; says which.
     """
@@ -203,6 +204,7 @@ async def _form(
                 rendezvous = await newcomers.join(rendezvous, store)
             elif store is not None:
                 await rendezvous.arrive(store)
+            early.meets()
             opening = open_transports(plan, lambda cls, _: cls.open(rendezvous, plan.options))
             transports = await formed(rendezvous, opening)
         rendezvous.timeout = timeout

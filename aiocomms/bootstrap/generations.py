@@ -27,6 +27,7 @@ from typing import Final, NoReturn
 
 from torch.distributed import Store
 
+from aiocomms.bootstrap.casualties import Casualties
 from aiocomms.bootstrap.records import append, believed, fetch, last_look, listed, pauses, write
 from aiocomms.errors import ArgumentError, AuthError, ProtocolError
 from aiocomms.lowlevel.auth import Seal, claimed
@@ -71,6 +72,7 @@ class Arrival:
         :returns: a text that is the same on all ranks, and differs from that of all other arrivals on this store; an
             empty one if ``given_up`` was set.
         :raises ArgumentError: another process has come as this rank.
+        :raises CommAbortedError: a rank has failed before it came.
         :raises AuthError: what a rank has written that sees this rank is not signed, or this rank's own name is not.
         :raises ProtocolError: a rank that sees this rank is of another version.
         :raises StoreLostError: the store is gone.
@@ -86,6 +88,8 @@ class Arrival:
 
     def steps(self, seconds: float) -> Generator[float, None, str]:
         """Do what :meth:`meet` does, but wait: yields the seconds to wait before each further step."""
+        casualties = Casualties(self._store, self._rank, self._size)
+        casualties.arrive()
         write(self._store, self._seal, "came", self._rank, self._came, self._mine.encode())
         roll, key = _Roll(self._store, self._rank, self._size, self._seal, seconds, self.present), ""
         if self._rank == 0:
@@ -96,7 +100,9 @@ class Arrival:
             key = self._lead(roll) if self._rank == 0 else self._follow(roll)
             if key:
                 break
-            yield min(pause, roll.patience)
+            pause = min(pause, roll.patience)
+            yield pause
+            casualties.after(pause)
         return key
 
     # ----------------------------------------------------------------------------------------------------- rank 0

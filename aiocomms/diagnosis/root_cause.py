@@ -17,12 +17,10 @@ import traceback
 from types import TracebackType
 from typing import Final
 
-from aiocomms.errors import CommAbortedError, CommTimeoutError, PeerDiedError, WorkerError
+from aiocomms.lowlevel.failures import is_caused
 
 PATIENCE: Final = 2.0
 """Seconds in which the rank that is at fault ends; torchrun ends this one then, and else it ends by itself."""
-_OF_OTHERS: Final = (CommAbortedError, PeerDiedError, WorkerError)
-"""Errors whose ``peer`` is the rank at fault. Ranks that disagree may both be."""
 _FILE: Final = "TORCHELASTIC_ERROR_FILE"
 
 
@@ -40,22 +38,11 @@ def _told(kind: type[BaseException], error: BaseException, trace: TracebackType 
     _before(kind, error, trace)
     if not isinstance(error, Exception):  # torch tells nothing of those, either
         return
-    caused = _is_caused(error)
+    caused = is_caused(error)
     _write(os.environ[_FILE], error, math.ceil(time.time() + PATIENCE) if caused else int(time.time()), again=caused)
     if caused:
         sys.stderr.flush()
         time.sleep(PATIENCE)
-
-
-def _is_caused(error: BaseException | None) -> bool:
-    """Whether another rank is at fault, as far as it is known here."""
-    if isinstance(error, BaseExceptionGroup):
-        return all(map(_is_caused, error.exceptions))
-    if isinstance(error, CommTimeoutError) and error.late:
-        return error.rank not in error.late
-    if isinstance(error, _OF_OTHERS) and error.peer is not None:
-        return error.peer != error.rank
-    return error is not None and _is_caused(error.__cause__)
 
 
 def _write(path: str, error: BaseException, at: int, *, again: bool) -> None:

@@ -19,6 +19,7 @@ from aiocomms.errors import (
     MismatchError,
     PeerDiedError,
     ProtocolError,
+    WorkerError,
 )
 from aiocomms.ops.checks import describe
 
@@ -28,6 +29,20 @@ _TRAVELS: Final = {
     cls.__name__: cls for cls in (CommAbortedError, CommTimeoutError, DriverLostError, MismatchError, PeerDiedError)
 }
 """What :meth:`aiocomms.transport.Transport.abort` is given, and what the other ranks raise."""
+
+_OF_OTHERS: Final = (CommAbortedError, PeerDiedError, WorkerError)
+"""Errors whose ``peer`` is the rank at fault. Ranks that disagree may both be."""
+
+
+def is_caused(error: BaseException | None) -> bool:
+    """Whether another rank is at fault for what ends this one, as far as it is known here."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(map(is_caused, error.exceptions))
+    if isinstance(error, CommTimeoutError) and error.late:
+        return error.rank not in error.late
+    if isinstance(error, _OF_OTHERS) and error.peer is not None:
+        return error.peer != error.rank
+    return error is not None and is_caused(error.__cause__)
 
 
 def misfit(

@@ -308,7 +308,7 @@ CASES = (
     Case(
         122,
         "SIGTERM to a worker alone; a rank that fails before the meeting",
-        but="the signal is logged, and the rank is not replaced; who fails before the meeting is not heard of",
+        but="the signal is logged, and the rank is not replaced; who serves the store and fails is not heard of",
     ),
     Case(123, "streams and a service at rest, and who waits for a message of one"),
     Case(124, "who was late, in a field, on all ranks alike"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -210,3 +211,32 @@ def test_the_root_cause_that_torchrun_names(tmp_path: Path, transport: str) -> N
         ended.stderr
     )
     assert "aborted by rank 1: ValueError: what rank 1 stumbles over" in before.rpartition("Failures:")[2]
+
+
+FAILS_FIRST = """
+import asyncio, os, sys
+port, rank = sys.argv[1:]
+os.environ.update(RANK=rank, WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+import aiocomms
+from aiocomms.bootstrap.stores import connect_store
+
+async def main():
+    await aiocomms.new_comm("c10d")
+
+if rank == "1":
+    there = connect_store("127.0.0.1", int(port), 1, 3, agent_store=False, timeout=60)  # so that there is a store
+    raise ValueError("what rank 1 stumbles over")
+asyncio.run(main())
+"""
+
+
+@pytest.mark.fault(122)
+def test_who_waits_for_a_rank_hears_what_has_ended_it() -> None:
+    """They have 600 s to meet, and this test has fewer."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ended = run(FAILS_FIRST, port, ranks=3)
+    assert [status for status, _, _ in ended] == [1, 1, 1]
+    assert "ValueError: what rank 1 stumbles over" in ended[1][2]
+    for _, _, printed in (ended[0], ended[2]):
+        assert "rank 1 failed before it came: ValueError: what rank 1 stumbles over" in printed

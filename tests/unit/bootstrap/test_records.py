@@ -46,7 +46,7 @@ def exchanging(store, rank, size, token=TOKEN):
 @pytest.mark.parametrize("size", [2, 10, 300])
 def test_calls_do_not_grow_with_the_ranks(size):
     assert max(rank.calls for rank in scale.exchanging(size, size)) == 4
-    assert max(rank.calls for rank in scale.arriving(size)) == 8
+    assert max(rank.calls for rank in scale.arriving(size)) == 9
 
 
 @pytest.mark.parametrize("size", [2, 300])

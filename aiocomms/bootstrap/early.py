@@ -1,0 +1,57 @@
+"""An exception that ends a rank before it has met the others, who would wait for it until their time is up.
+
+:mod:`aiocomms` imports this module where a launcher has started a rank, so it imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import Final
+
+MARKS: Final = {
+    "torchrun": "RANK",
+    "Open MPI": "OMPI_COMM_WORLD_RANK",
+    "MPICH": "PMI_RANK",
+    "Slurm": "SLURM_PROCID",
+}
+"""The variable in which each launcher tells a process its rank."""
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+class _Start:
+    """What this process has been through."""
+
+    has_met = False
+
+
+def has_met() -> bool:
+    """Whether this process has met the other ranks: from then on communicators tell them what becomes of it."""
+    return _Start.has_met
+
+
+def meets() -> None:
+    """Note that it has."""
+    _Start.has_met = True
+
+
+def watch() -> None:
+    """From now on tell the others of an exception that ends this process."""
+    sys.excepthook = _telling(sys.excepthook, os.getpid())
+
+
+def _telling(before: Hook, process: int) -> Hook:
+    """Return a hook that calls another one, and tells the others; in a forked child it does the former alone."""
+
+    def told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before(kind, error, trace)
+        if isinstance(error, Exception) and os.getpid() == process and not has_met():
+            with contextlib.suppress(Exception):  # it has been shown what has ended the process
+                importlib.import_module("aiocomms.bootstrap.casualties").tell(error)
+
+    return told

@@ -1,0 +1,278 @@
+"""A rank that fails before it meets the others tells them, and who waits for it gives up."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Generator
+
+import pytest
+from torch.distributed import HashStore, PrefixStore, Store
+
+import aiocomms
+from aiocomms.bootstrap import casualties, early
+from aiocomms.bootstrap.casualties import KEY, Casualties, at_the_bottom
+from aiocomms.bootstrap.generations import Arrival
+from aiocomms.bootstrap.launchers import Launch
+from aiocomms.bootstrap.records import framed
+from aiocomms.errors import CommAbortedError, PeerDiedError
+from aiocomms.lowlevel.auth import Seal
+
+pytestmark = [pytest.mark.deterministic, pytest.mark.fault(122)]
+
+STARTED = 100.0
+SECOND = 30
+"""Looks of one who waits, after which he has waited for more than a second."""
+
+
+class Host:
+    """A host with a clock, on which all ranks of these tests are."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now, self.name = STARTED, "here"
+        patch.setattr(early._Start, "has_met", False)
+        patch.setattr(casualties.time, "clock_gettime", lambda _: self.now)
+        patch.setattr(casualties, "_started", lambda: STARTED)
+        patch.setattr(casualties, "host_id", lambda: self.name)
+        patch.setattr(casualties, "_helps", lambda _: False)
+
+    def fails(self, store: Store, rank: int, what: str = "ValueError: no", at: float = STARTED + 1) -> None:
+        """Have a rank fail."""
+        self.now = at
+        casualties._leave(at_the_bottom(store), casualties._seal(), rank, what)
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Host:
+    monkeypatch.delenv("AIOCOMMS_TOKEN", raising=False)
+    return Host(monkeypatch)
+
+
+@pytest.fixture
+def store() -> Store:
+    return HashStore()
+
+
+def arriving(store: Store, rank: int, size: int = 3) -> Generator[float, None, str]:
+    """The steps of a rank that arrives below prefixes, as those of torch's and ours are."""
+    here = PrefixStore("aiocomms/world", PrefixStore("default_pg", store))
+    return Arrival(here, rank, size, Seal(None, "world")).steps(600)
+
+
+def wait(steps: Generator[float, None, str], looks: int = SECOND) -> None:
+    for _ in range(looks):
+        next(steps)
+
+
+def heard(steps: Generator[float, None, str]) -> CommAbortedError:
+    with pytest.raises(CommAbortedError) as caught:
+        wait(steps, 4 * SECOND)
+    return caught.value
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_who_waits_hears_of_it(host: Host, store: Store, rank: int) -> None:
+    steps = arriving(store, rank)
+    wait(steps)
+    host.name = "elsewhere"  # what comes while one waits is new, whatever its clock says
+    host.fails(store, 1, at=3.0)
+    host.name = "here"
+    error = heard(steps)
+    assert error.peer == 1
+    assert error.message == "rank 1 failed before it came: ValueError: no"
+
+
+def test_who_comes_later_hears_of_it_at_once(host: Host, store: Store) -> None:
+    host.fails(store, 1)
+    with pytest.raises(CommAbortedError, match="rank 1 failed before it came"):
+        next(arriving(store, 2))
+
+
+def test_rank_0_goes_last_for_it_may_serve_the_store(host: Host, store: Store) -> None:
+    host.fails(store, 1)
+    first = arriving(store, 0)
+    wait(first)
+    assert heard(arriving(store, 2)).peer == 1
+    assert heard(first).peer == 1
+
+
+def test_what_an_earlier_run_has_left_is_no_news(host: Host, store: Store) -> None:
+    host.fails(store, 1, at=STARTED - 1)
+    host.name = "elsewhere"  # no clock can be compared
+    host.fails(store, 2)
+    host.name = "here"
+    wait(arriving(store, 0), 2 * SECOND)
+
+
+def test_who_has_met_the_others_knows_of_no_start_to_compare_with(host: Host, store: Store) -> None:
+    early.meets()
+    host.fails(store, 1)
+    steps = arriving(store, 0)
+    wait(steps)
+    host.fails(store, 1, "KeyError: 'again'")
+    assert "KeyError" in heard(steps).message
+
+
+def test_who_comes_in_its_place_takes_it_back(host: Host, store: Store) -> None:
+    waiting = arriving(store, 0)
+    wait(waiting, 1)
+    host.fails(store, 1)
+    replaced = arriving(store, 1)
+    wait(replaced, 1)
+    wait(waiting, 2 * SECOND)
+    wait(arriving(store, 2), 2 * SECOND)
+
+
+def test_all_meet_after_one_was_replaced(host: Host, store: Store) -> None:
+    host.fails(store, 1, at=STARTED - 1)
+    ranks, keys = {rank: arriving(store, rank) for rank in range(3)}, set[str]()
+    while ranks:
+        for rank, steps in list(ranks.items()):
+            try:
+                next(steps)
+            except StopIteration as end:
+                keys.add(end.value)
+                del ranks[rank]
+    assert len(keys) == 1
+
+
+@pytest.mark.parametrize("forged", [b"no list", framed(1, b"no record"), framed(7, b"no rank")])
+def test_what_is_no_word_of_a_rank_is_not_believed(host: Host, store: Store, forged: bytes) -> None:
+    store.set(KEY, forged)
+    steps = arriving(store, 0)
+    wait(steps)
+    store.append(KEY, forged)
+    wait(steps, 2 * SECOND)
+
+
+def test_what_nobody_of_the_job_has_signed_is_not_believed(
+    host: Host, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.fails(store, 1)
+    monkeypatch.setenv("AIOCOMMS_TOKEN", "a token of these tests")
+    steps = arriving(store, 0)
+    wait(steps, 2 * SECOND)
+    host.fails(store, 2)
+    assert heard(steps).peer == 2
+
+
+def test_a_long_story_is_cut(host: Host, store: Store) -> None:
+    host.fails(store, 1, "x" * 10_000)
+    with pytest.raises(CommAbortedError) as caught:
+        Casualties(store, 2, 3).arrive()
+    assert len(caught.value.message) < 2100
+
+
+# --------------------------------------------------------------------------------------------------------- telling
+
+
+@pytest.fixture
+def told(host: Host, monkeypatch: pytest.MonkeyPatch) -> list[Exception]:
+    """What the hook of a rank tells the others."""
+    errors: list[Exception] = []
+    monkeypatch.setattr(casualties, "tell", errors.append)
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
+    early.watch()
+    return errors
+
+
+def end(error: BaseException) -> None:
+    sys.excepthook(type(error), error, None)
+
+
+def test_what_ends_a_rank_is_told(told: list[Exception]) -> None:
+    error = ValueError("no")
+    end(error)
+    assert told == [error]
+
+
+def test_a_rank_that_has_met_the_others_tells_nothing(told: list[Exception]) -> None:
+    early.meets()
+    end(ValueError("no"))
+    assert not told
+
+
+def test_neither_does_a_forked_child_nor_who_is_interrupted(
+    told: list[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end(KeyboardInterrupt())
+    parent = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: parent + 1)
+    end(ValueError("no"))
+    assert not told
+
+
+def test_the_package_looks_for_all_launchers() -> None:
+    assert set(aiocomms._MARKS) == set(early.MARKS.values())
+
+
+@pytest.fixture
+def reached(host: Host, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Launch, str]]:
+    """Which rank leaves what."""
+    found: list[tuple[Launch, str]] = []
+    monkeypatch.setattr(casualties.threading, "Thread", Called)
+    monkeypatch.setattr(casualties, "_reach", lambda launch, what: found.append((launch, what)))
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    return found
+
+
+class Called:
+    """A thread that has ended when it has been started."""
+
+    def __init__(self, target: Callable[..., None], args: tuple[object, ...], daemon: bool) -> None:
+        self.start = lambda: target(*args)
+
+    def join(self, seconds: float) -> None:
+        pass
+
+
+def test_a_rank_says_what_has_ended_it(reached: list[tuple[Launch, str]]) -> None:
+    casualties.tell(KeyError("batch"))
+    ((launch, what),) = reached
+    assert (launch.rank, what) == (1, "KeyError: 'batch'")
+
+
+def test_who_has_heard_of_another_leaves_it_to_that_one(reached: list[tuple[Launch, str]]) -> None:
+    casualties.tell(PeerDiedError("rank 0 is gone", rank=1, peer=0))
+    assert not reached
+
+
+def test_a_process_that_a_rank_has_started_is_not_the_rank(
+    reached: list[tuple[Launch, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(casualties, "_helps", lambda launch: launch.launcher == "torchrun")
+    casualties.tell(KeyError("batch"))
+    assert not reached
+
+
+@pytest.mark.parametrize(
+    ("rank", "agent_store", "torchs", "protocol"),
+    [
+        (1, False, False, "ours"),
+        (1, True, False, "torch's"),
+        (1, False, True, "torch's"),
+        (0, True, False, "torch's"),
+        (0, False, False, None),  # it would have served the store
+    ],
+)
+def test_where_a_rank_leaves_it(
+    host: Host, store: Store, monkeypatch: pytest.MonkeyPatch,
+    rank: int, agent_store: bool, torchs: bool, protocol: str | None,
+) -> None:  # fmt: skip
+    asked: list[bool] = []
+
+    def connect(*_: object, agent_store: bool, timeout: float) -> Store:
+        asked.append(agent_store)
+        return store
+
+    monkeypatch.setattr(casualties, "connect_store", connect)
+    monkeypatch.setitem(sys.modules, "aiocomms.torch_backend", sys) if torchs else monkeypatch.delitem(
+        sys.modules, "aiocomms.torch_backend", raising=False
+    )
+    host.now = STARTED + 1
+    casualties._reach(Launch("torchrun", rank, 2, "localhost", 1, agent_store), "ValueError: no")
+    assert asked == ([] if protocol is None else [protocol == "torch's"])
+    if protocol is not None:
+        error = heard(arriving(store, 1 - rank, 2))
+        assert error.message == f"rank {rank} failed before it came: ValueError: no"
