@@ -8,6 +8,7 @@ every kind therefore handles every operation.
 
 from __future__ import annotations
 
+from aiocomms.ops._arrivals import Message, Probe, ProbeAny, Received, RecvAny, RecvMessage, Take
 from aiocomms.ops._base import (
     COLLECTIVE,
     OBJECT,
@@ -62,6 +63,8 @@ from aiocomms.ops._rma import (
     WindowOpen,
 )
 
+ARRIVALS: frozenset[type[Op]] = frozenset({Probe, Take})
+"""What a transport of messages carries besides, where programs may probe, and receive from any rank."""
 P2P: frozenset[type[Op]] = frozenset({Send, Recv, Batch})
 COLLECTIVES: frozenset[type[Op]] = frozenset(
     {
@@ -102,6 +105,7 @@ RMA: frozenset[type[Op]] = frozenset(
 )
 
 __all__ = [
+    "ARRIVALS",
     "COLLECTIVE",
     "COLLECTIVES",
     "OBJECT",
@@ -134,10 +138,16 @@ __all__ = [
     "GatherSingle",
     "Get",
     "MapRemoteTensor",
+    "Message",
     "Op",
+    "Probe",
+    "ProbeAny",
     "Put",
     "PutSignal",
+    "Received",
     "Recv",
+    "RecvAny",
+    "RecvMessage",
     "Reduce",
     "ReduceScatter",
     "ReduceScatterSingle",
@@ -146,6 +156,7 @@ __all__ = [
     "Scatter",
     "Send",
     "Signal",
+    "Take",
     "TensorLike",
     "WaitSignal",
     "WindowClose",

@@ -46,6 +46,7 @@ class Matcher:
         self._lock = threading.Lock()
         self._posted: defaultdict[Key, deque[tuple[ops.Recv, Completion]]] = defaultdict(deque)
         self._unexpected: defaultdict[Key, deque[tuple[Header, Tensor | None]]] = defaultdict(deque)
+        self._probes: defaultdict[Key, list[tuple[ops.Probe, Completion]]] = defaultdict(list)
         self._announced: dict[int, tuple[Tensor, Completion]] = {}
         self._sending: dict[int, tuple[Tensor, Completion, Tensor, Any]] = {}
         self._receiving: deque[tuple[int, Any, ops.Recv, Completion, Any]] = deque()
@@ -106,19 +107,40 @@ class Matcher:
         if outcome is not _PENDING:
             conclude(work, outcome)
 
-    def try_cancel(self, work: Completion) -> bool:
-        """Forget a receive. Returns False if a message has already matched it."""
-        op = work.op
-        if not isinstance(op, ops.Recv):
-            return False
+    def take(self, op: ops.Take, work: Completion) -> None:
+        """Take the oldest matching message, if one is there: none goes but on this thread."""
+        if (op.channel, op.tag) in self._unexpected:
+            self.recv(op, work)
+        else:
+            work.complete(False)
+
+    def probe(self, op: ops.Probe, work: Completion) -> None:
+        """Tell of the oldest message that a receive would take, or keep the probe until one comes."""
         key = (op.channel, op.tag)
         with self._lock:
-            posted = self._posted.get(key, ())
+            unexpected = self._unexpected.get(key)
+            outcome: Any = self._close_error
+            if unexpected:
+                outcome = _seen(op, unexpected[0][0])
+            elif outcome is None:
+                self._probes[key].append((op, work))
+                return
+        conclude(work, outcome)
+
+    def try_cancel(self, work: Completion) -> bool:
+        """Forget a receive or a probe. Returns False if a message has already matched it."""
+        op = work.op
+        if not isinstance(op, (ops.Recv, ops.Probe)):
+            return False
+        key = (op.channel, op.tag)
+        waiting: dict[Key, Any] = self._probes if isinstance(op, ops.Probe) else self._posted
+        with self._lock:
+            posted = waiting.get(key, ())
             for i, (_, other) in enumerate(posted):
                 if other is work:
-                    del posted[i]  # type: ignore[union-attr]
+                    del posted[i]
                     if not posted:
-                        del self._posted[key]
+                        del waiting[key]
                     return True
         return False
 
@@ -139,8 +161,10 @@ class Matcher:
         with self._lock:
             self._close_error = error
             orphans = [work for posted in self._posted.values() for _, work in posted]
+            orphans += [work for probes in self._probes.values() for _, work in probes]
             orphans += [work for _, work in self._announced.values()]
             self._posted.clear()
+            self._probes.clear()
             self._announced.clear()
             for key, unexpected in list(self._unexpected.items()):
                 self._unexpected[key] = deque(message for message in unexpected if message[1] is not None)
@@ -161,6 +185,8 @@ class Matcher:
             posted = self._posted.get(key)
             if not posted:
                 self._unexpected[key].append((header, frame.payload.clone() if header.kind == EAGER else None))
+                for probe, work in self._probes.pop(key, ()):
+                    self._inbox.put(conclude, work, _seen(probe, header))
                 return
             op, work = posted.popleft()
             if not posted:
@@ -258,7 +284,13 @@ class Matcher:
         self._announced.clear()
         self._sending.clear()
         self._posted.clear()
+        self._probes.clear()
         self._unexpected.clear()
+
+
+def _seen(probe: ops.Probe, header: Header) -> ops.Message:
+    """Return what a probe ends with that has found a message."""
+    return probe.message(header.nbytes, header.type)
 
 
 def _outcome_of(header: Header, op: ops.Recv, peer: int) -> CommError | object:

@@ -45,7 +45,7 @@ class C10dTransport(Transport):
     collectives are gloo's own. Only the completion of a rank's works waits for that rank's loop; nothing else does.
     """
 
-    capabilities = Capabilities(ops=(ops.P2P - {ops.Batch}) | ops.COLLECTIVES | ops.SCANS)
+    capabilities = Capabilities(ops=(ops.P2P - {ops.Batch}) | ops.ARRIVALS | ops.COLLECTIVES | ops.SCANS)
 
     def __init__(self, rank: int, size: int, gloo: Any, group: Any) -> None:
         """Start the reader's threads.
@@ -144,6 +144,10 @@ class C10dTransport(Transport):
         op = _aliased(op)
         if isinstance(op, ops.Send):
             self._matchers[op.dst].send(op, work)
+        elif isinstance(op, ops.Take):
+            self._matchers[op.src].take(op, work)
+        elif isinstance(op, ops.Probe):
+            self._matchers[op.src].probe(op, work)
         elif isinstance(op, ops.Recv):
             self._matchers[op.src].recv(op, work)
         else:
@@ -161,7 +165,7 @@ class C10dTransport(Transport):
 
     def try_cancel(self, work: Completion) -> bool:
         """See :meth:`Transport.try_cancel`."""
-        return isinstance(work.op, ops.Recv) and self._matchers[work.op.src].try_cancel(work)
+        return isinstance(work.op, (ops.Recv, ops.Probe)) and self._matchers[work.op.src].try_cancel(work)
 
     def waiting_for(self, work: Completion) -> Sequence[int]:
         """See :meth:`Transport.waiting_for`."""

@@ -37,6 +37,8 @@ class Matcher:
         """The ranks that have closed."""
         self._sends: defaultdict[Key, deque[tuple[ops.Send, Completion]]] = defaultdict(deque)
         self._recvs: defaultdict[Key, deque[tuple[ops.Recv, Completion]]] = defaultdict(deque)
+        self._probes: defaultdict[Key, list[tuple[ops.Probe, Completion]]] = defaultdict(list)
+        """Those for which there is no send."""
         self._collectives: dict[int, dict[int, tuple[Any, Completion]]] = {}
         """The collectives that some ranks have not called yet: by number, then by rank."""
         self._windows: list[Window] = []
@@ -51,7 +53,8 @@ class Matcher:
             if op.dst in self.left:
                 return [(rank, work, closed_by(op.dst))]
             self._sends[key].append((op, work))
-            return []
+            seen = op.tensor.nbytes, op.tensor.dtype
+            return [(op.dst, other, probe.message(*seen)) for probe, other in self._probes.pop(key, ())]
         recv, other_work = recvs.popleft()
         if not recvs:
             del self._recvs[key]
@@ -73,19 +76,35 @@ class Matcher:
         outcome = _transfer(send, op, op.src) if has_room(send.tensor) else _too_small(op.src)
         return [(op.src, other_work, OP_RESULT), (rank, work, outcome)]
 
+    def take(self, rank: int, op: ops.Take, work: Completion) -> Done:
+        """Match a rank's receive with the oldest matching send, if there is one."""
+        return self.recv(rank, op, work) if (op.src, rank, op.channel, op.tag) in self._sends else [(rank, work, False)]
+
+    def probe(self, rank: int, op: ops.Probe, work: Completion) -> Done:
+        """Tell a rank of the oldest send that a receive would match, or keep the probe until there is one."""
+        key = (op.src, rank, op.channel, op.tag)
+        if sends := self._sends.get(key):
+            tensor = sends[0][0].tensor
+            return [(rank, work, op.message(tensor.nbytes, tensor.dtype))]
+        if op.src in self.left:
+            return [(rank, work, closed_by(op.src))]
+        self._probes[key].append((op, work))
+        return []
+
     def withdraw(self, rank: int, op: Any, work: Completion) -> bool:
-        """Forget a receive or a wait. Returns False if a send or a signal has already matched it."""
+        """Forget a receive, a probe or a wait. Returns False if a send or a signal has already matched it."""
         if isinstance(op, ops.WaitSignal):
             window: Window = op.window.handle
             return window.withdraw(op, rank, work)
         key = (op.src, rank, op.channel, op.tag)
-        recvs = self._recvs.get(key)
+        waiting: dict[Key, Any] = self._probes if isinstance(op, ops.Probe) else self._recvs
+        recvs = waiting.get(key)
         entry = (op, work)
         if recvs is None or entry not in recvs:
             return False
         recvs.remove(entry)
         if not recvs:
-            del self._recvs[key]
+            del waiting[key]
         return True
 
     # --------------------------------------------------------------------------------------------- collectives
@@ -148,6 +167,9 @@ class Matcher:
         self._sends = defaultdict(deque, {key: q for key, q in self._sends.items() if key[0] != rank})
         for recv_key in [key for key in self._recvs if key[0] == rank]:
             done += [(recv_key[1], work, error) for _, work in self._recvs.pop(recv_key)]
+        self._probes = defaultdict(list, {key: q for key, q in self._probes.items() if key[1] != rank})
+        for probe_key in [key for key in self._probes if key[0] == rank]:
+            done += [(probe_key[1], work, error) for _, work in self._probes.pop(probe_key)]
         for send_key in [key for key in self._sends if key[1] == rank]:
             done += [(send_key[0], work, error) for _, work in self._sends.pop(send_key)]
         for window in self._windows:

@@ -34,7 +34,9 @@ class LocalTransport(Transport):
     """
 
     capabilities = Capabilities(
-        ops=(ops.P2P - {ops.Batch}) | _COLLECTIVE | ops.RMA, devices=frozenset({"cpu", "cuda"}), in_process=True
+        ops=(ops.P2P - {ops.Batch}) | ops.ARRIVALS | _COLLECTIVE | ops.RMA,
+        devices=frozenset({"cpu", "cuda"}),
+        in_process=True,
     )
 
     def __init__(self, matcher: Matcher, rank: int) -> None:
@@ -47,6 +49,8 @@ class LocalTransport(Transport):
         self._handlers: dict[type[ops.Op], Callable[[Any, Completion], Done]] = {
             ops.Send: lambda op, work: matcher.send(rank, op, work),
             ops.Recv: lambda op, work: matcher.recv(rank, op, work),
+            ops.Take: lambda op, work: matcher.take(rank, op, work),
+            ops.Probe: lambda op, work: matcher.probe(rank, op, work),
             **dict.fromkeys(_COLLECTIVE, self._join),
             **dict.fromkeys(ops.RMA - _COLLECTIVE, lambda op, work: op.window.handle.act(op, rank, work)),
         }

@@ -45,6 +45,7 @@ class Matcher:
         self._number = 0
         self._posted: defaultdict[Key, deque[Posted]] = defaultdict(deque)
         self._unexpected: defaultdict[Key, deque[wire.Announce]] = defaultdict(deque)
+        self._probes: defaultdict[Key, list[tuple[ops.Probe, Completion]]] = defaultdict(list)
         self._announced: dict[tuple[int, int], Posted] = {}
         self._lanes: dict[tuple[int, bool], Lane] = {}  # by the other rank, and whether this one sends
 
@@ -63,11 +64,19 @@ class Matcher:
                 "send it outside of the capture, or capture a collective instead"
             )
 
-    def post(self, op: ops.Send | ops.Recv, work: Completion) -> None:
-        """Start a send or a receive.
+    def post(self, op: ops.Send | ops.Recv | ops.Probe, work: Completion) -> None:
+        """Start a send, a receive or a probe.
 
         :raises UnsupportedOperation: the current stream is being captured.
         """
+        if isinstance(op, ops.Probe):
+            self._probe(op, work)
+        elif isinstance(op, ops.Take) and (op.src, op.channel, op.tag) not in self._unexpected:
+            work.complete(False)
+        else:
+            self._post(op, work)
+
+    def _post(self, op: ops.Send | ops.Recv, work: Completion) -> None:
         self.check_not_captured()
         owner = self._owner
         peer = op.dst if isinstance(op, ops.Send) else op.src
@@ -94,9 +103,21 @@ class Matcher:
             del self._unexpected[key]
         self._take(key[0], message, posted)
 
+    def _probe(self, op: ops.Probe, work: Completion) -> None:
+        """Tell of the oldest message that a receive would take, or keep the probe until one comes."""
+        key = (op.src, op.channel, op.tag)
+        if (closed := self._owner.closed_by(op.src)) is not None:
+            work.fail(closed)
+        elif unexpected := self._unexpected.get(key):
+            work.complete(_seen(op, unexpected[0]))
+        else:
+            self._probes[key].append((op, work))
+
     def withdraw(self, work: Completion) -> bool:
-        """Forget a receive. Returns False if a message has already matched it."""
+        """Forget a receive or a probe. Returns False if a message has already matched it."""
         op = work.op
+        if isinstance(op, ops.Probe):
+            return self._withdraw_probe(op, work)
         if not isinstance(op, ops.Recv):
             return False
         key = (op.src, op.channel, op.tag)
@@ -108,6 +129,16 @@ class Matcher:
                     del self._posted[key]
                 return True
         return False
+
+    def _withdraw_probe(self, op: ops.Probe, work: Completion) -> bool:
+        key = (op.src, op.channel, op.tag)
+        probes = self._probes.get(key, [])
+        if (op, work) not in probes:
+            return False
+        probes.remove((op, work))
+        if not probes:
+            del self._probes[key]
+        return True
 
     def release(self, error: CommError) -> bool:
         """Let threads go on that form lanes with ranks which do not come. Any thread may call this.
@@ -137,9 +168,10 @@ class Matcher:
             lane.close_peer(progress.received, True, error)  # the receiver joins before it asks the sender to
         orphans = [posted for key in [k for k in self._posted if k[0] == peer] for posted in self._posted.pop(key)]
         orphans += [self._announced.pop(key) for key in [k for k in self._announced if k[0] == peer]]
-        for posted in orphans:
-            if not posted.work.done():
-                posted.work.fail(error)
+        works = [posted.work for posted in orphans]
+        works += [work for key in [k for k in self._probes if k[0] == peer] for _, work in self._probes.pop(key)]
+        for work in works:
+            conclude(work, error)
 
     # -------------------------------------------------------------------------------------------- frames of the others
 
@@ -151,6 +183,8 @@ class Matcher:
         queue = self._posted.get(key)
         if not queue:
             self._unexpected[key].append(message)
+            for probe, work in self._probes.pop(key, ()):
+                conclude(work, _seen(probe, message))
             return
         posted = queue.popleft()
         if not queue:
@@ -198,3 +232,8 @@ class Matcher:
         unique_id = self._owner.library.unique_id()
         self._owner.control.send(peer, wire.Lane(unique_id))
         return unique_id
+
+
+def _seen(probe: ops.Probe, message: wire.Announce) -> ops.Message:
+    """Return what a probe ends with that has found a message."""
+    return probe.message(message.nbytes, DTYPE_LIST[message.dtype])

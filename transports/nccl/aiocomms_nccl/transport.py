@@ -41,7 +41,7 @@ class NcclTransport(Transport):
     """Runs collectives by NCCL on a stream of their own. Messages are matched on the host and carried by NCCL."""
 
     capabilities = Capabilities(
-        ops=(ops.P2P - {ops.Batch}) | ops.COLLECTIVES,
+        ops=(ops.P2P - {ops.Batch}) | ops.ARRIVALS | ops.COLLECTIVES,
         devices=frozenset({"cuda"}),
         reductions=REDUCTIONS,
         rounds_each_step=HALVES,
@@ -174,7 +174,7 @@ class NcclTransport(Transport):
             self.on_failure(self._failure or CommAbortedError("the communicator is lost"))
             return  # NCCL must not be called any more. The communicator ends the work
         try:
-            if isinstance(op, (ops.Send, ops.Recv)):
+            if isinstance(op, (ops.Send, ops.Recv, ops.Probe)):
                 self._matcher.post(op, work)
             elif (start := START.get(type(op))) is not None:
                 self._collective(start, op, work, captured)

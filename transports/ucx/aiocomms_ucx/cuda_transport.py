@@ -114,7 +114,7 @@ class CudaUcxTransport(UcxTransport):
 
     capabilities = msgspec.structs.replace(
         UcxTransport.capabilities,
-        ops=frozenset({ops.Send, ops.Recv, ops.Barrier}) | (ops.RMA - {ops.FetchAdd, ops.CompareSwap}),
+        ops=frozenset({ops.Send, ops.Recv, ops.Barrier}) | ops.ARRIVALS | (ops.RMA - {ops.FetchAdd, ops.CompareSwap}),
         in_process=False,
         lanes=frozenset(),
         spin=TURNS,

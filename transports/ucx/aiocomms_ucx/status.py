@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import torch
 
+from aiocomms import ops
 from aiocomms.errors import CommError, MismatchError
 from aiocomms.lowlevel import closed_by, gone, misfit
 from aiocomms_ucx._engine import Status, dtype_names, explain
@@ -44,6 +45,12 @@ def error_of(op: Any, status: int, a: int, b: int, rank: int, size: int, *, live
         return CommError(f"UCX could not do it, with rank {peer}: {why}", peer=peer)
     wrong = misfit(op.src, _DTYPES[b], a, op.tensor)
     return wrong or CommError(f"the engine says that {a} bytes of {_DTYPES[b]} do not fit", peer=peer)
+
+
+def found(op: Any, nbytes: int, dtype: int) -> ops.Message:
+    """Return what a probe ends with that has found a message."""
+    message: ops.Message = op.message(nbytes, _DTYPES[dtype])
+    return message
 
 
 def has_ended(pid: int) -> bool:

@@ -13,9 +13,10 @@ from aiocomms import ops
 from aiocomms.cuda import Cuda
 from aiocomms.errors import ArgumentError, CommError, PeerDiedError, ProtocolError
 from aiocomms.lowlevel import Reason, closed_by, disagreement, gone
-from aiocomms.transport import Capabilities, Completion, Rendezvous
+from aiocomms.transport import OP_RESULT, Capabilities, Completion, Rendezvous
 from aiocomms_ucx import speeds, wire
 from aiocomms_ucx._engine import MOST_TURNS, NO_DEVICE, is_plain
+from aiocomms_ucx.arrivals import post_arrival
 from aiocomms_ucx.bringup import Ranks, shared_engine
 from aiocomms_ucx.collectives import START, describe
 from aiocomms_ucx.lanes import LaneCarrier, LaneCollectives
@@ -24,7 +25,7 @@ from aiocomms_ucx.meeting import meet
 from aiocomms_ucx.shared_engine import SharedEngine, kept
 from aiocomms_ucx.shortcuts import Hastened
 from aiocomms_ucx.side_channel import UcxSideChannel
-from aiocomms_ucx.status import BROKEN, DONE, DROPPED, UNEQUAL, error_of, has_ended, peer_of
+from aiocomms_ucx.status import BROKEN, DONE, DROPPED, UNEQUAL, error_of, found, has_ended, peer_of
 from aiocomms_ucx.windows import Windows
 
 PLAIN: Final = -1
@@ -40,7 +41,7 @@ class UcxTransport(LaneCarrier, Hastened):
     """Messages and one-sided operations over UCX; collectives in shared memory on a host, over UCX between hosts."""
 
     capabilities = Capabilities(
-        ops=(ops.P2P - {ops.Batch}) | ops.COLLECTIVES | ops.RMA,
+        ops=(ops.P2P - {ops.Batch}) | ops.ARRIVALS | ops.COLLECTIVES | ops.RMA,
         devices=frozenset({"cpu", "cuda"}),
         lanes=ops.COLLECTIVES,
         in_process=True,
@@ -142,9 +143,8 @@ class UcxTransport(LaneCarrier, Hastened):
         if self._failure is not None:
             self.on_failure(self._failure)
         ticket, engine = id(work), self.engine
-        collective = START.get(type(op))
         try:
-            if collective is not None:
+            if (collective := START.get(type(op))) is not None:
                 if (behind := self._windows.behind) is not None:
                     behind.append(work)
                     return None
@@ -156,6 +156,8 @@ class UcxTransport(LaneCarrier, Hastened):
                 self.follow_collective(work, done=False)
             elif isinstance(op, ops.Send):
                 self.follow(work, engine.send(ticket, self.group, op.tensor, op.dst, op.channel, op.tag))
+            elif isinstance(op, (ops.Probe, ops.Take)):
+                post_arrival(self, op, work)
             elif isinstance(op, ops.Recv):
                 self.follow(work, engine.recv(ticket, self.group, op.tensor, op.src, op.channel, op.tag))
             else:
@@ -209,7 +211,7 @@ class UcxTransport(LaneCarrier, Hastened):
         elif type(work.op) in _STEPS:
             self._windows.finish(work, collective, a)
         else:
-            work.complete()
+            work.complete(found(work.op, a, b) if isinstance(work.op, ops.Probe) else OP_RESULT)
 
     def ends_soon(self, peer: int | None) -> bool:
         """Return whether the communicator is about to end, because a rank of this host has died or has lost it."""
@@ -233,7 +235,7 @@ class UcxTransport(LaneCarrier, Hastened):
     def try_cancel(self, work: Completion) -> bool:
         """See :meth:`Transport.try_cancel`."""
         op, ticket = work.op, id(work)
-        if isinstance(op, ops.Recv):
+        if isinstance(op, (ops.Recv, ops.Probe)):
             withdrawn = self.engine.cancel(self.group, op.src, op.channel, op.tag, ticket)
         else:
             withdrawn = isinstance(op, ops.WaitSignal) and self._windows.withdraw(op, ticket)

@@ -96,6 +96,51 @@ void inbox_matches() {
   CHECK(desk.reports.pending() == 0);
 }
 
+// A probe tells what a receive would take, and takes nothing.
+void inbox_probes() {
+  Desk desk;
+  const int pair[2] = {3, 4};
+  int taken[2] = {};
+  const auto probe = [&](std::int64_t tag) {
+    Operation* made = desk.operation();
+    desk.inbox.probe(made, Key(1, 0, tag));
+    return made;  // which is gone if it has ended
+  };
+  desk.inbox.arrive(1, desk.header(0, 5, 8), pair, nullptr);
+  for (int turn = 0; turn < 2; ++turn) {
+    probe(5);
+    const auto outcomes = desk.outcomes();
+    CHECK(outcomes.size() == 1 && outcomes[0].status == Status::kDone && outcomes[0].details[0] == 8);
+  }
+  desk.receive(taken, 8, 5);
+  CHECK(taken[1] == 4 && desk.outcomes().size() == 1);
+  // All that wait hear of the message, unless a receive takes it.
+  probe(5);
+  probe(5);
+  desk.receive(taken, 8, 5);
+  desk.inbox.arrive(1, desk.header(1, 5, 8), pair, nullptr);
+  CHECK(desk.outcomes().size() == 1 && desk.reports.pending() == 2);
+  desk.inbox.arrive(1, desk.header(2, 5, 4), pair, nullptr);
+  const auto heard = desk.outcomes();
+  CHECK(heard.size() == 2 && heard[0].details[0] == 4 && heard[1].details[0] == 4);
+  // One that waits is withdrawn, one ends with its peer, and one is dropped.
+  Operation* waits = probe(6);
+  CHECK(desk.inbox.withdraw(desk.group, Key(1, 0, 6), waits->ticket) == waits);
+  waits->withdraw();
+  probe(6);
+  desk.group.left[1] = true;
+  desk.inbox.end_receives(desk.group, 1);
+  CHECK(desk.outcomes()[0].status == Status::kClosed);
+  probe(5);  // what has come is still there
+  probe(6);
+  const auto left = desk.outcomes();
+  CHECK(left[0].status == Status::kDone && left[1].status == Status::kClosed);
+  desk.group.left[1] = false;
+  probe(6);
+  desk.lose();
+  CHECK(desk.outcomes()[0].status == Status::kDropped && desk.group.users == 0);
+}
+
 void inbox_fetches() {
   Desk desk;
   int data[2] = {5, 6}, taken[2] = {}, one = 0;
@@ -211,6 +256,7 @@ void test_inbox() {
   inbox_restores_the_order_across_the_wrap();
   inbox_refuses_a_number_that_still_waits();
   inbox_matches();
+  inbox_probes();
   inbox_fetches();
   inbox_waits_for_vouches();
   inbox_hands_on();

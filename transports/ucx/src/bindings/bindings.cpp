@@ -19,6 +19,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <memory>
+#include <optional>
 #include <type_traits>
 
 #include "bindings/calls.hpp"
@@ -153,6 +154,26 @@ bool recv_op(Engine& engine, Ticket ticket, std::uint32_t group, nb::handle tens
   const View data = view_of(tensor);
   Unlocked unlocked;
   return engine.recv(ticket, group, data.data, data.bytes(), src, channel, tag, static_cast<int>(data.dtype));
+}
+
+nb::object probe_op(Engine& engine, Ticket ticket, std::uint32_t group, int src, int channel, std::int64_t tag) {
+  std::optional<Engine::Found> found;
+  {
+    Unlocked unlocked;
+    found = engine.probe(ticket, group, src, channel, tag);
+  }
+  return found ? nb::object(nb::make_tuple(found->bytes, found->dtype)) : nb::none();
+}
+
+nb::object take_op(Engine& engine, Ticket ticket, std::uint32_t group, nb::handle tensor, int src, int channel,
+                   std::int64_t tag) {
+  const View data = view_of(tensor);
+  std::optional<bool> done;
+  {
+    Unlocked unlocked;
+    done = engine.take(ticket, group, data.data, data.bytes(), src, channel, tag, static_cast<int>(data.dtype));
+  }
+  return done ? nb::object(nb::bool_(*done)) : nb::none();
 }
 
 template <auto put>
@@ -418,6 +439,12 @@ NB_MODULE(_engine, module) {
       .def("recv", &recv_op,
            nb::sig("def recv(self, ticket: int, group: int, tensor: torch.Tensor, src: int, channel: int, tag: int, /) "
                    "-> bool"))
+      .def("probe", &probe_op,
+           nb::sig("def probe(self, ticket: int, group: int, src: int, channel: int, tag: int, /) -> tuple[int, int] | "
+                   "None"))
+      .def("take", &take_op,
+           nb::sig("def take(self, ticket: int, group: int, tensor: torch.Tensor, src: int, channel: int, tag: int, /) "
+                   "-> bool | None"))
       .def("cancel", &Engine::cancel,
            nb::sig("def cancel(self, group: int, src: int, channel: int, tag: int, ticket: int, /) -> bool"),
            Released())

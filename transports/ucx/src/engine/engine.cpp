@@ -245,6 +245,35 @@ void Engine::start_recv(Operation* op, void* data, std::size_t bytes, int src, i
   inbox_.post(op, Key(static_cast<std::uint16_t>(src), static_cast<std::uint8_t>(channel), tag));
 }
 
+std::optional<Engine::Found> Engine::probe(Ticket ticket, std::uint32_t id, int src, int channel, std::int64_t tag) {
+  std::lock_guard lock(lock_);
+  auto op = begin_post(ticket, id);
+  static_cast<void>(op->group.left.at(static_cast<std::size_t>(src)));
+  const Key key(static_cast<std::uint16_t>(src), static_cast<std::uint8_t>(channel), tag);
+  const std::uint64_t began = now_ns();
+  if (!op->group.mail.look(key)) advance();  // it may have come, and nobody has looked
+  inbox_.probe(op.get(), key);
+  std::optional<Found> found;
+  if (op->done() && op->status == Status::kDone) {
+    found = {op->details[0], op->details[1]};
+  } else {
+    op.release()->leave_post(began);
+  }
+  tell_loop();  // of ops that have ended meanwhile
+  if (pacer_.thread_is_late(is_quiet())) wake_thread();
+  return found;
+}
+
+std::optional<bool> Engine::take(Ticket ticket, std::uint32_t id, void* data, std::size_t bytes, int src, int channel,
+                                 std::int64_t tag, int dtype) {
+  std::lock_guard lock(lock_);
+  auto op = begin_post(ticket, id);
+  const Key key(static_cast<std::uint16_t>(src), static_cast<std::uint8_t>(channel), tag);
+  if (!op->group.mail.look(key)) return std::nullopt;
+  start_recv(op.get(), data, bytes, src, channel, tag, dtype);
+  return finish_post(op.release(), now_ns(), nothing_held) != 0;
+}
+
 bool Engine::cancel(std::uint32_t id, int src, int channel, std::int64_t tag, Ticket ticket) {
   std::lock_guard lock(lock_);
   const Key key(static_cast<std::uint16_t>(src), static_cast<std::uint8_t>(channel), tag);

@@ -101,6 +101,16 @@ class Engine : private Inbox::Owner {
             std::int64_t tag, int dtype, Held& held = nothing_held);
   bool recv(Ticket ticket, std::uint32_t group, void* data, std::size_t bytes, int src, int channel, std::int64_t tag,
             int dtype, Held& held = nothing_held);
+  // What a receive would take now, which stays. Nothing: the outcome follows, once there is a message.
+  struct Found {
+    std::uint64_t bytes;
+    std::uint64_t dtype;
+  };
+  std::optional<Found> probe(Ticket ticket, std::uint32_t group, int src, int channel, std::int64_t tag);
+  // A receive that does not wait. Nothing: no message has come, and there is no outcome.
+  std::optional<bool> take(Ticket ticket, std::uint32_t group, void* data, std::size_t bytes, int src, int channel,
+                           std::int64_t tag, int dtype);
+  // Of a receive or a probe.
   bool cancel(std::uint32_t group, int src, int channel, std::int64_t tag, Ticket ticket);
   // As much of a message that was too long for a device's buffer as would have fit; once, when its outcome is known.
   std::string head(Ticket ticket);

@@ -20,6 +20,9 @@ std::unique_ptr<Message> copy_of(const Header& header, const void* payload) {
   return message;
 }
 
+// Without what the engine notes beside it.
+std::uint8_t dtype_of(const Header& header) { return static_cast<std::uint8_t>(header.dtype & ~(kOffered | kVouched)); }
+
 }  // namespace
 
 // What UCX has handed over in place of a payload. Who does not take it in hand lets go of it.
@@ -116,6 +119,7 @@ void Inbox::match(Group& group, const Header& header, const void* payload, Descr
   std::unique_ptr<Message> message = copy_of(header, payload);
   group.mail.keep(message.get());
   message.release()->descriptor = descriptor.take();
+  while (Request* probe = group.mail.probe_for(header)) probe->end(Status::kDone, header.bytes, dtype_of(header));
 }
 
 void Inbox::post(Request* receive, const Key& key) {
@@ -128,6 +132,17 @@ void Inbox::post(Request* receive, const Key& key) {
     receive->end(Status::kClosed, static_cast<std::uint64_t>(key.source()));
   } else {
     group.mail.keep(key, receive);
+  }
+}
+
+void Inbox::probe(Request* probe, const Key& key) {
+  Group& group = probe->group;
+  if (const Message* found = group.mail.look(key)) {
+    probe->end(Status::kDone, found->header.bytes, dtype_of(found->header));
+  } else if (group.left[key.source()]) {
+    probe->end(Status::kClosed, static_cast<std::uint64_t>(key.source()));
+  } else {
+    group.mail.keep_probe(key, probe);
   }
 }
 
@@ -165,7 +180,7 @@ void Inbox::accept_message(Request* receive, const Header& header, const void* p
 void Inbox::take(Request* receive, const Header& header, const void* payload, Descriptor& descriptor) {
   if (put_back_if_stale(receive, header)) return;
   if (header.channel == kLane && header.value != receive->fingerprint) return receive->end(Status::kDtype);
-  const std::uint8_t dtype = header.dtype & ~(kOffered | kVouched);
+  const std::uint8_t dtype = dtype_of(header);
   if (dtype != receive->dtype || header.bytes != receive->bytes) {
     receive->status = dtype != receive->dtype ? Status::kDtype : Status::kTruncated;
     receive->details[0] = header.bytes;

@@ -50,7 +50,10 @@ class Inbox {
 
   // A receive takes the message that it matches, or waits for it. std::bad_alloc: it does neither.
   void post(Request* receive, const Key& key);
-  // Take back a receive that nothing has matched; null if something has.
+  // A probe ends with the size and dtype of the message that a receive would take, which stays; or waits for it.
+  // std::bad_alloc: it does neither.
+  void probe(Request* probe, const Key& key);
+  // Take back a receive or a probe that nothing has matched; null if something has.
   Request* withdraw(Group& group, const Key& key, Ticket ticket);
 
   // A lane is given up: its receives that nothing has matched are dropped; and, once nothing of it comes from a rank

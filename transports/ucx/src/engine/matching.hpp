@@ -18,6 +18,7 @@ template <typename Node>
 class Queue {
  public:
   bool empty() const { return head_ == nullptr; }
+  Node* front() const { return head_; }
   void push(Node* node) {
     node->next = nullptr;
     (head_ ? tail_->next : head_) = node;
@@ -83,24 +84,30 @@ class Mailbox {
   Recv* receive_for(const Header& header) { return pop(recvs_, Key(header)); }
   // The oldest message for a receive, taken out; or null.
   Message* message_for(const Key& key) { return pop(messages_, key); }
+  // The same, left where it is.
+  const Message* look(const Key& key) const {
+    auto found = messages_.find(key);
+    return found == messages_.end() ? nullptr : found->second.front();
+  }
+  // One that waits until there is a message, and takes none; taken out. Or null.
+  Recv* probe_for(const Header& header) { return probes_.empty() ? nullptr : pop(probes_, Key(header)); }
 
   void keep(const Key& key, Recv* recv) { recvs_[key].push(recv); }
+  void keep_probe(const Key& key, Recv* probe) { probes_[key].push(probe); }
   void keep(Message* message) { messages_[Key(message->header)].push(message); }
 
-  // Forget a receive that nothing has matched; null if something has.
+  // Forget a receive or a probe that nothing has matched; null if something has.
   template <typename Is>
   Recv* withdraw(const Key& key, Is is) {
-    auto found = recvs_.find(key);
-    if (found == recvs_.end()) return nullptr;
-    Recv* recv = found->second.take(is);
-    if (found->second.empty()) recvs_.erase(found);
-    return recv;
+    Recv* recv = take(recvs_, key, is);
+    return recv ? recv : take(probes_, key, is);
   }
 
-  // Take out every receive whose key `is`, and hand each to `each`, which puts nothing in.
+  // Take out every receive and probe whose key `is`, and hand each to `each`, which puts nothing in.
   template <typename Is, typename Each>
   void drain_receives(Is is, Each each) {
     drain(recvs_, is, [](const Recv&) { return true; }, each);
+    drain(probes_, is, [](const Recv&) { return true; }, each);
   }
   // The same of messages, if `is_one` of them.
   template <typename Is, typename IsOne, typename Each>
@@ -121,6 +128,16 @@ class Mailbox {
     return node;
   }
 
+  // The first node for which `is`, taken out; or null.
+  template <typename Is>
+  static Recv* take(Queues<Recv>& queues, const Key& key, Is is) {
+    auto found = queues.find(key);
+    if (found == queues.end()) return nullptr;
+    Recv* recv = found->second.take(is);
+    if (found->second.empty()) queues.erase(found);
+    return recv;
+  }
+
   template <typename Node, typename Is, typename IsOne, typename Each>
   static void drain(Queues<Node>& queues, Is is, IsOne is_one, Each each) {
     for (auto it = queues.begin(); it != queues.end();) {
@@ -130,6 +147,7 @@ class Mailbox {
   }
 
   Queues<Recv> recvs_;
+  Queues<Recv> probes_;  // of a key for which there is no message
   Queues<Message> messages_;
 };
 

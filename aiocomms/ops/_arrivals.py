@@ -1,0 +1,163 @@
+"""Records of what is matched by whatever comes: probes, and receives from any of several ranks.
+
+:class:`Probe` and :class:`Take` are what transports carry. The others are made of these, see
+:mod:`aiocomms.lowering.arrivals`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from aiocomms.errors import ArgumentError
+from aiocomms.ops import checks
+from aiocomms.ops._base import USER, AsTensor, Buffers, Family, Op
+from aiocomms.ops._p2p import Recv
+from aiocomms.ops.checks import Group
+from aiocomms.ops.numbers import as_int
+
+Source = int | Sequence[int] | None
+"""From whom a message may be: one rank, some of them, or any."""
+
+
+class Message(NamedTuple):
+    """A message that has come, and that no receive has taken yet."""
+
+    src: int
+    """The rank that has sent it."""
+    tag: int
+    """Its tag."""
+    nbytes: int
+    """Its size in bytes."""
+    dtype: torch.dtype
+    """The dtype of the tensor that was sent."""
+
+    @property
+    def numel(self) -> int:
+        """Its size in elements of its dtype."""
+        return self.nbytes // self.dtype.itemsize
+
+
+class Received(NamedTuple):
+    """A message that was received into a tensor of its own size."""
+
+    src: int
+    """The rank that has sent it."""
+    tensor: Tensor
+    """What it holds."""
+
+
+class Probe(Op, frozen=True, eq=False):
+    """Wait until a message of rank ``src`` is there for a receive to take; a transport's.
+
+    It takes nothing. It ends with the :meth:`message`; or, where none is there and none can come, as a receive does.
+    """
+
+    name = kind = "probe"
+    family: ClassVar[Family] = "p2p"
+    withdrawable = True
+    src: int
+    tag: int = 0
+    channel: int = USER
+
+    def message(self, nbytes: int, dtype: torch.dtype) -> Message:
+        """The value with which a transport completes it."""
+        return Message(self.src, self.tag, nbytes, dtype)
+
+
+class Take(Recv, frozen=True, eq=False):
+    """Receive a message of rank ``src`` if one is there, which a receive would take; a transport's.
+
+    It does not wait for one: it ends with the value False then, and with nothing received.
+    """
+
+    withdrawable = False
+
+
+class _Sourced:
+    """What is matched by messages of several ranks."""
+
+    __slots__ = ()
+
+    @property
+    def parts(self: Any) -> tuple[Probe, ...]:
+        """What it is made of while it waits: a probe with each source."""
+        return tuple(Probe(src, self.tag) for src in self.sources)
+
+
+class _FromAny(_Sourced, Op, frozen=True, eq=False):
+    family: ClassVar[Family] = "p2p"
+    withdrawable = True
+    sources: tuple[int, ...]
+    """The ranks whose messages it matches."""
+    tag: int
+
+    def check(self, group: Group) -> None:
+        """See :meth:`Op.check`."""
+        _sources(self.sources, group)
+        checks.tagged(self.tag)
+
+
+class ProbeAny(_FromAny, frozen=True, eq=False):
+    """Wait until a message is there that a receive from one of the sources would take."""
+
+    name = kind = "probe"
+
+
+class RecvMessage(_FromAny, frozen=True, eq=False):
+    """Receive a message of one of the sources, whatever its size, into a new tensor, or one that ``into`` gives."""
+
+    name = kind = "recv_message"
+    into: Callable[[Message], Tensor] | None = None
+
+    def check(self, group: Group) -> None:
+        """See :meth:`Op.check`."""
+        super().check(group)
+        if self.into is not None and not callable(self.into):
+            raise checks.wrong_type("into", self.into, "a function of the message, or None")
+
+
+class RecvAny(_Sourced, Op, frozen=True, eq=False):
+    """Receive a message of one of the sources into ``tensor``."""
+
+    name = kind = "recv_any"
+    family: ClassVar[Family] = "p2p"
+    withdrawable = True
+    tensor: AsTensor
+    sources: tuple[int, ...]
+    tag: int
+
+    def check(self, group: Group) -> None:
+        """See :meth:`Op.check`."""
+        checks.writable("tensor", self.tensor, group)
+        _sources(self.sources, group)
+        checks.tagged(self.tag)
+
+    def writes(self) -> Buffers:
+        """See :meth:`Op.writes`."""
+        return [("tensor", self.tensor)]
+
+
+def sources_of(src: Source, group: checks.Members, device: torch.device) -> Any:
+    """The ranks that ``src`` names; what is wrong with it the check says. None: any, this one included on the CPU."""
+    if src is None:
+        own = device.type == "cpu"
+        return tuple(rank for rank in range(group.size) if own or rank != group.rank)
+    if isinstance(src, (list, tuple, range)):
+        return tuple(map(as_int, src))
+    one = as_int(src)
+    return (one,) if type(one) is int else one
+
+
+def _sources(sources: Any, group: Group) -> None:
+    if not isinstance(sources, tuple):
+        raise checks.wrong_type("src", sources, "a rank as an int, a list of ranks, or None for any rank")
+    for i, rank in enumerate(sources):
+        checks.end("src" if len(sources) == 1 else f"src[{i}]", rank, group)
+    if len(set(sources)) != len(sources):
+        raise ArgumentError(f"src is {list(sources)}, wanted each rank once")
+    if not sources:
+        raise ArgumentError("src is [], wanted at least one rank to receive from; None means any other rank")

@@ -1,0 +1,29 @@
+"""Probes, and receives that do not wait, on the engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aiocomms import ops
+from aiocomms.transport import Completion
+from aiocomms_ucx.status import found
+
+if TYPE_CHECKING:
+    from aiocomms_ucx.transport import UcxTransport
+
+
+def post_arrival(transport: UcxTransport, op: ops.Probe | ops.Take, work: Completion) -> None:
+    """Hand a probe, or a receive that does not wait, to the engine. Complete it if it is done."""
+    engine, ticket, group = transport.engine, id(work), transport.group
+    if isinstance(op, ops.Probe):
+        seen = engine.probe(ticket, group, op.src, op.channel, op.tag)
+        if seen is None:
+            transport.follow(work, done=False)
+        else:
+            work.complete(found(op, *seen))
+    else:
+        done = engine.take(ticket, group, op.result(), op.src, op.channel, op.tag)
+        if done is None:
+            work.complete(False)
+        else:
+            transport.follow(work, done)
