@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from aiocomms.families.streams import ItemStream, TensorStream
     from aiocomms.lanes import Lane
     from aiocomms.opening import from_process_group, get_comm, new_comm
-    from aiocomms.ops import TensorLike
+    from aiocomms.ops import Message, Received, TensorLike
     from aiocomms.ops.checks import COMM_TIMEOUT
     from aiocomms.ops.reductions import ReduceOp
     from aiocomms.portal.portal import Portal
@@ -45,8 +45,10 @@ __all__ = [
     "Endpoint",
     "ItemStream",
     "Lane",
+    "Message",
     "Peer",
     "Portal",
+    "Received",
     "ReduceOp",
     "Region",
     "RemoteRegion",
@@ -78,8 +80,10 @@ _HOME = {
     "Communicator": "communicator",
     "Endpoint": "endpoints.endpoint",
     "Lane": "lanes",
+    "Message": "ops",
     "Peer": "endpoints.peer",
     "Portal": "portal.portal",
+    "Received": "ops",
     "ReduceOp": "ops.reductions",
     "Region": "endpoints.regions",
     "RemoteRegion": "endpoints.regions",

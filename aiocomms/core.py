@@ -211,6 +211,7 @@ class Core(Posting):
         for work in self.in_flight:
             work.abandon(failure.error_of(work))
         self.router.loopback.clear()
+        self.router.arrivals.clear()
         hooks, self.abort_hooks = self.abort_hooks, Hooks()  # once
         if hooks:
             hooks.call(self.driver, failure.error)

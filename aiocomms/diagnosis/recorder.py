@@ -376,7 +376,7 @@ def called(op: Op) -> str:
 
 def peers(op: Op) -> list[int]:
     """Return the ranks that a message or batch is to and from, or whose part of a window an op is about."""
-    parts = op.parts if isinstance(op, Batch) else (op,)
+    parts = getattr(op, "parts", (op,))
     return sorted({rank for part in parts for name, rank in _numbers_of(part).items() if name in ("src", "dst")})
 
 

@@ -10,7 +10,7 @@ from aiocomms.errors import CommClosedError
 from aiocomms.lowlevel import copy_message
 from aiocomms.transport import OP_RESULT, Completion, conclude
 
-M = TypeVar("M", ops.Send, ops.Recv)
+M = TypeVar("M", ops.Send, ops.Recv, ops.Probe)
 
 Queues = dict[tuple[int, int], deque[tuple[M, Completion]]]
 """What waits for its counterpart, by channel and tag."""
@@ -26,15 +26,20 @@ class Loopback:
         self._rank = rank
         self._sends: Queues[ops.Send] = {}
         self._recvs: Queues[ops.Recv] = {}
+        self._probes: Queues[ops.Probe] = {}
 
     def carries(self, op: ops.Op) -> bool:
         """Whether an op is one of them."""
-        return self._rank == (op.dst if isinstance(op, ops.Send) else op.src if isinstance(op, ops.Recv) else None)
+        if isinstance(op, ops.Send):
+            return self._rank == op.dst
+        return isinstance(op, (ops.Recv, ops.Probe)) and self._rank == op.src
 
     def send(self, op: ops.Send, work: Completion) -> None:
         """Start a send."""
         if (match := _oldest(self._recvs, op)) is None:
             _keep(self._sends, op, work)
+            while (probe := _oldest(self._probes, op)) is not None:
+                conclude(probe[1], probe[0].message(op.tensor.nbytes, op.tensor.dtype))
         else:
             self._meet(op, work, *match)
 
@@ -45,21 +50,37 @@ class Loopback:
         else:
             self._meet(*match, op, work)
 
+    def take(self, op: ops.Take, work: Completion) -> None:
+        """Start a receive that does not wait."""
+        if (op.channel, op.tag) in self._sends:
+            self.recv(op, work)
+        else:
+            work.complete(False)
+
+    def probe(self, op: ops.Probe, work: Completion) -> None:
+        """Start a probe."""
+        if (waiting := self._sends.get((op.channel, op.tag))) is None:
+            _keep(self._probes, op, work)
+        else:
+            tensor = waiting[0][0].tensor
+            work.complete(op.message(tensor.nbytes, tensor.dtype))
+
     def _meet(self, send: ops.Send, sent: Completion, recv: ops.Recv, received: Completion) -> None:
         outcome = copy_message(send.tensor, recv.tensor, self._rank) or OP_RESULT
         conclude(sent)
         conclude(received, outcome)
 
     def withdraw(self, work: Completion) -> bool:
-        """Forget a receive; False if something has matched it."""
+        """Forget a receive or a probe; False if something has matched it."""
         op: Any = work.op
+        queues: Queues[Any] = self._probes if isinstance(op, ops.Probe) else self._recvs
         key, entry = (op.channel, op.tag), (op, work)
-        queue = self._recvs.get(key)
+        queue = queues.get(key)
         if queue is None or entry not in queue:
             return False
         queue.remove(entry)
         if not queue:
-            del self._recvs[key]
+            del queues[key]
         return True
 
     def close(self) -> None:
@@ -72,6 +93,7 @@ class Loopback:
         """Forget everything: the works have ended."""
         self._sends.clear()
         self._recvs.clear()
+        self._probes.clear()
 
 
 def _keep(queues: Queues[M], op: M, work: Completion) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from aiocomms import ops
 from aiocomms.errors import CommError, UnsupportedOperation
+from aiocomms.lowering.arrivals import FROM_ANY, Arrivals
 from aiocomms.lowering.lane_ends import LaneEnds
 from aiocomms.lowering.lanes import Turns, collective_tag, within
 from aiocomms.lowering.loopback import Loopback
@@ -34,6 +35,7 @@ class Router(dict[type[ops.Op], Route]):
         self._runs: weakref.WeakKeyDictionary[Completion, weakref.ref[Run]] = weakref.WeakKeyDictionary()
         """The schedules of lowered ops that may be withdrawn or stopped. Messages keep them, and they their works."""
         self.loopback: Loopback = Loopback(comm.rank)
+        self.arrivals: Arrivals = Arrivals(comm)
         self.turns: Turns = Turns(comm)
         self.lane_ends: LaneEnds = LaneEnds(comm, self)
         self.within: LaneRoutes = LaneRoutes(self.decide_within)
@@ -51,6 +53,8 @@ class Router(dict[type[ops.Op], Route]):
 
     def withdraw(self, work: Completion) -> bool:
         """Withdraw an unmatched receive or wait; False if it is under way."""
+        if type(work.op) in FROM_ANY:
+            return self.arrivals.withdraw(work)
         lowered = self._runs.get(work)
         if lowered is None:
             if self.loopback.carries(work.op):
@@ -69,6 +73,7 @@ class Router(dict[type[ops.Op], Route]):
             if isinstance(work, LaneWork) and work.number == number and (run := ref()) is not None:
                 left += run.unfinished_sends()
                 run.stop(error)
+        self.arrivals.stop(number, error)
         if (transport := self._lane_carrier()) is not None:
             guarded(None, transport.give_up_lane, number, error)
         return left
@@ -96,28 +101,35 @@ class Router(dict[type[ops.Op], Route]):
 
     def _decide(self, cls: type[ops.Op]) -> Route:
         transport = self._transports.get(cls.family)
+        if cls in FROM_ANY:
+            return self.arrivals.call if self.carries_arrivals() else self._refuse
         fallback = self._lower if cls in SCHEDULES and self._has_messages() else self._refuse
         if transport is None or cls not in transport.capabilities.ops:
             return fallback
-        if cls in (ops.Send, ops.Recv):
+        if cls in (ops.Send, ops.Recv, ops.Probe, ops.Take):
             return self._unless_to_itself(cls, transport.post)
         return _where_it_reduces(cls, transport.capabilities, transport.post, fallback)
 
     def _unless_to_itself(self, cls: type[ops.Op], post: Route) -> Route:
         """Return the route of messages: ``post``, but for what this rank sends to itself."""
         rank, loopback = self._comm.rank, self.loopback
+        own: Callable[[Any, Completion], None] = loopback.recv
+        if cls is not ops.Recv:
+            own = loopback.probe if cls is ops.Probe else loopback.take
 
         def send(op: Any, work: Completion) -> float | None:
             return (post if op.dst != rank else loopback.send)(op, work)
 
         def recv(op: Any, work: Completion) -> float | None:
-            return (post if op.src != rank else loopback.recv)(op, work)
+            return (post if op.src != rank else own)(op, work)
 
         return send if cls is ops.Send else recv
 
     def decide_within(self, cls: type[ops.Op]) -> LaneRoute:
         """Return the route of a type of op on lanes."""
         transport = self._transports.get(cls.family)
+        if cls in FROM_ANY and not self.carries_arrivals():
+            return self._refuse_within
         fallback = self._lower_within if self._has_messages() else self._refuse_within
         if transport is None or cls not in transport.capabilities.lanes:
             return fallback
@@ -128,6 +140,8 @@ class Router(dict[type[ops.Op], Route]):
         if op.family == "collectives":
             context = Context(self._comm, collective_tag(lane, op))
             self.turns.call(SCHEDULES[type(op)](context, op), work)
+        elif type(op) in FROM_ANY:
+            self.arrivals.call(within(op, lane), work)
         else:
             self._messages(within(op, lane), work)
 
@@ -137,6 +151,11 @@ class Router(dict[type[ops.Op], Route]):
         run = Run(self._comm, SCHEDULES[ops.Batch](Context(self._comm, 0), message), work)
         run.adopt(part)
         self._runs[work] = weakref.ref(run)
+
+    def carries_arrivals(self) -> bool:
+        """Whether programs may probe, and receive from any rank."""
+        p2p = self._transports.get("p2p")
+        return p2p is not None and p2p.capabilities.ops >= ops.ARRIVALS
 
     def _has_messages(self) -> bool:
         p2p = self._transports.get("p2p")

@@ -35,6 +35,9 @@ class Operations(Issuer):
 
     send: Final = started(PointToPoint.send)
     recv: Final = started(PointToPoint.recv)
+    recv_any: Final = started(PointToPoint.recv_any)
+    recv_message: Final = started(PointToPoint.recv_message)
+    probe: Final = started(PointToPoint.probe)
 
     broadcast: Final = started(Collectives.broadcast)
     all_reduce: Final = started(Collectives.all_reduce)
@@ -81,7 +84,7 @@ class Operations(Issuer):
             work: BlockingWork[Any] = BlockingWork(self._target, self._where, self._door, of_tensors, hints, timeout)
         except CommError as error:
             raise error.about(comm=self._where, op=op.name, rank=self.rank) from None
-        if of_tensors is not op:
+        if of_tensors is not op and op.result() is not None:
             work._given = op
         if hints is not None or timeout is not COMM_TIMEOUT or not work._posted():
             self._door.put(work._begin)

@@ -195,6 +195,12 @@ class Case:
         if self.capabilities("p2p").fifo:
             raise unittest.SkipTest(f"{self.place.transport} completes operations in the order posted only")
 
+    def need_arrivals(self) -> None:
+        """Skip the check if the transport cannot tell which messages have come."""
+        self.need_any_order()
+        if not self.capabilities("p2p").ops >= ops.ARRIVALS:
+            raise unittest.SkipTest(f"{self.place.transport} carries no probes")
+
     def atomics(self) -> bool:
         """Return whether windows have atomics on this device; those in a GPU's memory may have none."""
         return "rma" not in self.comm.transports or ops.FetchAdd in self.capabilities("rma").ops

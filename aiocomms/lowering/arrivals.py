@@ -1,0 +1,311 @@
+"""Probes, and receives from any of several ranks: made of a transport's probes, and of receives that do not wait.
+
+A native probe takes nothing. So what waits for a message of several ranks has a probe with each of them. Whichever of
+these ends, no message is lost: the receive then takes one that is there, or waits on. A receive that names its source
+is the transport's own, and takes its messages before anybody here hears of them.
+
+What waits for one tag stands in one queue, in the order of the calls. It has one probe with each rank at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final, cast
+
+from torch import Tensor
+
+from aiocomms import ops
+from aiocomms.errors import CommError
+from aiocomms.lowering.runs import Poster
+from aiocomms.ops import buffers, checks
+from aiocomms.progress.inflight import LaneWork
+from aiocomms.transport import OP_RESULT, Completion, conclude
+
+FROM_ANY: Final[frozenset[type[ops.Op]]] = frozenset({ops.ProbeAny, ops.RecvAny, ops.RecvMessage})
+"""What is made here."""
+_REMEMBERED: Final = 256
+"""Tags of which it is known whose turn is next."""
+
+
+class Arrivals:
+    """The probes and receives of one communicator that name several sources, or any."""
+
+    def __init__(self, comm: Poster) -> None:
+        self.comm: Poster = comm
+        self._queues: dict[int, _Queue] = {}
+        self._calls: dict[Completion, _Call] = {}
+        self._last: dict[int, int] = {}  # the rank whose message came last, by tag
+
+    def call(self, op: Any, work: Completion) -> None:
+        """Start an op; see :meth:`aiocomms.transport.Transport.post`."""
+        stream = self.comm.caller_stream()  # which may refuse
+        queue = self._queues.setdefault(op.tag, _Queue(self, op.tag))
+        call = self._calls[work] = _Call(op, work, queue, stream or nullcontext)
+        queue.add(call)
+
+    def withdraw(self, work: Completion) -> bool:
+        """Withdraw an op; False if it is under way or has ended."""
+        call = self._calls.get(work)
+        return call is not None and call.withdraw()
+
+    def stop(self, number: int, error: CommError) -> None:
+        """End what is pending in a lane; see :meth:`Run.stop`."""
+        for work, call in list(self._calls.items()):
+            if isinstance(work, LaneWork) and work.number == number:
+                call.stopped = error
+                if call.withdraw():
+                    work.abandon(error)
+
+    def clear(self) -> None:
+        """Forget everything: the works have ended."""
+        for queue in self._queues.values():
+            queue.calls.clear()
+            queue.looks.clear()
+        self._queues.clear()
+        self._calls.clear()
+
+    def note(self, tag: int, src: int) -> None:
+        """A message of a rank has come: the turn of the others is next."""
+        self._last.pop(tag, None)
+        self._last[tag] = src
+        if len(self._last) > _REMEMBERED:
+            del self._last[next(iter(self._last))]
+
+    def in_turn(self, tag: int, sources: Iterable[int]) -> list[int]:
+        """The sources, from the one on whose turn it is: nobody's messages wait for ever."""
+        first = self._last.get(tag, -1) + 1
+        return sorted(sources, key=lambda src: (src - first) % self.comm.size)
+
+    def forget(self, call: _Call) -> None:
+        """An op has ended, or waits no more."""
+        self._calls.pop(call.work, None)
+        if call.queue.idle:
+            self._queues.pop(call.queue.tag, None)
+
+
+class _Queue:
+    """What waits for messages of one tag."""
+
+    def __init__(self, owner: Arrivals, tag: int) -> None:
+        self.tag = tag
+        self.calls: list[_Call] = []  # in their order
+        self.looks: dict[int, _Look] = {}  # that wait, by their source
+        self.taking = 0  # calls that take a message
+        self._owner = owner
+
+    @property
+    def comm(self) -> Poster:
+        """The communicator."""
+        return self._owner.comm
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits."""
+        return not self.calls and not self.taking
+
+    def add(self, call: _Call, *, first: bool = False) -> None:
+        """Have an op wait.
+
+        :param first: it has waited before all others.
+        """
+        self.calls.insert(0 if first else len(self.calls), call)
+        for src in self._owner.in_turn(self.tag, call.sources):
+            self.look(src)
+
+    def look(self, src: int) -> None:
+        """Probe a rank, and give out its messages for as long as there are some and somebody wants one."""
+        while src not in self.looks and (wants := self._who_wants(src)) is not None:
+            look = self.looks[src] = _Look(ops.Probe(src, self.tag), self)
+            try:
+                with wants.stream():
+                    self.comm.post(look.op, look)
+            except CommError as error:
+                look.fail(error)
+            look.posted = True
+            if not look.ended:
+                return
+            self._handle(look)
+
+    def _who_wants(self, src: int) -> _Call | None:
+        return next((call for call in self.calls if src in call.sources), None)
+
+    def seen(self, look: _Look) -> None:
+        """Go on with a probe that has ended after its post."""
+        if self.looks.get(look.op.src) is look:
+            self._handle(look)
+            self.look(look.op.src)
+
+    def _handle(self, look: _Look) -> None:
+        src = look.op.src
+        del self.looks[src]
+        if isinstance(look.outcome, CommError):
+            self._miss(src, look.outcome)
+            return
+        for call in list(self.calls):
+            if src in call.sources:
+                self._owner.note(self.tag, src)
+                if call.offer(look.outcome):
+                    return
+
+    def _miss(self, src: int, error: CommError) -> None:
+        """No message of a rank is there, and none will come."""
+        for call in list(self.calls):
+            if src in call.sources:
+                call.sources.discard(src)
+                if not call.sources - {self.comm.rank}:
+                    call.end(error)
+
+    def drop(self, call: _Call) -> None:
+        """An op waits no more; so do the probes that it alone had use for."""
+        if call in self.calls:
+            self.calls.remove(call)
+        for src, look in list(self.looks.items()):
+            if look.posted and self._who_wants(src) is None:
+                del self.looks[src]
+                self.comm.withdraw(look)
+        self._owner.forget(call)
+
+
+class _Call:
+    """One op that waits, or takes a message."""
+
+    def __init__(
+        self, op: Any, work: Completion, queue: _Queue, stream: Callable[[], AbstractContextManager[object]]
+    ) -> None:
+        self.op, self.work, self.queue, self.stream = op, work, queue, stream
+        self.sources: set[int] = set(op.sources)
+        """The ranks from which a message may still come."""
+        self.stopped: CommError | None = None
+        """The error with which it ends, because its lane was given up."""
+        self._taking: _Taking | None = None
+
+    def offer(self, message: ops.Message) -> bool:
+        """Tell it of a message.
+
+        :returns: whether it takes it, or tries to: whoever waits behind it must look anew.
+        """
+        named = message._replace(tag=cast("Any", self.work.op).tag)  # and not a lane's
+        if isinstance(self.op, ops.ProbeAny):
+            self.end(named)
+            return False
+        try:
+            tensor = self.op.tensor if isinstance(self.op, ops.RecvAny) else self._room_for(named)
+        except CommError as error:
+            self.end(error)
+            return False
+        self._take(ops.Take(tensor, message.src, self.queue.tag))
+        return True
+
+    def _room_for(self, message: ops.Message) -> Tensor:
+        """A tensor for a message."""
+        comm, into = self.queue.comm, self.op.into
+        if into is None:
+            return buffers.empty(message.numel, dtype=message.dtype, device=comm.device)
+        try:
+            tensor: Tensor = into(message)
+        except Exception as error:
+            raise CommError(f"into raised {type(error).__name__}: {error}; the message was left there") from error
+        checks.writable("the tensor that into gives", tensor, cast("checks.Group", comm))
+        return tensor
+
+    def _take(self, op: ops.Take) -> None:
+        queue = self.queue
+        queue.calls.remove(self)
+        queue.taking += 1
+        taking = self._taking = _Taking(op, self)
+        try:
+            with self.stream():
+                queue.comm.post(op, taking)
+        except CommError as error:
+            taking.fail(error)
+
+    def taken(self, outcome: Any) -> None:
+        """It has received a message; or not, for somebody else has."""
+        assert self._taking is not None
+        op, self._taking = self._taking.op, None
+        self.queue.taking -= 1
+        if outcome is False and self.stopped is None and not self.work.done():
+            self.queue.add(self, first=True)
+        elif isinstance(outcome, CommError):
+            self.end(outcome)
+        else:
+            self.end(op.src if isinstance(self.op, ops.RecvAny) else ops.Received(op.src, op.result()))
+
+    def end(self, outcome: Any) -> None:
+        """End with a value or with an error."""
+        self.queue.drop(self)
+        if self.stopped is None:
+            conclude(self.work, outcome)
+        else:
+            cast("LaneWork[Any]", self.work).abandon(self.stopped)
+
+    def withdraw(self) -> bool:
+        """Wait no more; False if a message is being taken."""
+        if self._taking is not None:
+            if not self.queue.comm.withdraw(self._taking):
+                return False
+            self.queue.taking -= 1
+            self._taking = None
+        self.queue.drop(self)
+        return True
+
+
+class _Look:
+    """A native probe: the completion that the transport is given for it."""
+
+    __slots__ = ("__weakref__", "_queue", "ended", "op", "outcome", "posted")
+
+    hints: Mapping[str, Any] | None = None
+    """See :attr:`aiocomms.transport.Completion.hints`."""
+
+    def __init__(self, op: ops.Probe, queue: _Queue) -> None:
+        self.op: ops.Probe = op
+        self._queue = queue
+        self.ended: bool = False
+        self.posted: bool = False
+        """Whether its post has returned."""
+        self.outcome: Any = None
+
+    def done(self) -> bool:
+        """See :meth:`aiocomms.transport.Completion.done`."""
+        return self.ended
+
+    def complete(self, value: Any = OP_RESULT) -> None:
+        """See :meth:`aiocomms.transport.Completion.complete`."""
+        self.ended, self.outcome = True, value
+        if self.posted:
+            self._queue.seen(self)
+
+    def fail(self, error: CommError) -> None:
+        """See :meth:`aiocomms.transport.Completion.fail`."""
+        self.complete(error)
+
+
+class _Taking:
+    """A receive that does not wait: the completion that the transport is given for it."""
+
+    __slots__ = ("__weakref__", "_call", "ended", "op")
+
+    def __init__(self, op: ops.Take, call: _Call) -> None:
+        self.op: ops.Take = op
+        self._call = call
+        self.ended: bool = False
+
+    @property
+    def hints(self) -> Mapping[str, Any] | None:
+        """See :attr:`aiocomms.transport.Completion.hints`."""
+        return self._call.work.hints
+
+    def done(self) -> bool:
+        """See :meth:`aiocomms.transport.Completion.done`."""
+        return self.ended or self._call.work.done()
+
+    def complete(self, value: Any = OP_RESULT) -> None:
+        """See :meth:`aiocomms.transport.Completion.complete`."""
+        self.ended = True
+        self._call.taken(value)
+
+    def fail(self, error: CommError) -> None:
+        """See :meth:`aiocomms.transport.Completion.fail`."""
+        self.complete(error)
