@@ -110,13 +110,18 @@ class _Queue:
         :param first: it has waited before all others.
         """
         self.calls.insert(0 if first else len(self.calls), call)
-        for src in self._owner.in_turn(self.tag, call.sources):
-            self.look(src)
+        sources = self._owner.in_turn(self.tag, call.sources)
+        last = next((src for src in reversed(sources) if src != self.comm.rank), None)
+        for src in sources:
+            self.look(src, more=src != last)
 
-    def look(self, src: int) -> None:
-        """Probe a rank, and give out its messages for as long as there are some and somebody wants one."""
+    def look(self, src: int, *, more: bool = True) -> None:
+        """Probe a rank, and give out its messages for as long as there are some and somebody wants one.
+
+        :param more: see :attr:`aiocomms.ops.Probe.more`.
+        """
         while src not in self.looks and (wants := self._who_wants(src)) is not None:
-            look = self.looks[src] = _Look(ops.Probe(src, self.tag), self)
+            look = self.looks[src] = _Look(ops.Probe(src, self.tag, more=more), self)
             try:
                 with wants.stream():
                     self.comm.post(look.op, look)

@@ -62,6 +62,8 @@ class Probe(Op, frozen=True, eq=False):
     src: int
     tag: int = 0
     channel: int = USER
+    more: bool = False
+    """Whether other probes follow at once, or the caller has no time: the transport need not look on for a moment."""
 
     def message(self, nbytes: int, dtype: torch.dtype) -> Message:
         """The value with which a transport completes it."""

@@ -16,7 +16,7 @@ def post_arrival(transport: UcxTransport, op: ops.Probe | ops.Take, work: Comple
     """Hand a probe, or a receive that does not wait, to the engine. Complete it if it is done."""
     engine, ticket, group = transport.engine, id(work), transport.group
     if isinstance(op, ops.Probe):
-        seen = engine.probe(ticket, group, op.src, op.channel, op.tag)
+        seen = engine.probe(ticket, group, op.src, op.channel, op.tag, not op.more)
         if seen is None:
             transport.follow(work, done=False)
         else:

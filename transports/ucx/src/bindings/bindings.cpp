@@ -156,11 +156,12 @@ bool recv_op(Engine& engine, Ticket ticket, std::uint32_t group, nb::handle tens
   return engine.recv(ticket, group, data.data, data.bytes(), src, channel, tag, static_cast<int>(data.dtype));
 }
 
-nb::object probe_op(Engine& engine, Ticket ticket, std::uint32_t group, int src, int channel, std::int64_t tag) {
+nb::object probe_op(Engine& engine, Ticket ticket, std::uint32_t group, int src, int channel, std::int64_t tag,
+                    bool look_on) {
   std::optional<Engine::Found> found;
   {
     Unlocked unlocked;
-    found = engine.probe(ticket, group, src, channel, tag);
+    found = engine.probe(ticket, group, src, channel, tag, look_on);
   }
   return found ? nb::object(nb::make_tuple(found->bytes, found->dtype)) : nb::none();
 }
@@ -440,8 +441,8 @@ NB_MODULE(_engine, module) {
            nb::sig("def recv(self, ticket: int, group: int, tensor: torch.Tensor, src: int, channel: int, tag: int, /) "
                    "-> bool"))
       .def("probe", &probe_op,
-           nb::sig("def probe(self, ticket: int, group: int, src: int, channel: int, tag: int, /) -> tuple[int, int] | "
-                   "None"))
+           nb::sig("def probe(self, ticket: int, group: int, src: int, channel: int, tag: int, look_on: bool, /) -> "
+                   "tuple[int, int] | None"))
       .def("take", &take_op,
            nb::sig("def take(self, ticket: int, group: int, tensor: torch.Tensor, src: int, channel: int, tag: int, /) "
                    "-> bool | None"))

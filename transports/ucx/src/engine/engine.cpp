@@ -163,14 +163,15 @@ std::uint64_t Engine::finish_post(Operation* op, std::uint64_t began, Held& held
 
 std::uint64_t Engine::spin(const Operation& op, std::uint64_t began) noexcept {
   Pacer::Spin spin = pacer_.begin_post(began);
-  while (!op.done()) {
+  const auto over = [&] { return op.done() || (op.any_will_do && ready()); };
+  while (!over()) {
     const bool moved = advance();
     const Pacer::Next next = pacer_.after_look(spin, moved, now_ns(), [&] { return shares_core(op); });
     if (next == Pacer::Next::kStop) break;
     if (next == Pacer::Next::kRelax) relax();
     if (next == Pacer::Next::kYield) give_core(op, spin);
   }
-  pacer_.end_post(spin, op.done());
+  pacer_.end_post(spin, over());
   return spin.now;
 }
 
@@ -245,7 +246,8 @@ void Engine::start_recv(Operation* op, void* data, std::size_t bytes, int src, i
   inbox_.post(op, Key(static_cast<std::uint16_t>(src), static_cast<std::uint8_t>(channel), tag));
 }
 
-std::optional<Engine::Found> Engine::probe(Ticket ticket, std::uint32_t id, int src, int channel, std::int64_t tag) {
+std::optional<Engine::Found> Engine::probe(Ticket ticket, std::uint32_t id, int src, int channel, std::int64_t tag,
+                                           bool look_on) {
   std::lock_guard lock(lock_);
   auto op = begin_post(ticket, id);
   static_cast<void>(op->group.left.at(static_cast<std::size_t>(src)));
@@ -253,6 +255,8 @@ std::optional<Engine::Found> Engine::probe(Ticket ticket, std::uint32_t id, int 
   const std::uint64_t began = now_ns();
   if (!op->group.mail.look(key)) advance();  // it may have come, and nobody has looked
   inbox_.probe(op.get(), key);
+  op->any_will_do = true;
+  if (look_on && !op->done() && !pacer_.bulk()) spin(*op, began);
   std::optional<Found> found;
   if (op->done() && op->status == Status::kDone) {
     found = {op->details[0], op->details[1]};

@@ -101,12 +101,13 @@ class Engine : private Inbox::Owner {
             std::int64_t tag, int dtype, Held& held = nothing_held);
   bool recv(Ticket ticket, std::uint32_t group, void* data, std::size_t bytes, int src, int channel, std::int64_t tag,
             int dtype, Held& held = nothing_held);
-  // What a receive would take now, which stays. Nothing: the outcome follows, once there is a message.
+  // What a receive would take now, which stays. Nothing: the outcome follows, once there is a message. look_on: for a
+  // moment, in case that there soon is one, or what another probe waits for.
   struct Found {
     std::uint64_t bytes;
     std::uint64_t dtype;
   };
-  std::optional<Found> probe(Ticket ticket, std::uint32_t group, int src, int channel, std::int64_t tag);
+  std::optional<Found> probe(Ticket ticket, std::uint32_t group, int src, int channel, std::int64_t tag, bool look_on);
   // A receive that does not wait. Nothing: no message has come, and there is no outcome.
   std::optional<bool> take(Ticket ticket, std::uint32_t group, void* data, std::size_t bytes, int src, int channel,
                            std::int64_t tag, int dtype);

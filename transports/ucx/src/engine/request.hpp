@@ -71,8 +71,9 @@ class Operation final : public Request {
   // It was taken back from where it waited, and nothing is to be told. A post that still looks on deletes it.
   void withdraw() noexcept;
 
-  bool answers = false;  // its outcome is of interest even if it went well
-  Unequal unequal;       // an all-to-all's
+  bool answers = false;      // its outcome is of interest even if it went well
+  bool any_will_do = false;  // its post looks on until the loop has an outcome to hear of, be that another op's
+  Unequal unequal;           // an all-to-all's
 
  private:
   void report() noexcept;
