@@ -113,7 +113,7 @@ class Casualties:
         return {}
 
     def _said(self, rank: int) -> Casualty | None:
-        """What a rank has said last; None: nothing that it can be shown to have said."""
+        """Return what a rank has said last; None: nothing that it can be shown to have said."""
         if rank in self._known:
             with contextlib.suppress(ProtocolError):  # AuthError is one
                 record = believed(self._seal, KEY, rank, self._known[rank])

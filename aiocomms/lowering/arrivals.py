@@ -66,19 +66,19 @@ class Arrivals:
         self._calls.clear()
 
     def note(self, tag: int, src: int) -> None:
-        """A message of a rank has come: the turn of the others is next."""
+        """Note that a message of a rank has come: the turn of the others is next."""
         self._last.pop(tag, None)
         self._last[tag] = src
         if len(self._last) > _REMEMBERED:
             del self._last[next(iter(self._last))]
 
     def in_turn(self, tag: int, sources: Iterable[int]) -> list[int]:
-        """The sources, from the one on whose turn it is: nobody's messages wait for ever."""
+        """Return the sources, from the one whose turn it is, so that no rank's messages wait for ever."""
         first = self._last.get(tag, -1) + 1
         return sorted(sources, key=lambda src: (src - first) % self.comm.size)
 
     def forget(self, call: _Call) -> None:
-        """An op has ended, or waits no more."""
+        """Note that an op has ended, or waits no more."""
         self._calls.pop(call.work, None)
         if call.queue.idle:
             self._queues.pop(call.queue.tag, None)
@@ -162,7 +162,7 @@ class _Queue:
                     call.end(error)
 
     def drop(self, call: _Call) -> None:
-        """An op waits no more; so do the probes that it alone had use for."""
+        """Drop an op that waits no more, and the probes that it alone needs."""
         if call in self.calls:
             self.calls.remove(call)
         for src, look in list(self.looks.items()):
@@ -203,7 +203,7 @@ class _Call:
         return True
 
     def _room_for(self, message: ops.Message) -> Tensor:
-        """A tensor for a message."""
+        """Return a tensor for a message."""
         comm, into = self.queue.comm, self.op.into
         if into is None:
             return buffers.empty(message.numel, dtype=message.dtype, device=comm.device)
@@ -226,7 +226,7 @@ class _Call:
             taking.fail(error)
 
     def taken(self, outcome: Any) -> None:
-        """It has received a message; or not, for somebody else has."""
+        """Note whether it has received a message, which another receive may have taken."""
         assert self._taking is not None
         op, self._taking = self._taking.op, None
         self.queue.taking -= 1

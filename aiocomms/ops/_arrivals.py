@@ -66,7 +66,7 @@ class Probe(Op, frozen=True, eq=False):
     """Whether other probes follow at once, or the caller has no time: the transport need not look on for a moment."""
 
     def message(self, nbytes: int, dtype: torch.dtype) -> Message:
-        """The value with which a transport completes it."""
+        """Return the value with which a transport completes it."""
         return Message(self.src, self.tag, nbytes, dtype)
 
 
@@ -144,7 +144,7 @@ class RecvAny(_Sourced, Op, frozen=True, eq=False):
 
 
 def sources_of(src: Source, group: checks.Members, device: torch.device) -> Any:
-    """The ranks that ``src`` names; what is wrong with it the check says. None: any, this one included on the CPU."""
+    """Return the ranks that ``src`` names; None: any, on the CPU this one, too. The check says what is wrong."""
     if src is None:
         own = device.type == "cpu"
         return tuple(rank for rank in range(group.size) if own or rank != group.rank)
